@@ -1,0 +1,1 @@
+"""Merge, watermark, windows, positions, flush: synchronous cores under one async shell."""

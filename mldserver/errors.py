@@ -1,0 +1,142 @@
+"""One small tree of errors, split by whose fault it is.
+
+Every error carries, beside its sentence, what the server did about it (``did``), what a person can do next
+(``advice``) and the place it happened at (``pipeline``, ``shard``, ``sequence`` …) as fields for the log.
+
+    MldserverError
+    ├── PeerError          the daemon, or whoever connected to its port
+    ├── HandlerError       the user's handler
+    ├── LedgerError        durable state is damaged, newer than this program, or out of reach
+    ├── SparkError         a window's job, the Spark driver, or Java
+    ├── OperatorError      settings, files, ports: what the person who starts the server gave it
+    └── InternalError      this server: always a bug worth reporting
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "ConfigError",
+    "DecodeError",
+    "DriverLost",
+    "FramingError",
+    "GapRefused",
+    "HandlerError",
+    "HandlerHalted",
+    "HandlerInvalid",
+    "HandlerNotFound",
+    "InternalError",
+    "JavaError",
+    "LedgerError",
+    "LedgerVersionError",
+    "MldserverError",
+    "OperatorError",
+    "PeerError",
+    "PeerTimeout",
+    "ProtocolViolation",
+    "SparkError",
+    "WindowFailed",
+]
+
+
+class MldserverError(Exception):
+    """The root: a sentence for people, and fields for the log."""
+
+    def __init__(self, what: str, *, did: str = "", advice: str = "", **where: Any) -> None:
+        """Say ``what`` happened, what the server ``did`` about it, what to do next, and where it was."""
+        super().__init__(what)
+        self.what = what
+        self.did = did
+        self.advice = advice
+        self.where = where
+
+    @property
+    def name(self) -> str:
+        """The stable name under which the error is logged: its class name."""
+        return type(self).__name__
+
+    def fields(self) -> dict[str, Any]:
+        """Return the error as fields of a log event."""
+        told = {"error": self.name, "what": self.what, "did": self.did, "advice": self.advice, **self.where}
+        return {key: value for key, value in told.items() if value not in {"", None}}
+
+    def __str__(self) -> str:
+        """Return one paragraph: what happened, what was done, what to do."""
+        return " ".join(part for part in (self.what, self.did, self.advice) if part)
+
+
+class PeerError(MldserverError):
+    """The peer broke the protocol; its own connection is closed, no other notices."""
+
+
+class FramingError(PeerError):
+    """A line is longer than the limit."""
+
+
+class DecodeError(PeerError):
+    """A line is not a message: invalid UTF-8, not JSON, nested too deeply, a field of a wrong type."""
+
+
+class ProtocolViolation(PeerError):
+    """A well-formed message came where the protocol does not allow it."""
+
+
+class PeerTimeout(PeerError):
+    """The peer did not send what must come within a limit."""
+
+
+class GapRefused(PeerError):
+    """The daemon starts beyond the ledger's position: records would be skipped without a trace."""
+
+
+class HandlerError(MldserverError):
+    """The user's handler is at fault."""
+
+
+class HandlerNotFound(HandlerError):
+    """A dotted path leads nowhere: the module, or the attribute in it, does not exist."""
+
+
+class HandlerInvalid(HandlerError):
+    """A handler was found but cannot be run: hooks, signatures, schema or windows are wrong."""
+
+
+class HandlerHalted(HandlerError):
+    """A handler failed under the policy ``halt``: the connection is closed on purpose."""
+
+
+class LedgerError(MldserverError):
+    """Durable state cannot be used."""
+
+
+class LedgerVersionError(LedgerError):
+    """The ledger was written by a newer program, or is no ledger of this pipeline."""
+
+
+class SparkError(MldserverError):
+    """Spark is at fault."""
+
+
+class WindowFailed(SparkError):
+    """A window's job failed: the user's ``on_window``, or Spark under it."""
+
+
+class DriverLost(SparkError):
+    """The Spark driver's process, or its JVM, is gone."""
+
+
+class OperatorError(MldserverError):
+    """What the operator gave cannot work; the process says so and exits."""
+
+
+class ConfigError(OperatorError):
+    """A setting is unknown or has an impossible value."""
+
+
+class JavaError(OperatorError):
+    """Java is missing or too old for Spark."""
+
+
+class InternalError(MldserverError):
+    """A bug in this server: the state of a core and what was asked of it do not fit."""

@@ -1,0 +1,1 @@
+"""Structured logs: names, schema, writing, reading."""

@@ -1,0 +1,253 @@
+"""Every log event by its stable name: level, fields and meaning. The schema of the log, as data.
+
+Levels keep a contract:
+
+* ``debug``: for a developer of mldserver; may be noisy, never needed to understand what happened to data.
+* ``info``: normal life. One line a batch, one a window, one a change of a connection, a shard or the server.
+* ``warning``: something failed and the server dealt with it; data is safe; look at it when it repeats.
+* ``error``: something needs a person: a dead letter was stored, a window waits, a connection was closed on purpose.
+* ``critical``: the process cannot go on and says why before it exits.
+
+Every event carries ``timestamp`` (ISO 8601, UTC), ``level``, ``event``, and where they apply ``pipeline``, ``shard``,
+``connection``, ``window``. Times are in seconds (``…_seconds``) or milliseconds since the epoch (``…_ms``).
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+__all__ = ["COMMON_FIELDS", "EVENTS", "EventSpec"]
+
+COMMON_FIELDS: Final = frozenset(
+    {
+        "timestamp",
+        "level",
+        "event",
+        "pipeline",
+        "shard",
+        "connection",
+        "window",
+        "exception",
+        "error",
+        "what",
+        "did",
+        "advice",
+    }
+)
+"""Fields that any event may carry."""
+
+
+class EventSpec(NamedTuple):
+    """One event of the schema."""
+
+    levels: str
+    """The level it is logged at; several, separated by ``|``, where the outcome decides."""
+    fields: tuple[str, ...]
+    """Its own fields, beside COMMON_FIELDS; not all need be present."""
+    meaning: str
+
+
+EVENTS: Final[dict[str, EventSpec]] = {
+    "server.starting": EventSpec(
+        "info", ("version", "pid", "handler", "out", "settings"), "The process has read its settings."
+    ),
+    "server.listening": EventSpec(
+        "info", ("address",), "Connections are accepted; ``address`` holds the real port."
+    ),
+    "server.ready": EventSpec("info", ("seconds",), "Spark is warm, every part works: readiness is green."),
+    "server.unready": EventSpec(
+        "error", ("reason",), "Readiness went red; ``reason`` says what waits for what."
+    ),
+    "server.stopping": EventSpec(
+        "info", ("reason", "connections"), "No more connections; each shard finishes its request."
+    ),
+    "server.waiting": EventSpec(
+        "info", ("waiting_for", "seconds"), "Shutdown (or start) still waits for these."
+    ),
+    "server.stopped": EventSpec("info", ("exit_code", "seconds"), "The last line of the log."),
+    "server.failed": EventSpec("critical", ("exit_code",), "The process cannot go on."),
+    "connection.opened": EventSpec("debug", ("peer",), "A peer connected."),
+    "connection.refused": EventSpec(
+        "warning", ("peer", "limit"), "The connection limit holds; connections wait in the kernel's queue."
+    ),
+    "connection.closed": EventSpec(
+        "info", ("reason", "seconds", "batches", "records"), "The connection ended as the protocol foresees."
+    ),
+    "connection.failed": EventSpec(
+        "warning|error",
+        ("peer", "reason", "excerpt", "state"),
+        "The connection was closed because of an error.",
+    ),
+    "connection.state": EventSpec(
+        "debug", ("from_state", "to_state", "on"), "A transition of the protocol's state machine."
+    ),
+    "shard.opened": EventSpec(
+        "info", ("start", "position", "epoch", "version"), "A connection took a shard."
+    ),
+    "shard.gap_accepted": EventSpec(
+        "error", ("start", "position"), "The daemon starts beyond the ledger; the operator accepts the gap."
+    ),
+    "shard.ended": EventSpec("info", ("position",), "The shard is read to its end and durable."),
+    "shard.lost": EventSpec("info", ("position",), "The lease went to another worker."),
+    "shard.shutdown_requested": EventSpec("info", ("position",), "The daemon stops or hands the shard over."),
+    "shard.disconnected": EventSpec(
+        "warning", ("position",), "The connection is gone without an ending; the shard holds the watermark."
+    ),
+    "shard.missing": EventSpec(
+        "warning", ("seconds",), "A known shard has no connection; it holds the watermark."
+    ),
+    "shard.left_out": EventSpec(
+        "error",
+        ("seconds",),
+        "A missing shard does not hold the watermark any longer; its rows will be late.",
+    ),
+    "shard.held": EventSpec(
+        "info",
+        ("buffered_bytes", "budget_bytes", "ahead_seconds"),
+        "The shard is ahead and memory or disk is short: its answer waits.",
+    ),
+    "shard.released": EventSpec("info", ("seconds",), "The shard goes on."),
+    "shard.discovered": EventSpec("info", ("parents",), "ListShards names a shard that was not known."),
+    "batch.done": EventSpec(
+        "info",
+        (
+            "records",
+            "rows",
+            "duplicates",
+            "dead_letters",
+            "bytes",
+            "first",
+            "last",
+            "millis_behind_latest",
+            "attempts",
+            "handler_seconds",
+            "held_seconds",
+            "checkpoint",
+            "seconds",
+        ),
+        "The one line of a batch, when it was answered.",
+    ),
+    "checkpoint.done": EventSpec("debug", ("sequence", "seconds"), "The daemon stored a checkpoint."),
+    "checkpoint.retried": EventSpec(
+        "warning",
+        ("sequence", "attempt", "delay_seconds"),
+        "The daemon could not store a checkpoint; it is asked again.",
+    ),
+    "checkpoint.failed": EventSpec(
+        "error", ("sequence", "attempts"), "A checkpoint was given up for now; the next chance tries again."
+    ),
+    "checkpoint.stopped": EventSpec(
+        "warning", ("sequence",), "ShutdownException: the lease is gone, nothing more is checkpointed."
+    ),
+    "handler.loaded": EventSpec(
+        "info", ("handler", "hooks", "schema", "windows"), "The handler was imported and checked."
+    ),
+    "handler.failed": EventSpec(
+        "warning",
+        ("handler", "hook", "sequence", "attempt", "delay_seconds", "traceback"),
+        "A hook failed and is tried again.",
+    ),
+    "handler.dead_letter": EventSpec(
+        "error",
+        ("handler", "sequence", "partition_key", "attempts", "traceback"),
+        "A record failed for good and is a dead letter.",
+    ),
+    "handler.hook_failed": EventSpec(
+        "error",
+        ("handler", "hook", "attempts", "traceback"),
+        "A life-cycle hook failed for good; the daemon is answered all the same.",
+    ),
+    "handler.halted": EventSpec(
+        "critical",
+        ("handler", "hook", "sequence", "attempts", "traceback"),
+        "A record failed for good under the policy halt.",
+    ),
+    "handler.slow": EventSpec(
+        "warning",
+        ("handler", "hook", "seconds"),
+        "A hook has run for longer than its deadline and is still running.",
+    ),
+    "handler.output": EventSpec("info", ("stream", "text"), "What the handler printed."),
+    "flush.done": EventSpec(
+        "debug",
+        ("rows", "segments", "late_rows", "bytes", "shards", "dead_letters", "seconds", "reason"),
+        "Rows are durable, positions moved.",
+    ),
+    "flush.refused": EventSpec(
+        "warning", ("lost_shards", "cut_windows"), "The ledger refused some rows; the rest is written again."
+    ),
+    "flush.failed": EventSpec(
+        "error",
+        ("attempt", "delay_seconds"),
+        "Rows could not be made durable; they stay in memory and are tried again.",
+    ),
+    "watermark.advanced": EventSpec(
+        "debug", ("watermark_ms", "held_by", "reason"), "The pipeline's watermark moved."
+    ),
+    "watermark.held": EventSpec(
+        "info",
+        ("watermark_ms", "held_by", "reason", "seconds"),
+        "The watermark has not moved for a while; ``held_by`` holds it.",
+    ),
+    "window.cut": EventSpec("debug", ("segments", "rows"), "A window's segments are fixed."),
+    "window.done": EventSpec(
+        "info",
+        (
+            "revision",
+            "rows_in",
+            "rows_out",
+            "segments",
+            "files",
+            "attempt",
+            "spark_seconds",
+            "lag_seconds",
+            "seconds",
+            "path",
+        ),
+        "The one line of a window, when its output is visible.",
+    ),
+    "window.late": EventSpec(
+        "warning", ("rows",), "Rows came after their window was cut; they are in the late dataset."
+    ),
+    "window.failed": EventSpec(
+        "warning", ("attempt", "delay_seconds", "traceback"), "A window's job failed and is tried again."
+    ),
+    "window.halted": EventSpec(
+        "error", ("attempts", "traceback"), "A window's job kept failing; windows wait, ingestion goes on."
+    ),
+    "window.set_aside": EventSpec(
+        "error", ("attempts", "traceback"), "A window's job kept failing; it is set aside with its segments."
+    ),
+    "recovery.done": EventSpec(
+        "info",
+        ("shards", "windows_published", "windows_restarted", "files_deleted", "late_published", "clock"),
+        "What the start found in the ledger and did.",
+    ),
+    "stream.ended": EventSpec("info", ("shards",), "Every known shard has ended; every window closes."),
+    "stream.quiet": EventSpec(
+        "info", ("seconds",), "Every shard is caught up and silent; the open windows close."
+    ),
+    "stream.unlisted": EventSpec(
+        "warning",
+        ("stream",),
+        "ListShards failed; shards are known from the ledger and from connections only.",
+    ),
+    "spark.starting": EventSpec("info", ("master", "java", "start"), "The driver process starts."),
+    "spark.ready": EventSpec("info", ("seconds", "spark_version", "ui"), "The session is warm."),
+    "spark.progress": EventSpec("debug", ("job", "stages", "tasks", "tasks_done"), "A running job's tasks."),
+    "spark.log": EventSpec("debug|info|warning|error", ("logger", "text"), "A line of Spark's own log."),
+    "spark.lost": EventSpec(
+        "error",
+        ("reason", "exit_code", "delay_seconds"),
+        "The driver process or its JVM died; a fresh one starts.",
+    ),
+    "kcl.starting": EventSpec(
+        "info", ("command", "start", "properties", "java"), "The Java MultiLangDaemon starts."
+    ),
+    "kcl.log": EventSpec("debug|info|warning|error", ("logger", "text"), "A line of the Java daemon's log."),
+    "kcl.exited": EventSpec(
+        "warning|info",
+        ("exit_code", "delay_seconds", "seconds"),
+        "The Java daemon exited; it is started again after the delay.",
+    ),
+}

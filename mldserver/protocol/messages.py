@@ -1,0 +1,117 @@
+"""The messages of the MultiLangDaemon protocol, as frozen values.
+
+Sources: the MultiLangDaemon's message classes (KCL 1.x, 2.x, 3.1.3) and captures of what KCL 3.1.3 really sends.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+__all__ = [
+    "CheckpointReply",
+    "CheckpointRequest",
+    "Initialize",
+    "LeaseLost",
+    "PeerMessage",
+    "ProcessRecords",
+    "ShardEnded",
+    "Shutdown",
+    "ShutdownReason",
+    "ShutdownRequested",
+    "Status",
+    "Version",
+]
+
+
+class Version(enum.IntEnum):
+    """The wire form of records and checkpoints, fixed by the keys of ``initialize``."""
+
+    V1 = 1
+    """KCL < 1.7.1: no sub-sequences, no arrival times, checkpoints under the key ``checkpoint``."""
+    V2 = 2
+    """KCL >= 1.7.1, KCL 2 and KCL 3."""
+
+
+class ShutdownReason(enum.StrEnum):
+    """Why KCL 1.x says ``shutdown``."""
+
+    TERMINATE = "TERMINATE"
+    """The shard has ended: its end must be checkpointed."""
+    ZOMBIE = "ZOMBIE"
+    """The lease is lost: nothing may be checkpointed."""
+    REQUESTED = "REQUESTED"
+    """The daemon is stopping: one last chance to checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Initialize:
+    """The first message: which shard this connection is, and where the daemon will start."""
+
+    shard_id: str
+    version: Version
+    sequence_number: str | None = None
+    """Digits, ``TRIM_HORIZON``, ``LATEST``, ``AT_TIMESTAMP``, ``SHARD_END`` or None (always None in V1)."""
+    sub_sequence_number: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessRecords:
+    """A batch. Its line is passed on as it came: only the handler's runtime decodes it."""
+
+    line: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointReply:
+    """The daemon's answer to a checkpoint: it echoes what was asked, not what was stored."""
+
+    sequence_number: str | None
+    sub_sequence_number: int | None
+    error: str | None
+    """None, or the simple class name of the Java exception."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseLost:
+    """Another worker owns the shard now (KCL 2 and later)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardEnded:
+    """The shard is closed and read to its end: checkpoint it (KCL 2 and later)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShutdownRequested:
+    """The daemon is stopping, or hands the lease over: one last chance to checkpoint (KCL >= 1.7.6)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """The ending of KCL 1.x, in its three meanings."""
+
+    reason: ShutdownReason
+
+
+PeerMessage = (
+    Initialize | ProcessRecords | CheckpointReply | LeaseLost | ShardEnded | ShutdownRequested | Shutdown
+)
+"""What the daemon can send."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Our answer to a request, sent exactly once."""
+
+    response_for: str
+    """The action answered: ``initialize``, ``processRecords``, ``shutdown`` …"""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRequest:
+    """Our request to checkpoint; a sequence number of None means everything delivered so far."""
+
+    sequence_number: str | None
+    sub_sequence_number: int | None
+    version: Version

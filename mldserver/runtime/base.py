@@ -1,0 +1,134 @@
+"""What the server asks of a runtime: the place where handlers run.
+
+A runtime takes raw ``processRecords`` lines and gives rows back as Arrow tables. It may do so inside the server's
+process (``inline.py``) or in worker processes; nothing above this interface can tell the difference, so nothing but
+bytes, plain values and Arrow tables crosses it.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from mldserver.protocol.messages import Version
+    from mldserver.records import Sequence, Shard
+
+__all__ = ["META_COLUMNS", "BatchOutcome", "BatchOutline", "DeadLetter", "Delivery", "Hook", "Runtime"]
+
+META_COLUMNS = ("_time", "_clock", "_shard", "_sequence", "_sub_sequence", "_arrival")
+"""Columns that every row carries beside the handler's own.
+
+``_time`` int64, effective time in ms; ``_clock`` int64, the pipeline's merge order; ``_shard`` string; ``_sequence``
+string (decimal); ``_sub_sequence`` int64; ``_arrival`` timestamp[ms, UTC], null in V1. A runtime fills all but
+``_clock``; its ``_time`` is the running maximum of arrival times inside the batch (every record counts, with or
+without rows; the time of receipt where the daemon gives none), which the coordinator raises to the shard's.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """One ``processRecords`` line on its way to a handler."""
+
+    shard_id: str
+    line: bytes
+    """The message as it came, without its line end."""
+    version: Version
+    received_ms: int
+    """When the line was complete (server's clock); stands in for arrival times that V1 does not send."""
+    after: Sequence | None
+    """Records at or before this sequence were accepted earlier: they are dropped before the handler sees them."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOutline:
+    """What the coordinator must know of a batch beside its rows."""
+
+    records: int
+    """Records in the message (KPL aggregates counted by their user records), duplicates included."""
+    duplicates: int
+    """How many of them were at or before ``Delivery.after``."""
+    first: Sequence | None
+    last: Sequence | None
+    """First and last sequence in the message; None when it was empty."""
+    latest_arrival_ms: int | None
+    """Latest arrival time of its records (time of receipt in V1); None when it was empty."""
+    millis_behind_latest: int | None
+    """What the daemon said; None when it said null or speaks V1."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """A record that the handler could not take, with all that is needed to look at it and to run it again."""
+
+    shard_id: str
+    sequence: Sequence
+    partition_key: str | None
+    data: bytes
+    arrival_ms: int | None
+    attempts: int
+    error: str
+    """``ExceptionType: message``."""
+    traceback: str
+    handler: str
+    at_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOutcome:
+    """What became of a batch: every record is in rows, in dead letters, a duplicate, or wanted no row."""
+
+    outline: BatchOutline
+    rows: pa.Table | None
+    """The handler's columns and META_COLUMNS but ``_clock``, in shard order; None when there are no rows."""
+    dead_letters: tuple[DeadLetter, ...] = ()
+    attempts: int = 1
+    """The most calls that any record of the batch took."""
+
+
+class Hook(enum.StrEnum):
+    """The life-cycle hooks, named as the KCL names them."""
+
+    INITIALIZE = "initialize"
+    LEASE_LOST = "lease_lost"
+    SHARD_ENDED = "shard_ended"
+    SHUTDOWN_REQUESTED = "shutdown_requested"
+
+
+class Runtime(Protocol):
+    """Runs one pipeline's handler. Calls for one shard never overlap; calls for different shards may."""
+
+    async def start(self) -> None:
+        """Make ready to take shards. Raises HandlerError when the handler cannot be loaded."""
+        ...
+
+    async def open(self, shard: Shard) -> None:
+        """Make the shard's handler (a fresh instance for classes) and run its ``initialize`` hook.
+
+        Opening a shard again replaces what was there. Failures are retried for as long as the caller waits, but
+        under the policy ``halt``: then HandlerHalted.
+        """
+        ...
+
+    async def process(self, delivery: Delivery) -> BatchOutcome:
+        """Decode a line and run the handler over its records.
+
+        Raises PeerError when the line is no valid message (the handler was not called), HandlerHalted when a record
+        failed for good under the policy ``halt``. No other error of the handler leaves this method.
+        """
+        ...
+
+    async def notify(self, shard_id: str, hook: Hook) -> None:
+        """Run a life-cycle hook, if the handler has it. Its failures are retried, then logged, never raised."""
+        ...
+
+    async def forget(self, shard_id: str) -> None:
+        """Drop the shard's handler state: its connection is gone."""
+        ...
+
+    async def close(self) -> None:
+        """Stop; no call may follow."""
+        ...

@@ -1,0 +1,1 @@
+"""Where shards come from: the MultiLangDaemon over TCP or a Unix socket."""

@@ -1,0 +1,1 @@
+"""The Spark driver process, its jobs, and the client that supervises it."""

@@ -1,0 +1,68 @@
+"""What the coordinator asks of an engine: the thing that computes windows.
+
+``driver_client.py`` runs Spark in a child process; ``mldserver.testing`` has a small engine for tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from mldserver.coordinator.windows import Window
+
+__all__ = ["Engine", "WindowJob", "WindowResult"]
+
+
+@dataclass(frozen=True, slots=True)
+class WindowJob:
+    """One attempt at one window: plain values only, since it crosses a process border."""
+
+    window: Window
+    attempt: int
+    segments: tuple[str, ...]
+    """Absolute paths (or URIs) of the window's Parquet files."""
+    staging: str
+    """Absolute path (or URI) of a directory that does not exist yet; the output goes there, nowhere else."""
+    rows: int
+    """Rows in the segments."""
+    bytes: int
+    """Bytes of the segments: what the number of partitions is chosen from."""
+
+
+@dataclass(frozen=True, slots=True)
+class WindowResult:
+    """A finished attempt."""
+
+    files: tuple[str, ...]
+    """Names of the data files, relative to ``staging``; empty when the pipeline wrote for itself."""
+    rows: int
+    seconds: float
+    """From the job's arrival at the engine to its end."""
+
+
+class Engine(Protocol):
+    """Computes windows, for as long as the server lives."""
+
+    async def run(self) -> None:
+        """Live: start, stay ready, and start afresh when something dies. Returns only when cancelled or closed.
+
+        Raises JavaError (or another OperatorError) when it can never start.
+        """
+        ...
+
+    async def ready(self) -> None:
+        """Return when a job would start at once (warmed up)."""
+        ...
+
+    async def compute(self, job: WindowJob) -> WindowResult:
+        """Run one attempt. Waits while the engine is not ready.
+
+        Raises WindowFailed when the job fails, DriverLost when the engine dies under it; the staging directory may
+        then hold anything. Cancelling the call cancels the job.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Stop what runs and leave nothing behind."""
+        ...

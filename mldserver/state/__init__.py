@@ -1,0 +1,1 @@
+"""Durable state: the ledger of positions, segments, windows and dead letters."""
