@@ -11,15 +11,34 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mldserver.state.ledger import BatchProgress
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
 
 __all__ = [
+    "Assignment",
     "Batches",
+    "OpenWindows",
     "Tumbling",
     "Window",
+    "WindowKey",
     "WindowSpec",
+    "as_window",
+    "assign",
+    "batch_id",
+    "batch_number",
     "batches",
     "duration_ms",
     "tumbling",
+    "tumbling_id",
+    "tumbling_starts",
 ]
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -137,4 +156,127 @@ def tumbling_id(start_ms: int) -> str:
     """Return the id of the tumbling window that starts at ``start_ms``: sortable, and safe in any file system."""
     at = _EPOCH + timedelta(milliseconds=start_ms)
     fraction = f".{start_ms % 1000:03d}" if start_ms % 1000 else ""
-    return f"{at:%Y-%m-%dT%H-%M-%S}{fraction}Z"
+    # Not strftime: its %Y does not pad years before 1000 on every platform.
+    return (
+        f"{at.year:04d}-{at.month:02d}-{at.day:02d}T{at.hour:02d}-{at.minute:02d}-{at.second:02d}{fraction}Z"
+    )
+
+
+def batch_id(number: int) -> str:
+    """Return the id of the ``batches`` window with this number."""
+    return f"batch-{number:012d}"
+
+
+def batch_number(window_id: str) -> int:
+    """Return the number in a ``batches`` window's id."""
+    return int(window_id.removeprefix("batch-"))
+
+
+def tumbling_starts(event_ms: NDArray[np.int64], spec: Tumbling) -> NDArray[np.int64]:
+    """Return for each event time the start of its window (ms), aligned to the epoch, also before 1970."""
+    return event_ms - np.mod(event_ms, spec.size_ms)
+
+
+def as_window(
+    window_id: str, start_ms: int | None, end_ms: int | None, *, revision: int, pipeline: str
+) -> Window:
+    """Return the handler's view of a window."""
+
+    def at(ms: int | None) -> datetime | None:
+        return None if ms is None else _EPOCH + timedelta(milliseconds=ms)
+
+    return Window(window_id, at(start_ms), at(end_ms), revision, pipeline)
+
+
+@dataclass(frozen=True, slots=True)
+class WindowKey:
+    """A window's identity and bounds (ms; None for ``batches``)."""
+
+    id: str
+    start_ms: int | None = None
+    end_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Which window each row of a flush belongs to."""
+
+    index: NDArray[np.int64]
+    """For each row, the place of its window in ``keys``."""
+    keys: tuple[WindowKey, ...]
+    """The windows touched, in order of their start or number."""
+    progress: BatchProgress
+    """Where ``batches`` windows stand afterwards."""
+
+
+def assign(
+    spec: WindowSpec, event_ms: NDArray[np.int64], *, progress: BatchProgress, now_ms: int
+) -> Assignment:
+    """Assign rows, given in merge order, to windows. Pure: a flush that was refused is simply assigned again.
+
+    Tumbling windows look at the event times only; ``batches`` count rows on from ``progress``.
+    """
+    if isinstance(spec, Tumbling):
+        starts, index = np.unique(tumbling_starts(event_ms, spec), return_inverse=True)
+        keys = tuple(WindowKey(tumbling_id(start), start, start + spec.size_ms) for start in starts.tolist())
+        return Assignment(index.astype(np.int64, copy=False), keys, progress)
+    rows = len(event_ms)
+    if rows == 0:
+        return Assignment(np.empty(0, np.int64), (), progress)
+    full, inside = divmod(progress.rows + rows, spec.max_rows)
+    index = (np.arange(rows, dtype=np.int64) + progress.rows) // spec.max_rows
+    keys = tuple(WindowKey(batch_id(progress.number + i)) for i in range(int(index[-1]) + 1))
+    if inside == 0:
+        return Assignment(index, keys, BatchProgress(progress.number + full))
+    opened = progress.opened_ms if full == 0 and progress.rows else now_ms
+    return Assignment(index, keys, BatchProgress(progress.number + full, inside, opened))
+
+
+class OpenWindows:
+    """The windows that have durable rows and are not cut yet, and which of them may close."""
+
+    def __init__(self, spec: WindowSpec, progress: BatchProgress | None = None) -> None:
+        """Start with none open; ``progress`` is what the ledger knows of ``batches``."""
+        self.spec = spec
+        self.progress = progress or BatchProgress()
+        self._open: dict[str, WindowKey] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __contains__(self, window_id: str) -> bool:
+        return window_id in self._open
+
+    def opened(self, keys: Iterable[WindowKey]) -> None:
+        """Note windows that have a registered segment."""
+        for key in keys:
+            self._open.setdefault(key.id, key)
+
+    def cut(self, window_ids: Iterable[str]) -> None:
+        """Note windows that were cut. Cutting the ``batches`` window in progress starts the next one."""
+        for window_id in window_ids:
+            self._open.pop(window_id, None)
+            if isinstance(self.spec, Batches) and batch_number(window_id) >= self.progress.number:
+                self.progress = BatchProgress(batch_number(window_id) + 1)
+
+    def closable(self, *, watermark_ms: int | None, now_ms: int, close_all: bool = False) -> tuple[str, ...]:
+        """Return the ids of the open windows that may be cut, oldest first.
+
+        Tumbling: the watermark has reached end + lateness. Batches: full, or open for longer than the maximal age.
+        ``close_all``: every one (the stream is over, or quiet).
+        """
+        keys = sorted(self._open.values(), key=lambda key: key.id)
+        if close_all:
+            return tuple(key.id for key in keys)
+        if isinstance(self.spec, Tumbling):
+            if watermark_ms is None:
+                return ()
+            reached = watermark_ms - self.spec.lateness_ms
+            return tuple(key.id for key in keys if key.end_ms is not None and key.end_ms <= reached)
+        return tuple(key.id for key in keys if self._batch_done(key, self.spec, now_ms))
+
+    def _batch_done(self, key: WindowKey, spec: Batches, now_ms: int) -> bool:
+        if batch_number(key.id) < self.progress.number:
+            return True
+        opened = self.progress.opened_ms
+        return opened is not None and now_ms - opened >= spec.max_age_ms

@@ -1,0 +1,194 @@
+"""From accepted batches to what one flush writes and registers. A synchronous core on Arrow tables.
+
+``buffered`` gives a batch its final effective times and event times; ``plan`` merges the batches, numbers the rows with
+the pipeline's clock and splits them by window. A plan is pure: when the ledger refuses it (a shard was lost, a window
+was cut meanwhile), the caller plans again without those.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from mldserver.coordinator.order import effective_times, merge_order
+from mldserver.coordinator.windows import Tumbling, WindowKey, WindowSpec, assign
+from mldserver.state.ledger import BatchProgress, PositionUpdate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from collections.abc import Sequence as SequenceABC
+
+    from numpy.typing import NDArray
+
+    from mldserver.records import Sequence
+    from mldserver.runtime.base import BatchOutcome, DeadLetter
+
+__all__ = ["BufferedBatch", "FlushPlan", "WindowRows", "buffered", "plan"]
+
+_NO_TIMES = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class BufferedBatch:
+    """An accepted batch that is not durable yet."""
+
+    shard_id: str
+    epoch: int
+    rows: pa.Table | None
+    """With final ``_time``, without ``_clock``."""
+    event_ms: NDArray[np.int64]
+    """Event time of each row."""
+    last: Sequence | None
+    """Last sequence of the batch; None when it was empty."""
+    effective_ms: int | None
+    """Effective time of its last record."""
+    latest_event_ms: int | None
+    """Latest event time the batch has shown: where its shard's watermark goes on."""
+    bytes: int
+    dead_letters: tuple[DeadLetter, ...] = ()
+    ends_shard: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WindowRows:
+    """The rows of one file."""
+
+    key: WindowKey
+    rows: pa.Table
+    late: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FlushPlan:
+    """What one flush writes, and what it registers."""
+
+    files: tuple[WindowRows, ...]
+    positions: tuple[PositionUpdate, ...]
+    dead_letters: tuple[DeadLetter, ...]
+    clock: int
+    progress: BatchProgress
+
+    @property
+    def rows(self) -> int:
+        """How many rows the flush holds, late ones included."""
+        return sum(len(each.rows) for each in self.files)
+
+
+def buffered(
+    shard_id: str, epoch: int, outcome: BatchOutcome, *, floor_ms: int | None, spec: WindowSpec | None
+) -> BufferedBatch:
+    """Give a batch's rows their effective times (not below ``floor_ms``) and find their event times."""
+    outline = outcome.outline
+    arrival = outline.latest_arrival_ms
+    effective = max((ms for ms in (arrival, floor_ms) if ms is not None), default=None)
+    rows, event, latest = outcome.rows, _NO_TIMES, None
+    if rows is not None and len(rows):
+        times = effective_times(rows.column("_time").to_numpy(), floor_ms)
+        place = rows.schema.get_field_index("_time")
+        rows = rows.set_column(place, "_time", pa.array(times, pa.int64()))
+        event = times
+        if isinstance(spec, Tumbling) and spec.on is not None:
+            event = _milliseconds(rows.column(spec.on))
+            latest = int(event.max())
+    else:
+        rows = None
+    if not (isinstance(spec, Tumbling) and spec.on is not None):
+        latest = effective if outline.records else None
+    size = 0 if rows is None else rows.nbytes
+    size += sum(len(letter.data) + len(letter.traceback) for letter in outcome.dead_letters)
+    return BufferedBatch(
+        shard_id,
+        epoch,
+        rows,
+        event,
+        outline.last,
+        effective if outline.records else None,
+        latest,
+        size,
+        outcome.dead_letters,
+    )
+
+
+def _milliseconds(column: pa.ChunkedArray) -> NDArray[np.int64]:
+    """Return a timestamp column of any unit as whole milliseconds, rounded down, also before 1970."""
+    micros = column.cast(pa.timestamp("us", tz=column.type.tz)).cast(pa.int64()).to_numpy()
+    floored: NDArray[np.int64] = np.floor_divide(micros, 1000)
+    return floored
+
+
+def plan(
+    batches: SequenceABC[BufferedBatch],
+    *,
+    spec: WindowSpec | None,
+    clock: int,
+    progress: BatchProgress,
+    now_ms: int,
+    is_cut: Callable[[WindowKey], bool],
+) -> FlushPlan:
+    """Merge batches (in the order in which they were accepted) and split their rows by window.
+
+    ``clock``: the next value of the merge clock. ``is_cut``: whether a window is cut already, so that its rows are late.
+    """
+    with_rows = [(batch.rows, batch.event_ms) for batch in batches if batch.rows is not None]
+    files: tuple[WindowRows, ...] = ()
+    if with_rows and spec is not None:
+        files, progress = _split(with_rows, spec, clock, progress, now_ms, is_cut)
+    return FlushPlan(
+        files,
+        _positions(batches),
+        tuple(letter for batch in batches for letter in batch.dead_letters),
+        clock + sum(len(file.rows) for file in files),
+        progress,
+    )
+
+
+def _split(
+    runs: list[tuple[pa.Table, NDArray[np.int64]]],
+    spec: WindowSpec,
+    clock: int,
+    progress: BatchProgress,
+    now_ms: int,
+    is_cut: Callable[[WindowKey], bool],
+) -> tuple[tuple[WindowRows, ...], BatchProgress]:
+    table = pa.concat_tables([rows for rows, _ in runs])
+    event = np.concatenate([event_ms for _, event_ms in runs])
+    order = merge_order([rows.column("_time").to_numpy() for rows, _ in runs])
+    if order is not None:
+        event = event[order]
+    ranks = np.arange(clock, clock + len(table), dtype=np.int64)
+    assignment = assign(spec, event, progress=progress, now_ms=now_ms)
+    if len(assignment.keys) > 1:
+        # One gather for both orders: rows by window, inside a window by the merge.
+        by_window = np.argsort(assignment.index, kind="stable")
+        ranks = ranks[by_window]
+        order = by_window if order is None else order[by_window]
+    if order is not None:
+        table = table.take(pa.array(order))
+    table = table.append_column("_clock", pa.array(ranks, pa.int64()))
+    counts = np.bincount(assignment.index, minlength=len(assignment.keys))
+    starts = np.concatenate(([0], np.cumsum(counts)))
+    files = tuple(
+        WindowRows(key, table.slice(int(starts[i]), int(counts[i])), is_cut(key))
+        for i, key in enumerate(assignment.keys)
+    )
+    return files, assignment.progress
+
+
+def _positions(batches: Iterable[BufferedBatch]) -> tuple[PositionUpdate, ...]:
+    """Return one update a shard: batches of a shard stand in its order, so the last word wins."""
+    merged: dict[str, PositionUpdate] = {}
+    for batch in batches:
+        known = merged.get(batch.shard_id)
+        events = (known.event_ms if known else None, batch.latest_event_ms)
+        merged[batch.shard_id] = PositionUpdate(
+            batch.shard_id,
+            batch.epoch,
+            batch.last if batch.last is not None or known is None else known.position,
+            batch.effective_ms if batch.effective_ms is not None or known is None else known.effective_ms,
+            max((ms for ms in events if ms is not None), default=None),
+            ended=batch.ends_shard or (known is not None and known.ended),
+        )
+    return tuple(merged.values())

@@ -1,0 +1,155 @@
+"""Lineage: which shards are known, who their parents are, and which of them must be connected. A synchronous core.
+
+A shard is known from the ledger, from a connection, or from ListShards. It is *expected* to be connected when it has
+not ended and none of its known parents is still open: the KCL starts a child only after every parent's end was
+checkpointed (KCL 3.1.3), so a child that connects proves that its ancestors have ended.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["Lineage", "Presence", "ShardNode"]
+
+
+class Presence(enum.Enum):
+    """Where a shard is, seen from here."""
+
+    CONNECTED = "connected"
+    MISSING = "missing"
+    """Known, expected, and without a connection: it holds the watermark."""
+    LEFT_OUT = "left_out"
+    """Missing for longer than the limit: it holds nothing any more."""
+    ENDED = "ended"
+
+
+@dataclass(slots=True)
+class ShardNode:
+    """One known shard."""
+
+    id: str
+    parents: tuple[str, ...] = ()
+    presence: Presence = Presence.MISSING
+    since_ms: int = 0
+    """Since when it is present in this way."""
+    effective_ms: int | None = None
+    """Effective time of its last accepted record."""
+    children: set[str] = field(default_factory=set)
+
+
+class Lineage:
+    """The graph of known shards."""
+
+    def __init__(self) -> None:
+        """Start with no shard known."""
+        self._nodes: dict[str, ShardNode] = {}
+
+    def __contains__(self, shard_id: str) -> bool:
+        return shard_id in self._nodes
+
+    def __getitem__(self, shard_id: str) -> ShardNode:
+        return self._nodes[shard_id]
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def know(
+        self,
+        shard_id: str,
+        now_ms: int,
+        *,
+        parents: Iterable[str] = (),
+        ended: bool = False,
+        effective_ms: int | None = None,
+    ) -> bool:
+        """Note that a shard exists; True when it was not known. A known shard only gains parents."""
+        node = self._nodes.get(shard_id)
+        new = node is None
+        if node is None:
+            presence = Presence.ENDED if ended else Presence.MISSING
+            node = self._nodes[shard_id] = ShardNode(
+                shard_id, presence=presence, since_ms=now_ms, effective_ms=effective_ms
+            )
+            node.children.update(other.id for other in self._nodes.values() if shard_id in other.parents)
+        for parent in parents:
+            if parent not in node.parents:
+                node.parents = (*node.parents, parent)
+                if parent in self._nodes:
+                    self._nodes[parent].children.add(shard_id)
+        return new
+
+    def connect(self, shard_id: str, now_ms: int) -> tuple[str, ...]:
+        """Note that a known shard has a connection. Return the ancestors that this proves to have ended."""
+        self._move(shard_id, Presence.CONNECTED, now_ms)
+        proved: list[str] = []
+        queue = list(self._nodes[shard_id].parents)
+        while queue:
+            node = self._nodes.get(queue.pop())
+            if node is not None and node.presence is not Presence.ENDED:
+                self._move(node.id, Presence.ENDED, now_ms)
+                proved.append(node.id)
+                queue.extend(node.parents)
+        return tuple(proved)
+
+    def disconnect(self, shard_id: str, now_ms: int) -> None:
+        """Note that a shard's connection is gone without the shard's end."""
+        if self._nodes[shard_id].presence is Presence.CONNECTED:
+            self._move(shard_id, Presence.MISSING, now_ms)
+
+    def end(self, shard_id: str, now_ms: int) -> None:
+        """Note that a shard is read to its end."""
+        self._move(shard_id, Presence.ENDED, now_ms)
+
+    def leave_out(self, now_ms: int, limit_ms: int) -> tuple[str, ...]:
+        """Leave out the expected shards that are missing for ``limit_ms`` or longer; return them."""
+        overdue = [n for n in self.missing() if now_ms - n.since_ms >= limit_ms]
+        for node in overdue:
+            self._move(node.id, Presence.LEFT_OUT, now_ms)
+        return tuple(node.id for node in overdue)
+
+    def floor_ms(self, shard_id: str) -> int | None:
+        """Return the least effective time that the shard's next record can have: its own last, or its ancestors'."""
+        node = self._nodes[shard_id]
+        if node.effective_ms is not None:
+            return node.effective_ms
+        floors = (self.floor_ms(parent) for parent in node.parents if parent in self._nodes)
+        return max((floor for floor in floors if floor is not None), default=None)
+
+    def connected(self) -> list[ShardNode]:
+        """Return the shards that have a connection."""
+        return [n for n in self._nodes.values() if n.presence is Presence.CONNECTED]
+
+    def missing(self) -> list[ShardNode]:
+        """Return the shards that are expected and have no connection."""
+        return [n for n in self._nodes.values() if n.presence is Presence.MISSING and self._parents_ended(n)]
+
+    def all_ended(self) -> bool:
+        """Whether the stream can be over: some shard has ended, and every other has too or was left out."""
+        presences = {node.presence for node in self._nodes.values()}
+        return Presence.ENDED in presences and presences <= {Presence.ENDED, Presence.LEFT_OUT}
+
+    def forget(self, shard_id: str) -> None:
+        """Drop an ended shard that the ledger has pruned."""
+        node = self._nodes.pop(shard_id)
+        for parent in node.parents:
+            if parent in self._nodes:
+                self._nodes[parent].children.discard(shard_id)
+
+    def _parents_ended(self, node: ShardNode) -> bool:
+        # An unknown parent counts as finished: its records were trimmed, or read before this ledger began.
+        parents = (self._nodes.get(p) for p in node.parents)
+        return all(p is None or p.presence in {Presence.ENDED, Presence.LEFT_OUT} for p in parents)
+
+    def _move(self, shard_id: str, presence: Presence, now_ms: int) -> None:
+        node = self._nodes[shard_id]
+        if node.presence is not presence:
+            node.presence, node.since_ms = presence, now_ms
+            for child in node.children:
+                # A child is missing from when it can first be expected, not from when it was first listed.
+                if presence is Presence.ENDED and self._nodes[child].presence is Presence.MISSING:
+                    self._nodes[child].since_ms = now_ms

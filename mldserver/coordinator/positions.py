@@ -1,0 +1,83 @@
+"""Positions: how far one shard is accepted, durable and checkpointed. A synchronous core.
+
+Always: checkpointed <= durable <= accepted. A position covers a complete prefix of the shard's records: batches are
+accepted in shard order, and a batch is accepted only when every record of it has its rows buffered or its dead letter
+made.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from mldserver.errors import InternalError
+from mldserver.records import Sequence
+
+__all__ = ["ShardPosition", "Start", "judge_start"]
+
+
+class Start(enum.Enum):
+    """How the place where a daemon starts relates to the ledger's position."""
+
+    FRESH = "fresh"
+    """Neither side knows anything of the shard."""
+    BEHIND = "behind"
+    """At or before the position, or at the horizon: what was accepted is delivered again and dropped."""
+    BEYOND = "beyond"
+    """After the position: records were skipped."""
+    UNKNOWN = "unknown"
+    """A time, or a daemon that does not say (V1): nothing can be told."""
+
+
+def judge_start(start: Sequence | str | None, position: Sequence | None, *, ended: bool = False) -> Start:
+    """Compare where a daemon starts with the ledger's position of the shard.
+
+    ``start``: the sequence after which records follow, one of the KCL's sentinels, or None. ``ended``: the ledger has
+    the shard's end. ``LATEST`` with a position is BEYOND: the daemon has no checkpoint and skips to the stream's tip.
+    """
+    if isinstance(start, Sequence):
+        return Start.BEHIND if ended or (position is not None and start <= position) else Start.BEYOND
+    if start == "SHARD_END":
+        return Start.BEHIND if ended else Start.BEYOND
+    if start in {None, "AT_TIMESTAMP"}:
+        return Start.UNKNOWN
+    if position is None:
+        return Start.FRESH
+    return Start.BEYOND if start == "LATEST" else Start.BEHIND
+
+
+class ShardPosition:
+    """One shard's progress under one connection."""
+
+    __slots__ = ("accepted", "checkpointed", "durable")
+
+    def __init__(self, durable: Sequence | None) -> None:
+        """Start from the ledger's position: all before it was accepted in an earlier life."""
+        self.accepted = durable
+        self.durable = durable
+        self.checkpointed: Sequence | None = None
+
+    def accept(self, last: Sequence | None) -> None:
+        """Note that every record up to ``last`` is taken care of; None (an empty batch) changes nothing."""
+        if last is not None and (self.accepted is None or last > self.accepted):
+            self.accepted = last
+
+    def register(self, position: Sequence | None) -> None:
+        """Note that the ledger moved the position. Raises InternalError when it is beyond what was accepted."""
+        if position is None or (self.durable is not None and position <= self.durable):
+            return
+        if self.accepted is None or position > self.accepted:
+            raise InternalError(f"position {position} would pass what was accepted, {self.accepted}")
+        self.durable = position
+
+    def due(self) -> Sequence | None:
+        """Return the durable position when the daemon has not stored it yet."""
+        if self.durable is None or (self.checkpointed is not None and self.durable <= self.checkpointed):
+            return None
+        return self.durable
+
+    def store(self, position: Sequence) -> None:
+        """Note that the daemon stored a checkpoint. Raises InternalError when it is beyond the durable position."""
+        if self.durable is None or position > self.durable:
+            raise InternalError(f"checkpoint {position} is ahead of the durable position {self.durable}")
+        if self.checkpointed is None or position > self.checkpointed:
+            self.checkpointed = position

@@ -1,0 +1,211 @@
+"""The watermark: up to which event time no more rows are expected. A synchronous core over an injected clock.
+
+Each connected shard has a watermark of its own: the latest event time it has shown, minus the allowed disorder. The
+pipeline's is the least of them and never goes back. Shards that say nothing must not stall it, and shards that are
+only late to connect must not be overtaken:
+
+* A shard that is *caught up* (an empty batch with ``millisBehindLatest`` 0, or silence where the daemon sends no empty
+  batches) advances with the clock when windows are cut on arrival time, and leaves the minimum after ``idle_ms`` when
+  they are cut on a column.
+* A shard that is *missing* (known, expected, not connected) holds it; so does the *settle* time after the start and
+  after every shard that appears or ends, since children may not be known yet.
+* When every known shard has ended and the settle time is over, the stream is over. When all are caught up and silent
+  for ``quiet_ms``, a stream cut on a column is quiet. Both close every open window.
+
+How far the clock may carry a caught-up shard: the daemon prefetches up to four batches a shard (KCL 3.1.3), so the
+batch in hand was fetched, at the earliest, when the fifth before it was taken. The shard advances to the receipt of
+that one: everything that had arrived by then is delivered.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mldserver.coordinator.lineage import Lineage
+
+__all__ = ["PREFETCH", "Holder", "View", "Watermark", "WatermarkRules"]
+
+PREFETCH = 5
+"""Four batches in the daemon's queue and one being put there."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatermarkRules:
+    """What the watermark goes by; all in milliseconds."""
+
+    on_arrival: bool = True
+    """Windows are cut on arrival time (False: on a column)."""
+    disorder_ms: int = 0
+    idle_ms: int = 30_000
+    quiet_ms: int = 60_000
+    settle_ms: int = 10_000
+
+
+@dataclass(slots=True)
+class _ShardClock:
+    """What one connected shard has shown."""
+
+    opened_ms: int
+    tells_lag: bool
+    event_ms: int | None
+    advanced_ms: int | None = None
+    received: deque[int] = field(default_factory=lambda: deque(maxlen=PREFETCH + 1))
+    in_request: bool = False
+    answered_ms: int = 0
+    last_record_ms: int = 0
+    lag_ms: int | None = None
+    """What the latest batch said of the lag; None when it said nothing."""
+    empty: bool = False
+    """Whether the latest batch was empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who or what holds the watermark."""
+
+    shard_id: str | None
+    reason: str
+    """``behind``, ``nothing seen``, ``missing``, ``settling``, ``idle``, ``no shards`` or ``ended``."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The watermark at one moment."""
+
+    watermark_ms: int | None
+    """None: no row may be ruled out yet."""
+    holder: Holder
+    over: bool = False
+    """Every known shard has ended: every window closes."""
+    quiet: bool = False
+    """Every shard is caught up and silent for long: the open windows close."""
+
+
+class Watermark:
+    """The pipeline's watermark, asked with ``view``."""
+
+    def __init__(self, rules: WatermarkRules, lineage: Lineage, now_ms: int) -> None:
+        """Start at ``now_ms``; shards are learned from ``lineage`` and the calls below."""
+        self.rules = rules
+        self._lineage = lineage
+        self._shards: dict[str, _ShardClock] = {}
+        self._settle_until_ms = now_ms + rules.settle_ms
+        self._watermark_ms: int | None = None
+
+    def settle(self, now_ms: int) -> None:
+        """Start the settle time again: a shard appeared, or ended."""
+        self._settle_until_ms = now_ms + self.rules.settle_ms
+
+    def connect(self, shard_id: str, now_ms: int, *, tells_lag: bool, event_ms: int | None) -> None:
+        """A shard has a connection; ``event_ms`` is the latest event time it is known to have reached."""
+        clock = _ShardClock(now_ms, tells_lag, event_ms, answered_ms=now_ms, last_record_ms=now_ms)
+        clock.received.append(now_ms)
+        self._shards[shard_id] = clock
+
+    def disconnect(self, shard_id: str) -> None:
+        """A shard's connection is gone, or the shard has ended."""
+        self._shards.pop(shard_id, None)
+
+    def began(self, shard_id: str, now_ms: int) -> None:
+        """A batch was received: until it is answered the shard is not silent."""
+        clock = self._shards[shard_id]
+        clock.in_request = True
+        clock.received.append(now_ms)
+
+    def observed(
+        self, shard_id: str, now_ms: int, *, records: int, lag_ms: int | None, event_ms: int | None
+    ) -> None:
+        """A batch is accepted. ``event_ms``: the latest event time among its rows (None when it has none)."""
+        clock = self._shards[shard_id]
+        clock.lag_ms, clock.empty = lag_ms, records == 0
+        if records:
+            clock.last_record_ms = now_ms
+        if event_ms is not None and (clock.event_ms is None or event_ms > clock.event_ms):
+            clock.event_ms = event_ms
+        if self._proved_caught_up(clock) and len(clock.received) > PREFETCH:
+            clock.advanced_ms = max(clock.received[0], clock.advanced_ms or clock.received[0])
+
+    def answered(self, shard_id: str, now_ms: int) -> None:
+        """A batch was answered: from now on the shard's silence counts."""
+        clock = self._shards.get(shard_id)
+        if clock is not None:
+            clock.in_request, clock.answered_ms = False, now_ms
+
+    def shard_ms(self, shard_id: str) -> int | None:
+        """Return the shard's own watermark, None when it has shown nothing yet."""
+        clock = self._shards.get(shard_id)
+        return None if clock is None else self._value(clock)
+
+    def view(self, now_ms: int) -> View:
+        """Return the watermark now. Raises nothing, never goes back."""
+        values: list[tuple[int | None, Holder]] = [
+            (None, Holder(node.id, "missing")) for node in self._lineage.missing()
+        ]
+        idle = 0
+        for shard_id, clock in self._shards.items():
+            self._advance_silent(clock, now_ms)
+            if not self.rules.on_arrival and self._idle(clock, now_ms):
+                idle += 1
+                continue
+            value = self._value(clock)
+            values.append((value, Holder(shard_id, "nothing seen" if value is None else "behind")))
+        if now_ms < self._settle_until_ms:
+            return View(self._watermark_ms, Holder(None, "settling"))
+        if values:
+            return self._least(values)
+        if idle:
+            return View(self._watermark_ms, Holder(None, "idle"), quiet=self._quiet(now_ms))
+        if self._lineage.all_ended():
+            return View(self._watermark_ms, Holder(None, "ended"), over=True)
+        return View(self._watermark_ms, Holder(None, "no shards"))
+
+    def _least(self, values: list[tuple[int | None, Holder]]) -> View:
+        unknown = next((holder for value, holder in values if value is None), None)
+        if unknown is not None:
+            return View(self._watermark_ms, unknown)
+        value, holder = min(((v, h) for v, h in values if v is not None), key=lambda pair: pair[0])
+        if self._watermark_ms is None or value > self._watermark_ms:
+            self._watermark_ms = value
+        return View(self._watermark_ms, holder)
+
+    def _value(self, clock: _ShardClock) -> int | None:
+        event = None if clock.event_ms is None else clock.event_ms - self.rules.disorder_ms
+        if not self.rules.on_arrival or clock.advanced_ms is None:
+            return event
+        advanced = clock.advanced_ms - self.rules.disorder_ms
+        return advanced if event is None else max(event, advanced)
+
+    @staticmethod
+    def _proved_caught_up(clock: _ShardClock) -> bool:
+        return clock.empty and clock.lag_ms == 0
+
+    def _silent_ms(self, clock: _ShardClock, now_ms: int) -> int:
+        return 0 if clock.in_request else now_ms - clock.answered_ms
+
+    def _caught_up(self, clock: _ShardClock, now_ms: int) -> bool:
+        if self._proved_caught_up(clock):
+            return True
+        # V1 daemons, and daemons that are not asked for empty batches: an idle shard just falls silent. One that said
+        # that it lags is not idle, its next fetch is only slow.
+        may_be = not clock.tells_lag or not clock.lag_ms
+        return may_be and self._silent_ms(clock, now_ms) >= self.rules.idle_ms
+
+    def _idle(self, clock: _ShardClock, now_ms: int) -> bool:
+        return (
+            not clock.in_request
+            and self._caught_up(clock, now_ms)
+            and now_ms - clock.last_record_ms >= self.rules.idle_ms
+        )
+
+    def _advance_silent(self, clock: _ShardClock, now_ms: int) -> None:
+        """Carry a shard without empty batches with the clock, an idle time behind it."""
+        if not self._proved_caught_up(clock) and self._caught_up(clock, now_ms):
+            reached = now_ms - self.rules.idle_ms
+            clock.advanced_ms = max(reached, clock.advanced_ms or reached)
+
+    def _quiet(self, now_ms: int) -> bool:
+        last = max(clock.last_record_ms for clock in self._shards.values())
+        return now_ms - last >= self.rules.quiet_ms
