@@ -1,0 +1,24 @@
+"""Every setting: command line > environment ``MLDSERVER_…`` > ``mldserver.toml`` > default.
+
+``settings.py`` is the one table that options, variable names, TOML keys and the README's table follow; ``kinds.py``
+says what values may look like; ``resolve.py`` puts the sources in order and remembers where each value came from.
+"""
+
+from mldserver.config.kinds import Address, Level, LogFormat, OnFailure, TcpAddress, UnixAddress
+from mldserver.config.resolve import resolve
+from mldserver.config.settings import Settings, Spec, specs
+from mldserver.config.table import settings_table
+
+__all__ = [
+    "Address",
+    "Level",
+    "LogFormat",
+    "OnFailure",
+    "Settings",
+    "Spec",
+    "TcpAddress",
+    "UnixAddress",
+    "resolve",
+    "settings_table",
+    "specs",
+]

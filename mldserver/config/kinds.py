@@ -1,0 +1,355 @@
+"""What values of settings may look like: parsing from text and TOML, and showing them again.
+
+A kind's ``parse`` takes what a source gives (text from the command line and the environment; text, numbers, booleans
+and tables from TOML) and raises ValueError when it is none of the kind. Durations are float seconds, sizes int bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
+
+from mldserver.coordinator.windows import duration_ms
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = [
+    "Address",
+    "Kind",
+    "Level",
+    "LogFormat",
+    "OnFailure",
+    "TcpAddress",
+    "UnixAddress",
+    "address",
+    "choice",
+    "count",
+    "dotted_path",
+    "duration",
+    "flag",
+    "folder",
+    "name",
+    "optional",
+    "pairs",
+    "size",
+    "text",
+]
+
+T = TypeVar("T")
+
+Level = Literal["debug", "info", "warning", "error", "critical"]
+LogFormat = Literal["auto", "json", "pretty"]
+OnFailure = Literal["dead_letter", "halt"]
+
+LOOPBACK = "127.0.0.1"
+HIGHEST_PORT = 65_535
+
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)?", re.IGNORECASE)
+_SIZE_UNITS = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_IDENTIFIER = r"[^\W\d]\w*"
+_DOTTED_PATH = re.compile(rf"{_IDENTIFIER}(\.{_IDENTIFIER})*(:{_IDENTIFIER}(\.{_IDENTIFIER})*)?")
+
+
+class TcpAddress(NamedTuple):
+    """A TCP address to listen on; port 0 lets the system choose one."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        """Return ``host:port``, with brackets around an IPv6 host."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class UnixAddress(NamedTuple):
+    """A Unix socket to listen on."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        """Return ``unix:PATH``."""
+        return f"unix:{self.path}"
+
+
+Address = TcpAddress | UnixAddress
+
+
+@dataclass(frozen=True, slots=True)
+class Kind(Generic[T]):
+    """One kind of value."""
+
+    allowed: str
+    """What may be written, as the end of the sentence "allowed is …"."""
+    parse: Callable[[object], T]
+    """Make the value of what a source gave. Raises ValueError."""
+    show: Callable[[T], str] = str
+    """Write the value so that ``parse`` reads it again."""
+    flag: bool = False
+    """On the command line a bare ``--name`` or ``--no-name``."""
+    many: bool = False
+    """On the command line it may be given repeatedly."""
+
+
+def _as_text(raw: object) -> str:
+    if not isinstance(raw, str):
+        raise ValueError("it is not text")  # noqa: TRY004  # kinds promise ValueError, whatever is wrong
+    stripped = raw.strip()
+    if not stripped:
+        raise ValueError("it is empty")
+    return stripped
+
+
+def _is_number(raw: object) -> bool:
+    return isinstance(raw, int | float) and not isinstance(raw, bool)
+
+
+def text(allowed: str) -> Kind[str]:
+    """Any text that is not empty."""
+    return Kind(allowed, _as_text)
+
+
+def name() -> Kind[str]:
+    """A name that is safe as a directory and in a log line."""
+
+    def parse(raw: object) -> str:
+        given = _as_text(raw)
+        if not _NAME.fullmatch(given):
+            raise ValueError("it has characters that a directory's name should not have")
+        return given
+
+    return Kind("a name of letters, digits, '.', '_' and '-' that starts with a letter or digit", parse)
+
+
+def dotted_path() -> Kind[str]:
+    """``package.module`` or ``package.module:Name``."""
+
+    def parse(raw: object) -> str:
+        given = _as_text(raw)
+        if not _DOTTED_PATH.fullmatch(given):
+            hint = "; a file's path is none" if given.endswith(".py") or "/" in given else ""
+            raise ValueError(f"it is no dotted path{hint}")
+        return given
+
+    return Kind("package.module or package.module:Name", parse)
+
+
+def folder() -> Kind[Path]:
+    """A local path; ``~`` is the home directory, relative paths start at the working directory."""
+
+    def parse(raw: object) -> Path:
+        if isinstance(raw, Path):
+            return raw
+        given = _as_text(raw)
+        if "://" in given:
+            raise ValueError("it is a URL")
+        return Path(given).expanduser()
+
+    return Kind("a local path", parse)
+
+
+def address() -> Kind[Address]:
+    """``host:port``, ``:port`` on loopback, ``[v6]:port``, or ``unix:/path``."""
+
+    def parse(raw: object) -> Address:
+        given = _as_text(raw)
+        if given.startswith("unix:"):
+            path = given.removeprefix("unix:").removeprefix("//")
+            if not path:
+                raise ValueError("the socket's path is missing")
+            return UnixAddress(Path(path).expanduser())
+        host, colon, port = given.rpartition(":")
+        if not colon or not port.isascii() or not port.isdigit() or int(port) > HIGHEST_PORT:
+            raise ValueError(f"it does not end in a port (0-{HIGHEST_PORT})")
+        bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+        if ":" in bare and bare == host:
+            raise ValueError("an IPv6 host needs brackets")
+        return TcpAddress(bare or LOOPBACK, int(port))
+
+    return Kind("host:port, :port (loopback; 0 takes any free port), [IPv6]:port or unix:/path", parse)
+
+
+def count(*, at_least: int) -> Kind[int]:
+    """A whole number."""
+
+    def parse(raw: object) -> int:
+        if isinstance(raw, str) and raw.strip().isascii() and raw.strip().isdigit():
+            number = int(raw)
+        elif isinstance(raw, int) and not isinstance(raw, bool):
+            number = raw
+        else:
+            raise ValueError("it is no whole number")
+        if number < at_least:
+            raise ValueError("it is too small")
+        return number
+
+    return Kind(f"a whole number from {at_least} on", parse)
+
+
+def size(*, at_least: int = 1) -> Kind[int]:
+    """Bytes, as a number or as text such as ``256 MiB``."""
+
+    def parse(raw: object) -> int:
+        number = raw if _is_number(raw) else _size_of(_as_text(raw))
+        assert isinstance(number, int | float)
+        if not math.isfinite(number) or number < at_least:
+            raise ValueError("it is too small" if number < at_least else "it is no number")
+        return int(number)
+
+    return Kind(f"a size such as '64 MiB', or bytes, at least {show_size(at_least)}", parse, show_size)
+
+
+def _size_of(given: str) -> float:
+    match = _SIZE.fullmatch(given)
+    unit = _SIZE_UNITS.get((match[2] or "b").lower()) if match else None
+    if match is None or unit is None:
+        raise ValueError("it is no size")
+    return float(match[1]) * unit
+
+
+def show_size(value: int) -> str:
+    """Return bytes in the largest binary unit that divides them."""
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value and value % factor == 0:
+            return f"{value // factor} {unit}"
+    return f"{value} B"
+
+
+def duration(*, zero: bool = False) -> Kind[float]:
+    """Seconds, as a number or as text such as ``10 minutes``; zero only where it makes sense."""
+
+    def parse(raw: object) -> float:
+        if _is_number(raw):
+            assert isinstance(raw, int | float)
+            given: str | float = raw
+        else:
+            given = _as_text(raw)
+            given = float(given) if _NUMBER.fullmatch(given) else given
+        if isinstance(given, float) and not math.isfinite(given):
+            raise ValueError("it is no number")
+        seconds = duration_ms(given) / 1000
+        if seconds == 0 and not zero:
+            raise ValueError("it is zero, or shorter than a millisecond")
+        return seconds
+
+    end = "" if zero else ", above zero"
+    return Kind(f"a duration such as '30 s' or '10 minutes', or seconds{end}", parse, show_duration)
+
+
+def show_duration(seconds: float) -> str:
+    """Return seconds in the largest unit that divides them."""
+    ms = round(seconds * 1000)
+    for unit, factor in (("day", 86_400_000), ("h", 3_600_000), ("min", 60_000), ("s", 1000)):
+        if ms % factor == 0 and (ms or unit == "s"):
+            return f"{ms // factor} {unit}"
+    return f"{ms} ms"
+
+
+def choice(*options: T) -> Kind[T]:
+    """One of a few words."""
+    by_word = {str(option): option for option in options}
+
+    def parse(raw: object) -> T:
+        given = _as_text(raw).lower().replace("-", "_")
+        if given not in by_word:
+            raise ValueError("it is none of the choices")
+        return by_word[given]
+
+    return Kind(" | ".join(by_word), parse)
+
+
+def flag() -> Kind[bool]:
+    """Yes or no."""
+    words = {
+        "true": True,
+        "yes": True,
+        "on": True,
+        "1": True,
+        "false": False,
+        "no": False,
+        "off": False,
+        "0": False,
+    }
+
+    def parse(raw: object) -> bool:
+        if isinstance(raw, bool):
+            return raw
+        given = _as_text(raw).lower()
+        if given not in words:
+            raise ValueError("it is neither yes nor no")
+        return words[given]
+
+    return Kind(
+        "true | false (also yes | no, on | off, 1 | 0)", parse, lambda value: str(value).lower(), flag=True
+    )
+
+
+def pairs() -> Kind[Mapping[str, str]]:
+    """Keys and values: a TOML table, repeated ``key=value`` options, or one text with ``;`` between the pairs."""
+
+    def parse(raw: object) -> Mapping[str, str]:
+        if isinstance(raw, Mapping):
+            return dict(_flatten(raw))
+        items = raw.split(";") if isinstance(raw, str) else raw
+        if not isinstance(items, list | tuple):
+            raise ValueError("it is no list of key=value")  # noqa: TRY004  # kinds promise ValueError
+        return dict(_pair(str(item)) for item in items if str(item).strip())
+
+    def show(value: Mapping[str, str]) -> str:
+        return "; ".join(f"{key}={item}" for key, item in value.items())
+
+    return Kind(
+        "key=value, repeated (with ';' between pairs in a variable), or a TOML table", parse, show, many=True
+    )
+
+
+def _pair(item: str) -> tuple[str, str]:
+    key, equals, value = item.partition("=")
+    if not equals or not key.strip():
+        raise ValueError(f"{item.strip()!r} is not key=value")
+    return key.strip(), value.strip()
+
+
+def _flatten(table: Mapping[str, object], prefix: str = "") -> list[tuple[str, str]]:
+    """Return a TOML table's leaves; bare dotted keys (``spark.ui.port = 4040``) arrive as nested tables."""
+    found: list[tuple[str, str]] = []
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            found += _flatten(value, f"{prefix}{key}.")
+        elif isinstance(value, bool):
+            found.append((prefix + key, str(value).lower()))
+        elif isinstance(value, str | int | float):
+            found.append((prefix + key, str(value)))
+        else:
+            raise ValueError(f"the value of {prefix + key!r} is neither text nor a number")  # noqa: TRY004  # kinds promise ValueError
+    return found
+
+
+def optional(kind: Kind[T]) -> Kind[T | None]:
+    """The kind, or the word ``none``."""
+
+    def parse(raw: object) -> T | None:
+        if raw is None or (isinstance(raw, str) and raw.strip().lower() == "none"):
+            return None
+        return kind.parse(raw)
+
+    def show(value: T | None) -> str:
+        return "none" if value is None else kind.show(value)
+
+    return Kind(f"{kind.allowed}, or none", parse, show)

@@ -1,0 +1,147 @@
+"""Puts the sources of settings in order: command line > environment > TOML file > default."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from mldserver.config.kinds import show_duration, show_size
+from mldserver.config.settings import ENV_PREFIX, Settings, cache_folder, specs
+from mldserver.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+__all__ = ["CONFIG_FILE", "CONFIG_VARIABLE", "resolve"]
+
+CONFIG_FILE: Final = "mldserver.toml"
+CONFIG_VARIABLE: Final = f"{ENV_PREFIX}CONFIG"
+
+
+class _Given(NamedTuple):
+    value: object
+    origin: str
+
+
+def resolve(
+    command_line: Mapping[str, object],
+    *,
+    environ: Mapping[str, str],
+    folder: Path,
+    config: Path | None = None,
+) -> Settings:
+    """Return the settings, each with its origin.
+
+    ``command_line`` holds raw values by setting name; None means not given. The TOML file is ``config``, else the
+    one that ``MLDSERVER_CONFIG`` names, else ``mldserver.toml`` in ``folder`` if there is one. Variables that are
+    empty count as not set. Raises ConfigError for unknown keys, impossible values, and a file that cannot be read.
+    """
+    given = _from_file(_config_file(environ, folder, config))
+    given |= _from_environment(environ)
+    given |= {
+        name: _Given(value, f"command line {specs()[name].option}")
+        for name, value in command_line.items()
+        if value is not None
+    }
+    values = {name: _parsed(name, each) for name, each in given.items()}
+    values.setdefault("cache_dir", cache_folder(environ))
+    origins = {name: given[name].origin for name in specs() if name in given}
+    settings = Settings(**values, origins=origins)
+    _check(settings)
+    return settings
+
+
+def _config_file(environ: Mapping[str, str], folder: Path, config: Path | None) -> Path | None:
+    if config is not None:
+        return config
+    if named := environ.get(CONFIG_VARIABLE):
+        return folder / named
+    default = folder / CONFIG_FILE
+    return default if default.exists() else None
+
+
+def _from_file(path: Path | None) -> dict[str, _Given]:
+    if path is None:
+        return {}
+    try:
+        source = path.read_text("utf-8")
+        table = tomllib.loads(source)
+    except OSError as error:
+        raise ConfigError(
+            f"The settings file {path} cannot be read: {error.strerror}.", advice="Check its path and rights."
+        ) from error
+    except ValueError as error:  # damaged TOML, or not UTF-8
+        raise ConfigError(
+            f"The settings file {path} is not valid TOML: {error}.", advice="Correct that line."
+        ) from error
+    known = specs()
+    for key in table:
+        if key not in known:
+            raise ConfigError(
+                f"{_place(path.name, source, key)}: there is no setting {key!r}.", advice=_suggest(key, known)
+            )
+    return {key: _Given(value, _place(path.name, source, key)) for key, value in table.items()}
+
+
+def _place(file: str, source: str, key: str) -> str:
+    """Return the file and, where a search finds exactly one candidate, the line of a top-level key."""
+    written = re.compile(rf"""^\s*\[?\s*["']?{re.escape(key)}["']?\s*[\].=]""")
+    lines = [number for number, line in enumerate(source.splitlines(), 1) if written.match(line)]
+    return f"{file} line {lines[0]}" if len(lines) == 1 else file
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, _Given]:
+    by_variable = {spec.variable: spec.name for spec in specs().values()}
+    given = {}
+    for variable, value in environ.items():
+        if not variable.startswith(ENV_PREFIX) or variable == CONFIG_VARIABLE:
+            continue
+        if variable not in by_variable:
+            raise ConfigError(
+                f"environment {variable}: there is no such setting.",
+                advice=_suggest(variable, [*by_variable, CONFIG_VARIABLE]),
+            )
+        if value.strip():
+            given[by_variable[variable]] = _Given(value, f"environment {variable}")
+    return given
+
+
+def _suggest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"Did you mean {close[0]!r}?" if close else "`mldserver serve --help` lists all settings."
+
+
+def _parsed(name: str, given: _Given) -> Any:
+    kind = specs()[name].kind
+    try:
+        return kind.parse(given.value)
+    except ValueError as error:
+        raise ConfigError(
+            f"{name} = {given.value!r} ({given.origin}) is not possible: {error}.",
+            advice=f"Allowed is {kind.allowed}.",
+        ) from error
+
+
+def _check(settings: Settings) -> None:
+    """Check what no value can be wrong about alone."""
+    if not settings.handler:
+        raise ConfigError(
+            "No handler was named.",
+            advice="Give its dotted path, for example `mldserver serve handlers.departures`, or set handler in "
+            f"{CONFIG_FILE}.",
+        )
+    for low, high, show in (
+        ("retry_base", "retry_cap", show_duration),
+        ("window_retry_base", "window_retry_cap", show_duration),
+        ("flush_bytes", "buffer_bytes", show_size),
+    ):
+        low_value, high_value = getattr(settings, low), getattr(settings, high)
+        if low_value > high_value:
+            raise ConfigError(
+                f"{low} = {show(low_value)} ({settings.origin(low)}) is above "
+                f"{high} = {show(high_value)} ({settings.origin(high)}).",
+                advice=f"Lower {low} or raise {high}.",
+            )
