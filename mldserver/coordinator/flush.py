@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mldserver.records import Sequence
     from mldserver.runtime.base import BatchOutcome, DeadLetter
 
-__all__ = ["BufferedBatch", "FlushPlan", "WindowRows", "buffered", "plan"]
+__all__ = ["BufferedBatch", "FlushPlan", "WindowRows", "buffered", "plan", "shard_end"]
 
 _NO_TIMES = np.empty(0, np.int64)
 
@@ -110,6 +110,11 @@ def buffered(
         size,
         outcome.dead_letters,
     )
+
+
+def shard_end(shard_id: str, epoch: int) -> BufferedBatch:
+    """Return what marks a shard as ended once all batches before it are durable."""
+    return BufferedBatch(shard_id, epoch, None, _NO_TIMES, None, None, None, 0, ends_shard=True)
 
 
 def _milliseconds(column: pa.ChunkedArray) -> NDArray[np.int64]:

@@ -133,12 +133,14 @@ class Lineage:
         presences = {node.presence for node in self._nodes.values()}
         return Presence.ENDED in presences and presences <= {Presence.ENDED, Presence.LEFT_OUT}
 
-    def forget(self, shard_id: str) -> None:
-        """Drop an ended shard that the ledger has pruned."""
-        node = self._nodes.pop(shard_id)
-        for parent in node.parents:
-            if parent in self._nodes:
-                self._nodes[parent].children.discard(shard_id)
+    def forget_ended(self, before_ms: int) -> tuple[str, ...]:
+        """Drop the shards that ended before a time; return them. Their children keep them as unknown parents."""
+        old = [n for n in self._nodes.values() if n.presence is Presence.ENDED and n.since_ms < before_ms]
+        for node in old:
+            del self._nodes[node.id]
+        for node in self._nodes.values():
+            node.children.difference_update(each.id for each in old)
+        return tuple(node.id for node in old)
 
     def _parents_ended(self, node: ShardNode) -> bool:
         # An unknown parent counts as finished: its records were trimmed, or read before this ledger began.

@@ -1,7 +1,8 @@
 """The watermark: up to which event time no more rows are expected. A synchronous core over an injected clock.
 
 Each connected shard has a watermark of its own: the latest event time it has shown, minus the allowed disorder. The
-pipeline's is the least of them and never goes back. Shards that say nothing must not stall it, and shards that are
+pipeline's is the least of them and never goes back: ``view`` only looks, ``commit`` makes a view binding, which the
+caller does once every row that the view counted on is durable. Shards that say nothing must not stall it, and shards that are
 only late to connect must not be overtaken:
 
 * A shard that is *caught up* (an empty batch with ``millisBehindLatest`` 0, or silence where the daemon sends no empty
@@ -140,7 +141,7 @@ class Watermark:
         return None if clock is None else self._value(clock)
 
     def view(self, now_ms: int) -> View:
-        """Return the watermark now. Raises nothing, never goes back."""
+        """Return the watermark now, never less than what was committed."""
         values: list[tuple[int | None, Holder]] = [
             (None, Holder(node.id, "missing")) for node in self._lineage.missing()
         ]
@@ -162,14 +163,17 @@ class Watermark:
             return View(self._watermark_ms, Holder(None, "ended"), over=True)
         return View(self._watermark_ms, Holder(None, "no shards"))
 
+    def commit(self, view: View) -> None:
+        """Make a view binding: later ones are never less."""
+        if view.watermark_ms is not None:
+            self._watermark_ms = max(view.watermark_ms, self._watermark_ms or view.watermark_ms)
+
     def _least(self, values: list[tuple[int | None, Holder]]) -> View:
         unknown = next((holder for value, holder in values if value is None), None)
         if unknown is not None:
             return View(self._watermark_ms, unknown)
         value, holder = min(((v, h) for v, h in values if v is not None), key=lambda pair: pair[0])
-        if self._watermark_ms is None or value > self._watermark_ms:
-            self._watermark_ms = value
-        return View(self._watermark_ms, holder)
+        return View(value if self._watermark_ms is None else max(value, self._watermark_ms), holder)
 
     def _value(self, clock: _ShardClock) -> int | None:
         event = None if clock.event_ms is None else clock.event_ms - self.rules.disorder_ms

@@ -1,0 +1,445 @@
+"""The coordinator's async shell: takes batches in from shards, and turns the cycle that makes them durable.
+
+One cycle does everything that changes the ledger, in this order and never two at once:
+
+    look at the watermark ─▶ flush what is buffered ─▶ commit the watermark ─▶ cut the windows it has passed
+
+A window is cut only after a flush that covered every row the watermark counted on; when that flush lost rows (a shard
+was opened again meanwhile and will deliver them again), nothing is cut in this cycle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import structlog
+
+from mldserver.coordinator.budget import Load, shards_to_hold
+from mldserver.coordinator.buffer import Buffer
+from mldserver.coordinator.flush import buffered, shard_end
+from mldserver.coordinator.flusher import Flusher
+from mldserver.coordinator.layout import SEGMENTS, STAGING
+from mldserver.coordinator.lineage import Lineage
+from mldserver.coordinator.positions import Start, judge_start
+from mldserver.coordinator.recovery import recover
+from mldserver.coordinator.shard_session import ShardSession
+from mldserver.coordinator.status import CoordinatorStatus
+from mldserver.coordinator.watermark import View, Watermark, WatermarkRules
+from mldserver.coordinator.windows import OpenWindows
+from mldserver.errors import GapRefused, LedgerError, MldserverError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from mldserver.clock import Clock
+    from mldserver.coordinator.store import OutputStore
+    from mldserver.coordinator.window_runner import WindowRunner
+    from mldserver.coordinator.windows import WindowSpec
+    from mldserver.runtime.base import BatchOutcome
+    from mldserver.sources.base import ShardOpening
+    from mldserver.state.ledger import Ledger, ShardState
+
+__all__ = ["Coordinator", "CoordinatorRules"]
+
+log = structlog.get_logger("mldserver")
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorRules:
+    """What the coordinator goes by; times in milliseconds, sizes in bytes."""
+
+    flush_interval_ms: int = 5_000
+    flush_bytes: int = 64 << 20
+    buffer_bytes: int = 512 << 20
+    segment_bytes: int = 50 << 30
+    missing_limit_ms: int = 600_000
+    retention_ms: int = 86_400_000
+    """How long published windows are remembered, so that rows for them are known to be late."""
+    shard_retention_ms: int = 8 * 86_400_000
+    """How long ended shards are remembered."""
+    accept_gap: bool = False
+    watermark: WatermarkRules = field(default_factory=WatermarkRules)
+
+
+class Coordinator:
+    """One pipeline's coordinator: an ``Intake`` for sources, a cycle, and a snapshot of its state."""
+
+    def __init__(
+        self,
+        *,
+        rules: CoordinatorRules,
+        spec: WindowSpec | None,
+        ledger: Ledger,
+        store: OutputStore,
+        runner: WindowRunner | None,
+        clock: Clock,
+        unique: Callable[[], str],
+    ) -> None:
+        """``spec`` and ``runner`` are None for handlers without rows; ``unique`` names files apart."""
+        now_ms = clock.now_ms()
+        self.rules = rules
+        self.clock = clock
+        self.buffer = Buffer()
+        self.lineage = Lineage()
+        self.watermark = Watermark(rules.watermark, self.lineage, now_ms)
+        self._spec = spec
+        self._ledger = ledger
+        self._store = store
+        self._runner = runner
+        self._sessions: dict[str, ShardSession] = {}
+        self._flusher = Flusher(spec=spec, ledger=ledger, store=store, clock=clock, unique=unique)
+        self._view = self.watermark.view(now_ms)
+        self._moved_ms = now_ms
+        self._pruned_ms = now_ms
+        self._told_missing: set[str] = set()
+        self._wake = asyncio.Event()
+        self._waiters: list[tuple[str, asyncio.Future[None]]] = []
+        self._held: frozenset[str] = frozenset()
+        self._changed = asyncio.Condition()
+        self._over = asyncio.Event()
+        self._rows_accepted = 0
+        self._segment_bytes = 0
+
+    async def start(self) -> None:
+        """Open the ledger, finish what an earlier life left, and learn the shards it knew.
+
+        Raises LedgerError, OperatorError (the ledger is in use) and OSError (the output folder is out of reach).
+        """
+        await asyncio.to_thread(self._store.prepare, *((SEGMENTS, STAGING) if self._spec else ()))
+        state = await self._ledger.open()
+        now_ms = self.clock.now_ms()
+        for shard in state.shards.values():
+            self.lineage.know(
+                shard.shard_id,
+                now_ms,
+                parents=shard.parents,
+                ended=shard.ended,
+                effective_ms=shard.effective_ms,
+            )
+        open_windows = OpenWindows(self._spec, state.batch_progress) if self._spec else None
+        self._flusher.restore(state, open_windows)
+        self._segment_bytes = await recover(state, self._ledger, self._store, self._runner)
+
+    async def run(self) -> None:
+        """Turn the cycle until cancelled: at every interval, and at once when something asks for it."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._tick(), name="ticks")
+            group.create_task(self._cycles(), name="cycles")
+
+    async def _tick(self) -> None:
+        while True:
+            await self.clock.sleep(self.rules.flush_interval_ms / 1000)
+            self._wake.set()
+
+    async def _cycles(self) -> None:
+        failures = 0
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            waiters, self._waiters = self._waiters, []
+            reason = waiters[0][0] if waiters else "interval"
+            try:
+                await self._cycle(reason)
+            except (LedgerError, OSError) as error:
+                # Rows stay in memory, positions stay where they are: nothing is lost while this is tried again.
+                failures += 1
+                self._waiters = waiters + self._waiters
+                delay = min(30.0, 0.5 * 2.0**failures)
+                told = error.fields() if isinstance(error, MldserverError) else {"what": str(error)}
+                log.error("flush.failed", attempt=failures, delay_seconds=delay, **told)
+                self._flusher.failing = True
+                await self._release()
+                await self.clock.sleep(delay)
+                self._wake.set()
+                continue
+            failures, self._flusher.failing = 0, False
+            for _, waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+            await self._release()
+
+    async def flush(self, reason: str) -> None:
+        """Return when a whole cycle that began after this call is done."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append((reason, waiter))
+        self._wake.set()
+        await waiter
+
+    async def _cycle(self, reason: str) -> None:
+        now_ms = self.clock.now_ms()
+        self._look_after_missing(now_ms)
+        view = self.watermark.view(now_ms)
+        complete = await self._flush(reason)
+        await self._flusher.publish_late()
+        if not complete:
+            return
+        self.watermark.commit(view)
+        self._note(view, now_ms)
+        await self._cut(view)
+        await self._prune(now_ms)
+
+    async def _flush(self, reason: str) -> bool:
+        """Make what is buffered durable. False: rows that the watermark may have counted on were left out."""
+        batches = self.buffer.snapshot()
+        if not batches:
+            return True
+        result = await self._flusher.flush(list(batches.values()), reason)
+        # No await from here on: what is registered must leave the buffer, or it would be registered twice.
+        self.buffer.remove(batches)
+        self._segment_bytes += result.bytes
+        for update in result.positions:
+            session = self._sessions.get(update.shard_id)
+            if session is not None and session.epoch == update.epoch:
+                session.position.register(update.position)
+        return not result.lost_shards
+
+    async def _cut(self, view: View) -> None:
+        if self._runner is not None:
+            entries = await self._flusher.cut(view.watermark_ms, close_all=view.over or view.quiet)
+            self._runner.submit(entries)
+            if entries and view.quiet:
+                log.info("stream.quiet", seconds=self.rules.watermark.quiet_ms / 1000)
+        # Rows accepted while this cycle ran are cut by the next one.
+        if view.over and not self.buffer and not self._over.is_set():
+            log.info("stream.ended", shards=len(self.lineage))
+            self._over.set()
+
+    def _note(self, view: View, now_ms: int) -> None:
+        """Log where the watermark stands: when it moves, and once a minute while it does not."""
+        seen, self._view = self._view, view
+        holder = view.holder
+        if view.watermark_ms != seen.watermark_ms:
+            self._moved_ms = now_ms
+            log.debug(
+                "watermark.advanced",
+                watermark_ms=view.watermark_ms,
+                held_by=holder.shard_id,
+                reason=holder.reason,
+            )
+        elif self._flusher.open_windows and now_ms - self._moved_ms >= 60_000:  # noqa: PLR2004  # a minute
+            self._moved_ms = now_ms
+            log.info(
+                "watermark.held",
+                watermark_ms=view.watermark_ms,
+                held_by=holder.shard_id,
+                reason=holder.reason,
+                seconds=60,
+            )
+
+    def _look_after_missing(self, now_ms: int) -> None:
+        settle_ms, limit_ms = self.rules.watermark.settle_ms, self.rules.missing_limit_ms
+        for node in self.lineage.missing():
+            missing_ms = now_ms - node.since_ms
+            if settle_ms <= missing_ms < limit_ms and node.id not in self._told_missing:
+                self._told_missing.add(node.id)
+                log.warning(
+                    "shard.missing",
+                    shard=node.id,
+                    seconds=missing_ms / 1000,
+                    what=f"Shard {node.id} is known but has no connection; no window closes before it returns.",
+                    advice=f"Start the daemon that owns it. After {limit_ms // 1000} s it is left out.",
+                )
+        for shard_id in self.lineage.leave_out(now_ms, limit_ms):
+            self._told_missing.discard(shard_id)
+            log.error(
+                "shard.left_out",
+                shard=shard_id,
+                seconds=limit_ms / 1000,
+                what=f"Shard {shard_id} has been missing for {limit_ms // 1000} s.",
+                did="It holds the windows no longer: rows it still delivers for closed windows will be late.",
+                advice="Start the daemon that owns the shard, or raise missing_limit.",
+            )
+
+    async def _prune(self, now_ms: int) -> None:
+        if now_ms - self._pruned_ms >= 3_600_000:  # noqa: PLR2004  # an hour
+            self._pruned_ms = now_ms
+            shards_before_ms = now_ms - self.rules.shard_retention_ms
+            await self._flusher.prune(now_ms - self.rules.retention_ms, shards_before_ms)
+            self.lineage.forget_ended(shards_before_ms)
+
+    # What sources ask.
+
+    async def open_shard(self, opening: ShardOpening) -> ShardSession:
+        """Take a shard in under a new epoch. Raises GapRefused when it starts beyond the ledger's position."""
+        shard_id = opening.shard_id
+        state = await self._ledger.open_shard(shard_id, opening.parents)
+        self._check_gap(opening, state)
+        now_ms = self.clock.now_ms()
+        old = self._sessions.get(shard_id)
+        if old is not None:
+            old.alive = False
+        # What the old connection delivered and is not durable comes again from the daemon's checkpoint.
+        self.buffer.drop_shard(shard_id)
+        if self.lineage.know(shard_id, now_ms, parents=state.parents):
+            self.watermark.settle(now_ms)
+        self.lineage[shard_id].effective_ms = state.effective_ms
+        proved = self.lineage.connect(shard_id, now_ms)
+        if proved:
+            await self._ledger.end_shards(frozenset(proved))
+        self._told_missing.discard(shard_id)
+        self.watermark.connect(
+            shard_id, now_ms, tells_lag=opening.tells_lag, event_ms=self._first_event_ms(state)
+        )
+        session = ShardSession(self, shard_id, state)
+        self._sessions[shard_id] = session
+        log.info(
+            "shard.opened",
+            shard=shard_id,
+            start=str(opening.start) if opening.start is not None else None,
+            position=str(state.position) if state.position else None,
+            epoch=state.epoch,
+        )
+        return session
+
+    def _first_event_ms(self, state: ShardState) -> int | None:
+        if state.event_ms is None and self.rules.watermark.on_arrival:
+            return self.lineage.floor_ms(state.shard_id)
+        return state.event_ms
+
+    def _check_gap(self, opening: ShardOpening, state: ShardState) -> None:
+        if judge_start(opening.start, state.position, ended=state.ended) is not Start.BEYOND:
+            return
+        place = f"{state.position}" if state.position else "none"
+        if self.rules.accept_gap:
+            log.error("shard.gap_accepted", shard=opening.shard_id, start=str(opening.start), position=place)
+            return
+        raise GapRefused(
+            f"The daemon starts shard {opening.shard_id} at {opening.start}, beyond the ledger's position ({place}): "
+            "records between the two would never be processed.",
+            did="The connection was closed.",
+            advice="Restore the ledger that belongs to this KCL application, or delete the application's lease table "
+            "to read again, or accept the loss once with --accept-gap.",
+            shard=opening.shard_id,
+        )
+
+    def know(self, listing: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+        """Learn the shards that the stream lists, with their parents; return the new ones."""
+        now_ms = self.clock.now_ms()
+        new = tuple(
+            shard for shard, parents in listing.items() if self.lineage.know(shard, now_ms, parents=parents)
+        )
+        if new:
+            self.watermark.settle(now_ms)
+        return new
+
+    # What shard sessions ask.
+
+    def take(self, session: ShardSession, outcome: BatchOutcome) -> None:
+        """Buffer a batch of a live session."""
+        shard_id, now_ms = session.shard_id, self.clock.now_ms()
+        batch = buffered(
+            shard_id, session.epoch, outcome, floor_ms=self.lineage.floor_ms(shard_id), spec=self._spec
+        )
+        if batch.effective_ms is not None:
+            self.lineage[shard_id].effective_ms = batch.effective_ms
+        outline = outcome.outline
+        fresh = outline.records - outline.duplicates
+        self.watermark.observed(
+            shard_id,
+            now_ms,
+            records=outline.records,
+            lag_ms=outline.millis_behind_latest,
+            event_ms=batch.latest_event_ms if fresh else None,
+        )
+        if fresh:
+            session.position.accept(batch.last)
+            self.buffer.add(batch)
+            self._rows_accepted += 0 if batch.rows is None else len(batch.rows)
+        if self.buffer.bytes >= self.rules.flush_bytes:
+            self._wake.set()
+
+    async def admit(self, session: ShardSession) -> None:
+        """Wait while the session's shard is held back."""
+        self._weigh()
+        if session.shard_id not in self._held:
+            return
+        began_ms = self.clock.now_ms()
+        log.info(
+            "shard.held",
+            shard=session.shard_id,
+            buffered_bytes=self.buffer.bytes,
+            budget_bytes=self.rules.buffer_bytes,
+        )
+        self._wake.set()
+        async with self._changed:
+            await self._changed.wait_for(lambda: not session.alive or session.shard_id not in self._held)
+        log.info("shard.released", shard=session.shard_id, seconds=(self.clock.now_ms() - began_ms) / 1000)
+
+    def end(self, session: ShardSession) -> None:
+        """Buffer a shard's end, so that the next flush marks it durably."""
+        self.buffer.add(shard_end(session.shard_id, session.epoch))
+
+    def ended(self, session: ShardSession) -> None:
+        """Let go of a shard whose end is durable."""
+        now_ms = self.clock.now_ms()
+        self.lineage.end(session.shard_id, now_ms)
+        self.watermark.disconnect(session.shard_id)
+        self.watermark.settle(now_ms)
+        log.info("shard.ended", shard=session.shard_id, position=str(session.position.durable))
+
+    def disconnected(self, session: ShardSession) -> None:
+        """Let go of a shard without its end: it is missing from now on."""
+        if self._sessions.get(session.shard_id) is session:
+            self.lineage.disconnect(session.shard_id, self.clock.now_ms())
+            self.watermark.disconnect(session.shard_id)
+
+    def _weigh(self) -> None:
+        holder = self._view.holder.shard_id
+        loads = [
+            Load(node.id, self.buffer.shard_bytes(node.id), self.watermark.shard_ms(node.id))
+            for node in self.lineage.connected()
+        ]
+        # A flush that keeps failing frees nothing, whoever holds the watermark: then everyone waits.
+        memory = shards_to_hold(
+            loads,
+            used=self.buffer.bytes,
+            budget=self.rules.buffer_bytes,
+            holder=None if self._flusher.failing else holder,
+        )
+        disk = shards_to_hold(
+            [load._replace(bytes=0) for load in loads],
+            used=self._segment_bytes,
+            budget=self.rules.segment_bytes,
+            holder=holder,
+        )
+        self._held = memory | disk
+
+    async def _release(self) -> None:
+        self._weigh()
+        async with self._changed:
+            self._changed.notify_all()
+
+    def freed(self, freed_bytes: int) -> None:
+        """Note that segments were deleted."""
+        self._segment_bytes -= freed_bytes
+        self._wake.set()
+
+    async def over(self) -> None:
+        """Return when every known shard has ended and every window is cut."""
+        await self._over.wait()
+
+    def status(self) -> CoordinatorStatus:
+        """Return a snapshot."""
+        runner, flusher, view = self._runner, self._flusher, self._view
+        return CoordinatorStatus(
+            shards_connected=len(self.lineage.connected()),
+            shards_missing=tuple(node.id for node in self.lineage.missing()),
+            rows_accepted=self._rows_accepted,
+            rows_durable=flusher.rows_durable,
+            rows_late=flusher.rows_late,
+            dead_letters=flusher.dead_letters,
+            buffered_bytes=self.buffer.bytes,
+            segment_bytes=self._segment_bytes,
+            windows_open=len(flusher.open_windows or ()),
+            windows_waiting=runner.waiting if runner else 0,
+            windows_published=runner.published if runner else 0,
+            windows_set_aside=runner.set_aside if runner else 0,
+            windows_halted=tuple(sorted(runner.halted)) if runner else (),
+            watermark_ms=view.watermark_ms,
+            held_by=view.holder.shard_id,
+            reason=view.holder.reason,
+            stream_ended=self._over.is_set(),
+            flush_failing=flusher.failing,
+        )

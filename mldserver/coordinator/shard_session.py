@@ -1,0 +1,87 @@
+"""One shard under one connection: what a source holds of the coordinator."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mldserver.coordinator.positions import ShardPosition
+
+if TYPE_CHECKING:
+    from mldserver.coordinator.coordinator import Coordinator
+    from mldserver.records import Sequence
+    from mldserver.runtime.base import BatchOutcome
+    from mldserver.state.ledger import ShardState
+
+__all__ = ["ShardSession"]
+
+
+class ShardSession:
+    """A ``ShardIntake``. It dies when the shard is opened again, or its owner lets go; then it does nothing."""
+
+    def __init__(self, coordinator: Coordinator, shard_id: str, state: ShardState) -> None:
+        """Start at the ledger's position, under the epoch just raised."""
+        self._coordinator = coordinator
+        self.shard_id = shard_id
+        self.epoch = state.epoch
+        self.position = ShardPosition(state.position)
+        self.alive = True
+        self._ended = False
+
+    @property
+    def after(self) -> Sequence | None:
+        """Everything at or before it was accepted earlier and must be dropped unseen."""
+        return self.position.accepted
+
+    def began(self) -> None:
+        """Note that a batch was received: the shard is not silent while it is worked on."""
+        if self.alive:
+            self._coordinator.watermark.began(self.shard_id, self._coordinator.clock.now_ms())
+
+    async def accept(self, outcome: BatchOutcome) -> None:
+        """Take a batch's rows; returns when the daemon may be answered."""
+        if not self.alive:
+            return
+        self._coordinator.take(self, outcome)
+        await self._coordinator.admit(self)
+        if self.alive:
+            self._coordinator.watermark.answered(self.shard_id, self._coordinator.clock.now_ms())
+
+    def checkpoint_due(self) -> Sequence | None:
+        """Return the durable position when it is ahead of the last checkpoint, else None."""
+        return self.position.due() if self.alive else None
+
+    def checkpointed(self, position: Sequence) -> None:
+        """Note that the daemon stored a checkpoint."""
+        self.position.store(position)
+
+    async def drain(self) -> None:
+        """Flush what was accepted."""
+        if self.alive:
+            await self._coordinator.flush("shutdown_requested")
+
+    async def end(self) -> bool:
+        """Flush, and mark the shard ended durably. False: it is owned elsewhere."""
+        if not self.alive:
+            return False
+        self._coordinator.end(self)
+        await self._coordinator.flush("shard_ended")
+        if self._replaced():
+            return False
+        self.alive = False
+        self._coordinator.ended(self)
+        return True
+
+    def _replaced(self) -> bool:
+        return not self.alive
+
+    async def lost(self) -> None:
+        """Flush what was accepted, then let go."""
+        if self.alive:
+            await self._coordinator.flush("lease_lost")
+        self.disconnected()
+
+    def disconnected(self) -> None:
+        """Let go without an ending; what is buffered is still flushed."""
+        if self.alive:
+            self.alive = False
+            self._coordinator.disconnected(self)
