@@ -167,6 +167,13 @@ EVENTS: Final[dict[str, EventSpec]] = {
         ("handler", "hook", "seconds"),
         "A hook has run for longer than its deadline and is still running.",
     ),
+    "library.log": EventSpec(
+        "debug|info|warning|error|critical", ("logger", "text"), "What a library logged, from warnings on."
+    ),
+    "log.reopened": EventSpec("info", ("path",), "SIGHUP: the log file was opened again."),
+    "log.lost": EventSpec(
+        "warning", ("lines",), "So many lines could not be written before this one (disk full, reader gone)."
+    ),
     "handler.output": EventSpec("info", ("stream", "text"), "What the handler printed."),
     "flush.done": EventSpec(
         "debug",

@@ -1,0 +1,178 @@
+"""Configures structlog: JSON lines or lines for people, on standard output or in a file; libraries and prints included.
+
+Parts of the server log with ``structlog.get_logger("mldserver")``; nothing is configured before ``logging_to``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from mldserver.observe.caught import caught_output
+from mldserver.observe.output import LogOutput
+from mldserver.observe.render import as_json, as_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, MutableMapping
+
+    from mldserver.config import Level, LogFormat, Settings
+
+__all__ = ["LibraryHandler", "configure", "logging_to", "reopen_log"]
+
+_LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
+
+_log = structlog.get_logger("mldserver")
+_current: LogOutput | None = None
+
+
+class _LineLogger:
+    """What structlog calls at the end of its chain: every method writes the finished line."""
+
+    def __init__(self, output: LogOutput, render: Callable[[MutableMapping[str, Any]], bytes]) -> None:
+        self._output = output
+        self._render = render
+
+    def msg(self, event: MutableMapping[str, Any]) -> None:
+        """Write an event, and before it how many were lost."""
+        output = self._output
+        if output.lost:
+            lost = {
+                "level": "warning",
+                "event": "log.lost",
+                "timestamp": event["timestamp"],
+                "lines": output.lost,
+            }
+            if not output.line(self._render(lost)):
+                output.lost += 1
+                return
+            output.lost = 0
+        output.line(self._render(event))
+
+    debug = info = warning = warn = error = exception = critical = fatal = log = msg
+
+
+def _stamp(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    event["timestamp"] = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+    return event
+
+
+def _hand_over(
+    _logger: Any, _method: str, event: MutableMapping[str, Any]
+) -> tuple[tuple[MutableMapping[str, Any]], dict[str, Any]]:
+    return (event,), {}
+
+
+def configure(output: LogOutput, *, level: Level = "info", log_format: LogFormat = "auto") -> None:
+    """Send structlog's events from ``level`` on to ``output``; ``auto`` is pretty on a terminal, else JSON."""
+    terminal = output.is_terminal
+    pretty = log_format == "pretty" or (log_format == "auto" and terminal)
+    colours = terminal and not os.environ.get("NO_COLOR")
+
+    def render(event: MutableMapping[str, Any]) -> bytes:
+        if pretty:
+            return as_text(event, colours=colours).encode("utf-8", "backslashreplace")
+        return as_json(event)
+
+    logger = _LineLogger(output, render)
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.format_exc_info,
+            _stamp,
+            _hand_over,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
+        logger_factory=lambda *_names: logger,
+        # Proxies at module level must follow when tests configure again; a log call costs microseconds either way.
+        cache_logger_on_first_use=False,
+    )
+
+
+class LibraryHandler(logging.Handler):
+    """Passes on what libraries (botocore, asyncio, warnings …) log through the standard library."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Log the record as ``library.log``."""
+        try:
+            text = record.getMessage()
+        except Exception:  # noqa: BLE001  # a library's wrong format arguments are no reason to lose its message
+            text = f"{record.msg} {record.args}"
+        level = max(
+            (name for name, at in _LEVELS.items() if at <= record.levelno),
+            key=_LEVELS.__getitem__,
+            default="debug",
+        )
+        getattr(_log, level)("library.log", logger=record.name, text=text, exc_info=record.exc_info)
+
+
+@contextlib.contextmanager
+def _libraries_through_us() -> Iterator[None]:
+    root = logging.getLogger()
+    former, former_level = root.handlers[:], root.level
+    root.handlers[:] = [LibraryHandler()]
+    root.setLevel(logging.WARNING)
+    logging.captureWarnings(capture=True)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(capture=False)
+        root.handlers[:] = former
+        root.setLevel(former_level)
+
+
+@contextlib.contextmanager
+def _stdout_for_the_log() -> Iterator[int]:
+    """Give a descriptor of the former standard output, and let descriptor 1 be standard error meanwhile.
+
+    Otherwise a handler's subprocess, or a C library, would write between the log's lines.
+    """
+    sys.stdout.flush()
+    own = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield own
+    finally:
+        os.dup2(own, 1)
+        os.close(own)
+
+
+@contextlib.contextmanager
+def logging_to(settings: Settings) -> Iterator[LogOutput]:
+    """Log as the settings say, for as long as the context lasts, prints and library logs included.
+
+    Raises ConfigError when the log file cannot be opened.
+    """
+    global _current  # noqa: PLW0603  # a process has one log, as it has one standard output
+    with contextlib.ExitStack() as stack:
+        if settings.log_file is None:
+            output = LogOutput.to_stream(stack.enter_context(_stdout_for_the_log()))
+        else:
+            output = LogOutput.to_file(settings.log_file)
+        stack.callback(output.close)
+        configure(output, level=settings.log_level, log_format=settings.log_format)
+        stack.callback(structlog.reset_defaults)
+        stack.enter_context(_libraries_through_us())
+        stack.enter_context(
+            caught_output(lambda stream, text: _log.info("handler.output", stream=stream, text=text))
+        )
+        _current = output
+        try:
+            yield output
+        finally:
+            _current = None
+
+
+def reopen_log() -> None:
+    """Open the log file again (SIGHUP, after logrotate moved it). Without a log file it does nothing.
+
+    Raises ConfigError when it cannot be opened; the log goes on in the old file then.
+    """
+    if _current is not None:
+        _current.reopen()

@@ -1,0 +1,108 @@
+"""Where log lines go: a file that can be opened again, or a stream that the process was given.
+
+Lines are written with one ``write`` call each, unbuffered: what was logged before a crash is there after it. The call
+blocks for as long as the kernel takes; a log that loses lines to spare a few microseconds would be no log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+from typing import TYPE_CHECKING
+
+from mldserver.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from typing_extensions import Buffer
+
+__all__ = ["LogOutput"]
+
+_MODE = 0o644
+
+
+class LogOutput:
+    """Takes whole lines from any thread. A line that cannot be written is counted, never raised."""
+
+    def __init__(
+        self, fd: int, *, path: Path | None = None, write: Callable[[int, Buffer], int] = os.write
+    ) -> None:
+        """Own ``fd`` from now on; ``path`` is what ``reopen`` opens. Tests pass their own ``write``."""
+        self._fd = fd
+        self._path = path
+        self._write = write
+        # A signal handler may log while the same thread writes: with a plain lock it would wait for itself.
+        self._lock = threading.RLock()
+        self.lost = 0
+        """Lines that could not be written since the last one that could."""
+
+    @classmethod
+    def to_file(cls, path: Path) -> LogOutput:
+        """Append to a file. Raises ConfigError when it cannot be opened."""
+        return cls(_open(path), path=path)
+
+    @classmethod
+    def to_stream(cls, fd: int) -> LogOutput:
+        """Write to a copy of an open descriptor, e.g. standard output."""
+        return cls(os.dup(fd))
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether a person is looking."""
+        return os.isatty(self._fd)
+
+    def line(self, line: bytes) -> bool:
+        """Write a line and its end. Returns False when it is lost: the disk is full, the reader has gone."""
+        with self._lock:
+            try:
+                self._write_all(line + b"\n")
+            except OSError:
+                self.lost += 1
+                return False
+            return True
+
+    def _write_all(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            try:
+                written = self._write(self._fd, view)
+            except BlockingIOError:
+                # Somebody set O_NONBLOCK on the terminal or pipe that we share with them.
+                select.select([], [self._fd], [])
+                continue
+            view = view[written:]
+
+    def reopen(self) -> None:
+        """Open the file again (after logrotate moved it). No line is lost: the new one is open before the old closes.
+
+        Without a file it does nothing. Raises ConfigError when it cannot be opened; the old one stays in use then.
+        """
+        if self._path is None:
+            return
+        fresh = _open(self._path)
+        with self._lock:
+            old, self._fd = self._fd, fresh
+        os.close(old)
+
+    def close(self) -> None:
+        """Close; lines after it are lost. Closing again does nothing."""
+        with self._lock:
+            fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+def _open(path: Path) -> int:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, _MODE)
+    except OSError as error:
+        raise ConfigError(
+            f"The log file {path} cannot be opened: {error.strerror}.",
+            advice="Check log_file and its rights.",
+        ) from error
