@@ -105,6 +105,10 @@ class Kind(Generic[T]):
     """On the command line a bare ``--name`` or ``--no-name``."""
     many: bool = False
     """On the command line it may be given repeatedly."""
+    choice: bool = False
+    """One of a few words."""
+    metavar: str = "TEXT"
+    """What stands for the value in ``--help``."""
 
 
 def _as_text(raw: object) -> str:
@@ -134,7 +138,11 @@ def name() -> Kind[str]:
             raise ValueError("it has characters that a directory's name should not have")
         return given
 
-    return Kind("a name of letters, digits, '.', '_' and '-' that starts with a letter or digit", parse)
+    return Kind(
+        "a name of letters, digits, '.', '_' and '-' that starts with a letter or digit",
+        parse,
+        metavar="NAME",
+    )
 
 
 def dotted_path() -> Kind[str]:
@@ -161,7 +169,7 @@ def folder() -> Kind[Path]:
             raise ValueError("it is a URL")
         return Path(given).expanduser()
 
-    return Kind("a local path", parse)
+    return Kind("a local path", parse, metavar="PATH")
 
 
 def address() -> Kind[Address]:
@@ -182,7 +190,11 @@ def address() -> Kind[Address]:
             raise ValueError("an IPv6 host needs brackets")
         return TcpAddress(bare or LOOPBACK, int(port))
 
-    return Kind("host:port, :port (loopback; 0 takes any free port), [IPv6]:port or unix:/path", parse)
+    return Kind(
+        "host:port, :port (loopback; 0 takes any free port), [IPv6]:port or unix:/path",
+        parse,
+        metavar="ADDRESS",
+    )
 
 
 def count(*, at_least: int) -> Kind[int]:
@@ -199,7 +211,7 @@ def count(*, at_least: int) -> Kind[int]:
             raise ValueError("it is too small")
         return number
 
-    return Kind(f"a whole number from {at_least} on", parse)
+    return Kind(f"a whole number from {at_least} on", parse, metavar="N")
 
 
 def size(*, at_least: int = 1) -> Kind[int]:
@@ -212,7 +224,9 @@ def size(*, at_least: int = 1) -> Kind[int]:
             raise ValueError("it is too small" if number < at_least else "it is no number")
         return int(number)
 
-    return Kind(f"a size such as '64 MiB', or bytes, at least {show_size(at_least)}", parse, show_size)
+    return Kind(
+        f"a size such as '64 MiB', or bytes, at least {show_size(at_least)}", parse, show_size, metavar="SIZE"
+    )
 
 
 def _size_of(given: str) -> float:
@@ -249,7 +263,12 @@ def duration(*, zero: bool = False) -> Kind[float]:
         return seconds
 
     end = "" if zero else ", above zero"
-    return Kind(f"a duration such as '30 s' or '10 minutes', or seconds{end}", parse, show_duration)
+    return Kind(
+        f"a duration such as '30 s' or '10 minutes', or seconds{end}",
+        parse,
+        show_duration,
+        metavar="DURATION",
+    )
 
 
 def show_duration(seconds: float) -> str:
@@ -271,7 +290,7 @@ def choice(*options: T) -> Kind[T]:
             raise ValueError("it is none of the choices")
         return by_word[given]
 
-    return Kind(" | ".join(by_word), parse)
+    return Kind(" | ".join(by_word), parse, choice=True, metavar="WORD")
 
 
 def flag() -> Kind[bool]:
@@ -315,7 +334,11 @@ def pairs() -> Kind[Mapping[str, str]]:
         return "; ".join(f"{key}={item}" for key, item in value.items())
 
     return Kind(
-        "key=value, repeated (with ';' between pairs in a variable), or a TOML table", parse, show, many=True
+        "key=value, repeated (with ';' between pairs in a variable), or a TOML table",
+        parse,
+        show,
+        many=True,
+        metavar="KEY=VALUE",
     )
 
 
@@ -352,4 +375,4 @@ def optional(kind: Kind[T]) -> Kind[T | None]:
     def show(value: T | None) -> str:
         return "none" if value is None else kind.show(value)
 
-    return Kind(f"{kind.allowed}, or none", parse, show)
+    return Kind(f"{kind.allowed}, or none", parse, show, metavar=kind.metavar)

@@ -50,6 +50,11 @@ class Spec:
         """The environment variable's name, e.g. ``MLDSERVER_LINE_LIMIT``."""
         return f"{ENV_PREFIX}{self.name.upper()}"
 
+    @property
+    def choices(self) -> str:
+        """The words that are allowed, in parentheses, where they are a few; else nothing."""
+        return f" ({self.kind.allowed})" if self.kind.choice else ""
+
 
 def _setting(kind: Kind[T], default: T, meaning: str, section: str) -> T:
     told = {"kind": kind, "help": meaning, "section": section, "shown": kind.show(default)}

@@ -16,11 +16,6 @@ def settings_table() -> str:
         lines.append(f"| **{section}** | | |")
         for spec in members:
             default = spec.shown_default.replace("`", "") or "(required)"
-            lines.append(f"| `{spec.name}` | `{default}` | {_meaning(spec.help, spec.kind.allowed)} |")
+            meaning = f"{spec.help}{spec.choices}".replace("|", "\\|")
+            lines.append(f"| `{spec.name}` | `{default}` | {meaning} |")
     return "\n".join(lines) + "\n"
-
-
-def _meaning(meaning: str, allowed: str) -> str:
-    """Add the choices where the values are a few words."""
-    choices = f" ({allowed})" if " | " in allowed and "(" not in allowed else ""
-    return f"{meaning}{choices}".replace("|", "\\|")

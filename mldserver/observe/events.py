@@ -171,6 +171,9 @@ EVENTS: Final[dict[str, EventSpec]] = {
         "debug|info|warning|error|critical", ("logger", "text"), "What a library logged, from warnings on."
     ),
     "log.reopened": EventSpec("info", ("path",), "SIGHUP: the log file was opened again."),
+    "log.reopen_failed": EventSpec(
+        "error", (), "SIGHUP: the log file could not be opened again; the old one stays in use."
+    ),
     "log.lost": EventSpec(
         "warning", ("lines",), "So many lines could not be written before this one (disk full, reader gone)."
     ),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
+from mldserver.errors import ConfigError
 from mldserver.observe.caught import caught_output
 from mldserver.observe.output import LogOutput
 from mldserver.observe.render import as_json, as_text
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from mldserver.config import Level, LogFormat, Settings
 
-__all__ = ["LibraryHandler", "configure", "logging_to", "reopen_log"]
+__all__ = ["LibraryHandler", "configure", "logging_to", "reopen"]
 
 _LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 
@@ -169,10 +170,16 @@ def logging_to(settings: Settings) -> Iterator[LogOutput]:
             _current = None
 
 
-def reopen_log() -> None:
+def reopen() -> None:
     """Open the log file again (SIGHUP, after logrotate moved it). Without a log file it does nothing.
 
-    Raises ConfigError when it cannot be opened; the log goes on in the old file then.
+    When it cannot be opened the log goes on in the old file, and says so.
     """
-    if _current is not None:
+    if _current is None or _current.path is None:
+        return
+    try:
         _current.reopen()
+    except ConfigError as error:
+        _log.error("log.reopen_failed", **error.fields())
+    else:
+        _log.info("log.reopened", path=str(_current.path))

@@ -33,7 +33,7 @@ class LogOutput:
     ) -> None:
         """Own ``fd`` from now on; ``path`` is what ``reopen`` opens. Tests pass their own ``write``."""
         self._fd = fd
-        self._path = path
+        self.path = path
         self._write = write
         # A signal handler may log while the same thread writes: with a plain lock it would wait for itself.
         self._lock = threading.RLock()
@@ -81,9 +81,9 @@ class LogOutput:
 
         Without a file it does nothing. Raises ConfigError when it cannot be opened; the old one stays in use then.
         """
-        if self._path is None:
+        if self.path is None:
             return
-        fresh = _open(self._path)
+        fresh = _open(self.path)
         with self._lock:
             old, self._fd = self._fd, fresh
         os.close(old)

@@ -1,0 +1,5 @@
+"""``python -m mldserver`` is ``mldserver``."""
+
+from mldserver.cli import main
+
+main()

@@ -1,0 +1,115 @@
+"""The command line: ``mldserver COMMAND``. Each command is a module of its own, imported when it is called."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from cyclopts import App, CycloptsError
+
+from mldserver.errors import HandlerError, MldserverError, OperatorError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["EXIT_FAULT", "EXIT_INTERRUPTED", "EXIT_OPERATOR", "command_line", "main", "run"]
+
+EXIT_FAULT: Final = 1
+EXIT_OPERATOR: Final = 2
+EXIT_INTERRUPTED: Final = 130
+"""128 + SIGINT, as shells expect."""
+
+_HELP = """
+Kinesis and DynamoDB Streams consumers in one daemon.
+
+The MultiLangDaemon connects, handlers turn records into rows, closed windows become DataFrames on Spark, and
+checkpoints follow what is durably committed.
+
+Try it, write a handler, run it:
+
+```
+mldserver demo
+mldserver check handlers.departures
+mldserver sim handlers.departures --input events.jsonl
+mldserver serve handlers.departures --listen 127.0.0.1:7070 --out out/departures
+mldserver kcl --stream NAME --app NAME --region eu-central-1
+mldserver logs -f mldserver.log --level warning
+```
+"""
+
+# The texts stand here so that `mldserver --help` imports none of the commands.
+_COMMANDS: Final = {
+    "serve": "Run a handler: listen for daemons, compute windows, checkpoint.",
+    "check": "Import a handler and report everything that is wrong with it.",
+    "sim": "Run a whole pipeline without AWS or Java, faults on request.",
+    "demo": "Play real departures through the server and show the windows.",
+    "logs": "Show and follow a server's log.",
+    "kcl": "Run the Java MultiLangDaemon, connected to a server.",
+}
+
+
+def _version() -> str:
+    from mldserver import __version__  # noqa: PLC0415  # only --version asks
+
+    return f"mldserver {__version__}"
+
+
+def command_line(arguments: Sequence[str]) -> App:
+    """Return the application for these arguments; commands are imported only when they are called.
+
+    cyclopts lets a lazy command's short text replace the long help that the command brings itself, so the command
+    that is called is registered without one.
+    """
+    app = App(name="mldserver", help=_HELP, help_format="markdown", version=_version)
+    called = next(iter(arguments), None)
+    for name, told in _COMMANDS.items():
+        app.command(f"mldserver.cli.{name}:app", name=name, help=None if name == called else told)
+    return app
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command and return the process's exit code.
+
+    What the operator or their handler got wrong is told in one paragraph on standard error; tracebacks are for bugs.
+    """
+    try:
+        result = command_line(arguments)(
+            arguments, exit_on_error=False, print_error=True, result_action="return_value"
+        )
+    except CycloptsError:  # printed already
+        return EXIT_OPERATOR
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except MldserverError as error:
+        return _told([error])
+    except ExceptionGroup as group:  # out of a command's task group
+        ours, others = group.split(MldserverError)
+        if ours is None or others is not None:
+            raise
+        return _told(list(_leaves(ours)))
+    return result if isinstance(result, int) else 0
+
+
+def _leaves(group: ExceptionGroup[MldserverError]) -> Iterator[MldserverError]:
+    for each in group.exceptions:
+        if isinstance(each, ExceptionGroup):
+            yield from _leaves(each)
+        else:
+            yield each
+
+
+def _told(errors: list[MldserverError]) -> int:
+    """Tell errors on standard error and return the exit code: a fault of ours outweighs what the operator did."""
+    for error in errors:
+        sys.stderr.write(f"mldserver: {error}\n")
+    theirs = all(isinstance(error, OperatorError | HandlerError) for error in errors)
+    return EXIT_OPERATOR if theirs else EXIT_FAULT
+
+
+def main() -> NoReturn:
+    """Run the command that the process was called with, and exit."""
+    if not sys.flags.safe_path:
+        # Handlers are found in the working directory, as users of other Python servers expect.
+        sys.path.insert(0, os.getcwd())  # noqa: PTH109  # sys.path holds text
+    sys.exit(run(sys.argv[1:]))

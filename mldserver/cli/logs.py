@@ -1,0 +1,172 @@
+"""``mldserver logs``: shows and follows a log, across rotation."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+from cyclopts import App, Parameter
+
+from mldserver.config.kinds import Level  # noqa: TC001  # cyclopts reads the annotations
+from mldserver.coordinator.windows import duration_ms
+from mldserver.errors import ConfigError
+from mldserver.observe.render import as_text, harmless
+from mldserver.observe.tail import FileFollower, LineSplitter, Selection, parse_event
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+__all__ = ["View", "app", "logs", "since_time"]
+
+_HELP = """
+Show a server's log, and follow it.
+
+```
+mldserver logs mldserver.log -n 50
+mldserver logs -f mldserver.log --level warning
+mldserver logs -f mldserver.log --shard shardId-000000000003 --event 'batch.*' --event 'checkpoint.*'
+mldserver logs mldserver.log --since '10 minutes' --json | jq .seconds
+journalctl -u mldserver -o cat | mldserver logs -
+```
+
+Lines that are no log events are shown as they are, unless something was asked for.
+"""
+
+app = App(name="logs", help=_HELP, help_format="markdown")
+
+_POLL_SECONDS: Final = 0.25
+_CHUNK: Final = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How lines are shown: which, and in what form."""
+
+    selection: Selection
+    raw: bool
+    """Lines as they are in the log."""
+    terminal: bool
+    colours: bool
+
+    def shown(self, line: bytes) -> bytes | None:
+        """Return what to show of a log line, without its end; None: nothing."""
+        event = parse_event(line)
+        if not self.selection.wants(event):
+            return None
+        if self.raw or event is None:
+            return harmless(line.decode("utf-8", "backslashreplace")).encode() if self.terminal else line
+        return as_text(event, colours=self.colours).encode("utf-8", "backslashreplace")
+
+    def all_shown(self, lines: Iterable[bytes]) -> Iterator[bytes]:
+        """Return what to show of many lines."""
+        return (shown for line in lines if (shown := self.shown(line)) is not None)
+
+
+def since_time(text: str, now: datetime) -> datetime:
+    """Return the time that ``--since`` means: an ISO 8601 time (UTC when it names no zone), or a duration ago.
+
+    Raises ConfigError when it is neither.
+    """
+    try:
+        when = datetime.fromisoformat(text)
+    except ValueError:
+        try:
+            return now - timedelta(milliseconds=duration_ms(text))
+        except ValueError as error:
+            raise ConfigError(
+                f"--since {text!r} is neither a time nor a duration.",
+                advice="Write for example '2026-11-21T10:00' or '10 minutes'.",
+            ) from error
+    return when if when.tzinfo else when.replace(tzinfo=UTC)
+
+
+@app.default
+def logs(
+    file: str,
+    /,
+    *,
+    follow: Annotated[bool, Parameter(name=("--follow", "-f"), negative=())] = False,
+    shard: str | None = None,
+    level: Level | None = None,
+    event: Annotated[list[str] | None, Parameter(negative=())] = None,
+    since: str | None = None,
+    lines: Annotated[int | None, Parameter(name=("--lines", "-n"))] = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """Show a log.
+
+    Parameters
+    ----------
+    file
+        The log file; `-` reads standard input.
+    follow
+        Go on as the log grows, across rotation, until interrupted.
+    shard
+        Only this shard's events; `*` stands for any characters.
+    level
+        Only events of this level and above.
+    event
+        Only events of this name, e.g. `window.*`; may be repeated.
+    since
+        Only events from this time on: `2026-11-21T10:00` (UTC) or `10 minutes` (ago).
+    lines
+        Begin with the last so many lines.
+    json
+        Lines as they are in the log, for other programs.
+    """
+    terminal = sys.stdout.isatty()
+    view = View(
+        Selection(shard, level, tuple(event or ()), since_time(since, datetime.now(UTC)) if since else None),
+        raw=json,
+        terminal=terminal,
+        colours=terminal and not os.environ.get("NO_COLOR"),
+    )
+    try:
+        if file == "-":
+            _show(view.all_shown(_standard_input()), lines)
+        else:
+            _show_file(Path(file), view, last=lines, follow=follow)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader (`head`, a pager) has seen enough; nothing may complain when Python flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _show(shown: Iterable[bytes], last: int | None = None) -> None:
+    """Write lines as they come; with ``last`` only the last so many, at the end."""
+    out = sys.stdout.buffer
+    for line in shown if last is None else deque(shown, maxlen=max(last, 0)):
+        out.write(line + b"\n")
+        if last is None:
+            out.flush()
+    out.flush()
+
+
+def _standard_input() -> Iterator[bytes]:
+    splitter = LineSplitter()
+    while data := os.read(sys.stdin.fileno(), _CHUNK):
+        yield from splitter.feed(data)
+    yield from splitter.finish()
+
+
+def _show_file(
+    path: Path, view: View, *, last: int | None, follow: bool, wait: Callable[[float], None] = time.sleep
+) -> None:
+    follower = FileFollower(path)
+    try:
+        _show(view.all_shown(follower.read()), last)
+        if not follower.opened and not follow:
+            raise ConfigError(f"There is no file {path}.", advice="Name the server's log_file.")
+        while follow:
+            wait(_POLL_SECONDS)
+            _show(view.all_shown(follower.read()))
+    finally:
+        rest = follower.finish()
+    _show(view.all_shown(rest))

@@ -1,0 +1,103 @@
+"""``mldserver serve``: every setting as an option, then the server until it stops."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Group, Parameter
+
+from mldserver.config import Spec, resolve, specs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["app", "serve", "settings_parameters"]
+
+_HELP = """
+Run a handler: listen for daemons, compute windows, checkpoint.
+
+```
+mldserver serve handlers.departures --listen 127.0.0.1:7070 --out out/departures
+mldserver serve mypackage.orders:Orders --listen unix:/run/orders.sock --log-file orders.log
+```
+
+Every option is also a variable (`--line-limit` is `MLDSERVER_LINE_LIMIT`) and a key of `mldserver.toml`
+(`line_limit = "64 MiB"`). The command line counts before variables, variables before the file.
+
+Durations are written `500 ms`, `30 s`, `10 minutes` or in seconds; sizes `64 MiB` or in bytes.
+
+SIGTERM and SIGINT stop the server: shards finish their request, closed windows are committed, positions
+checkpointed. A second signal forces. SIGHUP opens the log file again.
+
+Exit codes: 0 clean, 1 a fault, 2 wrong settings or environment, 3 forced.
+"""
+
+app = App(name="serve", help=_HELP, help_format="markdown")
+
+
+def settings_parameters(*, leave_out: frozenset[str] = frozenset()) -> list[inspect.Parameter]:
+    """Return an option for every setting, as parameters of a command: all text, None when not given.
+
+    ``leave_out`` names settings that a command asks for in its own way.
+    """
+    groups: dict[str, Group] = {}
+    for spec in specs().values():
+        groups.setdefault(spec.section, Group(spec.section, sort_key=len(groups) + 1))
+    return [
+        inspect.Parameter(
+            spec.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=_annotation(spec, groups[spec.section]),
+        )
+        for spec in specs().values()
+        if spec.name not in leave_out
+    ]
+
+
+def _annotation(spec: Spec, group: Group) -> Any:
+    told = f"{spec.help}{spec.choices} [default: {spec.shown_default}]"
+    negative = () if not spec.kind.flag else None
+    parameter = Parameter(help=told, group=group, negative=negative, metavar=spec.kind.metavar)
+    if spec.kind.flag:
+        return Annotated[bool | None, parameter]
+    return Annotated[list[str] | None, parameter] if spec.kind.many else Annotated[str | None, parameter]
+
+
+def serve(
+    handler: Annotated[
+        str | None, Parameter(help="The handler's dotted path: package.module or package.module:Name.")
+    ] = None,
+    /,
+    *,
+    config: Annotated[
+        Path | None,
+        Parameter(help="Settings file. [default: mldserver.toml in the working directory, if it is there]"),
+    ] = None,
+    **given: object,
+) -> int:
+    """Run the server and return its exit code. ``given`` are raw settings by name."""
+    settings = resolve({"handler": handler, **given}, environ=os.environ, folder=Path.cwd(), config=config)
+    import uvloop  # noqa: PLC0415  # `--help` and wrong settings must not wait for the server's imports
+
+    from mldserver.observe.logging import logging_to  # noqa: PLC0415  # see above
+    from mldserver.server import Server  # noqa: PLC0415  # see above
+
+    with logging_to(settings):
+        return uvloop.run(Server(settings).run())
+
+
+def _with_settings(command: Callable[..., int]) -> inspect.Signature:
+    """Return a command's signature with the table of settings in the place of its ``**given``."""
+    signature = inspect.signature(command, eval_str=True)
+    own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    return signature.replace(
+        parameters=[*own, *settings_parameters(leave_out=frozenset(each.name for each in own))]
+    )
+
+
+serve.__signature__ = _with_settings(serve)  # type: ignore[attr-defined]  # functions may carry one (PEP 362)
+app.default(serve)
