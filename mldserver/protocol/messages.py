@@ -15,6 +15,7 @@ __all__ = [
     "LeaseLost",
     "PeerMessage",
     "ProcessRecords",
+    "RequestMessage",
     "ShardEnded",
     "Shutdown",
     "ShutdownReason",
@@ -94,9 +95,10 @@ class Shutdown:
     reason: ShutdownReason
 
 
-PeerMessage = (
-    Initialize | ProcessRecords | CheckpointReply | LeaseLost | ShardEnded | ShutdownRequested | Shutdown
-)
+RequestMessage = Initialize | ProcessRecords | LeaseLost | ShardEnded | ShutdownRequested | Shutdown
+"""What the daemon asks: each is answered by exactly one status."""
+
+PeerMessage = RequestMessage | CheckpointReply
 """What the daemon can send."""
 
 

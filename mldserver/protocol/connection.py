@@ -1,0 +1,370 @@
+"""One connection of the daemon, without I/O: bytes and commands in, bytes and events out.
+
+The shell feeds ``receive_data``, ``receive_eof`` and ``timer_fired``, gives commands, and after each of them takes
+``data_to_send`` and ``events_received``. What may happen when stands in ``states.TABLE``; this file only carries it out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
+
+from mldserver.errors import InternalError, PeerError, PeerTimeout, ProtocolViolation
+from mldserver.protocol import events as ev
+from mldserver.protocol.codec import decode, encode
+from mldserver.protocol.events import CloseReason, Timer
+from mldserver.protocol.fields import excerpt
+from mldserver.protocol.framing import DEFAULT_LINE_LIMIT, LineFramer
+from mldserver.protocol.messages import (
+    CheckpointReply,
+    CheckpointRequest,
+    Initialize,
+    LeaseLost,
+    ProcessRecords,
+    ShardEnded,
+    Shutdown,
+    ShutdownReason,
+    ShutdownRequested,
+    Status,
+    Version,
+)
+from mldserver.protocol.retries import BATCH_RETRIES, CHECKPOINT_ERRORS, END_RETRIES, RetryPolicy
+from mldserver.protocol.states import TABLE, WORKING, Action, Input, State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mldserver.errors import MldserverError
+    from mldserver.protocol.messages import PeerMessage, RequestMessage
+    from mldserver.records import Sequence
+
+__all__ = ["ConnectionLimits", "MLDConnection"]
+
+_CLOSED_IT: Final = "The connection was closed."
+_TURNS: Final = frozenset({State.AWAITING_INITIALIZE, State.IDLE, State.DRAINED})
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """Bounds of one connection: bytes, seconds, attempts."""
+
+    line_bytes: int = DEFAULT_LINE_LIMIT
+    initialize_seconds: float = 60.0
+    partial_line_seconds: float = 60.0
+    close_seconds: float = 5.0
+    retries: RetryPolicy = BATCH_RETRIES
+    end_retries: RetryPolicy = END_RETRIES
+
+
+_REQUESTS: Final[dict[type[PeerMessage], tuple[Input, str]]] = {
+    Initialize: (Input.INITIALIZE, "initialize"),
+    ProcessRecords: (Input.PROCESS_RECORDS, "processRecords"),
+    ShutdownRequested: (Input.SHUTDOWN_REQUESTED, "shutdownRequested"),
+    ShardEnded: (Input.SHARD_ENDED, "shardEnded"),
+    LeaseLost: (Input.LEASE_LOST, "leaseLost"),
+}
+_SHUTDOWNS: Final = {
+    ShutdownReason.TERMINATE: Input.SHARD_ENDED,
+    ShutdownReason.ZOMBIE: Input.LEASE_LOST,
+    ShutdownReason.REQUESTED: Input.SHUTDOWN_REQUESTED,
+}
+
+_REASONS: Final = {
+    Input.EOF: CloseReason.EOF,
+    Input.CLOSE: CloseReason.CLOSED,
+    Input.CLOSE_TIMEOUT: CloseReason.CLOSE_TIMEOUT,
+}
+
+
+class _Step(NamedTuple):
+    """A transition on its way: where it came from, what caused it, and the error that came with it."""
+
+    before: State
+    happened: Input
+    error: MldserverError | None
+
+
+class MLDConnection:
+    """The child's side of the MultiLangDaemon protocol."""
+
+    def __init__(self, limits: ConnectionLimits, *, random: Callable[[], float]) -> None:
+        """Begin as just connected; ``random`` gives floats from 0 to 1, for the jitter of repeated checkpoints."""
+        self._limits = limits
+        self._random = random
+        self._framer = LineFramer(limits.line_bytes)
+        self._state = State.AWAITING_INITIALIZE
+        self._version = Version.V2
+        self._request: RequestMessage | None = None
+        self._response_for = ""
+        self._position: Sequence | None = None
+        self._attempts = 0
+        self._error_name = ""
+        self._gone = False
+        self._timers: set[Timer] = set()
+        self._out: list[bytes] = []
+        self._events: list[ev.Event] = []
+        self._start(Timer.INITIALIZE, limits.initialize_seconds)
+
+    @property
+    def state(self) -> State:
+        """Where the connection is."""
+        return self._state
+
+    @property
+    def buffered(self) -> int:
+        """Bytes held of an incomplete line."""
+        return self._framer.pending
+
+    @property
+    def checkpoints_stopped(self) -> bool:
+        """Whether the daemon said that the lease is gone."""
+        return self._gone
+
+    def data_to_send(self) -> list[bytes]:
+        """Return what must be written, in order, and forget it."""
+        data, self._out = self._out, []
+        return data
+
+    def events_received(self) -> list[ev.Event]:
+        """Return what happened since the last call, in order."""
+        happened, self._events = self._events, []
+        return happened
+
+    def receive_data(self, data: bytes | bytearray | memoryview) -> None:
+        """Take bytes from the peer. Never raises: what is wrong with them ends this connection, with Failed."""
+        if self._state is State.CLOSED:
+            return
+        lines = self._framer.feed(data)
+        if lines:
+            self._cancel(Timer.PARTIAL_LINE)
+        for line in lines:
+            self._receive_line(line)
+        self._check_partial()
+
+    def receive_eof(self) -> None:
+        """Take the end of the peer's data. A line without its end is reported and dropped."""
+        if self._state is not State.CLOSED:
+            self._step(Input.EOF)
+
+    def timer_fired(self, name: Timer) -> None:
+        """Take a time-out. One that was cancelled meanwhile is ignored: it may have been on its way."""
+        if name not in self._timers:
+            return
+        self._timers.discard(name)
+        if name is Timer.CHECKPOINT_RETRY:
+            self._step(Input.RETRY_DUE)
+        elif name is Timer.CLOSE:
+            self._step(Input.CLOSE_TIMEOUT)
+        elif name is Timer.INITIALIZE:
+            seconds = self._limits.initialize_seconds
+            told = PeerTimeout(f"No initialize came within {seconds:g} seconds.", did=_CLOSED_IT)
+            self._step(Input.INITIALIZE_TIMEOUT, told)
+        else:
+            seconds = self._limits.partial_line_seconds
+            self._step(
+                Input.PARTIAL_LINE_TIMEOUT,
+                PeerTimeout(
+                    f"A line was not complete within {seconds:g} seconds.",
+                    did=_CLOSED_IT,
+                    excerpt=excerpt(self._framer.excerpt),
+                ),
+            )
+
+    def answer(self) -> None:
+        """Send the one status for the outstanding request.
+
+        Raises InternalError when none is outstanding, or a checkpoint is, or a shard's end is not checkpointed.
+        """
+        self._command(Input.ANSWER_GONE if self._gone else Input.ANSWER)
+
+    def checkpoint(self, position: Sequence | None) -> None:
+        """Ask for a checkpoint at ``position``; None: at everything delivered, which at a shard's end is SHARD_END.
+
+        After ShutdownException nothing is sent, and CheckpointsStopped is told again. In V1 the sub-sequence is not
+        sent: a position inside an aggregate is then the caller's error. Raises InternalError where the daemon would
+        refuse a checkpoint, and for a position at a shard's end.
+        """
+        if self._state is State.ENDING and position is not None:
+            raise InternalError(f"A shard's end is checkpointed as a whole, not at {position}.")
+        command = Input.CHECKPOINT_GONE if self._gone else Input.CHECKPOINT
+        self._allowed(command)
+        self._position, self._attempts = position, 0
+        self._step(command)
+
+    def reject(self, error: PeerError) -> None:
+        """Say that the batch that was passed on is no valid message. Raises InternalError when there is none."""
+        self._command(Input.REJECT, error)
+
+    def abort(self, error: MldserverError) -> None:
+        """Close on purpose, because of an error of our own side. Raises InternalError when already closed."""
+        self._command(Input.ABORT, error)
+
+    def close(self) -> None:
+        """Close on purpose, without an error. Raises InternalError when already closed."""
+        self._command(Input.CLOSE)
+
+    def _receive_line(self, line: bytes) -> None:
+        if self._state is State.CLOSED:  # an earlier line of the same bytes ended it
+            return
+        try:
+            message = decode(line)
+        except PeerError as error:
+            self._fault(error)
+            return
+        action = ""
+        if isinstance(message, CheckpointReply):
+            happened = self._classify(message)
+        elif isinstance(message, Shutdown):
+            happened, action = _SHUTDOWNS[message.reason], "shutdown"
+        else:
+            happened, action = _REQUESTS[type(message)]
+        if happened not in TABLE[self._state]:
+            self._violation(happened, line)
+            return
+        if not isinstance(message, CheckpointReply):
+            self._request, self._response_for = message, action
+        self._step(happened)
+
+    def _classify(self, reply: CheckpointReply) -> Input:
+        if reply.error is None:
+            return Input.STORED
+        self._error_name = reply.error
+        kind = CHECKPOINT_ERRORS.get(reply.error, Input.REFUSED)
+        row = TABLE[self._state].get(kind)
+        again = row is not None and Action.RETRY_LATER in row.actions
+        if again and self._attempts >= self._policy(self._state).attempts:
+            return Input.EXHAUSTED
+        return kind
+
+    def _policy(self, asked_in: State) -> RetryPolicy:
+        return self._limits.end_retries if asked_in is State.ENDING_CHECKPOINT else self._limits.retries
+
+    def _violation(self, happened: Input, line: bytes) -> None:
+        if self._state in _TURNS:
+            what = f"{happened} came in state {self._state}, where it is not allowed."
+        else:
+            what = f"{happened} came while {self._response_for} was not answered yet."
+        self._fault(ProtocolViolation(what, did=_CLOSED_IT, excerpt=excerpt(line)))
+
+    def _fault(self, error: PeerError) -> None:
+        self._step(Input.FAULT, error)
+
+    def _check_partial(self) -> None:
+        """Judge what is left of the bytes: an incomplete line, or one that is too long already."""
+        if self._state is State.CLOSED:
+            return
+        if self._framer.error is not None:
+            self._fault(self._framer.error)
+        elif self._framer.pending == 0:
+            self._cancel(Timer.PARTIAL_LINE)
+        elif self._state in WORKING and not self._framer.pending_blank:
+            # The daemon speaks only when it is its turn, so nothing of it needs to be buffered in ours.
+            self._fault(
+                ProtocolViolation(
+                    f"A message began while {self._response_for} was not answered yet.",
+                    did=_CLOSED_IT,
+                    excerpt=excerpt(self._framer.excerpt),
+                )
+            )
+        elif Timer.PARTIAL_LINE not in self._timers:
+            self._start(Timer.PARTIAL_LINE, self._limits.partial_line_seconds)
+
+    def _command(self, command: Input, error: MldserverError | None = None) -> None:
+        self._allowed(command)
+        self._step(command, error)
+
+    def _allowed(self, command: Input) -> None:
+        if command not in TABLE[self._state]:
+            raise InternalError(f"{command} is not possible in state {self._state}.", state=str(self._state))
+
+    def _step(self, happened: Input, error: MldserverError | None = None) -> None:
+        before = self._state
+        row = TABLE[before][happened]
+        self._state = row.to
+        if row.to is not before:
+            self._events.append(ev.StateChanged(before, row.to, happened))
+        for action in row.actions:
+            self._DOES[action](self, _Step(before, happened, error))
+
+    def _deliver(self, _step: _Step) -> None:
+        message = self._request
+        assert message is not None, "only a request is delivered"
+        if isinstance(message, Initialize):
+            self._version = message.version
+            self._cancel(Timer.INITIALIZE)
+        self._events.append(ev.Request(message))
+        self._request = None  # a batch's line may be large, and is no longer ours
+
+    def _send_status(self, _step: _Step) -> None:
+        self._out.append(encode(Status(self._response_for)))
+
+    def _send_checkpoint(self, _step: _Step) -> None:
+        self._attempts += 1
+        number = None if self._position is None else str(self._position.number)
+        sub = None if self._position is None else self._position.sub
+        self._out.append(encode(CheckpointRequest(number, sub, self._version)))
+
+    def _tell_stored(self, _step: _Step) -> None:
+        self._events.append(ev.CheckpointStored(self._position, self._attempts))
+
+    def _tell_stopped(self, _step: _Step) -> None:
+        self._gone = True
+        self._events.append(ev.CheckpointsStopped(self._position))
+
+    def _tell_failed(self, _step: _Step) -> None:
+        self._events.append(ev.CheckpointFailed(self._position, self._error_name, self._attempts))
+
+    def _retry_later(self, step: _Step) -> None:
+        delay = self._policy(step.before).delay(self._attempts, self._random())
+        self._events.append(ev.CheckpointRetrying(self._position, self._error_name, self._attempts, delay))
+        self._start(Timer.CHECKPOINT_RETRY, delay)
+
+    def _fail(self, step: _Step) -> None:
+        assert step.error is not None, "what fails has an error"
+        self._events.append(ev.Failed(step.error))
+
+    def _fail_end(self, _step: _Step) -> None:
+        error = PeerError(
+            f"The daemon could not checkpoint the shard's end: {self._error_name}, {self._attempts} times.",
+            did="The connection was closed instead of answering: a status without a checkpoint would block the "
+            "shard's children until the JVM restarts.",
+            advice="The JVM exits now; its supervisor must restart it. Look for the cause in its log.",
+        )
+        self._events.append(ev.Failed(error))
+
+    def _end_output(self, _step: _Step) -> None:
+        self._events.append(ev.OutputEnded())
+        self._start(Timer.CLOSE, self._limits.close_seconds)
+
+    def _close(self, step: _Step) -> None:
+        for timer in sorted(self._timers):
+            self._cancel(timer)
+        reason = _REASONS.get(step.happened, CloseReason.FAILED)
+        if reason is CloseReason.EOF and step.before is State.FINAL:
+            reason = CloseReason.FINISHED
+        elif reason is CloseReason.EOF and step.before not in _TURNS:
+            reason = CloseReason.EOF_IN_REQUEST
+        self._events.append(ev.Closed(reason, self._framer.feed_eof()))
+
+    def _start(self, name: Timer, seconds: float) -> None:
+        self._timers.add(name)
+        self._events.append(ev.StartTimer(name, seconds))
+
+    def _cancel(self, name: Timer) -> None:
+        if name in self._timers:
+            self._timers.discard(name)
+            self._events.append(ev.CancelTimer(name))
+
+    _DOES: ClassVar[dict[Action, Callable[[MLDConnection, _Step], None]]] = {
+        Action.DELIVER: _deliver,
+        Action.SEND_STATUS: _send_status,
+        Action.SEND_CHECKPOINT: _send_checkpoint,
+        Action.TELL_STORED: _tell_stored,
+        Action.TELL_STOPPED: _tell_stopped,
+        Action.TELL_FAILED: _tell_failed,
+        Action.RETRY_LATER: _retry_later,
+        Action.FAIL: _fail,
+        Action.FAIL_END: _fail_end,
+        Action.END_OUTPUT: _end_output,
+        Action.CLOSE: _close,
+    }

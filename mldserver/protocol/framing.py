@@ -1,0 +1,96 @@
+"""Lines out of bytes: any chunking, no quadratic joins, one bound on memory.
+
+A line ends with LF; CRLF is accepted; blank lines are skipped (the Java skips them too, KCL 3.1.3). Each byte is
+searched once for a line end, and copied at most twice: into the line that is still incomplete, and out of it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from mldserver.errors import FramingError
+
+__all__ = ["DEFAULT_LINE_LIMIT", "LineFramer"]
+
+DEFAULT_LINE_LIMIT: Final = 256 * 1024 * 1024
+"""Bytes. Java sets no limit; 10,000 records of 10 KiB come to about 140 MB a line, KPL-heavy streams above 100 MB."""
+
+_EXCERPT: Final = 80
+
+
+class LineFramer:
+    """Collects bytes, gives whole lines. Holds at most one incomplete line of at most ``limit`` bytes."""
+
+    def __init__(self, limit: int = DEFAULT_LINE_LIMIT) -> None:
+        """Refuse lines longer than ``limit`` bytes (line end not counted, a CR is)."""
+        self._limit = limit
+        self._partial = bytearray()
+        self.error: FramingError | None = None
+        """Set once a line was too long. From then on every byte is dropped: line ends mean nothing any more."""
+
+    @property
+    def pending(self) -> int:
+        """Bytes of the incomplete line held so far."""
+        return len(self._partial)
+
+    @property
+    def pending_blank(self) -> bool:
+        """Whether the incomplete line is nothing but a little white space, such as the CR of a CRLF."""
+        return self.pending <= _EXCERPT and self._partial.isspace()
+
+    @property
+    def excerpt(self) -> bytes:
+        """The start of the incomplete line, for a log."""
+        return bytes(self._partial[:_EXCERPT])
+
+    def feed(self, data: bytes | bytearray | memoryview) -> list[bytes]:
+        """Take bytes; return the lines they complete, without their ends.
+
+        Never raises: a line above the limit sets ``error``. The lines before it are returned.
+        """
+        if self.error is not None:
+            return []
+        chunk = bytes(data)
+        lines: list[bytes] = []
+        start = 0
+        while (end := chunk.find(b"\n", start)) >= 0:
+            if not self._fits(end - start, chunk[start : start + _EXCERPT]):
+                return lines
+            line = self._complete(chunk[start:end])
+            if line and not line.isspace():
+                lines.append(line)
+            start = end + 1
+        if self._fits(len(chunk) - start, chunk[start : start + _EXCERPT]):
+            self._partial += chunk[start:]
+        return lines
+
+    def feed_eof(self) -> int:
+        """Take the end of the input: return the length of the line that was cut off, 0 when there was none.
+
+        A line without its end is dropped: it may be any prefix of what was meant, so it is never acted upon.
+        """
+        cut_off = 0 if self._partial.isspace() else len(self._partial)
+        self._partial = bytearray()
+        return cut_off
+
+    def _fits(self, more: int, excerpt: bytes) -> bool:
+        size = len(self._partial) + more
+        if size <= self._limit:
+            return True
+        shown = (self.excerpt + excerpt)[:_EXCERPT]
+        self.error = FramingError(
+            f"A line is longer than the limit of {self._limit} bytes.",
+            did="The connection was closed.",
+            advice="Raise the line limit if the stream's batches are really that large, or lower maxRecords.",
+            excerpt=shown.decode("ascii", "replace"),
+        )
+        self._partial = bytearray()
+        return False
+
+    def _complete(self, rest: bytes) -> bytes:
+        if not self._partial:
+            return rest.removesuffix(b"\r")
+        self._partial += rest
+        # A fresh buffer each time: one huge line must not leave its memory with an idle connection.
+        whole, self._partial = self._partial, bytearray()
+        return bytes(whole).removesuffix(b"\r")
