@@ -1,0 +1,251 @@
+"""One shard's end of the MultiLangDaemon, without I/O: as strict, and as silent, as the Java is.
+
+The worker asks for a message (``initialize()``, ``process_records()`` …) and gets the line to send; what the server
+writes back goes into ``receive_data``; ``data_to_send`` returns the answers to its checkpoints. The Java reads only
+while a request is unanswered, so lines that come too early wait in its buffer and are taken for the answer to the
+next request: that is how a surplus status acknowledges a batch that nobody read.
+
+Three things can go wrong, and the difference matters to whoever debugs a server:
+
+* A line that the Java cannot read is skipped and the Java goes on waiting: ``hang`` tells which line and why.
+* A wrong or missing answer makes the process exit, with every shard in it: ``JvmExit`` is raised.
+* What goes through but is a mistake all the same is in ``violations``.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from mldserver.testing import wire
+from mldserver.testing.leases import SHARD_END, JavaThrow, Place, ShardCheckpointer
+from mldserver.testing.wire import AskCheckpoint, Form, Ignored, NullMessage, Said, Unreadable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from mldserver.testing.fake_stream import StreamRecord
+
+__all__ = ["DaemonShard", "Hang", "JvmExit", "Misuse"]
+
+_CHECKPOINTABLE: Final = frozenset({"processRecords", "shutdownRequested", "shardEnded", "shutdown"})
+_FINAL: Final = frozenset({"leaseLost", "shardEnded", "shutdown"})
+_AFTER: Final = {
+    None: frozenset({"initialize"}),
+    "initialize": frozenset({"processRecords", "shutdownRequested", "shardEnded", "leaseLost", "shutdown"}),
+    "processRecords": frozenset(
+        {"processRecords", "shutdownRequested", "shardEnded", "leaseLost", "shutdown"}
+    ),
+    "shutdownRequested": frozenset({"leaseLost", "shardEnded", "shutdown"}),
+}
+"""Which request may follow which (KCL life cycle); nothing follows an ending."""
+
+
+class JvmExit(Exception):
+    """The Java calls System.exit: every shard of the host goes down with this one."""
+
+    def __init__(self, reason: str, line: str | None = None) -> None:
+        """Say why, and which line did it."""
+        super().__init__(reason if line is None else f"{reason}: {line!r}")
+        self.reason = reason
+        self.line = line
+
+
+class Misuse(Exception):
+    """The test asked the fake daemon for something that no real one does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """The daemon skipped a line and waits, without a time limit, for one that it understands."""
+
+    reason: str
+    line: str
+    waiting_for: str
+
+
+class DaemonShard:
+    """The protocol's daemon side for one shard."""
+
+    def __init__(
+        self,
+        shard_id: str,
+        *,
+        form: Form,
+        start: Place,
+        store: Callable[[Place], None] = lambda _place: None,
+        on_line: Callable[[str, str], None] | None = None,
+    ) -> None:
+        """Serve ``shard_id`` from its checkpoint ``start``.
+
+        ``store`` raises JavaThrow to refuse a checkpoint. ``on_line`` sees every line, with ``"in"`` for what goes
+        into the server and ``"out"`` for what comes out of it.
+        """
+        self.shard_id = shard_id
+        self.form = form
+        self.checkpointer = ShardCheckpointer(start, store)
+        self.outstanding: str | None = None
+        """The action whose status is awaited."""
+        self.last_answered: str | None = None
+        self.hang: Hang | None = None
+        self.violations: list[str] = []
+        self.end_blocked = False
+        """``shardEnded`` was answered without its checkpoint: the children will not start (KCL 2 and later)."""
+        self._start = start
+        self._on_line = on_line
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._partial: list[str] = []
+        self._lines: deque[str] = deque()
+        self._out = bytearray()
+        self._reason: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the ending was answered: the daemon closes its side now."""
+        return self.outstanding is None and self.last_answered in _FINAL
+
+    def initialize(self) -> None:
+        """Send ``initialize``."""
+        self._request("initialize", wire.initialize(self.form, self.shard_id, self._start))
+
+    def process_records(self, records: Sequence[StreamRecord], millis_behind: int | None = None) -> None:
+        """Send a batch, perhaps an empty one; ``millis_behind`` in milliseconds."""
+        for record in records:
+            self.checkpointer.delivered(Place(record.sequence_number, record.sub_sequence_number))
+        self._request("processRecords", wire.process_records(self.form, records, millis_behind))
+
+    def shutdown_requested(self) -> None:
+        """Send ``shutdownRequested``: one last chance to checkpoint (KCL 1.7.6 and later)."""
+        if self.form is Form.V1:
+            raise Misuse("KCL < 1.7.6 knows no shutdownRequested")
+        self._request("shutdownRequested", wire.ending("shutdownRequested"))
+
+    def lease_lost(self) -> None:
+        """Tell that the lease is gone: ``leaseLost``, or ``shutdown`` with ``ZOMBIE`` in KCL 1.x."""
+        self._end("leaseLost", "ZOMBIE")
+
+    def shard_ended(self) -> None:
+        """Tell that the shard is read to its end: ``shardEnded``, or ``shutdown`` with ``TERMINATE`` in KCL 1.x."""
+        self.checkpointer.reach_end()
+        self._end("shardEnded", "TERMINATE")
+
+    def data_to_send(self) -> bytes:
+        """Return what goes to the server now: the request, or answers to checkpoints."""
+        data = bytes(self._out)
+        self._out.clear()
+        return data
+
+    def receive_data(self, data: bytes) -> None:
+        """Take bytes from the server, in any cuts. Raises JvmExit."""
+        # Java's BufferedReader ends a line at CR, LF or both; decoding replaces what is not UTF-8.
+        text = self._decoder.decode(data).replace("\r\n", "\n").replace("\r", "\n")
+        head, *rest = text.split("\n")
+        self._partial.append(head)
+        for piece in rest:
+            self._lines.append("".join(self._partial))
+            self._partial = [piece]
+            if self._on_line is not None:
+                self._on_line("out", self._lines[-1])
+            self._note_early()
+        self._read()
+
+    def receive_eof(self) -> None:
+        """The server closed. Raises JvmExit while an answer is awaited, or when more is to come."""
+        if not self.finished:
+            raise self._exit(f"EOF while {self._doing()}")
+
+    def _doing(self) -> str:
+        return f"waiting for the answer to {self.outstanding}" if self.outstanding else "between two requests"
+
+    def _end(self, action: str, reason: str) -> None:
+        self._reason = reason
+        if self.form is Form.KCL3:
+            self._request(action, wire.ending(action))
+        else:
+            self._request("shutdown", wire.ending("shutdown", reason))
+
+    def _request(self, action: str, line: bytes) -> None:
+        if self.outstanding is not None:
+            raise Misuse(f"{action} while {self._doing()}: the daemon never pipelines")
+        if action not in _AFTER.get(self.last_answered, frozenset()):
+            raise Misuse(f"{action} cannot follow {self.last_answered}")
+        self.outstanding = action
+        self._send(line)
+        self._read()
+
+    def _note_early(self) -> None:
+        line = self._lines[-1]
+        if self.outstanding is None and not isinstance(wire.read_reply(self.form, line), Ignored):
+            self._violation("a line that answers no request; the daemon takes it for the next answer", line)
+
+    def _read(self) -> None:
+        while self._lines and self.outstanding is not None:
+            line = self._lines.popleft()
+            match wire.read_reply(self.form, line):
+                case Ignored():
+                    pass
+                case Unreadable(why):
+                    self.hang = Hang(why, line, self.outstanding)
+                    self._violation(f"the daemon skips the line and waits for ever: {why}", line)
+                case NullMessage():
+                    raise self._exit("a literal null instead of a message", line)
+                case AskCheckpoint(number, sub, trailing):
+                    self._note_trailing(line, trailing)
+                    self._checkpoint(line, number, sub)
+                case Said(response_for, trailing):
+                    self._note_trailing(line, trailing)
+                    self._status(line, response_for)
+
+    def _note_trailing(self, line: str, trailing: str) -> None:
+        self.hang = None
+        if trailing:
+            self.hang = Hang("the second message on a line is lost", line, str(self.outstanding))
+            self._violation("two messages on a line: the daemon never sees the second", line)
+
+    def _status(self, line: str, response_for: str | None) -> None:
+        if response_for != self.outstanding:
+            raise self._exit(f"a status for {response_for}, {self.outstanding} was awaited", line)
+        ended = self.outstanding == "shardEnded" or self._reason == "TERMINATE"
+        if ended and self.checkpointer.last != SHARD_END:
+            self.end_blocked = True
+            self._violation(
+                "the shard's end was answered without its checkpoint: its children are blocked", line
+            )
+        self.last_answered = self.outstanding
+        self.outstanding = None
+        self.hang = None
+        for early in self._lines:
+            self._lines_after_status(early)
+
+    def _lines_after_status(self, line: str) -> None:
+        if not isinstance(wire.read_reply(self.form, line), Ignored):
+            self._violation("a line behind the status; the daemon takes it for the next answer", line)
+
+    def _checkpoint(self, line: str, number: str | None, sub: int | None) -> None:
+        error: str | None = None
+        try:
+            self._try_checkpoint(number, sub)
+        except JavaThrow as thrown:
+            error = thrown.simple_name
+            if error in {"InvalidStateException", "IllegalArgumentException"}:
+                self._violation(f"a checkpoint that cannot be: {thrown}", line)
+        self._send(wire.checkpoint_reply(self.form, number, sub, error))
+
+    def _try_checkpoint(self, number: str | None, sub: int | None) -> None:
+        if self.outstanding not in _CHECKPOINTABLE:
+            raise JavaThrow("InvalidStateException", f"no checkpoint while answering {self.outstanding}")
+        self.checkpointer.checkpoint(number, sub)
+
+    def _send(self, line: bytes) -> None:
+        self._out += line
+        if self._on_line is not None:
+            self._on_line("in", line.decode().removesuffix("\n"))
+
+    def _violation(self, reason: str, line: str) -> None:
+        self.violations.append(f"{self.shard_id}: {reason}: {line!r}")
+
+    def _exit(self, reason: str, line: str | None = None) -> JvmExit:
+        self.violations.append(f"{self.shard_id}: the JVM exits: {reason}" + (f": {line!r}" if line else ""))
+        return JvmExit(reason, line)

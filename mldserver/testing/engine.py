@@ -1,0 +1,112 @@
+"""An engine without Spark, for quick tests of a pipeline: pyarrow reads the segments, a function makes the output."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from mldserver.clock import SystemClock
+from mldserver.errors import WindowFailed
+from mldserver.spark.engine import WindowResult
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pyarrow as pa
+
+    from mldserver.clock import Clock
+    from mldserver.coordinator.windows import Window
+    from mldserver.spark.engine import WindowJob
+
+    OnTable = Callable[[pa.Table, Window], pa.Table]
+
+__all__ = ["LocalEngine"]
+
+_FILE: Final = "part-00000.parquet"
+_ORDER: Final = ("_time", "_clock")
+
+
+@dataclass(slots=True)
+class LocalEngine:
+    """``mldserver.spark.engine.Engine`` in this process.
+
+    ``on_table`` gets a window's rows as an Arrow table in the pipeline's total order, all columns included, and
+    returns what is to be written; the default writes the rows as they are.
+    """
+
+    on_table: OnTable | None = None
+    fail: Callable[[WindowJob], Exception | None] | None = None
+    """Called before each attempt; what it returns is raised, after half-written output was left in staging."""
+    delay_seconds: float = 0.0
+    """How long each attempt takes at least, on ``clock``."""
+    start_seconds: float = 0.0
+    """How long ``run`` takes to become ready, on ``clock``."""
+    clock: Clock = field(default_factory=SystemClock)
+    jobs: list[WindowJob] = field(default_factory=list)
+    """Every attempt, in the order in which they began."""
+    _ready: asyncio.Event = field(default_factory=asyncio.Event)
+    _closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self) -> None:
+        """Become ready, then stay so until closed or cancelled."""
+        if self.start_seconds:
+            await self.clock.sleep(self.start_seconds)
+        self._ready.set()
+        await self._closed.wait()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether ``run`` has started it and ``close`` has not ended it."""
+        return self._ready.is_set() and not self._closed.is_set()
+
+    async def ready(self) -> None:
+        """Return once ``run`` has started it."""
+        await self._ready.wait()
+
+    async def compute(self, job: WindowJob) -> WindowResult:
+        """Run one attempt. Raises WindowFailed when the function fails or staging exists, and injected errors."""
+        await self._ready.wait()
+        began = time.monotonic()
+        self.jobs.append(job)
+        if self.delay_seconds:
+            await self.clock.sleep(self.delay_seconds)
+        if self.fail is not None and (error := self.fail(job)) is not None:
+            await asyncio.to_thread(_leave_wreckage, job)
+            raise error
+        rows = await asyncio.to_thread(_compute, job, self.on_table)
+        return WindowResult((_FILE,), rows, time.monotonic() - began)
+
+    async def close(self) -> None:
+        """Let ``run`` return."""
+        self._closed.set()
+
+
+def _leave_wreckage(job: WindowJob) -> None:
+    staging = Path(job.staging)
+    staging.mkdir(parents=True, exist_ok=True)
+    (staging / f"{_FILE}.crashed").write_bytes(b"PAR1 half a file")
+
+
+def _compute(job: WindowJob, on_table: OnTable | None) -> int:
+    import pyarrow as pa  # noqa: PLC0415  # the plugin's users may never compute a window
+    import pyarrow.parquet as pq  # noqa: PLC0415  # see above
+
+    rows = pa.concat_tables([pq.read_table(path) for path in job.segments], promote_options="default")
+    order = [(name, "ascending") for name in _ORDER if name in rows.column_names]
+    rows = rows.sort_by(order) if order else rows
+    try:
+        output = rows if on_table is None else on_table(rows, job.window)
+    except Exception as error:
+        raise WindowFailed(
+            f"The function failed on window {job.window.id}: {type(error).__name__}: {error}"
+        ) from error
+    staging = Path(job.staging)
+    try:
+        staging.mkdir(parents=True)
+    except FileExistsError as error:
+        raise WindowFailed(f"The staging directory {staging} exists already") from error
+    pq.write_table(output, staging / _FILE)
+    return int(output.num_rows)

@@ -1,0 +1,282 @@
+"""A MultiLangDaemon for tests: a KCL worker over a ``FakeStream`` that speaks the real protocol on real sockets.
+
+::
+
+    stream = FakeStream(shards=2, seed=1)
+    for n in range(100):
+        stream.put(b"...", f"key-{n}")
+    stream.end()
+    mld = FakeMLD(stream, "127.0.0.1:7070")
+    assert await mld.run() == 0
+    assert mld.violations == []
+
+It starts a child shard only when the end of each of its parents is checkpointed, restarts shards from their
+checkpoints, and goes down as a whole (as the JVM does) when one answer is wrong. Faults come on request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from mldserver.clock import SystemClock
+from mldserver.testing.daemon import JvmExit
+from mldserver.testing.leases import LeaseTable, Place
+from mldserver.testing.session import Habits, ShardSession
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mldserver.clock import Clock
+    from mldserver.testing.fake_stream import FakeStream
+
+__all__ = ["EXIT_FAULT", "EXIT_KILLED", "EXIT_TERMINATED", "Exit", "FakeMLD", "Line"]
+
+EXIT_FAULT: Final = 1
+"""``System.exit(1)``: one shard's child failed."""
+EXIT_KILLED: Final = 137
+EXIT_TERMINATED: Final = 143
+"""SIGTERM, as the JVM reports it."""
+
+
+class Line(NamedTuple):
+    """One line of a conversation."""
+
+    shard_id: str
+    life: int
+    """Which run of the JVM, counted from 1."""
+    direction: str
+    """``in``: from the daemon into the server; ``out``: from the server."""
+    text: str
+
+
+class Exit(NamedTuple):
+    """One end of the JVM."""
+
+    code: int
+    reason: str
+
+
+class _Killed(Exception):
+    """kill -9: every connection is reset."""
+
+
+class _Stopped(Exception):
+    """SIGTERM, and its grace is over."""
+
+
+class FakeMLD:
+    """One worker (one JVM) of a KCL application: a connection per leased shard."""
+
+    def __init__(
+        self,
+        stream: FakeStream,
+        address: str,
+        *,
+        habits: Habits | None = None,
+        leases: LeaseTable | None = None,
+        clock: Clock | None = None,
+        supervised: bool = False,
+        backoff_seconds: float = 1.0,
+        shutdown_grace_seconds: float = 30.0,
+        stop_at_end: bool = True,
+        keep_history: bool = True,
+    ) -> None:
+        """Play ``stream`` to the server at ``address`` (``host:port`` or ``unix:/path``).
+
+        ``supervised``: start again, ``backoff_seconds`` after each exit with a fault. ``stop_at_end``: ``run`` returns
+        when the end of every shard is checkpointed. A ``LeaseTable`` may be shared by several workers.
+        """
+        self.stream = stream
+        self.address = address
+        self.habits = habits or Habits()
+        self.leases = leases or LeaseTable(seed=self.habits.seed)
+        self.history: list[Line] = []
+        self.exits: list[Exit] = []
+        self.life = 0
+        self.records_sent = 0
+        """Records delivered, each delivery counted."""
+        self.batches_sent = 0
+        """Batches with records."""
+        self._clock = clock or SystemClock()
+        self._supervised = supervised
+        self._backoff = backoff_seconds
+        self._grace = shutdown_grace_seconds
+        self._stop_at_end = stop_at_end
+        self._keep_history = keep_history
+        self._sessions: dict[str, ShardSession] = {}
+        self._blocked: set[str] = set()
+        self._violations: list[str] = []
+        self._plans: list[tuple[int, Callable[[], None]]] = []
+        self._grants: list[tuple[int, str]] = []
+        self._stop_at_ms: int | None = None
+        self._death: type[_Killed | _Stopped] = _Killed
+        self._die = asyncio.Event()
+
+    @property
+    def checkpoints(self) -> dict[str, Place]:
+        """Return the stored checkpoint of every shard that was ever leased."""
+        return self.leases.checkpoints
+
+    @property
+    def violations(self) -> list[str]:
+        """Return every mistake of the server so far, each with its shard and line."""
+        live = [text for session in self._sessions.values() for text in session.core.violations]
+        return self._violations + live
+
+    @property
+    def finished(self) -> bool:
+        """Whether the stream is over and the end of every shard is checkpointed."""
+        return self.stream.ended and all(self.leases.ended(shard_id) for shard_id in self.stream.shards)
+
+    @property
+    def active_shards(self) -> tuple[str, ...]:
+        """Shards that have a connection now."""
+        return tuple(self._sessions)
+
+    def at(self, records: int, action: Callable[[], None]) -> None:
+        """Do ``action`` when that many records were delivered, while the batch that reached it is unanswered."""
+        self._plans.append((records, action))
+        self._plans.sort(key=lambda plan: plan[0])
+
+    def lose_lease(
+        self, shard_id: str, *, graceful: bool = False, back_after_seconds: float | None = None
+    ) -> None:
+        """Let another worker take the shard; checkpoints fail from now on (after the hand-over when graceful).
+
+        With ``back_after_seconds`` this worker gets the shard back, on a new connection, from its checkpoint.
+        """
+        self.leases.lose(shard_id, graceful=graceful)
+        if back_after_seconds is not None:
+            self._grants.append((self._clock.now_ms() + round(back_after_seconds * 1000), shard_id))
+
+    def drop(self, shard_id: str) -> None:
+        """Cut one shard's connection, as when its bridge dies: the whole JVM exits."""
+        self._sessions[shard_id].abort(reset=True)
+
+    def kill(self) -> None:
+        """Kill the JVM: every connection is reset. It comes back when it is supervised."""
+        self._death = _Killed
+        self._die.set()
+
+    def terminate(self) -> None:
+        """Send SIGTERM: ``shutdownRequested`` to every shard, then the lease is lost, then EOF; exit 143.
+
+        Without any grace (``shutdownGraceMillis=0``, the KCL's default) every shard just sees EOF.
+        """
+        self._stop_at_ms = self._clock.now_ms() + round(self._grace * 1000)
+        if self._grace <= 0:
+            self._death = _Stopped
+            self._die.set()
+            return
+        for session in self._sessions.values():
+            session.stopping = True
+
+    async def run(self) -> int:
+        """Live until the stream is over, SIGTERM, or a fault without a supervisor; return the exit code.
+
+        Raises DaemonHangs where the real one would never return.
+        """
+        while True:
+            ended = await self._live()
+            self.exits.append(ended)
+            if ended.code in {0, EXIT_TERMINATED} or not self._supervised:
+                return ended.code
+            await self._clock.sleep(self._backoff)
+
+    async def _live(self) -> Exit:
+        self.life += 1
+        self._die.clear()
+        self._blocked.clear()
+        faults: list[Exit] = []
+        try:
+            async with asyncio.TaskGroup() as group:
+                killer = group.create_task(self._die_when_told())
+                await self._manage(group)
+                killer.cancel()
+        except* JvmExit as group_of_exits:
+            faults += [Exit(EXIT_FAULT, str(error)) for error in group_of_exits.exceptions]
+        except* _Killed:
+            faults.insert(0, Exit(EXIT_KILLED, "killed"))
+        except* _Stopped:
+            faults.append(Exit(EXIT_TERMINATED, "SIGTERM, its grace over"))
+        if faults:
+            return faults[0]
+        return Exit(0, "finished") if self._stop_at_ms is None else Exit(EXIT_TERMINATED, "SIGTERM")
+
+    async def _die_when_told(self) -> None:
+        await self._die.wait()
+        for session in self._sessions.values():
+            session.abort(reset=self._death is _Killed)
+        raise self._death
+
+    async def _manage(self, group: asyncio.TaskGroup) -> None:
+        """Start shards as their turn comes, until there is nothing left to do."""
+        while True:
+            self._grant_due()
+            if self._stop_at_ms is None:
+                for shard_id in self._startable():
+                    session = self._seat(shard_id)
+                    self._sessions[shard_id] = session
+                    group.create_task(self._attend(session), name=shard_id)
+                if self._stop_at_end and self.finished and not self._sessions:
+                    return
+            elif not self._sessions:
+                return
+            elif self._clock.now_ms() >= self._stop_at_ms:
+                raise _Stopped
+            await self._clock.sleep(self.habits.idle_seconds)
+
+    def _grant_due(self) -> None:
+        now = self._clock.now_ms()
+        for due, shard_id in tuple(self._grants):
+            # The lease comes back only after this worker has let go of it.
+            if due <= now and self.leases.elsewhere(shard_id) and shard_id not in self._sessions:
+                self._grants.remove((due, shard_id))
+                self.leases.grant(shard_id)
+
+    def _startable(self) -> list[str]:
+        return [
+            shard.id
+            for shard in self.stream.shards.values()
+            if shard.id not in self._sessions
+            and shard.id not in self._blocked
+            and not self.leases.elsewhere(shard.id)
+            and not self.leases.ended(shard.id)
+            and all(self.leases.ended(parent) for parent in shard.parents)
+        ]
+
+    def _seat(self, shard_id: str) -> ShardSession:
+        life = self.life
+        keep = self._keep_history
+
+        def note(direction: str, text: str) -> None:
+            self.history.append(Line(shard_id, life, direction, text))
+
+        return ShardSession(
+            shard_id=shard_id,
+            token=self.leases.take(shard_id),
+            life=life,
+            address=self.address,
+            stream=self.stream,
+            leases=self.leases,
+            clock=self._clock,
+            habits=self.habits,
+            on_line=note if keep else None,
+            on_batch=self._count,
+        )
+
+    async def _attend(self, session: ShardSession) -> None:
+        try:
+            await session.run()
+        finally:
+            del self._sessions[session.shard_id]
+            self._violations += session.core.violations
+            if session.core.end_blocked:
+                self._blocked.add(session.shard_id)
+
+    def _count(self, records: int) -> None:
+        self.records_sent += records
+        self.batches_sent += 1
+        while self._plans and self._plans[0][0] <= self.records_sent:
+            self._plans.pop(0)[1]()

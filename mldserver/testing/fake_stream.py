@@ -1,0 +1,220 @@
+"""A Kinesis stream in memory: shards with parents and hash ranges, seeded sequence numbers, splits and merges."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from mldserver.testing.leases import Place
+
+__all__ = ["FakeStream", "StreamRecord", "StreamShard"]
+
+_HASH_KEYS: Final = 2**128
+"""Partition keys are spread over MD5's range (Kinesis)."""
+_DIGIT_BORDER: Final = 10**55
+"""Sequence numbers begin just below it and soon grow a digit: compared as texts they would be out of order."""
+_STEP: Final = 10**40
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRecord:
+    """A user record as the KCL hands it over."""
+
+    sequence_number: str
+    data: bytes | None
+    partition_key: str | None
+    arrival_ms: int
+    sub_sequence_number: int = 0
+    aggregated: bool = False
+    """It came inside a KPL aggregate."""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Its place in its shard, comparable."""
+        return (int(self.sequence_number), self.sub_sequence_number)
+
+
+@dataclass(slots=True)
+class StreamShard:
+    """One shard; closed once it was split, merged or the stream ended."""
+
+    id: str
+    parents: tuple[str, ...]
+    first_hash: int
+    last_hash: int
+    closed: bool = False
+    records: list[StreamRecord] = field(default_factory=list)
+    """User records, in order; those of one aggregate share a sequence number."""
+    raw: list[StreamRecord] = field(default_factory=list)
+    """Records as Kinesis stores them, KPL aggregates whole: what a V1 daemon delivers."""
+
+
+class FakeStream:
+    """A deterministic stream. Records are put, and shards change, only when a test says so."""
+
+    def __init__(self, shards: int = 1, *, seed: int = 0, start_ms: int = 1_800_000_000_000) -> None:
+        """Open with ``shards`` equal shards; records without an arrival time come 1 ms apart from ``start_ms``."""
+        if shards < 1:
+            raise ValueError("a stream has at least one shard")
+        self._random = random.Random(seed)  # noqa: S311  # numbers that repeat, not secrets
+        self._next_number = _DIGIT_BORDER - 20 * _STEP
+        self._now_ms = start_ms
+        self.shards: dict[str, StreamShard] = {}
+        borders = [_HASH_KEYS * index // shards for index in range(shards + 1)]
+        for low, high in itertools.pairwise(borders):
+            self._add_shard((), low, high - 1)
+
+    @property
+    def open_shards(self) -> tuple[str, ...]:
+        """Ids of the shards that still take records, oldest first."""
+        return tuple(shard.id for shard in self.shards.values() if not shard.closed)
+
+    @property
+    def ended(self) -> bool:
+        """Whether no shard takes records any more."""
+        return not self.open_shards
+
+    @property
+    def records(self) -> int:
+        """How many user records were put, over all shards."""
+        return sum(len(shard.records) for shard in self.shards.values())
+
+    def put(
+        self,
+        data: bytes | None,
+        partition_key: str | None = None,
+        *,
+        shard_id: str | None = None,
+        arrival_ms: int | None = None,
+    ) -> StreamRecord:
+        """Put one record: into the shard of its key's hash, or into ``shard_id``.
+
+        A key of None (a DynamoDB stream has none) needs a ``shard_id``. Raises ValueError for a closed shard.
+        """
+        shard = self._target(partition_key, shard_id)
+        record = StreamRecord(self._sequence_number(), data, partition_key, self._arrive(arrival_ms))
+        shard.records.append(record)
+        shard.raw.append(record)
+        return record
+
+    def put_aggregate(
+        self,
+        user_records: Iterable[tuple[str, bytes]],
+        *,
+        shard_id: str | None = None,
+        arrival_ms: int | None = None,
+    ) -> tuple[StreamRecord, ...]:
+        """Put (partition key, data) pairs as one KPL aggregate, in the shard of the first key."""
+        from aws_kinesis_agg.aggregator import RecordAggregator  # noqa: PLC0415  # needed for aggregates only
+
+        pairs = list(user_records)
+        aggregator = RecordAggregator()
+        for key, data in pairs:
+            aggregator.add_user_record(key, data)
+        key, _, blob = aggregator.clear_and_get().get_contents()
+        shard = self._target(pairs[0][0], shard_id)
+        number, at = self._sequence_number(), self._arrive(arrival_ms)
+        shard.raw.append(StreamRecord(number, blob, key, at))
+        users = tuple(
+            StreamRecord(number, data, user_key, at, sub, aggregated=True)
+            for sub, (user_key, data) in enumerate(pairs)
+        )
+        shard.records.extend(users)
+        return users
+
+    def split(self, shard_id: str) -> tuple[str, str]:
+        """Close a shard and open two children over its halves; return their ids. Raises ValueError if closed."""
+        parent = self._open(shard_id)
+        middle = (parent.first_hash + parent.last_hash) // 2
+        parent.closed = True
+        left = self._add_shard((shard_id,), parent.first_hash, middle)
+        right = self._add_shard((shard_id,), middle + 1, parent.last_hash)
+        return left, right
+
+    def merge(self, shard_id: str, adjacent_id: str) -> str:
+        """Close two adjacent shards and open their child; return its id.
+
+        Raises ValueError when one is closed or they are not adjacent (Kinesis refuses that too).
+        """
+        low, high = sorted(
+            (self._open(shard_id), self._open(adjacent_id)), key=lambda shard: shard.first_hash
+        )
+        if low.last_hash + 1 != high.first_hash:
+            raise ValueError(f"{shard_id} and {adjacent_id} are not adjacent")
+        low.closed = high.closed = True
+        return self._add_shard((shard_id, adjacent_id), low.first_hash, high.last_hash)
+
+    def adjacent_pairs(self) -> tuple[tuple[str, str], ...]:
+        """Return the pairs of open shards that could be merged, by hash range."""
+        live = sorted((self.shards[name] for name in self.open_shards), key=lambda shard: shard.first_hash)
+        return tuple((low.id, high.id) for low, high in itertools.pairwise(live))
+
+    def end(self) -> None:
+        """Close every shard without children: the stream is over."""
+        for shard in self.shards.values():
+            shard.closed = True
+
+    def read(
+        self, shard_id: str, after: Place, limit: int, *, raw: bool = False
+    ) -> tuple[Sequence[StreamRecord], int]:
+        """Return up to ``limit`` stored records after a place, and how many ms they are behind the tip.
+
+        An aggregate counts as one and is never cut, but records of it at or before the place are left out (KCL).
+        ``raw``: aggregates stay whole. The lag is 0 when nothing follows.
+        """
+        shard = self.shards[shard_id]
+        records = shard.raw if raw else shard.records
+        low = 0
+        if after.number.isdecimal():
+            low = bisect.bisect_right(records, (int(after.number), after.sub), key=lambda one: one.order)
+        high = self._fetch_end(records, low, limit)
+        if high >= len(records):
+            return records[low:], 0
+        return records[low:high], max(0, records[-1].arrival_ms - records[high - 1].arrival_ms)
+
+    @staticmethod
+    def _fetch_end(records: Sequence[StreamRecord], low: int, limit: int) -> int:
+        high = min(low + limit, len(records))
+        while (
+            low < high < len(records) and records[high].sequence_number == records[high - 1].sequence_number
+        ):
+            high += 1
+        return high
+
+    def _target(self, partition_key: str | None, shard_id: str | None) -> StreamShard:
+        if shard_id is not None:
+            return self._open(shard_id)
+        if partition_key is None:
+            raise ValueError("a record without a partition key needs a shard_id")
+        key = int.from_bytes(hashlib.md5(partition_key.encode(), usedforsecurity=False).digest(), "big")
+        return next(
+            shard
+            for shard in self.shards.values()
+            if not shard.closed and shard.first_hash <= key <= shard.last_hash
+        )
+
+    def _open(self, shard_id: str) -> StreamShard:
+        shard = self.shards[shard_id]
+        if shard.closed:
+            raise ValueError(f"{shard_id} is closed")
+        return shard
+
+    def _add_shard(self, parents: tuple[str, ...], first_hash: int, last_hash: int) -> str:
+        shard_id = f"shardId-{len(self.shards):012d}"
+        self.shards[shard_id] = StreamShard(shard_id, parents, first_hash, last_hash)
+        return shard_id
+
+    def _sequence_number(self) -> str:
+        self._next_number += self._random.randint(1, _STEP)
+        return str(self._next_number)
+
+    def _arrive(self, arrival_ms: int | None) -> int:
+        self._now_ms = self._now_ms + 1 if arrival_ms is None else max(self._now_ms, arrival_ms)
+        return self._now_ms if arrival_ms is None else arrival_ms

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+from mldserver import Window
+from mldserver.errors import DriverLost, WindowFailed
+from mldserver.spark.engine import Engine, WindowJob
+from mldserver.testing import LocalEngine, VirtualClock
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WINDOW = Window("w1", datetime(2026, 1, 1, tzinfo=UTC), datetime(2026, 1, 2, tzinfo=UTC))
+
+
+def job(folder: Path, attempt: int = 1) -> WindowJob:
+    segments = []
+    for n, clocks in enumerate(([2, 3], [0, 1])):
+        path = folder / f"segment-{n}.parquet"
+        pq.write_table(pa.table({"v": clocks, "_time": [5, 5], "_clock": clocks}), path)
+        segments.append(str(path))
+    return WindowJob(WINDOW, attempt, tuple(segments), str(folder / "staging" / str(attempt)), 4, 100)
+
+
+async def compute(engine: LocalEngine, each: WindowJob) -> Any:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(engine.run())
+        await engine.ready()
+        try:
+            result = await engine.compute(each)
+        finally:
+            await engine.close()
+    return result
+
+
+def test_it_is_an_engine(local_engine: LocalEngine) -> None:
+    engine: Engine = local_engine
+    assert engine is local_engine
+
+
+async def test_rows_come_out_in_the_total_order(tmp_path: Path, local_engine: LocalEngine) -> None:
+    each = job(tmp_path)
+    result = await compute(local_engine, each)
+    assert result.rows == 4
+    assert result.seconds >= 0
+    table = pq.read_table(f"{each.staging}/{result.files[0]}")
+    assert table.column("v").to_pylist() == [0, 1, 2, 3]
+    assert local_engine.jobs == [each]
+
+
+async def test_a_function_makes_the_output(tmp_path: Path) -> None:
+    def on_table(rows: pa.Table, window: Window) -> pa.Table:
+        assert window is WINDOW
+        return pa.table({"total": [pc.sum(rows["v"]).as_py()]})
+
+    each = job(tmp_path)
+    result = await compute(LocalEngine(on_table), each)
+    assert result.rows == 1
+    assert pq.read_table(f"{each.staging}/{result.files[0]}").to_pylist() == [{"total": 6}]
+
+
+async def test_a_failing_function_is_a_failed_window(tmp_path: Path) -> None:
+    def on_table(_rows: pa.Table, _window: Window) -> pa.Table:
+        raise ZeroDivisionError("by zero")
+
+    with pytest.RaisesGroup(pytest.RaisesExc(WindowFailed, match="ZeroDivisionError: by zero")):
+        await compute(LocalEngine(on_table), job(tmp_path))
+
+
+async def test_staging_must_be_new(tmp_path: Path) -> None:
+    each = job(tmp_path)
+    (tmp_path / "staging" / "1").mkdir(parents=True)
+    with pytest.RaisesGroup(pytest.RaisesExc(WindowFailed, match="exists already")):
+        await compute(LocalEngine(), each)
+
+
+async def test_injected_failures_leave_wreckage_and_pass(tmp_path: Path) -> None:
+    engine = LocalEngine(fail=lambda each: DriverLost("gone") if each.attempt == 1 else None)
+    with pytest.RaisesGroup(DriverLost):
+        await compute(engine, job(tmp_path))
+    assert list((tmp_path / "staging" / "1").iterdir())
+    assert (await compute(engine, job(tmp_path, attempt=2))).rows == 4
+
+
+async def test_starts_and_delays_take_the_clocks_time(tmp_path: Path, virtual_clock: VirtualClock) -> None:
+    engine = LocalEngine(start_seconds=20, delay_seconds=5, clock=virtual_clock)
+    before = virtual_clock.now_ms()
+    await virtual_clock.drive(compute(engine, job(tmp_path)), step=1)
+    assert virtual_clock.now_ms() - before >= 25_000
