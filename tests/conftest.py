@@ -1,0 +1,41 @@
+"""Every test logs through a check of the event registry; ``logged`` holds what was logged."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import structlog
+
+from mldserver.observe.schema import CheckedLogger
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(autouse=True)
+def logged() -> Iterator[list[dict[str, Any]]]:
+    """The events that the test logged, each with ``event`` and ``level``; unregistered ones fail the test."""
+    events: list[dict[str, Any]] = []
+
+    def capture(_logger: object, _method: str, event: dict[str, Any]) -> dict[str, Any]:
+        events.append(event)
+        raise structlog.DropEvent
+
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.format_exc_info,
+            capture,
+        ],
+        wrapper_class=CheckedLogger,
+        cache_logger_on_first_use=False,
+    )
+    CheckedLogger.violations.clear()
+    yield events
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
+    violations = list(CheckedLogger.violations)
+    CheckedLogger.violations.clear()
+    assert not violations, violations
