@@ -85,6 +85,11 @@ class Record:
             self._data = data
         return data or b""  # type: ignore[return-value]  # str was replaced above
 
+    @property
+    def raw_data(self) -> str | bytes | None:
+        """The payload as it came, or as it was decoded since: what is left to keep of damaged base64."""
+        return self._data
+
     def text(self, encoding: str = "utf-8") -> str:
         """Return the payload as text."""
         return self.data.decode(encoding)

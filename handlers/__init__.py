@@ -1,0 +1,16 @@
+"""Ready-made handlers, each runnable: ``mldserver serve handlers.departures``.
+
+* ``departures``, ``departures_daily``: JSON to rows, event-time windows, sums on Spark (what the demo runs).
+* ``clicks:Clicks``: a class with a life cycle that takes whole batches.
+* ``columns``: Arrow in, Arrow out, for much data.
+* ``raw``: every payload as it came, in windows of arrival time.
+* ``audit``: side effects only, no rows, no Spark.
+* ``dynamodb_changes``: the changes of a DynamoDB table, through the KCL's adapter for DynamoDB Streams.
+
+A folder ``handlers`` of your own in the working directory may stand beside this one: its modules come first.
+"""
+
+from pkgutil import extend_path
+
+_others = [path for path in extend_path(__path__, __name__) if path not in __path__]
+__path__ = [*_others, *__path__]

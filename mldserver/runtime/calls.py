@@ -1,0 +1,198 @@
+"""Calls into the user's code: synchronous hooks on the worker thread, asynchronous ones on the event loop.
+
+Whatever a hook raises comes back as a value, so nothing of the user's can travel through the server as an exception:
+``SystemExit``, ``StopIteration``, ``GeneratorExit`` and a ``CancelledError`` that the hook made itself are failures
+like any other. Two things are not the hook's and pass through: the cancellation of the calling task, even when the
+hook swallows it, and a ``KeyboardInterrupt`` on the event loop's thread, which is the operator's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from dataclasses import dataclass, field
+from types import GeneratorType
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from mldserver.runtime.failure import Failure, describe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from mldserver.clock import Clock
+    from mldserver.runtime.thread import WorkerThread
+
+__all__ = ["BoundHook", "Caller", "Returned"]
+
+log = structlog.get_logger("mldserver")
+
+_PLAIN = frozenset({type(None), tuple, dict, list})
+
+
+@dataclass(frozen=True, slots=True)
+class BoundHook:
+    """A hook of one module or instance, ready to be called with one argument."""
+
+    name: str
+    function: Callable[[Any], Any]
+    is_async: bool
+
+
+@dataclass(slots=True)
+class Returned:
+    """What a run of calls returned, up to the first that failed."""
+
+    values: list[Any] = field(default_factory=list)
+    failure: Failure | None = None
+    """Why the call after ``values`` failed; None when all arguments were worked on."""
+
+
+@dataclass(slots=True)
+class _Watch:
+    """Seen from both sides: since when the present call runs, whether anyone still wants it, whether it was cancelled."""
+
+    started_ms: int | None = None
+    abandoned: bool = False
+    expired: bool = False
+
+
+class Caller:
+    """Calls hooks, one argument after the other, under a deadline for each call."""
+
+    def __init__(
+        self, *, handler: str, clock: Clock, thread: WorkerThread, deadline_seconds: float | None
+    ) -> None:
+        """Call on behalf of ``handler`` (its dotted path, for the log); no deadline when it is None."""
+        self._handler = handler
+        self._clock = clock
+        self._thread = thread
+        self._deadline = deadline_seconds
+
+    async def run(self, hook: BoundHook, arguments: Sequence[Any], *, shard: str) -> Returned:
+        """Call ``hook`` with each argument in turn; stop at the first failure.
+
+        An asynchronous call beyond its deadline is cancelled and has failed. A synchronous one cannot be stopped:
+        it is told in the log (``handler.slow``) for as long as it runs.
+        """
+        watch = _Watch()
+        if hook.is_async:
+            return await self._run_async(hook, arguments, watch, shard)
+        async with asyncio.TaskGroup() as group:
+            warner = group.create_task(self._warn(hook, watch, shard))
+            try:
+                return await self._thread.run(lambda: self._run_sync(hook, arguments, watch))
+            finally:
+                watch.abandoned = True
+                warner.cancel()
+
+    def _run_sync(self, hook: BoundHook, arguments: Sequence[Any], watch: _Watch) -> Returned:
+        returned, function, now_ms = Returned(), hook.function, self._clock.now_ms
+        values = returned.values
+        try:
+            for argument in arguments:
+                if watch.abandoned:
+                    break
+                watch.started_ms = now_ms()
+                value = function(argument)
+                values.append(value if type(value) in _PLAIN else _settled(value))
+        except BaseException as error:  # noqa: BLE001  # the user's code may raise anything; see the module
+            returned.failure = describe(error)
+        watch.started_ms = None
+        return returned
+
+    async def _run_async(
+        self, hook: BoundHook, arguments: Sequence[Any], watch: _Watch, shard: str
+    ) -> Returned:
+        returned, task = Returned(), asyncio.current_task()
+        assert task is not None, "coroutines of the runtime run in tasks"
+        cancels = task.cancelling()
+        limit = asyncio.timeout(None)
+        async with asyncio.TaskGroup() as group:
+            timer = group.create_task(self._expire(hook, watch, limit, shard))
+            try:
+                async with limit:
+                    await self._call_each(hook, arguments, watch, returned)
+            except TimeoutError as error:
+                returned.failure = self._too_slow(error.__cause__ or error)
+            except asyncio.CancelledError as error:
+                if task.cancelling() > cancels:
+                    raise
+                returned.failure = describe(error)
+            finally:
+                timer.cancel()
+        if task.cancelling() > cancels:
+            # The hook swallowed the cancellation of this task.
+            raise asyncio.CancelledError
+        return returned
+
+    async def _call_each(
+        self, hook: BoundHook, arguments: Sequence[Any], watch: _Watch, returned: Returned
+    ) -> None:
+        for argument in arguments:
+            watch.started_ms = self._clock.now_ms()
+            try:
+                value = await hook.function(argument)
+                value = value if type(value) in _PLAIN else _settled(value)
+            except (KeyboardInterrupt, asyncio.CancelledError):
+                raise
+            except BaseException as error:  # noqa: BLE001  # the user's code may raise anything; see the module
+                returned.failure = describe(error)
+                return
+            if watch.expired:
+                # It swallowed the cancellation at its deadline, and came to an end after all.
+                returned.failure = self._too_slow(None)
+                return
+            returned.values.append(value)
+
+    def _too_slow(self, error: BaseException | None) -> Failure:
+        text = describe(error).traceback if error else ""
+        return Failure(f"TimeoutError: it took longer than {self._deadline} s", text)
+
+    async def _warn(self, hook: BoundHook, watch: _Watch, shard: str) -> None:
+        """Tell of each deadline that a synchronous call runs past."""
+        while self._deadline is not None:
+            await self._overdue(watch, self._deadline)
+            self._tell_slow(hook, watch, shard)
+            await self._clock.sleep(self._deadline)
+
+    async def _expire(self, hook: BoundHook, watch: _Watch, limit: asyncio.Timeout, shard: str) -> None:
+        """Cancel an asynchronous call at its deadline; tell when it does not let itself be cancelled."""
+        if self._deadline is None:
+            return
+        await self._overdue(watch, self._deadline)
+        watch.expired = True
+        limit.reschedule(asyncio.get_running_loop().time())
+        await self._clock.sleep(self._deadline)
+        await self._warn(hook, watch, shard)
+
+    async def _overdue(self, watch: _Watch, deadline: float) -> None:
+        """Return when the running call has run for ``deadline`` seconds of the clock."""
+        while (left := deadline - self._running(watch)) > 0:
+            await self._clock.sleep(left)
+
+    def _running(self, watch: _Watch) -> float:
+        started = watch.started_ms
+        return 0.0 if started is None else (self._clock.now_ms() - started) / 1000
+
+    def _tell_slow(self, hook: BoundHook, watch: _Watch, shard: str) -> None:
+        log.warning(
+            "handler.slow",
+            shard=shard,
+            handler=self._handler,
+            hook=hook.name,
+            seconds=self._running(watch),
+            did="The call cannot be stopped; it is waited for.",
+            advice="Give the handler's own calls time-outs.",
+        )
+
+
+def _settled(value: Any) -> Any:
+    """Run a generator that a hook returned to its end; refuse a coroutine that nobody awaits."""
+    if isinstance(value, GeneratorType):
+        return list(value)
+    if inspect.iscoroutine(value):
+        value.close()
+        raise TypeError("it returned a coroutine without awaiting it: declare the hook with `async def`")
+    return value

@@ -1,0 +1,209 @@
+"""The runtime inside the server's own process: for tests and small set-ups.
+
+Synchronous hooks of a pipeline run on one worker thread (``thread.py``), asynchronous ones on the event loop; what a
+hook does cannot reach the wire (``calls.py``, ``failure.py``). Memory and crashes are shared with the server: a hook
+that ends the interpreter (``os._exit``, a crash in C) ends the server, whose ledger makes up for it at the next start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from mldserver.errors import HandlerHalted, InternalError
+from mldserver.runtime.calls import BoundHook, Caller
+from mldserver.runtime.failure import Failure, FailurePolicy, OnFailure
+from mldserver.runtime.inspection import load_spec
+from mldserver.runtime.outcome import take
+from mldserver.runtime.rows import RowBuilder
+from mldserver.runtime.spec import HandlerKind, HandlerSpec
+from mldserver.runtime.thread import WorkerThread
+from mldserver.runtime.work import BatchWork, Tools
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mldserver.clock import Clock
+    from mldserver.records import Shard
+    from mldserver.runtime.base import BatchOutcome, Delivery, Hook
+
+__all__ = ["InlineRuntime"]
+
+log = structlog.get_logger("mldserver")
+
+_CLOSE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenShard:
+    """A shard and the hooks of its handler."""
+
+    shard: Shard
+    hooks: dict[str, BoundHook]
+
+
+class InlineRuntime:
+    """Runs one pipeline's handler in this process (see ``Runtime``)."""
+
+    def __init__(
+        self,
+        handler: str | HandlerSpec,
+        *,
+        policy: FailurePolicy,
+        clock: Clock,
+        random: Callable[[], float],
+        deadline_seconds: float | None = 60.0,
+    ) -> None:
+        """Take a dotted path or a handler that is loaded already.
+
+        ``random`` gives floats in [0, 1) for the jitter of retries. A call may take ``deadline_seconds`` (None: any
+        time): an asynchronous one is then cancelled and has failed, a synchronous one is told in the log.
+        """
+        self._handler = handler
+        self._policy = policy
+        self._clock = clock
+        self._random = random
+        self._deadline = deadline_seconds
+        self._thread = WorkerThread("mldserver-handler")
+        self._tools: Tools | None = None
+        self._shards: dict[str, _OpenShard] = {}
+
+    async def start(self) -> None:
+        """Load the handler. Raises HandlerError when it cannot be loaded."""
+        self._thread.start()
+        spec = self._handler
+        if isinstance(spec, str):
+            spec = await self._thread.run(partial(load_spec, spec))
+        caller = Caller(
+            handler=spec.path, clock=self._clock, thread=self._thread, deadline_seconds=self._deadline
+        )
+        rows = RowBuilder(spec.schema, time_column=spec.time_column)
+        self._tools = Tools(
+            spec=spec,
+            caller=caller,
+            thread=self._thread,
+            clock=self._clock,
+            policy=self._policy,
+            random=self._random,
+            rows=rows,
+        )
+        log.info(
+            "handler.loaded",
+            handler=spec.path,
+            hooks=sorted(spec.hooks),
+            schema=spec.schema.ddl if spec.schema else None,
+            windows=str(spec.windows) if spec.windows else None,
+            **({"advice": " ".join(map(str, spec.warnings))} if spec.warnings else {}),
+        )
+
+    async def open(self, shard: Shard) -> None:
+        """Make the shard's handler and run its ``initialize`` hook, again and again until it succeeds.
+
+        Under the policy ``halt`` it raises HandlerHalted after the policy's attempts.
+        """
+        self._shards.pop(shard.id, None)
+        failures = 0
+        while (failed := await self._try_open(shard)) is not None:
+            hook, failure = failed
+            failures += 1
+            if self._policy.on_failure is OnFailure.HALT and failures >= self._policy.attempts:
+                raise self._halted(shard, hook, failure, failures)
+            await self._wait(shard, hook, failure, failures)
+
+    async def process(self, delivery: Delivery) -> BatchOutcome:
+        """Decode a line and run the handler over its records (see ``Runtime.process``)."""
+        opened = self._opened(delivery.shard_id)
+        taken = await self._thread.run(partial(take, delivery))
+        tools = self._ready()
+        hook = opened.hooks[tools.spec.record_hook]
+        return await BatchWork(tools, hook, taken, delivery.shard_id).run()
+
+    async def notify(self, shard_id: str, hook: Hook) -> None:
+        """Run a life-cycle hook, if the handler has it. Its failures are retried, then logged, never raised."""
+        opened = self._opened(shard_id)
+        bound = opened.hooks.get(hook)
+        if bound is None:
+            return
+        for attempt in range(1, self._policy.attempts + 1):
+            returned = await self._ready().caller.run(bound, [opened.shard], shard=shard_id)
+            if returned.failure is None:
+                return
+            if attempt < self._policy.attempts:
+                await self._wait(opened.shard, bound.name, returned.failure, attempt)
+                continue
+            log.error(
+                "handler.hook_failed", **self._where(shard_id, bound.name, returned.failure), attempts=attempt
+            )
+
+    async def forget(self, shard_id: str) -> None:
+        """Drop the shard's handler."""
+        self._shards.pop(shard_id, None)
+
+    async def close(self) -> None:
+        """Stop the worker thread; a hook that hangs is left behind after a few seconds."""
+        self._shards.clear()
+        await self._thread.close(_CLOSE_SECONDS)
+
+    async def _try_open(self, shard: Shard) -> tuple[str, Failure] | None:
+        """Make a handler and run ``initialize``; return the hook that failed, and why."""
+        tools = self._ready()
+        instance: Any = tools.spec.target
+        if tools.spec.kind is HandlerKind.CLASS:
+            # The instance comes back in a list of one: hooks may not return objects of their own to the runtime.
+            make = BoundHook("__init__", lambda _: [tools.spec.target()], is_async=False)
+            made = await tools.caller.run(make, [shard], shard=shard.id)
+            if made.failure is not None:
+                return make.name, made.failure
+            instance = made.values[0][0]
+        hooks = {
+            name: BoundHook(name, getattr(instance, name), hook.is_async)
+            for name, hook in tools.spec.hooks.items()
+        }
+        initialize = hooks.get("initialize")
+        if initialize is not None:
+            returned = await tools.caller.run(initialize, [shard], shard=shard.id)
+            if returned.failure is not None:
+                return initialize.name, returned.failure
+        self._shards[shard.id] = _OpenShard(shard, hooks)
+        return None
+
+    async def _wait(self, shard: Shard, hook: str, failure: Failure, failures: int) -> None:
+        delay = self._policy.delay(failures, self._random())
+        where = self._where(shard.id, hook, failure)
+        log.warning("handler.failed", **where, attempt=failures, delay_seconds=delay)
+        await self._clock.sleep(delay)
+
+    def _halted(self, shard: Shard, hook: str, failure: Failure, attempts: int) -> HandlerHalted:
+        where = self._where(shard.id, hook, failure)
+        log.critical("handler.halted", **where, attempts=attempts)
+        what = where.pop("what")
+        return HandlerHalted(
+            f"{hook} failed for good: {what}.",
+            did="The shard is not opened.",
+            advice="Mend the handler and start again.",
+            **where,
+            attempts=attempts,
+        )
+
+    def _where(self, shard_id: str, hook: str, failure: Failure) -> dict[str, Any]:
+        return {
+            "shard": shard_id,
+            "handler": self._ready().spec.path,
+            "hook": hook,
+            "what": failure.error,
+            "traceback": failure.traceback,
+        }
+
+    def _ready(self) -> Tools:
+        if self._tools is None:
+            raise InternalError("The runtime is used before it was started.")
+        return self._tools
+
+    def _opened(self, shard_id: str) -> _OpenShard:
+        opened = self._shards.get(shard_id)
+        if opened is None:
+            raise InternalError("A shard is used that is not open.", shard=shard_id)
+        return opened

@@ -1,0 +1,243 @@
+"""Checks a loaded handler: every problem as a finding with its place. Calls nothing of the user's but ``import``."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+from mldserver.coordinator.windows import Batches, Tumbling, WindowSpec, batches
+from mldserver.errors import HandlerInvalid
+from mldserver.runtime.base import Hook
+from mldserver.runtime.loader import Loaded, load
+from mldserver.runtime.schema import Schema, SchemaError, parse_schema
+from mldserver.runtime.source_map import SourceMap
+from mldserver.runtime.spec import Finding, HandlerKind, HandlerSpec, HookSpec, RecordHook
+from mldserver.runtime.tables import RECORD_COLUMN
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["inspect_handler", "load_spec"]
+
+_RECORD_HOOKS: Final = tuple(hook.value for hook in RecordHook)
+_ARGUMENTS: Final = {
+    "process_record": ("record",),
+    "process_records": ("batch",),
+    "process_table": ("table",),
+    **{hook.value: ("shard",) for hook in Hook},
+    "on_window": ("rows", "window"),
+}
+"""Every hook with the arguments it is called with."""
+_NAMES: Final = (*_ARGUMENTS, "schema", "windows")
+
+
+def load_spec(
+    path: str, *, directory: str | Path | None = None, retention_ms: int | None = None
+) -> HandlerSpec:
+    """Import the handler at a dotted path and check it; ``retention_ms`` is the stream's, when it is known.
+
+    Raises HandlerNotFound when the path leads nowhere, and HandlerInvalid with every problem found.
+    """
+    spec, findings = inspect_handler(load(path, directory=directory), retention_ms=retention_ms)
+    if spec is None:
+        errors = [str(finding) for finding in findings if finding.is_error]
+        raise HandlerInvalid("\n".join(errors), handler=path)
+    return spec
+
+
+def inspect_handler(
+    loaded: Loaded, *, retention_ms: int | None = None
+) -> tuple[HandlerSpec | None, tuple[Finding, ...]]:
+    """Return the handler's spec (None when it cannot be run) and all findings, warnings included."""
+    inspection = _Inspection(loaded, SourceMap(loaded))
+    spec = inspection.run(retention_ms)
+    return spec, tuple(inspection.findings)
+
+
+@dataclass(slots=True)
+class _Inspection:
+    loaded: Loaded
+    source: SourceMap
+    findings: list[Finding] = field(default_factory=list)
+
+    def run(self, retention_ms: int | None) -> HandlerSpec | None:
+        target = self.loaded.target
+        if not isinstance(target, ModuleType | type):
+            self._find(f"{self.loaded.path} is a {type(target).__name__}; a handler is a module or a class")
+            return None
+        kind = HandlerKind.CLASS if isinstance(target, type) else HandlerKind.MODULE
+        if isinstance(target, type):
+            self._check_constructor(target)
+        hooks = {name: hook for name in _ARGUMENTS if (hook := self._hook(name)) is not None}
+        record_hook = self._record_hook(hooks)
+        schema = self._schema()
+        windows = self._windows(schema, retention_ms)
+        self._check_rows(schema, hooks)
+        self._check_spelling()
+        if record_hook is None or any(finding.is_error for finding in self.findings):
+            return None
+        warnings = tuple(self.findings)
+        return HandlerSpec(self.loaded.path, kind, target, record_hook, hooks, schema, windows, warnings)
+
+    def _find(self, text: str, name: str | None = None, *, is_error: bool = True) -> None:
+        file, line = self.source.place(name, self._attribute(name) if name else None)
+        self.findings.append(Finding(text, file, line, is_error))
+
+    def _attribute(self, name: str) -> Any:
+        """Return what the handler has under a name; None when it has nothing, or None."""
+        return getattr(self.loaded.target, name, None)
+
+    def _check_constructor(self, target: type) -> None:
+        if inspect.isabstract(target):
+            missing = ", ".join(sorted(getattr(target, "__abstractmethods__", ())))
+            self._find(f"class {target.__name__} is abstract: it lacks {missing}")
+        elif not _accepts(target, 0):
+            self._find(
+                f"class {target.__name__} is made once per shard, without arguments; its __init__ wants some",
+                "__init__",
+            )
+
+    def _hook(self, name: str) -> HookSpec | None:
+        function = self._attribute(name)
+        if function is None:
+            return None
+        arguments = _ARGUMENTS[name]
+        if not callable(function):
+            self._find(f"{name} is a {type(function).__name__}, not a function", name)
+            return None
+        if inspect.isasyncgenfunction(function):
+            self._find(f"{name} is an async generator; return a list instead", name)
+        bound = isinstance(self.loaded.target, ModuleType) or _is_bound(self.loaded.target, name)
+        if not _accepts(function, len(arguments) + (not bound)):
+            names = ", ".join(arguments)
+            self._find(
+                f"{name} is called as {name}({names}), but is {name}{inspect.signature(function)}", name
+            )
+        return HookSpec(name, _is_async(function))
+
+    def _record_hook(self, hooks: dict[str, HookSpec]) -> RecordHook | None:
+        present = [name for name in _RECORD_HOOKS if name in hooks]
+        if len(present) > 1:
+            self._find(f"it has {' and '.join(present)}; exactly one is needed", present[1])
+        elif not present:
+            self._find(f"it has no record hook ({', '.join(_RECORD_HOOKS)}){self._elsewhere()}")
+        return RecordHook(present[0]) if len(present) == 1 else None
+
+    def _elsewhere(self) -> str:
+        """Suggest the class that was meant when only the module was named."""
+        if not isinstance(self.loaded.target, ModuleType):
+            return ""
+        for name, value in vars(self.loaded.target).items():
+            if isinstance(value, type) and any(hasattr(value, hook) for hook in _RECORD_HOOKS):
+                return f", but its class {name} has one: write {self.loaded.path}:{name}"
+        return ""
+
+    def _schema(self) -> Schema | None:
+        ddl = self._attribute("schema")
+        if ddl is None:
+            return None
+        if not isinstance(ddl, str):
+            self._find(f"schema is a {type(ddl).__name__}, not Spark DDL as text", "schema")
+            return None
+        try:
+            return parse_schema(ddl)
+        except SchemaError as error:
+            for problem in error.problems:
+                self._find(f"schema: {problem}", "schema")
+            return None
+
+    def _windows(self, schema: Schema | None, retention_ms: int | None) -> WindowSpec | None:
+        windows = self._attribute("windows")
+        if windows is None:
+            return batches() if schema is not None else None
+        if isinstance(windows, Tumbling):
+            self._check_tumbling(windows, schema, retention_ms)
+            return windows
+        if isinstance(windows, Batches):
+            return windows
+        self._find(
+            f"windows is a {type(windows).__name__}; write tumbling('1 hour') or batches(max_rows=100_000)",
+            "windows",
+        )
+        return None
+
+    def _check_tumbling(self, windows: Tumbling, schema: Schema | None, retention_ms: int | None) -> None:
+        span = windows.size_ms + windows.lateness_ms
+        if retention_ms is not None and span > retention_ms:
+            self._find(
+                f"windows of {_hours(windows.size_ms)} with a lateness of {_hours(windows.lateness_ms)} are longer "
+                f"than the stream keeps its records ({_hours(retention_ms)})",
+                "windows",
+            )
+        if windows.on is None or schema is None:
+            return
+        column = schema.column(windows.on)
+        if column is None:
+            close = _close(windows.on, schema.names)
+            self._find(
+                f"windows are cut on {windows.on!r}, which is no column of the schema{close}", "windows"
+            )
+        elif column.sql != "TIMESTAMP":
+            self._find(
+                f"windows are cut on {windows.on!r}, which is {column.sql}; it must be a TIMESTAMP", "windows"
+            )
+
+    def _check_rows(self, schema: Schema | None, hooks: dict[str, HookSpec]) -> None:
+        if self._attribute("schema") is None:
+            for name in ("windows", "on_window"):
+                if self._attribute(name) is not None:
+                    self._find(f"{name} needs rows, but there is no schema (such as schema = 'n INT')", name)
+        elif schema is not None and "process_table" in hooks and schema.column(RECORD_COLUMN):
+            self._find(
+                f"schema: column {RECORD_COLUMN}: with process_table it names each row's record", "schema"
+            )
+
+    def _check_spelling(self) -> None:
+        """Tell of names that the handler itself defines and that are nearly, but not quite, the server's."""
+        absent = [name for name in _NAMES if not hasattr(self.loaded.target, name)]
+        has_record_hook = any(name in _RECORD_HOOKS for name in _NAMES if name not in absent)
+        for name in self.source.names():
+            if name in _NAMES or name.startswith("_"):
+                continue
+            for close in difflib.get_close_matches(name, absent, n=1, cutoff=0.85):
+                if close in _RECORD_HOOKS and has_record_hook:
+                    continue
+                self._find(f"{name} is never called or read; did you mean {close}?", name, is_error=False)
+
+
+def _accepts(function: Any, count: int) -> bool:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True  # it is written in C and does not say
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_bound(cls: Any, name: str) -> bool:
+    """Whether a hook of a class is called without the instance: static and class methods, plain callable objects."""
+    found = inspect.getattr_static(cls, name)
+    return isinstance(found, staticmethod | classmethod) or not hasattr(type(found), "__get__")
+
+
+def _is_async(function: Any) -> bool:
+    call = getattr(function, "__call__", None)  # noqa: B004  # objects with an `async def __call__` are hooks too
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+def _close(name: str, known: tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {close[0]}?)" if close else f" ({', '.join(known)})"
+
+
+def _hours(ms: int) -> str:
+    for unit, size in (("d", 86_400_000), ("h", 3_600_000), ("min", 60_000), ("s", 1000)):
+        if ms and ms % size == 0:
+            return f"{ms // size} {unit}"
+    return f"{ms} ms"

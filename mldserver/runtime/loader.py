@@ -1,0 +1,159 @@
+"""From a dotted path to the user's module or class.
+
+``package.module`` or ``package.module:Name`` (``Name`` may be nested: ``Outer.Inner``). The working directory comes
+first on ``sys.path``, as users of other Python servers expect. A path that leads nowhere is HandlerNotFound, with
+different sentences for a module and for an attribute that is missing; whatever the module itself raises while it is
+imported is shown as it is, with the place in the user's file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mldserver.errors import HandlerInvalid, HandlerNotFound
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from types import ModuleType
+
+__all__ = ["Loaded", "load", "relative"]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a dotted path leads to."""
+
+    path: str
+    module: ModuleType
+    target: Any
+    """The module itself, or the class (or whatever else) that the path names in it."""
+    name: str = ""
+    """The part of the path after the colon."""
+
+
+def load(path: str, *, directory: str | Path | None = None) -> Loaded:
+    """Import the handler at ``path``; ``directory`` (default: the working directory) is searched first.
+
+    Raises HandlerNotFound when the path leads nowhere, HandlerInvalid when the module raises while it is imported.
+    """
+    module_name, _, name = path.partition(":")
+    if not all(part.isidentifier() for part in module_name.split(".")) or (":" in path and not name):
+        raise HandlerNotFound(f"{path!r} is not a dotted path.", advice=_path_advice(path), handler=path)
+    _search_first(str(Path(directory or Path.cwd()).resolve()))
+    module = _import(module_name, path)
+    target: Any = module
+    reached = module_name
+    for part in filter(None, name.split(".")):
+        if not hasattr(target, part):
+            public = [known for known in dir(target) if not known.startswith("_")]
+            raise HandlerNotFound(
+                f"The module {module_name} is there, but {reached} has no attribute {part!r}.",
+                advice=_suggestion(part, public),
+                handler=path,
+            )
+        target = getattr(target, part)
+        reached = f"{reached}.{part}"
+    return Loaded(path, module, target, name)
+
+
+def relative(file: str) -> str:
+    """Return a file's path from the working directory when it lies below it, else as it is."""
+    try:
+        return str(Path(file).relative_to(Path.cwd()))
+    except ValueError:
+        return file
+
+
+def _search_first(directory: str) -> None:
+    if sys.path[:1] not in ([directory], [""]):
+        sys.path.insert(0, directory)
+        importlib.invalidate_caches()
+
+
+def _import(module_name: str, path: str) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except KeyboardInterrupt:
+        raise
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if module_name != missing and not module_name.startswith(f"{missing}."):
+            raise _broken(error, path) from error
+        if _widen(module_name, missing):
+            return _import(module_name, path)
+        raise HandlerNotFound(
+            f"There is no module {missing!r}.", advice=_module_advice(missing), handler=path
+        ) from None
+    except BaseException as error:  # the user's module may raise anything, SystemExit included
+        raise _broken(error, path) from error
+
+
+def _widen(module_name: str, missing: str) -> bool:
+    """Look for the rest of a package elsewhere on the path; return whether there was more to find.
+
+    The user's own package ``handlers`` hides the ready-made one: what it does not have is still found.
+    """
+    parent = sys.modules.get(missing.rpartition(".")[0])
+    if parent is None or not module_name.startswith(missing):
+        return False
+    found = pkgutil.extend_path(list(parent.__path__), parent.__name__)
+    if len(found) == len(list(parent.__path__)):
+        return False
+    parent.__path__ = found
+    return True
+
+
+def _broken(error: BaseException, path: str) -> HandlerInvalid:
+    """Tell of an error inside the user's module as it is."""
+    file, line = _place(error)
+    said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    if isinstance(error, SystemExit):
+        said = f"it ends the process while it is imported (sys.exit({error.code!r}))"
+    where = f"{relative(file)}:{line}: " if file else ""
+    frames = _users_frames(error)
+    text = "".join(traceback.format_list(frames) + traceback.format_exception_only(error))
+    return HandlerInvalid(f"{where}{said}", handler=path, file=file, line=line, traceback=text)
+
+
+def _place(error: BaseException) -> tuple[str, int]:
+    if isinstance(error, SyntaxError) and error.filename:
+        return error.filename, error.lineno or 0
+    frames = _users_frames(error)
+    return (frames[-1].filename, frames[-1].lineno or 0) if frames else ("", 0)
+
+
+def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return the frames that are neither the import machinery's nor ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    skipped = (__file__, importlib.__file__)
+    return [f for f in frames if not f.filename.startswith("<frozen ") and f.filename not in skipped]
+
+
+def _path_advice(path: str) -> str:
+    if path.endswith(".py") or "/" in path:
+        dotted = path.removesuffix(".py").replace("/", ".").strip(".")
+        return f"Write it as a module, not as a file: {dotted}"
+    return "Write package.module or package.module:Name."
+
+
+def _module_advice(missing: str) -> str:
+    parent, _, last = missing.rpartition(".")
+    try:
+        folders: Iterable[str] | None = importlib.import_module(parent).__path__ if parent else sys.path[:1]
+    except (ImportError, AttributeError):
+        folders = None
+    names = [module.name for module in pkgutil.iter_modules(folders)] if folders else []
+    searched = f"in the package {parent}" if parent else f"in {sys.path[0] or '.'} or among what is installed"
+    return f"It was searched {searched}. {_suggestion(last, names, parent)}".strip()
+
+
+def _suggestion(name: str, known: list[str], parent: str = "") -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"Did you mean {parent + '.' if parent else ''}{close[0]}?" if close else ""

@@ -1,0 +1,153 @@
+"""What a handler returns, as an Arrow table. Synchronous, no I/O.
+
+A value for a record is a tuple in the order of the schema, a dict by column name, a list of these, or None. Whole
+columns are converted at once; only when that fails are the values looked at one by one, so that every record at
+fault is named with its column and value, and all others keep their rows.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from mldserver.runtime.values import converter, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from mldserver.runtime.schema import Column, Schema
+
+__all__ = ["Built", "RowBuilder", "unknown_columns"]
+
+
+@dataclass(slots=True)
+class Built:
+    """Rows of some records."""
+
+    table: Any = None
+    """The handler's columns (``pyarrow.Table``); None without rows."""
+    records: list[int] = field(default_factory=list)
+    """For each row the index of its record, in the order of the rows."""
+    faults: dict[int, str] = field(default_factory=dict)
+    """For each record whose rows cannot be taken: why. It has no rows in ``table``."""
+
+
+class _BadRow(ValueError):
+    """A returned value has not the shape of a row."""
+
+
+class RowBuilder:
+    """Builds rows for one handler."""
+
+    def __init__(self, schema: Schema | None, *, time_column: str | None = None) -> None:
+        """Build rows of ``schema``; a null in ``time_column`` (what windows are cut on) is a fault."""
+        self._schema = schema
+        self._columns = () if schema is None else schema.columns
+        self._names = tuple(column.name for column in self._columns)
+        self._known = frozenset(self._names)
+        self._converters = [converter(column.sql, column.type) for column in self._columns]
+        self._time_column = time_column
+
+    def build(self, returned: Iterable[tuple[int, Any]]) -> Built:
+        """Return the rows of ``returned``: pairs of a record's index and what the handler returned for it."""
+        rows, records, faults = self._flatten(returned)
+        arrays = self._arrays(rows)
+        if arrays is None:
+            faults |= self._find_faults(rows, records)
+            kept = [place for place, record in enumerate(records) if record not in faults]
+            rows, records = [rows[place] for place in kept], [records[place] for place in kept]
+            arrays = self._arrays(rows)
+        if not rows or self._schema is None:
+            return Built(None, [], faults)
+        assert arrays is not None, "rows without a fault convert"
+        return Built(pa.Table.from_arrays(arrays, schema=self._schema.arrow), records, faults)
+
+    def _flatten(
+        self, returned: Iterable[tuple[int, Any]]
+    ) -> tuple[list[tuple[Any, ...]], list[int], dict[int, str]]:
+        rows: list[tuple[Any, ...]] = []
+        records: list[int] = []
+        faults: dict[int, str] = {}
+        width = len(self._names) if self._schema is not None else -1
+        for record, value in returned:
+            if value is None:
+                continue
+            if type(value) is tuple and len(value) == width:
+                rows.append(value)
+                records.append(record)
+                continue
+            try:
+                found = [self._row(row) for row in value] if type(value) is list else [self._row(value)]
+            except Exception as error:  # noqa: BLE001  # a user's Mapping may raise anything
+                faults[record] = str(error) if isinstance(error, _BadRow) else f"{shown(value)} is not a row"
+                continue
+            rows += found
+            records += [record] * len(found)
+        return rows, records, faults
+
+    def _row(self, value: Any) -> tuple[Any, ...]:
+        if self._schema is None:
+            raise _BadRow(f"returned {shown(value)}, but the handler declares no schema")
+        if isinstance(value, tuple):
+            if len(value) != len(self._names):
+                raise _BadRow(
+                    f"returned {_count(len(value), 'value')} for "
+                    f"{_count(len(self._names), 'column')} ({', '.join(self._names)})"
+                )
+            return value
+        if isinstance(value, Mapping):
+            unknown = [name for name in value if name not in self._known]
+            if unknown:
+                raise _BadRow(unknown_columns(unknown, self._names))
+            return tuple([value.get(name) for name in self._names])
+        raise _BadRow(f"{shown(value)} is not a row: return a tuple, a dict, a list of them, or None")
+
+    def _arrays(self, rows: Sequence[tuple[Any, ...]]) -> list[Any] | None:
+        """Return one array a column, or None when some value is at fault."""
+        arrays = []
+        for place, (column, convert) in enumerate(zip(self._columns, self._converters, strict=True)):
+            try:
+                array = convert.array([row[place] for row in rows])
+            except Exception:  # noqa: BLE001  # Arrow and the values' own code may raise anything
+                return None
+            if array.null_count and self._null_fault(column):
+                return None
+            arrays.append(array)
+        return arrays
+
+    def _find_faults(self, rows: Sequence[tuple[Any, ...]], records: Sequence[int]) -> dict[int, str]:
+        faults: dict[int, str] = {}
+        for row, record in zip(rows, records, strict=True):
+            problems = [self._fault(place, value) for place, value in enumerate(row)]
+            told = [problem for problem in problems if problem]
+            if told:
+                faults.setdefault(record, "; ".join(told))
+        return faults
+
+    def _fault(self, place: int, value: Any) -> str | None:
+        column, convert = self._columns[place], self._converters[place]
+        problem = convert.fault(value)
+        if problem is None and convert.one(value) is None:
+            problem = self._null_fault(column)
+        return problem and f"column {column.name}: {problem}"
+
+    def _null_fault(self, column: Column) -> str | None:
+        """Return why the column cannot hold null, or None when it can."""
+        if column.name == self._time_column:
+            return "it is null, but windows are cut on it"
+        return None if column.nullable else "it is null, but declared NOT NULL"
+
+
+def unknown_columns(unknown: Sequence[Any], known: Sequence[str]) -> str:
+    """Return the sentence that refuses columns which the schema does not have."""
+    close = difflib.get_close_matches(str(unknown[0]), known, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"its columns are {', '.join(known)}"
+    return f"the schema has no column {shown(unknown[0])}; {hint}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,83 @@
+"""What a handler is, once it was found and checked: its hooks, its schema, its windows."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from mldserver.coordinator.windows import WindowSpec
+    from mldserver.runtime.schema import Schema
+
+__all__ = ["Finding", "HandlerKind", "HandlerSpec", "HookSpec", "RecordHook"]
+
+
+class HandlerKind(enum.StrEnum):
+    """Whether a handler is shared or made anew for each shard."""
+
+    MODULE = "module"
+    CLASS = "class"
+
+
+class RecordHook(enum.StrEnum):
+    """What a handler is called with; a handler has exactly one of these hooks."""
+
+    RECORD = "process_record"
+    RECORDS = "process_records"
+    TABLE = "process_table"
+
+
+@dataclass(frozen=True, slots=True)
+class HookSpec:
+    """One hook of a handler."""
+
+    name: str
+    is_async: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something about a handler that a check found."""
+
+    text: str
+    file: str = ""
+    line: int = 0
+    is_error: bool = True
+    """False: it runs, but probably not as meant."""
+
+    def __str__(self) -> str:
+        """Return ``file:line: sentence``."""
+        place = f"{self.file}:{self.line}: " if self.line else f"{self.file}: " if self.file else ""
+        return f"{place}{'' if self.is_error else 'warning: '}{self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class HandlerSpec:
+    """A handler that can be run."""
+
+    path: str
+    """The dotted path it was found by."""
+    kind: HandlerKind
+    target: Any
+    """The module, or the class."""
+    record_hook: RecordHook
+    hooks: Mapping[str, HookSpec]
+    """Every hook it has (record, life-cycle, ``on_window``) by name."""
+    schema: Schema | None
+    """None: it has only side effects."""
+    windows: WindowSpec | None
+    """None without a schema; ``batches()`` when it has a schema but names no windows."""
+    warnings: tuple[Finding, ...] = ()
+
+    @property
+    def on_window(self) -> bool:
+        """Whether rows go through ``on_window``; otherwise they are written as they are."""
+        return "on_window" in self.hooks
+
+    @property
+    def time_column(self) -> str | None:
+        """The column that windows are cut on; None for the arrival time, and for batches."""
+        return getattr(self.windows, "on", None)

@@ -1,0 +1,146 @@
+"""What ``process_table`` returns, checked and cast to the schema. Synchronous, no I/O."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import types
+
+from mldserver.runtime.rows import Built, unknown_columns
+from mldserver.runtime.values import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mldserver.runtime.schema import Column, Schema
+
+__all__ = ["RECORD_COLUMN", "TableMismatch", "take_table"]
+
+RECORD_COLUMN = "record"
+"""The column of a returned table that says which record of the input each row comes from."""
+
+
+class TableMismatch(ValueError):
+    """A returned table cannot be told apart into records and columns: the whole call failed."""
+
+
+def take_table(
+    returned: Any, *, schema: Schema | None, time_column: str | None, indices: Sequence[int]
+) -> Built:
+    """Return the rows of a table that was returned for the records ``indices``.
+
+    Raises TableMismatch when no single record is at fault; values that do not fit the schema are faults of
+    their records.
+    """
+    if returned is None:
+        return Built()
+    table = _as_table(returned, schema)
+    assert schema is not None, "_as_table refuses tables without a schema"
+    places, table = _places(table, len(indices))
+    unknown = [name for name in table.column_names if schema.column(name) is None]
+    if unknown:
+        raise TableMismatch(unknown_columns(unknown, schema.names))
+    columns = [_column(table, column) for column in schema.columns]
+    arrays = [_whole(held, column, time_column) for held, column in zip(columns, schema.columns, strict=True)]
+    faults: dict[int, str] = {}
+    if any(array is None for array in arrays):
+        problems = [_row_fault(columns, schema, time_column, row) for row in range(table.num_rows)]
+        for place, problem in zip(places, problems, strict=True):
+            if problem:
+                faults.setdefault(indices[place], problem)
+        kept = [row for row, place in enumerate(places) if indices[place] not in faults]
+        places = [places[row] for row in kept]
+        columns = [held.take(pa.array(kept, pa.int64())) for held in columns]
+        arrays = [
+            _whole(held, column, time_column) for held, column in zip(columns, schema.columns, strict=True)
+        ]
+    if not places:
+        return Built(None, [], faults)
+    return Built(pa.Table.from_arrays(arrays, schema=schema.arrow), [indices[p] for p in places], faults)
+
+
+def _as_table(returned: Any, schema: Schema | None) -> Any:
+    if isinstance(returned, pa.RecordBatch):
+        returned = pa.Table.from_batches([returned])
+    if not isinstance(returned, pa.Table):
+        raise TableMismatch(f"{shown(returned)} is not a pyarrow.Table; return one, a RecordBatch, or None")
+    if schema is None:
+        raise TableMismatch("returned a table, but the handler declares no schema")
+    return returned
+
+
+def _places(table: Any, records: int) -> tuple[list[int], Any]:
+    """Return for each row the place of its record in the input, and the table in the records' order."""
+    if RECORD_COLUMN not in table.column_names:
+        if table.num_rows != records:
+            raise TableMismatch(
+                f"returned {table.num_rows} rows for {records} records: "
+                f"add a column {RECORD_COLUMN!r} with the index of each row's record"
+            )
+        return list(range(records)), table
+    column = table.column(RECORD_COLUMN)
+    if not types.is_integer(column.type) or column.null_count:
+        raise TableMismatch(f"column {RECORD_COLUMN!r} must hold the index of each row's record")
+    places = column.to_pylist()
+    wrong = [place for place in places if not 0 <= place < records]
+    if wrong:
+        raise TableMismatch(f"column {RECORD_COLUMN!r}: there is no record {wrong[0]} among {records}")
+    order = sorted(range(len(places)), key=places.__getitem__)
+    table = table.drop_columns([RECORD_COLUMN]).take(pa.array(order, pa.int64()))
+    return [places[row] for row in order], table
+
+
+def _column(table: Any, column: Column) -> Any:
+    found = table.column_names.count(column.name)
+    if found > 1:
+        raise TableMismatch(f"column {column.name} is there {found} times")
+    if not found:
+        if not column.nullable:
+            raise TableMismatch(f"column {column.name} is missing")
+        return pa.chunked_array([pa.nulls(table.num_rows, column.type)])
+    held = table.column(column.name)
+    problem = _kind_problem(held.type, column)
+    if problem:
+        raise TableMismatch(f"column {column.name}: {problem}")
+    return held
+
+
+def _kind_problem(held: Any, column: Column) -> str | None:
+    """Say where Arrow would cast from one meaning to another."""
+    if types.is_timestamp(held) and types.is_timestamp(column.type) and bool(held.tz) != bool(column.type.tz):
+        return f"{held} {'has a' if held.tz else 'has no'} time zone, so it is not {column.sql}"
+    if types.is_timestamp(column.type) and not (
+        types.is_timestamp(held)
+        or types.is_string(held)
+        or types.is_large_string(held)
+        or types.is_null(held)
+    ):
+        return f"{held} is not {column.sql}"
+    return None
+
+
+def _whole(held: Any, column: Column, time_column: str | None) -> Any:
+    """Return the column cast to its type, or None when some value is at fault."""
+    try:
+        cast = held if held.type == column.type else held.cast(column.type, safe=True)
+    except (pa.ArrowException, ValueError):
+        return None
+    bad_null = cast.null_count and (column.name == time_column or not column.nullable)
+    # A cast to a smaller float turns what is too large into infinity.
+    return None if bad_null or _infinities(cast) != _infinities(held) else cast
+
+
+def _infinities(held: Any) -> int:
+    return (pc.sum(pc.is_inf(held)).as_py() or 0) if types.is_floating(held.type) else 0
+
+
+def _row_fault(columns: list[Any], schema: Schema, time_column: str | None, row: int) -> str:
+    told = []
+    for held, column in zip(columns, schema.columns, strict=True):
+        if _whole(held.slice(row, 1), column, time_column) is None:
+            value = held[row]
+            reason = f"{shown(str(value))} is not {column.sql}" if value.is_valid else "it is null"
+            told.append(f"column {column.name}: {reason}")
+    return "; ".join(told)

@@ -1,0 +1,230 @@
+"""From Python values to Arrow columns, without silent changes of meaning. Synchronous, no state.
+
+``pyarrow.array`` alone cuts 1.5 to 1 for a BIGINT, takes a naive datetime for UTC, a number for a date, text for a
+list of its letters, and drops unknown keys of a STRUCT. So each type names the Python types that Arrow takes as they
+are (``plain``) and has a function for all others, which returns such a value or says in a sentence why it cannot.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, datetime
+from decimal import Decimal, InvalidOperation
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import types
+
+__all__ = ["Converter", "converter", "shown"]
+
+_FLOAT_MAX: Final = float(np.finfo(np.float32).max)
+_NULLS: Final = frozenset({"NAType", "NaTType"})
+"""The types of pandas' missing values, known by name: handlers that do not use pandas never load it."""
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
+
+
+class _Refused(ValueError):
+    """A value is of the wrong kind; its sentence goes on after "is not TYPE"."""
+
+
+def shown(value: object) -> str:
+    """Return a short ``repr`` of anything a handler may return, even of what has a broken ``repr``."""
+    try:
+        return _SHORT.repr(value)
+    except Exception:  # noqa: BLE001  # the value's own code runs here and may raise anything
+        return f"<{type(value).__name__} without a repr>"
+
+
+@dataclass(frozen=True, slots=True)
+class Converter:
+    """Turns the values of one column into an Arrow array."""
+
+    sql: str
+    type: Any
+    plain: frozenset[type]
+    """Types that Arrow takes without a change of meaning."""
+    normal: Callable[[Any], Any]
+    """Returns a plain value for one of another type; raises ValueError with the reason."""
+
+    def array(self, values: Sequence[Any]) -> Any:
+        """Return ``values`` as an Arrow array. Raises whatever the first bad value makes Arrow or Python raise."""
+        if not self.plain.issuperset(map(type, values)):
+            values = [self.one(value) for value in values]
+        return pa.array(values, type=self.type)
+
+    def one(self, value: Any) -> Any:
+        """Return one value in the form that Arrow takes; None for null in any library's spelling."""
+        if value is None or type(value) in self.plain:
+            return value
+        if type(value).__name__ in _NULLS:
+            return None
+        if isinstance(value, np.generic):
+            value = value.item()
+            if type(value) in self.plain:
+                return value
+        return self.normal(value)
+
+    def fault(self, value: Any) -> str | None:
+        """Return why ``value`` cannot be in the column (``'x' is not DOUBLE``), or None when it can."""
+        try:
+            pa.array([self.one(value)], type=self.type)
+        except _Refused as error:
+            return f"{shown(value)} is not {self.sql}{error}"
+        except Exception:  # noqa: BLE001  # Arrow and the value's own code may raise anything; all mean the same
+            return f"{shown(value)} is not {self.sql}"
+        return None
+
+
+def converter(sql: str, type_: Any) -> Converter:
+    """Return the converter for an Arrow type of a schema; ``sql`` is its name in messages."""
+    plain, normal = _choose(type_)
+    return Converter(sql, type_, frozenset({*plain, type(None)}), normal)
+
+
+def _choose(type_: Any) -> tuple[Iterable[type], Callable[[Any], Any]]:
+    if types.is_timestamp(type_):
+        return (), _aware if type_.tz else _naive
+    if types.is_list(type_):
+        return (), _list_of(converter("", type_.value_type))
+    if types.is_map(type_):
+        return (), _map_of(converter("", type_.key_type), converter("", type_.item_type))
+    if types.is_struct(type_):
+        return (), _struct_of({field.name: converter("", field.type) for field in type_})
+    return next((plain, normal) for test, plain, normal in _SCALARS if test(type_))
+
+
+def _refuse(_: Any) -> Any:
+    raise _Refused
+
+
+def _integer(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
+        raise _Refused
+    if not isinstance(value, int) and (not math.isfinite(value) or value != int(value)):
+        raise _Refused(": it is no whole number")
+    return int(value)
+
+
+def _double(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
+        raise _Refused
+    return float(value)
+
+
+def _single(value: Any) -> float:
+    number = _double(value)
+    if math.isfinite(number) and abs(number) > _FLOAT_MAX:
+        raise _Refused(": it is too large")
+    return number
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bytes | bytearray | memoryview):
+        raise _Refused(": decode it first")
+    if not isinstance(value, str):
+        raise _Refused
+    return str.__str__(value)
+
+
+def _bytes(value: Any) -> bytes:
+    if not isinstance(value, bytes | bytearray | memoryview):
+        raise _Refused
+    return bytes(value)
+
+
+def _decimal(value: Any) -> Decimal:
+    if isinstance(value, bool) or not isinstance(value, int | float | str | Decimal):
+        raise _Refused
+    try:
+        # A float is taken by its shortest text: 12.34 means 12.34, not the binary fraction beside it.
+        return Decimal(repr(float(value)) if isinstance(value, float) else value)
+    except InvalidOperation:
+        raise _Refused from None
+
+
+def _date(value: Any) -> date:
+    if isinstance(value, datetime):
+        raise _Refused(": it is a point in time, use .date()")
+    if isinstance(value, str):
+        return _parsed(date.fromisoformat, value)  # type: ignore[no-any-return]  # one parser for two types
+    if not isinstance(value, date):
+        raise _Refused
+    return value
+
+
+def _moment(value: Any) -> datetime:
+    if isinstance(value, str):
+        value = _parsed(datetime.fromisoformat, value)
+    if not isinstance(value, datetime):
+        raise _Refused(": it wants a datetime or ISO-8601 text")
+    return value
+
+
+def _aware(value: Any) -> datetime:
+    moment = _moment(value)
+    if moment.utcoffset() is None:
+        raise _Refused(": it has no time zone (give it one, or declare the column TIMESTAMP_NTZ)")
+    return moment
+
+
+def _naive(value: Any) -> datetime:
+    moment = _moment(value)
+    if moment.utcoffset() is not None:
+        raise _Refused(": it has a time zone (declare the column TIMESTAMP)")
+    return moment
+
+
+def _parsed(parse: Callable[[str], Any], text: str) -> Any:
+    try:
+        return parse(text)
+    except ValueError:
+        raise _Refused(": it is not ISO-8601") from None
+
+
+def _list_of(element: Converter) -> Callable[[Any], Any]:
+    def normal(value: Any) -> list[Any]:
+        if not isinstance(value, list | tuple | np.ndarray):
+            raise _Refused(": it wants a list")
+        return [element.one(item) for item in value]
+
+    return normal
+
+
+def _map_of(key: Converter, item: Converter) -> Callable[[Any], Any]:
+    def normal(value: Any) -> list[tuple[Any, Any]]:
+        if not isinstance(value, Mapping):
+            raise _Refused(": it wants a dict")
+        return [(key.one(name), item.one(held)) for name, held in value.items()]
+
+    return normal
+
+
+def _struct_of(fields: dict[str, Converter]) -> Callable[[Any], Any]:
+    def normal(value: Any) -> dict[str, Any]:
+        if isinstance(value, tuple) and len(value) == len(fields):
+            value = dict(zip(fields, value, strict=True))
+        if not isinstance(value, Mapping):
+            raise _Refused(f": it wants a dict or a tuple of {len(fields)}")
+        unknown = [name for name in value if name not in fields]
+        if unknown:
+            raise _Refused(f": it has no field {shown(unknown[0])}")
+        return {name: field.one(value.get(name)) for name, field in fields.items()}
+
+    return normal
+
+
+_SCALARS: Final[tuple[tuple[Callable[[Any], bool], tuple[type, ...], Callable[[Any], Any]], ...]] = (
+    (types.is_boolean, (bool,), _refuse),
+    (types.is_integer, (int,), _integer),
+    (types.is_float64, (float, int), _double),
+    (types.is_float32, (), _single),
+    (types.is_string, (str,), _text),
+    (types.is_binary, (bytes,), _bytes),
+    (types.is_decimal, (Decimal, int), _decimal),
+    (types.is_date32, (date,), _date),
+)
