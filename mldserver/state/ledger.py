@@ -167,6 +167,8 @@ class LedgerState:
     clock: int = 0
     batch_progress: BatchProgress = BatchProgress()
     dead_letters: int = 0
+    cut_below_ms: int | None = None
+    """Event-time windows that end at or before it and have no entry any more were cut: their rows are late."""
 
 
 class Ledger(Protocol):

@@ -1,0 +1,150 @@
+"""The ledger on SQLite for the event loop: each call runs on one thread that belongs to the ledger.
+
+The thread takes calls in the order they were made, so that one transaction never overlaps another and the loop
+never waits for the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from mldserver.errors import InternalError
+from mldserver.state.store import SqliteStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+    from pathlib import Path
+
+    from mldserver.clock import Clock
+    from mldserver.runtime.base import DeadLetter
+    from mldserver.state.ledger import Flush, FlushResult, LedgerState, Segment, ShardState, WindowEntry
+
+__all__ = ["SqliteLedger"]
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class SqliteLedger:
+    """The ``Ledger`` of one server, in one file.
+
+    A cancelled call is withdrawn when its turn has not come; otherwise the cancellation waits for its transaction
+    (milliseconds, at most the busy time-out), so that when a call ends, nothing of it is still going on.
+    """
+
+    def __init__(self, path: Path, *, pipeline: str, clock: Clock, busy_timeout_ms: int = 5000) -> None:
+        """Name the file (``….lock`` beside it keeps other servers out) and the pipeline; ``open`` touches them.
+
+        ``busy_timeout_ms``: how long a call waits for another program's lock on the file.
+        """
+        self._store = SqliteStore(path, pipeline=pipeline, busy_timeout_ms=busy_timeout_ms)
+        self._clock = clock
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mldserver-ledger")
+        self._closed = False
+
+    async def open(self) -> LedgerState:
+        """Create or open the ledger; see ``SqliteStore.open`` for its errors. After one it is closed."""
+        opened = False
+        try:
+            state = await self._call(self._store.open, now_ms=self._clock.now_ms())
+            opened = True
+        finally:
+            if not opened:
+                await self.close()
+        return state
+
+    async def open_shard(self, shard_id: str, parents: tuple[str, ...] = ()) -> ShardState:
+        """Raise the shard's epoch and return its state with it."""
+        return await self._call(self._store.open_shard, shard_id, parents)
+
+    async def know_shards(self, parents_by_shard: dict[str, tuple[str, ...]]) -> None:
+        """Note shards and their parents."""
+        await self._call(self._store.know_shards, dict(parents_by_shard))
+
+    async def end_shards(self, shard_ids: frozenset[str]) -> None:
+        """Mark shards as ended."""
+        await self._call(self._store.end_shards, shard_ids, now_ms=self._clock.now_ms())
+
+    async def register(self, flush: Flush) -> FlushResult:
+        """Register a flush as a whole, or refuse it as a whole."""
+        return await self._call(self._store.register, flush, now_ms=self._clock.now_ms())
+
+    async def cut(self, window_ids: tuple[str, ...]) -> tuple[WindowEntry, ...]:
+        """Fix the segments of open windows."""
+        return await self._call(self._store.cut, window_ids)
+
+    async def begin_attempt(self, window_id: str) -> int:
+        """Count an attempt and return its number."""
+        return await self._call(self._store.begin_attempt, window_id)
+
+    async def commit(
+        self, window_id: str, *, attempt: int, staging: str, files: tuple[str, ...], rows_out: int
+    ) -> bool:
+        """Make an attempt's output count."""
+        return await self._call(
+            self._store.commit, window_id, attempt=attempt, staging=staging, files=files, rows_out=rows_out
+        )
+
+    async def published(self, window_id: str) -> tuple[Segment, ...]:
+        """Note that the output is visible; return the segments that are free to delete."""
+        return await self._call(self._store.published, window_id, now_ms=self._clock.now_ms())
+
+    async def late_published(self, paths: tuple[str, ...]) -> None:
+        """Note that files of the late dataset are visible."""
+        await self._call(self._store.late_published, paths)
+
+    async def set_aside(self, window_id: str, error: str) -> None:
+        """Put a cut window aside with its segments."""
+        await self._call(self._store.set_aside, window_id, error)
+
+    async def prune(self, *, windows_before_ms: int, shards_before_ms: int) -> int:
+        """Forget windows published, and shards ended, before those times (ms)."""
+        return await self._call(
+            self._store.prune, windows_before_ms=windows_before_ms, shards_before_ms=shards_before_ms
+        )
+
+    async def dead_letters(self, limit: int = 100) -> tuple[DeadLetter, ...]:
+        """Return stored dead letters, oldest first."""
+        return await self._call(self._store.dead_letters, limit)
+
+    async def close(self) -> None:
+        """Run what was asked for, close the file, let the lock go, end the thread. Closing again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            await self._outcome(self._thread.submit(self._store.close), withdraw=False)
+        finally:
+            # Idle by now: the close was the last call.
+            self._thread.shutdown()
+
+    async def _call(self, method: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if self._closed:
+            raise InternalError("The ledger is closed.")
+        return await self._outcome(self._thread.submit(method, *args, **kwargs), withdraw=True)
+
+    @staticmethod
+    async def _outcome(job: Future[_T], *, withdraw: bool) -> _T:
+        waiter = asyncio.wrap_future(job)
+        try:
+            await asyncio.wait([waiter])
+        except asyncio.CancelledError:
+            if withdraw:
+                job.cancel()
+            await _settled(waiter)
+            raise
+        return waiter.result()
+
+
+async def _settled(waiter: asyncio.Future[_T]) -> None:
+    """Wait until a call is over, however often the waiting is cancelled; its outcome is nobody's any more."""
+    while not waiter.done():
+        try:
+            await asyncio.wait([waiter])
+        except asyncio.CancelledError:
+            continue  # The cancellation that led here is raised again by the caller.
+    if not waiter.cancelled():
+        waiter.exception()
