@@ -1,0 +1,172 @@
+/* Joins the stdin and stdout of a MultiLangDaemon child to mldserver: bridge ADDRESS
+ *
+ * ADDRESS is HOST:PORT, [IPV6]:PORT or unix:/path. The Java daemon starts one bridge for each shard. bridge.py is the
+ * same program for machines without a compiler; tests/kcl/test_bridge.py holds both to one contract.
+ *
+ * - The daemon closes stdin: what is left goes out, then a half-close; late replies have LINGER_MS to come back.
+ * - The server closes: stdout is flushed and closed by exiting. The daemon sees an EOF only that way.
+ * - SIGINT, SIGTERM and SIGHUP are ignored: Ctrl-C reaches the whole process group, and the daemon still has to say
+ *   shutdownRequested through this process.
+ * - Memory is two buffers, whatever the length of a line. Nothing is read before the last read was passed on, so each
+ *   side feels the other's back-pressure.
+ *
+ * Exit code: 0 after either side's close, 1 when the server is not there or the connection breaks, 2 for a bad ADDRESS.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <limits.h>
+#include <netdb.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { BUFFER = 65536, LINGER_MS = 2000 };
+
+struct flow {
+    size_t start, end;
+    int eof;
+    char bytes[BUFFER];
+};
+
+static struct flow up, down; /* up: stdin to server; down: server to stdout */
+static const char *address;
+
+static void die(int code, const char *what)
+{
+    fprintf(stderr, "mldserver bridge: %s: %s\n", address, what);
+    exit(code);
+}
+
+static int connect_unix(const char *path)
+{
+    struct sockaddr_un name = {.sun_family = AF_UNIX};
+    if (strlen(path) >= sizeof name.sun_path)
+        die(2, "the socket's path is too long");
+    strcpy(name.sun_path, path);
+    int server = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (server < 0 || connect(server, (struct sockaddr *)&name, sizeof name) < 0)
+        die(1, strerror(errno));
+    return server;
+}
+
+static int connect_tcp(const char *text)
+{
+    char host[256];
+    const char *colon = strrchr(text, ':');
+    size_t length = colon ? (size_t)(colon - text) : 0;
+    if (length == 0 || length >= sizeof host || colon[1] == '\0')
+        die(2, "not an address (HOST:PORT or unix:/path)");
+    memcpy(host, text, length);
+    host[length] = '\0';
+    char *bare = host;
+    if (host[0] == '[' && host[length - 1] == ']') {
+        host[length - 1] = '\0';
+        bare = host + 1;
+    }
+    struct addrinfo hints = {.ai_socktype = SOCK_STREAM}, *found;
+    int problem = getaddrinfo(bare, colon + 1, &hints, &found);
+    if (problem)
+        die(1, gai_strerror(problem));
+    for (struct addrinfo *at = found; at; at = at->ai_next) {
+        int server = socket(at->ai_family, at->ai_socktype | SOCK_CLOEXEC, at->ai_protocol);
+        if (server >= 0 && connect(server, at->ai_addr, at->ai_addrlen) == 0) {
+            freeaddrinfo(found);
+            return server;
+        }
+        problem = errno;
+        if (server >= 0)
+            close(server);
+    }
+    die(1, strerror(problem));
+    return -1;
+}
+
+static long long now_ms(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000LL + now.tv_nsec / 1000000;
+}
+
+/* Reads once into an empty flow. A broken connection ends the program; a broken stdin is an EOF. */
+static void take(struct flow *flow, int from)
+{
+    ssize_t got = read(from, flow->bytes, BUFFER);
+    if (got < 0 && (errno == EINTR || errno == EAGAIN))
+        return;
+    if (got < 0 && flow == &down)
+        die(1, strerror(errno));
+    if (got <= 0) {
+        flow->eof = 1;
+        return;
+    }
+    flow->start = 0;
+    flow->end = (size_t)got;
+}
+
+/* Passes on what fits without blocking: poll() promises PIPE_BUF bytes on a pipe, MSG_DONTWAIT serves the socket. */
+static void give(struct flow *flow, int to)
+{
+    size_t left = flow->end - flow->start;
+    ssize_t gone = flow == &up ? send(to, flow->bytes + flow->start, left, MSG_DONTWAIT | MSG_NOSIGNAL)
+                               : write(to, flow->bytes + flow->start, left < PIPE_BUF ? left : PIPE_BUF);
+    if (gone < 0 && (errno == EINTR || errno == EAGAIN))
+        return;
+    if (gone < 0)
+        die(1, strerror(errno));
+    flow->start += (size_t)gone;
+}
+
+static int empty(const struct flow *flow) { return flow->start == flow->end; }
+
+int main(int count, char **arguments)
+{
+    address = count == 2 ? arguments[1] : "usage";
+    if (count != 2)
+        die(2, "bridge HOST:PORT | unix:/path");
+    signal(SIGINT, SIG_IGN);
+    signal(SIGTERM, SIG_IGN);
+    signal(SIGHUP, SIG_IGN);
+    signal(SIGPIPE, SIG_IGN);
+    int server = strncmp(address, "unix:", 5) == 0 ? connect_unix(address + 5) : connect_tcp(address);
+    int half_closed = 0;
+    long long deadline = 0;
+    for (;;) {
+        if (down.eof && empty(&down))
+            return 0;
+        if (up.eof && empty(&up) && !half_closed)
+            half_closed = 1, shutdown(server, SHUT_WR);
+        if (up.eof && !deadline)
+            deadline = now_ms() + LINGER_MS;
+        int wait = deadline ? (int)(deadline - now_ms()) : -1;
+        if (deadline && wait <= 0)
+            return 0;
+        short socket_events = (empty(&down) && !down.eof ? POLLIN : 0) | (empty(&up) ? 0 : POLLOUT);
+        struct pollfd waits[] = {
+            {.fd = empty(&up) && !up.eof ? 0 : -1, .events = POLLIN},
+            {.fd = 1, .events = empty(&down) ? 0 : POLLOUT},
+            {.fd = socket_events ? server : -1, .events = socket_events},
+        };
+        if (poll(waits, 3, wait) < 0) {
+            if (errno == EINTR)
+                continue;
+            die(1, strerror(errno));
+        }
+        if (waits[1].revents & (POLLERR | POLLNVAL))
+            return 0; /* nobody reads stdout any more: the daemon is gone */
+        if (waits[1].revents & POLLOUT)
+            give(&down, 1);
+        if (waits[2].revents & POLLOUT && !empty(&up))
+            give(&up, server);
+        if (waits[2].revents & (POLLIN | POLLHUP | POLLERR) && empty(&down))
+            take(&down, server);
+        if (waits[0].revents)
+            take(&up, 0);
+    }
+}

@@ -1,0 +1,139 @@
+# ruff: noqa: INP001  # a script beside the daemon, no package
+"""Joins the stdin and stdout of a MultiLangDaemon child to mldserver: ``python -ISE bridge.py ADDRESS``.
+
+ADDRESS is HOST:PORT, [IPV6]:PORT or unix:/path. The same program as ``bridge.c``, whose opening comment states the
+contract, for machines without a compiler. It imports built-in and extension modules only, no ``socket``, ``signal`` or
+``selectors``: that keeps one process at about 2.7 MiB of private memory.
+"""
+
+import _signal  # type: ignore[import-not-found]  # built in; it has no stub
+import _socket
+import posix
+import select
+import sys
+import time
+
+BUFFER = 65536
+PIPE_BUF = 4096
+LINGER_SECONDS = 2.0
+IGNORED = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGPIPE)
+
+
+class Flow:
+    """Bytes on their way in one direction: nothing is read before the last read was passed on."""
+
+    def __init__(self) -> None:
+        self.waiting = memoryview(b"")
+        self.eof = False
+
+    def put(self, data: bytes) -> None:
+        """Take what was read; nothing read is the end."""
+        self.waiting = memoryview(data)
+        self.eof = not data
+
+    @property
+    def readable(self) -> bool:
+        """Whether there is room, and more may come."""
+        return not self.waiting and not self.eof
+
+    @property
+    def over(self) -> bool:
+        """Whether everything has been passed on, and nothing more will come."""
+        return not self.waiting and self.eof
+
+
+def connect(address: str) -> _socket.socket:
+    """Return a connected socket. Raises ValueError for what is no address, OSError when nobody is there."""
+    if address.startswith("unix:"):
+        server = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+        server.connect(address[5:])
+        return server
+    host, _, port = address.rpartition(":")
+    if not host or not port:
+        raise ValueError("not an address (HOST:PORT or unix:/path)")
+    problem = OSError("the host has no address")
+    # The host as bytes: text would load the codec for international names.
+    found = _socket.getaddrinfo(host.strip("[]").encode(), port, 0, _socket.SOCK_STREAM)
+    for family, kind, protocol, _name, where in found:
+        server = _socket.socket(family, kind, protocol)
+        try:
+            server.connect(where)
+        except OSError as error:
+            problem = error
+            server.close()
+        else:
+            return server
+    raise problem
+
+
+def relay(server: _socket.socket) -> None:
+    """Carry bytes both ways until either side has closed. Raises OSError when the connection breaks."""
+    up, down = Flow(), Flow()
+    half_closed, deadline = False, 0.0
+    while not down.over:
+        if up.over and not half_closed:
+            half_closed = True
+            server.shutdown(_socket.SHUT_WR)
+        if up.eof and not deadline:
+            deadline = time.monotonic() + LINGER_SECONDS
+        left = deadline - time.monotonic() if deadline else None
+        if left is not None and left <= 0:
+            return
+        ready = wait(up, down, server, left)
+        if ready.get(1, 0) & (select.POLLERR | select.POLLNVAL):
+            return  # nobody reads stdout any more: the daemon is gone
+        try:
+            step(up, down, server, ready)
+        except BlockingIOError:
+            continue  # no room after all; ask again
+
+
+def wait(up: Flow, down: Flow, server: _socket.socket, seconds: float | None) -> dict[int, int]:
+    """Return what each file descriptor is ready for: only what can be used now is asked for."""
+    poll = select.poll()
+    poll.register(1, select.POLLOUT if down.waiting else 0)
+    if up.readable:
+        poll.register(0, select.POLLIN)
+    events = (select.POLLIN if down.readable else 0) | (select.POLLOUT if up.waiting else 0)
+    if events:
+        poll.register(server.fileno(), events)
+    return dict(poll.poll(None if seconds is None else seconds * 1000))
+
+
+def step(up: Flow, down: Flow, server: _socket.socket, ready: dict[int, int]) -> None:
+    """Move bytes where ``ready`` allows it, without ever blocking."""
+    on_socket = ready.get(server.fileno(), 0)
+    if ready.get(1, 0) & select.POLLOUT:
+        # poll() promises this many bytes on a pipe.
+        down.waiting = down.waiting[posix.write(1, down.waiting[:PIPE_BUF]) :]
+    if on_socket & select.POLLOUT and up.waiting:
+        up.waiting = up.waiting[server.send(up.waiting, _socket.MSG_DONTWAIT) :]
+    if on_socket & ~select.POLLOUT and down.readable:
+        down.put(server.recv(BUFFER))
+    if 0 in ready:
+        up.put(posix.read(0, BUFFER))
+
+
+def main(arguments: list[str]) -> int:
+    """Run; return the exit code."""
+    for number in IGNORED:
+        _signal.signal(number, _signal.SIG_IGN)
+    if len(arguments) != 1:
+        return complain(2, "usage", "bridge HOST:PORT | unix:/path")
+    try:
+        relay(connect(arguments[0]))
+    except ValueError as error:
+        return complain(2, arguments[0], error)
+    except OSError as error:
+        return complain(1, arguments[0], error.strerror or error)
+    return 0
+
+
+def complain(code: int, address: str, what: object) -> int:
+    """Say in one line what is wrong; return the exit code."""
+    posix.write(2, f"mldserver bridge: {address}: {what}\n".encode())
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

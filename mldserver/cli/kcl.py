@@ -1,0 +1,157 @@
+"""``mldserver kcl``: the real Java MultiLangDaemon, connected to a running server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Parameter
+
+from mldserver.clock import SystemClock
+from mldserver.config import resolve
+from mldserver.errors import ConfigError
+from mldserver.kcl.bridge import bridge_command
+from mldserver.kcl.launch import prepare, private_folder
+from mldserver.kcl.parts import find_jars, find_java
+from mldserver.kcl.properties import (
+    DaemonSettings,
+    daemon_properties,
+    parse_pairs,
+    shutdown_seconds,
+    start_of,
+)
+from mldserver.kcl.restart import Backoff
+from mldserver.kcl.supervisor import Supervisor
+from mldserver.observe.logging import logging_to, reopen
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from mldserver.config import Settings
+
+__all__ = ["app"]
+
+app = App(
+    name="kcl",
+    help="""Run Amazon's Java MultiLangDaemon and connect it to a server.
+
+Needs Java 17 or later and the extra: `pip install 'mldserver[kcl]'`. AWS credentials are found as every AWS SDK finds
+them. The daemon leases the stream's shards and opens one connection for each; when it exits it is started again, after
+a delay that doubles up to a minute. Run one on every host that should share the work.
+
+Stream, region, log and Java may also come from `MLDSERVER_…` variables or `mldserver.toml`; `--connect` is then where
+the server listens.
+
+Example: `mldserver kcl --stream departures --app departures-hourly --region eu-central-1`
+
+Exit codes: 0 the daemon was stopped and ended by itself; 2 wrong settings, or no Java or jars; 3 it had to be killed.
+""",
+)
+
+
+@app.default
+def kcl(
+    *,
+    app: Annotated[str, Parameter(help="The KCL application: also the name of its lease table in DynamoDB.")],
+    stream: Annotated[str | None, Parameter(help="The Kinesis stream's name.")] = None,
+    region: Annotated[str | None, Parameter(help="The stream's AWS region.")] = None,
+    connect: Annotated[
+        str | None,
+        Parameter(name=["--connect", "--listen"], help="Where the server listens: HOST:PORT or unix:/path."),
+    ] = None,
+    initial_position: Annotated[
+        str,
+        Parameter(help="Where shards without a checkpoint start: TRIM_HORIZON, LATEST or an ISO 8601 time."),
+    ] = "TRIM_HORIZON",
+    endpoint_url: Annotated[str | None, Parameter(help="Kinesis endpoint, for emulators.")] = None,
+    dynamodb_endpoint: Annotated[str | None, Parameter(help="DynamoDB endpoint, for emulators.")] = None,
+    cloudwatch_endpoint: Annotated[str | None, Parameter(help="CloudWatch endpoint, for emulators.")] = None,
+    property: Annotated[  # noqa: A002  # the option's name
+        tuple[str, ...],
+        Parameter(
+            help="A daemon property KEY=VALUE, see deploy/mld.properties; may be repeated.", negative=""
+        ),
+    ] = (),
+    java_option: Annotated[
+        tuple[str, ...],
+        Parameter(
+            help="An option for the JVM such as -Xmx512m; may be repeated.",
+            negative="",
+            allow_leading_hyphen=True,
+        ),
+    ] = (),
+    java_home: Annotated[str | None, Parameter(help="Java's folder; none: JAVA_HOME, then PATH.")] = None,
+    log_file: Annotated[Path | None, Parameter(help="Log to this file, opened again on SIGHUP.")] = None,
+    log_level: Annotated[str | None, Parameter(help="Least level to log.")] = None,
+    log_format: Annotated[str | None, Parameter(help="auto, json or pretty.")] = None,
+    config: Annotated[Path | None, Parameter(help="Settings file instead of mldserver.toml.")] = None,
+) -> int:
+    """Run the Java MultiLangDaemon until stopped; return the exit code."""
+    given = {
+        "stream": stream,
+        "region": region,
+        "listen": connect,
+        "endpoint_url": endpoint_url,
+        "java_home": java_home,
+        "log_level": log_level,
+        "log_format": log_format,
+        # This command runs no handler, but the table of settings asks for one.
+        "handler": "kcl",
+    }
+    settings = resolve(given, environ=os.environ, folder=Path.cwd(), config=config)
+    # Never the server's log file: two processes would rotate it.
+    settings = replace(settings, log_file=log_file)
+    wanted = DaemonSettings(
+        stream=_required("stream", settings.stream),
+        app=app,
+        region=_required("region", settings.region),
+        executable="",
+        position=start_of(initial_position),
+        endpoint_url=settings.endpoint_url,
+        dynamodb_endpoint=dynamodb_endpoint,
+        cloudwatch_endpoint=cloudwatch_endpoint,
+        extra=parse_pairs(property),
+    )
+    with private_folder() as folder:
+        properties = daemon_properties(replace(wanted, executable=bridge_command(settings.listen, folder)))
+        with logging_to(settings):
+            return asyncio.run(_run(settings, folder, properties, java_option))
+
+
+def _required(name: str, value: str | None) -> str:
+    if not value:
+        raise ConfigError(f"No {name} was given.", advice=f"Use --{name}, or set MLDSERVER_{name.upper()}.")
+    return value
+
+
+async def _run(
+    settings: Settings, folder: Path, properties: Mapping[str, str], java_options: tuple[str, ...]
+) -> int:
+    java = await find_java(str(settings.java_home) if settings.java_home else None, os.environ)
+    launch = prepare(
+        folder,
+        java=java.command,
+        jars=find_jars(),
+        properties=properties,
+        java_options=java_options,
+        environment=os.environ,
+    )
+    supervisor = Supervisor(
+        launch.tethered,
+        environment=launch.environment,
+        backoff=Backoff(),
+        grace=shutdown_seconds(properties) + settings.close_timeout,
+        clock=SystemClock(),
+        chance=random.SystemRandom().random,
+        told={"java": java.version, "properties": properties, "command": [launch.java, *java_options]},
+    )
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, supervisor.stop)
+    loop.add_signal_handler(signal.SIGHUP, reopen)
+    return await supervisor.run()

@@ -1,0 +1,6 @@
+"""Runs the real Java MultiLangDaemon beside the server: ``mldserver kcl``.
+
+``properties.py``, ``logs.py`` and ``restart.py`` are synchronous cores: the daemon's settings as text, its log lines as
+events, and how long to wait before it starts again. ``parts.py`` and ``bridge.py`` find Java, jars and bridge on this
+machine, ``launch.py`` puts the command together, ``supervisor.py`` keeps the process alive.
+"""

@@ -1,0 +1,109 @@
+"""The Java daemon's output as log events: a synchronous parser, and the logback settings that it reads.
+
+Logback writes one line an event, its fields between tabs, line ends in it replaced by U+2028. Everything else on the
+pipe comes from the JVM itself (or from before logback was up); there, lines of a stack trace are joined.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["LOGBACK_XML", "LogEvent", "LogParser"]
+
+MARK: Final = "MLD"
+LINE_END: Final = "\u2028"
+LONGEST: Final = 64 * 1024
+"""Bytes of a line that are kept; the KCL now and then logs whole lists of leases."""
+
+LOGBACK_XML: Final = f"""\
+<configuration>
+  <statusListener class="ch.qos.logback.core.status.NopStatusListener"/>
+  <appender name="stdout" class="ch.qos.logback.core.ConsoleAppender">
+    <encoder>
+      <charset>UTF-8</charset>
+      <pattern>{MARK}\t%level\t%logger\t%replace(%msg%n%ex){{'[\\r\\n]+', '{LINE_END}'}}%nopex%n</pattern>
+    </encoder>
+  </appender>
+  <root level="INFO"><appender-ref ref="stdout"/></root>
+</configuration>
+"""
+
+LEVELS: Final = {"TRACE": "debug", "DEBUG": "debug", "INFO": "info", "WARN": "warning", "ERROR": "error"}
+
+_CONTINUES: Final = re.compile(r"\s|Caused by:|Suppressed:|\.\.\. \d+ more")
+_FAILURE: Final = re.compile(r"#|Exception in thread|.*\b[A-Z]\w*(Exception|Error)\b")
+
+
+@dataclass(frozen=True, slots=True)
+class LogEvent:
+    """One event of the daemon's log."""
+
+    level: str
+    """``debug``, ``info``, ``warning`` or ``error``."""
+    logger: str
+    """The Java class that logged; ``jvm`` for the JVM's own output."""
+    text: str
+    """The message; a stack trace follows on further lines."""
+
+
+class LogParser:
+    """Bytes in, events out. The JVM's own lines wait for those that belong to them; ``flush`` ends the wait."""
+
+    def __init__(self) -> None:
+        self._partial = b""
+        self._cut = False
+        self._raw: list[str] = []
+
+    @property
+    def waiting(self) -> bool:
+        """Whether ``flush`` would give an event."""
+        return bool(self._raw)
+
+    def feed(self, data: bytes) -> list[LogEvent]:
+        """Return the events that ``data``, in any chunking, completes."""
+        events: list[LogEvent] = []
+        *lines, rest = data.split(b"\n")
+        for line in lines:
+            self._keep(line)
+            events += self._line(self._partial.decode("utf-8", "replace").removesuffix("\r"))
+            self._partial, self._cut = b"", False
+        self._keep(rest)
+        return events
+
+    def end(self) -> list[LogEvent]:
+        """Return what is left when the JVM is gone."""
+        events = self._line(self._partial.decode("utf-8", "replace")) if self._partial else []
+        self._partial = b""
+        return events + self.flush()
+
+    def flush(self) -> list[LogEvent]:
+        """Return the JVM's own lines as an event: nothing more belongs to them."""
+        lines, self._raw = self._raw, []
+        if not lines:
+            return []
+        level = "error" if _FAILURE.match(lines[0]) else "warning"
+        return [LogEvent(level, "jvm", "\n".join(lines))]
+
+    def _keep(self, piece: bytes) -> None:
+        room = LONGEST - len(self._partial)
+        if len(piece) > room and not self._cut:
+            self._cut = True
+            self._partial += piece[:room] + " … cut".encode()
+        elif not self._cut:
+            self._partial += piece
+
+    def _line(self, line: str) -> list[LogEvent]:
+        fields = line.split("\t", 3)
+        if len(fields) == 4 and fields[0] == MARK:  # noqa: PLR2004  # the pattern's four fields
+            text = fields[3].rstrip(LINE_END + " ").replace(LINE_END, "\n")
+            return [*self.flush(), LogEvent(LEVELS.get(fields[1], "warning"), fields[2], text)]
+        if not line.strip():
+            return []
+        if self._raw and (_CONTINUES.match(line) or self._raw[0].startswith("#")):
+            self._raw.append(line)
+            return []
+        events = self.flush()
+        self._raw.append(line)
+        return events

@@ -1,0 +1,174 @@
+"""Keeps the Java daemon running: starts it, passes its log on, starts it again when it exits, stops it in order.
+
+The daemon's JVM exits whenever one of its connections fails, and never tries again by itself: restarting it is the
+normal way back after a server was restarted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from asyncio import subprocess
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from mldserver.errors import OperatorError
+from mldserver.kcl.logs import LogParser
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+
+    from mldserver.clock import Clock
+    from mldserver.kcl.logs import LogEvent
+    from mldserver.kcl.restart import Backoff
+
+__all__ = ["EXIT_CLEAN", "EXIT_FORCED", "Supervisor"]
+
+log = structlog.get_logger("mldserver")
+
+EXIT_CLEAN: Final = 0
+EXIT_FORCED: Final = 3
+CHUNK: Final = 64 * 1024
+JOIN_SECONDS: Final = 0.2
+"""A line of the JVM's own that nothing follows for this long is complete."""
+DRAIN_SECONDS: Final = 2.0
+"""What the JVM wrote before it exited is read within this time, even when a child of it holds the pipe open."""
+
+
+class Supervisor:
+    """One daemon, again and again, until it is told to stop."""
+
+    def __init__(
+        self,
+        command: Callable[[], Sequence[str]],
+        *,
+        environment: Mapping[str, str],
+        backoff: Backoff,
+        grace: float,
+        clock: Clock,
+        chance: Callable[[], float],
+        told: Mapping[str, Any],
+    ) -> None:
+        """``command`` gives the daemon's command line, ``grace`` (seconds) is what its end may take after SIGTERM.
+
+        ``chance`` gives numbers from 0 to 1; ``told`` are the fields of the event ``kcl.starting``.
+        """
+        self._command = command
+        self._environment = environment
+        self._backoff = backoff
+        self._grace = grace
+        self._clock = clock
+        self._chance = chance
+        self._told = told
+        self._stopping = asyncio.Event()
+        self._forced = asyncio.Event()
+        self._starts = 0
+
+    def stop(self) -> None:
+        """Ask for the end: the daemon gets SIGTERM and its grace; asked again, it is killed."""
+        if self._stopping.is_set():
+            self._forced.set()
+        self._stopping.set()
+
+    async def run(self) -> int:
+        """Run until stopped. Returns the exit code: 0 after the daemon's own end, 3 when it had to be killed.
+
+        Raises OperatorError when the command cannot be started at all.
+        """
+        while not self._stopping.is_set():
+            began = self._clock.now_ms()
+            code = await self._once()
+            ran = (self._clock.now_ms() - began) / 1000
+            if self._stopping.is_set():
+                log.info("kcl.exited", exit_code=code, seconds=ran)
+                break
+            delay = self._backoff.delay(ran=ran, chance=self._chance())
+            log.warning("kcl.exited", exit_code=code, seconds=ran, delay_seconds=round(delay, 3))
+            await _first(self._stopping.wait(), self._clock.sleep(delay))
+        return EXIT_FORCED if self._forced.is_set() else EXIT_CLEAN
+
+    async def _once(self) -> int:
+        """Run the daemon once; return its exit code (negative: the signal that ended it)."""
+        self._starts += 1
+        log.info("kcl.starting", start=self._starts, **self._told)
+        command = self._command()
+        try:
+            process = await subprocess.create_subprocess_exec(
+                *command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=dict(self._environment),
+                # Ctrl-C reaches this process only; the daemon is told in order.
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise OperatorError(f"{command[0]} cannot be started: {error.strerror}.") from error
+        assert process.stdout is not None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                pump = tasks.create_task(_pass_on(process.stdout))
+                stopper = tasks.create_task(self._end(process))
+                code = await process.wait()
+                stopper.cancel()
+                await asyncio.wait({pump}, timeout=DRAIN_SECONDS)
+                pump.cancel()
+        finally:
+            # Bridges that outlive their JVM, and the JVM itself when this task is cancelled.
+            _kill_group(process.pid)
+            await process.wait()
+        return code
+
+    async def _end(self, process: subprocess.Process) -> None:
+        await self._stopping.wait()
+        if not self._forced.is_set():
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+            await _first(self._forced.wait(), self._clock.sleep(self._grace))
+        self._forced.set()
+        _kill_group(process.pid)
+
+
+async def _first(*waits: Awaitable[Any]) -> None:
+    """Return when one of the waits is over; the others are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _kill_group(group: int) -> None:
+    """Kill what is left of a process group; it is the daemon's own session."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
+async def _pass_on(output: asyncio.StreamReader) -> None:
+    parser = LogParser()
+    try:
+        while data := await _read(output, parser):
+            _write(parser.feed(data))
+    finally:
+        _write(parser.end())
+
+
+async def _read(output: asyncio.StreamReader, parser: LogParser) -> bytes:
+    """Read a chunk; meanwhile a line that waits for its continuation is given up for complete."""
+    if parser.waiting:
+        try:
+            async with asyncio.timeout(JOIN_SECONDS):
+                return await output.read(CHUNK)
+        except TimeoutError:
+            _write(parser.flush())
+    return await output.read(CHUNK)
+
+
+def _write(events: Iterable[LogEvent]) -> None:
+    for event in events:
+        getattr(log, event.level)("kcl.log", logger=event.logger, text=event.text)
