@@ -44,6 +44,11 @@ class WindowResult:
 class Engine(Protocol):
     """Computes windows, for as long as the server lives."""
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether a job would start at once; turns False when the engine dies, True again when it is back."""
+        ...
+
     async def run(self) -> None:
         """Live: start, stay ready, and start afresh when something dies. Returns only when cancelled or closed.
 

@@ -1,0 +1,87 @@
+"""The class-data archive: Spark's classes, parsed and laid out once, mapped into memory at every later start.
+
+A JVM spends half of Spark's start on loading some 20,000 classes. Java can write them to a file when it exits
+(``-XX:ArchiveClassesAtExit``) and map that file at later starts (``-XX:SharedArchiveFile``); the JVM checks class path,
+jars and build of Java itself, and goes on without the file when anything is off. Writing costs a start that is 1.4
+times as slow and an exit as long as the start, so it is never left to a driver that somebody waits for: a driver of
+its own, at the lowest priority, makes the archive later and exits. The file gets its name when it is complete.
+
+What it brings, from nothing to the first computed window, one run each on a quiet machine with two cores, Java 17
+and pyspark 4.3 (without archive = 1): with archive 0.5; ``quick`` options (C1 compiler only, serial collector) 0.76;
+both 0.37. The file has about 170 MB.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from mldserver.spark.java import Java
+
+__all__ = ["archive_path", "default_cache", "discard", "keep", "unfinished"]
+
+_KEPT = 3
+"""Archives in the cache beyond which the oldest go: an upgrade leaves the file of the version before."""
+
+_SHAPING = ("spark.driver.memory", "spark.driver.extraClassPath", "spark.driver.extraJavaOptions")
+"""Settings that change the JVM so much that it may decline the archive of another."""
+
+
+def default_cache(environment: Mapping[str, str]) -> Path:
+    """Return the cache directory by the XDG rules: ``$XDG_CACHE_HOME/mldserver``, else ``~/.cache/mldserver``."""
+    root = environment.get("XDG_CACHE_HOME", "")
+    # The XDG specification has relative paths ignored.
+    base = (
+        Path(root) if root.startswith("/") else Path(environment.get("HOME") or "~").expanduser() / ".cache"
+    )
+    return base / "mldserver"
+
+
+def archive_path(
+    cache: Path, java: Java, conf: Mapping[str, str], environment: Mapping[str, str], *, quick: bool
+) -> Path:
+    """Return where the archive for this Java, this Spark and these JVM options lies, or would lie."""
+    found = importlib.util.find_spec("pyspark")
+    place = environment.get("SPARK_HOME") or (found.origin if found and found.origin else "")
+    version = importlib.metadata.version("pyspark")
+    told = [java.version, os.path.realpath(java.command), version, place, str(quick)]
+    told += [f"{name}={conf[name]}" for name in _SHAPING if name in conf]
+    key = hashlib.sha256("\n".join(told).encode()).hexdigest()[:12]
+    readable = re.sub(r"[^\w.-]", "_", version)
+    return cache / f"spark-{readable}-java-{java.major}-{key}.jsa"
+
+
+def unfinished(archive: Path) -> Path:
+    """Return the name under which this process writes the archive until it is complete."""
+    return archive.with_name(f"{archive.name}.{os.getpid()}.tmp")
+
+
+def keep(archive: Path) -> bool:
+    """Give the archive its name now that it is complete, and drop the oldest others. False when none was written.
+
+    Raises OSError.
+    """
+    written = unfinished(archive)
+    if not written.is_file() or written.stat().st_size == 0:
+        return False
+    written.replace(archive)
+    others = sorted(archive.parent.glob("spark-*.jsa"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for old in others[_KEPT:]:
+        old.unlink(missing_ok=True)
+    return True
+
+
+def discard(archive: Path) -> None:
+    """Remove what an interrupted writing left behind, of this process or of dead ones. Raises OSError."""
+    for left in archive.parent.glob(f"{archive.name}.*.tmp"):
+        owner = left.name.removesuffix(".tmp").rpartition(".")[2]
+        if left == unfinished(archive) or not (owner.isdigit() and Path(f"/proc/{owner}").exists()):
+            left.unlink(missing_ok=True)

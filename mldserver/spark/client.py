@@ -1,0 +1,297 @@
+"""``SparkEngine``: keeps a Spark driver alive for as long as the server lives, and hands it windows.
+
+    starting ──Started──▶ warming ──Warm──▶ ready ──end of the socket──▶ restarting ──back-off──▶ starting
+
+A driver is one child process with its JVM (``driver.py``). Whatever goes wrong with it, the answer is the same: kill
+its process group, tell those who wait for a job (DriverLost), and start a fresh one after a back-off that grows until
+a job has succeeded again. Java that is missing, a handler that cannot be imported, or a session that never comes up on
+this very machine, are not waited for: ``run`` raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+
+from mldserver.clock import Clock, SystemClock
+from mldserver.errors import DriverLost, HandlerInvalid, OperatorError
+from mldserver.spark import archive
+from mldserver.spark.engine import WindowJob, WindowResult
+from mldserver.spark.java import Java, probe
+from mldserver.spark.life import Life, happens
+from mldserver.spark.process import DriverProcess, driver_command
+from mldserver.spark.session import environment, is_connect, is_local
+from mldserver.spark.trainer import train
+from mldserver.spark.wire import Start, StartFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["SparkEngine"]
+
+log = structlog.get_logger("mldserver")
+
+_BACKOFF_SECONDS = 1.0
+_BACKOFF_CAP_SECONDS = 60.0
+
+_FIRST_STARTS = 3
+"""Starts of a local Spark that may fail, before the first success, until the settings are held to be wrong."""
+
+_SCRATCH = "spark-"
+"""How the names of the drivers' scratch directories begin."""
+
+
+class SparkEngine:
+    """``mldserver.spark.engine.Engine`` on a Spark driver in a child process."""
+
+    def __init__(
+        self,
+        handler_path: str,
+        schema_ddl: str,
+        *,
+        master: str = "local[*]",
+        conf: Mapping[str, str] | None = None,
+        ui: bool = False,
+        java_home: str | None = None,
+        cache_dir: str | Path | None = None,
+        work_dir: str | Path | None = None,
+        python_path: Sequence[str] | None = None,
+        concurrency: int = 1,
+        job_deadline: float | None = None,
+        start_deadline: float = 600,
+        cancel_grace: float = 10,
+        stop_grace: float = 10,
+        quick: bool = False,
+        archive_after: float | None = 60,
+        clock: Clock | None = None,
+        command: Sequence[str] | None = None,
+    ) -> None:
+        """Take plain settings; nothing is started. Times are in seconds.
+
+        ``work_dir``: a directory for scratch space, which a cluster (and a Spark Connect server) must see under the
+        same path, as it must see segments and staging; default: the machine's own temporary directory.
+        ``python_path``: folders that are importable in the driver and in Spark's workers; default: the working
+        directory. ``job_deadline``: what a window's job may take; None: for ever. ``quick``: see ``session.py``.
+        ``archive_after``: how long the driver must have been ready until a class archive is made where none is yet;
+        None: never. ``command``: what is started instead of our driver.
+        """
+        self._handler = handler_path
+        self._schema = schema_ddl
+        self._master = master
+        self._conf = dict(conf or {})
+        self._ui = ui
+        self._java_home = java_home
+        self._cache = Path(cache_dir) if cache_dir is not None else archive.default_cache(os.environ)
+        self._work = Path(work_dir).absolute() if work_dir is not None else None
+        self._python_path = tuple(python_path) if python_path is not None else (str(Path.cwd()),)
+        self._concurrency = concurrency
+        self._job_deadline = job_deadline
+        self._start_deadline = start_deadline
+        self._cancel_grace = cancel_grace
+        self._stop_grace = stop_grace
+        self._quick = quick
+        self._archive_after = archive_after
+        self._clock: Clock = clock or SystemClock()
+        self._command = list(command) if command is not None else driver_command()
+        self._slots = asyncio.Semaphore(concurrency)
+        self._changed = asyncio.Event()
+        """Set and replaced at each change of ``_ready_life`` or ``_over``."""
+        self._life: Life | None = None
+        self._ready_life: Life | None = None
+        self._over: str | None = None
+        """Why no job will ever run again."""
+        self._running = False
+        self._closing = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._starts = 0
+        self._was_ready = False
+
+    @property
+    def phase(self) -> str:
+        """``starting``, ``warming``, ``ready``, ``restarting`` or ``closed``: what there is to wait for."""
+        if self._over is not None:
+            return "closed"
+        if self._ready_life is not None:
+            return "ready"
+        if self._life is None:
+            return "restarting" if self._starts else "starting"
+        return "starting" if self._life.started is None else "warming"
+
+    async def run(self) -> None:
+        """Live until closed or cancelled.
+
+        Raises JavaError when Java is missing or too old, HandlerInvalid when the driver cannot import the handler,
+        OperatorError when a local session cannot be made.
+        """
+        self._running = True
+        over = "The engine is closed."
+        try:
+            java = None if is_connect(self._master) else await probe(self._java_home, os.environ)
+            await asyncio.to_thread(self._sweep)
+            await self._keep_alive(java)
+        except BaseException as error:
+            over = f"The engine ended: {error}"
+            raise
+        finally:
+            self._over = over
+            self._running = False
+            self._announce(None)
+            self._ended.set()
+
+    async def ready(self) -> None:
+        """Return when a job would start at once. Raises DriverLost when the engine has ended."""
+        await self._ready()
+
+    async def compute(self, job: WindowJob) -> WindowResult:
+        """Run one attempt, waiting for a driver and for a free slot first. See ``Engine.compute``."""
+        began = time.monotonic()
+        async with self._slots:
+            life = await self._ready()
+            done = await life.compute(job, self._job_deadline)
+        return WindowResult(done.files, done.rows, time.monotonic() - began)
+
+    async def close(self) -> None:
+        """Stop the driver in good order within the grace, kill it beyond. No process is left on return."""
+        self._closing.set()
+        if not self._running:
+            return
+        if self._life is not None:
+            self._life.stop()
+        try:
+            async with asyncio.timeout(self._stop_grace):
+                await self._ended.wait()
+        except TimeoutError:
+            if self._life is not None:
+                self._life.kill("Spark did not stop in time.")
+            await self._ended.wait()
+
+    async def _ready(self) -> Life:
+        while self._ready_life is None:
+            if self._over is not None:
+                raise DriverLost("No Spark driver will come any more.", did=self._over)
+            await self._changed.wait()
+        return self._ready_life
+
+    def _announce(self, life: Life | None) -> None:
+        self._ready_life = life
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _keep_alive(self, java: Java | None) -> None:
+        delay = _BACKOFF_SECONDS
+        while not self._closing.is_set():
+            reason, exit_code = "", None
+            try:
+                life = await self._one_life(java)
+            except OSError as error:
+                reason = f"No process could be started: {error}"
+            else:
+                if self._closing.is_set():
+                    return
+                self._give_up(life)
+                delay = _BACKOFF_SECONDS if life.jobs_done else delay
+                reason, exit_code = life.reason(), life.exit_code
+            log.error("spark.lost", reason=reason, exit_code=exit_code, delay_seconds=delay)
+            await happens(self._closing, self._clock, delay)
+            delay = min(_BACKOFF_CAP_SECONDS, delay * 2)
+
+    def _give_up(self, life: Life) -> None:
+        """Raise when another start cannot end better than the last."""
+        failed = life.failed
+        if self._was_ready or failed is None:
+            return
+        if failed.fault == "handler":
+            raise HandlerInvalid(failed.message, handler=self._handler, traceback=failed.traceback)
+        if failed.fault == "operator" or (is_local(self._master) and self._starts >= _FIRST_STARTS):
+            raise _cannot_start(failed, self._master)
+
+    async def _one_life(self, java: Java | None) -> Life:
+        """Start a driver and see it through to its end. Raises OSError when there is none to start."""
+        self._starts += 1
+        began = time.monotonic()
+        start, wanted = await asyncio.to_thread(self._plan, java)
+        log.info(
+            "spark.starting", master=self._master, java=java.version if java else None, start=self._starts
+        )
+        try:
+            process = await DriverProcess.start(self._command, self._environment(start, java))
+            self._life = life = Life(process, start, self._clock, cancel_grace=self._cancel_grace)
+            if self._closing.is_set():
+                life.kill("The engine is closing.")
+            async with asyncio.TaskGroup() as tasks:
+                follow = tasks.create_task(self._follow(life, began, java, wanted))
+                await life.live(self._start_deadline)
+                follow.cancel()
+        finally:
+            self._life = None
+            self._announce(None)
+            await asyncio.to_thread(shutil.rmtree, start.scratch, ignore_errors=True)
+        return life
+
+    async def _follow(self, life: Life, began: float, java: Java | None, wanted: Path | None) -> None:
+        """Say when the driver is ready; later, make the class archive that is ``wanted``."""
+        await life.warm.wait()
+        self._was_ready = True
+        self._announce(life)
+        started = life.started
+        log.info(
+            "spark.ready",
+            seconds=round(time.monotonic() - began, 3),
+            spark_version=started.spark_version if started else None,
+            ui=started.ui if started else None,
+        )
+        if wanted is not None and self._archive_after is not None:
+            await self._clock.sleep(self._archive_after)
+            start = await asyncio.to_thread(self._start, str(wanted), train=True)
+            await train(start, self._command, self._environment(start, java), self._clock)
+
+    def _plan(self, java: Java | None) -> tuple[Start, Path | None]:
+        """Return how to start a driver, and the class archive that is wanted but not there yet."""
+        path = (
+            None
+            if java is None
+            else archive.archive_path(self._cache, java, self._conf, os.environ, quick=self._quick)
+        )
+        if path is not None and path.is_file():
+            return self._start(str(path), train=False), None
+        return self._start(None, train=False), path
+
+    def _start(self, archived: str | None, *, train: bool) -> Start:
+        if self._work is not None:
+            self._work.mkdir(parents=True, exist_ok=True)
+        return Start(
+            handler="" if train else self._handler,
+            schema=self._schema,
+            master="local[1]" if train else self._master,
+            scratch=tempfile.mkdtemp(prefix=_SCRATCH, dir=self._work),
+            conf=self._conf,
+            python_path=self._python_path,
+            ui=self._ui and not train,
+            quick=self._quick,
+            archive=archived,
+            train=train,
+            concurrency=self._concurrency,
+        )
+
+    def _environment(self, start: Start, java: Java | None) -> dict[str, str]:
+        return environment(start, os.environ, java_home=java.home if java else None)
+
+    def _sweep(self) -> None:
+        """Remove scratch directories of drivers whose server was killed. The directory is this server's own."""
+        if self._work is not None:
+            for left in self._work.glob(f"{_SCRATCH}*"):
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def _cannot_start(failed: StartFailed, master: str) -> OperatorError:
+    advice = "Look at the settings spark_master and spark_conf."
+    if failed.error == "PySparkImportError" or "grpc" in failed.message:
+        advice = "Spark Connect needs more packages: pip install 'mldserver[connect]'."
+    return OperatorError(f"Spark cannot start on {master}: {failed.error}: {failed.message}", advice=advice)

@@ -1,0 +1,214 @@
+"""The Spark driver's process: ``python -m mldserver.spark.driver --fd N``, a child of the server.
+
+The main thread does nothing but read messages, so that it always notices when the server is gone; the session is
+made, and windows run, in other threads. The process leads a process group that holds the JVM too. Whatever ends it in
+disorder (the socket closes, the JVM dies, bytes that are no message) kills the whole group at once: there is nothing
+to save, since only the ledger's commits count.
+
+Standard output and standard error belong to Spark and to the user's code; the server reads them as text. Messages go
+over the socket alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mldserver.coordinator.windows import Window
+from mldserver.errors import HandlerError, MldserverError
+from mldserver.spark import archive
+from mldserver.spark.engine import WindowJob
+from mldserver.spark.faults import describe
+from mldserver.spark.handler import Pipeline, pipeline_of
+from mldserver.spark.session import Session, open_session
+from mldserver.spark.wire import (
+    Cancel,
+    Decoder,
+    Log,
+    Message,
+    Run,
+    Start,
+    Started,
+    StartFailed,
+    Stop,
+    Warm,
+    WireError,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from mldserver.spark.jobs import Jobs
+
+__all__ = ["Driver", "main"]
+
+
+class Driver:
+    """One driver's life: Start, jobs, Stop."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Speak over ``sock``."""
+        self._sock = sock
+        self._sending = threading.Lock()
+        self._start: Start | None = None
+        self._session: Session | None = None
+        self._jobs: Jobs | None = None
+        self._stopping = False
+
+    def send(self, message: Message) -> None:
+        """Send from any thread. When the server is gone, the main thread sees it too and acts."""
+        data = encode(message)
+        with self._sending, contextlib.suppress(OSError):
+            self._sock.sendall(data)
+
+    def run(self) -> None:
+        """Read messages until the process ends."""
+        decoder = Decoder()
+        try:
+            while data := self._sock.recv(1 << 16):
+                for message in decoder.feed(data):
+                    self._take(message)
+        except (OSError, WireError) as error:
+            print(f"the server's messages cannot be read: {error}", file=sys.stderr)  # noqa: T201  # the log's way out
+        self.die()
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case Start():
+                self._start = message
+                threading.Thread(target=self._open, args=(message,), name="start", daemon=True).start()
+            case Run() if self._jobs is not None:
+                self._jobs.start(message)
+            case Cancel() if self._jobs is not None:
+                # In a thread: py4j waits for the JVM's answer, and this thread must go on reading.
+                threading.Thread(
+                    target=self._jobs.cancel, args=(message.id,), name="cancel", daemon=True
+                ).start()
+            case Stop():
+                self._stopping = True
+                threading.Thread(target=self._stop, name="stop", daemon=True).start()
+            case _:
+                raise WireError(f"{type(message).__name__} does not come now")
+
+    def _open(self, start: Start) -> None:
+        try:
+            jobs = self._make_ready(start)
+        except BaseException as error:  # noqa: BLE001  # importing the user's module may raise anything
+            self._start_failed(error)
+            self.die()
+        self._jobs = jobs
+        self.send(Warm())
+        if not self._session_of().connect:
+            jobs.watch()
+
+    def _make_ready(self, start: Start) -> Jobs:
+        """Load the handler, make the session, warm it up. The handler comes first: its errors are the quickest."""
+        from mldserver.spark.jobs import Jobs  # noqa: PLC0415  # imports belong to what may fail
+        from mldserver.spark.window_job import warm_up  # noqa: PLC0415  # see above
+
+        sys.path[:0] = [entry for entry in start.python_path if entry not in sys.path]
+        if start.train:
+            os.nice(19)
+        pipeline = _load(start)
+        session = self._session = open_session(start)
+        if session.jvm is not None:
+            threading.Thread(target=self._watch_jvm, args=(session,), name="jvm", daemon=True).start()
+        self.send(Started(session.spark.version, session.ui))
+        warm = Path(start.scratch) / "warm-up"
+        job = WindowJob(Window("warm-up", None, None), 0, (str(warm / "segment"),), str(warm / "out"), 1, 1)
+        warm_up(session.spark, start.schema, job, session.cores)
+        shutil.rmtree(warm, ignore_errors=True)
+        return Jobs(session, start.schema, pipeline, self.send, concurrency=start.concurrency)
+
+    def _start_failed(self, error: BaseException) -> None:
+        fault = describe(error)
+        if isinstance(error, HandlerError):
+            whose, told = "handler", str(error.where.get("traceback", fault.traceback))
+        else:
+            whose = "operator" if isinstance(error, (ImportError, MldserverError)) else "spark"
+            told = fault.traceback
+        self.send(StartFailed(whose, fault.error, fault.message, told))
+
+    def _session_of(self) -> Session:
+        assert self._session is not None
+        return self._session
+
+    def _watch_jvm(self, session: Session) -> None:
+        assert session.jvm is not None
+        code = session.jvm.wait()
+        if not self._stopping:
+            self.send(Log("error", f"The JVM is gone (exit code {code})."))
+            self.die()
+
+    def _stop(self) -> None:
+        """Stop in good order: the server waits, and kills when it takes too long."""
+        if self._session is None or self._jobs is None:
+            self.die()
+        session, start = self._session, self._start
+        assert session is not None
+        assert start is not None
+        try:
+            session.stop()
+            code = 0 if session.jvm is None else session.jvm.wait()
+            if start.train and start.archive is not None and code == 0:
+                archive.keep(Path(start.archive))
+        except Exception as error:  # noqa: BLE001  # whatever it is, the process ends now, and all of its group
+            self.send(Log("warning", f"Spark did not stop in good order: {describe(error).message}"))
+            self.die()
+        self._leave(0)
+
+    def die(self) -> None:
+        """End at once, with the JVM and all else in the process group. Does not return."""
+        session = self._session
+        if session is not None and session.jvm is not None:
+            session.jvm.kill()
+        self._tidy()
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
+        os._exit(1)
+
+    def _leave(self, code: int) -> None:
+        self._tidy()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # threads of cancelled jobs may still hang in user code
+
+    def _tidy(self) -> None:
+        if self._start is not None:
+            shutil.rmtree(self._start.scratch, ignore_errors=True)
+
+
+def _load(start: Start) -> Pipeline:
+    from mldserver.runtime.loader import load  # noqa: PLC0415  # imports belong to what may fail
+
+    if not start.handler:
+        return Pipeline(None)
+    directory = start.python_path[0] if start.python_path else None
+    return pipeline_of(load(start.handler, directory=directory).target)
+
+
+def main() -> None:
+    """Run a driver on an inherited socket. Never returns."""
+    parser = argparse.ArgumentParser(
+        prog="mldserver.spark.driver", description="A child of mldserver; not for people."
+    )
+    parser.add_argument("--fd", type=int, required=True, help="the inherited end of a socket pair")
+    sock = socket.socket(fileno=parser.parse_args().fd)
+    os.set_inheritable(sock.fileno(), False)
+    # Ctrl-C on a terminal is for the server; it stops this process in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # whatever replaced it is left alone
+    Driver(sock).run()
+
+
+if __name__ == "__main__":
+    main()

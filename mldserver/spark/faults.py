@@ -1,0 +1,82 @@
+"""What went wrong in a window's job, told for the person who wrote ``on_window``.
+
+A failed call into Spark brings fifty lines of py4j and Java with it. What helps is the sentence of the innermost
+error and the user's own frames; that is what is kept.
+"""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+__all__ = ["Fault", "describe"]
+
+from dataclasses import dataclass
+
+_LIMIT = 20_000
+"""Characters of a message or a traceback: a query plan in an error can have megabytes."""
+
+_MACHINERY = (
+    f"{Path(__file__).parent}/",
+    "/pyspark/",
+    "/py4j/",
+    "/concurrent/futures/",
+    "/asyncio/",
+    "<frozen ",
+)
+"""Parts of file names of frames that are not the user's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """An error as it is told: class, sentence, the user's frames."""
+
+    error: str
+    message: str
+    traceback: str
+
+
+def describe(error: BaseException) -> Fault:
+    """Return what to tell of ``error``."""
+    return Fault(type(error).__name__, message(error), user_traceback(error))
+
+
+def message(error: BaseException) -> str:
+    """Return an error's text without the Java stack below it."""
+    text = str(error)
+    # An exception raised in Java carries "\n\tat package.Class.method" lines, Spark's own a "JVM stacktrace:" part.
+    for marker in ("\nJVM stacktrace:", "\n\tat ", "\nDriver stacktrace:"):
+        text = text.partition(marker)[0]
+    return _clip(text.strip() or type(error).__name__)
+
+
+def _is_users(frame: traceback.FrameSummary) -> bool:
+    return not any(part in frame.filename for part in _MACHINERY)
+
+
+def _told(error: BaseException, seen: set[int]) -> list[str]:
+    lines: list[str] = []
+    seen.add(id(error))
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if before is not None and id(before) not in seen:
+        earlier = _told(before, seen)
+        joint = "was the direct cause of" if error.__cause__ else "was being handled during"
+        lines += [*earlier, f"\nThe error above {joint} the one below:\n\n"]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame)]
+    if frames:
+        lines += ["Traceback (most recent call last):\n", *traceback.format_list(frames)]
+    kind = type(error)
+    name = (
+        kind.__name__ if kind.__module__ in {"builtins", "__main__"} else f"{kind.__module__}.{kind.__name__}"
+    )
+    lines.append(f"{name}: {message(error)}\n")
+    return lines
+
+
+def user_traceback(error: BaseException) -> str:
+    """Return the traceback with the user's frames only, causes first, as Python writes it."""
+    return _clip("".join(_told(error, set())).rstrip())
+
+
+def _clip(text: str) -> str:
+    return text if len(text) <= _LIMIT else f"{text[:_LIMIT]} … ({len(text)} characters)"

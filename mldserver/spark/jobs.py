@@ -1,0 +1,145 @@
+"""The jobs of one driver: each in a thread of its own, cancelled and watched from others. Runs in the driver's process.
+
+py4j binds a Python thread to a Java thread, and job groups and tags belong to the Java thread: so a job sets its own,
+in the thread that runs it. Cancelling goes by them from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from mldserver.spark.faults import describe
+from mldserver.spark.window_job import Output, run_window
+from mldserver.spark.wire import Done, FailedJob, Message, Progress, Run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from mldserver.spark.handler import Pipeline
+    from mldserver.spark.session import Session
+
+__all__ = ["Jobs"]
+
+_PROGRESS_SECONDS = 0.5
+
+
+@dataclass(slots=True)
+class _Job:
+    run: Run
+    group: str
+    """Never used twice: Spark remembers cancelled groups and refuses their later jobs."""
+    cancelled: bool = False
+    running: bool = False
+    told: tuple[int, int, int] | None = field(default=None)
+    """The progress that was sent last."""
+
+
+class Jobs:
+    """Runs what the server asks for, ``concurrency`` at a time, and answers each Run exactly once."""
+
+    def __init__(
+        self,
+        session: Session,
+        schema: str,
+        pipeline: Pipeline,
+        send: Callable[[Message], None],
+        *,
+        concurrency: int,
+    ) -> None:
+        """Use ``send`` from any thread."""
+        self._session = session
+        self._schema = schema
+        self._pipeline = pipeline
+        self._send = send
+        self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="window")
+        self._lock = threading.Lock()
+        self._jobs: dict[int, _Job] = {}
+
+    def start(self, run: Run) -> None:
+        """Take a job; it begins when a thread is free."""
+        job = _Job(run, f"mldserver-{run.id}-{run.job.window.id}-{run.job.attempt}")
+        with self._lock:
+            self._jobs[run.id] = job
+        self._pool.submit(self._run, job)
+
+    def cancel(self, job_id: int) -> None:
+        """End a job. One that is not there any more has been answered already."""
+        with self._lock:
+            job = self._jobs.get(job_id)
+            if job is None or job.cancelled:
+                return
+            job.cancelled = True
+            running = job.running
+        if not running:
+            return
+        spark = self._session.spark
+        if self._session.connect:
+            spark.interruptTag(job.group)
+        else:
+            # Also what the thread submits after this moment: a plain cancelJobGroup before a submission is lost.
+            spark.sparkContext._jsc.sc().cancelJobGroupAndFutureJobs(job.group)  # noqa: SLF001  # no Python face yet
+
+    def _run(self, job: _Job) -> None:
+        with self._lock:
+            job.running = not job.cancelled
+        answer: Message
+        try:
+            answer = self._done(job, self._compute(job)) if job.running else self._cancelled(job)
+        except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit included
+            fault = describe(error)
+            answer = FailedJob(
+                job.run.id, fault.error, fault.message, fault.traceback, cancelled=job.cancelled
+            )
+        with self._lock:
+            del self._jobs[job.run.id]
+        self._send(answer)
+
+    def _done(self, job: _Job, output: Output) -> Done:
+        return Done(job.run.id, output.files, output.rows)
+
+    def _cancelled(self, job: _Job) -> FailedJob:
+        return FailedJob(job.run.id, "Cancelled", "The job was cancelled before it began.", cancelled=True)
+
+    def _compute(self, job: _Job) -> Output:
+        spark, window_job = self._session.spark, job.run.job
+        if self._session.connect:
+            spark.addTag(job.group)
+        else:
+            # No interruption of threads on cancelling: HDFS marks nodes as dead when it is interrupted.
+            spark.sparkContext.setJobGroup(
+                job.group, f"window {window_job.window.id}", interruptOnCancel=False
+            )
+        try:
+            return run_window(spark, self._schema, self._pipeline, window_job, self._session.cores)
+        finally:
+            if self._session.connect:
+                spark.removeTag(job.group)
+
+    def watch(self) -> None:
+        """Send the progress of running jobs whenever it changes; for a thread of its own, never returns."""
+        pause = threading.Event()
+        while not pause.wait(_PROGRESS_SECONDS):
+            with self._lock:
+                running = [job for job in self._jobs.values() if job.running]
+            for job in running:
+                told = self._tasks(job.group)
+                if told[0] and told != job.told:
+                    job.told = told
+                    self._send(Progress(job.run.id, *told))
+
+    def _tasks(self, group: str) -> tuple[int, int, int]:
+        tracker = self._session.spark.sparkContext.statusTracker()
+        stage_ids: list[int] = []
+        for job_id in tracker.getJobIdsForGroup(group):
+            info = tracker.getJobInfo(job_id)
+            stage_ids += _ids(info.stageIds if info else ())
+        stages = [stage for stage in map(tracker.getStageInfo, stage_ids) if stage]
+        return len(stages), sum(s.numTasks for s in stages), sum(s.numCompletedTasks for s in stages)
+
+
+def _ids(stage_ids: Sequence[int]) -> list[int]:
+    # py4j hands over a Java array; iterating it is one call an element.
+    return [int(stage_id) for stage_id in stage_ids]

@@ -1,0 +1,244 @@
+"""One driver's life as the server sees it: from Start to the end of its socket, and every job's answer in between."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections import deque
+from typing import TYPE_CHECKING
+
+import structlog
+
+from mldserver.errors import DriverLost, WindowFailed
+from mldserver.spark import spark_log
+from mldserver.spark.wire import (
+    Cancel,
+    Done,
+    FailedJob,
+    Log,
+    Message,
+    Progress,
+    Run,
+    Start,
+    Started,
+    StartFailed,
+    Stop,
+    Warm,
+    WireError,
+)
+
+if TYPE_CHECKING:
+    from mldserver.clock import Clock
+    from mldserver.spark.engine import WindowJob
+    from mldserver.spark.process import DriverProcess
+
+__all__ = ["Life", "happens"]
+
+log = structlog.get_logger("mldserver")
+
+_LAST_LINES = 20
+"""Lines of a driver's standard error that tell why it died."""
+
+_DRAIN_SECONDS = 2
+"""How long output may still come once the driver is dead: a worker in another group may hold the pipe a little."""
+
+
+async def happens(event: asyncio.Event, clock: Clock, seconds: float) -> bool:
+    """Wait for an event, but no longer than ``seconds`` of ``clock``; return whether it is set."""
+    async with asyncio.TaskGroup() as tasks:
+        waits = {tasks.create_task(clock.sleep(seconds)), tasks.create_task(event.wait())}
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+    return event.is_set()
+
+
+class Life:
+    """Reads one driver until it ends; whoever waits for a job then gets DriverLost."""
+
+    def __init__(self, process: DriverProcess, start: Start, clock: Clock, *, cancel_grace: float) -> None:
+        """Hold a started process. ``cancel_grace``: seconds that a cancelled job may take to end."""
+        self._process = process
+        self._start = start
+        self._clock = clock
+        self._cancel_grace = cancel_grace
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, tuple[WindowJob, asyncio.Future[Done]]] = {}
+        self._cancelling: dict[int, asyncio.Event] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+        self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self._reason = ""
+        self._over = False
+        self.warm = asyncio.Event()
+        """Set when the driver is warm."""
+        self.started: Started | None = None
+        self.failed: StartFailed | None = None
+        """Why there was no session, when the driver said so."""
+        self.jobs_done = 0
+
+    @property
+    def exit_code(self) -> int | None:
+        """The driver's exit code, once it is dead."""
+        return self._process.exit_code
+
+    def reason(self) -> str:
+        """Return why the life ended, in a sentence."""
+        if self._reason:
+            return self._reason
+        if self.failed is not None:
+            return f"The start failed: {self.failed.error}: {self.failed.message}"
+        said = " | ".join(self._last_lines)
+        return f"The process ended. It said last: {said}" if said else "The process ended without a word."
+
+    async def live(self, start_deadline: float) -> None:
+        """Run the life; return when the driver is dead. ``start_deadline``: seconds until it must be warm."""
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                output = self._tasks.create_task(self._process.read_output(self._printed, self._said))
+                watch = self._tasks.create_task(self._watch_start(start_deadline))
+                self._process.send(self._start)
+                await self._read()
+                self._over = True
+                watch.cancel()
+                for ended in self._cancelling.values():
+                    ended.set()
+                await self._process.kill()
+                await asyncio.wait({output}, timeout=_DRAIN_SECONDS)
+                output.cancel()
+        finally:
+            self._over = True
+            await self._process.kill()
+            self._lose_jobs()
+
+    async def _read(self) -> None:
+        try:
+            async with contextlib.aclosing(self._process.messages()) as messages:
+                async for message in messages:
+                    self._take(message)
+        except WireError as error:
+            self._reason = f"The driver's messages cannot be read: {error}"
+
+    def kill(self, reason: str) -> None:
+        """End the life at once; ``live`` returns soon after."""
+        self._reason = self._reason or reason
+        self._process.signal_group()
+
+    def stop(self) -> None:
+        """Ask the driver to stop in good order."""
+        self._process.send(Stop())
+
+    async def compute(self, job: WindowJob, deadline: float | None) -> Done:
+        """Run a job and return its answer.
+
+        Raises WindowFailed when it fails or takes longer than ``deadline`` seconds, DriverLost when the driver dies.
+        Cancelling this call cancels the job; a job that goes on all the same costs the driver its life.
+        """
+        if self._over:
+            raise self._lost()
+        job_id = next(self._ids)
+        answer: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
+        self._waiting[job_id] = (job, answer)
+        self._process.send(Run(job_id, job))
+        try:
+            async with asyncio.timeout(deadline) as limit:
+                return await answer
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            self._cancel(job_id)
+            raise WindowFailed(
+                f"The job ran longer than its deadline of {deadline:g} seconds.",
+                did="It was cancelled.",
+                window=job.window.id,
+            ) from None
+        except asyncio.CancelledError:
+            self._cancel(job_id)
+            raise
+        finally:
+            self._waiting.pop(job_id, None)
+
+    def _cancel(self, job_id: int) -> None:
+        if self._over or self._tasks is None:
+            return
+        self._cancelling[job_id] = asyncio.Event()
+        self._process.send(Cancel(job_id))
+        self._tasks.create_task(self._see_it_end(job_id))
+
+    async def _see_it_end(self, job_id: int) -> None:
+        """Kill the driver when a cancelled job does not end: Python code in a loop cannot be stopped otherwise."""
+        if not await happens(self._cancelling[job_id], self._clock, self._cancel_grace):
+            self.kill(f"A cancelled job did not end within {self._cancel_grace:g} seconds.")
+
+    async def _watch_start(self, deadline: float) -> None:
+        try:
+            async with asyncio.timeout(deadline):
+                await self.warm.wait()
+        except TimeoutError:
+            self.kill(f"The driver was not ready within {deadline:g} seconds.")
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case Started():
+                self.started = message
+            case Warm():
+                self.warm.set()
+            case StartFailed():
+                self.failed = message
+            case Done() | FailedJob():
+                self._answer(message)
+            case Progress() if message.id in self._waiting:
+                job = self._waiting[message.id][0]
+                log.debug(
+                    "spark.progress",
+                    window=job.window.id,
+                    job=message.id,
+                    stages=message.stages,
+                    tasks=message.tasks,
+                    tasks_done=message.tasks_done,
+                )
+            case Progress():
+                pass  # the last words of a job that nobody waits for
+            case Log():
+                self._log(spark_log.Entry(message.level, message.text, "mldserver.spark.driver"))
+            case _:
+                raise WireError(f"{type(message).__name__} does not come from a driver")
+
+    def _answer(self, message: Done | FailedJob) -> None:
+        if message.id in self._cancelling:
+            self._cancelling.pop(message.id).set()
+        job, answer = self._waiting.get(message.id, (None, None))
+        if job is None or answer is None or answer.done():
+            return
+        if isinstance(message, Done):
+            self.jobs_done += 1
+            answer.set_result(message)
+            return
+        answer.set_exception(
+            WindowFailed(
+                f"{message.error}: {message.message}",
+                window=job.window.id,
+                traceback=message.traceback,
+            )
+        )
+
+    def _lost(self) -> DriverLost:
+        return DriverLost(f"The Spark driver is gone. {self.reason()}", did="A fresh one starts.")
+
+    def _lose_jobs(self) -> None:
+        for _, answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(self._lost())
+
+    def _printed(self, line: str) -> None:
+        log.info("handler.output", stream="stdout", text=line)
+
+    def _said(self, line: str) -> None:
+        entry = spark_log.parse(line)
+        if entry.level != "debug":
+            self._last_lines.append(entry.text[:500])
+        self._log(entry)
+
+    def _log(self, entry: spark_log.Entry) -> None:
+        told = {"exception": entry.exception} if entry.exception else {}
+        getattr(log, entry.level)("spark.log", logger=entry.logger, text=entry.text, **told)

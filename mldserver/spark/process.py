@@ -1,0 +1,134 @@
+"""A driver's process as the server holds it: started, spoken with, read, killed. A thin shell.
+
+The child leads a session and a process group of its own, so that a Ctrl-C on the terminal does not reach it, and one
+signal ends it with its JVM. What it prints is read to the end, or its pipes would fill up and stop it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+from mldserver.spark.spark_log import Lines
+from mldserver.spark.wire import Decoder, Message, encode
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+
+__all__ = ["DriverProcess", "driver_command", "is_alive"]
+
+_KILL_SECONDS = 10
+"""How long a killed group may take to be gone, and its pipes to close."""
+
+
+def driver_command() -> list[str]:
+    """Return the command line of a driver, but for its ``--fd N``."""
+    return [sys.executable, "-m", "mldserver.spark.driver"]
+
+
+def is_alive(group: int) -> bool:
+    """Whether any process of a process group is there."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+class DriverProcess:
+    """One child. Made by ``start``; ``kill`` must be awaited in the end, whatever happens."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Hold a child that runs and this side of its socket."""
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> DriverProcess:
+        """Start a child with one end of a socket pair. Raises OSError."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    "--fd",
+                    str(theirs.fileno()),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.PIPE,
+                    env=dict(environment),
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                )
+            except BaseException:
+                writer.close()
+                raise
+        return cls(process, reader, writer)
+
+    @property
+    def pid(self) -> int:
+        """The child's process id, which is its group's too."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code; negative for a signal, None while it runs."""
+        return self._process.returncode
+
+    def send(self, message: Message) -> None:
+        """Send a message; when the child is gone, ``messages`` ends, and that is where it is noticed."""
+        if not self._writer.is_closing():
+            self._writer.write(encode(message))
+
+    async def messages(self) -> AsyncGenerator[Message, None]:
+        """Yield the child's messages until its end of the socket is closed. Raises WireError for anything else."""
+        decoder = Decoder()
+        with contextlib.suppress(ConnectionError):
+            while data := await self._reader.read(1 << 16):
+                for message in decoder.feed(data):
+                    yield message
+
+    async def read_output(self, stdout: Callable[[str], None], stderr: Callable[[str], None]) -> None:
+        """Pass on every line that the child, its JVM and its workers print, until all of them are gone."""
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(_pass_lines(self._process.stdout, stdout))
+            tasks.create_task(_pass_lines(self._process.stderr, stderr))
+
+    def signal_group(self) -> None:
+        """Kill the child and all of its group, at once, without waiting."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    async def wait(self) -> int:
+        """Wait for the child's end and return its exit code."""
+        return await self._process.wait()
+
+    async def kill(self) -> None:
+        """Kill the group and wait until the child is reaped. May be called at any time, and again."""
+        self.signal_group()
+        self._writer.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_KILL_SECONDS):
+                await self._process.wait()
+                with contextlib.suppress(ConnectionError):
+                    await self._writer.wait_closed()
+
+
+async def _pass_lines(stream: asyncio.StreamReader, take: Callable[[str], None]) -> None:
+    lines = Lines()
+    while data := await stream.read(1 << 16):
+        for line in lines.feed(data):
+            take(line)
+    for line in lines.end():
+        take(line)

@@ -1,0 +1,191 @@
+"""The Spark session: every default, with its reason, and how the session is made. Runs in the driver's process.
+
+Whatever the user configures wins. The defaults fit what a window is: small data, often, on a session that lives as
+long as the server. Where the start's seconds go, and what halves them, is told in ``archive.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mldserver.spark.archive import unfinished
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from subprocess import Popen
+
+    from pyspark.sql import SparkSession
+
+    from mldserver.spark.wire import Start
+
+__all__ = ["Session", "defaults", "environment", "is_connect", "is_local", "jvm_options", "open_session"]
+
+_EVERYWHERE = {
+    # Event times are instants; text and hours derived from them must not depend on where the server stands.
+    "spark.sql.session.timeZone": "UTC",
+    # The default, INT96, is deprecated in Parquet, and most readers but Spark see it as nanoseconds.
+    "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
+    # One Arrow batch a partition instead of one for every 10,000 rows, for pandas functions and createDataFrame.
+    "spark.sql.execution.arrow.maxRecordsPerBatch": "100000",
+    "spark.sql.adaptive.enabled": "true",
+    # Small shuffles end in few partitions, hence few files, rather than in as many as there are cores.
+    "spark.sql.adaptive.coalescePartitions.parallelismFirst": "false",
+}
+"""Settings that a session may change on any master, Spark Connect included."""
+
+_CLASSIC = {
+    "spark.app.name": "mldserver",
+    "spark.ui.showConsoleProgress": "false",
+    # JSON lines on stderr, which the server passes into its own log.
+    "spark.log.structuredLogging.enabled": "true",
+    # A driver that lives for months remembers the last few jobs only.
+    "spark.ui.retainedJobs": "100",
+    "spark.ui.retainedStages": "100",
+    "spark.ui.retainedTasks": "1000",
+    "spark.ui.retainedDeadExecutors": "10",
+    "spark.sql.ui.retainedExecutions": "50",
+    # Long-lived drivers clean up what has gone out of scope without waiting for a full collection to happen.
+    "spark.cleaner.periodicGC.interval": "15min",
+}
+
+_LOCAL = {
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.bindAddress": "127.0.0.1",
+    # Checksum files beside every output file would need publishing too; Parquet has checksums of its own.
+    "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
+    "spark.hadoop.fs.AbstractFileSystem.file.impl": "org.apache.hadoop.fs.local.RawLocalFs",
+}
+
+_LAUNCHER_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+"""For the small JVM that only computes the command line of the real one."""
+
+
+def is_connect(master: str) -> bool:
+    """Whether the session is on a Spark Connect server: no JVM of ours."""
+    return master.startswith("sc://")
+
+
+def is_local(master: str) -> bool:
+    """Whether Spark runs inside the driver's own JVM."""
+    return master.startswith("local")
+
+
+def jvm_options(*, quick: bool, archive: str | None, train: bool) -> list[str]:
+    """Return the driver JVM's options.
+
+    ``quick`` compiles with C1 only: sooner warm, slower on jobs of minutes; for tests and demonstrations.
+    """
+    options = ["-XX:-UsePerfData"]  # no file in the temporary directory that a killed JVM would leave there
+    if quick:
+        options += ["-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"]
+    if archive is not None:
+        # Errors only: writing names every class that cannot be archived, reading every reason not to use the file.
+        file = (
+            f"-XX:ArchiveClassesAtExit={unfinished(Path(archive))}"
+            if train
+            else f"-XX:SharedArchiveFile={archive}"
+        )
+        options.append(f'"{file}"' if " " in file else file)
+        options += ["-Xlog:disable", "-Xlog:all=error:stderr"]
+    return options
+
+
+def defaults(start: Start, cores: int) -> dict[str, str]:
+    """Return the session's settings for ``start``: ours, overridden by the user's."""
+    if is_connect(start.master):
+        return {**_EVERYWHERE, **start.conf}
+    ours = {**_EVERYWHERE, **_CLASSIC}
+    options = jvm_options(quick=start.quick, archive=start.archive, train=start.train)
+    # The "default" options stand before the user's spark.driver.extraJavaOptions instead of replacing them.
+    ours["spark.driver.defaultJavaOptions"] = " ".join(options)
+    ours["spark.ui.enabled"] = "true" if start.ui else "false"
+    ours["spark.sql.warehouse.dir"] = str(Path(start.scratch) / "warehouse")
+    if start.concurrency > 1:
+        # Windows that run at the same time share the cores instead of queueing behind the first.
+        ours["spark.scheduler.mode"] = "FAIR"
+    if is_local(start.master):
+        ours |= _LOCAL
+        ours["spark.local.dir"] = start.scratch
+        ours["spark.sql.shuffle.partitions"] = str(cores)
+    return {**ours, **start.conf}
+
+
+def environment(start: Start, inherited: Mapping[str, str], *, java_home: str | None) -> dict[str, str]:
+    """Return the driver process's environment; Spark's scripts and Python workers inherit it."""
+    ours = dict(inherited)
+    # Left over from a Spark that started *us*: they would connect the new session to that one.
+    for name in (
+        "PYSPARK_GATEWAY_PORT",
+        "PYSPARK_GATEWAY_SECRET",
+        "SPARK_REMOTE",
+        "SPARK_CONNECT_MODE_ENABLED",
+    ):
+        ours.pop(name, None)
+    ours["TMPDIR"] = start.scratch
+    ours["PYTHONPATH"] = os.pathsep.join([*start.python_path, *filter(None, [inherited.get("PYTHONPATH")])])
+    if java_home is not None:
+        ours["JAVA_HOME"] = java_home
+    ours.setdefault("SPARK_LAUNCHER_OPTS", _LAUNCHER_OPTIONS)
+    if is_local(start.master):
+        # Spark would look up the host's name, and warn when that is a loopback address.
+        ours.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+        # Its default is whatever `python3` on PATH is: not the virtual environment's.
+        ours.setdefault("PYSPARK_PYTHON", sys.executable)
+    return ours
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A session and what belongs to it."""
+
+    spark: SparkSession
+    connect: bool
+    cores: int
+    """Tasks that run at the same time, as far as it is known: bounds how finely small windows are cut."""
+    jvm: Popen[bytes] | None
+    """The JVM's process; None on Spark Connect."""
+
+    @property
+    def ui(self) -> str | None:
+        """The UI's address, if there is one."""
+        return None if self.connect else self.spark.sparkContext.uiWebUrl
+
+    def stop(self) -> None:
+        """Stop the session and, in classic mode, let the JVM exit by itself (its standard input ends)."""
+        if self.jvm is None:
+            self.spark.stop()
+            return
+        gateway = _gateway(self.spark)
+        self.spark.stop()
+        gateway.shutdown()
+        if self.jvm.stdin is not None:
+            self.jvm.stdin.close()
+
+
+def open_session(start: Start) -> Session:
+    """Make the session, in the process's environment. Raises what pyspark raises."""
+    from pyspark.sql import SparkSession  # noqa: PLC0415  # the server imports this module and never pyspark
+
+    connect = is_connect(start.master)
+    cores = os.cpu_count() or 1
+    builder: Any = SparkSession.builder
+    builder = builder.remote(start.master) if connect else builder.master(start.master)
+    for name, value in defaults(start, cores).items():
+        builder = builder.config(name, value)
+    spark: SparkSession = builder.getOrCreate()
+    if connect:
+        return Session(
+            spark, connect=True, cores=int(spark.conf.get("spark.sql.shuffle.partitions") or cores), jvm=None
+        )
+    return Session(
+        spark, connect=False, cores=spark.sparkContext.defaultParallelism, jvm=_gateway(spark).proc
+    )
+
+
+def _gateway(spark: SparkSession) -> Any:
+    # The only way to the JVM's process; py4j's own object, the same in every pyspark since 2.
+    return spark.sparkContext._gateway  # noqa: SLF001  # see above

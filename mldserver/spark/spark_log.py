@@ -1,0 +1,125 @@
+"""From the driver's standard output and error to events of the log. Synchronous, no I/O.
+
+Spark writes JSON (``spark.log.structuredLogging.enabled``), but for the first lines, which it writes before it has read
+its settings; Java, Python and the user's code write whatever they like.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+__all__ = ["LINE_LIMIT", "Entry", "Lines", "parse"]
+
+LINE_LIMIT = 64 * 1024
+"""Bytes of a line that are kept; a query plan in a log line can have megabytes."""
+
+_LEVELS = {
+    "TRACE": "debug",
+    "DEBUG": "debug",
+    "INFO": "info",
+    "WARN": "warning",
+    "ERROR": "error",
+    "FATAL": "error",
+}
+
+_PLAIN = re.compile(r"\d\d/\d\d/\d\d \d\d:\d\d:\d\d (TRACE|DEBUG|INFO|WARN|ERROR|FATAL) ([\w.$]+): (.*)")
+"""``26/11/21 02:53:02 WARN NativeCodeLoader: …``: Spark before it has read its settings."""
+
+_ALWAYS_SAID = re.compile(
+    r"WARNING: Using incubator modules|Using Spark's default log4j profile|Setting default log level to"
+    r"|To adjust logging level use|NOTE: SPARK_\w+ is|Unable to load native-hadoop library"
+)
+"""Said at every start, about nothing that a person could or should change."""
+
+_FRAMES = 40
+"""Java frames of an exception that are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One event: ``spark.log``, or ``handler.output`` when the user's code printed it."""
+
+    level: str
+    text: str
+    logger: str = ""
+    exception: str = ""
+
+
+class Lines:
+    """Bytes of any chunking in, lines out; memory is bounded whatever comes."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[str]:
+        """Return the lines that are complete. What a line has beyond LINE_LIMIT is dropped."""
+        lines = []
+        *ended, rest = data.split(b"\n")
+        for part in ended:
+            self._add(part)
+            lines.append(self._take())
+        self._add(rest)
+        return lines
+
+    def end(self) -> list[str]:
+        """Return what stands there without a line end."""
+        return [self._take()] if self._buffer else []
+
+    def _add(self, part: bytes) -> None:
+        self._buffer += part[: LINE_LIMIT - len(self._buffer)]
+
+    def _take(self) -> str:
+        line = self._buffer.decode("utf-8", errors="replace").rstrip("\r")
+        self._buffer.clear()
+        return line
+
+
+def parse(line: str) -> Entry:
+    """Return what a line of the driver's standard error says."""
+    if line.startswith("{"):
+        entry = _structured(line)
+        if entry is not None:
+            return entry
+    plain = _PLAIN.match(line)
+    if plain is not None:
+        return Entry(_level(plain[1], plain[3]), plain[3], plain[2])
+    return Entry("debug" if _ALWAYS_SAID.search(line) else "info", line)
+
+
+def _level(name: str, text: str) -> str:
+    return "debug" if _ALWAYS_SAID.search(text) else _LEVELS.get(name, "info")
+
+
+def _structured(line: str) -> Entry | None:
+    try:
+        told = orjson.loads(line)
+    except ValueError:
+        return None
+    if "level" not in told or "msg" not in told:
+        return None
+    text = str(told["msg"])
+    return Entry(
+        _level(str(told["level"]), text), text, str(told.get("logger", "")), _exception(told.get("exception"))
+    )
+
+
+def _exception(told: Any) -> str:
+    """Return an exception as Java writes it, from ``{class, msg, stacktrace: [{class, method, file, line}]}``."""
+    if not isinstance(told, dict):
+        return ""
+    frames = told.get("stacktrace")
+    if not isinstance(frames, list):
+        frames = []
+    lines = [f"{told.get('class')}: {told.get('msg')}"]
+    lines += [
+        f"\tat {frame.get('class')}.{frame.get('method')}({frame.get('file')}:{frame.get('line')})"
+        for frame in frames[:_FRAMES]
+        if isinstance(frame, dict)
+    ]
+    if len(frames) > _FRAMES:
+        lines.append(f"\t… {len(frames) - _FRAMES} more")
+    return "\n".join(lines)
