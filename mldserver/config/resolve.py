@@ -102,16 +102,18 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, _Given]:
         if variable not in by_variable:
             raise ConfigError(
                 f"environment {variable}: there is no such setting.",
-                advice=_suggest(variable, [*by_variable, CONFIG_VARIABLE]),
+                advice=_suggest(variable, [*by_variable, CONFIG_VARIABLE], prefix=ENV_PREFIX),
             )
         if value.strip():
             given[by_variable[variable]] = _Given(value, f"environment {variable}")
     return given
 
 
-def _suggest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"Did you mean {close[0]!r}?" if close else "`mldserver serve --help` lists all settings."
+def _suggest(name: str, known: Iterable[str], *, prefix: str = "") -> str:
+    """Name a close match; a prefix that all have in common makes none of them closer."""
+    bare = [each.removeprefix(prefix) for each in known]
+    close = difflib.get_close_matches(name.removeprefix(prefix), bare, n=1)
+    return f"Did you mean {prefix + close[0]!r}?" if close else "`mldserver serve --help` lists all settings."
 
 
 def _parsed(name: str, given: _Given) -> Any:
