@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from mldserver.testing import wire
-from mldserver.testing.leases import SHARD_END, JavaThrow, Place, ShardCheckpointer
-from mldserver.testing.wire import AskCheckpoint, Form, Ignored, NullMessage, Said, Unreadable
+from mldserver.testing.leases import SHARD_END, JavaThrow, Place, ShardCheckpointer, WorkerMistake
+from mldserver.testing.wire import AskCheckpoint, Form, Ignored, NullMessage, Unreadable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -100,6 +100,7 @@ class DaemonShard:
         self._lines: deque[str] = deque()
         self._out = bytearray()
         self._reason: str | None = None
+        self._lease_gone = False
 
     @property
     def finished(self) -> bool:
@@ -194,9 +195,9 @@ class DaemonShard:
                 case AskCheckpoint(number, sub, trailing):
                     self._note_trailing(line, trailing)
                     self._checkpoint(line, number, sub)
-                case Said(response_for, trailing):
-                    self._note_trailing(line, trailing)
-                    self._status(line, response_for)
+                case said:
+                    self._note_trailing(line, said.trailing)
+                    self._status(line, said.response_for)
 
     def _note_trailing(self, line: str, trailing: str) -> None:
         self.hang = None
@@ -208,7 +209,7 @@ class DaemonShard:
         if response_for != self.outstanding:
             raise self._exit(f"a status for {response_for}, {self.outstanding} was awaited", line)
         ended = self.outstanding == "shardEnded" or self._reason == "TERMINATE"
-        if ended and self.checkpointer.last != SHARD_END:
+        if ended and self.checkpointer.last != SHARD_END and not self._lease_gone:
             self.end_blocked = True
             self._violation(
                 "the shard's end was answered without its checkpoint: its children are blocked", line
@@ -217,11 +218,8 @@ class DaemonShard:
         self.outstanding = None
         self.hang = None
         for early in self._lines:
-            self._lines_after_status(early)
-
-    def _lines_after_status(self, line: str) -> None:
-        if not isinstance(wire.read_reply(self.form, line), Ignored):
-            self._violation("a line behind the status; the daemon takes it for the next answer", line)
+            if not isinstance(wire.read_reply(self.form, early), Ignored):
+                self._violation("a line behind the status; the daemon takes it for the next answer", early)
 
     def _checkpoint(self, line: str, number: str | None, sub: int | None) -> None:
         error: str | None = None
@@ -229,13 +227,14 @@ class DaemonShard:
             self._try_checkpoint(number, sub)
         except JavaThrow as thrown:
             error = thrown.simple_name
-            if error in {"InvalidStateException", "IllegalArgumentException"}:
+            self._lease_gone |= error == "ShutdownException"
+            if isinstance(thrown, WorkerMistake):
                 self._violation(f"a checkpoint that cannot be: {thrown}", line)
         self._send(wire.checkpoint_reply(self.form, number, sub, error))
 
     def _try_checkpoint(self, number: str | None, sub: int | None) -> None:
         if self.outstanding not in _CHECKPOINTABLE:
-            raise JavaThrow("InvalidStateException", f"no checkpoint while answering {self.outstanding}")
+            raise WorkerMistake("InvalidStateException", f"no checkpoint while answering {self.outstanding}")
         self.checkpointer.checkpoint(number, sub)
 
     def _send(self, line: bytes) -> None:

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["SHARD_END", "TRIM_HORIZON", "JavaThrow", "LeaseTable", "Place", "ShardCheckpointer"]
+__all__ = [
+    "SHARD_END",
+    "TRIM_HORIZON",
+    "JavaThrow",
+    "LeaseTable",
+    "Place",
+    "ShardCheckpointer",
+    "WorkerMistake",
+]
 
 _BELOW_ALL: Final = {"AT_TIMESTAMP": -3, "TRIM_HORIZON": -2, "LATEST": -1}
 
@@ -28,6 +36,10 @@ class JavaThrow(Exception):
         self.simple_name = simple_name
 
 
+class WorkerMistake(JavaThrow):
+    """Thrown because of what the worker asked, not because of the state of the world."""
+
+
 class Place(NamedTuple):
     """KCL's ExtendedSequenceNumber: digits or a sentinel, and a sub-sequence number. Equal when the texts are."""
 
@@ -37,14 +49,14 @@ class Place(NamedTuple):
     def order(self) -> tuple[int, int, int]:
         """Return a key that compares as the Java does: sentinels below digits, SHARD_END above.
 
-        Raises JavaThrow (IllegalArgumentException) for text that is neither.
+        Raises WorkerMistake (IllegalArgumentException) for text that is neither.
         """
         if self.number == "SHARD_END":
             return (1, 0, 0)
         if self.number in _BELOW_ALL:
             return (0, _BELOW_ALL[self.number], self.sub)
         if not self.number.isdecimal():
-            raise JavaThrow("IllegalArgumentException", f"neither digits nor a sentinel: {self.number!r}")
+            raise WorkerMistake("IllegalArgumentException", f"neither digits nor a sentinel: {self.number!r}")
         return (0, int(self.number), self.sub)
 
     def __str__(self) -> str:
@@ -79,14 +91,15 @@ class ShardCheckpointer:
     def checkpoint(self, number: str | None, sub: int | None) -> None:
         """Checkpoint as the worker asked; a number of None means everything delivered.
 
-        Raises JavaThrow: IllegalArgumentException outside the permitted range, or whatever the lease table throws.
+        Raises WorkerMistake (IllegalArgumentException) outside the permitted range, JavaThrow when the lease table
+        refuses.
         """
         if number is None:
             self._advance(self.largest)
             return
         wanted = Place(number, sub or 0)
         if wanted.sub < 0 or not self.last.order() <= wanted.order() <= self.largest.order():
-            raise JavaThrow(
+            raise WorkerMistake(
                 "IllegalArgumentException", f"{wanted} is not between {self.last} and {self.largest}"
             )
         self._advance(wanted)

@@ -143,7 +143,7 @@ def test_eof_before_the_ending_was_answered_makes_the_jvm_exit() -> None:
 
 def test_a_surplus_status_acknowledges_the_next_batch_unread() -> None:
     daemon = busy()
-    daemon.receive_data(status("processRecords") * 2)
+    daemon.receive_data(status("processRecords") + b"\n" + status("processRecords"))
     assert "behind the status" in daemon.violations[0]
     daemon.process_records(RECORDS)
     assert daemon.outstanding is None
@@ -204,6 +204,18 @@ def test_a_shard_end_without_its_checkpoint_blocks_the_children(form: Form) -> N
     daemon.receive_data(status("shardEnded" if form is Form.KCL3 else "shutdown"))
     assert daemon.end_blocked
     assert "children are blocked" in daemon.violations[0]
+
+
+def test_a_shard_end_that_cannot_be_checkpointed_without_the_lease_is_no_violation() -> None:
+    def store(_place: Place) -> None:
+        raise JavaThrow("ShutdownException", "stolen")
+
+    daemon = ready(store=store)
+    daemon.shard_ended()
+    daemon.receive_data(ask() + status("shardEnded"))
+    assert daemon.finished
+    assert not daemon.end_blocked
+    assert daemon.violations == []
 
 
 def test_kcl_1_endings_are_shutdowns_with_a_reason() -> None:

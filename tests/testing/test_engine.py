@@ -33,6 +33,7 @@ async def compute(engine: LocalEngine, each: WindowJob) -> Any:
     async with asyncio.TaskGroup() as group:
         group.create_task(engine.run())
         await engine.ready()
+        assert engine.is_ready
         try:
             result = await engine.compute(each)
         finally:
@@ -42,7 +43,7 @@ async def compute(engine: LocalEngine, each: WindowJob) -> Any:
 
 def test_it_is_an_engine(local_engine: LocalEngine) -> None:
     engine: Engine = local_engine
-    assert engine is local_engine
+    assert not engine.is_ready
 
 
 async def test_rows_come_out_in_the_total_order(tmp_path: Path, local_engine: LocalEngine) -> None:
@@ -82,11 +83,13 @@ async def test_staging_must_be_new(tmp_path: Path) -> None:
 
 
 async def test_injected_failures_leave_wreckage_and_pass(tmp_path: Path) -> None:
-    engine = LocalEngine(fail=lambda each: DriverLost("gone") if each.attempt == 1 else None)
+    def fail(each: WindowJob) -> DriverLost | None:
+        return DriverLost("gone") if each.attempt == 1 else None
+
     with pytest.RaisesGroup(DriverLost):
-        await compute(engine, job(tmp_path))
+        await compute(LocalEngine(fail=fail), job(tmp_path))
     assert list((tmp_path / "staging" / "1").iterdir())
-    assert (await compute(engine, job(tmp_path, attempt=2))).rows == 4
+    assert (await compute(LocalEngine(fail=fail), job(tmp_path, attempt=2))).rows == 4
 
 
 async def test_starts_and_delays_take_the_clocks_time(tmp_path: Path, virtual_clock: VirtualClock) -> None:
