@@ -3,7 +3,7 @@
  * ADDRESS is HOST:PORT, [IPV6]:PORT or unix:/path. The Java daemon starts one bridge for each shard. bridge.py is the
  * same program for machines without a compiler; tests/kcl/test_bridge.py holds both to one contract.
  *
- * - The daemon closes stdin: what is left goes out, then a half-close; late replies have LINGER_MS to come back.
+ * - The daemon closes stdin: what is left goes out, then a half-close; all that, and late replies, have LINGER_MS.
  * - The server closes: stdout is flushed and closed by exiting. The daemon sees an EOF only that way.
  * - SIGINT, SIGTERM and SIGHUP are ignored: Ctrl-C reaches the whole process group, and the daemon still has to say
  *   shutdownRequested through this process.
@@ -135,21 +135,22 @@ int main(int count, char **arguments)
     signal(SIGHUP, SIG_IGN);
     signal(SIGPIPE, SIG_IGN);
     int server = strncmp(address, "unix:", 5) == 0 ? connect_unix(address + 5) : connect_tcp(address);
-    int half_closed = 0;
+    int half_closed = 0, hung_up = 0;
     long long deadline = 0;
     for (;;) {
         if (down.eof && empty(&down))
             return 0;
         if (up.eof && empty(&up) && !half_closed)
             half_closed = 1, shutdown(server, SHUT_WR);
-        if (up.eof && !deadline)
+        if ((up.eof || hung_up) && !deadline)
             deadline = now_ms() + LINGER_MS;
         int wait = deadline ? (int)(deadline - now_ms()) : -1;
         if (deadline && wait <= 0)
             return 0;
         short socket_events = (empty(&down) && !down.eof ? POLLIN : 0) | (empty(&up) ? 0 : POLLOUT);
+        int readable = empty(&up) && !up.eof;
         struct pollfd waits[] = {
-            {.fd = empty(&up) && !up.eof ? 0 : -1, .events = POLLIN},
+            {.fd = readable || !hung_up ? 0 : -1, .events = readable ? POLLIN : 0},
             {.fd = 1, .events = empty(&down) ? 0 : POLLOUT},
             {.fd = socket_events ? server : -1, .events = socket_events},
         };
@@ -166,7 +167,9 @@ int main(int count, char **arguments)
             give(&up, server);
         if (waits[2].revents & (POLLIN | POLLHUP | POLLERR) && empty(&down))
             take(&down, server);
-        if (waits[0].revents)
+        if (waits[0].revents & (POLLHUP | POLLERR))
+            hung_up = 1; /* seen even while a server that does not read keeps the rest in the pipe */
+        if (waits[0].revents && readable)
             take(&up, 0);
     }
 }

@@ -25,6 +25,7 @@ class Flow:
     def __init__(self) -> None:
         self.waiting = memoryview(b"")
         self.eof = False
+        self.hung_up = False
 
     def put(self, data: bytes) -> None:
         """Take what was read; nothing read is the end."""
@@ -74,7 +75,7 @@ def relay(server: _socket.socket) -> None:
         if up.over and not half_closed:
             half_closed = True
             server.shutdown(_socket.SHUT_WR)
-        if up.eof and not deadline:
+        if (up.eof or up.hung_up) and not deadline:
             deadline = time.monotonic() + LINGER_SECONDS
         left = deadline - time.monotonic() if deadline else None
         if left is not None and left <= 0:
@@ -92,8 +93,8 @@ def wait(up: Flow, down: Flow, server: _socket.socket, seconds: float | None) ->
     """Return what each file descriptor is ready for: only what can be used now is asked for."""
     poll = select.poll()
     poll.register(1, select.POLLOUT if down.waiting else 0)
-    if up.readable:
-        poll.register(0, select.POLLIN)
+    if up.readable or not up.hung_up:
+        poll.register(0, select.POLLIN if up.readable else 0)
     events = (select.POLLIN if down.readable else 0) | (select.POLLOUT if up.waiting else 0)
     if events:
         poll.register(server.fileno(), events)
@@ -110,7 +111,9 @@ def step(up: Flow, down: Flow, server: _socket.socket, ready: dict[int, int]) ->
         up.waiting = up.waiting[server.send(up.waiting, _socket.MSG_DONTWAIT) :]
     if on_socket & ~select.POLLOUT and down.readable:
         down.put(server.recv(BUFFER))
-    if 0 in ready:
+    if ready.get(0, 0) & (select.POLLHUP | select.POLLERR):
+        up.hung_up = True  # seen even while a server that does not read keeps the rest in the pipe
+    if 0 in ready and up.readable:
         up.put(posix.read(0, BUFFER))
 
 

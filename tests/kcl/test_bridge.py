@@ -1,0 +1,307 @@
+"""Both bridges, held to one contract over real pipes and sockets. Waits are for events, never for time to pass."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mldserver.config import TcpAddress, UnixAddress
+from mldserver.errors import ConfigError
+from mldserver.kcl import bridge
+from mldserver.kcl.parts import deploy_file
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LIMIT = 20
+"""Seconds after which a test gives up; nothing here takes longer than the bridge's linger of 2 s."""
+
+MIB = 1024 * 1024
+
+
+@pytest.fixture(scope="module", params=["c", "python"])
+def command(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    folder = tmp_path_factory.mktemp("bridge")
+    if request.param == "python":
+        return bridge.scripted(folder)
+    made = bridge.compiled(folder)
+    if made is None:
+        pytest.skip("no C compiler here")
+    return made
+
+
+class Bridged:
+    """A bridge between a pipe pair (the daemon's side) and an accepted connection (the server's side)."""
+
+    def __init__(self, command: tuple[str, ...], listener: socket.socket, address: str) -> None:
+        self.process = subprocess.Popen(
+            [*command, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        listener.settimeout(LIMIT)
+        self.server, _ = listener.accept()
+        self.server.settimeout(LIMIT)
+
+    def write(self, data: bytes) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(data)
+        self.process.stdin.flush()
+
+    def read(self) -> bytes:
+        """Read what has come to stdout, b"" at its end."""
+        assert self.process.stdout is not None
+        assert select.select([self.process.stdout], [], [], LIMIT)[0]
+        return os.read(self.process.stdout.fileno(), MIB)
+
+    def close_stdin(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def exit_code(self) -> int:
+        return self.process.wait(LIMIT)
+
+    def errors(self) -> str:
+        assert self.process.stderr is not None
+        return self.process.stderr.read().decode()
+
+
+@pytest.fixture
+def bridged(command: tuple[str, ...]) -> Iterator[Bridged]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        made = Bridged(command, listener, f"127.0.0.1:{listener.getsockname()[1]}")
+    yield made
+    made.process.kill()
+    made.process.wait()
+    made.server.close()
+    for pipe in (made.process.stdin, made.process.stdout, made.process.stderr):
+        with contextlib.suppress(BrokenPipeError):
+            pipe and pipe.close()
+
+
+def read_exactly(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        piece = connection.recv(MIB)
+        assert piece
+        data += piece
+    return data
+
+
+def test_bytes_go_both_ways_unchanged(bridged: Bridged) -> None:
+    bridged.write(b'{"action":"initialize"}\n\x00\xff')
+    assert read_exactly(bridged.server, 26) == b'{"action":"initialize"}\n\x00\xff'
+    bridged.server.sendall(b"\nstatus\n")
+    assert bridged.read() == b"\nstatus\n"
+
+
+def test_the_end_of_stdin_is_a_half_close_and_late_replies_still_arrive(bridged: Bridged) -> None:
+    bridged.write(b"last")
+    bridged.close_stdin()
+    assert read_exactly(bridged.server, 4) == b"last"
+    assert bridged.server.recv(1) == b""
+    bridged.server.sendall(b"late reply")
+    bridged.server.close()
+    assert bridged.read() == b"late reply"
+    assert bridged.read() == b""
+    assert bridged.exit_code() == 0
+
+
+def test_after_the_end_of_stdin_a_silent_server_is_not_waited_for(bridged: Bridged) -> None:
+    bridged.close_stdin()
+    assert bridged.exit_code() == 0
+    assert bridged.read() == b""
+
+
+def test_after_the_end_of_stdin_a_server_that_does_not_read_is_not_waited_for(bridged: Bridged) -> None:
+    assert bridged.process.stdin is not None
+    pipe = bridged.process.stdin.fileno()
+    os.set_blocking(pipe, False)
+    # Fill every buffer on the way, until the pipe takes no more.
+    with contextlib.suppress(BlockingIOError):
+        while select.select([], [pipe], [], 0.5)[1]:
+            os.write(pipe, b"x" * MIB)
+    bridged.close_stdin()
+    assert bridged.exit_code() == 0
+
+
+def test_when_the_server_closes_the_bridge_exits_and_stdout_ends(bridged: Bridged) -> None:
+    bridged.server.sendall(b"bye")
+    bridged.server.close()
+    assert bridged.read() == b"bye"
+    assert bridged.read() == b""
+    assert bridged.exit_code() == 0
+
+
+def test_a_half_close_by_the_server_ends_the_bridge_too(bridged: Bridged) -> None:
+    bridged.server.shutdown(socket.SHUT_WR)
+    assert bridged.exit_code() == 0
+
+
+def test_a_reset_ends_the_bridge_with_an_error(bridged: Bridged) -> None:
+    bridged.write(b"x")
+    assert read_exactly(bridged.server, 1) == b"x"
+    # A linger of zero makes the close a reset.
+    bridged.server.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    bridged.server.close()
+    assert bridged.exit_code() == 1
+    errors = bridged.errors()
+    assert errors.startswith("mldserver bridge: 127.0.0.1:")
+    assert errors.count("\n") == 1
+
+
+def test_when_nobody_reads_stdout_the_bridge_exits(bridged: Bridged) -> None:
+    assert bridged.process.stdout is not None
+    bridged.process.stdout.close()
+    bridged.server.sendall(b"x")
+    assert bridged.exit_code() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_to_the_group_do_not_cut_the_conversation_off(
+    bridged: Bridged, number: signal.Signals
+) -> None:
+    bridged.write(b"a")
+    assert read_exactly(bridged.server, 1) == b"a"
+    bridged.process.send_signal(number)
+    bridged.write(b"b")
+    assert read_exactly(bridged.server, 1) == b"b"
+    bridged.server.sendall(b"c")
+    assert bridged.read() == b"c"
+    assert bridged.process.poll() is None
+
+
+def private_kib(process: int) -> int:
+    lines = Path(f"/proc/{process}/smaps_rollup").read_text("ascii").splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_a_line_of_100_mib_passes_without_growing_memory(bridged: Bridged) -> None:
+    assert bridged.process.stdin is not None
+    size = 100 * MIB
+    writer = threading.Thread(target=bridged.write, args=(b"x" * size,))
+    writer.start()
+    before, peak, passed = private_kib(bridged.process.pid), 0, 0
+    while passed < size:
+        piece = len(bridged.server.recv(MIB))
+        assert piece
+        if passed // (10 * MIB) != (passed + piece) // (10 * MIB):
+            peak = max(peak, private_kib(bridged.process.pid))
+        passed += piece
+    writer.join()
+    assert peak - before < 1024
+    assert peak < 4 * 1024  # about 2 MiB a shard: 0.1 in C, 2.7 in Python
+
+
+def test_both_directions_flow_when_both_are_full(bridged: Bridged) -> None:
+    size = 4 * MIB
+    down = threading.Thread(target=bridged.server.sendall, args=(b"d" * size,))
+    up = threading.Thread(target=bridged.write, args=(b"u" * size,))
+    reader = threading.Thread(target=read_exactly, args=(bridged.server, size))
+    for thread in (down, up, reader):
+        thread.start()
+    got = 0
+    while got < size:
+        got += len(bridged.read())
+    for thread in (down, up, reader):
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+
+
+def test_it_joins_unix_sockets_too(command: tuple[str, ...], tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        path = tmp_path / "s"
+        listener.bind(str(path))
+        listener.listen()
+        made = Bridged(command, listener, f"unix:{path}")
+    made.server.sendall(b"hello")
+    made.server.close()
+    out, _ = made.process.communicate(timeout=LIMIT)
+    assert out == b"hello"
+
+
+def run(command: tuple[str, ...], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*command, *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("unix", [False, True])
+def test_without_a_server_it_exits_with_one_clear_line(
+    command: tuple[str, ...], unix: bool, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        address = f"unix:{tmp_path}/none" if unix else f"127.0.0.1:{gone.getsockname()[1]}"
+    done = run(command, address)
+    reason = "No such file or directory" if unix else "Connection refused"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"mldserver bridge: {address}: {reason}\n")
+
+
+@pytest.mark.parametrize("arguments", [(), ("7070",), ("host:",), ("a:1", "b:2"), (":7070",)])
+def test_a_bad_address_is_told_apart(command: tuple[str, ...], arguments: tuple[str, ...]) -> None:
+    done = run(command, *arguments)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_ipv6_address_stands_in_brackets(command: tuple[str, ...]) -> None:
+    try:
+        listener = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with listener:
+        made = Bridged(command, listener, f"[::1]:{listener.getsockname()[1]}")
+    made.server.close()
+    assert made.process.communicate(timeout=LIMIT)[0] == b""
+
+
+def test_the_compiled_bridge_is_taken_where_it_can_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = TcpAddress("127.0.0.1", 7070)
+    monkeypatch.setattr(bridge, "compiled", lambda folder: (f"{folder}/bridge",))
+    assert bridge.bridge_command(address, tmp_path) == f"{tmp_path}/bridge 127.0.0.1:7070"
+    monkeypatch.setattr(bridge, "compiled", lambda folder: None)
+    script = deploy_file("bridge.py")
+    assert bridge.bridge_command(address, tmp_path) == f"{sys.executable} -ISE {script} 127.0.0.1:7070"
+
+
+def test_without_a_working_compiler_nothing_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "cc"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert bridge.compiled(tmp_path) is None
+    broken.unlink()
+    assert bridge.compiled(tmp_path) is None
+
+
+def test_a_path_with_spaces_gets_a_name_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spaced = tmp_path / "a b"
+    spaced.mkdir()
+    script = spaced / "bridge.py"
+    script.write_text("")
+    monkeypatch.setattr(bridge, "deploy_file", lambda name: spaced / name)
+    assert bridge.scripted(tmp_path)[-1] == str(tmp_path / "bridge.py")
+    assert (tmp_path / "bridge.py").resolve() == script
+
+
+def test_an_address_with_a_space_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        bridge.bridge_command(UnixAddress(Path("/a b")), tmp_path)
