@@ -14,7 +14,7 @@ from mldserver.runtime.base import Hook
 from mldserver.runtime.loader import Loaded, load
 from mldserver.runtime.schema import Schema, SchemaError, parse_schema
 from mldserver.runtime.source_map import SourceMap
-from mldserver.runtime.spec import Finding, HandlerKind, HandlerSpec, HookSpec, RecordHook
+from mldserver.runtime.spec import Finding, HandlerKind, HandlerSpec, HookSpec, RecordHook, span_text
 from mldserver.runtime.tables import RECORD_COLUMN
 
 if TYPE_CHECKING:
@@ -168,8 +168,8 @@ class _Inspection:
         span = windows.size_ms + windows.lateness_ms
         if retention_ms is not None and span > retention_ms:
             self._find(
-                f"windows of {_hours(windows.size_ms)} with a lateness of {_hours(windows.lateness_ms)} are longer "
-                f"than the stream keeps its records ({_hours(retention_ms)})",
+                f"windows of {span_text(windows.size_ms)} with a lateness of {span_text(windows.lateness_ms)} are longer "
+                f"than the stream keeps its records ({span_text(retention_ms)})",
                 "windows",
             )
         if windows.on is None or schema is None:
@@ -234,10 +234,3 @@ def _is_async(function: Any) -> bool:
 def _close(name: str, known: tuple[str, ...]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     return f" (did you mean {close[0]}?)" if close else f" ({', '.join(known)})"
-
-
-def _hours(ms: int) -> str:
-    for unit, size in (("d", 86_400_000), ("h", 3_600_000), ("min", 60_000), ("s", 1000)):
-        if ms and ms % size == 0:
-            return f"{ms // size} {unit}"
-    return f"{ms} ms"

@@ -6,13 +6,14 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mldserver.coordinator.windows import Batches, WindowSpec
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from mldserver.coordinator.windows import WindowSpec
     from mldserver.runtime.schema import Schema
 
-__all__ = ["Finding", "HandlerKind", "HandlerSpec", "HookSpec", "RecordHook"]
+__all__ = ["Finding", "HandlerKind", "HandlerSpec", "HookSpec", "RecordHook", "span_text", "windows_text"]
 
 
 class HandlerKind(enum.StrEnum):
@@ -81,3 +82,21 @@ class HandlerSpec:
     def time_column(self) -> str | None:
         """The column that windows are cut on; None for the arrival time, and for batches."""
         return getattr(self.windows, "on", None)
+
+
+def span_text(ms: int) -> str:
+    """Return a duration for people: ``90 min``, ``2 d``."""
+    for unit, size in (("d", 86_400_000), ("h", 3_600_000), ("min", 60_000), ("s", 1000)):
+        if ms and ms % size == 0:
+            return f"{ms // size} {unit}"
+    return f"{ms} ms"
+
+
+def windows_text(windows: WindowSpec | None) -> str:
+    """Return how windows are cut, for people."""
+    if windows is None:
+        return "none"
+    if isinstance(windows, Batches):
+        return f"batches of at most {windows.max_rows} rows, each open for at most {span_text(windows.max_age_ms)}"
+    late = f", open for {span_text(windows.lateness_ms)} after their end" if windows.lateness_ms else ""
+    return f"tumbling, {span_text(windows.size_ms)} of {windows.on or 'arrival time'}{late}"
