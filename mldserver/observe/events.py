@@ -90,6 +90,11 @@ EVENTS: Final[dict[str, EventSpec]] = {
     "shard.ended": EventSpec("info", ("position",), "The shard is read to its end and durable."),
     "shard.lost": EventSpec("info", ("position",), "The lease went to another worker."),
     "shard.shutdown_requested": EventSpec("info", ("position",), "The daemon stops or hands the shard over."),
+    "shard.taken_over": EventSpec(
+        "warning",
+        ("peer",),
+        "Another connection opened the shard; what still comes on this one is answered unread.",
+    ),
     "shard.disconnected": EventSpec(
         "warning", ("position",), "The connection is gone without an ending; the shard holds the watermark."
     ),

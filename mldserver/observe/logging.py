@@ -49,8 +49,7 @@ class _LineLogger:
                 "timestamp": event["timestamp"],
                 "lines": output.lost,
             }
-            if not output.line(self._render(lost)):
-                output.lost += 1
+            if not output.line(self._render(lost)):  # counted: this event is lost in its place
                 return
             output.lost = 0
         output.line(self._render(event))

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import errno
+import os
+import pty
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mldserver.errors import ConfigError
+from mldserver.observe.output import LogOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def log_file(tmp_path: Path) -> Iterator[tuple[Path, LogOutput]]:
+    path = tmp_path / "deep" / "x.log"
+    output = LogOutput.to_file(path)
+    yield path, output
+    output.close()
+
+
+def test_lines_are_appended(log_file: tuple[Path, LogOutput]) -> None:
+    path, output = log_file
+    assert output.line(b"one")
+    LogOutput.to_file(path).close()
+    assert output.line(b"two")
+    assert path.read_bytes() == b"one\ntwo\n"
+    assert not output.is_terminal
+
+
+def test_after_a_rotation_lines_go_to_the_new_file_and_none_is_lost(log_file: tuple[Path, LogOutput]) -> None:
+    path, output = log_file
+    output.line(b"one")
+    rotated = path.rename(path.with_suffix(".1"))
+    output.line(b"two")
+    output.reopen()
+    output.line(b"three")
+    assert rotated.read_bytes() == b"one\ntwo\n"
+    assert path.read_bytes() == b"three\n"
+
+
+def test_when_the_new_file_cannot_be_opened_the_old_one_stays(log_file: tuple[Path, LogOutput]) -> None:
+    path, output = log_file
+    rotated = path.rename(path.with_suffix(".1"))
+    path.mkdir()
+    with pytest.raises(ConfigError, match="cannot be opened: Is a directory"):
+        output.reopen()
+    assert output.line(b"still")
+    assert rotated.read_bytes() == b"still\n"
+
+
+def test_a_stream_is_not_reopened_and_not_taken_away(tmp_path: Path) -> None:
+    fd = os.open(tmp_path / "out", os.O_RDWR | os.O_CREAT)
+    output = LogOutput.to_stream(fd)
+    output.reopen()
+    output.line(b"x")
+    output.close()
+    os.write(fd, b"still open")
+    os.close(fd)
+    assert (tmp_path / "out").read_bytes() == b"x\nstill open"
+
+
+def test_a_terminal_is_known_as_one() -> None:
+    master, slave = pty.openpty()
+    output = LogOutput(slave)
+    assert output.is_terminal
+    output.close()
+    os.close(master)
+
+
+def test_a_full_disk_loses_lines_and_counts_them() -> None:
+    output = LogOutput(os.open("/dev/full", os.O_WRONLY))
+    assert not output.line(b"x")
+    assert not output.line(b"y")
+    assert output.lost == 2
+    output.close()
+
+
+def test_a_reader_that_went_away_does_no_harm() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    output = LogOutput(write)
+    assert not output.line(b"x")
+    output.close()
+
+
+def test_what_is_logged_after_the_end_is_lost() -> None:
+    output = LogOutput(os.open(os.devnull, os.O_WRONLY))
+    output.close()
+    output.close()
+    assert not output.line(b"x")
+
+
+def test_a_line_is_written_whole_however_little_the_kernel_takes() -> None:
+    read, write = os.pipe()
+    turns = iter([3, BlockingIOError(errno.EAGAIN, "full"), 1])
+
+    def little(fd: int, data: memoryview) -> int:
+        turn = next(turns, len(data))
+        if isinstance(turn, BlockingIOError):
+            raise turn
+        return os.write(fd, data[:turn])
+
+    output = LogOutput(write, write=little)  # type: ignore[arg-type]  # it is called with memoryviews only
+    assert output.line(b"a whole line")
+    output.close()
+    assert os.read(read, 100) == b"a whole line\n"
+    os.close(read)

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import structlog
+
+from mldserver.observe.events import COMMON_FIELDS, EVENTS
+from mldserver.observe.schema import CheckedLogger, SchemaError, check_event
+from mldserver.observe.table import events_table
+
+README = Path(__file__).parent.parent.parent / "README.md"
+LEVELS = {"debug", "info", "warning", "error", "critical"}
+
+
+@pytest.fixture
+def forgiven() -> object:
+    """For tests that break the schema on purpose."""
+    yield
+    CheckedLogger.violations.clear()
+
+
+def test_a_registered_event_passes() -> None:
+    check_event("info", "server.ready", {"seconds", "pipeline", "exc_info"})
+
+
+@pytest.mark.parametrize(
+    ("level", "event", "fields", "told"),
+    [
+        ("info", "server.redy", (), "not registered"),
+        ("info", None, (), "not registered"),
+        ("info", ["server.ready"], (), "not registered"),
+        ("error", "server.ready", (), "registered at info, not at error"),
+        ("info", "server.ready", ("colour", "seconds", "alpha"), "no fields alpha, colour"),
+    ],
+)
+def test_what_is_not_registered_is_refused(
+    level: str, event: object, fields: tuple[str, ...], told: str
+) -> None:
+    with pytest.raises(SchemaError, match=told):
+        check_event(level, event, fields)
+
+
+@pytest.mark.usefixtures("forgiven")
+def test_a_violation_is_remembered_even_when_the_error_is_swallowed() -> None:
+    log = structlog.get_logger("mldserver")
+    for call in (
+        lambda: log.info("no.such"),
+        lambda: log.bind(colour=1).info("server.ready"),
+        lambda: log.exception("server.ready"),  # noqa: LOG004  # its level is what is wrong here
+    ):
+        with pytest.raises(SchemaError):
+            call()
+    with structlog.contextvars.bound_contextvars(colour=1), pytest.raises(SchemaError):
+        log.info("server.ready", seconds=1)
+    assert len(CheckedLogger.violations) == 4
+
+
+def test_the_suite_sees_what_was_logged(logged: list[dict[str, object]]) -> None:
+    with structlog.contextvars.bound_contextvars(pipeline="p"):
+        structlog.get_logger("mldserver").info("server.ready", seconds=2)
+    assert logged == [{"level": "info", "event": "server.ready", "seconds": 2, "pipeline": "p"}]
+
+
+def test_every_event_is_described_by_the_rules() -> None:
+    for name, spec in EVENTS.items():
+        assert re.fullmatch(r"[a-z]+\.[a-z_]+", name), name
+        assert set(spec.levels.split("|")) <= LEVELS, name
+        assert spec.meaning.endswith("."), name
+        assert not set(spec.fields) & COMMON_FIELDS, name
+        assert len(set(spec.fields)) == len(spec.fields), name
+
+
+def test_every_event_that_the_code_logs_is_registered() -> None:
+    package = Path(__file__).parent.parent.parent / "mldserver"
+    sources = [path.read_text("utf-8") for path in package.rglob("*.py") if path.name != "events.py"]
+    called = re.compile(r"\.(?:debug|info|warning|error|critical|exception)\(\s*\"([a-z]+\.[a-z_]+)\"")
+    logged = {name for source in sources for name in called.findall(source)}
+    assert "log.reopened" in logged
+    assert logged <= set(EVENTS)
+
+
+def test_the_table_has_a_row_for_every_event() -> None:
+    rows = events_table().splitlines()
+    assert rows[2].startswith("| `server.starting` | info | ")
+    assert len(rows) == len(EVENTS) + 2
+    assert all(row.count(" | ") == 3 for row in rows if row.startswith("| `"))
+
+
+def test_the_module_prints_the_table() -> None:
+    printed = subprocess.run(
+        [sys.executable, "-m", "mldserver.observe"], capture_output=True, text=True, check=True
+    )
+    assert printed.stdout == events_table()
+
+
+def test_the_readme_holds_the_table() -> None:
+    _, marker, rest = README.read_text("utf-8").partition("<!-- events -->")
+    if not marker:
+        pytest.skip("the README has no events yet")
+    assert rest.partition("<!-- /events -->")[0].strip() == events_table().strip()
