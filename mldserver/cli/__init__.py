@@ -61,7 +61,13 @@ def command_line(arguments: Sequence[str]) -> App:
     cyclopts lets a lazy command's short text replace the long help that the command brings itself, so the command
     that is called is registered without one.
     """
-    app = App(name="mldserver", help=_HELP, help_format="markdown", version=_version)
+    app = App(
+        name="mldserver",
+        help=_HELP,
+        help_format="markdown",
+        version=_version,
+        suppress_keyboard_interrupt=False,
+    )
     called = next(iter(arguments), None)
     for name, told in _COMMANDS.items():
         app.command(f"mldserver.cli.{name}:app", name=name, help=None if name == called else told)

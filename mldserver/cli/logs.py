@@ -22,7 +22,7 @@ from mldserver.observe.tail import FileFollower, LineSplitter, Selection, parse_
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["View", "app", "logs", "since_time"]
+__all__ = ["View", "app", "logs", "show_file", "since_time"]
 
 _HELP = """
 Show a server's log, and follow it.
@@ -78,7 +78,7 @@ def since_time(text: str, now: datetime) -> datetime:
     except ValueError:
         try:
             return now - timedelta(milliseconds=duration_ms(text))
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             raise ConfigError(
                 f"--since {text!r} is neither a time nor a duration.",
                 advice="Write for example '2026-11-21T10:00' or '10 minutes'.",
@@ -88,7 +88,7 @@ def since_time(text: str, now: datetime) -> datetime:
 
 @app.default
 def logs(
-    file: str,
+    file: Annotated[str, Parameter(allow_leading_hyphen=True)],
     /,
     *,
     follow: Annotated[bool, Parameter(name=("--follow", "-f"), negative=())] = False,
@@ -131,7 +131,7 @@ def logs(
         if file == "-":
             _show(view.all_shown(_standard_input()), lines)
         else:
-            _show_file(Path(file), view, last=lines, follow=follow)
+            show_file(Path(file), view, last=lines, follow=follow)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader (`head`, a pager) has seen enough; nothing may complain when Python flushes at exit.
@@ -156,17 +156,28 @@ def _standard_input() -> Iterator[bytes]:
     yield from splitter.finish()
 
 
-def _show_file(
+def show_file(
     path: Path, view: View, *, last: int | None, follow: bool, wait: Callable[[float], None] = time.sleep
 ) -> None:
+    """Show a file, from its ``last`` lines on, and with ``follow`` what comes, asking again after each ``wait``.
+
+    Raises ConfigError when there is no such file; with ``follow`` it may come later.
+    """
     follower = FileFollower(path)
+    if not follow:
+        _show(view.all_shown(_whole(follower)), last)
+        return
     try:
         _show(view.all_shown(follower.read()), last)
-        if not follower.opened and not follow:
-            raise ConfigError(f"There is no file {path}.", advice="Name the server's log_file.")
-        while follow:
+        while True:
             wait(_POLL_SECONDS)
             _show(view.all_shown(follower.read()))
     finally:
-        rest = follower.finish()
-    _show(view.all_shown(rest))
+        _show(view.all_shown(follower.finish()))
+
+
+def _whole(follower: FileFollower) -> Iterator[bytes]:
+    yield from follower.read()
+    if not follower.opened:
+        raise ConfigError(f"There is no file {follower.path}.", advice="Name the server's log_file.")
+    yield from follower.finish()

@@ -108,7 +108,7 @@ class FileFollower:
 
     def __init__(self, path: Path) -> None:
         """Follow whatever ``path`` names, now and later. Nothing is opened before the first ``read``."""
-        self._path = path
+        self.path = path
         self._fd = -1
         self._regular = True
         """Whether it is a file in the narrow sense; a pipe is neither truncated nor replaced."""
@@ -148,11 +148,11 @@ class FileFollower:
 
     def _open(self) -> bool:
         try:
-            self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return False
         except OSError as error:
-            raise ConfigError(f"{self._path} cannot be read: {error.strerror}.") from error
+            raise ConfigError(f"{self.path} cannot be read: {error.strerror}.") from error
         self._regular = stat.S_ISREG(os.fstat(self._fd).st_mode)
         return True
 
@@ -166,7 +166,7 @@ class FileFollower:
         try:
             return os.read(self._fd, _CHUNK)
         except IsADirectoryError as error:
-            raise ConfigError(f"{self._path} is a directory.", advice="Name a log file.") from error
+            raise ConfigError(f"{self.path} is a directory.", advice="Name a log file.") from error
 
     def _was_truncated(self) -> bool:
         """Tell whether the file was emptied; it may have grown beyond our place again since."""
@@ -177,6 +177,6 @@ class FileFollower:
 
     def _was_replaced(self) -> bool:
         with contextlib.suppress(FileNotFoundError):
-            named, ours = self._path.stat(), os.fstat(self._fd)
+            named, ours = self.path.stat(), os.fstat(self._fd)
             return (named.st_dev, named.st_ino) != (ours.st_dev, ours.st_ino)
         return False

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+import cyclopts
+import pytest
+
+import mldserver
+from mldserver import cli
+from mldserver.cli import serve
+from mldserver.config import Settings, specs
+from mldserver.errors import ConfigError, HandlerNotFound, InternalError, JavaError, LedgerError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], int]:
+    """Run ``mldserver check`` with something else in its place; return the exit code."""
+
+    def install(does: Callable[[], Any]) -> int:
+        module = types.ModuleType("mldserver.cli.check")
+        module.app = cyclopts.App(name="check")  # type: ignore[attr-defined]  # what a command's module has
+        module.app.default(does)
+        monkeypatch.setitem(sys.modules, "mldserver.cli.check", module)
+        return cli.run(["check"])
+
+    return install
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def does() -> None:
+        raise error
+
+    return does
+
+
+# The whole
+
+
+def test_the_help_names_every_command_and_imports_none() -> None:
+    script = (
+        "import sys\nfrom mldserver import cli\ncode = cli.run(['--help'])\n"
+        "heavy = {'pyarrow', 'pyspark', 'aioboto3', 'pandas', 'uvloop', 'mldserver.server', 'mldserver.cli.serve'}\n"
+        "sys.exit(code or sorted(heavy & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    for name in ("serve", "check", "sim", "demo", "logs", "kcl"):
+        assert f"│ {name} " in done.stdout
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["--version"]) == 0
+    assert capsys.readouterr().out == f"mldserver {mldserver.__version__}\n"
+
+
+def test_an_unknown_option_is_told_with_a_close_match(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["serve", "--line-limt", "3"]) == 2
+    assert "--line-limit" in capsys.readouterr().err
+
+
+def test_the_module_runs_as_the_command_does(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mldserver", "serve"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("mldserver: No handler was named.")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("safe", "found"), [([], True), (["-P"], False)], ids=["as always", "where Python must not look there"]
+)
+def test_modules_in_the_working_directory_are_found(tmp_path: Path, safe: list[str], found: bool) -> None:
+    (tmp_path / "mine.py").write_text("")
+    script = (
+        "import sys\nfrom mldserver import cli\nsys.path[:] = [p for p in sys.path if p]\n"
+        "cli.run = lambda arguments: __import__('mine') and 7\ncli.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, *safe, "-c", script], capture_output=True, check=False, cwd=tmp_path
+    )
+    assert (done.returncode == 7) is found
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("It is wrong.", advice="Correct it."), 2),
+        (JavaError("It is wrong.", advice="Correct it."), 2),
+        (HandlerNotFound("It is wrong.", advice="Correct it."), 2),
+        (LedgerError("It is wrong.", advice="Correct it."), 1),
+        (InternalError("It is wrong.", advice="Correct it."), 1),
+    ],
+)
+def test_an_error_is_one_paragraph_and_an_exit_code(
+    command: Callable[..., int], capsys: pytest.CaptureFixture[str], error: Exception, code: int
+) -> None:
+    assert command(raising(error)) == code
+    assert capsys.readouterr().err == "mldserver: It is wrong. Correct it.\n"
+
+
+def test_errors_out_of_a_task_group_are_told_each(
+    command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    inner = ExceptionGroup("g", [ConfigError("Two.")])
+    assert command(raising(ExceptionGroup("g", [ConfigError("One."), inner]))) == 2
+    assert capsys.readouterr().err == "mldserver: One.\nmldserver: Two.\n"
+    assert command(raising(ExceptionGroup("g", [ConfigError("One."), LedgerError("Two.")]))) == 1
+
+
+@pytest.mark.parametrize("errors", [[ValueError("a bug")], [ConfigError("One."), ValueError("a bug")]])
+def test_bugs_are_not_hidden(command: Callable[..., int], errors: list[Exception]) -> None:
+    with pytest.raises(ExceptionGroup, match="g"):
+        command(raising(ExceptionGroup("g", errors)))
+    with pytest.raises(ValueError, match="a bug"):
+        command(raising(ValueError("a bug")))
+
+
+def test_an_interrupt_is_told_by_the_exit_code_alone(
+    command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(raising(KeyboardInterrupt())) == 130
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("result", "code"), [(None, 0), (3, 3), ("text", 0)])
+def test_a_command_returns_its_exit_code(command: Callable[..., int], result: object, code: int) -> None:
+    assert command(lambda: result) == code
+
+
+# serve
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
+    """The settings with which a server was run; it is a fake one that exits with 3."""
+    seen: list[Settings] = []
+
+    class Server:
+        def __init__(self, settings: Settings) -> None:
+            seen.append(settings)
+
+        async def run(self) -> int:
+            print("from inside")
+            return 3
+
+    module = types.ModuleType("mldserver.server")
+    module.Server = Server  # type: ignore[attr-defined]  # what the real one has
+    monkeypatch.setitem(sys.modules, "mldserver.server", module)
+    for variable in (spec.variable for spec in specs().values()):
+        monkeypatch.delenv(variable, raising=False)
+    return seen
+
+
+def test_every_setting_is_an_option_and_shown_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["serve", "--help"]) == 0
+    told = capsys.readouterr().out
+    for spec in specs().values():
+        assert spec.name == "handler" or spec.option in told
+    assert "Exit codes: 0 clean" in told
+
+
+def test_serve_runs_a_server_with_what_the_options_say(
+    served: list[Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLDSERVER_GRACE", "7")
+    (tmp_path / "other.toml").write_text("attempts = 5\ngrace = 8\n")
+    options = ["--config", "other.toml", "--listen", ":0", "--accept-gap", "--log-file", "m.log"]
+    options += ["--spark-conf", "a=1", "--spark-conf", "b=2"]
+    assert cli.run(["serve", "a.b", *options]) == 3
+    (settings,) = served
+    assert (settings.handler, settings.attempts, settings.grace, settings.accept_gap) == ("a.b", 5, 7.0, True)
+    assert settings.spark_conf == {"a": "1", "b": "2"}
+    assert str(settings.listen) == "127.0.0.1:0"
+    assert b'"event":"handler.output"' in (tmp_path / "m.log").read_bytes()
+
+
+def test_serve_tells_wrong_settings_before_it_starts_anything(
+    served: list[Settings], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["serve", "a.b", "--grace", "soon"]) == 2
+    assert "grace = 'soon' (command line --grace)" in capsys.readouterr().err
+    assert served == []
+
+
+def test_other_commands_can_leave_settings_out() -> None:
+    names = {each.name for each in serve.settings_parameters(leave_out=frozenset({"handler", "listen"}))}
+    assert names == set(specs()) - {"handler", "listen"}
