@@ -1,0 +1,233 @@
+"""What any Ledger must do with shards, flushes and dead letters. New kinds join the fixture ``ledger_factory``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mldserver.errors import InternalError, LedgerVersionError
+from mldserver.records import Sequence
+from mldserver.state.ledger import (
+    BatchProgress,
+    Flush,
+    FlushResult,
+    LedgerState,
+    ShardState,
+    WindowEntry,
+    WindowState,
+)
+from tests.state.samples import DIGITS_56, HUGE, W1, W2, held, letter, move, opened, seg
+
+if TYPE_CHECKING:
+    from tests.state.samples import Factory
+
+
+async def test_a_new_ledger_holds_nothing(ledger_factory: Factory) -> None:
+    assert await held(ledger_factory) == LedgerState()
+
+
+async def test_each_opening_of_a_shard_raises_its_epoch_across_restarts_too(ledger_factory: Factory) -> None:
+    async with opened(ledger_factory) as (ledger, _):
+        assert (await ledger.open_shard("a")).epoch == 1
+        assert (await ledger.open_shard("a")).epoch == 2
+        assert (await ledger.open_shard("b")).epoch == 1
+    async with opened(ledger_factory) as (ledger, _):
+        assert await ledger.open_shard("a") == ShardState("a", epoch=3)
+
+
+async def test_parents_stay_until_others_are_given(ledger_factory: Factory) -> None:
+    async with opened(ledger_factory) as (ledger, _):
+        assert (await ledger.open_shard("c", ("a", "b"))).parents == ("a", "b")
+        assert (await ledger.open_shard("c")).parents == ("a", "b")
+        await ledger.know_shards({"c": ()})
+        assert (await ledger.open_shard("c")).parents == ("a", "b")
+        await ledger.know_shards({"c": ("x",)})
+        assert (await ledger.open_shard("c")).parents == ("x",)
+
+
+async def test_listed_shards_are_known_without_touching_those_that_were(ledger_factory: Factory) -> None:
+    async with opened(ledger_factory) as (ledger, _):
+        await ledger.open_shard("a")
+        await ledger.register(Flush((move(effective_ms=5, event_ms=4, ended=True),)))
+        await ledger.know_shards({"a": (), "b": ("a",)})
+    assert (await held(ledger_factory)).shards == {
+        "a": ShardState("a", 1, HUGE, 5, 4, ended=True),
+        "b": ShardState("b", 0, parents=("a",)),
+    }
+
+
+async def test_an_ended_shard_stays_ended(ledger_factory: Factory) -> None:
+    async with opened(ledger_factory) as (ledger, _):
+        await ledger.open_shard("a")
+        await ledger.end_shards(frozenset({"a", "never-seen"}))
+        await ledger.register(Flush((move(ended=False),)))
+        assert (await ledger.open_shard("a")).ended
+        await ledger.know_shards({"never-seen": ()})
+    assert all(shard.ended for shard in (await held(ledger_factory)).shards.values())
+
+
+async def test_a_flush_is_registered_whole_and_survives_a_restart(ledger_factory: Factory) -> None:
+    async with opened(ledger_factory) as (ledger, _):
+        await ledger.open_shard("a")
+        flush = Flush(
+            (move(effective_ms=70, event_ms=60),),
+            (seg("s1", rows=2), seg("s2", W2), seg("l1", late=True), seg("s3", rows=3)),
+            (letter(1),),
+            clock=41,
+            batch_progress=BatchProgress(7, 100, 99),
+        )
+        assert (await ledger.register(flush)) == FlushResult()
+    assert await held(ledger_factory) == LedgerState(
+        shards={"a": ShardState("a", 1, HUGE, 70, 60)},
+        windows={
+            W1: WindowEntry(
+                W1, WindowState.OPEN, 0, 10_000, segments=(seg("s1", rows=2), seg("s3", rows=3)), rows_in=5
+            ),
+            W2: WindowEntry(W2, WindowState.OPEN, 10_000, 20_000, segments=(seg("s2", W2),), rows_in=5),
+        },
+        late_segments=(seg("l1", late=True),),
+        clock=41,
+        batch_progress=BatchProgress(7, 100, 99),
+        dead_letters=1,
+    )
+
+
+@pytest.mark.parametrize("epoch", [1, 3])
+async def test_only_the_latest_epoch_moves_a_position(ledger_factory: Factory, epoch: int) -> None:
+    async with opened(ledger_factory) as (ledger, _):
+        for shard in ("a", "a", "b"):
+            await ledger.open_shard(shard)
+        flush = Flush(
+            (move(epoch=epoch), move("b")), (seg("s1"), seg("l1", late=True)), (letter(1),), clock=9
+        )
+        assert (await ledger.register(flush)) == FlushResult(lost_shards=frozenset("a"))
+    state = await held(ledger_factory)
+    assert state == LedgerState(shards={"a": ShardState("a", 2), "b": ShardState("b", 1)})
+
+
+async def test_a_shard_that_nobody_knows_is_lost(ledger_factory: Factory) -> None:
+    async with opened(ledger_factory) as (ledger, _):
+        assert (await ledger.register(Flush((move("z"),)))).lost_shards == {"z"}
+
+
+@pytest.mark.parametrize(
+    ("stored", "given"),
+    [
+        (Sequence(10), Sequence(9)),
+        (HUGE, Sequence(DIGITS_56, 2)),
+        (HUGE, Sequence(9 * 10**54, 9)),
+        (Sequence(1), None),
+    ],
+)
+async def test_a_position_never_goes_down(
+    ledger_factory: Factory, stored: Sequence, given: Sequence | None
+) -> None:
+    async with opened(ledger_factory) as (ledger, _):
+        for shard in ("a", "b"):
+            await ledger.open_shard(shard)
+        await ledger.register(Flush((move(position=stored),)))
+    before = await held(ledger_factory)
+    async with opened(ledger_factory) as (ledger, _):
+        with pytest.raises(InternalError, match="shard a would go back"):
+            await ledger.register(Flush((move("b"), move(position=given)), (seg("s1"),), clock=3))
+    assert await held(ledger_factory) == before
+
+
+async def test_positions_are_compared_as_numbers(ledger_factory: Factory) -> None:
+    async with opened(ledger_factory) as (ledger, _):
+        await ledger.open_shard("a")
+        for position in (
+            None,
+            Sequence(9),
+            Sequence(9),
+            Sequence(10),
+            Sequence(10, 9),
+            Sequence(10, 10),
+            HUGE,
+        ):
+            assert (await ledger.register(Flush((move(position=position),)))).registered
+    assert (await held(ledger_factory)).shards["a"].position == HUGE
+
+
+async def test_times_and_the_clock_never_go_back(ledger_factory: Factory) -> None:
+    async with opened(ledger_factory) as (ledger, _):
+        await ledger.open_shard("a")
+        await ledger.register(Flush((move(effective_ms=70, event_ms=60),), clock=9))
+        await ledger.register(Flush((move(effective_ms=69),), clock=8))
+    state = await held(ledger_factory)
+    assert (state.shards["a"].effective_ms, state.shards["a"].event_ms, state.clock) == (70, 60, 9)
+
+
+async def test_batch_progress_stays_until_another_is_given(ledger_factory: Factory) -> None:
+    async with opened(ledger_factory) as (ledger, _):
+        await ledger.register(Flush((), batch_progress=BatchProgress(3, 5, 9)))
+        await ledger.register(Flush(()))
+    assert (await held(ledger_factory)).batch_progress == BatchProgress(3, 5, 9)
+    async with opened(ledger_factory) as (ledger, _):
+        await ledger.register(Flush((), batch_progress=BatchProgress(4)))
+    assert (await held(ledger_factory)).batch_progress == BatchProgress(4, 0, None)
+
+
+async def test_a_file_is_registered_once(ledger_factory: Factory) -> None:
+    async with opened(ledger_factory) as (ledger, _):
+        await ledger.open_shard("a")
+        await ledger.register(Flush((), (seg("s1"),)))
+        with pytest.raises(InternalError):
+            await ledger.register(Flush((move(),), (seg("s2"), seg("s1"))))
+    state = await held(ledger_factory)
+    assert state.shards["a"].position is None
+    assert state.windows[W1].segments == (seg("s1"),)
+
+
+async def test_ended_shards_are_pruned_by_when_they_ended_first(ledger_factory: Factory, clock: Any) -> None:
+    async with opened(ledger_factory) as (ledger, _):
+        for shard in ("a", "b"):
+            await ledger.open_shard(shard)
+        await ledger.register(Flush((move(ended=True), move("b"))))
+        clock.ms += 100
+        await ledger.register(Flush((move(ended=True),)))
+        assert await ledger.prune(windows_before_ms=0, shards_before_ms=1_000) == 0
+        assert await ledger.prune(windows_before_ms=0, shards_before_ms=1_001) == 1
+        assert (await ledger.register(Flush((move(),)))).lost_shards == {"a"}
+    assert set((await held(ledger_factory)).shards) == {"b"}
+
+
+async def test_dead_letters_come_back_as_they_went_in_oldest_first(ledger_factory: Factory) -> None:
+    letters = (letter(1), letter(2, partition_key=None, arrival_ms=None, data=b""), letter(3))
+    async with opened(ledger_factory) as (ledger, _):
+        await ledger.register(Flush((), dead_letters=letters[:2]))
+        await ledger.register(Flush((), dead_letters=letters[2:]))
+    async with opened(ledger_factory) as (ledger, state):
+        assert state.dead_letters == 3
+        assert await ledger.dead_letters() == letters
+        assert await ledger.dead_letters(2) == letters[:2]
+
+
+async def test_no_text_of_a_handler_keeps_a_dead_letter_out(ledger_factory: Factory) -> None:
+    odd = letter(1, error="E: \udc80\x00", traceback="\ud800", partition_key="k\udfff", handler="\udcfe.py")
+    async with opened(ledger_factory) as (ledger, _):
+        await ledger.register(Flush((), dead_letters=(odd,)))
+        (kept,) = await ledger.dead_letters()
+    assert (kept.error, kept.traceback, kept.partition_key, kept.handler, kept.data) == (
+        "E: \\udc80\x00",
+        "\\ud800",
+        "k\\udfff",
+        "\\udcfe.py",
+        odd.data,
+    )
+
+
+async def test_a_ledger_serves_one_pipeline(ledger_factory: Factory) -> None:
+    await held(ledger_factory)
+    with pytest.raises(LedgerVersionError, match="'p', not to 'other'"):
+        await ledger_factory("other").open()
+    assert await held(ledger_factory) == LedgerState()
+
+
+async def test_no_call_follows_the_close(ledger_factory: Factory) -> None:
+    async with opened(ledger_factory) as (ledger, _):
+        pass
+    with pytest.raises(InternalError, match="closed"):
+        await ledger.open_shard("a")
+    await ledger.close()
