@@ -65,8 +65,7 @@ def decode_records(line: bytes, *, version: Version, shard_id: str) -> DecodedBa
         order = _order(record)
         if order < before:
             raise ProtocolViolation(
-                f"Sequences go down inside a batch: records[{index}] comes after a later one.",
-                sequence=str(record.sequence),
+                f"Sequences go down inside a batch: records[{index}] ({record.sequence}) comes after a later one."
             )
         before = order
         parts = _user_records(record, item.get("data")) if version is Version.V1 else None

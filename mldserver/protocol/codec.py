@@ -103,7 +103,7 @@ def _initialize(message: dict[str, Any]) -> Initialize:
 def _checkpoint(message: dict[str, Any]) -> CheckpointReply:
     if "error" not in message:
         # Java writes null, never leaves it out: without the key, success and failure could not be told apart.
-        raise DecodeError("A checkpoint reply has no field error.", field="error")
+        raise DecodeError("A checkpoint reply has no field error.")
     name = "sequenceNumber" if "sequenceNumber" in message else "checkpoint"
     return CheckpointReply(
         optional_text(message, name),

@@ -151,11 +151,11 @@ class MLDConnection:
         if name not in self._timers:
             return
         self._timers.discard(name)
-        if name is Timer.CHECKPOINT_RETRY:
+        if name == Timer.CHECKPOINT_RETRY:
             self._step(Input.RETRY_DUE)
-        elif name is Timer.CLOSE:
+        elif name == Timer.CLOSE:
             self._step(Input.CLOSE_TIMEOUT)
-        elif name is Timer.INITIALIZE:
+        elif name == Timer.INITIALIZE:
             seconds = self._limits.initialize_seconds
             told = PeerTimeout(f"No initialize came within {seconds:g} seconds.", did=_CLOSED_IT)
             self._step(Input.INITIALIZE_TIMEOUT, told)

@@ -40,7 +40,7 @@ def wrong(name: str, value: object, wanted: str, *, where: str = "") -> DecodeEr
     shown = repr(value)
     if len(shown) > _EXCERPT:
         shown = f"{shown[:_EXCERPT]}…"
-    return DecodeError(f"Field {place} must be {wanted}, not {shown}.", field=place)
+    return DecodeError(f"Field {place} must be {wanted}, not {shown}.")
 
 
 def is_sequence(value: object) -> TypeGuard[str]:

@@ -33,6 +33,10 @@ class ShardIntake(Protocol):
         """Everything at or before it was accepted earlier and must be dropped unseen."""
         ...
 
+    def began(self) -> None:
+        """Note that a batch was received: the shard is not silent while it is worked on."""
+        ...
+
     async def accept(self, outcome: BatchOutcome) -> None:
         """Take a batch's rows. Returns when the daemon may be answered: at once, or later when the shard is held back."""
         ...

@@ -1,0 +1,286 @@
+"""One connection on the event loop: the protocol core's bytes, timers and events; nothing is decided here.
+
+The conductor's side of it is a handful of awaitable calls. Once the connection is closed, those that would send do
+nothing: the peer may vanish between any two lines of the conductor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from typing import TYPE_CHECKING, Final, cast
+
+import structlog
+
+from mldserver.errors import InternalError, PeerError
+from mldserver.protocol import events as ev
+from mldserver.protocol.connection import MLDConnection
+from mldserver.protocol.events import CloseReason, Timer
+from mldserver.protocol.messages import Initialize, ProcessRecords
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mldserver.errors import MldserverError
+    from mldserver.protocol.connection import ConnectionLimits
+    from mldserver.protocol.messages import RequestMessage
+    from mldserver.records import Sequence
+    from mldserver.sources.budget import ReadBudget
+
+__all__ = ["CheckpointOutcome", "Link"]
+
+log = structlog.get_logger("mldserver")
+
+
+class CheckpointOutcome(enum.Enum):
+    """What became of a checkpoint."""
+
+    STORED = enum.auto()
+    FAILED = enum.auto()
+    """Given up for now."""
+    STOPPED = enum.auto()
+    """The lease is gone."""
+    CLOSED = enum.auto()
+    """The connection is."""
+
+
+class Link(asyncio.Protocol):
+    """The shell around one MLDConnection."""
+
+    def __init__(
+        self,
+        name: str,
+        peer: str,
+        *,
+        limits: ConnectionLimits,
+        random: Callable[[], float],
+        budget: ReadBudget,
+    ) -> None:
+        """``name`` and ``peer`` are for the log; must be made on the loop that it will live on."""
+        self.peer = peer
+        self.log = log.bind(connection=name)
+        self.close_reason: CloseReason | None = None
+        self._core = MLDConnection(limits, random=random)
+        self._close_seconds = limits.close_seconds
+        self._partial_seconds = limits.partial_line_seconds
+        self._budget = budget
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._timers: dict[Timer, asyncio.TimerHandle] = {}
+        self._requests: asyncio.Queue[RequestMessage | None] = asyncio.Queue()
+        self._reply: asyncio.Future[CheckpointOutcome] | None = None
+        self._initialized = False
+        self._asked_at = 0.0
+        self._closed = asyncio.Event()
+        self._gone = asyncio.Event()
+
+    # The loop's side.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Start the clock on the peer."""
+        self._transport = cast("asyncio.Transport", transport)
+        self.log.debug("connection.opened", peer=self.peer)
+        self._pump()
+
+    def data_received(self, data: bytes) -> None:
+        """Pass bytes on to the core."""
+        self._core.receive_data(data)
+        self._pump()
+        self._budget.set_partial(self, self._core.buffered)
+
+    def eof_received(self) -> bool:
+        """Pass EOF on; the core closes, and the transport stays open until what is left is written."""
+        self._core.receive_eof()
+        self._pump()
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  # a reset is an EOF to the protocol
+        """Note that nothing can be read or written any more."""
+        self._core.receive_eof()
+        self._pump()
+        self._budget.forget(self)
+        self._gone.set()
+
+    # The budget's side.
+
+    def pause(self) -> None:
+        """Stop reading; the deadline of the line waits too, as it is not the peer who is slow."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+            if (timer := self._timers.pop(Timer.PARTIAL_LINE, None)) is not None:
+                timer.cancel()
+
+    def resume(self) -> None:
+        """Read on, with a fresh deadline for the line."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+            self._start_timer(Timer.PARTIAL_LINE, self._partial_seconds)
+
+    # The conductor's side.
+
+    @property
+    def closed(self) -> bool:
+        """Whether the protocol is over."""
+        return self._closed.is_set()
+
+    async def request(self) -> RequestMessage | None:
+        """Return the daemon's next request; None when there will be none."""
+        return await self._requests.get()
+
+    async def checkpoint(self, position: Sequence | None) -> CheckpointOutcome:
+        """Ask for a checkpoint and return what became of it, repetitions included."""
+        if self.closed:
+            return CheckpointOutcome.CLOSED
+        self._reply = self._loop.create_future()
+        self._asked_at = self._loop.time()
+        self._core.checkpoint(position)
+        self._pump()
+        return await self._reply
+
+    def answer(self) -> None:
+        """Send the status for the outstanding request."""
+        if not self.closed:
+            self._core.answer()
+            self._pump()
+
+    def processed(self) -> None:
+        """Note that the batch's line is no longer held."""
+        self._budget.set_whole(self, 0)
+
+    def reject(self, error: PeerError) -> None:
+        """Close because the batch is no valid message."""
+        if not self.closed:
+            self._core.reject(error)
+            self._pump()
+
+    def abort(self, error: MldserverError) -> None:
+        """Close because of an error of our own side."""
+        if not self.closed:
+            self._core.abort(error)
+            self._pump()
+
+    def close(self) -> None:
+        """Close without an error."""
+        if not self.closed:
+            self._core.close()
+            self._pump()
+
+    async def wait_closed(self) -> None:
+        """Return when the protocol is over."""
+        await self._closed.wait()
+
+    async def wait_gone(self) -> None:
+        """Return when what was left is written and the socket is closed; a peer that does not read is cut off."""
+        try:
+            async with asyncio.timeout(self._close_seconds):
+                await self._gone.wait()
+        except TimeoutError:
+            self.cut()
+            await self._gone.wait()
+
+    def cut(self) -> None:
+        """Close the socket at once, whatever is unwritten."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # Between core and loop.
+
+    def _pump(self) -> None:
+        happened = self._core.events_received()
+        if self._transport is not None and not self._transport.is_closing():
+            for data in self._core.data_to_send():
+                self._transport.write(data)
+        for event in happened:
+            self._carry_out(event)
+
+    def _carry_out(self, event: ev.Event) -> None:  # noqa: C901  # one case for each kind of event
+        match event:
+            case ev.Request(message):
+                self._deliver(message)
+            case ev.CheckpointStored(position):
+                seconds = self._loop.time() - self._asked_at
+                self.log.debug("checkpoint.done", sequence=_shown(position), seconds=seconds)
+                self._resolve(CheckpointOutcome.STORED)
+            case ev.CheckpointRetrying(position, error, attempt, delay):
+                self.log.warning(
+                    "checkpoint.retried",
+                    sequence=_shown(position),
+                    attempt=attempt,
+                    delay_seconds=delay,
+                    error=error,
+                )
+            case ev.CheckpointFailed(position, error, attempts):
+                self.log.error("checkpoint.failed", sequence=_shown(position), attempts=attempts, error=error)
+                self._resolve(CheckpointOutcome.FAILED)
+            case ev.CheckpointsStopped(position):
+                self.log.warning("checkpoint.stopped", sequence=_shown(position))
+                self._resolve(CheckpointOutcome.STOPPED)
+            case ev.Failed(error):
+                self._tell_failed(error)
+            case ev.OutputEnded():
+                self._end_output()
+            case ev.Closed(reason, cut_off):
+                self._close(reason, cut_off)
+            case ev.StartTimer(name, seconds):
+                self._start_timer(name, seconds)
+            case ev.CancelTimer(name):
+                if (timer := self._timers.pop(name, None)) is not None:
+                    timer.cancel()
+            case ev.StateChanged(before, after, on):
+                self.log.debug("connection.state", from_state=str(before), to_state=str(after), on=str(on))
+
+    def _deliver(self, message: RequestMessage) -> None:
+        if isinstance(message, Initialize):
+            self._initialized = True
+            self.log = self.log.bind(shard=message.shard_id)
+        elif isinstance(message, ProcessRecords):
+            self._budget.set_whole(self, len(message.line))
+        self._requests.put_nowait(message)
+
+    def _resolve(self, outcome: CheckpointOutcome) -> None:
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_result(outcome)
+
+    def _tell_failed(self, error: MldserverError) -> None:
+        # Whoever breaks off before initialize is no daemon's child: nobody is hurt.
+        level = "error" if self._initialized or not isinstance(error, PeerError) else "warning"
+        trace = error if isinstance(error, InternalError) else None
+        told = {"state": str(self._core.state), "peer": self.peer} | error.fields()
+        getattr(self.log, level)("connection.failed", exc_info=trace, **told)
+
+    def _end_output(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write_eof()
+
+    def _close(self, reason: CloseReason, cut_off: int) -> None:
+        self.close_reason = reason
+        if reason is CloseReason.EOF_IN_REQUEST:
+            self.log.warning("connection.failed", reason=str(reason), peer=self.peer, what=_MID_REQUEST)
+        elif cut_off:
+            what = f"The peer closed inside a line; its {cut_off} bytes were dropped."
+            self.log.warning("connection.failed", reason=str(reason), peer=self.peer, what=what)
+        self._closed.set()
+        self._resolve(CheckpointOutcome.CLOSED)
+        self._requests.put_nowait(None)
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        if self._transport is not None:
+            self._transport.close()
+
+    def _start_timer(self, name: Timer, seconds: float) -> None:
+        if (running := self._timers.pop(name, None)) is not None:
+            running.cancel()
+        self._timers[name] = self._loop.call_later(seconds, self._fire, name)
+
+    def _fire(self, name: Timer) -> None:
+        self._timers.pop(name, None)
+        self._core.timer_fired(name)
+        self._pump()
+
+
+_MID_REQUEST: Final = "The daemon closed while a request was being worked on; it will be delivered again."
+
+
+def _shown(position: Sequence | None) -> str:
+    return "everything delivered" if position is None else str(position)

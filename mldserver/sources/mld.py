@@ -1,0 +1,281 @@
+"""The MultiLangDaemon listener: TCP or a Unix socket, one connection for each shard.
+
+    accept loop ── a slot first, then accept ──▶ Link (bytes, timers) ◀──▶ Conductor (requests, one by one)
+
+One task group owns the accept loop and every connection, so nothing outlives ``run``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random as _random
+import socket
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from mldserver.errors import OperatorError
+from mldserver.protocol.connection import ConnectionLimits
+from mldserver.sources.budget import ReadBudget
+from mldserver.sources.conductor import Conductor
+from mldserver.sources.link import Link
+from mldserver.sources.owners import ShardOwners
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mldserver.clock import Clock
+    from mldserver.runtime.base import Runtime
+    from mldserver.sources.base import Intake
+
+__all__ = ["DEFAULT_READ_BYTES", "Address", "MLDListener"]
+
+log = structlog.get_logger("mldserver")
+
+Address = tuple[str, int] | tuple[Path]
+"""Host and port (port 0: any free one), or a Unix socket's path."""
+
+DEFAULT_READ_BYTES: Final = 512 * 1024 * 1024
+"""Unread lines of all connections together."""
+
+_BACKLOG: Final = 128
+_SOCKET_MODE: Final = 0o600
+_ACCEPT_PAUSE_SECONDS: Final = 0.5
+"""After a failed accept, e.g. when the process is out of file descriptors."""
+
+
+class MLDListener:
+    """Accepts daemons' children and serves them until it is stopped."""
+
+    def __init__(
+        self,
+        address: Address,
+        *,
+        runtime: Runtime,
+        intake: Intake,
+        clock: Clock,
+        limits: ConnectionLimits | None = None,
+        connection_limit: int = 1024,
+        read_bytes: int = DEFAULT_READ_BYTES,
+        random: Callable[[], float] = _random.random,
+    ) -> None:
+        """Listen at ``address`` once ``run`` is called.
+
+        At ``connection_limit`` connections, peers wait in the kernel's queue; beyond ``read_bytes`` of unread lines,
+        all connections but one wait with theirs.
+        """
+        self._address = address
+        self._runtime = runtime
+        self._intake = intake
+        self._clock = clock
+        self._limits = limits or ConnectionLimits()
+        self._connection_limit = connection_limit
+        self._random = random
+        self._budget = ReadBudget(read_bytes)
+        self._owners = ShardOwners()
+        self._slots = asyncio.Semaphore(connection_limit)
+        self._numbers = itertools.count(1)
+        self._serving: dict[Link, Conductor] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._accepting: asyncio.Task[None] | None = None
+        self._stopped = False
+        self._started = asyncio.Event()
+        self._listening_on: str | None = None
+
+    @property
+    def connections(self) -> int:
+        """How many connections there are."""
+        return len(self._serving)
+
+    def waiting_for(self) -> list[str]:
+        """Return the shards that have a connection."""
+        return sorted(conductor.shard_id for conductor in self._serving.values() if conductor.shard_id)
+
+    async def listening(self) -> str:
+        """Return the address once connections are accepted: ``host:port`` with the real port, or ``unix:/path``.
+
+        Raises OperatorError when the address cannot be listened on.
+        """
+        await self._started.wait()
+        if self._listening_on is None:
+            raise OperatorError(f"Nothing listens on {_shown(self._address)}.")
+        return self._listening_on
+
+    async def run(self) -> None:
+        """Accept and serve until ``stop_accepting``, and then until the last connection is gone.
+
+        Raises OperatorError when the address cannot be listened on. Cancelled, it cuts every connection.
+        """
+        try:
+            listener = await self._listen()
+        finally:
+            self._started.set()
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._accepting = group.create_task(self._accept(listener, group))
+                if self._stopped:
+                    self._accepting.cancel()
+                await asyncio.wait({self._accepting})
+                self._close_listener(listener)
+        finally:
+            self._close_listener(listener)
+
+    def stop_accepting(self) -> None:
+        """Take no more connections; those that are there go on."""
+        self._stopped = True
+        if self._accepting is not None:
+            self._accepting.cancel()
+
+    async def drain(self) -> None:
+        """Let each connection finish its request, then close them all; return when they are gone.
+
+        All are closed together, at the end: the first close makes the daemon's JVM exit, which would cut off the
+        requests of its other shards. Cancel it to give up waiting: connections are then closed as they are.
+        """
+        self.stop_accepting()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for conductor in tuple(self._serving.values()):
+                    group.create_task(conductor.finish())
+        finally:
+            for link in tuple(self._serving):
+                link.close()
+        await self._empty.wait()
+
+    # Listening.
+
+    async def _listen(self) -> socket.socket:
+        try:
+            if len(self._address) == 1:
+                listener = _listen_unix(self._address[0])
+                shown = _shown(self._address)
+            else:
+                listener = await _listen_tcp(*self._address)
+                host, port = listener.getsockname()[:2]
+                shown = _shown((host, port))
+        except OSError as error:
+            raise OperatorError(
+                f"Cannot listen on {_shown(self._address)}: {error.strerror or error}.",
+                advice="Give another address with --listen, or stop what uses this one.",
+            ) from error
+        self._listening_on = shown
+        log.info("server.listening", address=shown)
+        return listener
+
+    def _close_listener(self, listener: socket.socket) -> None:
+        if listener.fileno() >= 0:
+            listener.close()
+            if len(self._address) == 1:
+                self._address[0].unlink(missing_ok=True)
+
+    async def _accept(self, listener: socket.socket, group: asyncio.TaskGroup) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            if self._slots.locked():
+                log.warning("connection.refused", limit=self._connection_limit)
+            await self._slots.acquire()
+            try:
+                peer_socket, peer = await loop.sock_accept(listener)
+            except OSError as error:
+                self._slots.release()
+                log.warning("connection.refused", what=f"accept failed: {error}")
+                await self._clock.sleep(_ACCEPT_PAUSE_SECONDS)
+            except asyncio.CancelledError:
+                self._slots.release()
+                raise
+            else:
+                group.create_task(self._serve(peer_socket, peer))
+
+    # Serving.
+
+    async def _serve(self, peer_socket: socket.socket, peer: object) -> None:
+        name = f"c{next(self._numbers)}"
+        # The peer of a Unix socket has no name.
+        shown = _shown((peer[0], peer[1])) if isinstance(peer, tuple) else "unix"
+        link = Link(name, shown, limits=self._limits, random=self._random, budget=self._budget)
+        conductor = Conductor(
+            link, runtime=self._runtime, intake=self._intake, owners=self._owners, clock=self._clock
+        )
+        self._serving[link] = conductor
+        self._empty.clear()
+        try:
+            await self._connect(peer_socket, link)
+            await conductor.run()
+            await link.wait_gone()
+        except Exception:
+            # The conductor's own errors are told and end there; this is what fails in letting go of a shard.
+            link.log.exception("connection.failed", peer=shown)
+        finally:
+            link.cut()
+            del self._serving[link]
+            if not self._serving:
+                self._empty.set()
+            self._slots.release()
+
+    async def _connect(self, peer_socket: socket.socket, link: Link) -> None:
+        peer_socket.setblocking(False)
+        if peer_socket.family != socket.AF_UNIX:
+            peer_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # A host that vanished without a word is noticed.
+            peer_socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: link, peer_socket)
+
+
+async def _listen_tcp(host: str, port: int) -> socket.socket:
+    found = await asyncio.get_running_loop().getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setblocking(False)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _listen_unix(path: Path) -> socket.socket:
+    _remove_stale(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.setblocking(False)
+        listener.bind(str(path))
+        # Nobody can connect before listen: the mode holds from the first moment on.
+        path.chmod(_SOCKET_MODE)
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove the socket of a server that is gone. What is no socket, or answers, stays: bind then fails."""
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            return
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+        except BlockingIOError:
+            return  # it is there, and busy
+
+
+def _shown(address: Address) -> str:
+    if len(address) == 1:
+        return f"unix:{address[0]}"
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
