@@ -1,0 +1,183 @@
+"""Settings in, parts out: the one place that knows how the parts of a pipeline fit together."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mldserver.config import UnixAddress
+from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
+from mldserver.coordinator.layout import LEDGER
+from mldserver.coordinator.store import OutputStore
+from mldserver.coordinator.watermark import WatermarkRules
+from mldserver.coordinator.window_runner import WindowPolicy, WindowRunner
+from mldserver.coordinator.windows import Tumbling
+from mldserver.protocol.connection import ConnectionLimits
+from mldserver.runtime.failure import FailurePolicy, OnFailure
+from mldserver.runtime.inline import InlineRuntime
+from mldserver.runtime.inspection import load_spec
+from mldserver.sources.mld import MLDListener
+from mldserver.state.sqlite import SqliteLedger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mldserver.clock import Clock
+    from mldserver.config import Settings
+    from mldserver.coordinator.windows import WindowSpec
+    from mldserver.runtime.base import Runtime
+    from mldserver.runtime.spec import HandlerSpec
+    from mldserver.spark.engine import Engine
+    from mldserver.state.ledger import Ledger
+
+__all__ = ["Parts", "assemble"]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """One pipeline's parts, not started yet."""
+
+    spec: HandlerSpec
+    ledger: Ledger
+    runtime: Runtime
+    coordinator: Coordinator
+    listener: MLDListener
+    engine: Engine | None
+    runner: WindowRunner | None
+    """Engine and runner are None for a handler without rows."""
+
+
+async def assemble(
+    settings: Settings,
+    *,
+    engine: Engine | None,
+    clock: Clock,
+    rng: Callable[[], float],
+    unique: Callable[[], str],
+) -> Parts:
+    """Load the handler and build every part; nothing is opened yet but the handler's module.
+
+    ``engine`` takes the place of Spark; ``rng`` gives floats in [0, 1) for jitter; ``unique`` gives file name parts.
+    Raises HandlerError when the handler cannot be loaded, JavaError when Spark could never start.
+    """
+    spec = await asyncio.to_thread(load_spec, settings.handler)
+    store = OutputStore(str(settings.out))
+    ledger = SqliteLedger(settings.out / LEDGER, pipeline=settings.pipeline, clock=clock)
+    runner: WindowRunner | None = None
+
+    def freed(freed_bytes: int) -> None:
+        coordinator.freed(freed_bytes)
+
+    if spec.schema is None:
+        engine = None
+    else:
+        engine = engine or _spark(settings, spec, clock)
+        runner = WindowRunner(
+            pipeline=settings.pipeline,
+            policy=_window_policy(settings),
+            ledger=ledger,
+            store=store,
+            engine=engine,
+            clock=clock,
+            random=rng,
+            freed=freed,
+        )
+    coordinator = Coordinator(
+        rules=_rules(settings, spec.windows),
+        spec=spec.windows if spec.schema else None,
+        ledger=ledger,
+        store=store,
+        runner=runner,
+        clock=clock,
+        unique=unique,
+    )
+    runtime = InlineRuntime(
+        spec,
+        policy=_failure_policy(settings),
+        clock=clock,
+        random=rng,
+        deadline_seconds=settings.handler_timeout,
+    )
+    listener = MLDListener(
+        (settings.listen.path,)
+        if isinstance(settings.listen, UnixAddress)
+        else (settings.listen.host, settings.listen.port),
+        runtime=runtime,
+        intake=coordinator,
+        limits=_limits(settings),
+        connection_limit=settings.connection_limit,
+        clock=clock,
+        random=rng,
+    )
+    return Parts(spec, ledger, runtime, coordinator, listener, engine, runner)
+
+
+def _spark(settings: Settings, spec: HandlerSpec, clock: Clock) -> Engine:
+    from mldserver.spark.client import SparkEngine  # noqa: PLC0415  # not needed where another engine stands in
+
+    assert spec.schema is not None
+    return SparkEngine(
+        spec.path,
+        spec.schema.ddl,
+        master=settings.spark_master,
+        conf=settings.spark_conf,
+        ui=settings.spark_ui,
+        java_home=str(settings.java_home) if settings.java_home else None,
+        cache_dir=settings.cache_dir,
+        concurrency=settings.window_concurrency,
+        job_deadline=settings.window_deadline,
+        clock=clock,
+    )
+
+
+def _rules(settings: Settings, spec: WindowSpec | None) -> CoordinatorRules:
+    column = isinstance(spec, Tumbling) and spec.on is not None
+    return CoordinatorRules(
+        flush_interval_ms=_ms(settings.flush_interval),
+        flush_bytes=settings.flush_bytes,
+        buffer_bytes=settings.buffer_bytes,
+        segment_bytes=settings.segment_disk_bytes,
+        missing_limit_ms=_ms(settings.missing_limit),
+        retention_ms=_ms(settings.retention),
+        accept_gap=settings.accept_gap,
+        watermark=WatermarkRules(
+            on_arrival=not column,
+            disorder_ms=spec.disorder_ms if isinstance(spec, Tumbling) else 0,
+            idle_ms=_ms(settings.idle_time),
+            quiet_ms=_ms(settings.quiet_time),
+            settle_ms=_ms(settings.settle_time),
+        ),
+    )
+
+
+def _ms(seconds: float) -> int:
+    return round(seconds * 1000)
+
+
+def _window_policy(settings: Settings) -> WindowPolicy:
+    return WindowPolicy(
+        attempts=settings.window_attempts,
+        retry_base_seconds=settings.window_retry_base,
+        retry_cap_seconds=settings.window_retry_cap,
+        on_failure=settings.window_on_failure,
+        concurrency=settings.window_concurrency,
+    )
+
+
+def _failure_policy(settings: Settings) -> FailurePolicy:
+    return FailurePolicy(
+        attempts=settings.attempts,
+        base_seconds=settings.retry_base,
+        cap_seconds=settings.retry_cap,
+        on_failure=OnFailure(settings.on_failure),
+    )
+
+
+def _limits(settings: Settings) -> ConnectionLimits:
+    return ConnectionLimits(
+        line_bytes=settings.line_limit,
+        initialize_seconds=settings.initialize_timeout,
+        partial_line_seconds=settings.partial_line_timeout,
+        close_seconds=settings.close_timeout,
+    )

@@ -1,0 +1,284 @@
+"""The server: builds the parts of one pipeline, starts them in order, stops them in reverse.
+
+Order of start: ledger and recovery, handler, then together the listener and the engine. Connections are accepted, rows
+flushed and checkpoints sent while Spark still starts; windows wait for it.
+
+Order of stop: no new connections; each shard finishes its request; one last cycle makes everything durable and cuts
+what may close; windows that are being computed get what is left of the grace (they are cut: the next start computes
+them all the same); engine; ledger.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import uuid
+from functools import partial
+from typing import TYPE_CHECKING
+
+import structlog
+
+from mldserver import __version__
+from mldserver.assembly import Parts, assemble
+from mldserver.clock import SystemClock
+from mldserver.errors import HandlerError, LedgerError, MldserverError, OperatorError
+from mldserver.observe.logging import reopen
+from mldserver.readiness import Readiness
+from mldserver.sources.shards import kinesis_client, list_shards
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Iterator
+
+    from mldserver.clock import Clock
+    from mldserver.config import Settings
+    from mldserver.coordinator.status import CoordinatorStatus
+    from mldserver.spark.engine import Engine
+
+__all__ = ["EXIT_CLEAN", "EXIT_FAULT", "EXIT_FORCED", "EXIT_OPERATOR", "Server"]
+
+log = structlog.get_logger("mldserver")
+
+EXIT_CLEAN = 0
+EXIT_FAULT = 1
+EXIT_OPERATOR = 2
+"""Settings, handler, Java or ledger cannot work as given."""
+EXIT_FORCED = 3
+"""A second signal, or the grace was over before every row was durable."""
+
+
+class Server:
+    """One pipeline, from sockets to published windows. ``run`` is its whole life."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        engine: Engine | None = None,
+        clock: Clock | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """``engine`` takes Spark's place (tests); ``seed`` fixes the jitter of retries."""
+        self.settings = settings
+        self._engine = engine
+        self._clock = clock or SystemClock()
+        self._random = random.Random(seed)  # noqa: S311  # jitter needs no cryptography
+        self._parts: Parts | None = None
+        self._built = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._forced = asyncio.Event()
+        self._reason = ""
+        self._readiness = Readiness()
+
+    # Life.
+
+    async def run(self) -> int:
+        """Serve until stopped; return the exit code. Never raises for what an operator can mend: that is logged."""
+        began_ms = self._clock.now_ms()
+        log.info(
+            "server.starting",
+            version=__version__,
+            pid=os.getpid(),
+            handler=self.settings.handler,
+            out=str(self.settings.out),
+            settings=self.settings.given(),
+        )
+        with structlog.contextvars.bound_contextvars(pipeline=self.settings.pipeline), self._signals():
+            code = await self._guarded()
+        seconds = (self._clock.now_ms() - began_ms) / 1000
+        log.info("server.stopped", exit_code=code, seconds=seconds)
+        return code
+
+    async def _guarded(self) -> int:
+        try:
+            return await self._serve()
+        except* (OperatorError, HandlerError, LedgerError) as group:
+            for error in _leaves(group):
+                log.critical("server.failed", exit_code=EXIT_OPERATOR, **_told(error))
+            code = EXIT_OPERATOR
+        except* Exception:
+            log.critical("server.failed", exit_code=EXIT_FAULT, exc_info=True)
+            code = EXIT_FAULT
+        return code
+
+    async def _serve(self) -> int:
+        parts = self._parts = await assemble(
+            self.settings,
+            engine=self._engine,
+            clock=self._clock,
+            rng=self._random.random,
+            unique=lambda: uuid.uuid4().hex[:12],
+        )
+        try:
+            await parts.runtime.start()
+            await parts.coordinator.start()
+            self._built.set()
+            async with asyncio.TaskGroup() as group:
+                background = [group.create_task(each, name=name) for name, each in self._background(parts)]
+                listening = group.create_task(parts.listener.run(), name="listener")
+                code = await self._until_stopped(parts)
+                for task in (listening, *background):
+                    task.cancel()
+            return code
+        finally:
+            await self._close(parts)
+
+    def _background(self, parts: Parts) -> Iterator[tuple[str, Coroutine[None, None, None]]]:
+        yield "coordinator", parts.coordinator.run()
+        yield "readiness", self._watch(parts)
+        if parts.engine is not None and parts.runner is not None:
+            yield "engine", parts.engine.run()
+            yield "windows", parts.runner.run()
+        if self.settings.stream is not None:
+            yield "shards", self._list_shards(parts, self.settings.stream)
+
+    async def _close(self, parts: Parts) -> None:
+        if parts.engine is not None:
+            await parts.engine.close()
+        await parts.runtime.close()
+        await parts.ledger.close()
+
+    # Stopping.
+
+    def stop(self, reason: str) -> None:
+        """Begin an orderly stop; a second call forces it."""
+        if self._stop.is_set():
+            self.force()
+            return
+        self._reason = reason
+        self._stop.set()
+
+    def force(self) -> None:
+        """Stop now: nothing is waited for; the ledger makes that safe."""
+        self._stop.set()
+        self._forced.set()
+
+    async def _until_stopped(self, parts: Parts) -> int:
+        await self._stop.wait()
+        began_ms = self._clock.now_ms()
+        log.info("server.stopping", reason=self._reason or "forced", connections=parts.listener.connections)
+        async with asyncio.TaskGroup() as group:
+            orderly = group.create_task(self._finish(parts, began_ms), name="stopping")
+            forced = group.create_task(self._forced.wait(), name="forced")
+            told = group.create_task(self._tell_waiting(parts, began_ms), name="waiting")
+            await asyncio.wait({orderly, forced}, return_when=asyncio.FIRST_COMPLETED)
+            durable = orderly.done() and orderly.result()
+            for task in (orderly, forced, told):
+                task.cancel()
+        return EXIT_CLEAN if durable else EXIT_FORCED
+
+    async def _finish(self, parts: Parts, began_ms: int) -> bool:
+        """Stop in order; True when every accepted row is durable."""
+        try:
+            async with asyncio.timeout(self.settings.grace):
+                parts.listener.stop_accepting()
+                await parts.listener.drain()
+                await parts.coordinator.flush("shutdown")
+        except TimeoutError:
+            return False
+        left = self.settings.grace - (self._clock.now_ms() - began_ms) / 1000
+        if parts.runner is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(left, 0.0)):
+                    await parts.runner.idle()
+        return True
+
+    async def _tell_waiting(self, parts: Parts, began_ms: int) -> None:
+        while True:
+            await self._clock.sleep(5)
+            status = parts.coordinator.status()
+            log.info(
+                "server.waiting",
+                waiting_for={
+                    "connections": parts.listener.connections,
+                    "buffered_bytes": status.buffered_bytes,
+                    "windows": status.windows_waiting,
+                },
+                seconds=(self._clock.now_ms() - began_ms) / 1000,
+            )
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        handlers = {
+            signal.SIGTERM: lambda: self.stop("SIGTERM"),
+            signal.SIGINT: lambda: self.stop("SIGINT"),
+            signal.SIGHUP: reopen,
+        }
+        installed = []
+        for number, handler in handlers.items():
+            # Only the main thread may take signals: a server inside someone's thread leaves them alone.
+            with contextlib.suppress(ValueError, RuntimeError):
+                loop.add_signal_handler(number, handler)
+                installed.append(number)
+        try:
+            yield
+        finally:
+            for number in installed:
+                loop.remove_signal_handler(number)
+
+    # Watching.
+
+    async def _watch(self, parts: Parts) -> None:
+        began_ms = self._clock.now_ms()
+        while True:
+            change = self._readiness.look(parts)
+            if change is not None and change.ready:
+                log.info("server.ready", seconds=(self._clock.now_ms() - began_ms) / 1000)
+            elif change is not None:
+                log.error("server.unready", reason=change.reason)
+            await self._clock.sleep(0.25)
+
+    async def _list_shards(self, parts: Parts, stream: str) -> None:
+        client = partial(kinesis_client, region=self.settings.region, endpoint_url=self.settings.endpoint_url)
+        while True:
+            listing = await list_shards(client, stream)
+            new = parts.coordinator.know({name: shard.parents for name, shard in (listing or {}).items()})
+            for shard_id in new:
+                log.info("shard.discovered", shard=shard_id, parents=parts.coordinator.parents(shard_id))
+            await self._clock.sleep(self.settings.list_shards_interval)
+
+    async def listening(self) -> str:
+        """Return the listener's address once it accepts: ``host:port`` with the real port, or ``unix:/path``."""
+        return await (await self._assembled()).listener.listening()
+
+    async def ready(self) -> None:
+        """Return once every part works and Spark is warm."""
+        await self._readiness.green()
+
+    async def finished(self) -> None:
+        """Return once every known shard has ended and every window is published (or set aside)."""
+        parts = await self._assembled()
+        await parts.coordinator.over()
+        if parts.runner is not None:
+            await parts.runner.idle()
+
+    def status(self) -> CoordinatorStatus:
+        """Return a snapshot. Raises RuntimeError before the parts are built."""
+        if self._parts is None or not self._built.is_set():
+            raise RuntimeError("the server has not started yet")
+        return self._parts.coordinator.status()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether readiness is green."""
+        return self._readiness.is_green
+
+    async def _assembled(self) -> Parts:
+        await self._built.wait()
+        assert self._parts is not None
+        return self._parts
+
+
+def _leaves(group: BaseExceptionGroup[Exception]) -> Iterator[Exception]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
+
+
+def _told(error: Exception) -> dict[str, object]:
+    return error.fields() if isinstance(error, MldserverError) else {"what": str(error)}

@@ -1,0 +1,71 @@
+"""A whole server in this process, with a small engine in Spark's place."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from mldserver.config import TcpAddress
+from mldserver.config.settings import Settings
+from mldserver.server import Server
+from mldserver.testing import LocalEngine
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+KEEP_EVERYTHING = '''
+"""Keeps every record as a row."""
+from mldserver import batches
+
+schema = "data BINARY, key STRING"
+windows = batches(max_rows=1000, max_age="1 hour")
+
+
+def process_record(record):
+    return record.data, record.partition_key
+'''
+
+
+def quick(out: Path, handler: str, **changes: Any) -> Settings:
+    """Return settings under which nothing waits longer than a test needs."""
+    values: dict[str, Any] = {
+        "listen": TcpAddress("127.0.0.1", 0),
+        "flush_interval": 0.05,
+        "settle_time": 0.2,
+        "retry_base": 0.001,
+        "retry_cap": 0.01,
+        "window_retry_base": 0.001,
+        "window_retry_cap": 0.01,
+        "grace": 10.0,
+    }
+    return Settings(handler=handler, out=out, **(values | changes))
+
+
+@contextlib.asynccontextmanager
+async def serving(settings: Settings, *, engine: LocalEngine | None = None) -> AsyncIterator[Server]:
+    """Run a server while the block runs; it must then stop cleanly."""
+    server = Server(settings, engine=engine or LocalEngine(), seed=1)
+    async with asyncio.TaskGroup() as group:
+        life = group.create_task(server.run())
+        listening = group.create_task(server.listening())
+        await asyncio.wait({life, listening}, return_when=asyncio.FIRST_COMPLETED)
+        assert listening.done(), f"the server did not start: exit code {life.result()}"
+        yield server
+        server.stop("the test is over")
+    assert life.result() == 0
+
+
+async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to what ``Server.listening`` returned."""
+    if address.startswith("unix:"):
+        return await asyncio.open_unix_connection(address.removeprefix("unix:"), limit=1 << 24)
+    host, _, port = address.rpartition(":")
+    return await asyncio.open_connection(host, int(port), limit=1 << 24)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Return once a condition holds; the caller bounds the time."""
+    while not condition():
+        await asyncio.sleep(0.01)  # noqa: ASYNC110  # what a real server does has no event for a test to wait on
