@@ -43,7 +43,7 @@ _FAULTS: Final[dict[int, tuple[str, str]]] = {
 """By primary result code: what happened, and what to do about it."""
 
 
-def translate(error: sqlite3.Error, path: Path) -> MldserverError:
+def translate(error: sqlite3.Error, path: Path, *, did: str = _ROLLED_BACK) -> MldserverError:
     """Return the ledger's own error for one of SQLite's: LedgerError, or InternalError for a broken constraint."""
     # Errors that Python's sqlite3 module raises by itself carry no code.
     code: int | None = getattr(error, "sqlite_errorcode", None)
@@ -51,12 +51,12 @@ def translate(error: sqlite3.Error, path: Path) -> MldserverError:
     if isinstance(error, sqlite3.IntegrityError):
         return InternalError(
             f"The ledger's rules were broken: {error}.",
-            did=_ROLLED_BACK,
+            did=did,
             advice="Report this with the log: it is a bug.",
             **where,
         )
     what, advice = _FAULTS.get(code & 0xFF if code is not None else -1, ("SQLite refused", ""))
-    return LedgerError(f"{what}: {error}.", did=_ROLLED_BACK, advice=advice, **where)
+    return LedgerError(f"{what}: {error}.", did=did, advice=advice, **where)
 
 
 def damaged(found: str, path: Path) -> LedgerError:

@@ -104,7 +104,7 @@ def read_window(db: sqlite3.Connection, window_id: str) -> WindowEntry | None:
 
 
 def read_state(db: sqlite3.Connection) -> LedgerState:
-    """Return everything that a start needs. Raises ValueError when a list in it is none."""
+    """Return everything that a start needs. Raises ValueError for content that cannot be."""
     meta = db.execute("SELECT * FROM meta").fetchone()
     segments: defaultdict[str, list[Segment]] = defaultdict(list)
     for row in db.execute(f"{_SEGMENTS} ORDER BY id"):

@@ -64,12 +64,12 @@ class SqliteStore:
                     self._examine(self._db)
                 self._configure(self._db)
             except sqlite3.Error as error:
-                raise translate(error, self._path) from error
+                raise translate(error, self._path, did="It was left as it is.") from error
             with self._transaction() as db:
                 try:
                     state = rows.read_state(db)
                 except ValueError as error:
-                    raise damaged(f"a list in it cannot be read ({error})", self._path) from error
+                    raise damaged(f"its content cannot be read ({error})", self._path) from error
             undo.pop_all()
         return state
 
