@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from mldserver.clock import SystemClock
 from mldserver.testing.daemon import JvmExit
 from mldserver.testing.leases import LeaseTable, Place
-from mldserver.testing.session import Habits, ShardSession
+from mldserver.testing.session import DaemonHangs, Habits, ShardSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -189,6 +189,7 @@ class FakeMLD:
         self._die.clear()
         self._blocked.clear()
         faults: list[Exit] = []
+        hang: Exception | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 killer = group.create_task(self._die_when_told())
@@ -200,6 +201,10 @@ class FakeMLD:
             faults.insert(0, Exit(EXIT_KILLED, "killed"))
         except* _Stopped:
             faults.append(Exit(EXIT_TERMINATED, "SIGTERM, its grace over"))
+        except* DaemonHangs as group_of_hangs:
+            hang = group_of_hangs.exceptions[0]
+        if hang is not None:
+            raise hang
         if faults:
             return faults[0]
         return Exit(0, "finished") if self._stop_at_ms is None else Exit(EXIT_TERMINATED, "SIGTERM")

@@ -1,0 +1,178 @@
+"""``mldserver sim``: a whole pipeline without AWS or Java, with faults on request."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+from cyclopts import App, Parameter
+from cyclopts.validators import Number
+
+if TYPE_CHECKING:
+    from mldserver.testing.simulation import Report, Simulation
+
+__all__ = ["app", "sim"]
+
+_HELP = """
+Run a whole pipeline without AWS or Java, faults on request.
+
+The real server runs in this process; a fake MultiLangDaemon, as strict as Amazon's, connects over loopback TCP, one
+connection a shard, and plays a file's lines as records.
+
+```
+mldserver sim handlers.departures_daily --shards 3 --seed 1
+mldserver sim mypackage.orders --input events.jsonl --splits 2 --merges 1
+mldserver sim mypackage.orders --input events.jsonl --lost-leases 3 --throttle 0.2 --crashes 2 --engine local
+```
+
+The same seed gives the same stream and the same faults. Exit code 0 means: every record was delivered, every shard's
+end checkpointed, every window computed, and the daemon had nothing to complain of.
+"""
+
+_PROGRESS_SECONDS: Final = 2.0
+
+app = App(name="sim", help=_HELP, help_format="markdown")
+
+
+@app.default
+def sim(
+    handler: Annotated[str, Parameter(help="The handler's dotted path.")],
+    /,
+    *,
+    input: Annotated[  # noqa: A002  # the option's name
+        Path | None,
+        Parameter(help="One record a line; .gz is unpacked. [default: the bundled departures]"),
+    ] = None,
+    limit: Annotated[
+        int | None, Parameter(help="Play this many lines at most.", validator=Number(gte=1))
+    ] = None,
+    out: Annotated[
+        Path | None, Parameter(help="Folder for output and ledger; new or empty. [default: a temporary one]")
+    ] = None,
+    shards: Annotated[int, Parameter(help="Shards at the beginning.", validator=Number(gte=1))] = 3,
+    seed: Annotated[int, Parameter(help="Decides sequence numbers, batch borders, splits and faults.")] = 0,
+    batch: Annotated[int, Parameter(help="Most records in one batch.", validator=Number(gte=1))] = 1000,
+    rate: Annotated[
+        float,
+        Parameter(
+            help="Records a second, in arrival times; they are played at once.", validator=Number(gt=0)
+        ),
+    ] = 1000.0,
+    splits: Annotated[int, Parameter(help="Shards that split on the way.", validator=Number(gte=0))] = 0,
+    merges: Annotated[
+        int, Parameter(help="Pairs of shards that merge on the way.", validator=Number(gte=0))
+    ] = 0,
+    lost_leases: Annotated[
+        int, Parameter(help="Leases that another worker takes and gives back.", validator=Number(gte=0))
+    ] = 0,
+    throttle: Annotated[
+        float, Parameter(help="Probability that a checkpoint is throttled.", validator=Number(gte=0, lt=1))
+    ] = 0.0,
+    crashes: Annotated[
+        int, Parameter(help="How often the daemon is killed and started again.", validator=Number(gte=0))
+    ] = 0,
+    format: Annotated[  # noqa: A002  # the option's name
+        Literal["kcl3", "v2", "v1"],
+        Parameter(help="The daemon's generation: KCL 2 and 3, KCL 1.7.1 and later, or before."),
+    ] = "kcl3",
+    engine: Annotated[
+        Literal["spark", "local"],
+        Parameter(help="spark, or local: rows are written as they are, at once, without `on_window`."),
+    ] = "spark",
+) -> int:
+    """Play a stream through a server and return the exit code."""
+    import uvloop  # noqa: PLC0415  # `--help` must not wait for the server's imports
+
+    from mldserver.observe.logging import logging_to  # noqa: PLC0415  # see above
+    from mldserver.testing import playground  # noqa: PLC0415  # see above
+    from mldserver.testing.engine import LocalEngine  # noqa: PLC0415  # see above
+    from mldserver.testing.simulation import Faults, Simulation, build_stream  # noqa: PLC0415  # see above
+    from mldserver.testing.wire import Form  # noqa: PLC0415  # see above
+
+    lines = playground.read_lines(input, limit=limit)
+    folder = playground.fresh_folder(out, "sim")
+    settings = playground.play_settings(handler, folder, environ=os.environ, folder=Path.cwd())
+    stream = build_stream(
+        lines,
+        shards=shards,
+        seed=seed,
+        splits=splits,
+        merges=merges,
+        records_per_second=rate,
+        start_ms=time.time_ns() // 1_000_000 - round(len(lines) / rate * 1000),
+    )
+    tell = _Teller()
+    with logging_to(settings):
+        simulation = Simulation(
+            settings,
+            stream,
+            form=Form(format),
+            seed=seed,
+            max_records=batch,
+            faults=Faults(lost_leases, throttle, crashes),
+            engine=LocalEngine() if engine == "local" else playground.quick_spark(settings),
+        )
+        report = uvloop.run(simulation.run(tell.progress))
+    tell.summary(simulation, report, folder)
+    for failure in playground.told_failures(settings.log_file) if not report.ok else []:
+        tell.line("the server said", failure)
+    return 0 if report.ok else report.server_exit or 1
+
+
+class _Teller:
+    """Says how it goes and how it went, as plain lines."""
+
+    def __init__(self) -> None:
+        self._out = sys.stdout  # what handlers print goes to the log meanwhile
+        self._told_at = time.monotonic()
+
+    def line(self, name: str, text: str) -> None:
+        self._out.write(f"{name:<16} {text}\n")
+        self._out.flush()
+
+    def progress(self, simulation: Simulation) -> None:
+        now = time.monotonic()
+        status = simulation.status
+        if now - self._told_at < _PROGRESS_SECONDS or status is None:
+            return
+        self._told_at = now
+        waiting = "" if simulation.server.is_ready else ", waiting for the engine to start"
+        self.line(
+            "…",
+            f"{simulation.mld.records_sent} delivered, {status.rows_durable} rows durable, "
+            f"{status.windows_published} windows published{waiting}",
+        )
+
+    def summary(self, simulation: Simulation, report: Report, folder: Path) -> None:
+        stream = simulation.stream
+        again = report.deliveries - stream.records
+        self.line("records", f"{stream.records} in {len(stream.shards)} shards")
+        self.line("deliveries", f"{report.deliveries}" + (f", {again} of them again" if again > 0 else ""))
+        for error, times in sorted(report.refused.items()):
+            self.line("refused", f"{times} checkpoints with {error}")
+        self.line("daemon", "; ".join(report.exits) or "never ran")
+        if status := report.status:
+            self.line(
+                "rows",
+                f"{status.rows_durable} durable, {status.rows_late} late, {status.dead_letters} dead letters",
+            )
+            self.line(
+                "windows",
+                f"{status.windows_published} published, {status.windows_waiting} waiting, "
+                f"{status.windows_set_aside} set aside",
+            )
+        for violation in report.violations:
+            self.line("violation", violation)
+        self.line("output", f"{folder}")
+        self.line("result", "ok" if report.ok else self._complaint(report))
+
+    @staticmethod
+    def _complaint(report: Report) -> str:
+        if report.violations:
+            return "the daemon complained"
+        if not report.finished:
+            return "not every shard's end was checkpointed"
+        return f"the server ended with {report.server_exit}, or windows are left"

@@ -1,0 +1,139 @@
+"""What ``sim`` and ``demo`` set up around a simulation: input, settings, a quick Spark, and errors out of the log."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import tempfile
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+
+from mldserver.config import resolve
+from mldserver.errors import ConfigError
+from mldserver.runtime.inspection import load_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from mldserver.config import Settings
+    from mldserver.spark.engine import Engine
+
+__all__ = ["DEPARTURES", "fresh_folder", "play_settings", "quick_spark", "read_lines", "told_failures"]
+
+DEPARTURES: Final = "flights-2013-01.jsonl.gz"
+"""The bundled input: 27,004 departures from New York's airports in January 2013."""
+
+_LOG: Final = "_server.log"
+"""Beside the output; names that begin with an underscore are invisible to readers of the folder."""
+_BAD: Final = frozenset({"error", "critical"})
+
+
+def read_lines(path: Path | None, *, limit: int | None = None) -> list[bytes]:
+    """Return the lines of a file (gzip by its suffix), blank ones left out; without a path the bundled departures.
+
+    Raises ConfigError when the file cannot be read or holds no line.
+    """
+    path = path or _bundled()
+    try:
+        data = path.read_bytes()
+        if path.suffix == ".gz":
+            data = gzip.decompress(data)
+    except (OSError, EOFError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.", advice="Check its path and rights.") from error
+    lines = list(itertools.islice((line for line in data.splitlines() if line.strip()), limit))
+    if not lines:
+        raise ConfigError(f"{path} holds no records.", advice="Give a file with one record a line.")
+    return lines
+
+
+def _bundled() -> Path:
+    # ``handlers`` is a namespace package, which has no place of its own; the module beside the data has one.
+    spec = find_spec("handlers.departures")
+    if spec is None or spec.origin is None:
+        raise ConfigError(
+            "The bundled departures were not found.",
+            advice="Another package called handlers hides the examples: run from a different folder.",
+        )
+    return Path(spec.origin).parent / "data" / DEPARTURES
+
+
+def fresh_folder(wanted: Path | None, name: str) -> Path:
+    """Return ``wanted``, made if need be, or a new temporary folder. Raises ConfigError when it holds something.
+
+    A run needs a ledger of its own: over an old one every record would be a duplicate.
+    """
+    if wanted is None:
+        return Path(tempfile.mkdtemp(prefix=f"mldserver-{name}-"))
+    try:
+        wanted.mkdir(parents=True, exist_ok=True)
+        taken = any(wanted.iterdir())
+    except OSError as error:
+        raise ConfigError(f"{wanted} cannot be used: {error}.", advice="Choose another folder.") from error
+    if taken:
+        raise ConfigError(f"{wanted} is not empty.", advice="Name a folder that is new, or empty it.")
+    return wanted.resolve()
+
+
+def play_settings(handler: str, out: Path, *, environ: Mapping[str, str], folder: Path) -> Settings:
+    """Return settings for a run on this machine: the user's own, but for output, address, log and stream."""
+    fixed = {
+        "handler": handler,
+        "out": str(out),
+        "listen": "127.0.0.1:0",
+        "log_file": str(out / _LOG),
+        "log_format": "json",
+        # Every shard of the fake connects at once: two seconds are plenty to see them all.
+        "settle_time": "2 s",
+    }
+    return replace(resolve(fixed, environ=environ, folder=folder), stream=None)
+
+
+def quick_spark(settings: Settings) -> Engine | None:
+    """Return Spark with what makes its start quick, or None for a handler without rows. Raises HandlerError."""
+    from mldserver.spark.client import SparkEngine  # noqa: PLC0415  # not needed where another engine stands in
+
+    spec = load_spec(settings.handler)
+    if spec.schema is None:
+        return None
+    return SparkEngine(
+        spec.path,
+        spec.schema.ddl,
+        master=settings.spark_master,
+        conf=settings.spark_conf,
+        ui=settings.spark_ui,
+        java_home=str(settings.java_home) if settings.java_home else None,
+        cache_dir=settings.cache_dir,
+        concurrency=settings.window_concurrency,
+        job_deadline=settings.window_deadline,
+        quick=True,
+        archive_after=None,
+    )
+
+
+def told_failures(log_file: Path | None, *, most: int = 5) -> list[str]:
+    """Return what the log says of errors, one paragraph each, the latest ``most`` of them."""
+    if log_file is None or not log_file.exists():
+        return []
+    told = [_paragraph(event) for event in map(_parsed, log_file.read_bytes().splitlines())]
+    return list(dict.fromkeys(text for text in told if text))[-most:]
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    try:
+        event = orjson.loads(line)
+    except orjson.JSONDecodeError:  # a line cut off by a crash
+        return {}
+    return event if isinstance(event, dict) else {}
+
+
+def _paragraph(event: dict[str, Any]) -> str:
+    if event.get("level") not in _BAD:
+        return ""
+    parts = [str(event[key]) for key in ("what", "did", "advice") if event.get(key)]
+    if not parts and event.get("exception"):
+        parts = [str(event["exception"]).strip().splitlines()[-1]]
+    return " ".join(parts) if parts else str(event.get("event", ""))

@@ -1,0 +1,215 @@
+"""A whole pipeline without AWS or Java: the real server, a fake stream, and a fake daemon over loopback.
+
+``mldserver sim`` and ``mldserver demo`` are this module with a face; tests use it directly. Everything that chance
+decides (batch borders, splits, faults) follows one seed; what depends on the machine's speed is only how the shards'
+batches interleave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from mldserver.clock import SystemClock
+from mldserver.server import Server
+from mldserver.testing.fake_mld import EXIT_KILLED, FakeMLD
+from mldserver.testing.fake_stream import FakeStream
+from mldserver.testing.leases import LeaseTable
+from mldserver.testing.session import DaemonHangs, Habits, finishes_within
+from mldserver.testing.wire import Form
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from mldserver.clock import Clock
+    from mldserver.config import Settings
+    from mldserver.coordinator.status import CoordinatorStatus
+    from mldserver.spark.engine import Engine
+
+__all__ = ["Faults", "Report", "Simulation", "build_stream"]
+
+_RESTART_SECONDS: Final = 0.5
+_LEASE_BACK_SECONDS: Final = 0.5
+_TICK_SECONDS: Final = 0.25
+_PATIENCE_SECONDS: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """What goes wrong, and how often."""
+
+    lost_leases: int = 0
+    """Leases that go to another worker and come back; every second one gracefully."""
+    throttle: float = 0.0
+    """The probability (0 to 1) that a checkpoint is throttled."""
+    crashes: int = 0
+    """How often the daemon's JVM is killed and started again."""
+
+
+def build_stream(
+    lines: Sequence[bytes],
+    *,
+    shards: int,
+    seed: int,
+    splits: int = 0,
+    merges: int = 0,
+    records_per_second: float = 1000.0,
+    start_ms: int,
+) -> FakeStream:
+    """Put each line as one record, over keys of their own, with splits and merges at random places in between.
+
+    Arrival times begin at ``start_ms`` (milliseconds since the epoch). The stream is ended after the last record. A
+    merge that finds no two open shards side by side is left out.
+    """
+    stream = FakeStream(shards, seed=seed, start_ms=start_ms)
+    dice = random.Random(f"{seed}/shape")  # noqa: S311  # repeatable, not secret
+    changes = [*([_split] * splits), *([_merge] * merges)]
+    places = sorted(dice.randrange(len(lines) + 1) for _ in changes)
+    dice.shuffle(changes)
+    pending = list(zip(places, changes, strict=True))
+    for number, line in enumerate(lines):
+        while pending and pending[0][0] <= number:
+            pending.pop(0)[1](stream, dice)
+        at = start_ms + round(number * 1000 / records_per_second)
+        stream.put(line, f"key-{number}", arrival_ms=at)
+    for _, change in pending:
+        change(stream, dice)
+    stream.end()
+    return stream
+
+
+def _split(stream: FakeStream, dice: random.Random) -> None:
+    stream.split(dice.choice(stream.open_shards))
+
+
+def _merge(stream: FakeStream, dice: random.Random) -> None:
+    if pairs := stream.adjacent_pairs():
+        stream.merge(*dice.choice(pairs))
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How a simulation went."""
+
+    server_exit: int
+    status: CoordinatorStatus | None
+    """The server's last snapshot; None when it never came up."""
+    finished: bool
+    """Every record was delivered, and the end of every shard checkpointed."""
+    violations: tuple[str, ...]
+    exits: tuple[str, ...]
+    """Why the daemon's JVM exited, each time."""
+    deliveries: int
+    refused: dict[str, int] = field(default_factory=dict)
+    """Checkpoints refused, by Java exception."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything was delivered, checkpointed and computed, and the daemon had nothing to complain of."""
+        windows_done = self.status is not None and not self.status.windows_waiting
+        return self.server_exit == 0 and self.finished and windows_done and not self.violations
+
+
+class Simulation:
+    """One run of a server over a fake stream."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        stream: FakeStream,
+        *,
+        form: Form = Form.KCL3,
+        seed: int = 0,
+        max_records: int = 1000,
+        faults: Faults | None = None,
+        engine: Engine | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """Prepare; ``settings`` should listen on port 0. ``engine`` takes Spark's place."""
+        self.stream = stream
+        self.faults = faults or Faults()
+        self.server = Server(settings, engine=engine, clock=clock)
+        self._clock = clock or SystemClock()
+        self._dice = random.Random(f"{seed}/faults")  # noqa: S311  # repeatable, not secret
+        self._status: CoordinatorStatus | None = None
+        self._graceful = False
+        self.mld = FakeMLD(
+            stream,
+            "",
+            habits=Habits(form=form, seed=seed, max_records=max_records),
+            leases=LeaseTable(seed=seed, throttle=self.faults.throttle),
+            clock=clock,
+            keep_history=False,
+        )
+
+    async def run(self, watch: Callable[[Simulation], None] = lambda _self: None) -> Report:
+        """Play the stream to its end and stop the server; ``watch`` is called a few times a second."""
+        async with asyncio.TaskGroup() as group:
+            server = group.create_task(self.server.run(), name="server")
+            play = group.create_task(self._play(), name="play")
+            ticker = group.create_task(self._tick(watch), name="watch")
+            await asyncio.wait({server, play}, return_when=asyncio.FIRST_COMPLETED)
+            play.cancel()
+            await asyncio.wait({play})
+            self.server.stop("the simulation is over")
+            await asyncio.wait({server})
+            ticker.cancel()
+        watch(self)
+        return self._report(server.result())
+
+    @property
+    def status(self) -> CoordinatorStatus | None:
+        """The server's latest snapshot; None before its parts are built."""
+        try:
+            self._status = self.server.status()
+        except RuntimeError:
+            return self._status
+        return self._status
+
+    async def _tick(self, watch: Callable[[Simulation], None]) -> None:
+        while True:
+            watch(self)
+            await self._clock.sleep(_TICK_SECONDS)
+
+    async def _play(self) -> None:
+        """Run the daemon, started again after each crash that was asked for, until the stream is over."""
+        self.mld.address = await self.server.listening()
+        self._plan_faults()
+        try:
+            while await self.mld.run() == EXIT_KILLED:
+                await self._clock.sleep(_RESTART_SECONDS)
+        except DaemonHangs:
+            return  # it is among the violations, with its line
+        if self.mld.finished:
+            await self._windows_done()
+
+    async def _windows_done(self) -> None:
+        while not await finishes_within(self._clock, _PATIENCE_SECONDS, self.server.finished()):
+            status = self.status
+            if status is not None and status.windows_halted:
+                return  # they would wait for a person
+
+    def _plan_faults(self) -> None:
+        records = max(1, self.stream.records)
+        for _ in range(self.faults.crashes):
+            self.mld.at(self._dice.randint(1, records), self.mld.kill)
+        for _ in range(self.faults.lost_leases):
+            self.mld.at(self._dice.randint(1, records), self._lose_some_lease)
+
+    def _lose_some_lease(self) -> None:
+        shard_id = self._dice.choice(sorted(self.mld.active_shards))
+        self.mld.lose_lease(shard_id, graceful=self._graceful, back_after_seconds=_LEASE_BACK_SECONDS)
+        self._graceful = not self._graceful
+
+    def _report(self, server_exit: int) -> Report:
+        return Report(
+            server_exit=server_exit,
+            status=self.status,
+            finished=self.mld.finished,
+            violations=tuple(self.mld.violations),
+            exits=tuple(f"{ended.code}: {ended.reason}" for ended in self.mld.exits),
+            deliveries=self.mld.records_sent,
+            refused=dict(self.mld.leases.refused),
+        )
