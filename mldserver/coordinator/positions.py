@@ -32,12 +32,15 @@ def judge_start(start: Sequence | str | None, position: Sequence | None, *, ende
     """Compare where a daemon starts with the ledger's position of the shard.
 
     ``start``: the sequence after which records follow, one of the KCL's sentinels, or None. ``ended``: the ledger has
-    the shard's end. ``LATEST`` with a position is BEYOND: the daemon has no checkpoint and skips to the stream's tip.
+    the shard's end, so that nothing can be skipped any more. ``LATEST`` with a position is BEYOND: the daemon has no
+    checkpoint and skips to the stream's tip.
     """
+    if ended:
+        return Start.BEHIND
     if isinstance(start, Sequence):
-        return Start.BEHIND if ended or (position is not None and start <= position) else Start.BEYOND
+        return Start.BEHIND if position is not None and start <= position else Start.BEYOND
     if start == "SHARD_END":
-        return Start.BEHIND if ended else Start.BEYOND
+        return Start.BEYOND
     if start in {None, "AT_TIMESTAMP"}:
         return Start.UNKNOWN
     if position is None:
