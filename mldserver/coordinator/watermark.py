@@ -166,7 +166,8 @@ class Watermark:
     def commit(self, view: View) -> None:
         """Make a view binding: later ones are never less."""
         if view.watermark_ms is not None:
-            self._watermark_ms = max(view.watermark_ms, self._watermark_ms or view.watermark_ms)
+            known = self._watermark_ms
+            self._watermark_ms = view.watermark_ms if known is None else max(view.watermark_ms, known)
 
     def _least(self, values: list[tuple[int | None, Holder]]) -> View:
         unknown = next((holder for value, holder in values if value is None), None)
