@@ -6,9 +6,10 @@ every rename is synced to disk before the ledger may name it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
@@ -48,19 +49,30 @@ class OutputStore:
     def write(self, path: str, rows: pa.Table) -> int:
         """Write rows as one Parquet file and return its size in bytes once it is safe on disk."""
         target = self._absolute(path)
-        self._fs.create_dir(target.rpartition("/")[0], recursive=True)
-        with self._fs.open_output_stream(target) as stream:
+        with self._open(target) as stream:
             # zstd: a third smaller than snappy on JSON-like rows, and as fast to read.
             pq.write_table(rows, stream, compression="zstd", compression_level=1)
         self.sync(path)
         return int(self._fs.get_file_info(target).size)
 
+    def _open(self, target: str) -> Any:
+        folder = target.rpartition("/")[0]
+        self._fs.create_dir(folder, recursive=True)
+        try:
+            return self._fs.open_output_stream(target)
+        except FileNotFoundError:
+            # ``drop_empty`` of another thread took the folder in between.
+            self._fs.create_dir(folder, recursive=True)
+            return self._fs.open_output_stream(target)
+
     def sync(self, path: str) -> None:
-        """Force a local file (or every file of a folder) and its directory entry to disk."""
+        """Force a local file (or all in a folder) and every directory entry that leads to it to disk."""
         if not self.local:
             return
         target = Path(self._absolute(path))
-        for each in [*(target.iterdir() if target.is_dir() else ()), target, target.parent]:
+        # A folder on the way may be new too: its own entry lies in the folder above it.
+        above = [parent for parent in target.parents if parent.is_relative_to(self._base)]
+        for each in [*target.rglob("*"), target, *above]:
             descriptor = os.open(each, os.O_RDONLY)
             try:
                 os.fsync(descriptor)
@@ -97,9 +109,10 @@ class OutputStore:
             self._fs.delete_file(target)
 
     def drop_empty(self, folder: str) -> None:
-        """Delete a folder when nothing is left in it."""
-        if self.exists(folder) and not any(self.files(folder)):
-            self.delete(folder)
+        """Delete a local folder when nothing is in it, even if another thread is about to write there."""
+        if self.local:
+            with contextlib.suppress(OSError):
+                Path(self._absolute(folder)).rmdir()
 
     def files(self, folder: str) -> Iterator[tuple[str, int]]:
         """Yield (path, bytes) of every file below a folder."""
