@@ -139,9 +139,7 @@ class WindowRunner:
                 if await self._failed(entry, error, failures):
                     return
             else:
-                self._halted.discard(entry.window_id)
-                if not self._halted:
-                    self._go.set()
+                self._resume(entry.window_id)
                 self._tell(entry, committed)
                 return
 
@@ -216,10 +214,16 @@ class WindowRunner:
         told = error.fields() if isinstance(error, SparkError | LedgerError) else {"what": str(error)}
         last = failures >= self._policy.attempts
         if last and self._policy.on_failure == "dead_letter" and isinstance(error, WindowFailed | DriverLost):
-            await self._ledger.set_aside(entry.window_id, str(error))
-            self.set_aside += 1
-            log.error("window.set_aside", attempts=failures, **told)
-            return True
+            try:
+                await self._ledger.set_aside(entry.window_id, str(error))
+            except LedgerError as refused:
+                # It stays cut: the next attempt that fails tries again to put it aside.
+                told = refused.fields()
+            else:
+                self.set_aside += 1
+                self._resume(entry.window_id)
+                log.error("window.set_aside", attempts=failures, **told)
+                return True
         delay = self._policy.retry_cap_seconds if last else self._delay(failures)
         if last and entry.window_id not in self._halted:
             self._halted.add(entry.window_id)
@@ -229,6 +233,12 @@ class WindowRunner:
             log.warning("window.failed", attempt=failures, delay_seconds=round(delay, 3), **told)
         await self._clock.sleep(delay)
         return False
+
+    def _resume(self, window_id: str) -> None:
+        """Let the others go on, unless another window halts them."""
+        self._halted.discard(window_id)
+        if not self._halted:
+            self._go.set()
 
     def _delay(self, failures: int) -> float:
         most: float = min(
