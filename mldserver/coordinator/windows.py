@@ -36,12 +36,15 @@ __all__ = [
     "batch_number",
     "batches",
     "duration_ms",
+    "fits",
     "tumbling",
     "tumbling_id",
     "tumbling_starts",
 ]
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MS = timedelta(milliseconds=1)
+_BOUNDS = (datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC))
 _UNITS_MS = {
     "ms": 1,
     "millisecond": 1,
@@ -57,33 +60,37 @@ _UNITS_MS = {
     "w": 604_800_000,
     "week": 604_800_000,
 }
-_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+?)s?\s*", re.IGNORECASE)
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
+_LONGEST_MS = 2**53
 
 
 def duration_ms(value: str | float | timedelta) -> int:
     """Return a duration in milliseconds from ``"10 minutes"``, ``"500ms"``, seconds, or a timedelta.
 
-    Raises ValueError for text that is no duration, and for negative ones.
+    Raises ValueError for text that is no duration, for negative ones, and for those beyond 285,000 years.
     """
     if isinstance(value, timedelta):
-        ms = round(value / timedelta(milliseconds=1))
+        ms: float = value / timedelta(milliseconds=1)
     elif isinstance(value, str):
         match = _DURATION.fullmatch(value)
-        unit = (
-            _UNITS_MS.get("ms" if value.strip().lower().endswith("ms") else match[2].lower())
-            if match
-            else None
-        )
+        unit = _unit_ms(match[2].lower()) if match else None
         if match is None or unit is None:
             raise ValueError(
                 f"not a duration: {value!r} (write for example '10 minutes', '500 ms' or '1 hour')"
             )
-        ms = round(float(match[1]) * unit)
+        ms = float(match[1]) * unit
     else:
-        ms = round(value * 1000)
+        ms = value * 1000
     if ms < 0:
         raise ValueError(f"a duration cannot be negative: {value!r}")
-    return ms
+    if not ms <= _LONGEST_MS:
+        raise ValueError(f"a duration cannot be that long: {value!r}")
+    return round(ms)
+
+
+def _unit_ms(name: str) -> int | None:
+    plural = len(name) > 2 and name.endswith("s")  # noqa: PLR2004  # ms, and single letters, have no plural
+    return _UNITS_MS.get(name[:-1] if plural else name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +160,13 @@ class Window:
 
 
 def tumbling_id(start_ms: int) -> str:
-    """Return the id of the tumbling window that starts at ``start_ms``: sortable, and safe in any file system."""
-    at = _EPOCH + timedelta(milliseconds=start_ms)
+    """Return the id of the tumbling window that starts at ``start_ms``: readable, and safe in any file system.
+
+    A start that is no date of the years 1 to 9999 (a column may hold anything) is told in milliseconds.
+    """
+    at = _instant(start_ms)
+    if at in _BOUNDS:
+        return f"ms{start_ms:+020d}"
     fraction = f".{start_ms % 1000:03d}" if start_ms % 1000 else ""
     # Not strftime: its %Y does not pad years before 1000 on every platform.
     return (
@@ -180,12 +192,17 @@ def tumbling_starts(event_ms: NDArray[np.int64], spec: Tumbling) -> NDArray[np.i
 def as_window(
     window_id: str, start_ms: int | None, end_ms: int | None, *, revision: int, pipeline: str
 ) -> Window:
-    """Return the handler's view of a window."""
+    """Return the handler's view of a window; bounds beyond the years 1 to 9999 are cut to these."""
+    start = None if start_ms is None else _instant(start_ms)
+    end = None if end_ms is None else _instant(end_ms)
+    return Window(window_id, start, end, revision, pipeline)
 
-    def at(ms: int | None) -> datetime | None:
-        return None if ms is None else _EPOCH + timedelta(milliseconds=ms)
 
-    return Window(window_id, at(start_ms), at(end_ms), revision, pipeline)
+def _instant(ms: int) -> datetime:
+    first, last = _BOUNDS
+    if ms <= (first - _EPOCH) // _MS:
+        return first
+    return last if ms >= (last - _EPOCH) // _MS else _EPOCH + ms * _MS
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +212,13 @@ class WindowKey:
     id: str
     start_ms: int | None = None
     end_ms: int | None = None
+
+
+def fits(key: WindowKey, spec: WindowSpec) -> bool:
+    """Tell whether a window can have been cut by ``spec``: rows of two ways of cutting must not share an id."""
+    if isinstance(spec, Batches) or key.start_ms is None or key.end_ms is None:
+        return isinstance(spec, Batches) and key.start_ms is None
+    return key.end_ms - key.start_ms == spec.size_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +247,9 @@ def assign(
     rows = len(event_ms)
     if rows == 0:
         return Assignment(np.empty(0, np.int64), (), progress)
+    if progress.rows >= spec.max_rows:
+        # The bound was lowered since: the open one is full.
+        progress = BatchProgress(progress.number + 1)
     full, inside = divmod(progress.rows + rows, spec.max_rows)
     index = (np.arange(rows, dtype=np.int64) + progress.rows) // spec.max_rows
     keys = tuple(WindowKey(batch_id(progress.number + i)) for i in range(int(index[-1]) + 1))
@@ -265,7 +292,7 @@ class OpenWindows:
         Tumbling: the watermark has reached end + lateness. Batches: full, or open for longer than the maximal age.
         ``close_all``: every one (the stream is over, or quiet).
         """
-        keys = sorted(self._open.values(), key=lambda key: key.id)
+        keys = sorted(self._open.values(), key=lambda key: (key.start_ms or 0, key.id))
         if close_all:
             return tuple(key.id for key in keys)
         if isinstance(self.spec, Tumbling):
