@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["BufferedBatch", "FlushPlan", "WindowRows", "buffered", "plan", "shard_end"]
 
 _NO_TIMES = np.empty(0, np.int64)
+_PER_MS = {"ms": 1, "us": 1_000, "ns": 1_000_000}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +113,16 @@ def buffered(
     )
 
 
-def shard_end(shard_id: str, epoch: int) -> BufferedBatch:
-    """Return what marks a shard as ended once all batches before it are durable."""
-    return BufferedBatch(shard_id, epoch, None, _NO_TIMES, None, None, None, 0, ends_shard=True)
+def shard_end(shard_id: str, epoch: int, last: Sequence | None) -> BufferedBatch:
+    """Return what marks a shard as ended once all batches before it, up to ``last``, are durable."""
+    return BufferedBatch(shard_id, epoch, None, _NO_TIMES, last, None, None, 0, ends_shard=True)
 
 
 def _milliseconds(column: pa.ChunkedArray) -> NDArray[np.int64]:
     """Return a timestamp column of any unit as whole milliseconds, rounded down, also before 1970."""
-    micros = column.cast(pa.timestamp("us", tz=column.type.tz)).cast(pa.int64()).to_numpy()
-    floored: NDArray[np.int64] = np.floor_divide(micros, 1000)
-    return floored
+    ticks: NDArray[np.int64] = column.cast(pa.int64()).to_numpy()
+    unit = column.type.unit
+    return ticks * np.int64(1000) if unit == "s" else np.floor_divide(ticks, _PER_MS[unit])
 
 
 def plan(
