@@ -14,7 +14,8 @@ import structlog
 from mldserver.coordinator.flush import BufferedBatch, FlushPlan, plan
 from mldserver.coordinator.layout import segment_path
 from mldserver.coordinator.recovery import publish_late
-from mldserver.coordinator.windows import OpenWindows, WindowKey
+from mldserver.coordinator.windows import OpenWindows, WindowKey, fits
+from mldserver.errors import OperatorError
 from mldserver.state.ledger import BatchProgress, Flush, PositionUpdate, Segment, WindowState
 
 if TYPE_CHECKING:
@@ -71,15 +72,22 @@ class Flusher:
         self.dead_letters = 0
 
     def restore(self, state: LedgerState, open_windows: OpenWindows | None) -> None:
-        """Go on from what the ledger holds."""
+        """Go on from what the ledger holds. Raises OperatorError when its windows were cut in another way."""
         self._merge_clock = state.clock
         self._cut_below_ms = state.cut_below_ms
         self.open_windows = open_windows
+        if open_windows is None:
+            return
         for entry in state.windows.values():
-            if open_windows is None:
-                continue
+            key = WindowKey(entry.window_id, entry.start_ms, entry.end_ms)
+            if not fits(key, open_windows.spec):
+                raise OperatorError(
+                    f"The output folder holds windows of another kind or size than the handler's: {entry.window_id}.",
+                    advice="Give the changed handler an output folder of its own, or the windows that it had.",
+                    window=entry.window_id,
+                )
             if entry.state is WindowState.OPEN:
-                open_windows.opened([WindowKey(entry.window_id, entry.start_ms, entry.end_ms)])
+                open_windows.opened([key])
             else:
                 self._cut.add(entry.window_id)
                 open_windows.cut([entry.window_id])
@@ -197,4 +205,10 @@ class Flusher:
 
     async def prune(self, windows_before_ms: int, shards_before_ms: int) -> None:
         """Forget what is older than its retention."""
+        if self.open_windows is not None:
+            # A ``batches`` window that was cut for its age moved the progress here, and in the ledger only by its
+            # entry: without that its number would be given again.
+            await self._ledger.register(
+                Flush((), clock=self._merge_clock, batch_progress=self.open_windows.progress)
+            )
         await self._ledger.prune(windows_before_ms=windows_before_ms, shards_before_ms=shards_before_ms)
