@@ -11,7 +11,6 @@ was opened again meanwhile and will deliver them again), nothing is cut in this 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import structlog
@@ -20,15 +19,17 @@ from mldserver.coordinator.budget import Load, shards_to_hold
 from mldserver.coordinator.buffer import Buffer
 from mldserver.coordinator.flush import buffered, shard_end
 from mldserver.coordinator.flusher import Flusher
+from mldserver.coordinator.gap import find_gap
 from mldserver.coordinator.layout import SEGMENTS, STAGING
 from mldserver.coordinator.lineage import Lineage
-from mldserver.coordinator.positions import Start, judge_start
+from mldserver.coordinator.missing import MissingShards
 from mldserver.coordinator.recovery import recover
+from mldserver.coordinator.rules import CoordinatorRules
 from mldserver.coordinator.shard_session import ShardSession
 from mldserver.coordinator.status import CoordinatorStatus
-from mldserver.coordinator.watermark import View, Watermark, WatermarkRules
+from mldserver.coordinator.watermark import View, Watermark
 from mldserver.coordinator.windows import OpenWindows
-from mldserver.errors import GapRefused, LedgerError, MldserverError
+from mldserver.errors import LedgerError, MldserverError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from mldserver.coordinator.store import OutputStore
     from mldserver.coordinator.window_runner import WindowRunner
     from mldserver.coordinator.windows import WindowSpec
+    from mldserver.records import Sequence
     from mldserver.runtime.base import BatchOutcome
     from mldserver.sources.base import ShardOpening
     from mldserver.state.ledger import Ledger, ShardState
@@ -44,23 +46,6 @@ if TYPE_CHECKING:
 __all__ = ["Coordinator", "CoordinatorRules"]
 
 log = structlog.get_logger("mldserver")
-
-
-@dataclass(frozen=True, slots=True)
-class CoordinatorRules:
-    """What the coordinator goes by; times in milliseconds, sizes in bytes."""
-
-    flush_interval_ms: int = 5_000
-    flush_bytes: int = 64 << 20
-    buffer_bytes: int = 512 << 20
-    segment_bytes: int = 50 << 30
-    missing_limit_ms: int = 600_000
-    retention_ms: int = 86_400_000
-    """How long published windows are remembered, so that rows for them are known to be late."""
-    shard_retention_ms: int = 8 * 86_400_000
-    """How long ended shards are remembered."""
-    accept_gap: bool = False
-    watermark: WatermarkRules = field(default_factory=WatermarkRules)
 
 
 class Coordinator:
@@ -93,7 +78,9 @@ class Coordinator:
         self._view = self.watermark.view(now_ms)
         self._moved_ms = now_ms
         self._pruned_ms = now_ms
-        self._told_missing: set[str] = set()
+        self._missing = MissingShards(
+            self.lineage, settle_ms=rules.watermark.settle_ms, limit_ms=rules.missing_limit_ms
+        )
         self._wake = asyncio.Event()
         self._waiters: list[tuple[str, asyncio.Future[None]]] = []
         self._held: frozenset[str] = frozenset()
@@ -169,7 +156,7 @@ class Coordinator:
 
     async def _cycle(self, reason: str) -> None:
         now_ms = self.clock.now_ms()
-        self._look_after_missing(now_ms)
+        self._missing.look(now_ms)
         view = self.watermark.view(now_ms)
         complete = await self._flush(reason)
         await self._flusher.publish_late()
@@ -193,6 +180,11 @@ class Coordinator:
             session = self._sessions.get(update.shard_id)
             if session is not None and session.epoch == update.epoch:
                 session.position.register(update.position)
+        for batch in batches.values():
+            session = self._sessions.get(batch.shard_id)
+            if batch.shard_id in result.lost_shards and session is not None and session.epoch == batch.epoch:
+                # Its rows were left out: it may not claim them, neither with a checkpoint nor with its end.
+                session.disconnected()
         return not result.lost_shards
 
     async def _cut(self, view: View) -> None:
@@ -228,30 +220,6 @@ class Coordinator:
                 seconds=60,
             )
 
-    def _look_after_missing(self, now_ms: int) -> None:
-        settle_ms, limit_ms = self.rules.watermark.settle_ms, self.rules.missing_limit_ms
-        for node in self.lineage.missing():
-            missing_ms = now_ms - node.since_ms
-            if settle_ms <= missing_ms < limit_ms and node.id not in self._told_missing:
-                self._told_missing.add(node.id)
-                log.warning(
-                    "shard.missing",
-                    shard=node.id,
-                    seconds=missing_ms / 1000,
-                    what=f"Shard {node.id} is known but has no connection; no window closes before it returns.",
-                    advice=f"Start the daemon that owns it. After {limit_ms // 1000} s it is left out.",
-                )
-        for shard_id in self.lineage.leave_out(now_ms, limit_ms):
-            self._told_missing.discard(shard_id)
-            log.error(
-                "shard.left_out",
-                shard=shard_id,
-                seconds=limit_ms / 1000,
-                what=f"Shard {shard_id} has been missing for {limit_ms // 1000} s.",
-                did="It holds the windows no longer: rows it still delivers for closed windows will be late.",
-                advice="Start the daemon that owns the shard, or raise missing_limit.",
-            )
-
     async def _prune(self, now_ms: int) -> None:
         if now_ms - self._pruned_ms >= 3_600_000:  # noqa: PLR2004  # an hour
             self._pruned_ms = now_ms
@@ -264,26 +232,27 @@ class Coordinator:
     async def open_shard(self, opening: ShardOpening) -> ShardSession:
         """Take a shard in under a new epoch. Raises GapRefused when it starts beyond the ledger's position."""
         shard_id = opening.shard_id
+        live = self._sessions.get(shard_id)
+        if live is not None and live.alive and not self.rules.accept_gap:
+            # Before the epoch is raised: a connection that is refused must not cost the live one its shard.
+            self._refuse_gap(opening, live.position.durable, ended=False)
         state = await self._ledger.open_shard(shard_id, opening.parents)
-        self._check_gap(opening, state)
+        self._refuse_gap(opening, state.position, ended=state.ended)
         now_ms = self.clock.now_ms()
-        old = self._sessions.get(shard_id)
-        if old is not None:
-            old.alive = False
-        # What the old connection delivered and is not durable comes again from the daemon's checkpoint.
-        self.buffer.drop_shard(shard_id)
-        if self.lineage.know(shard_id, now_ms, parents=state.parents):
-            self.watermark.settle(now_ms)
-        self.lineage[shard_id].effective_ms = state.effective_ms
-        proved = self.lineage.connect(shard_id, now_ms)
+        new = self.lineage.know(shard_id, now_ms, parents=state.parents)
+        proved = self.lineage.proved_ended(shard_id)
         if proved:
             await self._ledger.end_shards(frozenset(proved))
-        self._told_missing.discard(shard_id)
-        self.watermark.connect(
-            shard_id, now_ms, tells_lag=opening.tells_lag, event_ms=self._first_event_ms(state)
-        )
+        # No await from here on: a cycle must not see the shard half taken in.
         session = ShardSession(self, shard_id, state)
-        self._sessions[shard_id] = session
+        old = self._sessions.get(shard_id)
+        if old is not None and old.epoch > session.epoch:
+            # A newer connection of the shard was taken in meanwhile.
+            session.alive = False
+            return session
+        if new or proved:
+            self.watermark.settle(now_ms)
+        self._take_over(session, old, state, tells_lag=opening.tells_lag)
         log.info(
             "shard.opened",
             shard=shard_id,
@@ -293,26 +262,36 @@ class Coordinator:
         )
         return session
 
+    def _take_over(
+        self, session: ShardSession, old: ShardSession | None, state: ShardState, *, tells_lag: bool
+    ) -> None:
+        shard_id, now_ms = session.shard_id, self.clock.now_ms()
+        if old is not None:
+            old.alive = False
+        # What the old connection delivered and is not durable comes again from the daemon's checkpoint.
+        self.buffer.drop_shard(shard_id)
+        self._sessions[shard_id] = session
+        self._missing.connected(shard_id)
+        self.lineage[shard_id].effective_ms = state.effective_ms
+        self.lineage.connect(shard_id, now_ms)
+        self.watermark.connect(shard_id, now_ms, tells_lag=tells_lag, event_ms=self._first_event_ms(state))
+
     def _first_event_ms(self, state: ShardState) -> int | None:
         if state.event_ms is None and self.rules.watermark.on_arrival:
             return self.lineage.floor_ms(state.shard_id)
         return state.event_ms
 
-    def _check_gap(self, opening: ShardOpening, state: ShardState) -> None:
-        if judge_start(opening.start, state.position, ended=state.ended) is not Start.BEYOND:
-            return
-        place = f"{state.position}" if state.position else "none"
-        if self.rules.accept_gap:
-            log.error("shard.gap_accepted", shard=opening.shard_id, start=str(opening.start), position=place)
-            return
-        raise GapRefused(
-            f"The daemon starts shard {opening.shard_id} at {opening.start}, beyond the ledger's position ({place}): "
-            "records between the two would never be processed.",
-            did="The connection was closed.",
-            advice="Restore the ledger that belongs to this KCL application, or delete the application's lease table "
-            "to read again, or accept the loss once with --accept-gap.",
-            shard=opening.shard_id,
-        )
+    def _refuse_gap(self, opening: ShardOpening, position: Sequence | None, *, ended: bool) -> None:
+        gap = find_gap(opening, position, ended=ended)
+        if gap is not None and not self.rules.accept_gap:
+            raise gap
+        if gap is not None:
+            log.error(
+                "shard.gap_accepted",
+                shard=opening.shard_id,
+                start=str(opening.start),
+                position=str(position) if position else None,
+            )
 
     def know(self, listing: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
         """Learn the shards that the stream lists, with their parents; return the new ones."""
@@ -323,6 +302,10 @@ class Coordinator:
         if new:
             self.watermark.settle(now_ms)
         return new
+
+    def parents(self, shard_id: str) -> tuple[str, ...]:
+        """Return a shard's parents, as far as they are known."""
+        return self.lineage[shard_id].parents if shard_id in self.lineage else ()
 
     # What shard sessions ask.
 
@@ -369,7 +352,7 @@ class Coordinator:
 
     def end(self, session: ShardSession) -> None:
         """Buffer a shard's end, so that the next flush marks it durably."""
-        self.buffer.add(shard_end(session.shard_id, session.epoch))
+        self.buffer.add(shard_end(session.shard_id, session.epoch, session.position.accepted))
 
     def ended(self, session: ShardSession) -> None:
         """Let go of a shard whose end is durable."""

@@ -28,6 +28,10 @@ class Presence(enum.Enum):
     ENDED = "ended"
 
 
+_READ = frozenset({Presence.CONNECTED, Presence.ENDED})
+"""What proves that a shard's ancestors have ended."""
+
+
 @dataclass(slots=True)
 class ShardNode:
     """One known shard."""
@@ -67,7 +71,11 @@ class Lineage:
         ended: bool = False,
         effective_ms: int | None = None,
     ) -> bool:
-        """Note that a shard exists; True when it was not known. A known shard only gains parents."""
+        """Note that a shard exists; True when it was not known. A known shard only gains parents.
+
+        A parent that is learned of after its child was read has ended: lists name closed shards for as long as the
+        stream keeps their records, and a daemon that began at ``LATEST`` never reads them.
+        """
         node = self._nodes.get(shard_id)
         new = node is None
         if node is None:
@@ -76,25 +84,32 @@ class Lineage:
                 shard_id, presence=presence, since_ms=now_ms, effective_ms=effective_ms
             )
             node.children.update(other.id for other in self._nodes.values() if shard_id in other.parents)
-        for parent in parents:
-            if parent not in node.parents:
-                node.parents = (*node.parents, parent)
-                if parent in self._nodes:
-                    self._nodes[parent].children.add(shard_id)
+            if any(self._nodes[child].presence in _READ for child in node.children):
+                self._move(shard_id, Presence.ENDED, now_ms)
+        gained = tuple(parent for parent in dict.fromkeys(parents) if parent not in node.parents)
+        node.parents += gained
+        for parent in gained:
+            if parent in self._nodes:
+                self._nodes[parent].children.add(shard_id)
+        if gained and node.presence in _READ:
+            self._end_ancestors(shard_id, now_ms)
         return new
 
-    def connect(self, shard_id: str, now_ms: int) -> tuple[str, ...]:
-        """Note that a known shard has a connection. Return the ancestors that this proves to have ended."""
-        self._move(shard_id, Presence.CONNECTED, now_ms)
+    def proved_ended(self, shard_id: str) -> tuple[str, ...]:
+        """Return the ancestors that are not known to have ended: a connection of the shard proves that they have."""
         proved: list[str] = []
         queue = list(self._nodes[shard_id].parents)
         while queue:
             node = self._nodes.get(queue.pop())
-            if node is not None and node.presence is not Presence.ENDED:
-                self._move(node.id, Presence.ENDED, now_ms)
+            if node is not None and node.presence is not Presence.ENDED and node.id not in proved:
                 proved.append(node.id)
                 queue.extend(node.parents)
         return tuple(proved)
+
+    def connect(self, shard_id: str, now_ms: int) -> None:
+        """Note that a known shard has a connection, and that its ancestors have ended."""
+        self._move(shard_id, Presence.CONNECTED, now_ms)
+        self._end_ancestors(shard_id, now_ms)
 
     def disconnect(self, shard_id: str, now_ms: int) -> None:
         """Note that a shard's connection is gone without the shard's end."""
@@ -151,7 +166,17 @@ class Lineage:
         node = self._nodes[shard_id]
         if node.presence is not presence:
             node.presence, node.since_ms = presence, now_ms
-            for child in node.children:
-                # A child is missing from when it can first be expected, not from when it was first listed.
-                if presence is Presence.ENDED and self._nodes[child].presence is Presence.MISSING:
-                    self._nodes[child].since_ms = now_ms
+            if presence is Presence.ENDED:
+                self._expect_children(node, now_ms)
+
+    def _end_ancestors(self, shard_id: str, now_ms: int) -> None:
+        for ancestor in self.proved_ended(shard_id):
+            self._move(ancestor, Presence.ENDED, now_ms)
+
+    def _expect_children(self, node: ShardNode, now_ms: int) -> None:
+        for child_id in node.children:
+            child = self._nodes[child_id]
+            # A child is missing from when it can first be expected, not from when it was first listed. One that was
+            # left out because its parent was is waited for after all: the parent came back and ended.
+            if child.presence in {Presence.MISSING, Presence.LEFT_OUT}:
+                child.presence, child.since_ms = Presence.MISSING, now_ms

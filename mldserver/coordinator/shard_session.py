@@ -25,7 +25,6 @@ class ShardSession:
         self.epoch = state.epoch
         self.position = ShardPosition(state.position)
         self.alive = True
-        self._ended = False
 
     @property
     def after(self) -> Sequence | None:

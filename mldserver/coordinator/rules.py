@@ -1,0 +1,26 @@
+"""What a coordinator goes by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mldserver.coordinator.watermark import WatermarkRules
+
+__all__ = ["CoordinatorRules"]
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorRules:
+    """What the coordinator goes by; times in milliseconds, sizes in bytes."""
+
+    flush_interval_ms: int = 5_000
+    flush_bytes: int = 64 << 20
+    buffer_bytes: int = 512 << 20
+    segment_bytes: int = 50 << 30
+    missing_limit_ms: int = 600_000
+    retention_ms: int = 86_400_000
+    """How long published windows are remembered, so that rows for them are known to be late."""
+    shard_retention_ms: int = 8 * 86_400_000
+    """How long ended shards are remembered."""
+    accept_gap: bool = False
+    watermark: WatermarkRules = field(default_factory=WatermarkRules)
