@@ -59,7 +59,7 @@ class MldserverError(Exception):
     def fields(self) -> dict[str, Any]:
         """Return the error as fields of a log event."""
         told = {"error": self.name, "what": self.what, "did": self.did, "advice": self.advice, **self.where}
-        return {key: value for key, value in told.items() if value not in {"", None}}
+        return {key: value for key, value in told.items() if value is not None and value != ""}
 
     def __str__(self) -> str:
         """Return one paragraph: what happened, what was done, what to do."""

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import pytest
+
+from mldserver import errors
+from mldserver.errors import FramingError, MldserverError, PeerError
+
+
+def test_an_error_is_one_paragraph_what_was_done_and_what_to_do() -> None:
+    error = FramingError(
+        "The line is too long.", did="The connection was closed.", advice="Raise line_limit."
+    )
+    assert str(error) == "The line is too long. The connection was closed. Raise line_limit."
+
+
+def test_what_is_not_said_leaves_no_gap() -> None:
+    assert str(FramingError("Too long.", advice="Raise it.")) == "Too long. Raise it."
+    assert str(FramingError("Too long.")) == "Too long."
+
+
+def test_an_errors_fields_go_into_the_log_without_the_empty_ones() -> None:
+    error = FramingError("Too long.", did="Closed.", shard="s1", pipeline=None, sequence="", attempt=0)
+    assert error.fields() == {
+        "error": "FramingError",
+        "what": "Too long.",
+        "did": "Closed.",
+        "shard": "s1",
+        "attempt": 0,
+    }
+
+
+def test_fields_may_hold_what_cannot_be_hashed() -> None:
+    assert FramingError("x", shards=["a"], counts={"a": 1}).fields()["shards"] == ["a"]
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_every_error_hangs_in_the_tree_and_says_what_it_stands_for(name: str) -> None:
+    error = getattr(errors, name)
+    assert issubclass(error, MldserverError)
+    assert error.__doc__
+    assert error("x").name == name
+
+
+def test_every_error_is_one_partys_fault() -> None:
+    parties = {each.__name__ for each in MldserverError.__subclasses__()}
+    assert parties == {
+        "PeerError",
+        "HandlerError",
+        "LedgerError",
+        "SparkError",
+        "OperatorError",
+        "InternalError",
+    }
+    assert issubclass(FramingError, PeerError)

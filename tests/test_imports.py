@@ -1,0 +1,330 @@
+"""The direction of imports, as a table. A module that the table does not know fails the test: say where it belongs."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "mldserver"
+
+CONTRACTS = (
+    "records",
+    "errors",
+    "clock",
+    "protocol.messages",
+    "runtime.base",
+    "sources.base",
+    "state.ledger",
+)
+"""What parts say about each other: vocabulary and protocols without code that does anything."""
+
+MAY_IMPORT: dict[str, tuple[str, ...]] = {
+    "": ("records", "coordinator.windows"),
+    "__main__": ("cli",),
+    "records": (),
+    "errors": (),
+    "clock": (),
+    "protocol.messages": ("records",),
+    "runtime.base": ("records", "protocol.messages"),
+    "sources.base": ("records", "runtime.base"),
+    "state.ledger": ("records", "runtime.base"),
+    "coordinator.windows": ("state.ledger",),
+    "spark.engine": ("coordinator.windows",),
+    "spark.java": ("errors",),
+    "protocol": ("records", "errors"),
+    "coordinator": (*CONTRACTS, "spark.engine"),
+    "state": ("records", "errors", "clock", "runtime.base"),
+    "runtime": ("records", "errors", "clock", "protocol", "coordinator.windows"),
+    "sources": ("records", "errors", "clock", "protocol", "runtime.base"),
+    # The driver process imports the user's handler by the same rules as the runtime does.
+    "spark": ("errors", "clock", "coordinator.windows", "runtime.loader"),
+    "config": ("errors", "coordinator.windows"),
+    "observe": ("errors", "config"),
+    "kcl": ("errors", "clock", "config", "spark.java", ""),
+    "assembly": ("*",),
+    "readiness": ("*",),
+    "server": ("*",),
+    "testing": ("*",),
+    "cli": ("*",),
+}
+"""For each part, by the longest prefix of a module's name: the parts it may import beside itself. ``*``: all below."""
+
+ABOVE = {
+    "assembly": ("cli", "testing"),
+    "readiness": ("cli", "testing"),
+    "server": ("cli", "testing"),
+    "testing": ("cli",),
+}
+"""What ``*`` does not cover."""
+
+CORES = ("records", "errors", "protocol", "coordinator")
+SHELLS = (
+    "coordinator.coordinator",
+    "coordinator.flusher",
+    "coordinator.recovery",
+    "coordinator.shard_session",
+    "coordinator.store",
+    "coordinator.window_runner",
+)
+"""Modules inside ``CORES`` that wait, log, or touch the disk. Whatever is not listed here is a core."""
+
+NOT_IN_CORES = frozenset(
+    [
+        "aioboto3",
+        "asyncio",
+        "logging",
+        "multiprocessing",
+        "os",
+        "pyspark",
+        "random",
+        "selectors",
+        "signal",
+        "socket",
+        "sqlite3",
+        "structlog",
+        "subprocess",
+        "threading",
+        "time",
+        "uvloop",
+    ]
+)
+
+ONLY_IN = {
+    "pyspark": ("spark",),
+    "sqlite3": ("state",),
+    "cyclopts": ("cli",),
+    "aws_kinesis_agg": ("protocol", "testing"),
+    "kclpy_ext": ("kcl",),
+    "amazon_kclpy": ("kcl",),
+}
+"""Libraries that one part alone may know."""
+
+
+class Import(NamedTuple):
+    module: str
+    """Without ``mldserver.``; empty for the package itself."""
+    target: str
+    """The same way when it is ours, else the name of the top-level module."""
+    ours: bool
+    typing_only: bool
+    line: int
+
+
+def imports_of(package: Path) -> list[Import]:
+    """Return every import of a package's modules, wherever in the file it stands."""
+    paths = {_module(path, package): path for path in sorted(package.rglob("*.py"))}
+    return [
+        found
+        for module, path in paths.items()
+        for found in _Imports(module, path, package.name, set(paths)).found
+    ]
+
+
+def _module(path: Path, package: Path) -> str:
+    parts = path.relative_to(package).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+class _Imports(ast.NodeVisitor):
+    def __init__(self, module: str, path: Path, package: str, modules: set[str]) -> None:
+        self.found: list[Import] = []
+        self._module, self._package, self._modules = module, package, modules
+        self._folder = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        self._typing_only = False
+        self.visit(ast.parse(path.read_text("utf-8"), str(path)))
+
+    def visit_If(self, node: ast.If) -> None:
+        typing_only = ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
+        former, self._typing_only = self._typing_only, self._typing_only or typing_only
+        for each in node.body:
+            self.visit(each)
+        self._typing_only = former
+        for each in node.orelse:
+            self.visit(each)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for each in node.names:
+            self._add(each.name, node.lineno)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        base = node.module or ""
+        if node.level:
+            folder = [self._package, *filter(None, self._folder.split("."))]
+            base = ".".join([*folder[: len(folder) - node.level + 1], *filter(None, [base])])
+        for each in node.names:
+            submodule = f"{base}.{each.name}".removeprefix(f"{self._package}.")
+            is_module = base.split(".")[0] == self._package and submodule in self._modules
+            self._add(f"{base}.{each.name}" if is_module else base, node.lineno)
+
+    def _add(self, name: str, line: int) -> None:
+        top, _, rest = name.partition(".")
+        ours = top == self._package
+        self.found.append(Import(self._module, rest if ours else top, ours, self._typing_only, line))
+
+
+def part_of(module: str) -> str | None:
+    """Return the part a module belongs to: the longest prefix of its name in the table."""
+    names = module.split(".")
+    prefixes = (".".join(names[:length]) for length in range(len(names), 0, -1))
+    return "" if not module else next((prefix for prefix in prefixes if prefix in MAY_IMPORT), None)
+
+
+def _inside(module: str, parts: tuple[str, ...]) -> bool:
+    return any(module == part or (part and module.startswith(f"{part}.")) for part in parts)
+
+
+def may_import(module: str, target: str) -> bool:
+    part = part_of(module)
+    if part is None or part_of(target) is None:
+        return False
+    allowed = MAY_IMPORT[part]
+    if _inside(target, (part,)) and part:
+        return True
+    if "*" in allowed:
+        return not _inside(target, ABOVE.get(part, ()))
+    return _inside(target, allowed)
+
+
+def wrong_directions(imports: list[Import]) -> list[str]:
+    wrong = []
+    for each in imports:
+        where = f"{each.module or 'mldserver'}:{each.line} imports {each.target or 'mldserver'}"
+        core = _inside(each.module, CORES) and not _inside(each.module, SHELLS)
+        if each.ours and not may_import(each.module, each.target):
+            wrong.append(f"{where}: against the direction")
+        if each.ours and core and _inside(each.target, SHELLS):
+            wrong.append(f"{where}: a core must not know a shell")
+        if not each.ours and core and each.target in NOT_IN_CORES and not each.typing_only:
+            wrong.append(f"{where}: not in a core")
+        if not each.ours and each.target in ONLY_IN and not _inside(each.module, ONLY_IN[each.target]):
+            wrong.append(f"{where}: only in {ONLY_IN[each.target]}")
+    return wrong
+
+
+def cycle_in(imports: list[Import]) -> list[str]:
+    """Return a cycle of imports that happen when the program runs, or nothing."""
+    graph: dict[str, set[str]] = {}
+    for each in imports:
+        if each.ours and not each.typing_only:
+            graph.setdefault(each.module, set()).add(each.target)
+    done: set[str] = set()
+    path: list[str] = []
+
+    def search(module: str) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        path.append(module)
+        found = next(filter(None, map(search, sorted(graph.get(module, ())))), [])
+        path.pop()
+        done.add(module)
+        return found
+
+    return next(filter(None, map(search, sorted(graph))), [])
+
+
+def test_imports_point_one_way() -> None:
+    assert wrong_directions(imports_of(PACKAGE)) == []
+
+
+def test_imports_have_no_cycle() -> None:
+    assert cycle_in(imports_of(PACKAGE)) == []
+
+
+def test_every_shell_and_every_part_exists() -> None:
+    modules = {each.module for each in imports_of(PACKAGE)} | {
+        _module(path, PACKAGE) for path in PACKAGE.rglob("*.py")
+    }
+    assert {part for part in (*MAY_IMPORT, *SHELLS) if part not in modules} == set()
+
+
+# That the check can fail
+
+
+def planted(folder: Path, files: dict[str, str]) -> list[Import]:
+    package = folder / "mldserver"
+    for name, source in files.items():
+        path = package / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    return imports_of(package)
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "told"),
+    [
+        ("records.py", "from mldserver.errors import X", "records:1 imports errors: against the direction"),
+        (
+            "protocol/core.py",
+            "def f():\n    import mldserver.server",
+            "protocol.core:2 imports server: against",
+        ),
+        ("protocol/core.py", "from ..server import Server", "protocol.core:1 imports server: against"),
+        ("protocol/core.py", "from .. import server", "protocol.core:1 imports server: against"),
+        ("protocol/core.py", "from mldserver import server", "protocol.core:1 imports server: against"),
+        ("protocol/core.py", "import mldserver", "protocol.core:1 imports mldserver: against"),
+        ("protocol/core.py", "import asyncio.events", "protocol.core:1 imports asyncio: not in a core"),
+        (
+            "protocol/core.py",
+            "try:\n    import uvloop\nexcept ImportError: pass",
+            "protocol.core:2 imports uvloop",
+        ),
+        ("coordinator/new.py", "from time import time", "coordinator.new:1 imports time: not in a core"),
+        (
+            "coordinator/new.py",
+            "from mldserver.coordinator.store import X",
+            "coordinator.new:1 imports coordinator.store: a core must not know a shell",
+        ),
+        ("coordinator/new.py", "from mldserver.spark.client import X", "imports spark.client: against"),
+        ("runtime/x.py", "from mldserver.sources import base", "runtime.x:1 imports sources.base: against"),
+        ("state/x.py", "import pyspark.sql", "state.x:1 imports pyspark: only in ('spark',)"),
+        ("server.py", "from mldserver import cli", "server:1 imports cli: against"),
+        ("novel.py", "from mldserver import records", "novel:1 imports records: against"),
+        (
+            "sources/x.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from mldserver.server import Server",
+            "sources.x:3 imports server: against",
+        ),
+    ],
+)
+def test_a_planted_violation_is_found(tmp_path: Path, file: str, source: str, told: str) -> None:
+    others = dict.fromkeys(
+        ("server.py", "sources/base.py", "coordinator/store.py", "cli/__init__.py", "records.py"), ""
+    )
+    (wrong,) = wrong_directions(planted(tmp_path, others | {file: source}))
+    assert told in wrong
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("coordinator/store.py", "import os, asyncio\nfrom mldserver.state.ledger import X"),
+        ("protocol/core.py", "import re\nfrom . import other\nfrom mldserver.records import X"),
+        ("protocol/core.py", "if TYPE_CHECKING:\n    import asyncio\nelse:\n    import re"),
+        ("cli/x.py", "from mldserver.server import Server\nimport mldserver.testing"),
+    ],
+)
+def test_what_is_allowed_passes(tmp_path: Path, file: str, source: str) -> None:
+    others = dict.fromkeys(("protocol/other.py", "testing/__init__.py"), "")
+    assert wrong_directions(planted(tmp_path, others | {file: source})) == []
+
+
+def test_a_planted_cycle_is_found_and_typing_makes_none(tmp_path: Path) -> None:
+    one = planted(
+        tmp_path / "a",
+        {
+            "a.py": "from mldserver import b",
+            "b.py": "import mldserver.c",
+            "c.py": "def f():\n    from mldserver.a import x",
+        },
+    )
+    assert cycle_in(one) == ["a", "b", "c", "a"]
+    other = planted(
+        tmp_path / "b",
+        {"a.py": "from mldserver import b", "b.py": "if TYPE_CHECKING:\n    from mldserver.a import x"},
+    )
+    assert cycle_in(other) == []
