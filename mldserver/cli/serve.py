@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,7 +33,7 @@ Durations are written `500 ms`, `30 s`, `10 minutes` or in seconds; sizes `64 Mi
 SIGTERM and SIGINT stop the server: shards finish their request, closed windows are committed, positions
 checkpointed. A second signal forces. SIGHUP opens the log file again.
 
-Exit codes: 0 clean, 1 a fault, 2 wrong settings or environment, 3 forced.
+Exit codes: 0 clean, 1 a fault, 2 wrong settings or environment, 3 forced (a second signal, or the grace was over).
 """
 
 app = App(name="serve", help=_HELP, help_format="markdown")
@@ -87,7 +88,10 @@ def serve(
     from mldserver.server import Server  # noqa: PLC0415  # see above
 
     with logging_to(settings):
-        return uvloop.run(Server(settings).run())
+        code = uvloop.run(Server(settings).run())
+    if code and settings.log_file is not None:  # the terminal has seen nothing of it
+        sys.stderr.write(f"mldserver: stopped with exit code {code}; {settings.log_file} says why.\n")
+    return code
 
 
 def _with_settings(command: Callable[..., int]) -> inspect.Signature:

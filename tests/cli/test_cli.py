@@ -175,7 +175,10 @@ def test_every_setting_is_an_option_and_shown_in_the_help(capsys: pytest.Capture
 
 
 def test_serve_runs_a_server_with_what_the_options_say(
-    served: list[Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    served: list[Settings],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLDSERVER_GRACE", "7")
@@ -188,6 +191,7 @@ def test_serve_runs_a_server_with_what_the_options_say(
     assert settings.spark_conf == {"a": "1", "b": "2"}
     assert str(settings.listen) == "127.0.0.1:0"
     assert b'"event":"handler.output"' in (tmp_path / "m.log").read_bytes()
+    assert capsys.readouterr().err == "mldserver: stopped with exit code 3; m.log says why.\n"
 
 
 def test_serve_tells_wrong_settings_before_it_starts_anything(
