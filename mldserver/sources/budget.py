@@ -51,8 +51,8 @@ class ReadBudget:
     def forget(self, reader: Reader) -> None:
         """Note that a reader is gone."""
         self._paused.discard(reader)
-        self._set(self._whole, reader, 0)
-        self._set(self._partial, reader, 0)
+        self._held -= self._partial.pop(reader, 0) + self._whole.pop(reader, 0)
+        self._balance()
 
     def _set(self, sizes: dict[Reader, int], reader: Reader, size: int) -> None:
         self._held += size - sizes.get(reader, 0)

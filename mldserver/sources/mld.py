@@ -91,6 +91,11 @@ class MLDListener:
         """How many connections there are."""
         return len(self._serving)
 
+    @property
+    def is_listening(self) -> bool:
+        """Whether connections are accepted."""
+        return self._listening_on is not None and not self._stopped
+
     def waiting_for(self) -> list[str]:
         """Return the shards that have a connection."""
         return sorted(conductor.shard_id for conductor in self._serving.values() if conductor.shard_id)

@@ -1,0 +1,121 @@
+"""The same listener on the event loop that production uses: what its transports might do differently."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import pytest
+import uvloop
+
+
+def named(logged: list[dict[str, Any]], event: str) -> list[dict[str, Any]]:
+    return [entry for entry in logged if entry["event"] == event]
+
+
+async def a_whole_life(house):
+    daemon = await house.connect()
+    await daemon.initialize()
+    await daemon.process(*range(1, 20_001))
+    await daemon.checkpointed()
+    await daemon.answered("processRecords")
+    await daemon.send({"action": "shardEnded"})
+    await daemon.checkpointed()
+    await daemon.answered("shardEnded")
+    await daemon.sees_the_end()
+    await daemon.close()
+    await house.empty()
+    assert house.intake.shards[0].calls == ["began", "accept", "end"]
+
+
+async def an_oversize_line(house):
+    daemon = await house.connect()
+    with contextlib.suppress(ConnectionError):
+        await daemon.send(b"x" * 3_000_000)
+    await daemon.sees_the_end()
+    await daemon.close()
+    await house.empty()
+
+
+async def a_death_in_the_middle_of_a_batch(house):
+    house.runtime.gate.clear()
+    daemon = await house.connect()
+    await daemon.initialize()
+    await daemon.process(1)
+    await house.runtime.reached.wait()
+    daemon.writer.transport.abort()
+    await house.empty()
+    assert house.runtime.cancelled == 1
+
+
+async def a_drain(house):
+    house.runtime.gate.clear()
+    daemon = await house.connect()
+    await daemon.initialize()
+    await daemon.process(1)
+    await house.runtime.reached.wait()
+    draining = asyncio.create_task(house.listener.drain())
+    await asyncio.sleep(0)
+    house.runtime.gate.set()
+    await daemon.checkpointed()
+    await daemon.answered("processRecords")
+    await daemon.sees_the_end()
+    await draining
+    await house.running
+
+
+async def a_limit_of_one(house):
+    first = await house.connect()
+    await first.initialize("shardId-1")
+    second = await house.connect()
+    ready = asyncio.create_task(second.initialize("shardId-2"))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not ready.done()
+    await first.close()
+    await ready
+
+
+async def a_line_beyond_the_budget(house):
+    first, second = await house.connect(), await house.connect()
+    await first.initialize("shardId-1")
+    await second.initialize("shardId-2")
+    for daemon in (first, second):
+        await daemon.send(b'{"action":"processRecords","records":[' + b" " * 30_000)
+    while house.listener._budget.held < 60_000:
+        await asyncio.sleep(0)
+    for daemon in (second, first):
+        await daemon.send(b" " * 30_000 + b'],"millisBehindLatest":0}\n')
+    await first.answered("processRecords")
+    await second.answered("processRecords")
+
+
+SCENARIOS = {
+    a_whole_life: {"line_bytes": 2**25},
+    an_oversize_line: {},
+    a_death_in_the_middle_of_a_batch: {},
+    a_drain: {},
+    a_limit_of_one: {"connection_limit": 1},
+    a_line_beyond_the_budget: {"read_bytes": 40_000, "line_bytes": 2**20},
+}
+
+
+@pytest.mark.parametrize("unix", [False, True], ids=["tcp", "unix"])
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_on_uvloop(serving, tmp_path, scenario, unix):
+    async def play() -> None:
+        address = (tmp_path / "s",) if unix else ("127.0.0.1", 0)
+        async with asyncio.timeout(20), serving(address, **SCENARIOS[scenario]) as house:
+            await scenario(house)
+
+    uvloop.run(play())
+
+
+def test_an_oversize_line_is_named_on_uvloop_too(serving, logged):
+    async def play() -> None:
+        async with serving() as house:
+            await an_oversize_line(house)
+
+    uvloop.run(play())
+    assert named(logged, "connection.failed")[0]["error"] == "FramingError"

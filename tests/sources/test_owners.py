@@ -1,0 +1,98 @@
+"""Which connection owns a shard."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from mldserver.sources.owners import ShardOwners, Superseded
+
+
+async def test_a_claim_is_current_until_the_next_one():
+    owners = ShardOwners()
+    first = owners.take("s")
+    second = owners.take("s")
+    assert (first.current, second.current) == (False, True)
+    with pytest.raises(Superseded):
+        async with first.work():
+            raise AssertionError("work of a claim that is not current")
+
+
+async def test_claims_of_different_shards_know_nothing_of_each_other():
+    owners = ShardOwners()
+    first = owners.take("a")
+    owners.take("b")
+    assert first.current
+
+
+async def test_a_new_claim_cancels_the_work_and_waits_for_its_end():
+    owners = ShardOwners()
+    first = owners.take("s")
+    order: list[str] = []
+
+    async def long_work() -> None:
+        async with first.work():
+            order.append("first works")
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0)
+                order.append("first has left")
+
+    working = asyncio.create_task(long_work())
+    await asyncio.sleep(0)
+    second = owners.take("s")
+    async with second.work():
+        order.append("second works")
+    with pytest.raises(Superseded):
+        await working
+    assert order == ["first works", "first has left", "second works"]
+
+
+async def test_a_claim_that_waits_for_its_turn_is_superseded_too():
+    owners = ShardOwners()
+    first = owners.take("s")
+    leave = asyncio.Event()
+
+    async def stubborn() -> None:
+        with pytest.raises(Superseded):
+            async with first.work():
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    await leave.wait()
+
+    async def waiting(claim) -> None:
+        with pytest.raises(Superseded):
+            async with claim.work():
+                raise AssertionError("a claim that never was its turn")
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(stubborn())
+        await asyncio.sleep(0)
+        group.create_task(waiting(owners.take("s")))
+        await asyncio.sleep(0)
+        third = owners.take("s")
+        await asyncio.sleep(0)
+        leave.set()
+    async with third.work():
+        assert third.current
+
+
+async def test_a_time_out_inside_the_work_is_its_own():
+    claim = ShardOwners().take("s")
+    with pytest.raises(TimeoutError):
+        async with claim.work():
+            raise TimeoutError
+
+
+async def test_releasing_forgets_the_shard_but_not_the_claim_of_another():
+    owners = ShardOwners()
+    first = owners.take("s")
+    second = owners.take("s")
+    owners.release("s", first)
+    assert second.current
+    owners.release("s", second)
+    assert not second.current
+    assert owners.take("s").current
