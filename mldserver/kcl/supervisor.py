@@ -19,7 +19,7 @@ from mldserver.errors import OperatorError
 from mldserver.kcl.logs import LogParser
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 
     from mldserver.clock import Clock
     from mldserver.kcl.logs import LogEvent
@@ -95,31 +95,38 @@ class Supervisor:
         self._starts += 1
         log.info("kcl.starting", start=self._starts, **self._told)
         command = self._command()
-        try:
-            process = await subprocess.create_subprocess_exec(
-                *command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=dict(self._environment),
-                # Ctrl-C reaches this process only; the daemon is told in order.
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise OperatorError(f"{command[0]} cannot be started: {error.strerror}.") from error
-        assert process.stdout is not None
+        async with _output_pipe() as (output, end):
+            try:
+                process = await subprocess.create_subprocess_exec(
+                    *command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=end,
+                    stderr=end,
+                    env=dict(self._environment),
+                    # Ctrl-C reaches this process only; the daemon is told in order.
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise OperatorError(f"{command[0]} cannot be started: {error.strerror}.") from error
+            finally:
+                os.close(end)
+            return await self._attend(process, output)
+
+    async def _attend(self, process: subprocess.Process, output: asyncio.StreamReader) -> int:
         try:
             async with asyncio.TaskGroup() as tasks:
-                pump = tasks.create_task(_pass_on(process.stdout))
+                pump = tasks.create_task(_pass_on(output))
                 stopper = tasks.create_task(self._end(process))
                 code = await process.wait()
                 stopper.cancel()
+                # Bridges that outlive their JVM; what they hold open would keep the pump waiting.
+                _kill_group(process.pid)
                 await asyncio.wait({pump}, timeout=DRAIN_SECONDS)
                 pump.cancel()
         finally:
-            # Bridges that outlive their JVM, and the JVM itself when this task is cancelled.
-            _kill_group(process.pid)
-            await process.wait()
+            if process.returncode is None:  # this task is cancelled
+                _kill_group(process.pid)
+                await process.wait()
         return code
 
     async def _end(self, process: subprocess.Process) -> None:
@@ -130,6 +137,23 @@ class Supervisor:
             await _first(self._forced.wait(), self._clock.sleep(self._grace))
         self._forced.set()
         _kill_group(process.pid)
+
+
+@contextlib.asynccontextmanager
+async def _output_pipe() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
+    """Give a pipe of our own: its reader, and the end for the child, which the caller closes.
+
+    asyncio's own pipes would make the wait for a process last until its children have closed them too.
+    """
+    ours, theirs = os.pipe()
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(ours, "rb", buffering=0)
+    )
+    try:
+        yield reader, theirs
+    finally:
+        transport.close()
 
 
 async def _first(*waits: Awaitable[Any]) -> None:

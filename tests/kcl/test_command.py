@@ -1,0 +1,184 @@
+"""``mldserver kcl`` as a process of its own, with a shell script in Java's place."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mldserver.kcl.launch import prepare, private_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LIMIT = 30
+
+FAKE_JAVA = r"""#!/bin/sh
+if [ "$1" = -version ]; then echo 'openjdk version "17.0.9" 2023-10-17' >&2; exit 0; fi
+while [ $# -gt 0 ]; do
+  case $1 in
+    --properties-file) cp "$2" "$SEEN/properties";;
+    --log-configuration) cp "$2" "$SEEN/logback.xml";;
+    -X*) echo "$1" >> "$SEEN/options";;
+  esac
+  shift
+done
+trap 'exit 143' TERM
+printf 'MLD\tINFO\tfake.Daemon\tup\n'
+echo $$ > "$SEEN/pid"
+sleep 1000 & wait
+"""
+
+
+@pytest.fixture
+def seen(tmp_path: Path) -> Path:
+    folder = tmp_path / "seen"
+    folder.mkdir()
+    os.mkfifo(folder / "pid")
+    return folder
+
+
+@pytest.fixture
+def environment(tmp_path: Path, seen: Path) -> dict[str, str]:
+    java = tmp_path / "java"
+    java.write_text(FAKE_JAVA)
+    java.chmod(0o755)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MLDSERVER_", "JAVA_"))}
+    return {**kept, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SEEN": str(seen)}
+
+
+@pytest.fixture
+def started(environment: dict[str, str], tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    command = [
+        sys.executable,
+        "-m",
+        "mldserver",
+        "kcl",
+        "--app",
+        "a",
+        "--stream",
+        "s",
+        "--region",
+        "eu-central-1",
+    ]
+    command += ["--connect", "127.0.0.1:7071", "--property", "maxRecords=7", "--java-option", "-Xmx64m"]
+    process = subprocess.Popen(
+        [*command, "--log-format", "json"], env=environment, cwd=tmp_path, stdout=subprocess.PIPE
+    )
+    yield process
+    process.kill()
+    process.wait()
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+def logged(process: subprocess.Popen[bytes]) -> list[dict[str, Any]]:
+    assert process.stdout is not None
+    return [json.loads(line) for line in process.stdout.read().splitlines()]
+
+
+def test_it_runs_the_daemon_with_its_files_and_stops_it_in_order(
+    started: subprocess.Popen[bytes], seen: Path
+) -> None:
+    (seen / "pid").read_text()
+    properties = (seen / "properties").read_text()
+    started.send_signal(signal.SIGTERM)
+    assert started.wait(LIMIT) == 0
+    assert "streamName = s\n" in properties
+    assert "maxRecords = 7\n" in properties
+    (executable,) = (line for line in properties.splitlines() if line.startswith("executableName = "))
+    assert executable.endswith(" 127.0.0.1:7071")
+    assert "<configuration>" in (seen / "logback.xml").read_text()
+    assert (seen / "options").read_text().splitlines()[-1] == "-Xmx64m"
+    events = logged(started)
+    assert [event["event"] for event in events] == ["kcl.starting", "kcl.log", "kcl.exited"]
+    assert events[1]["text"] == "up"
+    assert events[2]["exit_code"] == 143
+    bridge = Path(executable.split()[2])
+    assert bridge.name.startswith("python") or not bridge.exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the tether is Linux's")
+def test_no_daemon_survives_a_killed_supervisor(started: subprocess.Popen[bytes], seen: Path) -> None:
+    daemon = os.pidfd_open(int((seen / "pid").read_text()))
+    started.kill()
+    gone, _, _ = select.select([daemon], [], [], LIMIT)
+    os.close(daemon)
+    assert gone
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--region", "r"], "No stream was given"),
+        (["--stream", "s"], "No region was given"),
+        (["--stream", "s", "--region", "r", "--property", "x"], "is not KEY=VALUE"),
+        (["--stream", "s", "--region", "r", "--initial-position", "now"], "no initial position"),
+    ],
+)
+def test_wrong_settings_are_one_sentence_and_exit_code_2(
+    environment: dict[str, str], tmp_path: Path, arguments: list[str], says: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mldserver", "kcl", "--app", "a", *arguments],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the tether is Linux's")
+def test_the_tether_does_not_start_for_a_parent_that_is_gone() -> None:
+    tether = Path(sys.modules[prepare.__module__].__file__ or "").with_name("tether.py")
+    done = subprocess.run(
+        [sys.executable, "-ISE", tether, "1", "echo", "started"],
+        capture_output=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, b"")
+
+
+def test_the_private_folder_has_no_space_in_its_path_and_goes_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in (tmp_path, tmp_path / "a b"):
+        place.mkdir(exist_ok=True)
+        monkeypatch.setattr(tempfile, "tempdir", str(place))
+        with private_folder() as folder:
+            assert " " not in str(folder)
+            assert folder.stat().st_mode & 0o777 == 0o700
+        assert not folder.exists()
+
+
+def test_an_emulator_gets_json_and_a_given_region_stays(tmp_path: Path) -> None:
+    properties = {"regionName": "r", "kinesisEndpoint": "http://127.0.0.1:1"}
+    launch = prepare(
+        tmp_path,
+        java="java",
+        jars=[Path("a.jar"), Path("b.jar")],
+        properties=properties,
+        environment={"A": "b"},
+    )
+    assert "-Daws.cborEnabled=false" in launch.arguments
+    assert f"a.jar{os.pathsep}b.jar" in launch.arguments
+    assert launch.environment == {"AWS_REGION": "r", "A": "b"}
+    kept = prepare(
+        tmp_path, java="java", jars=[], properties={"regionName": "r"}, environment={"AWS_REGION": "x"}
+    )
+    assert "-Daws.cborEnabled=false" not in kept.arguments
+    assert kept.environment["AWS_REGION"] == "x"

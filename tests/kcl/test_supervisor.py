@@ -1,0 +1,181 @@
+"""The supervisor over real processes: small shell scripts stand in for the JVM, and say through FIFOs where they are."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mldserver.errors import OperatorError
+from mldserver.kcl.restart import Backoff
+from mldserver.kcl.supervisor import Supervisor
+from mldserver.testing import VirtualClock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+Logged = list[dict[str, Any]]
+
+
+class HastyClock:
+    """Never waits; remembers for how long it was asked to."""
+
+    def __init__(self, on_sleep: Callable[[float], None] = lambda seconds: None) -> None:
+        self.slept: list[float] = []
+        self._on_sleep = on_sleep
+
+    def now_ms(self) -> int:
+        return 0
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self._on_sleep(seconds)
+
+
+def supervisor(script: str, clock: Any, **changed: Any) -> Supervisor:
+    told = {
+        "environment": {"PATH": os.environ["PATH"]},
+        "backoff": Backoff(base=1, cap=4),
+        "grace": 30.0,
+        "chance": lambda: 1.0,
+        "told": {"java": "17"},
+        **changed,
+    }
+    return Supervisor(lambda: ("sh", "-c", script), clock=clock, **told)
+
+
+def events(logged: Logged, name: str) -> Logged:
+    return [event for event in logged if event["event"] == name]
+
+
+@pytest.fixture
+def fifo(tmp_path: Path) -> Path:
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    return path
+
+
+async def test_a_daemon_that_exits_is_started_again_after_growing_waits(logged: Logged) -> None:
+    clock = HastyClock(lambda seconds: watched.stop() if len(clock.slept) == 4 else None)
+    watched = supervisor("exit 7", clock)
+    assert await watched.run() == 0
+    assert clock.slept == [1, 2, 4, 4]
+    assert [event["start"] for event in events(logged, "kcl.starting")] == [1, 2, 3, 4]
+    exits = events(logged, "kcl.exited")
+    assert [(event["level"], event["exit_code"], event["delay_seconds"]) for event in exits] == [
+        ("warning", 7, delay) for delay in (1, 2, 4, 4)
+    ]
+
+
+async def test_its_lines_become_log_events(logged: Logged) -> None:
+    script = r"""printf 'MLD\tWARN\ta.B\tbeware\nplain\n\tat more\nMLD\tINFO\tx\tlast'; exit 1"""
+    clock = HastyClock(lambda seconds: watched.stop())
+    watched = supervisor(script, clock)
+    await watched.run()
+    assert [(e["level"], e["logger"], e["text"]) for e in events(logged, "kcl.log")] == [
+        ("warning", "a.B", "beware"),
+        ("warning", "jvm", "plain\n\tat more"),
+        ("info", "x", "last"),
+    ]
+
+
+async def test_stopping_sends_sigterm_and_waits_for_the_daemons_own_end(logged: Logged, fifo: Path) -> None:
+    watched = supervisor(f"trap 'echo bye; exit 143' TERM; echo > {fifo}; sleep 100 & wait", VirtualClock())
+    async with asyncio.TaskGroup() as tasks:
+        code = tasks.create_task(watched.run())
+        await asyncio.to_thread(fifo.read_text)
+        watched.stop()
+    assert code.result() == 0
+    (exited,) = events(logged, "kcl.exited")
+    assert (exited["level"], exited["exit_code"]) == ("info", 143)
+    assert [event["text"] for event in events(logged, "kcl.log")] == ["bye"]
+
+
+async def test_a_daemon_that_outstays_its_grace_is_killed(logged: Logged, fifo: Path) -> None:
+    clock = HastyClock()
+    watched = supervisor(f"trap '' TERM; echo > {fifo}; while :; do sleep 100; done", clock, grace=12.0)
+    async with asyncio.TaskGroup() as tasks:
+        code = tasks.create_task(watched.run())
+        await asyncio.to_thread(fifo.read_text)
+        watched.stop()
+    assert code.result() == 3
+    assert clock.slept == [12.0]
+    assert [event["exit_code"] for event in events(logged, "kcl.exited")] == [-signal.SIGKILL]
+
+
+async def test_a_second_stop_does_not_wait_for_the_grace(fifo: Path) -> None:
+    watched = supervisor(f"trap '' TERM; echo > {fifo}; while :; do sleep 100; done", VirtualClock())
+    async with asyncio.TaskGroup() as tasks:
+        code = tasks.create_task(watched.run())
+        await asyncio.to_thread(fifo.read_text)
+        watched.stop()
+        watched.stop()
+    assert code.result() == 3
+
+
+async def test_stopping_cuts_the_wait_between_two_starts_short(logged: Logged) -> None:
+    clock = VirtualClock()
+    watched = supervisor("exit 1", clock)
+    async with asyncio.TaskGroup() as tasks:
+        code = tasks.create_task(watched.run())
+        while not clock.sleepers:  # noqa: ASYNC110  # the clock counts sleepers, it has no event for them
+            await asyncio.sleep(0)
+        watched.stop()
+    assert code.result() == 0
+    assert len(events(logged, "kcl.starting")) == 1
+
+
+async def test_stopped_before_it_began_it_starts_nothing(logged: Logged) -> None:
+    watched = supervisor("exit 1", VirtualClock())
+    watched.stop()
+    assert await watched.run() == 0
+    assert not logged
+
+
+async def test_a_line_of_the_jvms_own_does_not_wait_for_the_next(logged: Logged, fifo: Path) -> None:
+    # The script goes on only when the line was logged: `wait` would hang otherwise.
+    watched = supervisor(f"echo plain; cat {fifo}; exit 1", HastyClock(lambda seconds: watched.stop()))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(watched.run())
+        while not events(logged, "kcl.log"):  # noqa: ASYNC110  # the log is a list
+            await asyncio.sleep(0)
+        await asyncio.to_thread(fifo.write_text, "")
+    assert [event["text"] for event in events(logged, "kcl.log")] == ["plain"]
+
+
+async def test_children_that_outlive_the_daemon_are_killed(fifo: Path) -> None:
+    # The child keeps the FIFO open for writing: reading it ends when the child has gone.
+    script = f"sleep 100 > {fifo} & exit 1"
+    watched = supervisor(script, HastyClock(lambda seconds: watched.stop()))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(watched.run())
+        assert await asyncio.to_thread(fifo.read_text) == ""
+
+
+async def test_cancelling_leaves_no_daemon_behind(fifo: Path) -> None:
+    watched = supervisor(f"exec sleep 100 > {fifo}", VirtualClock())
+    task = asyncio.ensure_future(watched.run())
+    reader = asyncio.ensure_future(asyncio.to_thread(fifo.open))
+    with await reader as opened:
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await asyncio.to_thread(opened.read) == ""
+
+
+async def test_a_program_that_is_not_there_is_the_operators_error() -> None:
+    watched = Supervisor(
+        lambda: ("no-such-program",),
+        environment={},
+        backoff=Backoff(),
+        grace=1,
+        clock=VirtualClock(),
+        chance=lambda: 0,
+        told={},
+    )
+    with pytest.raises(OperatorError, match="no-such-program cannot be started"):
+        await watched.run()
