@@ -64,6 +64,7 @@ CORES = ("records", "errors", "protocol", "coordinator")
 SHELLS = (
     "coordinator.coordinator",
     "coordinator.flusher",
+    "coordinator.missing",
     "coordinator.recovery",
     "coordinator.shard_session",
     "coordinator.store",
