@@ -66,7 +66,7 @@ class _Inspection:
     def run(self, retention_ms: int | None) -> HandlerSpec | None:
         target = self.loaded.target
         if not isinstance(target, ModuleType | type):
-            self._find(f"{self.loaded.path} is a {type(target).__name__}; a handler is a module or a class")
+            self._find(f"{self.loaded.path} is {_a(target)}; a handler is a module or a class")
             return None
         kind = HandlerKind.CLASS if isinstance(target, type) else HandlerKind.MODULE
         if isinstance(target, type):
@@ -106,7 +106,7 @@ class _Inspection:
             return None
         arguments = _ARGUMENTS[name]
         if not callable(function):
-            self._find(f"{name} is a {type(function).__name__}, not a function", name)
+            self._find(f"{name} is {_a(function)}, not a function", name)
             return None
         if inspect.isasyncgenfunction(function):
             self._find(f"{name} is an async generator; return a list instead", name)
@@ -119,12 +119,12 @@ class _Inspection:
         return HookSpec(name, _is_async(function))
 
     def _record_hook(self, hooks: dict[str, HookSpec]) -> RecordHook | None:
-        present = [name for name in _RECORD_HOOKS if name in hooks]
+        present = [name for name in _RECORD_HOOKS if self._attribute(name) is not None]
         if len(present) > 1:
             self._find(f"it has {' and '.join(present)}; exactly one is needed", present[1])
         elif not present:
             self._find(f"it has no record hook ({', '.join(_RECORD_HOOKS)}){self._elsewhere()}")
-        return RecordHook(present[0]) if len(present) == 1 else None
+        return RecordHook(present[0]) if len(present) == 1 and present[0] in hooks else None
 
     def _elsewhere(self) -> str:
         """Suggest the class that was meant when only the module was named."""
@@ -140,7 +140,7 @@ class _Inspection:
         if ddl is None:
             return None
         if not isinstance(ddl, str):
-            self._find(f"schema is a {type(ddl).__name__}, not Spark DDL as text", "schema")
+            self._find(f"schema is {_a(ddl)}, not Spark DDL as text", "schema")
             return None
         try:
             return parse_schema(ddl)
@@ -159,7 +159,7 @@ class _Inspection:
         if isinstance(windows, Batches):
             return windows
         self._find(
-            f"windows is a {type(windows).__name__}; write tumbling('1 hour') or batches(max_rows=100_000)",
+            f"windows is {_a(windows)}; write tumbling('1 hour') or batches(max_rows=100_000)",
             "windows",
         )
         return None
@@ -229,6 +229,11 @@ def _is_bound(cls: Any, name: str) -> bool:
 def _is_async(function: Any) -> bool:
     call = getattr(function, "__call__", None)  # noqa: B004  # objects with an `async def __call__` are hooks too
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+def _a(value: object) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 def _close(name: str, known: tuple[str, ...]) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mldserver.errors import HandlerInvalid, HandlerNotFound
+from mldserver.runtime.failure import describe
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -86,7 +87,7 @@ def _import(module_name: str, path: str) -> ModuleType:
         missing = error.name or ""
         if module_name != missing and not module_name.startswith(f"{missing}."):
             raise _broken(error, path) from error
-        if _widen(module_name, missing):
+        if _widen(missing):
             return _import(module_name, path)
         raise HandlerNotFound(
             f"There is no module {missing!r}.", advice=_module_advice(missing), handler=path
@@ -95,16 +96,17 @@ def _import(module_name: str, path: str) -> ModuleType:
         raise _broken(error, path) from error
 
 
-def _widen(module_name: str, missing: str) -> bool:
+def _widen(missing: str) -> bool:
     """Look for the rest of a package elsewhere on the path; return whether there was more to find.
 
     The user's own package ``handlers`` hides the ready-made one: what it does not have is still found.
     """
     parent = sys.modules.get(missing.rpartition(".")[0])
-    if parent is None or not module_name.startswith(missing):
+    known = list(getattr(parent, "__path__", ()))
+    if parent is None or not known:
         return False
-    found = pkgutil.extend_path(list(parent.__path__), parent.__name__)
-    if len(found) == len(list(parent.__path__)):
+    found = pkgutil.extend_path(known, parent.__name__)
+    if len(found) == len(known):
         return False
     parent.__path__ = found
     return True
@@ -113,7 +115,7 @@ def _widen(module_name: str, missing: str) -> bool:
 def _broken(error: BaseException, path: str) -> HandlerInvalid:
     """Tell of an error inside the user's module as it is."""
     file, line = _place(error)
-    said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    said = f"SyntaxError: {error.msg}" if isinstance(error, SyntaxError) else describe(error).error
     if isinstance(error, SystemExit):
         said = f"it ends the process while it is imported (sys.exit({error.code!r}))"
     where = f"{relative(file)}:{line}: " if file else ""

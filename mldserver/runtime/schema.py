@@ -133,8 +133,10 @@ def _syntax_problem(error: SqlglotError) -> str:
     if not word:
         return "it is not Spark DDL such as 'carrier STRING, delay DOUBLE'"
     close = difflib.get_close_matches(word.upper(), _KNOWN, n=1)
-    hint = f"; did you mean {close[0]}?" if close else f"; types are {', '.join(_KNOWN)}"
-    return f"it cannot be read at {word!r}{hint}"
+    hint = f"did you mean {close[0]}?" if close else f"types are {', '.join(_KNOWN)}"
+    return (
+        f"it cannot be read at {word!r}; {hint}" if word.isidentifier() else f"it cannot be read at {word!r}"
+    )
 
 
 def _column(definition: Any) -> Column:

@@ -1,0 +1,332 @@
+"""What a handler is: every way it can be wrong is one finding with its place."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import textwrap
+
+import pytest
+
+from mldserver import batches, tumbling
+from mldserver.coordinator.windows import duration_ms
+from mldserver.errors import HandlerInvalid
+from mldserver.runtime.inspection import inspect_handler, load_spec
+from mldserver.runtime.loader import Loaded, load
+from mldserver.runtime.spec import Finding, HandlerKind, HookSpec, RecordHook, span_text, windows_text
+
+PROCESS = "def process_record(record): ...\n"
+
+
+@pytest.fixture
+def inspect(monkeypatch, tmp_path):
+    """Write a module ``mine`` and inspect it, or something in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def inspect(text, name="", retention=None):
+        (tmp_path / "mine.py").write_text(textwrap.dedent(text))
+        importlib.invalidate_caches()
+        sys.modules.pop("mine", None)
+        retention_ms = None if retention is None else duration_ms(retention)
+        return inspect_handler(load(f"mine:{name}" if name else "mine"), retention_ms=retention_ms)
+
+    yield inspect
+    sys.modules.pop("mine", None)
+
+
+def errors(found):
+    spec, findings = found
+    assert spec is None
+    return [str(finding) for finding in findings if finding.is_error]
+
+
+def warnings(found):
+    spec, findings = found
+    assert spec is not None
+    assert spec.warnings == findings
+    return [str(finding) for finding in findings]
+
+
+def test_a_module_with_every_hook(inspect):
+    spec, findings = inspect("""
+        from mldserver import tumbling
+        schema = "carrier STRING, at TIMESTAMP"
+        windows = tumbling("1 hour", on="at")
+        async def process_record(record): ...
+        def initialize(shard): ...
+        async def lease_lost(shard): ...
+        def shard_ended(shard): ...
+        def shutdown_requested(shard): ...
+        def on_window(rows, window): ...
+    """)
+    assert findings == ()
+    assert (spec.path, spec.kind, spec.record_hook) == ("mine", HandlerKind.MODULE, RecordHook.RECORD)
+    assert spec.hooks["process_record"] == HookSpec("process_record", is_async=True)
+    assert [name for name, hook in spec.hooks.items() if hook.is_async] == ["process_record", "lease_lost"]
+    assert len(spec.hooks) == 6
+    assert spec.schema.names == ("carrier", "at")
+    assert (spec.windows, spec.time_column, spec.on_window) == (tumbling("1 hour", on="at"), "at", True)
+
+
+def test_a_class_with_methods_of_every_kind(inspect):
+    spec, findings = inspect(
+        """
+        class Clicks:
+            schema = "n INT"
+            def process_records(self, batch): ...
+            @staticmethod
+            def initialize(shard): ...
+            @classmethod
+            async def lease_lost(cls, shard): ...
+        """,
+        "Clicks",
+    )
+    assert findings == ()
+    assert (spec.kind, spec.record_hook, spec.path) == (HandlerKind.CLASS, RecordHook.RECORDS, "mine:Clicks")
+    assert spec.hooks["lease_lost"].is_async
+    assert (spec.windows, spec.time_column, spec.on_window) == (batches(), None, False)
+
+
+def test_callable_objects_and_partials_are_hooks_too(inspect):
+    spec, findings = inspect(
+        """
+        from functools import partial
+        class Call:
+            async def __call__(self, record): ...
+        class Mine:
+            process_record = Call()
+            initialize = staticmethod(partial(print, "opened"))
+            lease_lost = partial(print)
+        """,
+        "Mine",
+    )
+    assert findings == ()
+    assert spec.hooks["process_record"].is_async
+    assert not spec.hooks["initialize"].is_async
+
+
+def test_a_hook_that_does_not_tell_its_signature_is_taken(inspect):
+    spec, findings = inspect("process_record = max")
+    assert (spec.record_hook, findings) == (RecordHook.RECORD, ())
+
+
+def test_a_handler_without_a_schema_has_only_side_effects(inspect):
+    spec, _ = inspect(PROCESS + "schema = None\nwindows = None\non_window = None")
+    assert (spec.schema, spec.windows, spec.on_window) == (None, None, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("", "mine.py:1: it has no record hook (process_record, process_records, process_table)"),
+        (
+            "class Clicks:\n    def process_record(self, r): ...",
+            "mine.py:1: it has no record hook (process_record, process_records, process_table), "
+            "but its class Clicks has one: write mine:Clicks",
+        ),
+        (
+            PROCESS + "def process_table(table): ...",
+            "mine.py:2: it has process_record and process_table; exactly one is needed",
+        ),
+        ("process_record = 5", "mine.py:1: process_record is an int, not a function"),
+        (
+            "def process_record(): ...",
+            "mine.py:1: process_record is called as process_record(record), but is process_record()",
+        ),
+        (
+            "def process_record(a, b): ...",
+            "mine.py:1: process_record is called as process_record(record), but is process_record(a, b)",
+        ),
+        (
+            "async def process_record(r):\n    yield",
+            "mine.py:1: process_record is an async generator; return a list",
+        ),
+        (
+            PROCESS + "schema = 'n INT'\ndef on_window(rows): ...",
+            "mine.py:3: on_window is called as on_window(rows, window), but is on_window(rows)",
+        ),
+        (PROCESS + "schema = ['n INT']", "mine.py:2: schema is a list, not Spark DDL as text"),
+        (
+            PROCESS + "\nschema: str = 'n IMT'",
+            "mine.py:3: schema: it cannot be read at 'IMT'; did you mean INT?",
+        ),
+        (PROCESS + "schema = '_n INT'", "mine.py:2: schema: column _n: names that begin with an underscore"),
+        (
+            "schema = 'record INT'\ndef process_table(table): ...",
+            "mine.py:1: schema: column record: with process_table it names each row's record",
+        ),
+        (
+            PROCESS + "schema = 'n INT'\nwindows = '1 hour'",
+            "mine.py:3: windows is a str; write tumbling('1 hour') or batches(max_rows=100_000)",
+        ),
+        (
+            PROCESS + "from mldserver import tumbling\nwindows = tumbling('1 hour')",
+            "mine.py:3: windows needs rows, but there is no schema",
+        ),
+        (
+            PROCESS + "def on_window(rows, window): ...",
+            "mine.py:2: on_window needs rows, but there is no schema",
+        ),
+    ],
+)
+def test_what_cannot_be_run_is_told_with_file_and_line(inspect, text, found):
+    (told,) = errors(inspect(text))
+    assert told.startswith(found)
+
+
+@pytest.mark.parametrize(
+    ("on", "found"),
+    [
+        (
+            "scheduld",
+            "windows are cut on 'scheduld', which is no column of the schema (did you mean scheduled?)",
+        ),
+        ("zzz", "windows are cut on 'zzz', which is no column of the schema (scheduled, local, n)"),
+        ("local", "windows are cut on 'local', which is TIMESTAMP_NTZ; it must be a TIMESTAMP"),
+        ("n", "windows are cut on 'n', which is INT; it must be a TIMESTAMP"),
+    ],
+)
+def test_windows_are_cut_on_a_timestamp_column_of_the_schema(inspect, on, found):
+    text = f"""
+    from mldserver import tumbling
+    schema = "scheduled TIMESTAMP, local TIMESTAMP_NTZ, n INT"
+    windows = tumbling("1 hour", on={on!r})
+    def process_record(record): ...
+    """
+    assert errors(inspect(text)) == [f"mine.py:4: {found}"]
+
+
+def test_windows_longer_than_the_streams_retention_are_refused(inspect):
+    text = (
+        PROCESS
+        + "from mldserver import tumbling\nschema = 'n INT'\nwindows = tumbling('1 day', lateness='90 minutes')"
+    )
+    assert errors(inspect(text, retention="24 hours")) == [
+        "mine.py:4: windows of 1 d with a lateness of 90 min are longer than the stream keeps its records (1 d)"
+    ]
+    assert inspect(text, retention="48 hours")[1] == ()
+    assert inspect(text)[1] == ()
+
+
+def test_batches_have_no_retention_to_fit(inspect):
+    text = PROCESS + "from mldserver import batches\nschema = 'n INT'\nwindows = batches(max_rows=5)"
+    spec, findings = inspect(text, retention="1 s")
+    assert (findings, spec.windows) == ((), batches(max_rows=5))
+
+
+def test_a_class_must_be_made_without_arguments(inspect):
+    text = "class C:\n    def __init__(self, x): ...\n    def process_record(self, r): ..."
+    assert errors(inspect(text, "C")) == [
+        "mine.py:2: class C is made once per shard, without arguments; its __init__ wants some"
+    ]
+
+
+def test_a_method_without_self_is_told(inspect):
+    text = "class C:\n    def process_record(record): ..."
+    assert errors(inspect(text, "C")) == [
+        "mine.py:2: process_record is called as process_record(record), but is process_record(record)"
+    ]
+
+
+def test_an_abstract_class_is_told_with_what_it_lacks(inspect):
+    text = """
+    import abc
+    class C(abc.ABC):
+        def process_record(self, record): ...
+        @abc.abstractmethod
+        def lookup(self): ...
+    """
+    assert errors(inspect(text, "C")) == ["mine.py:3: class C is abstract: it lacks lookup"]
+
+
+def test_a_class_without_hooks_does_not_suggest_others(inspect):
+    assert errors(inspect("class C: ...", "C")) == [
+        "mine.py:1: it has no record hook (process_record, process_records, process_table)"
+    ]
+
+
+def test_what_is_neither_module_nor_class_is_told(inspect):
+    assert errors(inspect("def f(): ...", "f")) == [
+        "mine.py:1: mine:f is a function; a handler is a module or a class"
+    ]
+
+
+def test_every_problem_is_told_at_once(inspect):
+    told = errors(inspect("schema = 'n IMT'\nwindows = 5\ndef on_window(): ..."))
+    assert [line.split(":")[1] for line in told] == ["3", "1", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("def proces_record(r): ...", "proces_record is never called or read; did you mean process_record?"),
+        ("window = 1", "window is never called or read; did you mean windows?"),
+        ("def shard_end(s): ...", "shard_end is never called or read; did you mean shard_ended?"),
+        ("def on_windows(r, w): ...", "on_windows is never called or read; did you mean on_window?"),
+    ],
+)
+def test_a_name_that_is_nearly_the_servers_is_a_warning(inspect, text, told):
+    _, findings = inspect(text)
+    assert f"mine.py:1: warning: {told}" in [str(finding) for finding in findings]
+
+
+def test_helpers_beside_a_record_hook_are_no_misspelt_record_hooks(inspect):
+    assert warnings(inspect(PROCESS + "def _window(): ...\ndef process_recorded(r): ...\na, b = 1, 2")) == []
+
+
+def test_a_hook_that_comes_from_elsewhere_is_placed_where_it_is_written(inspect, tmp_path):
+    (tmp_path / "base_of_mine.py").write_text("\n\ndef process_record(): ...\n")
+    (told,) = errors(inspect("from base_of_mine import process_record"))
+    assert told.startswith("base_of_mine.py:3: process_record is called as")
+
+
+def test_a_module_without_source_has_findings_without_a_place():
+    module = type(sys)("ghost")
+    _, findings = inspect_handler(Loaded("ghost", module, module))
+    assert str(findings[0]).startswith("it has no record hook")
+
+
+def test_a_class_that_its_module_made_at_run_time_is_placed_by_the_module(inspect):
+    assert errors(inspect("C = type('C', (), {})", "C"))[0].startswith("mine.py:1: it has no record hook")
+
+
+def test_load_spec_raises_with_every_error(inspect):
+    inspect("schema = 5\nwindows = 6\ndef shard_end(s): ...")
+    with pytest.raises(HandlerInvalid) as caught:
+        load_spec("mine")
+    assert len(caught.value.what.splitlines()) == 3
+    assert caught.value.where["handler"] == "mine"
+
+
+def test_load_spec_returns_what_can_be_run(inspect):
+    inspect(PROCESS)
+    assert load_spec("mine", retention_ms=1).record_hook is RecordHook.RECORD
+
+
+def test_findings_say_as_much_of_their_place_as_is_known():
+    assert str(Finding("x", "f.py", 3)) == "f.py:3: x"
+    assert str(Finding("x", "f.py", is_error=False)) == "f.py: warning: x"
+    assert str(Finding("x")) == "x"
+
+
+def test_durations_and_windows_are_told_for_people():
+    assert [span_text(ms) for ms in (0, 1, 1500, 2000, 5_400_000, 7_200_000, 172_800_000)] == [
+        "0 ms",
+        "1 ms",
+        "1500 ms",
+        "2 s",
+        "90 min",
+        "2 h",
+        "2 d",
+    ]
+    assert windows_text(None) == "none"
+    assert (
+        windows_text(batches(max_rows=5, max_age=2)) == "batches of at most 5 rows, each open for at most 2 s"
+    )
+    assert windows_text(tumbling("1 hour")) == "tumbling, 1 h of arrival time"
+    assert (
+        windows_text(tumbling(60, on="at", lateness=5))
+        == "tumbling, 1 min of at, open for 5 s after their end"
+    )

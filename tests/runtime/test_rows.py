@@ -1,0 +1,131 @@
+"""What hooks return, into tables: good rows stay, records at fault are named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mldserver.runtime.rows import RowBuilder
+from mldserver.runtime.schema import parse_schema
+
+SCHEMA = parse_schema("carrier STRING NOT NULL, delay DOUBLE, at TIMESTAMP")
+AT = "2013-01-01T10:15:00Z"
+
+
+def build(*returned, time_column=None, schema=SCHEMA):
+    return RowBuilder(schema, time_column=time_column).build(enumerate(returned))
+
+
+class Flight(NamedTuple):
+    carrier: str
+    delay: float
+    at: str
+
+
+class Hostile(Mapping):
+    def __getitem__(self, key):
+        raise RuntimeError("no")
+
+    def __len__(self):
+        return 1
+
+    def __iter__(self):
+        raise SystemError("no")
+
+
+HOSTILE = Hostile()
+
+
+def test_tuples_dicts_lists_and_none_make_rows_in_order():
+    built = build(
+        ("UA", 1.0, AT),
+        None,
+        {"delay": 2.0, "carrier": "AA"},
+        [("B6", None, None), {"carrier": "DL"}],
+        [],
+        Flight("F9", 3.0, AT),
+    )
+    assert built.faults == {}
+    assert built.records == [0, 2, 3, 3, 5]
+    assert built.table.column("carrier").to_pylist() == ["UA", "AA", "B6", "DL", "F9"]
+    assert built.table.column("delay").to_pylist() == [1.0, 2.0, None, None, 3.0]
+    assert built.table.schema.equals(SCHEMA.arrow)
+
+
+def test_no_rows_make_no_table():
+    assert build(None, []) == build()
+    assert build().table is None
+
+
+@pytest.mark.parametrize(
+    ("value", "fault"),
+    [
+        (("UA", "x", AT), "column delay: 'x' is not DOUBLE"),
+        (
+            ("UA", "x", "y"),
+            "column delay: 'x' is not DOUBLE; column at: 'y' is not TIMESTAMP: it is not ISO-8601",
+        ),
+        ((None, 1.0, AT), "column carrier: it is null, but declared NOT NULL"),
+        ({"delay": 1.0}, "column carrier: it is null, but declared NOT NULL"),
+        (("UA", 1.0), "returned 2 values for 3 columns (carrier, delay, at)"),
+        (("UA",), "returned 1 value for 3 columns (carrier, delay, at)"),
+        ({"carrier": "UA", "dely": 1.0}, "the schema has no column 'dely'; did you mean delay?"),
+        ({"carrier": "UA", 7: 1.0}, "the schema has no column 7; its columns are carrier, delay, at"),
+        ("UA", "'UA' is not a row: return a tuple, a dict, a list of them, or None"),
+        (["UA", 1.0, AT], "'UA' is not a row: return a tuple, a dict, a list of them, or None"),
+        ([("UA", 1.0, AT), ("UA", "x", AT)], "column delay: 'x' is not DOUBLE"),
+        (HOSTILE, f"{HOSTILE!r} is not a row"),
+    ],
+)
+def test_a_record_at_fault_is_named_and_the_others_keep_their_rows(value, fault):
+    built = build(("AA", 1.0, AT), value, ("B6", 2.0, AT))
+    assert list(built.faults) == [1]
+    assert built.faults[1].startswith(fault)
+    assert built.records == [0, 2]
+    assert built.table.column("carrier").to_pylist() == ["AA", "B6"]
+
+
+def test_a_null_in_the_column_that_windows_are_cut_on_is_a_fault():
+    built = build(("UA", 1.0, None), ("AA", 1.0, AT), time_column="at")
+    assert built.faults == {0: "column at: it is null, but windows are cut on it"}
+    assert built.records == [1]
+
+
+def test_when_every_record_is_at_fault_there_is_no_table():
+    built = build(("UA", "x", AT), ("UA", "y", AT))
+    assert (built.table, built.records, sorted(built.faults)) == (None, [], [0, 1])
+
+
+def test_rows_without_a_schema_are_a_fault_of_each_record():
+    built = build(None, ("UA",), [], {"a": 1}, [1], (), schema=None)
+    assert built.faults == {
+        1: "returned ('UA',), but the handler declares no schema",
+        3: "returned {'a': 1}, but the handler declares no schema",
+        4: "returned 1, but the handler declares no schema",
+        5: "returned (), but the handler declares no schema",
+    }
+    assert built.table is None
+
+
+VALUE = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+ROW = st.tuples(VALUE, VALUE) | st.dictionaries(st.sampled_from(["a", "b", "c"]), VALUE) | VALUE
+
+
+@given(st.lists(ROW | st.lists(ROW, max_size=3)))
+def test_every_record_is_either_in_the_table_or_at_fault(returned):
+    schema = parse_schema("a BIGINT NOT NULL, b STRING")
+    built = build(*returned, schema=schema)
+    wanted = [0 if value is None else len(value) if isinstance(value, list) else 1 for value in returned]
+    assert not set(built.faults) & set(built.records)
+    for record, rows in enumerate(wanted):
+        assert built.records.count(record) == (0 if record in built.faults else rows)
+    assert built.records == sorted(built.records)
+    if built.table is not None:
+        assert built.table.num_rows == len(built.records)
+        assert built.table.column("a").null_count == 0
+        assert isinstance(built.table, pa.Table)

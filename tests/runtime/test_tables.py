@@ -1,0 +1,133 @@
+"""What ``process_table`` returns: row for row, or by a ``record`` column, cast to the schema."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pyarrow as pa
+import pytest
+
+from mldserver.runtime.schema import parse_schema
+from mldserver.runtime.tables import TableMismatch, take_table
+
+SCHEMA = parse_schema("name STRING NOT NULL, value DOUBLE")
+
+
+def take(returned, *, schema=SCHEMA, time_column=None, indices=(10, 11, 12)):
+    return take_table(returned, schema=schema, time_column=time_column, indices=indices)
+
+
+def table(**columns):
+    return pa.table(columns)
+
+
+def test_a_table_of_the_same_length_means_row_for_row():
+    built = take(table(value=[1, 2, 3], name=["a", "b", "c"]))
+    assert built.records == [10, 11, 12]
+    assert built.table.schema.equals(SCHEMA.arrow)
+    assert built.table.to_pylist()[0] == {"name": "a", "value": 1.0}
+
+
+def test_a_record_batch_is_as_good_as_a_table():
+    batch = pa.record_batch({"name": ["a", "b", "c"]})
+    assert take(batch).table.column("value").to_pylist() == [None] * 3
+
+
+def test_a_record_column_says_which_record_each_row_comes_from():
+    built = take(table(name=["c", "a", "c2"], record=[2, 0, 2]))
+    assert built.records == [10, 12, 12]
+    assert built.table.column("name").to_pylist() == ["a", "c", "c2"]
+
+
+def test_none_and_empty_tables_are_no_rows():
+    assert take(None).table is None
+    assert take(table(name=pa.array([], pa.string()), record=pa.array([], pa.int64()))).table is None
+
+
+@pytest.mark.parametrize(
+    ("returned", "problem"),
+    [
+        ([("a", 1.0)], "[('a', 1.0)] is not a pyarrow.Table"),
+        (table(name=["a"]), "returned 1 rows for 3 records: add a column 'record'"),
+        (table(name=["a"], record=["x"]), "column 'record' must hold the index"),
+        (table(name=["a"], record=pa.array([None], pa.int64())), "column 'record' must hold the index"),
+        (table(name=["a"], record=[3]), "column 'record': there is no record 3 among 3"),
+        (table(name=["a"], record=[-1]), "column 'record': there is no record -1 among 3"),
+        (table(name=["a", "b", "c"], valeu=[1, 2, 3]), "no column 'valeu'; did you mean value?"),
+        (table(value=[1.0, 2.0, 3.0]), "column name is missing"),
+        (
+            pa.Table.from_arrays([pa.array(["a", "b", "c"])] * 2, names=["name", "name"]),
+            "column name is there 2 times",
+        ),
+    ],
+)
+def test_a_table_that_cannot_be_told_apart_fails_the_whole_call(returned, problem):
+    with pytest.raises(TableMismatch, match=".*") as caught:
+        take(returned)
+    assert problem in str(caught.value)
+
+
+def test_a_table_without_a_schema_fails_the_whole_call():
+    with pytest.raises(TableMismatch, match="declares no schema"):
+        take(table(name=["a"]), schema=None)
+    assert take(None, schema=None).table is None
+
+
+def test_values_that_do_not_fit_are_faults_of_their_records():
+    built = take(table(name=["a", None, "c"], value=["1.5", "2", "x"]))
+    assert built.faults == {11: "column name: it is null", 12: "column value: 'x' is not DOUBLE"}
+    assert built.table.to_pylist() == [{"name": "a", "value": 1.5}]
+
+
+def test_when_every_record_is_at_fault_there_is_no_table():
+    built = take(table(name=pa.nulls(3, pa.string())))
+    assert (built.table, sorted(built.faults)) == (None, [10, 11, 12])
+
+
+def test_a_null_in_the_column_that_windows_are_cut_on_is_a_fault():
+    schema = parse_schema("at TIMESTAMP")
+    times = pa.array([0, None, 1], pa.timestamp("ms", tz="UTC"))
+    built = take(table(at=times), schema=schema, time_column="at")
+    assert built.faults == {11: "column at: it is null"}
+    assert built.table.column("at").to_pylist()[0] == datetime(1970, 1, 1, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    ("ddl", "column", "problem"),
+    [
+        (
+            "TIMESTAMP",
+            pa.array([1], pa.timestamp("us")),
+            "timestamp[us] has no time zone, so it is not TIMESTAMP",
+        ),
+        (
+            "TIMESTAMP_NTZ",
+            pa.array([1], pa.timestamp("us", tz="UTC")),
+            "timestamp[us, tz=UTC] has a time zone, so it is not TIMESTAMP_NTZ",
+        ),
+        ("TIMESTAMP", pa.array([1]), "int64 is not TIMESTAMP"),
+    ],
+)
+def test_columns_of_another_meaning_are_refused(ddl, column, problem):
+    with pytest.raises(TableMismatch) as caught:
+        take(table(at=column), schema=parse_schema(f"at {ddl}"), indices=[0])
+    assert problem in str(caught.value)
+
+
+def test_text_and_nulls_can_become_times():
+    schema = parse_schema("at TIMESTAMP, till TIMESTAMP")
+    built = take(table(at=["1970-01-01T00:00:00Z"], till=pa.nulls(1)), schema=schema, indices=[0])
+    assert built.table.to_pylist() == [{"at": datetime(1970, 1, 1, tzinfo=UTC), "till": None}]
+
+
+def test_numbers_too_large_for_a_float_do_not_become_infinite():
+    schema = parse_schema("x FLOAT")
+    built = take(table(x=[1e300, float("inf"), 1.0]), schema=schema)
+    assert built.faults == {10: "column x: '1e+300' is not FLOAT"}
+    assert built.table.column("x").to_pylist() == [float("inf"), 1.0]
+    assert take(table(x=[1, 2, 3]), schema=schema).faults == {}
+
+
+def test_numbers_with_a_fraction_are_not_cut():
+    built = take(table(n=[1.0, 1.5, 2.0]), schema=parse_schema("n BIGINT"))
+    assert built.faults == {11: "column n: '1.5' is not BIGINT"}
