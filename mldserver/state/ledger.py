@@ -194,7 +194,12 @@ class Ledger(Protocol):
         ...
 
     async def register(self, flush: Flush) -> FlushResult:
-        """Register a flush as a whole, or refuse it as a whole."""
+        """Register a flush as a whole, or refuse it as a whole before anything is written.
+
+        A window is cut when its entry says so or, without an entry, when it ends at or before ``cut_below_ms``.
+        Raises InternalError when a position would go down, a path is registered twice, or a segment's bounds are
+        not those of its open window.
+        """
         ...
 
     async def cut(self, window_ids: tuple[str, ...]) -> tuple[WindowEntry, ...]:
@@ -202,7 +207,10 @@ class Ledger(Protocol):
         ...
 
     async def begin_attempt(self, window_id: str) -> int:
-        """Count an attempt at a cut (or set-aside) window and return its number; also sets it back to cut."""
+        """Count an attempt at a cut (or set-aside) window and return its number; also sets it back to cut.
+
+        Raises InternalError for a window in any other state.
+        """
         ...
 
     async def commit(
@@ -212,7 +220,10 @@ class Ledger(Protocol):
         ...
 
     async def published(self, window_id: str) -> tuple[Segment, ...]:
-        """Note that the output is visible; return the segments that are now free to delete."""
+        """Note that the output is visible; return the segments that are now free to delete.
+
+        The window's entry stays until it is pruned. A second call returns none; InternalError unless committed.
+        """
         ...
 
     async def late_published(self, paths: tuple[str, ...]) -> None:
@@ -224,7 +235,11 @@ class Ledger(Protocol):
         ...
 
     async def prune(self, *, windows_before_ms: int, shards_before_ms: int) -> int:
-        """Forget windows published, and shards ended, before those times (ms). Returns how many rows went."""
+        """Forget windows published, and shards ended, before those times (ms). Returns how many rows went.
+
+        ``shards_before_ms`` must lie further back than the stream keeps records: a pruned shard that comes back
+        is a new one.
+        """
         ...
 
     async def dead_letters(self, limit: int = 100) -> tuple[DeadLetter, ...]:
@@ -232,5 +247,5 @@ class Ledger(Protocol):
         ...
 
     async def close(self) -> None:
-        """Close; no call may follow."""
+        """Close after every call that was made before; no call may follow (InternalError)."""
         ...

@@ -16,9 +16,10 @@ from mldserver.state.ledger import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterator
 
     from mldserver.state.ledger import Ledger
+    from mldserver.state.store import SqliteStore
 
     Factory = Callable[..., Ledger]
 
@@ -83,3 +84,26 @@ async def bring_to(ledger: Ledger, state: WindowState, window_id: str = W1, path
     assert await ledger.commit(window_id, attempt=attempt, staging="stage/1", files=("f1", "f2"), rows_out=2)
     if state is WindowState.PUBLISHED:
         await ledger.published(window_id)
+
+
+def play(store: SqliteStore, number: int = 0) -> Iterator[None]:
+    """Take a window of its own through its life, one transaction a step, each of several statements."""
+    shard, window = f"shard-{number}", f"batch-{number:012d}"
+    segments = tuple(Segment(f"s{number}-{n}", window, 1, 1) for n in range(3))
+    late = Segment(f"l{number}", window, 1, 1, late=True)
+    store.open_shard(shard, ("parent",))
+    yield
+    store.register(Flush((move(shard),), segments, (letter(number),), clock=number * 2 + 1), now_ms=1)
+    yield
+    store.cut((window,))
+    yield
+    store.begin_attempt(window)
+    yield
+    store.commit(window, attempt=1, staging="stage", files=("f",), rows_out=1)
+    yield
+    store.published(window, now_ms=2)
+    yield
+    store.register(Flush((move(shard, ended=True),), (late,), clock=number * 2 + 2), now_ms=3)
+    yield
+    store.prune(windows_before_ms=9, shards_before_ms=9)
+    yield

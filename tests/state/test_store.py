@@ -82,6 +82,15 @@ def test_commits_reach_the_disk_before_they_return(store: SqliteStore) -> None:
     assert db.execute("PRAGMA foreign_keys").fetchone()[0] == 1
 
 
+def test_a_transaction_takes_the_write_lock_before_it_reads(store: SqliteStore) -> None:
+    db = store._db
+    assert db is not None
+    statements: list[str] = []
+    db.set_trace_callback(statements.append)
+    store.register(Flush((move(),)), now_ms=7)
+    assert (statements[0], statements[-1]) == ("BEGIN IMMEDIATE", "COMMIT")
+
+
 def test_folders_on_the_way_are_made(tmp_path: Path) -> None:
     assert state_of(tmp_path / "out" / "_mldserver" / "ledger.sqlite") == LedgerState()
 
@@ -111,9 +120,10 @@ def test_a_closed_store_opens_again(store: SqliteStore) -> None:
 def refused(path: Path, error: type[Exception], match: str) -> None:
     """The file is refused, is as it was, and is not locked afterwards."""
     before = path.read_bytes()
-    for _ in range(2):
+    # Both are alive at the end: neither may keep the lock.
+    for store in [SqliteStore(path, pipeline="p") for _ in range(2)]:
         with pytest.raises(error, match=match) as caught:
-            state_of(path)
+            store.open(now_ms=0)
         assert caught.type is error
     assert path.read_bytes() == before
 
