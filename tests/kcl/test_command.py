@@ -1,4 +1,4 @@
-"""``mldserver kcl`` as a process of its own, with a shell script in Java's place."""
+"""``mldserver kcl`` as a process of its own, with a script in Java's place."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ if TYPE_CHECKING:
 
 LIMIT = 30
 
-FAKE_JAVA = r"""#!/bin/sh
-if [ "$1" = -version ]; then echo 'openjdk version "17.0.9" 2023-10-17' >&2; exit 0; fi
-while [ $# -gt 0 ]; do
-  case $1 in
-    --properties-file) cp "$2" "$SEEN/properties";;
-    --log-configuration) cp "$2" "$SEEN/logback.xml";;
-    -X*) echo "$1" >> "$SEEN/options";;
-  esac
-  shift
-done
-trap 'exit 143' TERM
-printf 'MLD\tINFO\tfake.Daemon\tup\n'
-echo $$ > "$SEEN/pid"
-sleep 1000 & wait
+FAKE_JAVA = f"""#!{sys.executable} -ISE
+import os, shutil, signal, sys
+if sys.argv[1] == "-version":
+    print('openjdk version "17.0.9" 2023-10-17', file=sys.stderr)
+    sys.exit()
+seen = os.environ["SEEN"]
+signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
+shutil.copy(sys.argv[sys.argv.index("--properties-file") + 1], seen + "/properties")
+shutil.copy(sys.argv[sys.argv.index("--log-configuration") + 1], seen + "/logback.xml")
+print("MLD", "INFO", "fake.Daemon", "up with " + sys.argv[sys.argv.index("-cp") - 1], sep="\\t", flush=True)
+with open(seen + "/pid", "w") as pid:
+    pid.write(str(os.getpid()))
+signal.pause()
 """
 
 
@@ -97,10 +96,9 @@ def test_it_runs_the_daemon_with_its_files_and_stops_it_in_order(
     (executable,) = (line for line in properties.splitlines() if line.startswith("executableName = "))
     assert executable.endswith(" 127.0.0.1:7071")
     assert "<configuration>" in (seen / "logback.xml").read_text()
-    assert (seen / "options").read_text().splitlines()[-1] == "-Xmx64m"
     events = logged(started)
     assert [event["event"] for event in events] == ["kcl.starting", "kcl.log", "kcl.exited"]
-    assert events[1]["text"] == "up"
+    assert events[1]["text"] == "up with -Xmx64m"
     assert events[2]["exit_code"] == 143
     bridge = Path(executable.split()[2])
     assert bridge.name.startswith("python") or not bridge.exists()

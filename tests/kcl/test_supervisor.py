@@ -148,12 +148,14 @@ async def test_a_line_of_the_jvms_own_does_not_wait_for_the_next(logged: Logged,
 
 
 async def test_children_that_outlive_the_daemon_are_killed(fifo: Path) -> None:
-    # The child keeps the FIFO open for writing: reading it ends when the child has gone.
-    script = f"sleep 100 > {fifo} & exit 1"
-    watched = supervisor(script, HastyClock(lambda seconds: watched.stop()))
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(watched.run())
-        assert await asyncio.to_thread(fifo.read_text) == ""
+    watched = supervisor(f"exec 3> {fifo}; sleep 100 & exit 1", HastyClock(lambda seconds: watched.stop()))
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        await watched.run()
+        # Not EAGAIN, which would mean that the child still has it open for writing.
+        assert os.read(reader, 1) == b""
+    finally:
+        os.close(reader)
 
 
 async def test_cancelling_leaves_no_daemon_behind(fifo: Path) -> None:
