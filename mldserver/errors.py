@@ -61,6 +61,13 @@ class MldserverError(Exception):
         told = {"error": self.name, "what": self.what, "did": self.did, "advice": self.advice, **self.where}
         return {key: value for key, value in told.items() if value is not None and value != ""}
 
+    def told(self) -> dict[str, Any]:
+        """Return the error as fields that any event may carry; where it was is one field, ``where``."""
+        told: dict[str, Any] = {"error": self.name, "what": self.what, "did": self.did, "advice": self.advice}
+        if self.where:
+            told["where"] = {key: value for key, value in self.where.items() if value is not None}
+        return {key: value for key, value in told.items() if value}
+
     def __str__(self) -> str:
         """Return one paragraph: what happened, what was done, what to do."""
         return " ".join(part for part in (self.what, self.did, self.advice) if part)

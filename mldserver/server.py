@@ -281,4 +281,4 @@ def _leaves(group: BaseExceptionGroup[Exception]) -> Iterator[Exception]:
 
 
 def _told(error: Exception) -> dict[str, object]:
-    return error.fields() if isinstance(error, MldserverError) else {"what": str(error)}
+    return error.told() if isinstance(error, MldserverError) else {"what": str(error)}

@@ -134,7 +134,7 @@ class Coordinator:
                 failures += 1
                 self._waiters = waiters + self._waiters
                 delay = min(30.0, 0.5 * 2.0**failures)
-                told = error.fields() if isinstance(error, MldserverError) else {"what": str(error)}
+                told = error.told() if isinstance(error, MldserverError) else {"what": str(error)}
                 log.error("flush.failed", attempt=failures, delay_seconds=delay, **told)
                 self._flusher.failing = True
                 await self._release()
@@ -318,6 +318,7 @@ class Coordinator:
         if batch.effective_ms is not None:
             self.lineage[shard_id].effective_ms = batch.effective_ms
         outline = outcome.outline
+        session.position.deliver(batch.last)
         fresh = outline.records - outline.duplicates
         self.watermark.observed(
             shard_id,

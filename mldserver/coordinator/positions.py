@@ -1,6 +1,8 @@
 """Positions: how far one shard is accepted, durable and checkpointed. A synchronous core.
 
-Always: checkpointed <= durable <= accepted. A position covers a complete prefix of the shard's records: batches are
+Always: checkpointed <= durable <= accepted. What is checkpointed is also never beyond what this connection delivered:
+after a lost lease or a replay the ledger is ahead of the daemon, which refuses a checkpoint at a record that it has not
+delivered yet (KCL 3.1.3: IllegalArgumentException). A position covers a complete prefix of the shard's records: batches are
 accepted in shard order, and a batch is accepted only when every record of it has its rows buffered or its dead letter
 made.
 """
@@ -51,13 +53,19 @@ def judge_start(start: Sequence | str | None, position: Sequence | None, *, ende
 class ShardPosition:
     """One shard's progress under one connection."""
 
-    __slots__ = ("accepted", "checkpointed", "durable")
+    __slots__ = ("accepted", "checkpointed", "delivered", "durable")
 
     def __init__(self, durable: Sequence | None) -> None:
         """Start from the ledger's position: all before it was accepted in an earlier life."""
         self.accepted = durable
+        self.delivered: Sequence | None = None
         self.durable = durable
         self.checkpointed: Sequence | None = None
+
+    def deliver(self, last: Sequence | None) -> None:
+        """Note that the daemon delivered every record up to ``last``, perhaps again; None: an empty batch."""
+        if last is not None and (self.delivered is None or last > self.delivered):
+            self.delivered = last
 
     def accept(self, last: Sequence | None) -> None:
         """Note that every record up to ``last`` is taken care of; None (an empty batch) changes nothing."""
@@ -73,10 +81,11 @@ class ShardPosition:
         self.durable = position
 
     def due(self) -> Sequence | None:
-        """Return the durable position when the daemon has not stored it yet."""
-        if self.durable is None or (self.checkpointed is not None and self.durable <= self.checkpointed):
+        """Return what may be checkpointed now: the durable prefix of what was delivered, unless it is stored."""
+        if self.durable is None or self.delivered is None:
             return None
-        return self.durable
+        position = min(self.durable, self.delivered)
+        return None if self.checkpointed is not None and position <= self.checkpointed else position
 
     def store(self, position: Sequence) -> None:
         """Note that the daemon stored a checkpoint. Raises InternalError when it is beyond the durable position."""

@@ -211,14 +211,14 @@ class WindowRunner:
 
     async def _failed(self, entry: WindowEntry, error: Exception, failures: int) -> bool:
         """Apply the policy to a failed attempt; True when the window is done with."""
-        told = error.fields() if isinstance(error, SparkError | LedgerError) else {"what": str(error)}
+        told = error.told() if isinstance(error, SparkError | LedgerError) else {"what": str(error)}
         last = failures >= self._policy.attempts
         if last and self._policy.on_failure == "dead_letter" and isinstance(error, WindowFailed | DriverLost):
             try:
                 await self._ledger.set_aside(entry.window_id, str(error))
             except LedgerError as refused:
                 # It stays cut: the next attempt that fails tries again to put it aside.
-                told = refused.fields()
+                told = refused.told()
             else:
                 self.set_aside += 1
                 self._resume(entry.window_id)

@@ -32,6 +32,7 @@ COMMON_FIELDS: Final = frozenset(
         "what",
         "did",
         "advice",
+        "where",
     }
 )
 """Fields that any event may carry."""

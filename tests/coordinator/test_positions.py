@@ -1,0 +1,149 @@
+"""Positions: checkpointed <= durable <= accepted, and exactly once whatever the borders of batches."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mldserver.coordinator.positions import ShardPosition, Start, judge_start
+from mldserver.errors import InternalError
+from mldserver.records import Sequence
+
+S = Sequence
+
+
+@pytest.mark.parametrize(
+    ("start", "position", "ended", "expected"),
+    [
+        (S(5), S(5), False, Start.BEHIND),
+        (S(4), S(5), False, Start.BEHIND),
+        (S(5, 1), S(5, 2), False, Start.BEHIND),
+        (S(5, 3), S(5, 2), False, Start.BEYOND),
+        (S(6), S(5), False, Start.BEYOND),
+        (S(10**50), S(9 * 10**49), False, Start.BEYOND),
+        (S(6), None, False, Start.BEYOND),
+        ("TRIM_HORIZON", S(5), False, Start.BEHIND),
+        ("TRIM_HORIZON", None, False, Start.FRESH),
+        ("LATEST", None, False, Start.FRESH),
+        ("LATEST", S(5), False, Start.BEYOND),
+        ("AT_TIMESTAMP", S(5), False, Start.UNKNOWN),
+        (None, S(5), False, Start.UNKNOWN),
+        ("SHARD_END", S(5), False, Start.BEYOND),
+        ("SHARD_END", S(5), True, Start.BEHIND),
+        (S(6), S(5), True, Start.BEHIND),
+        ("LATEST", S(5), True, Start.BEHIND),
+    ],
+)
+def test_a_start_is_judged_against_the_position(
+    start: Sequence | str | None, position: Sequence | None, ended: bool, expected: Start
+) -> None:
+    assert judge_start(start, position, ended=ended) is expected
+
+
+def test_what_the_ledger_holds_was_accepted_before() -> None:
+    place = ShardPosition(S(7))
+    assert (place.accepted, place.durable, place.due()) == (S(7), S(7), None)
+
+
+def test_a_checkpoint_never_passes_what_this_connection_delivered_however_far_the_ledger_is() -> None:
+    place = ShardPosition(S(7))
+    place.deliver(None)
+    assert place.due() is None
+    place.deliver(S(5))
+    assert place.due() == S(5)
+    place.deliver(S(4))
+    assert place.due() == S(5)
+    place.deliver(S(9))
+    assert place.due() == S(7)
+
+
+def test_nothing_is_due_before_anything_is_durable() -> None:
+    place = ShardPosition(None)
+    place.accept(S(3))
+    assert place.due() is None
+
+
+def test_an_empty_batch_and_one_delivered_again_change_nothing() -> None:
+    place = ShardPosition(S(7))
+    place.accept(None)
+    place.accept(S(6))
+    assert place.accepted == S(7)
+
+
+def test_a_position_is_due_until_the_daemon_has_stored_it() -> None:
+    place = ShardPosition(None)
+    place.deliver(S(9))
+    place.accept(S(3))
+    place.register(S(3))
+    assert place.due() == S(3)
+    place.store(S(3))
+    assert place.due() is None
+    place.accept(S(9))
+    place.register(S(9))
+    assert place.due() == S(9)
+
+
+def test_a_registered_position_that_is_not_ahead_changes_nothing() -> None:
+    place = ShardPosition(S(7))
+    place.register(None)
+    place.register(S(2))
+    assert place.durable == S(7)
+
+
+def test_an_older_checkpoint_does_not_take_a_newer_one_back() -> None:
+    place = ShardPosition(S(7))
+    place.store(S(7))
+    place.store(S(3))
+    assert place.checkpointed == S(7)
+
+
+def test_a_position_never_passes_what_was_accepted() -> None:
+    with pytest.raises(InternalError, match="would pass what was accepted"):
+        ShardPosition(None).register(S(1))
+    place = ShardPosition(S(1))
+    with pytest.raises(InternalError, match="would pass what was accepted, 1"):
+        place.register(S(2))
+
+
+def test_a_checkpoint_never_passes_the_durable_position() -> None:
+    with pytest.raises(InternalError, match="ahead of the durable position"):
+        ShardPosition(None).store(S(1))
+    place = ShardPosition(S(1))
+    place.accept(S(2))
+    with pytest.raises(InternalError, match="ahead of the durable position 1"):
+        place.store(S(2))
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["batch", "flush", "checkpoint", "reopen"]), st.integers(1, 6)), max_size=40
+    )
+)
+def test_every_record_is_durable_exactly_once_however_it_is_delivered_again(steps: list[tuple[str, int]]) -> None:
+    ledger: list[int] = []
+    stored, durable = 0, None
+    place, following, buffer = ShardPosition(None), 1, []
+    for step, size in steps:
+        if step == "batch":
+            batch = list(range(following, following + size))
+            following += size
+            after = place.accepted.number if place.accepted else 0
+            buffer += [record for record in batch if record > after]
+            place.deliver(S(batch[-1]))
+            place.accept(S(batch[-1]))
+        elif step == "flush":
+            ledger += buffer
+            buffer = []
+            durable = place.accepted
+            place.register(durable)
+        elif step == "checkpoint" and (due := place.due()) is not None:
+            assert due.number < following, "beyond what was delivered"
+            place.store(due)
+            stored = due.number
+        elif step == "reopen":  # the daemon goes on after its checkpoint, with borders of its own
+            place, following, buffer = ShardPosition(durable), stored + 1, []
+        order = [each or S(0) for each in (place.checkpointed, place.durable, place.accepted)]
+        assert order == sorted(order)
+        assert ledger == list(range(1, len(ledger) + 1))
+        assert stored <= len(ledger)

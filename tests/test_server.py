@@ -1,0 +1,322 @@
+"""A whole server over real sockets, against the fake daemon: what goes in comes out once, whatever happens between."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.dataset as ds
+import pytest
+from support.serving import connect, quick, serving, until
+
+from mldserver.config import TcpAddress
+from mldserver.errors import WindowFailed
+from mldserver.server import EXIT_CLEAN, EXIT_FORCED, EXIT_OPERATOR, Server
+from mldserver.testing import FakeMLD, FakeStream, Form, Habits, LocalEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+HANDLER = '''
+"""One row for each record; ten-second windows over the record's own time."""
+from mldserver import tumbling
+
+schema = "id BIGINT NOT NULL, at TIMESTAMP"
+windows = tumbling("10 seconds", on="at", lateness="1 minute")
+
+
+def process_record(record):
+    event = record.json()
+    if event.get("poison"):
+        raise ValueError("poison")
+    return event["id"], event["at"]
+'''
+START_MS = 1_800_000_000_000
+
+
+@pytest.fixture
+def handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "ids_by_time.py").write_text(HANDLER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "ids_by_time"
+
+
+def event(number: int, **more: Any) -> bytes:
+    second = number // 10
+    at = f"2027-01-15T08:{second // 60 % 60:02d}:{second % 60:02d}Z"
+    return json.dumps({"id": number, "at": at, **more}).encode()
+
+
+def filled(shards: int, records: int, *, seed: int = 0, reshard: bool = False) -> FakeStream:
+    stream = FakeStream(shards, seed=seed, start_ms=START_MS)
+    for number in range(records):
+        if reshard and number == records // 3:
+            stream.split(stream.open_shards[0])
+        if reshard and number == 2 * records // 3:
+            stream.merge(*stream.adjacent_pairs()[0])
+        stream.put(event(number), f"key-{number}")
+    stream.end()
+    return stream
+
+
+def ids(folder: Path) -> list[int]:
+    if not folder.exists():
+        return []
+    return (
+        ds.dataset(folder, format="parquet", partitioning="hive").to_table(columns=["id"])["id"].to_pylist()
+    )
+
+
+def exactly_once(out: Path, records: int) -> None:
+    told = Counter(ids(out)) + Counter(ids(out / "_late"))
+    assert told == Counter(range(records))
+
+
+async def play(server: Server, daemon_of: Callable[[str], FakeMLD]) -> FakeMLD:
+    daemon = daemon_of(await server.listening())
+    async with asyncio.timeout(60):
+        await daemon.run()
+    assert daemon.violations == []
+    return daemon
+
+
+def beside_ends(daemon: FakeMLD) -> list[str]:
+    """Return the server's mistakes but its ends, each of which ends the daemon too; here they are meant."""
+    return [told for told in daemon.violations if "EOF" not in told and "reset" not in told]
+
+
+@pytest.mark.parametrize("form", list(Form))
+async def test_every_record_is_in_one_window_through_splits_and_merges_in_every_form_of_the_protocol(
+    form: Form, tmp_path: Path, handler: str
+) -> None:
+    stream = filled(3, 900, reshard=True)
+    settings = quick(tmp_path / "out", handler, quiet_time=600.0, idle_time=600.0)
+    async with serving(settings) as server:
+        daemon = await play(
+            server, lambda address: FakeMLD(stream, address, habits=Habits(form=form, max_records=50))
+        )
+        async with asyncio.timeout(20):
+            await server.finished()
+        assert server.status().windows_published == 9
+    assert daemon.finished
+    exactly_once(tmp_path / "out", 900)
+    assert not (tmp_path / "out" / "_late").exists()
+
+
+async def test_lost_leases_throttled_checkpoints_and_killed_daemons_neither_lose_nor_double_a_row(
+    tmp_path: Path, handler: str
+) -> None:
+    stream = filled(4, 1200, seed=3, reshard=True)
+
+    def troubled(address: str) -> FakeMLD:
+        daemon = FakeMLD(
+            stream, address, habits=Habits(seed=3, max_records=40), supervised=True, backoff_seconds=0.02
+        )
+        first, second = list(stream.shards)[:2]
+        daemon.leases.refuse(second, times=2)
+        daemon.at(200, lambda: daemon.lose_lease(second, back_after_seconds=0.1))
+        daemon.at(400, daemon.kill)
+        daemon.at(600, daemon.kill)
+        daemon.at(800, lambda: daemon.lose_lease(first, graceful=True, back_after_seconds=0.1))
+        daemon.at(1000, daemon.kill)
+        return daemon
+
+    async with serving(quick(tmp_path / "out", handler, quiet_time=600.0, idle_time=600.0)) as server:
+        daemon = await play(server, troubled)
+        async with asyncio.timeout(20):
+            await server.finished()
+    assert daemon.life == 4
+    exactly_once(tmp_path / "out", 1200)
+
+
+async def test_a_server_that_was_stopped_in_the_middle_goes_on_where_it_was(
+    tmp_path: Path, handler: str
+) -> None:
+    stream = filled(3, 900, seed=5)
+    settings = quick(tmp_path / "out", handler, quiet_time=600.0, idle_time=600.0)
+    daemon = FakeMLD(stream, "", habits=Habits(seed=5, max_records=30), supervised=True, backoff_seconds=0.02)
+    async with asyncio.TaskGroup() as group:
+        async with serving(settings) as first:
+            daemon.address = await first.listening()
+            playing = group.create_task(daemon.run())
+            async with asyncio.timeout(20):
+                await until(lambda: daemon.records_sent >= 300)
+        async with serving(settings) as second:
+            daemon.address = await second.listening()
+            async with asyncio.timeout(60):
+                await playing
+                await second.finished()
+    assert beside_ends(daemon) == []
+    exactly_once(tmp_path / "out", 900)
+
+
+async def test_a_record_that_keeps_failing_becomes_a_dead_letter_and_the_rest_goes_on(
+    tmp_path: Path, handler: str
+) -> None:
+    stream = FakeStream(1, start_ms=START_MS)
+    for number in range(50):
+        stream.put(event(number, poison=number == 7), "key")
+    stream.end()
+    async with serving(quick(tmp_path / "out", handler)) as server:
+        await play(server, lambda address: FakeMLD(stream, address))
+        async with asyncio.timeout(20):
+            await server.finished()
+        assert server.status().dead_letters == 1
+    assert sorted(ids(tmp_path / "out")) == [number for number in range(50) if number != 7]
+
+
+async def test_a_window_that_keeps_failing_turns_readiness_red_and_rows_go_on_being_stored(
+    tmp_path: Path, handler: str, logged: list[dict[str, Any]]
+) -> None:
+    broken = True
+
+    def fail(_job: object) -> Exception | None:
+        return WindowFailed("the disk is full") if broken else None
+
+    stream = filled(2, 200)
+    settings = quick(tmp_path / "out", handler, window_attempts=2)
+    async with serving(settings, engine=LocalEngine(fail=fail)) as server:
+        await server.ready()
+        await play(server, lambda address: FakeMLD(stream, address))
+        async with asyncio.timeout(20):
+            await until(lambda: not server.is_ready)
+            assert server.status().rows_durable == 200
+            broken = False
+            await server.finished()
+            await server.ready()
+    exactly_once(tmp_path / "out", 200)
+    events = [entry["event"] for entry in logged]
+    assert "window.halted" in events
+    assert events.index("server.ready") < events.index("server.unready")
+
+
+async def test_silence_without_an_end_still_closes_the_last_windows(tmp_path: Path, handler: str) -> None:
+    stream = FakeStream(2, start_ms=START_MS)
+    for number in range(100):
+        stream.put(event(number), f"key-{number}")
+    async with serving(quick(tmp_path / "out", handler, idle_time=0.2, quiet_time=0.4)) as server:
+        daemon = FakeMLD(stream, await server.listening(), stop_at_end=False)
+        async with asyncio.TaskGroup() as group:
+            playing = group.create_task(daemon.run())
+            async with asyncio.timeout(20):
+                await until(lambda: server.status().windows_published == 1)
+            daemon.terminate()
+            await playing
+    exactly_once(tmp_path / "out", 100)
+
+
+async def stopped(settings: Any) -> int:
+    async with asyncio.timeout(20):
+        return await Server(settings, engine=LocalEngine()).run()
+
+
+async def test_what_an_operator_can_mend_is_said_in_one_event_and_exits_2(
+    tmp_path: Path, handler: str, logged: list[dict[str, Any]]
+) -> None:
+    out = tmp_path / "out"
+    assert await stopped(quick(out, "no_such_module")) == EXIT_OPERATOR
+    assert await stopped(quick(out, f"{handler}:NoSuchName")) == EXIT_OPERATOR
+    async with serving(quick(out, handler)) as server:
+        host, _, port = (await server.listening()).rpartition(":")
+        assert await stopped(quick(out, handler)) == EXIT_OPERATOR
+        taken = TcpAddress(host, int(port))
+        assert await stopped(quick(tmp_path / "other", handler, listen=taken)) == EXIT_OPERATOR
+    assert await stopped(quick(out, handler, pipeline="another")) == EXIT_OPERATOR
+    told = [entry for entry in logged if entry["event"] == "server.failed"]
+    assert [entry["exit_code"] for entry in told] == [EXIT_OPERATOR] * 5
+    assert all(entry["what"] and "exception" not in entry for entry in told)
+
+
+async def test_a_second_stop_forces_and_the_exit_code_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stuck.py").write_text(
+        "import asyncio\nschema = 'id BIGINT'\n"
+        "async def process_record(record):\n    await asyncio.sleep(3600)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    server = Server(quick(tmp_path / "out", "stuck", handler_timeout=3600.0), engine=LocalEngine())
+    async with asyncio.TaskGroup() as group, asyncio.timeout(20):
+        life = group.create_task(server.run())
+        reader, writer = await connect(await server.listening())
+        writer.write(
+            b'{"action":"initialize","shardId":"s","sequenceNumber":"TRIM_HORIZON","subSequenceNumber":0}\n'
+        )
+        await reader.readline()
+        record = b'{"data":"","partitionKey":"k","sequenceNumber":"1","approximateArrivalTimestamp":1}'
+        writer.write(b'{"action":"processRecords","records":[' + record + b'],"millisBehindLatest":0}\n')
+        await writer.drain()
+        await asyncio.sleep(0.1)
+        server.stop("first")
+        await asyncio.sleep(0.1)
+        assert not life.done(), "the shard's request is still waited for"
+        server.stop("second")
+        await life
+        writer.close()
+    assert life.result() == EXIT_FORCED
+
+
+CHILD = """
+import asyncio, sys
+from pathlib import Path
+sys.path[:0] = sys.argv[2:4]
+from mldserver.observe.logging import logging_to
+from mldserver.server import Server
+from mldserver.testing import LocalEngine
+from support.serving import quick
+settings = quick(Path(sys.argv[1]), "ids_by_time", quiet_time=600.0, idle_time=600.0)
+with logging_to(settings):
+    sys.exit(asyncio.run(Server(settings, engine=LocalEngine()).run()))
+"""
+
+
+async def spawn(tmp_path: Path) -> tuple[asyncio.subprocess.Process, str]:
+    """Start a server process; return it with its address."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        CHILD,
+        *(str(tmp_path / "out"), str(tmp_path), str(Path(__file__).parent)),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+    )
+    assert process.stdout is not None
+    async with asyncio.timeout(30):
+        while True:
+            entry = json.loads(await process.stdout.readline())
+            if entry["event"] == "server.listening":
+                return process, entry["address"]
+
+
+async def test_a_server_killed_with_sigkill_again_and_again_publishes_every_row_once(
+    tmp_path: Path, handler: str
+) -> None:
+    records = 3000
+    stream = filled(3, records, seed=11, reshard=True)
+    daemon = FakeMLD(
+        stream, "", habits=Habits(seed=11, max_records=25), supervised=True, backoff_seconds=0.02
+    )
+    async with asyncio.TaskGroup() as group:
+        process, daemon.address = await spawn(tmp_path)
+        playing = group.create_task(daemon.run())
+        for kill in range(1, 6):
+            async with asyncio.timeout(60):
+                await until(
+                    lambda target=kill * records // 6: daemon.records_sent >= target or playing.done()
+                )
+            process.kill()
+            await process.wait()
+            process, daemon.address = await spawn(tmp_path)
+        async with asyncio.timeout(120):
+            await playing
+            await until(lambda: len(set(ids(tmp_path / "out"))) == records)
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == EXIT_CLEAN
+    assert beside_ends(daemon) == []
+    exactly_once(tmp_path / "out", records)
