@@ -21,13 +21,13 @@ class Reader:
         self.paused = False
 
 
-def test_within_the_budget_nobody_waits():
+def test_within_the_budget_nobody_waits() -> None:
     budget, reader = ReadBudget(10), Reader()
     budget.set_partial(reader, 10)
     assert (budget.held, reader.paused) == (10, False)
 
 
-def test_beyond_the_budget_all_but_the_oldest_line_wait():
+def test_beyond_the_budget_all_but_the_oldest_line_wait() -> None:
     budget, old, young, whole = ReadBudget(10), Reader(), Reader(), Reader()
     budget.set_whole(whole, 4)
     budget.set_partial(old, 4)
@@ -35,7 +35,7 @@ def test_beyond_the_budget_all_but_the_oldest_line_wait():
     assert (old.paused, young.paused, whole.paused) == (False, True, False)
 
 
-def test_a_freed_byte_wakes_those_that_wait():
+def test_a_freed_byte_wakes_those_that_wait() -> None:
     budget, old, young = ReadBudget(10), Reader(), Reader()
     budget.set_partial(old, 8)
     budget.set_partial(young, 8)
@@ -45,7 +45,7 @@ def test_a_freed_byte_wakes_those_that_wait():
     assert budget.held == 10
 
 
-def test_the_next_oldest_goes_on_when_the_oldest_is_gone():
+def test_the_next_oldest_goes_on_when_the_oldest_is_gone() -> None:
     budget, first, second, third = ReadBudget(10), Reader(), Reader(), Reader()
     for reader in (first, second, third):
         budget.set_partial(reader, 20)
@@ -53,7 +53,7 @@ def test_the_next_oldest_goes_on_when_the_oldest_is_gone():
     assert (second.paused, third.paused) == (False, True)
 
 
-def test_a_reader_that_is_gone_is_not_called_any_more():
+def test_a_reader_that_is_gone_is_not_called_any_more() -> None:
     budget, first, second = ReadBudget(10), Reader(), Reader()
     budget.set_partial(first, 20)
     budget.set_partial(second, 20)
@@ -67,7 +67,9 @@ sizes = st.lists(st.tuples(st.sampled_from("pwf"), st.integers(0, 4), st.integer
 
 
 @given(sizes, st.integers(1, 40))
-def test_whoever_waits_there_is_always_one_that_goes_on(steps, limit):
+def test_whoever_waits_there_is_always_one_that_goes_on(
+    steps: list[tuple[str, int, int]], limit: int
+) -> None:
     budget, readers = ReadBudget(limit), [Reader() for _ in range(5)]
     partial: dict[int, int] = {}
     whole: dict[int, int] = {}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mldserver.errors import DecodeError, GapRefused, HandlerHalted
 from mldserver.records import Sequence
+
+if TYPE_CHECKING:
+    from tests.sources.house import House
 
 SHARD = "shardId-000000000000"
 
@@ -17,7 +20,7 @@ def named(logged: list[dict[str, Any]], event: str) -> list[dict[str, Any]]:
     return [entry for entry in logged if entry["event"] == event]
 
 
-async def test_initialize_opens_the_shard_and_then_the_handler(house):
+async def test_initialize_opens_the_shard_and_then_the_handler(house: House) -> None:
     daemon = await house.connect()
     await daemon.initialize(start="49")
     assert house.intake.shards[0].opening.start == Sequence(49, 0)
@@ -26,13 +29,13 @@ async def test_initialize_opens_the_shard_and_then_the_handler(house):
 
 
 @pytest.mark.parametrize("start", ["TRIM_HORIZON", "LATEST", None])
-async def test_a_start_that_is_no_sequence_is_passed_on_as_it_is(house, start):
+async def test_a_start_that_is_no_sequence_is_passed_on_as_it_is(house: House, start: str | None) -> None:
     daemon = await house.connect()
     await daemon.initialize(start=start)
     assert house.intake.shards[0].opening.start == start
 
 
-async def test_v1_is_known_by_its_initialize_and_keeps_its_checkpoint_form(house):
+async def test_v1_is_known_by_its_initialize_and_keeps_its_checkpoint_form(house: House) -> None:
     daemon = await house.connect()
     assert await daemon.ask({"action": "initialize", "shardId": SHARD}) == {
         "action": "status",
@@ -47,7 +50,9 @@ async def test_v1_is_known_by_its_initialize_and_keeps_its_checkpoint_form(house
     await daemon.answered("processRecords")
 
 
-async def test_a_batch_is_processed_accepted_checkpointed_and_answered_with_one_log_line(house, logged):
+async def test_a_batch_is_processed_accepted_checkpointed_and_answered_with_one_log_line(
+    house: House, logged: list[dict[str, Any]]
+) -> None:
     daemon = await house.connect()
     await daemon.initialize()
     await daemon.process(1, 2, behind=300)
@@ -66,7 +71,7 @@ async def test_a_batch_is_processed_accepted_checkpointed_and_answered_with_one_
     assert line["millis_behind_latest"] == 300
 
 
-async def test_without_a_durable_position_nothing_is_checkpointed(house):
+async def test_without_a_durable_position_nothing_is_checkpointed(house: House) -> None:
     house.intake.prepare = lambda shard: setattr(shard, "eager", False)
     daemon = await house.connect()
     await daemon.initialize()
@@ -74,7 +79,7 @@ async def test_without_a_durable_position_nothing_is_checkpointed(house):
     await daemon.answered("processRecords")
 
 
-async def test_a_held_batch_is_answered_when_the_coordinator_lets_go(house):
+async def test_a_held_batch_is_answered_when_the_coordinator_lets_go(house: House) -> None:
     house.intake.prepare = lambda shard: shard.gate.clear()
     daemon = await house.connect()
     await daemon.initialize()
@@ -87,7 +92,9 @@ async def test_a_held_batch_is_answered_when_the_coordinator_lets_go(house):
     assert (await answer)["action"] == "status"
 
 
-async def test_a_refused_checkpoint_is_logged_and_tried_again_at_the_next_batch(house, logged):
+async def test_a_refused_checkpoint_is_logged_and_tried_again_at_the_next_batch(
+    house: House, logged: list[dict[str, Any]]
+) -> None:
     daemon = await house.connect()
     await daemon.initialize()
     await daemon.process(1)
@@ -101,7 +108,9 @@ async def test_a_refused_checkpoint_is_logged_and_tried_again_at_the_next_batch(
     assert house.intake.shards[0].stored == [Sequence(1)]
 
 
-async def test_a_throttled_checkpoint_is_repeated_within_bounds(house, logged):
+async def test_a_throttled_checkpoint_is_repeated_within_bounds(
+    house: House, logged: list[dict[str, Any]]
+) -> None:
     daemon = await house.connect()
     await daemon.initialize()
     await daemon.process(1)
@@ -112,7 +121,9 @@ async def test_a_throttled_checkpoint_is_repeated_within_bounds(house, logged):
     assert len(named(logged, "checkpoint.failed")) == 1
 
 
-async def test_after_shutdown_exception_nothing_is_checkpointed_any_more(house, logged):
+async def test_after_shutdown_exception_nothing_is_checkpointed_any_more(
+    house: House, logged: list[dict[str, Any]]
+) -> None:
     daemon = await house.connect()
     await daemon.initialize()
     await daemon.process(1)
@@ -134,8 +145,8 @@ async def test_after_shutdown_exception_nothing_is_checkpointed_any_more(house, 
     ],
 )
 async def test_shutdown_requested_drains_checkpoints_and_leaves_the_connection_open(
-    house, logged, request_, action
-):
+    house: House, logged: list[dict[str, Any]], request_: dict[str, Any], action: str
+) -> None:
     house.intake.prepare = lambda shard: setattr(shard, "eager", False)
     daemon = await house.connect()
     await daemon.initialize()
@@ -154,8 +165,8 @@ async def test_shutdown_requested_drains_checkpoints_and_leaves_the_connection_o
     [({"action": "leaseLost"}, "leaseLost"), ({"action": "shutdown", "reason": "ZOMBIE"}, "shutdown")],
 )
 async def test_a_lost_lease_is_let_go_of_and_the_output_ends_right_after_the_status(
-    house, logged, request_, action
-):
+    house: House, logged: list[dict[str, Any]], request_: dict[str, Any], action: str
+) -> None:
     daemon = await house.connect()
     await daemon.initialize()
     assert await daemon.ask(request_) == {"action": "status", "responseFor": action}
@@ -172,7 +183,9 @@ async def test_a_lost_lease_is_let_go_of_and_the_output_ends_right_after_the_sta
     ("request_", "action"),
     [({"action": "shardEnded"}, "shardEnded"), ({"action": "shutdown", "reason": "TERMINATE"}, "shutdown")],
 )
-async def test_a_shards_end_is_made_durable_and_checkpointed_before_its_status(house, request_, action):
+async def test_a_shards_end_is_made_durable_and_checkpointed_before_its_status(
+    house: House, request_: dict[str, Any], action: str
+) -> None:
     daemon = await house.connect()
     await daemon.initialize()
     await daemon.send(request_)
@@ -190,8 +203,8 @@ async def test_a_shards_end_is_made_durable_and_checkpointed_before_its_status(h
 
 
 async def test_a_shards_end_that_the_daemon_cannot_store_closes_the_connection_instead_of_answering(
-    house, logged
-):
+    house: House, logged: list[dict[str, Any]]
+) -> None:
     daemon = await house.connect()
     await daemon.initialize()
     await daemon.send({"action": "shardEnded"})
@@ -203,7 +216,7 @@ async def test_a_shards_end_that_the_daemon_cannot_store_closes_the_connection_i
     assert "RuntimeException" in failed["what"]
 
 
-async def test_a_shards_end_after_the_lease_is_gone_is_answered(house):
+async def test_a_shards_end_after_the_lease_is_gone_is_answered(house: House) -> None:
     daemon = await house.connect()
     await daemon.initialize()
     await daemon.send({"action": "shardEnded"})
@@ -211,7 +224,9 @@ async def test_a_shards_end_after_the_lease_is_gone_is_answered(house):
     await daemon.answered("shardEnded")
 
 
-async def test_a_shards_end_that_is_owned_elsewhere_closes_the_connection_without_a_checkpoint(house, logged):
+async def test_a_shards_end_that_is_owned_elsewhere_closes_the_connection_without_a_checkpoint(
+    house: House, logged: list[dict[str, Any]]
+) -> None:
     house.intake.prepare = lambda shard: setattr(shard, "ends", False)
     daemon = await house.connect()
     await daemon.initialize()
@@ -220,7 +235,9 @@ async def test_a_shards_end_that_is_owned_elsewhere_closes_the_connection_withou
     assert "owns" in named(logged, "connection.failed")[0]["what"]
 
 
-async def test_eof_between_requests_leaves_the_shard_without_a_connection(house, logged):
+async def test_eof_between_requests_leaves_the_shard_without_a_connection(
+    house: House, logged: list[dict[str, Any]]
+) -> None:
     daemon = await house.connect()
     await daemon.initialize()
     await daemon.close()
@@ -231,7 +248,9 @@ async def test_eof_between_requests_leaves_the_shard_without_a_connection(house,
     assert named(logged, "connection.closed")[0]["reason"] == "eof"
 
 
-async def test_a_daemon_killed_in_the_middle_of_a_batch_cancels_the_handler(house, logged):
+async def test_a_daemon_killed_in_the_middle_of_a_batch_cancels_the_handler(
+    house: House, logged: list[dict[str, Any]]
+) -> None:
     house.runtime.gate.clear()
     daemon = await house.connect()
     await daemon.initialize()
@@ -245,7 +264,7 @@ async def test_a_daemon_killed_in_the_middle_of_a_batch_cancels_the_handler(hous
     assert not named(logged, "batch.done")
 
 
-async def test_a_daemon_that_goes_while_it_owes_a_checkpoint_reply_cancels_the_wait(house):
+async def test_a_daemon_that_goes_while_it_owes_a_checkpoint_reply_cancels_the_wait(house: House) -> None:
     daemon = await house.connect()
     await daemon.initialize()
     await daemon.process(1)
@@ -255,7 +274,9 @@ async def test_a_daemon_that_goes_while_it_owes_a_checkpoint_reply_cancels_the_w
     assert house.intake.shards[0].stored == []
 
 
-async def test_a_batch_that_the_runtime_cannot_decode_ends_the_connection_with_the_peers_error(house, logged):
+async def test_a_batch_that_the_runtime_cannot_decode_ends_the_connection_with_the_peers_error(
+    house: House, logged: list[dict[str, Any]]
+) -> None:
     house.runtime.failures["process"] = DecodeError("records[3].data must be a text.")
     daemon = await house.connect()
     await daemon.initialize()
@@ -266,7 +287,9 @@ async def test_a_batch_that_the_runtime_cannot_decode_ends_the_connection_with_t
 
 
 @pytest.mark.parametrize("where", ["open", "process"])
-async def test_a_halted_handler_closes_the_connection_on_purpose(house, logged, where):
+async def test_a_halted_handler_closes_the_connection_on_purpose(
+    house: House, logged: list[dict[str, Any]], where: str
+) -> None:
     house.runtime.failures[where] = HandlerHalted("the handler failed for good", did="closed")
     daemon = await house.connect()
     await daemon.send(
@@ -279,7 +302,7 @@ async def test_a_halted_handler_closes_the_connection_on_purpose(house, logged, 
     assert failed["what"] == "the handler failed for good"
 
 
-async def test_a_refused_gap_closes_the_connection(house, logged):
+async def test_a_refused_gap_closes_the_connection(house: House, logged: list[dict[str, Any]]) -> None:
     house.intake.refusal = GapRefused("records would be skipped")
     daemon = await house.connect()
     await daemon.send(
@@ -291,7 +314,9 @@ async def test_a_refused_gap_closes_the_connection(house, logged):
     assert not named(logged, "shard.disconnected")
 
 
-async def test_an_unexpected_error_is_logged_with_its_traceback_and_ends_only_its_connection(house, logged):
+async def test_an_unexpected_error_is_logged_with_its_traceback_and_ends_only_its_connection(
+    house: House, logged: list[dict[str, Any]]
+) -> None:
     other = await house.connect()
     await other.initialize("shardId-other")
     house.runtime.failures["process"] = ZeroDivisionError("division by zero")
@@ -308,7 +333,9 @@ async def test_an_unexpected_error_is_logged_with_its_traceback_and_ends_only_it
     await other.answered("processRecords")
 
 
-async def test_an_error_in_letting_go_is_logged_and_the_connection_is_gone(house, logged):
+async def test_an_error_in_letting_go_is_logged_and_the_connection_is_gone(
+    house: House, logged: list[dict[str, Any]]
+) -> None:
     house.runtime.failures["forget"] = RuntimeError("stuck")
     daemon = await house.connect()
     await daemon.initialize()
@@ -321,7 +348,9 @@ async def test_an_error_in_letting_go_is_logged_and_the_connection_is_gone(house
 # Two connections for one shard.
 
 
-async def test_the_latest_connection_of_a_shard_owns_it_and_the_earlier_is_answered_unread(house, logged):
+async def test_the_latest_connection_of_a_shard_owns_it_and_the_earlier_is_answered_unread(
+    house: House, logged: list[dict[str, Any]]
+) -> None:
     first, second = await house.connect(), await house.connect()
     await first.initialize()
     await second.initialize()
@@ -342,7 +371,7 @@ async def test_the_latest_connection_of_a_shard_owns_it_and_the_earlier_is_answe
     assert ("forget", SHARD) not in house.runtime.calls
 
 
-async def test_taking_a_shard_over_cancels_the_earlier_connections_batch_and_answers_it(house):
+async def test_taking_a_shard_over_cancels_the_earlier_connections_batch_and_answers_it(house: House) -> None:
     house.runtime.gate.clear()
     first, second = await house.connect(), await house.connect()
     await first.initialize()
@@ -354,7 +383,9 @@ async def test_taking_a_shard_over_cancels_the_earlier_connections_batch_and_ans
     assert house.intake.shards[0].calls == ["began"]
 
 
-async def test_an_end_on_a_connection_that_lost_its_shard_is_not_checkpointed(house, logged):
+async def test_an_end_on_a_connection_that_lost_its_shard_is_not_checkpointed(
+    house: House, logged: list[dict[str, Any]]
+) -> None:
     first, second = await house.connect(), await house.connect()
     await first.initialize()
     await second.initialize()
@@ -367,7 +398,9 @@ async def test_an_end_on_a_connection_that_lost_its_shard_is_not_checkpointed(ho
 # The server stops.
 
 
-async def test_draining_lets_each_request_finish_with_its_checkpoint_and_then_closes_all(house):
+async def test_draining_lets_each_request_finish_with_its_checkpoint_and_then_closes_all(
+    house: House,
+) -> None:
     house.intake.prepare = lambda shard: setattr(shard, "eager", False)
     idle, busy = await house.connect(), await house.connect()
     await idle.initialize("shardId-idle")
@@ -390,7 +423,7 @@ async def test_draining_lets_each_request_finish_with_its_checkpoint_and_then_cl
     assert house.listener.connections == 0
 
 
-async def test_a_request_that_comes_while_draining_is_left_for_the_next_start(house):
+async def test_a_request_that_comes_while_draining_is_left_for_the_next_start(house: House) -> None:
     one, busy = await house.connect(), await house.connect()
     await one.initialize("shardId-one")
     await busy.initialize()
@@ -407,7 +440,7 @@ async def test_a_request_that_comes_while_draining_is_left_for_the_next_start(ho
     assert house.runtime.calls.count(("process", "shardId-one")) == 0
 
 
-async def test_giving_up_the_drain_closes_what_is_still_busy(house):
+async def test_giving_up_the_drain_closes_what_is_still_busy(house: House) -> None:
     house.runtime.gate.clear()
     daemon = await house.connect()
     await daemon.initialize()
@@ -422,7 +455,7 @@ async def test_giving_up_the_drain_closes_what_is_still_busy(house):
     assert house.runtime.cancelled == 1
 
 
-async def test_cancelling_the_listener_cuts_every_connection_and_lets_go_of_its_shard(house):
+async def test_cancelling_the_listener_cuts_every_connection_and_lets_go_of_its_shard(house: House) -> None:
     house.runtime.gate.clear()
     daemon = await house.connect()
     await daemon.initialize()

@@ -7,13 +7,18 @@ import contextlib
 import os
 import socket
 import stat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mldserver.clock import SystemClock
 from mldserver.errors import OperatorError
 from mldserver.sources.mld import MLDListener
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.sources.house import Build, House
 
 INITIALIZE = b'{"action":"initialize","shardId":"s","sequenceNumber":null,"subSequenceNumber":null}\n'
 
@@ -36,7 +41,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-async def test_a_peer_that_sends_nonsense_loses_its_own_connection_and_no_other_notices(house, logged, kind):
+async def test_a_peer_that_sends_nonsense_loses_its_own_connection_and_no_other_notices(
+    house: House, logged: list[dict[str, Any]], kind: str
+) -> None:
     data, error = BAD[kind]
     other = await house.connect()
     await other.initialize("shardId-other")
@@ -51,7 +58,9 @@ async def test_a_peer_that_sends_nonsense_loses_its_own_connection_and_no_other_
     await other.answered("processRecords")
 
 
-async def test_nonsense_inside_a_batch_is_found_by_the_runtime_and_ends_the_connection(house, logged):
+async def test_nonsense_inside_a_batch_is_found_by_the_runtime_and_ends_the_connection(
+    house: House, logged: list[dict[str, Any]]
+) -> None:
     peer = await house.connect()
     await peer.initialize()
     await peer.send(b'{"action":"processRecords","records":[{"sequenceNumber":1}]}\n')
@@ -59,7 +68,7 @@ async def test_nonsense_inside_a_batch_is_found_by_the_runtime_and_ends_the_conn
     assert "records[0].sequenceNumber" in named(logged, "connection.failed")[0]["what"]
 
 
-async def test_a_peer_that_says_nothing_is_sent_away(build, logged):
+async def test_a_peer_that_says_nothing_is_sent_away(build: Build, logged: list[dict[str, Any]]) -> None:
     house = await build(initialize_seconds=0.01)
     peer = await house.connect()
     await peer.sees_the_end()
@@ -67,7 +76,9 @@ async def test_a_peer_that_says_nothing_is_sent_away(build, logged):
     assert (failed["error"], failed["level"]) == ("PeerTimeout", "warning")
 
 
-async def test_a_line_that_is_never_finished_is_not_waited_for(build, logged):
+async def test_a_line_that_is_never_finished_is_not_waited_for(
+    build: Build, logged: list[dict[str, Any]]
+) -> None:
     house = await build(partial_line_seconds=0.01)
     peer = await house.connect()
     await peer.initialize()
@@ -76,7 +87,9 @@ async def test_a_line_that_is_never_finished_is_not_waited_for(build, logged):
     assert named(logged, "connection.failed")[0]["error"] == "PeerTimeout"
 
 
-async def test_a_peer_that_does_not_close_after_the_last_status_is_closed(build, logged):
+async def test_a_peer_that_does_not_close_after_the_last_status_is_closed(
+    build: Build, logged: list[dict[str, Any]]
+) -> None:
     house = await build(close_seconds=0.01)
     peer = await house.connect()
     await peer.initialize()
@@ -85,7 +98,7 @@ async def test_a_peer_that_does_not_close_after_the_last_status_is_closed(build,
     assert named(logged, "connection.closed")[0]["reason"] == "close_timeout"
 
 
-async def test_a_peer_that_half_closes_still_gets_what_was_written_and_the_end(house):
+async def test_a_peer_that_half_closes_still_gets_what_was_written_and_the_end(house: House) -> None:
     peer = await house.connect()
     await peer.send(INITIALIZE)
     peer.writer.write_eof()
@@ -94,7 +107,9 @@ async def test_a_peer_that_half_closes_still_gets_what_was_written_and_the_end(h
     await house.empty()
 
 
-async def test_a_line_that_was_cut_off_is_reported_and_not_acted_upon(house, logged):
+async def test_a_line_that_was_cut_off_is_reported_and_not_acted_upon(
+    house: House, logged: list[dict[str, Any]]
+) -> None:
     peer = await house.connect()
     await peer.initialize()
     await peer.send(b'{"action":"shardEnded"}')
@@ -104,7 +119,9 @@ async def test_a_line_that_was_cut_off_is_reported_and_not_acted_upon(house, log
     assert "23 bytes" in named(logged, "connection.failed")[0]["what"]
 
 
-async def test_at_the_limit_peers_wait_in_the_kernels_queue_until_a_place_is_free(build, logged):
+async def test_at_the_limit_peers_wait_in_the_kernels_queue_until_a_place_is_free(
+    build: Build, logged: list[dict[str, Any]]
+) -> None:
     house = await build(connection_limit=1)
     first = await house.connect()
     await first.initialize("shardId-1")
@@ -122,18 +139,18 @@ async def test_at_the_limit_peers_wait_in_the_kernels_queue_until_a_place_is_fre
     assert (await waiting)["responseFor"] == "initialize"
 
 
-async def test_port_zero_reports_the_real_port(house, logged):
+async def test_port_zero_reports_the_real_port(house: House, logged: list[dict[str, Any]]) -> None:
     host, port = house.address.split(":")
     assert (host, int(port) > 0) == ("127.0.0.1", True)
     assert named(logged, "server.listening")[0]["address"] == house.address
 
 
-async def test_ipv6_addresses_are_shown_in_brackets(build):
+async def test_ipv6_addresses_are_shown_in_brackets(build: Build) -> None:
     house = await build(("::1", 0))
     assert house.address.startswith("[::1]:")
 
 
-async def test_an_address_in_use_is_the_operators_error(house):
+async def test_an_address_in_use_is_the_operators_error(house: House) -> None:
     port = int(house.address.split(":")[1])
     second = MLDListener(("127.0.0.1", port), runtime=house.runtime, intake=house.intake, clock=SystemClock())
     with pytest.raises(OperatorError, match=f"Cannot listen on 127.0.0.1:{port}"):
@@ -142,7 +159,9 @@ async def test_an_address_in_use_is_the_operators_error(house):
         await second.listening()
 
 
-async def test_an_accept_that_fails_is_tried_again_after_a_pause(house, logged, monkeypatch):
+async def test_an_accept_that_fails_is_tried_again_after_a_pause(
+    house: House, logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     loop = asyncio.get_running_loop()
     accept = loop.sock_accept
     pauses: list[float] = []
@@ -170,14 +189,14 @@ async def test_an_accept_that_fails_is_tried_again_after_a_pause(house, logged, 
     await running
 
 
-async def test_stopping_before_running_accepts_nothing(house):
+async def test_stopping_before_running_accepts_nothing(house: House) -> None:
     listener = MLDListener(("127.0.0.1", 0), runtime=house.runtime, intake=house.intake, clock=SystemClock())
     listener.stop_accepting()
     await listener.run()
     assert listener.connections == 0
 
 
-async def test_no_more_connections_are_accepted_once_stopped_while_the_old_ones_go_on(house):
+async def test_no_more_connections_are_accepted_once_stopped_while_the_old_ones_go_on(house: House) -> None:
     old = await house.connect()
     await old.initialize()
     house.listener.stop_accepting()
@@ -193,7 +212,7 @@ async def test_no_more_connections_are_accepted_once_stopped_while_the_old_ones_
 # Unix sockets.
 
 
-async def test_a_unix_socket_serves_is_private_and_goes_with_the_server(build, tmp_path):
+async def test_a_unix_socket_serves_is_private_and_goes_with_the_server(build: Build, tmp_path: Path) -> None:
     path = tmp_path / "mld.sock"
     house = await build((path,))
     assert house.address == f"unix:{path}"
@@ -206,7 +225,7 @@ async def test_a_unix_socket_serves_is_private_and_goes_with_the_server(build, t
     assert not path.exists()
 
 
-async def test_the_socket_of_a_dead_server_is_replaced(build, tmp_path):
+async def test_the_socket_of_a_dead_server_is_replaced(build: Build, tmp_path: Path) -> None:
     path = tmp_path / "mld.sock"
     dead = socket.socket(socket.AF_UNIX)
     dead.bind(os.fspath(path))
@@ -216,7 +235,9 @@ async def test_the_socket_of_a_dead_server_is_replaced(build, tmp_path):
     await peer.initialize()
 
 
-async def test_the_socket_of_a_living_server_is_left_alone(build, house, tmp_path):
+async def test_the_socket_of_a_living_server_is_left_alone(
+    build: Build, house: House, tmp_path: Path
+) -> None:
     path = tmp_path / "mld.sock"
     first = await build((path,))
     second = MLDListener((path,), runtime=house.runtime, intake=house.intake, clock=SystemClock())
@@ -226,7 +247,7 @@ async def test_the_socket_of_a_living_server_is_left_alone(build, house, tmp_pat
     await peer.initialize()
 
 
-async def test_the_socket_of_a_busy_server_is_left_alone_too(house, tmp_path):
+async def test_the_socket_of_a_busy_server_is_left_alone_too(house: House, tmp_path: Path) -> None:
     path = tmp_path / "mld.sock"
     with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as queued:
         busy.bind(os.fspath(path))
@@ -238,7 +259,7 @@ async def test_the_socket_of_a_busy_server_is_left_alone_too(house, tmp_path):
             await second.run()
 
 
-async def test_a_file_that_is_no_socket_is_never_removed(house, tmp_path):
+async def test_a_file_that_is_no_socket_is_never_removed(house: House, tmp_path: Path) -> None:
     path = tmp_path / "precious"
     path.write_text("data")
     listener = MLDListener((path,), runtime=house.runtime, intake=house.intake, clock=SystemClock())
@@ -250,7 +271,7 @@ async def test_a_file_that_is_no_socket_is_never_removed(house, tmp_path):
 # Memory.
 
 
-async def test_unread_lines_beyond_the_budget_wait_until_the_oldest_is_complete(build):
+async def test_unread_lines_beyond_the_budget_wait_until_the_oldest_is_complete(build: Build) -> None:
     house = await build(read_bytes=40_000, line_bytes=2**20)
     first, second = await house.connect(), await house.connect()
     await first.initialize("shardId-1")
@@ -259,8 +280,7 @@ async def test_unread_lines_beyond_the_budget_wait_until_the_oldest_is_complete(
     await first.send(head + filler)
     await second.send(head + filler)
     budget = house.listener._budget
-    while budget.held < 60_000:
-        await asyncio.sleep(0)
+    await house.holds(60_000)
     await second.send(filler)
     await first.send(b'],"millisBehindLatest":0}\n')
     await first.answered("processRecords")
@@ -269,7 +289,7 @@ async def test_unread_lines_beyond_the_budget_wait_until_the_oldest_is_complete(
     assert budget.held == 0
 
 
-async def test_a_batch_of_many_megabytes_arrives_whole(build):
+async def test_a_batch_of_many_megabytes_arrives_whole(build: Build) -> None:
     house = await build(line_bytes=2**26, read_bytes=2**26)
     daemon = await house.connect()
     await daemon.initialize()

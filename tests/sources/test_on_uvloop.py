@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import uvloop
+
+from tests.sources.house import serving
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+    from tests.sources.house import House
 
 
 def named(logged: list[dict[str, Any]], event: str) -> list[dict[str, Any]]:
     return [entry for entry in logged if entry["event"] == event]
 
 
-async def a_whole_life(house):
+async def a_whole_life(house: House) -> None:
     daemon = await house.connect()
     await daemon.initialize()
     await daemon.process(*range(1, 20_001))
@@ -29,7 +37,7 @@ async def a_whole_life(house):
     assert house.intake.shards[0].calls == ["began", "accept", "end"]
 
 
-async def an_oversize_line(house):
+async def an_oversize_line(house: House) -> None:
     daemon = await house.connect()
     with contextlib.suppress(ConnectionError):
         await daemon.send(b"x" * 3_000_000)
@@ -38,7 +46,7 @@ async def an_oversize_line(house):
     await house.empty()
 
 
-async def a_death_in_the_middle_of_a_batch(house):
+async def a_death_in_the_middle_of_a_batch(house: House) -> None:
     house.runtime.gate.clear()
     daemon = await house.connect()
     await daemon.initialize()
@@ -49,7 +57,7 @@ async def a_death_in_the_middle_of_a_batch(house):
     assert house.runtime.cancelled == 1
 
 
-async def a_drain(house):
+async def a_drain(house: House) -> None:
     house.runtime.gate.clear()
     daemon = await house.connect()
     await daemon.initialize()
@@ -65,7 +73,7 @@ async def a_drain(house):
     await house.running
 
 
-async def a_limit_of_one(house):
+async def a_limit_of_one(house: House) -> None:
     first = await house.connect()
     await first.initialize("shardId-1")
     second = await house.connect()
@@ -77,14 +85,13 @@ async def a_limit_of_one(house):
     await ready
 
 
-async def a_line_beyond_the_budget(house):
+async def a_line_beyond_the_budget(house: House) -> None:
     first, second = await house.connect(), await house.connect()
     await first.initialize("shardId-1")
     await second.initialize("shardId-2")
     for daemon in (first, second):
         await daemon.send(b'{"action":"processRecords","records":[' + b" " * 30_000)
-    while house.listener._budget.held < 60_000:
-        await asyncio.sleep(0)
+    await house.holds(60_000)
     for daemon in (second, first):
         await daemon.send(b" " * 30_000 + b'],"millisBehindLatest":0}\n')
     await first.answered("processRecords")
@@ -103,7 +110,7 @@ SCENARIOS = {
 
 @pytest.mark.parametrize("unix", [False, True], ids=["tcp", "unix"])
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_on_uvloop(serving, tmp_path, scenario, unix):
+def test_on_uvloop(tmp_path: Path, scenario: Callable[[House], Awaitable[None]], unix: bool) -> None:
     async def play() -> None:
         address = (tmp_path / "s",) if unix else ("127.0.0.1", 0)
         async with asyncio.timeout(20), serving(address, **SCENARIOS[scenario]) as house:
@@ -112,7 +119,7 @@ def test_on_uvloop(serving, tmp_path, scenario, unix):
     uvloop.run(play())
 
 
-def test_an_oversize_line_is_named_on_uvloop_too(serving, logged):
+def test_an_oversize_line_is_named_on_uvloop_too(logged: list[dict[str, Any]]) -> None:
     async def play() -> None:
         async with serving() as house:
             await an_oversize_line(house)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 import pytest
 
 from mldserver.sources.owners import ShardOwners, Superseded
 
+if TYPE_CHECKING:
+    from mldserver.sources.owners import Claim
 
-async def test_a_claim_is_current_until_the_next_one():
+
+async def test_a_claim_is_current_until_the_next_one() -> None:
     owners = ShardOwners()
     first = owners.take("s")
     second = owners.take("s")
@@ -19,14 +23,14 @@ async def test_a_claim_is_current_until_the_next_one():
             raise AssertionError("work of a claim that is not current")
 
 
-async def test_claims_of_different_shards_know_nothing_of_each_other():
+async def test_claims_of_different_shards_know_nothing_of_each_other() -> None:
     owners = ShardOwners()
     first = owners.take("a")
     owners.take("b")
     assert first.current
 
 
-async def test_a_new_claim_cancels_the_work_and_waits_for_its_end():
+async def test_a_new_claim_cancels_the_work_and_waits_for_its_end() -> None:
     owners = ShardOwners()
     first = owners.take("s")
     order: list[str] = []
@@ -50,20 +54,23 @@ async def test_a_new_claim_cancels_the_work_and_waits_for_its_end():
     assert order == ["first works", "first has left", "second works"]
 
 
-async def test_a_claim_that_waits_for_its_turn_is_superseded_too():
+async def test_a_claim_that_waits_for_its_turn_is_superseded_too() -> None:
     owners = ShardOwners()
     first = owners.take("s")
     leave = asyncio.Event()
 
+    async def leaves_late() -> None:
+        async with first.work():
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await leave.wait()
+
     async def stubborn() -> None:
         with pytest.raises(Superseded):
-            async with first.work():
-                try:
-                    await asyncio.Event().wait()
-                finally:
-                    await leave.wait()
+            await leaves_late()
 
-    async def waiting(claim) -> None:
+    async def waiting(claim: Claim) -> None:
         with pytest.raises(Superseded):
             async with claim.work():
                 raise AssertionError("a claim that never was its turn")
@@ -80,14 +87,14 @@ async def test_a_claim_that_waits_for_its_turn_is_superseded_too():
         assert third.current
 
 
-async def test_a_time_out_inside_the_work_is_its_own():
+async def test_a_time_out_inside_the_work_is_its_own() -> None:
     claim = ShardOwners().take("s")
     with pytest.raises(TimeoutError):
         async with claim.work():
             raise TimeoutError
 
 
-async def test_releasing_forgets_the_shard_but_not_the_claim_of_another():
+async def test_releasing_forgets_the_shard_but_not_the_claim_of_another() -> None:
     owners = ShardOwners()
     first = owners.take("s")
     second = owners.take("s")

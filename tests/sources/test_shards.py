@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from typing import Any
-
-import pytest
+from typing import TYPE_CHECKING, Any
 
 from mldserver.sources.shards import ShardListing, kinesis_client, list_shards
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def shard(number: int, *parents: str, closed: bool = False) -> dict[str, Any]:
@@ -43,13 +44,13 @@ class FakeClient:
         return PAGES[request.get("NextToken")]
 
 
-async def test_all_pages_are_read_and_the_token_excludes_the_name():
+async def test_all_pages_are_read_and_the_token_excludes_the_name() -> None:
     client = FakeClient()
     assert await list_shards(lambda: contextlib.nullcontext(client), "flights") == LISTING
     assert client.requests == [{"StreamName": "flights"}, {"NextToken": "more"}]
 
 
-async def test_a_failure_is_logged_and_never_fatal(logged):
+async def test_a_failure_is_logged_and_never_fatal(logged: list[dict[str, Any]]) -> None:
     def refuse() -> Any:
         raise ConnectionError("no route")
 
@@ -58,7 +59,7 @@ async def test_a_failure_is_logged_and_never_fatal(logged):
     assert (event["stream"], event["error"], event["what"]) == ("flights", "ConnectionError", "no route")
 
 
-async def test_the_real_client_asks_the_endpoint_that_it_was_given(monkeypatch: pytest.MonkeyPatch):
+async def test_the_real_client_asks_the_endpoint_that_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
     targets: list[str] = []

@@ -1,0 +1,289 @@
+"""A listener to test: fakes of what it serves: a runtime and a coordinator that note what they are asked, and a small daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mldserver.clock import SystemClock
+from mldserver.protocol.codec import decode_records
+from mldserver.protocol.connection import ConnectionLimits
+from mldserver.protocol.retries import RetryPolicy
+from mldserver.runtime.base import BatchOutcome, BatchOutline
+from mldserver.sources.mld import MLDListener
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+    from mldserver.records import Sequence, Shard
+    from mldserver.runtime.base import Delivery, Hook
+    from mldserver.sources.base import ShardOpening
+
+QUICK = ConnectionLimits(
+    line_bytes=64 * 1024,
+    initialize_seconds=30,
+    partial_line_seconds=30,
+    close_seconds=5,
+    retries=RetryPolicy(attempts=3, base_seconds=0.001, cap_seconds=0.002),
+    end_retries=RetryPolicy(attempts=3, base_seconds=0.001, cap_seconds=0.002),
+)
+
+
+class FakeRuntime:
+    """Decodes as a real one does; ``gate`` holds ``process`` until it is set, ``failure`` is raised by it."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.reached = asyncio.Event()
+        self.failures: dict[str, Exception] = {}
+        self.cancelled = 0
+
+    async def start(self) -> None: ...
+
+    async def open(self, shard: Shard) -> None:
+        self.calls.append(("open", shard.id, shard.start))
+        self._fail("open")
+
+    async def process(self, delivery: Delivery) -> BatchOutcome:
+        self.calls.append(("process", delivery.shard_id))
+        self.reached.set()
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        self._fail("process")
+        batch = decode_records(delivery.line, version=delivery.version, shard_id=delivery.shard_id)
+        sequences = [record.sequence for record in batch.records]
+        outline = BatchOutline(
+            records=len(sequences),
+            duplicates=sum(delivery.after is not None and each <= delivery.after for each in sequences),
+            first=sequences[0] if sequences else None,
+            last=sequences[-1] if sequences else None,
+            latest_arrival_ms=None,
+            millis_behind_latest=batch.millis_behind_latest,
+        )
+        return BatchOutcome(outline, None)
+
+    async def notify(self, shard_id: str, hook: Hook) -> None:
+        self.calls.append((str(hook), shard_id))
+
+    async def forget(self, shard_id: str) -> None:
+        self.calls.append(("forget", shard_id))
+        self._fail("forget")
+
+    async def close(self) -> None: ...
+
+    def _fail(self, where: str) -> None:
+        if where in self.failures:
+            raise self.failures[where]
+
+
+@dataclass
+class FakeShard:
+    """Everything accepted is durable once drained; ``eager`` makes it so at once."""
+
+    opening: ShardOpening
+    calls: list[str] = field(default_factory=list)
+    after: Sequence | None = None
+    eager: bool = True
+    durable: Sequence | None = None
+    stored: list[Sequence] = field(default_factory=list)
+    ends: bool = True
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def began(self) -> None:
+        self.calls.append("began")
+
+    async def accept(self, outcome: BatchOutcome) -> None:
+        self.calls.append("accept")
+        await self.gate.wait()
+        self.after = outcome.outline.last or self.after
+        if self.eager:
+            self.durable = self.after
+
+    def checkpoint_due(self) -> Sequence | None:
+        return self.durable if self.durable and self.durable not in self.stored else None
+
+    def checkpointed(self, position: Sequence) -> None:
+        self.stored.append(position)
+
+    async def drain(self) -> None:
+        self.calls.append("drain")
+        self.durable = self.after
+
+    async def end(self) -> bool:
+        self.calls.append("end")
+        return self.ends
+
+    async def lost(self) -> None:
+        self.calls.append("lost")
+
+    def disconnected(self) -> None:
+        self.calls.append("disconnected")
+
+
+class FakeIntake:
+    """Opens fake shards; ``prepare`` may change them, ``refusal`` is raised instead."""
+
+    def __init__(self) -> None:
+        self.shards: list[FakeShard] = []
+        self.refusal: Exception | None = None
+        self.prepare: Callable[[FakeShard], None] = lambda shard: None
+
+    async def open_shard(self, opening: ShardOpening) -> FakeShard:
+        if self.refusal is not None:
+            raise self.refusal
+        shard = FakeShard(opening)
+        shard.gate.set()
+        self.prepare(shard)
+        self.shards.append(shard)
+        return shard
+
+
+class Daemon:
+    """The daemon's end of one connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def send(self, message: dict[str, Any] | bytes) -> None:
+        data = (
+            message
+            if isinstance(message, bytes)
+            else json.dumps(message, separators=(",", ":")).encode() + b"\n"
+        )
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def receive(self) -> dict[str, Any]:
+        line = await self.reader.readline()
+        assert line.endswith(b"\n"), f"the server closed: {line!r}"
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    async def ask(self, message: dict[str, Any] | bytes) -> dict[str, Any]:
+        await self.send(message)
+        return await self.receive()
+
+    async def initialize(
+        self, shard_id: str = "shardId-000000000000", start: str | None = "TRIM_HORIZON"
+    ) -> None:
+        message = {
+            "action": "initialize",
+            "shardId": shard_id,
+            "sequenceNumber": start,
+            "subSequenceNumber": 0,
+        }
+        assert await self.ask(message) == {"action": "status", "responseFor": "initialize"}
+
+    async def process(self, *numbers: int, behind: int | None = 0) -> None:
+        """Send a batch of records with these sequence numbers."""
+        records = [
+            {
+                "data": "eA==",
+                "partitionKey": "k",
+                "sequenceNumber": str(number),
+                "approximateArrivalTimestamp": 1_700_000_000_000,
+                "subSequenceNumber": 0,
+                "action": "record",
+            }
+            for number in numbers
+        ]
+        await self.send({"action": "processRecords", "records": records, "millisBehindLatest": behind})
+
+    async def answered(self, action: str) -> None:
+        """Take the status for a request."""
+        assert await self.receive() == {"action": "status", "responseFor": action}
+
+    async def checkpointed(self, *, error: str | None = None) -> dict[str, Any]:
+        """Take a checkpoint, reply to it, and return it."""
+        asked = await self.receive()
+        assert asked["action"] == "checkpoint", asked
+        await self.send({**asked, "error": error})
+        return asked
+
+    async def sees_the_end(self) -> None:
+        with contextlib.suppress(ConnectionError):
+            assert await self.reader.read() == b""
+
+    async def close(self) -> None:
+        self.writer.close()
+        with contextlib.suppress(OSError):
+            await self.writer.wait_closed()
+
+
+@dataclass
+class House:
+    """A running listener with its fakes."""
+
+    listener: MLDListener
+    runtime: FakeRuntime
+    intake: FakeIntake
+    address: str
+    running: asyncio.Task[None]
+    daemons: list[Daemon] = field(default_factory=list)
+
+    async def connect(self) -> Daemon:
+        if self.address.startswith("unix:"):
+            streams = await asyncio.open_unix_connection(self.address.removeprefix("unix:"))
+        else:
+            host, port = self.address.rsplit(":", 1)
+            streams = await asyncio.open_connection(host, int(port))
+        daemon = Daemon(*streams)
+        self.daemons.append(daemon)
+        return daemon
+
+    async def empty(self) -> None:
+        """Wait until every connection is gone."""
+        while self.listener.connections:  # noqa: ASYNC110  # the listener has no event for it: only tests ask
+            await asyncio.sleep(0)
+
+    async def holds(self, size: int) -> None:
+        """Wait until so many bytes of unread lines are held."""
+        while self.listener._budget.held < size:  # noqa: ASYNC110  # see empty
+            await asyncio.sleep(0)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    address: tuple[str, int] | tuple[Path] = ("127.0.0.1", 0),
+    *,
+    connection_limit: int = 100,
+    read_bytes: int = 2**20,
+    **limits: Any,
+) -> AsyncIterator[House]:
+    runtime, intake = FakeRuntime(), FakeIntake()
+    listener = MLDListener(
+        address,
+        runtime=runtime,
+        intake=intake,
+        clock=SystemClock(),
+        limits=replace(QUICK, **limits),
+        connection_limit=connection_limit,
+        read_bytes=read_bytes,
+        random=lambda: 0.5,
+    )
+    running = asyncio.create_task(listener.run())
+    house = House(listener, runtime, intake, await listener.listening(), running)
+    try:
+        yield house
+    finally:
+        for daemon in house.daemons:
+            await daemon.close()
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+
+
+class Build(Protocol):
+    """Starts a listener."""
+
+    async def __call__(self, *address: Any, **limits: Any) -> House: ...
