@@ -120,7 +120,9 @@ def test_a_checkpoint_never_passes_the_durable_position() -> None:
         st.tuples(st.sampled_from(["batch", "flush", "checkpoint", "reopen"]), st.integers(1, 6)), max_size=40
     )
 )
-def test_every_record_is_durable_exactly_once_however_it_is_delivered_again(steps: list[tuple[str, int]]) -> None:
+def test_every_record_is_durable_exactly_once_however_it_is_delivered_again(
+    steps: list[tuple[str, int]],
+) -> None:
     ledger: list[int] = []
     stored, durable = 0, None
     place, following, buffer = ShardPosition(None), 1, []

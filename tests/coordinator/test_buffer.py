@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mldserver.coordinator.buffer import Buffer
+from mldserver.coordinator.flush import BufferedBatch
+
+NONE = np.empty(0, np.int64)
+
+
+def batch(shard: str, size: int = 10) -> BufferedBatch:
+    return BufferedBatch(shard, 1, None, NONE, None, None, None, size)
+
+
+def test_a_new_buffer_is_empty() -> None:
+    buffer = Buffer()
+    assert (len(buffer), buffer.bytes, buffer.shard_bytes("a"), buffer.snapshot()) == (0, 0, 0, {})
+
+
+def test_batches_stay_in_the_order_in_which_they_were_accepted() -> None:
+    buffer, batches = Buffer(), [batch("a"), batch("b"), batch("a")]
+    for each in batches:
+        buffer.add(each)
+    assert list(buffer.snapshot().values()) == batches
+
+
+def test_what_comes_after_a_snapshot_stays_when_the_snapshot_is_removed() -> None:
+    buffer, later = Buffer(), batch("a", 3)
+    buffer.add(batch("a"))
+    seen = buffer.snapshot()
+    buffer.add(later)
+    buffer.remove(seen)
+    assert list(buffer.snapshot().values()) == [later]
+    assert (buffer.bytes, buffer.shard_bytes("a")) == (3, 3)
+
+
+def test_removing_what_was_dropped_meanwhile_counts_nothing_twice() -> None:
+    buffer = Buffer()
+    buffer.add(batch("a"))
+    buffer.add(batch("b", 5))
+    seen = buffer.snapshot()
+    assert buffer.drop_shard("a") == 1
+    buffer.add(batch("a", 7))
+    buffer.remove(seen)
+    assert (buffer.bytes, buffer.shard_bytes("a"), buffer.shard_bytes("b")) == (7, 7, 0)
+
+
+def test_dropping_a_shard_that_has_nothing_is_fine() -> None:
+    assert Buffer().drop_shard("a") == 0
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.sampled_from("abc"), st.integers(0, 9)),
+        st.tuples(st.just("drop"), st.sampled_from("abc"), st.just(0)),
+        st.tuples(st.sampled_from(["look", "remove"]), st.just(""), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+@given(steps)
+def test_it_behaves_as_a_list_does(script: list[tuple[str, str, int]]) -> None:
+    buffer, model = Buffer(), []
+    seen, seen_model = buffer.snapshot(), []
+    for step, shard, size in script:
+        if step == "add":
+            each = batch(shard, size)
+            buffer.add(each)
+            model.append(each)
+        elif step == "drop":
+            gone = [each for each in model if each.shard_id == shard]
+            assert buffer.drop_shard(shard) == len(gone)
+            model = [each for each in model if each.shard_id != shard]
+        elif step == "look":
+            seen, seen_model = buffer.snapshot(), list(model)
+        else:
+            buffer.remove(seen)
+            model = [each for each in model if not any(each is old for old in seen_model)]
+        assert [id(each) for each in buffer.snapshot().values()] == [id(each) for each in model]
+        assert (len(buffer), buffer.bytes) == (len(model), sum(each.bytes for each in model))
+        for shard_id in "abc":
+            assert buffer.shard_bytes(shard_id) == sum(e.bytes for e in model if e.shard_id == shard_id)

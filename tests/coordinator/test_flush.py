@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from coordinator.outcomes import dead_letter, outcome
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mldserver.coordinator.flush import BufferedBatch, FlushPlan, buffered, plan, shard_end
+from mldserver.coordinator.windows import Batches, Tumbling, WindowKey, WindowSpec, batch_id, tumbling_id
+from mldserver.records import Sequence
+from mldserver.state.ledger import BatchProgress, PositionUpdate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SPEC = Tumbling(1000)
+S = Sequence
+
+
+def take(
+    shard: str, records: list[tuple[int, int]], *, floor_ms: int | None = None, spec: WindowSpec | None = SPEC
+) -> BufferedBatch:
+    return buffered(shard, 1, outcome(shard, records), floor_ms=floor_ms, spec=spec)
+
+
+def planned(
+    *batches: BufferedBatch,
+    spec: WindowSpec | None = SPEC,
+    clock: int = 0,
+    progress: BatchProgress | None = None,
+    is_cut: Callable[[WindowKey], bool] = lambda key: False,
+) -> FlushPlan:
+    return plan(
+        batches, spec=spec, clock=clock, progress=progress or BatchProgress(), now_ms=77, is_cut=is_cut
+    )
+
+
+def rows(flush: FlushPlan) -> dict[str, list[tuple[int, int, int]]]:
+    """Return (_time, _clock, sequence) of each window's rows."""
+    columns = ("_time", "_clock", "_sequence")
+    return {
+        file.key.id: list(
+            zip(*(map(int, file.rows.column(name).to_pylist()) for name in columns), strict=True)
+        )
+        for file in flush.files
+    }
+
+
+# A batch.
+
+
+def test_rows_carry_effective_times_that_never_go_down_and_start_at_the_floor() -> None:
+    batch = take("a", [(1, 10), (2, 5), (3, 40)], floor_ms=20)
+    assert batch.rows.column("_time").to_pylist() == [20, 20, 40]
+    assert batch.event_ms.tolist() == [20, 20, 40]
+    assert (batch.last, batch.effective_ms, batch.latest_event_ms) == (S(3), 40, 40)
+
+
+def test_records_without_rows_move_the_shard_all_the_same() -> None:
+    result = outcome("a", [(1, 10), (2, 50)], rows=[])
+    batch = buffered("a", 3, result, floor_ms=None, spec=SPEC)
+    assert batch.rows is None
+    assert (batch.epoch, batch.last, batch.effective_ms, batch.latest_event_ms) == (3, S(2), 50, 50)
+
+
+def test_an_empty_table_is_no_rows() -> None:
+    result = outcome("a", [(1, 10)])
+    empty = type(result)(result.outline, result.rows.slice(0, 0))
+    assert buffered("a", 1, empty, floor_ms=None, spec=SPEC).rows is None
+
+
+def test_an_empty_batch_shows_nothing() -> None:
+    batch = take("a", [], floor_ms=20)
+    assert (batch.rows, batch.last, batch.effective_ms, batch.latest_event_ms) == (None, None, None, None)
+
+
+def test_the_size_counts_rows_and_dead_letters() -> None:
+    letter = dead_letter("a", 2)
+    plain = buffered("a", 1, outcome("a", [(1, 10)]), floor_ms=None, spec=SPEC)
+    with_letter = buffered("a", 1, outcome("a", [(1, 10)], letters=[letter]), floor_ms=None, spec=SPEC)
+    assert plain.bytes == plain.rows.nbytes > 0
+    assert with_letter.bytes == plain.bytes + len(letter.data) + len(letter.traceback)
+    assert with_letter.dead_letters == (letter,)
+
+
+@pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
+@pytest.mark.parametrize("zone", [None, "UTC"])
+def test_event_times_come_from_the_column_in_any_unit(unit: str, zone: str | None) -> None:
+    at = [datetime(1969, 12, 31, 23, 59, 58, tzinfo=UTC), datetime(2013, 1, 1, tzinfo=UTC)]
+    column = pa.array([each.replace(tzinfo=None) for each in at], pa.timestamp(unit))
+    if zone:
+        column = column.cast(pa.timestamp(unit, tz=zone))
+    result = outcome("a", [(1, 10), (2, 20)], columns={"at": column})
+    batch = buffered("a", 1, result, floor_ms=None, spec=Tumbling(1000, "at"))
+    assert batch.event_ms.tolist() == [-2000, 1_356_998_400_000]
+    assert batch.latest_event_ms == 1_356_998_400_000
+    assert batch.rows.column("_time").to_pylist() == [10, 20]
+
+
+def test_event_times_before_1970_are_rounded_down() -> None:
+    column = pa.array([-1, -1000, 999], pa.timestamp("us"))
+    result = outcome("a", [(1, 1), (2, 2), (3, 3)], columns={"at": column})
+    batch = buffered("a", 1, result, floor_ms=None, spec=Tumbling(1000, "at"))
+    assert batch.event_ms.tolist() == [-1, -1, 0]
+
+
+def test_cut_on_a_column_records_without_rows_show_no_event_time() -> None:
+    result = outcome("a", [(1, 10)], rows=[])
+    batch = buffered("a", 1, result, floor_ms=None, spec=Tumbling(1000, "at"))
+    assert (batch.effective_ms, batch.latest_event_ms) == (10, None)
+
+
+# A plan.
+
+
+def test_nothing_plans_nothing() -> None:
+    assert planned(clock=5) == FlushPlan((), (), (), 5, BatchProgress())
+
+
+def test_a_handler_without_rows_moves_positions_only() -> None:
+    flush = planned(take("a", [(1, 10)], spec=None), spec=None, clock=5)
+    assert flush.files == ()
+    assert flush.clock == 5
+    assert flush.positions == (PositionUpdate("a", 1, S(1), 10, 10),)
+
+
+def test_rows_are_merged_by_effective_time_and_numbered_by_the_clock() -> None:
+    flush = planned(take("a", [(1, 10), (2, 30)]), take("b", [(7, 20), (8, 30)]), clock=100)
+    assert rows(flush) == {tumbling_id(0): [(10, 100, 1), (20, 101, 7), (30, 102, 2), (30, 103, 8)]}
+    assert flush.clock == 104
+    assert flush.rows == 4
+
+
+def test_each_window_is_one_file_in_merge_order() -> None:
+    flush = planned(take("a", [(1, 10), (2, 1500)]), take("b", [(7, 1200), (8, 2500)]))
+    assert rows(flush) == {
+        tumbling_id(0): [(10, 0, 1)],
+        tumbling_id(1000): [(1200, 1, 7), (1500, 2, 2)],
+        tumbling_id(2000): [(2500, 3, 8)],
+    }
+
+
+def test_batches_that_are_in_order_over_several_windows_stay_so() -> None:
+    flush = planned(take("a", [(1, 10), (2, 1500)]), take("a", [(3, 1600), (4, 2500)], floor_ms=1500))
+    assert [r for each in rows(flush).values() for r in each] == [
+        (10, 0, 1),
+        (1500, 1, 2),
+        (1600, 2, 3),
+        (2500, 3, 4),
+    ]
+
+
+def test_event_times_of_a_column_go_with_their_rows_through_the_merge() -> None:
+    spec = Tumbling(1000, "at")
+
+    def on_column(shard: str, *records: tuple[int, int, int]) -> BufferedBatch:
+        column = pa.array([event for _, _, event in records], pa.timestamp("ms"))
+        result = outcome(shard, [(n, at) for n, at, _ in records], columns={"at": column})
+        return buffered(shard, 1, result, floor_ms=None, spec=spec)
+
+    flush = planned(on_column("a", (1, 30, 100), (2, 40, 5100)), on_column("b", (7, 20, 5200)), spec=spec)
+    assert rows(flush) == {tumbling_id(0): [(30, 1, 1)], tumbling_id(5000): [(20, 0, 7), (40, 2, 2)]}
+
+
+def test_rows_of_windows_that_are_cut_are_late() -> None:
+    flush = planned(take("a", [(1, 10), (2, 1500)]), is_cut=lambda key: key.start_ms == 0)
+    assert [(file.key.id, file.late) for file in flush.files] == [
+        (tumbling_id(0), True),
+        (tumbling_id(1000), False),
+    ]
+
+
+def test_batches_windows_take_rows_in_merge_order() -> None:
+    spec = Batches(2, 60_000)
+    a, b = take("a", [(1, 10), (2, 30)], spec=spec), take("b", [(7, 20)], spec=spec)
+    flush = planned(a, b, spec=spec, progress=BatchProgress(4, 1, 5))
+    assert rows(flush) == {batch_id(4): [(10, 0, 1)], batch_id(5): [(20, 1, 7), (30, 2, 2)]}
+    assert flush.progress == BatchProgress(6)
+
+
+def test_a_shards_positions_become_one_update_with_the_last_word() -> None:
+    end = shard_end("a", 1, S(3))
+    flush = planned(take("a", [(1, 10)]), take("b", [(7, 99)]), take("a", [(3, 30)], floor_ms=10), end)
+    assert flush.positions == (
+        PositionUpdate("a", 1, S(3), 30, 30, ended=True),
+        PositionUpdate("b", 1, S(7), 99, 99),
+    )
+
+
+def test_the_end_of_a_shard_that_is_durable_already_keeps_its_position() -> None:
+    assert planned(shard_end("a", 2, S(9))).positions == (
+        PositionUpdate("a", 2, S(9), None, None, ended=True),
+    )
+
+
+def test_an_end_without_any_record_has_no_position() -> None:
+    assert planned(shard_end("a", 2, None)).positions == (
+        PositionUpdate("a", 2, None, None, None, ended=True),
+    )
+
+
+def test_a_shard_stays_ended_whatever_follows_in_the_same_flush() -> None:
+    batch = take("a", [(3, 30)])
+    silent = BufferedBatch("a", 1, None, np.empty(0, np.int64), None, None, None, 0)
+    flush = planned(batch, shard_end("a", 1, S(3)), silent)
+    assert flush.positions == (PositionUpdate("a", 1, S(3), 30, 30, ended=True),)
+
+
+def test_dead_letters_are_stored_in_the_order_of_their_batches() -> None:
+    letters = [dead_letter("a", 1), dead_letter("b", 2)]
+    batches = [
+        buffered(each.shard_id, 1, outcome(each.shard_id, [], letters=[each]), floor_ms=None, spec=SPEC)
+        for each in letters
+    ]
+    assert planned(*batches).dead_letters == tuple(letters)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.lists(st.integers(0, 4000), max_size=5)), max_size=10),
+    st.integers(0, 10**6),
+    st.sampled_from([Tumbling(1000), Batches(3, 1000)]),
+)
+def test_a_plan_loses_no_row_and_keeps_the_total_order(
+    deliveries: list[tuple[str, list[int]]], clock: int, spec: WindowSpec
+) -> None:
+    floors: dict[str, int] = {}
+    counts: dict[str, int] = {}
+    batches, naive = [], []
+    for shard, times in deliveries:
+        records = []
+        for ms in times:
+            counts[shard] = counts.get(shard, 0) + 1
+            records.append((counts[shard], ms))
+        batch = take(shard, records, floor_ms=floors.get(shard), spec=spec)
+        for number, ms in records:
+            floors[shard] = max(ms, floors.get(shard, ms))
+            naive.append((floors[shard], shard, number))
+        batches.append(batch)
+    naive.sort(key=lambda row: row[0])  # stable: ties keep the order of acceptance
+    flush = planned(*batches, spec=spec, clock=clock)
+    assert planned(*batches, spec=spec, clock=clock).positions == flush.positions
+    found = [row for file in flush.files for row in file.rows.to_pylist()]
+    found.sort(key=lambda row: row["_clock"])
+    assert [(row["_time"], row["_shard"], int(row["_sequence"])) for row in found] == naive
+    assert [row["_clock"] for row in found] == list(range(clock, clock + len(naive)))
+    assert flush.clock == clock + len(naive) == clock + flush.rows
+    for file in flush.files:
+        inside = [(row["_time"], row["_clock"]) for row in file.rows.to_pylist()]
+        assert inside == sorted(inside) != []
+        if isinstance(spec, Tumbling):
+            assert all(file.key.start_ms <= ms < file.key.end_ms for ms, _ in inside)
+        else:
+            assert len(inside) <= spec.max_rows

@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mldserver.coordinator.lineage import Lineage, Presence
+
+
+def family(**parents: str) -> Lineage:
+    """Know shards in the order given; each value names its parents, one letter each."""
+    lineage = Lineage()
+    for shard, names in parents.items():
+        lineage.know(shard, 0, parents=tuple(names))
+    return lineage
+
+
+def missing(lineage: Lineage) -> set[str]:
+    return {node.id for node in lineage.missing()}
+
+
+def test_a_shard_is_new_once() -> None:
+    lineage = Lineage()
+    assert lineage.know("a", 1)
+    assert not lineage.know("a", 2)
+    assert "a" in lineage
+    assert "b" not in lineage
+    assert len(lineage) == 1
+    assert lineage["a"].since_ms == 1
+
+
+def test_a_known_shard_is_missing_until_it_connects() -> None:
+    lineage = family(a="")
+    assert missing(lineage) == {"a"}
+    lineage.connect("a", 5)
+    assert missing(lineage) == set()
+    assert [node.id for node in lineage.connected()] == ["a"]
+    lineage.disconnect("a", 9)
+    assert missing(lineage) == {"a"}
+    assert lineage["a"].since_ms == 9
+
+
+def test_a_shard_that_had_ended_when_the_ledger_was_read_is_not_missing() -> None:
+    lineage = Lineage()
+    lineage.know("a", 0, ended=True, effective_ms=7)
+    assert missing(lineage) == set()
+    assert lineage.floor_ms("a") == 7
+
+
+def test_a_disconnect_after_the_end_leaves_the_shard_ended() -> None:
+    lineage = family(a="")
+    lineage.connect("a", 1)
+    lineage.end("a", 2)
+    lineage.disconnect("a", 3)
+    assert lineage["a"].presence is Presence.ENDED
+
+
+def test_a_child_is_expected_only_once_every_parent_has_ended() -> None:
+    lineage = family(a="", b="", m="ab")
+    assert missing(lineage) == {"a", "b"}
+    lineage.end("a", 10)
+    assert missing(lineage) == {"b"}
+    lineage.end("b", 20)
+    assert missing(lineage) == {"m"}
+    assert lineage["m"].since_ms == 20
+
+
+def test_an_unknown_parent_counts_as_finished() -> None:
+    assert missing(family(c="p")) == {"c"}
+
+
+def test_a_child_that_connects_proves_that_its_ancestors_have_ended() -> None:
+    lineage = family(a="", b="a", c="a", d="bc")
+    assert set(lineage.proved_ended("d")) == {"a", "b", "c"}
+    assert lineage["a"].presence is Presence.MISSING
+    lineage.connect("d", 5)
+    assert {lineage[s].presence for s in "abc"} == {Presence.ENDED}
+    assert lineage.proved_ended("d") == ()
+
+
+def test_the_other_child_is_expected_from_that_moment_on() -> None:
+    lineage = family(a="", b="a", c="a")
+    lineage.connect("b", 5)
+    assert missing(lineage) == {"c"}
+    assert lineage["c"].since_ms == 5
+
+
+def test_a_parent_that_is_listed_after_its_child_connected_has_ended() -> None:
+    lineage = family(c="")
+    lineage.connect("c", 1)
+    lineage.know("p", 2)
+    lineage.know("c", 2, parents=("p",))
+    assert lineage["p"].presence is Presence.ENDED
+    lineage = family(c="p")
+    lineage.connect("c", 1)
+    lineage.know("p", 2, parents=("g",))
+    lineage.know("g", 2)
+    assert {lineage[s].presence for s in "pg"} == {Presence.ENDED}
+
+
+def test_a_list_that_says_nothing_new_moves_nobody() -> None:
+    lineage = family(p="", c="p")
+    lineage.connect("c", 1)
+    lineage.connect("p", 2)  # a daemon with a fresh lease table reads again
+    assert not lineage.know("c", 3, parents=("p", "p"))
+    assert lineage["p"].presence is Presence.CONNECTED
+
+
+def test_a_shard_that_is_missing_for_too_long_is_left_out_once() -> None:
+    lineage = family(a="", b="")
+    lineage.connect("b", 0)
+    assert lineage.leave_out(99, 100) == ()
+    assert lineage.leave_out(100, 100) == ("a",)
+    assert lineage.leave_out(200, 100) == ()
+    assert missing(lineage) == set()
+
+
+def test_a_shard_that_was_left_out_comes_back() -> None:
+    lineage = family(a="")
+    lineage.leave_out(100, 100)
+    lineage.connect("a", 101)
+    assert lineage["a"].presence is Presence.CONNECTED
+
+
+def test_a_child_that_was_left_out_with_its_parent_is_waited_for_when_the_parent_came_back_and_ended() -> (
+    None
+):
+    lineage = family(p="", c="p")
+    lineage.leave_out(100, 100)
+    lineage.leave_out(200, 100)
+    assert lineage["c"].presence is Presence.LEFT_OUT
+    lineage.connect("p", 300)
+    lineage.end("p", 400)
+    assert missing(lineage) == {"c"}
+    assert lineage["c"].since_ms == 400
+    assert not lineage.all_ended()
+
+
+def test_an_end_does_not_touch_children_that_are_there_or_ended() -> None:
+    lineage = family(p="", a="p", b="p")
+    lineage.connect("a", 1)
+    lineage.end("a", 2)
+    lineage.connect("p", 3)
+    lineage.end("p", 4)
+    assert lineage["a"].presence is Presence.ENDED
+    assert lineage["a"].since_ms == 2
+
+
+def test_the_stream_can_be_over_when_all_have_ended_or_were_left_out() -> None:
+    assert not Lineage().all_ended()
+    lineage = family(a="", b="")
+    lineage.end("a", 1)
+    assert not lineage.all_ended()
+    lineage.leave_out(100, 100)
+    assert lineage.all_ended()
+
+
+def test_shards_that_were_only_left_out_are_no_end_of_the_stream() -> None:
+    lineage = family(a="")
+    lineage.leave_out(100, 100)
+    assert not lineage.all_ended()
+
+
+def test_a_childs_first_record_is_floored_by_the_latest_of_its_parents() -> None:
+    lineage = family(a="", b="", m="ab", n="m")
+    assert lineage.floor_ms("n") is None
+    lineage["a"].effective_ms = 5
+    lineage["b"].effective_ms = 9
+    assert lineage.floor_ms("m") == 9
+    assert lineage.floor_ms("n") == 9
+    lineage["m"].effective_ms = 12
+    assert lineage.floor_ms("n") == 12
+
+
+def test_an_unknown_parent_is_no_floor() -> None:
+    lineage = family(c="p")
+    assert lineage.floor_ms("c") is None
+
+
+def test_shards_that_ended_long_ago_are_forgotten_and_their_children_go_on() -> None:
+    lineage = family(p="", c="p")
+    lineage.end("p", 10)
+    lineage.connect("c", 20)
+    assert lineage.forget_ended(10) == ()
+    assert lineage.forget_ended(11) == ("p",)
+    assert "p" not in lineage
+    lineage.disconnect("c", 30)
+    assert missing(lineage) == {"c"}
+
+
+def test_a_forgotten_child_is_no_child_any_more() -> None:
+    lineage = family(p="", c="p")
+    lineage.connect("c", 1)
+    lineage.end("c", 2)
+    lineage["p"].presence = Presence.CONNECTED
+    assert lineage.forget_ended(3) == ("c",)
+    assert lineage["p"].children == set()
+    lineage.end("p", 4)
+
+
+def test_a_parent_that_becomes_known_after_its_child_waits_for_its_own_end() -> None:
+    lineage = family(c="p", p="")
+    assert missing(lineage) == {"p"}
+    assert lineage["p"].children == {"c"}
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["connect", "disconnect", "end", "leave_out"]),
+            st.integers(0, 6),
+            st.integers(0, 9),
+        ),
+        max_size=30,
+    )
+)
+def test_a_missing_shard_is_never_one_whose_parent_may_still_be_read(
+    steps: list[tuple[str, int, int]],
+) -> None:
+    lineage = family(a="", b="", c="a", d="a", m="bc", x="m", y="m")
+    now = 0
+    for step, place, wait in steps:
+        now += wait
+        shard = "abcdmxy"[place]
+        if step == "leave_out":
+            lineage.leave_out(now, 20)
+        else:
+            getattr(lineage, step)(shard, now)
+        open_now = {n.id for n in lineage.connected()} | missing(lineage)
+        for shard_id in missing(lineage):
+            assert not open_now & set(lineage[shard_id].parents)
+        for node in lineage.connected():
+            if step == "connect" and node.id == shard:
+                assert all(lineage[p].presence is Presence.ENDED for p in node.parents)
+        assert all(lineage[s].since_ms <= now for s in "abcdmxy")

@@ -1,0 +1,343 @@
+"""The watermark's rules, one sentence each, over time that is passed in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mldserver.coordinator.lineage import Lineage
+from mldserver.coordinator.watermark import PREFETCH, Holder, View, Watermark, WatermarkRules
+
+IDLE, QUIET, SETTLE = 30_000, 60_000, 10_000
+
+
+@dataclass
+class Stream:
+    """A watermark with the lineage it goes by, and a clock."""
+
+    on_arrival: bool = True
+    disorder_ms: int = 0
+    now: int = 1_000_000
+    lineage: Lineage = field(default_factory=Lineage)
+
+    def __post_init__(self) -> None:
+        rules = WatermarkRules(self.on_arrival, self.disorder_ms, IDLE, QUIET, SETTLE)
+        self.watermark = Watermark(rules, self.lineage, self.now)
+
+    def connect(self, *shards: str, tells_lag: bool = True, event_ms: int | None = None) -> Stream:
+        for shard in shards:
+            self.lineage.know(shard, self.now)
+            self.lineage.connect(shard, self.now)
+            self.watermark.connect(shard, self.now, tells_lag=tells_lag, event_ms=event_ms)
+        return self
+
+    def settled(self) -> Stream:
+        return self.wait(SETTLE)
+
+    def wait(self, ms: int) -> Stream:
+        self.now += ms
+        return self
+
+    def batch(
+        self, shard: str, event_ms: int | None = None, *, records: int = 1, lag_ms: int | None = 5
+    ) -> Stream:
+        self.watermark.began(shard, self.now)
+        self.watermark.observed(shard, self.now, records=records, lag_ms=lag_ms, event_ms=event_ms)
+        self.watermark.answered(shard, self.now)
+        return self
+
+    def empty(self, shard: str, times: int = 1, *, every: int = 1000) -> Stream:
+        for _ in range(times):
+            self.wait(every).batch(shard, records=0, lag_ms=0)
+        return self
+
+    def disconnect(self, shard: str) -> Stream:
+        self.lineage.disconnect(shard, self.now)
+        self.watermark.disconnect(shard)
+        return self
+
+    def end(self, shard: str) -> Stream:
+        self.lineage.end(shard, self.now)
+        self.watermark.disconnect(shard)
+        self.watermark.settle(self.now)
+        return self
+
+    @property
+    def view(self) -> View:
+        return self.watermark.view(self.now)
+
+    @property
+    def ms(self) -> int | None:
+        return self.view.watermark_ms
+
+
+def test_the_least_shard_holds_the_watermark() -> None:
+    stream = Stream().connect("a", "b").batch("a", 500).batch("b", 300).settled()
+    assert stream.view == View(300, Holder("b", "behind"))
+
+
+def test_the_allowed_disorder_is_taken_off() -> None:
+    assert Stream(disorder_ms=50).connect("a").batch("a", 500).settled().ms == 450
+
+
+def test_a_later_batch_with_an_earlier_time_does_not_take_the_shard_back() -> None:
+    assert Stream().connect("a").batch("a", 500).batch("a", 300).settled().ms == 500
+
+
+def test_a_batch_without_rows_says_nothing_of_the_event_time() -> None:
+    assert Stream().connect("a").batch("a", 500).batch("a", None).settled().ms == 500
+
+
+def test_a_shard_that_has_shown_nothing_rules_no_row_out() -> None:
+    stream = Stream().connect("a", "b").batch("a", 500).settled()
+    assert stream.view == View(None, Holder("b", "nothing seen"))
+    assert stream.watermark.shard_ms("b") is None
+    assert stream.watermark.shard_ms("a") == 500
+    assert stream.watermark.shard_ms("unknown") is None
+
+
+def test_a_shard_goes_on_from_where_the_ledger_has_it() -> None:
+    assert Stream().connect("a", event_ms=200).settled().ms == 200
+
+
+def test_without_any_shard_there_is_no_watermark() -> None:
+    assert Stream().settled().view == View(None, Holder(None, "no shards"))
+
+
+def test_nothing_moves_during_the_settle_time_after_the_start() -> None:
+    stream = Stream().connect("a").batch("a", 500)
+    assert stream.wait(SETTLE - 1).view == View(None, Holder(None, "settling"))
+    assert stream.wait(1).ms == 500
+
+
+def test_nothing_moves_during_the_settle_time_after_a_new_shard() -> None:
+    stream = Stream().connect("a").batch("a", 500).settled()
+    stream.watermark.commit(stream.view)
+    stream.connect("b").batch("b", 900).batch("a", 900)
+    stream.watermark.settle(stream.now)
+    assert stream.view == View(500, Holder(None, "settling"))
+    assert stream.settled().ms == 900
+
+
+def test_a_missing_shard_holds_the_watermark() -> None:
+    stream = Stream().connect("a", "b").batch("a", 500).batch("b", 900).settled()
+    stream.watermark.commit(stream.view)
+    stream.batch("a", 800).disconnect("b")
+    assert stream.view == View(500, Holder("b", "missing"))
+
+
+def test_a_missing_shard_that_is_left_out_holds_nothing() -> None:
+    stream = Stream().connect("a", "b").batch("a", 500).batch("b", 300).settled().disconnect("b")
+    stream.lineage.leave_out(stream.now + 1, 1)
+    assert stream.view == View(500, Holder("a", "behind"))
+
+
+def test_looking_binds_nothing_and_a_commit_does() -> None:
+    stream = Stream().connect("a").batch("a", 500).settled()
+    assert stream.ms == 500
+    stream.connect("a", event_ms=100)  # opened again: what was not durable comes again
+    assert stream.ms == 100
+    stream.batch("a", 500)
+    stream.watermark.commit(stream.view)
+    stream.connect("a", event_ms=100)
+    assert stream.ms == 500
+
+
+def test_a_view_that_is_older_than_the_last_commit_takes_nothing_back() -> None:
+    for later in (0, 700):
+        stream = Stream().connect("a").batch("a", later - 200).settled()
+        old = stream.view
+        stream.batch("a", later)
+        stream.watermark.commit(stream.view)
+        stream.watermark.commit(old)
+        stream.watermark.commit(View(None, Holder(None, "settling")))
+        assert stream.ms == later
+
+
+def test_a_caught_up_shard_moves_with_the_clock_as_far_as_the_daemons_prefetch_allows() -> None:
+    stream = Stream().connect("a", "b").settled().batch("b", 10**9)
+    opened = stream.now
+    stream.empty("a", PREFETCH - 1)
+    assert stream.ms is None
+    stream.empty("a", 1)
+    assert stream.ms == opened - SETTLE  # the connection stands for the first fetch
+    stream.empty("a", 1)
+    assert stream.ms == opened + 1000
+    stream.empty("a", 10)
+    assert stream.ms == opened + 11_000
+
+
+def test_the_clock_never_takes_a_shard_behind_its_own_rows() -> None:
+    stream = Stream().connect("a").settled().batch("a", 10**9).empty("a", PREFETCH + 1)
+    assert stream.ms == 10**9
+
+
+def test_an_empty_batch_of_a_shard_that_lags_moves_nothing() -> None:
+    stream = Stream().connect("a").settled()
+    for _ in range(PREFETCH + 3):
+        stream.wait(1000).batch("a", records=0, lag_ms=60_000)
+    assert stream.ms is None
+
+
+def test_rows_that_come_after_an_idle_time_do_not_take_the_shard_back() -> None:
+    stream = Stream().connect("a").settled().empty("a", PREFETCH + 1)
+    reached = stream.ms
+    assert stream.batch("a", 5).ms == reached
+
+
+def test_the_allowed_disorder_is_taken_off_the_clock_too() -> None:
+    plain = Stream().connect("a").settled().empty("a", PREFETCH + 1)
+    with_disorder = Stream(disorder_ms=50).connect("a").settled().empty("a", PREFETCH + 1)
+    assert plain.ms is not None
+    assert with_disorder.ms == plain.ms - 50
+
+
+def test_a_silent_shard_of_a_daemon_that_tells_no_lag_follows_the_clock_an_idle_time_behind() -> None:
+    stream = Stream().connect("a", tells_lag=False).batch("a", 500, lag_ms=None).settled()
+    assert stream.wait(IDLE - SETTLE - 1).ms == 500
+    assert stream.wait(1).ms == stream.now - IDLE
+    assert stream.wait(5000).ms == stream.now - IDLE
+
+
+def test_a_silent_shard_without_lag_follows_the_clock_where_the_daemon_sends_no_empty_batches() -> None:
+    stream = Stream().connect("a").batch("a", 500, lag_ms=0).wait(IDLE)
+    assert stream.ms == stream.now - IDLE
+
+
+def test_a_silent_shard_that_said_it_lags_is_waited_for() -> None:
+    assert Stream().connect("a").batch("a", 500, lag_ms=1).wait(10 * IDLE).ms == 500
+
+
+def test_a_shard_whose_batch_is_being_worked_on_is_not_silent() -> None:
+    stream = Stream().connect("a", tells_lag=False).batch("a", 500, lag_ms=None)
+    stream.watermark.began("a", stream.now)
+    assert stream.wait(10 * IDLE).ms == 500
+    stream.watermark.answered("a", stream.now)
+    assert stream.ms == 500
+    assert stream.wait(IDLE).ms == stream.now - IDLE
+
+
+def test_an_answer_to_a_shard_that_is_gone_is_nothing() -> None:
+    stream = Stream().connect("a").disconnect("a")
+    stream.watermark.answered("a", stream.now)
+    assert stream.settled().view == View(None, Holder("a", "missing"))
+
+
+def test_cut_on_a_column_an_idle_shard_leaves_the_minimum() -> None:
+    stream = Stream(on_arrival=False).connect("a", "b").batch("a", 500).batch("b", 300).settled()
+    stream.empty("b", 2, every=1000)
+    assert stream.ms == 300
+    stream.wait(IDLE - SETTLE - 2000).batch("a", 600)
+    assert stream.view == View(600, Holder("a", "behind"))
+
+
+def test_cut_on_a_column_the_clock_moves_no_shard() -> None:
+    stream = Stream(on_arrival=False).connect("a").batch("a", 500).settled().empty("a", PREFETCH + 2)
+    assert stream.ms == 500
+
+
+def test_an_idle_shard_that_comes_back_does_not_take_the_watermark_back() -> None:
+    stream = Stream(on_arrival=False).connect("a", "b").batch("a", 500).batch("b", 300).empty("b").wait(IDLE)
+    stream.batch("a", 600)
+    stream.watermark.commit(stream.view)
+    stream.batch("b", 310)
+    assert stream.view == View(600, Holder("b", "behind"))
+
+
+def test_an_idle_stream_stands_still_until_it_is_quiet() -> None:
+    stream = Stream(on_arrival=False).connect("a", "b").batch("a", 500).batch("b", 300).settled()
+    stream.watermark.commit(stream.view)
+    stream.wait(IDLE - SETTLE).empty("a").empty("b")
+    assert stream.view == View(300, Holder(None, "idle"))
+    stream.wait(QUIET)
+    assert stream.view == View(300, Holder(None, "idle"), quiet=True)
+
+
+def test_one_shard_with_rows_keeps_the_stream_from_being_quiet() -> None:
+    stream = Stream(on_arrival=False).connect("a", "b").batch("a", 500).batch("b", 300).wait(QUIET).empty("b")
+    stream.batch("a", 700)
+    assert stream.view == View(700, Holder("a", "behind"))
+
+
+def test_a_missing_shard_keeps_an_idle_stream_from_being_quiet() -> None:
+    stream = Stream(on_arrival=False).connect("a", "b").disconnect("b").batch("a", 500).empty("a").wait(QUIET)
+    assert stream.view == View(None, Holder("b", "missing"))
+
+
+def test_the_stream_is_over_when_every_shard_has_ended_and_the_settle_time_is_too() -> None:
+    stream = Stream().connect("a").batch("a", 500).settled().end("a")
+    assert stream.view == View(None, Holder(None, "settling"))
+    assert stream.settled().view == View(None, Holder(None, "ended"), over=True)
+
+
+def test_a_child_that_is_known_keeps_the_stream_from_being_over() -> None:
+    stream = Stream().connect("p")
+    stream.lineage.know("c", stream.now, parents=("p",))
+    assert stream.end("p").settled().view == View(None, Holder("c", "missing"))
+
+
+def test_what_was_committed_stays_when_the_stream_is_over() -> None:
+    stream = Stream().connect("a").batch("a", 500).settled()
+    stream.watermark.commit(stream.view)
+    assert stream.end("a").settled().view == View(500, Holder(None, "ended"), over=True)
+
+
+def test_times_before_1970_are_times_like_any_other() -> None:
+    stream = Stream(now=-100_000).connect("a", tells_lag=False).batch("a", -99_000, lag_ms=None)
+    assert stream.settled().ms == -99_000
+    assert stream.wait(10 * IDLE).ms == stream.now - IDLE
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("rows"), st.integers(0, 2), st.integers(0, 500)),
+        st.tuples(st.just("empty"), st.integers(0, 2), st.integers(0, 500)),
+        st.tuples(st.just("wait"), st.just(0), st.integers(0, IDLE)),
+        st.tuples(st.sampled_from(["lose", "return", "end"]), st.integers(0, 2), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+@given(steps)
+def test_it_never_goes_back_and_never_passes_a_row_of_a_shard_that_was_not_idle(
+    script: list[tuple[str, int, int]],
+) -> None:
+    """The oracle: each shard's rows carry its arrival times, never go down, and are never older than what the shard
+    was silent for; whoever was in the minimum at each commit can then only bring rows at or after the watermark."""
+    stream = Stream(on_arrival=False, now=0).connect("s0", "s1", "s2").settled()
+    latest = dict.fromkeys(("s0", "s1", "s2"), 0)
+    connected, ended = set(latest), set()
+    committed: int | None = None
+    for step, place, amount in script:
+        shard = f"s{place}"
+        if step == "wait":
+            stream.wait(amount)
+        elif step == "return" and shard not in connected | ended:
+            stream.connect(shard, event_ms=latest[shard])
+            connected.add(shard)
+        elif shard in connected:
+            if step == "rows":
+                latest[shard] += amount
+                stream.batch(shard, latest[shard])
+            elif step == "empty":
+                stream.wait(amount).batch(shard, records=0, lag_ms=0)
+            elif step == "lose":
+                stream.disconnect(shard)
+                connected.discard(shard)
+            elif step == "end":
+                stream.end(shard)
+                connected.discard(shard)
+                ended.add(shard)
+        view = stream.view
+        stream.watermark.commit(view)
+        now_ms = stream.watermark.view(stream.now).watermark_ms
+        assert committed is None or (now_ms is not None and now_ms >= committed)
+        if now_ms != committed:
+            clocks = stream.watermark._shards
+            silent = {s for s in connected if stream.watermark._idle(clocks[s], stream.now)}
+            assert not set(latest) - connected - ended  # nobody is missing
+            assert all(latest[s] >= now_ms for s in connected - silent)
+        committed = now_ms

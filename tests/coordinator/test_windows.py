@@ -1,0 +1,290 @@
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime, timedelta
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mldserver.coordinator.windows import (
+    OpenWindows,
+    Tumbling,
+    Window,
+    WindowKey,
+    as_window,
+    assign,
+    batch_id,
+    batch_number,
+    batches,
+    duration_ms,
+    fits,
+    tumbling,
+    tumbling_id,
+    tumbling_starts,
+)
+from mldserver.state.ledger import BatchProgress
+
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+HOUR = 3_600_000
+
+
+def events(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+def key(start: int, size: int = HOUR) -> WindowKey:
+    return WindowKey(tumbling_id(start), start, start + size)
+
+
+# Durations.
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("10 minutes", 600_000),
+        ("1 hour", HOUR),
+        ("500ms", 500),
+        ("500 MS", 500),
+        ("1 millisecond", 1),
+        ("1.5 s", 1500),
+        ("2 mins", 120_000),
+        ("1 m", 60_000),
+        ("2days", 172_800_000),
+        (" 1 week ", 604_800_000),
+        (2, 2000),
+        (0.25, 250),
+        (timedelta(seconds=3), 3000),
+        (0, 0),
+    ],
+)
+def test_a_duration_is_told_in_words_seconds_or_as_a_timedelta(value: object, expected: int) -> None:
+    assert duration_ms(value) == expected
+
+
+@pytest.mark.parametrize("value", ["", "soon", "10", "10 items", "3 ss", "-1 s", "1e3 s", "ten s", "5 s 3 s"])
+def test_text_that_is_no_duration_is_refused(value: str) -> None:
+    with pytest.raises(ValueError, match="not a duration"):
+        duration_ms(value)
+
+
+@pytest.mark.parametrize("value", [-1, timedelta(seconds=-1)])
+def test_a_negative_duration_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match="cannot be negative"):
+        duration_ms(value)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, "9" * 400 + " h", 1e300, timedelta.max])
+def test_a_duration_beyond_all_calendars_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match="cannot be that long"):
+        duration_ms(value)
+
+
+def test_a_window_is_declared_with_its_column_lateness_and_disorder() -> None:
+    spec = tumbling("1 hour", on="at", lateness="10 minutes", disorder=5)
+    assert spec == Tumbling(HOUR, "at", 600_000, 5000)
+    assert tumbling(1) == Tumbling(1000)
+
+
+def test_a_window_without_size_and_a_batch_without_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="above zero"):
+        tumbling("0 s")
+    with pytest.raises(ValueError, match="at least 1"):
+        batches(max_rows=0)
+    assert batches(max_rows=1, max_age="2 s").max_age_ms == 2000
+
+
+# Names.
+
+
+def test_a_windows_name_is_its_start_in_utc() -> None:
+    assert tumbling_id(0) == "1970-01-01T00-00-00Z"
+    assert tumbling_id(1_357_034_400_250) == "2013-01-01T10-00-00.250Z"
+    assert tumbling_id(-1) == "1969-12-31T23-59-59.999Z"
+    assert tumbling_id(-62_000_000_000_000) == "0005-04-19T09-46-40Z"
+
+
+def test_a_start_outside_the_calendar_has_a_name_and_bounds_all_the_same() -> None:
+    far = 9 * 10**15
+    assert tumbling_id(far) == "ms+0009000000000000000"
+    assert tumbling_id(-far) == "ms-0009000000000000000"
+    window = as_window("w", -far, far, revision=1, pipeline="")
+    assert (window.start, window.end) == (
+        datetime.min.replace(tzinfo=UTC),
+        datetime.max.replace(tzinfo=UTC),
+    )
+
+
+@given(st.lists(st.integers(-9 * 10**15, 9 * 10**15), unique=True, max_size=20))
+def test_names_are_unique_and_safe_as_folders(starts: list[int]) -> None:
+    names = [tumbling_id(start) for start in starts]
+    assert len(set(names)) == len(names)
+    assert all(set(name) <= set("0123456789TZms+-.") for name in names)
+
+
+def test_a_batchs_name_tells_its_number() -> None:
+    assert batch_id(7) == "batch-000000000007"
+    assert batch_number(batch_id(7)) == 7
+
+
+def test_the_handler_sees_aware_bounds_and_none_for_batches() -> None:
+    assert as_window("w", 0, HOUR, revision=2, pipeline="p") == Window(
+        "w", EPOCH, EPOCH + timedelta(hours=1), 2, "p"
+    )
+    assert as_window("b", None, None, revision=1, pipeline="p") == Window("b", None, None, 1, "p")
+
+
+# Assignment.
+
+
+@given(
+    st.lists(st.integers(-(10**13), 10**13), max_size=20),
+    st.sampled_from([1, 7, 1000, 60_000, HOUR, 24 * HOUR, 7 * 24 * HOUR]),
+)
+def test_tumbling_windows_equal_naive_arithmetic_on_datetimes_also_before_1970(
+    times: list[int], size: int
+) -> None:
+    spec = Tumbling(size)
+    assigned = assign(spec, events(*times), progress=BatchProgress(), now_ms=0)
+    for place, ms in enumerate(times):
+        at, start = EPOCH + timedelta(milliseconds=ms), EPOCH
+        start += ((at - EPOCH) // timedelta(milliseconds=size)) * timedelta(milliseconds=size)
+        assert start <= at < start + timedelta(milliseconds=size)
+        own = assigned.keys[assigned.index[place]]
+        assert own.start_ms == (start - EPOCH) // timedelta(milliseconds=1)
+        assert own.end_ms == own.start_ms + size
+        assert own.id == tumbling_id(own.start_ms)
+    starts = [own.start_ms for own in assigned.keys]
+    assert starts == sorted(set(starts))
+    assert len(assigned.keys) == len(set(assigned.index.tolist()))
+
+
+def test_windows_are_half_open() -> None:
+    assert tumbling_starts(events(-1, 0, HOUR - 1, HOUR), Tumbling(HOUR)).tolist() == [-HOUR, 0, 0, HOUR]
+
+
+def test_tumbling_windows_leave_the_progress_of_batches_alone() -> None:
+    progress = BatchProgress(4, 2, 1)
+    assert assign(Tumbling(HOUR), events(1), progress=progress, now_ms=9).progress == progress
+
+
+def test_no_rows_open_no_batch() -> None:
+    progress = BatchProgress(4, 2, 1)
+    assigned = assign(batches(max_rows=3), events(), progress=progress, now_ms=9)
+    assert (assigned.keys, assigned.progress, len(assigned.index)) == ((), progress, 0)
+
+
+def test_a_batch_is_as_old_as_its_first_row() -> None:
+    spec = batches(max_rows=3)
+    first = assign(spec, events(0), progress=BatchProgress(), now_ms=100).progress
+    assert first == BatchProgress(0, 1, 100)
+    second = assign(spec, events(0), progress=first, now_ms=200).progress
+    assert second == BatchProgress(0, 2, 100)
+    third = assign(spec, events(0, 0), progress=second, now_ms=300).progress
+    assert third == BatchProgress(1, 1, 300)
+    assert assign(spec, events(0, 0), progress=third, now_ms=400).progress == BatchProgress(2)
+
+
+def test_a_batch_that_is_longer_than_a_lowered_bound_takes_no_more_rows() -> None:
+    assigned = assign(batches(max_rows=2), events(0, 0, 0), progress=BatchProgress(4, 9, 1), now_ms=5)
+    assert [own.id for own in assigned.keys] == [batch_id(5), batch_id(6)]
+    assert assigned.progress == BatchProgress(6, 1, 5)
+
+
+@given(
+    st.integers(1, 7),
+    st.lists(st.tuples(st.integers(0, 12), st.booleans(), st.booleans()), max_size=20),
+)
+def test_batches_never_exceed_their_rows_and_lose_none_also_when_a_plan_is_thrown_away(
+    max_rows: int, flushes: list[tuple[int, bool, bool]]
+) -> None:
+    spec = batches(max_rows=max_rows)
+    windows = OpenWindows(spec)
+    content: dict[str, int] = {}
+    cut: set[str] = set()
+    total = 0
+    for rows, thrown_away, cut_all in flushes:
+        assigned = assign(spec, events(*[0] * rows), progress=windows.progress, now_ms=1)
+        again = assign(spec, events(*[0] * rows), progress=windows.progress, now_ms=1)
+        assert (assigned.keys, assigned.progress) == (again.keys, again.progress)
+        if thrown_away:
+            continue
+        assert assigned.index.tolist() == sorted(assigned.index.tolist())
+        for place in assigned.index.tolist():
+            own = assigned.keys[place].id
+            assert own not in cut
+            content[own] = content.get(own, 0) + 1
+        assert all(content[own.id] for own in assigned.keys)
+        windows.progress = assigned.progress
+        windows.opened(assigned.keys)
+        total += rows
+        closable = windows.closable(watermark_ms=None, now_ms=1, close_all=cut_all)
+        if not cut_all:
+            assert all(content[own] == max_rows for own in closable)
+        windows.cut(closable)
+        cut.update(closable)
+    assert sum(content.values()) == total
+    assert all(rows <= max_rows for rows in content.values())
+
+
+# Which may close.
+
+
+def test_a_window_closes_when_the_watermark_reaches_its_end_and_lateness() -> None:
+    windows = OpenWindows(tumbling("1 hour", lateness="1 minute"))
+    windows.opened([key(0)])
+    assert windows.closable(watermark_ms=None, now_ms=0) == ()
+    assert windows.closable(watermark_ms=HOUR + 59_999, now_ms=0) == ()
+    assert windows.closable(watermark_ms=HOUR + 60_000, now_ms=0) == (key(0).id,)
+
+
+def test_windows_close_oldest_first_also_where_names_do_not_sort() -> None:
+    windows = OpenWindows(Tumbling(500))
+    starts = [1000, 500, 0, -500, -9 * 10**15]
+    windows.opened(key(start, 500) for start in starts)
+    expected = tuple(tumbling_id(start) for start in sorted(starts))
+    assert windows.closable(watermark_ms=10_000, now_ms=0) == expected
+    assert windows.closable(watermark_ms=None, now_ms=0, close_all=True) == expected
+
+
+def test_a_window_is_open_until_it_is_cut() -> None:
+    windows = OpenWindows(Tumbling(HOUR))
+    windows.opened([key(0), key(HOUR)])
+    windows.opened([key(0)])
+    assert len(windows) == 2
+    assert key(0).id in windows
+    windows.cut([key(0).id, "unknown"])
+    assert key(0).id not in windows
+    assert windows.closable(watermark_ms=9 * HOUR, now_ms=0) == (key(HOUR).id,)
+
+
+def test_a_batch_closes_when_it_is_full_or_old() -> None:
+    windows = OpenWindows(batches(max_rows=2, max_age=1), BatchProgress(1, 1, 5000))
+    windows.opened([WindowKey(batch_id(0)), WindowKey(batch_id(1))])
+    assert windows.closable(watermark_ms=None, now_ms=5999) == (batch_id(0),)
+    assert windows.closable(watermark_ms=None, now_ms=6000) == (batch_id(0), batch_id(1))
+
+
+def test_cutting_the_batch_in_progress_starts_the_next_one() -> None:
+    windows = OpenWindows(batches(max_rows=2), BatchProgress(1, 1, 5000))
+    windows.opened([WindowKey(batch_id(0)), WindowKey(batch_id(1))])
+    windows.cut([batch_id(0)])
+    assert windows.progress == BatchProgress(1, 1, 5000)
+    windows.cut([batch_id(1)])
+    assert windows.progress == BatchProgress(2)
+
+
+def test_a_batch_in_progress_without_a_first_row_is_not_old() -> None:
+    windows = OpenWindows(batches(max_rows=2, max_age=1))
+    windows.opened([WindowKey(batch_id(0))])
+    assert windows.closable(watermark_ms=None, now_ms=10**12) == ()
+
+
+def test_windows_of_another_kind_or_size_do_not_fit() -> None:
+    assert fits(key(0), Tumbling(HOUR))
+    assert not fits(key(0), Tumbling(2 * HOUR))
+    assert not fits(WindowKey(batch_id(0)), Tumbling(HOUR))
+    assert fits(WindowKey(batch_id(0)), batches())
+    assert not fits(key(0), batches())
