@@ -133,7 +133,9 @@ def test_the_merge_of_a_split_equals_a_heap_of_single_records(times: list[list[i
 
 
 @given(times_of_shards, st.randoms())
-def test_order_inside_a_shard_holds_however_its_batches_are_cut_and_mixed(XX) -> None:
+def test_order_inside_a_shard_holds_however_its_batches_are_cut_and_mixed(
+    shards: dict[str, list[int]], random: Random
+) -> None:
     left = {shard: list(enumerate(times)) for shard, times in shards.items()}
     floors: dict[str, int | None] = dict.fromkeys(shards)
     runs, names = [], []
