@@ -90,7 +90,7 @@ def _conclude(
         for text in (*report.violations, *failures, *report.exits):
             console.print(text, markup=False)
         console.print(f"The demonstration failed; its log is {folder / '_server.log'}")
-        return report.server_exit or 1
+        return report.exit_code
     rows = read_windows(folder)
     counted = sum(row["flights"] for row in rows.to_pylist())
     console.print(results(rows))

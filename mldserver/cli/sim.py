@@ -119,7 +119,7 @@ def sim(
     tell.summary(simulation, report, folder)
     for failure in playground.told_failures(settings.log_file) if not report.ok else []:
         tell.line("the server said", failure)
-    return 0 if report.ok else report.server_exit or 1
+    return report.exit_code
 
 
 class _Teller:

@@ -86,8 +86,9 @@ def play_settings(handler: str, out: Path, *, environ: Mapping[str, str], folder
         "listen": "127.0.0.1:0",
         "log_file": str(out / _LOG),
         "log_format": "json",
-        # Every shard of the fake connects at once: two seconds are plenty to see them all.
+        # Every shard of the fake connects at once, and nobody wants to wait: two seconds are plenty to see them all.
         "settle_time": "2 s",
+        "flush_interval": "1 s",
     }
     return replace(resolve(fixed, environ=environ, folder=folder), stream=None)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from mldserver.clock import SystemClock
-from mldserver.server import Server
+from mldserver.server import EXIT_FAULT, EXIT_OPERATOR, Server
 from mldserver.testing.fake_mld import EXIT_KILLED, FakeMLD
 from mldserver.testing.fake_stream import FakeStream
 from mldserver.testing.leases import LeaseTable
@@ -111,6 +111,13 @@ class Report:
         windows_done = self.status is not None and not self.status.windows_waiting
         return self.server_exit == 0 and self.finished and windows_done and not self.violations
 
+    @property
+    def exit_code(self) -> int:
+        """0 when all is well, 2 when the server could not work as it was set up, else 1."""
+        if self.ok:
+            return 0
+        return EXIT_OPERATOR if self.server_exit == EXIT_OPERATOR else EXIT_FAULT
+
 
 class Simulation:
     """One run of a server over a fake stream."""
@@ -154,6 +161,8 @@ class Simulation:
             play.cancel()
             await asyncio.wait({play})
             self.server.stop("the simulation is over")
+            if self._halted:
+                self.server.force()  # the windows wait for a person; nobody will come
             await asyncio.wait({server})
             ticker.cancel()
         watch(self)
@@ -187,9 +196,13 @@ class Simulation:
 
     async def _windows_done(self) -> None:
         while not await finishes_within(self._clock, _PATIENCE_SECONDS, self.server.finished()):
-            status = self.status
-            if status is not None and status.windows_halted:
-                return  # they would wait for a person
+            if self._halted:
+                return
+
+    @property
+    def _halted(self) -> bool:
+        status = self.status
+        return status is not None and bool(status.windows_halted)
 
     def _plan_faults(self) -> None:
         records = max(1, self.stream.records)

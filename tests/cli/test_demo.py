@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import io
+import re
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+from rich.console import Console
+
+from mldserver.cli.demo import play, read_windows, results
+from mldserver.testing import LocalEngine
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mldserver import Window
+
+
+def summed(rows: pa.Table, _window: Window) -> pa.Table:
+    grouped = rows.group_by("carrier").aggregate([("carrier", "count"), ("delay", "mean")])
+    return grouped.rename_columns(["carrier", "flights", "mean_delay"])
+
+
+def played(out: Path, *, terminal: bool, on_table: object = summed) -> tuple[int, str]:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=120, highlight=False)
+    code = play(console, out, engine=LocalEngine(on_table=on_table))  # type: ignore[arg-type]  # tests pass odd ones
+    return code, console.file.getvalue()  # type: ignore[attr-defined]  # it is a StringIO
+
+
+def test_it_counts_every_departure_and_says_where_the_output_is(tmp_path: Path) -> None:
+    code, told = played(tmp_path / "out", terminal=False)
+    assert code == 0, told
+    assert "27,004 of 27,004 flights" in told
+    assert len(re.findall(r"2013-\d\d-\d\d", told)) == 32
+    assert str(tmp_path / "out") in told.replace("\n", "")
+    assert "delivering records" in told
+    assert pc.sum(read_windows(tmp_path / "out")["flights"]).as_py() == 27_004
+
+
+def test_on_a_terminal_it_draws_bars(tmp_path: Path) -> None:
+    code, told = played(tmp_path / "out", terminal=True)
+    assert code == 0
+    assert "rows durable" in told
+    assert "27004/27004" in told
+
+
+def test_output_that_lacks_flights_is_no_success(tmp_path: Path) -> None:
+    code, told = played(
+        tmp_path / "out", terminal=False, on_table=lambda rows, window: summed(rows[:10], window)
+    )
+    assert code == 1
+    assert "of 27,004 flights" in told
+
+
+def test_a_failure_tells_why_and_where_the_log_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLDSERVER_WINDOW_ATTEMPTS", "1")
+    code, told = played(tmp_path / "out", terminal=False, on_table=lambda rows, _window: rows.nonsense)
+    assert code == 1
+    assert "The demonstration failed" in told
+    assert "nonsense" in told
+
+
+def test_a_day_without_a_flight_that_left_has_no_delay() -> None:
+    rows = pa.table(
+        {
+            "window": ["2013-01-01"],
+            "carrier": ["UA"],
+            "flights": [2],
+            "mean_delay": pa.array([None], pa.float64()),
+        }
+    )
+    console = Console(file=io.StringIO(), width=120)
+    console.print(results(rows))
+    assert "every flight was cancelled" in console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("java") is None, reason="Spark needs Java")
+def test_the_command_itself_with_spark(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = subprocess.run(
+        [sys.executable, "-m", "mldserver", "demo", "--out", str(out)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "27,004 of 27,004 flights" in done.stdout
+    assert done.stderr == ""
+    assert pc.sum(read_windows(out)["flights"]).as_py() == 27_004

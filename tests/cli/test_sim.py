@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mldserver.cli import run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_help_names_every_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    run(["sim", "--help"])
+    told = capsys.readouterr().out
+    for option in (
+        "--splits",
+        "--merges",
+        "--lost-leases",
+        "--throttle",
+        "--crashes",
+        "--format",
+        "--engine",
+    ):
+        assert option in told
+
+
+def test_a_run_ends_with_a_summary_and_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    arguments = ["sim", "handlers.departures_daily", "--engine", "local", "--limit", "500", "--out", str(out)]
+    assert run([*arguments, "--splits", "1", "--throttle", "0.3", "--seed", "5"]) == 0
+    told = capsys.readouterr().out
+    assert "500 in 5 shards" in told
+    assert "500 durable, 0 late, 0 dead letters" in told
+    assert str(out) in told
+    assert told.rstrip().endswith("ok")
+    assert list(out.glob("window=*/*.parquet"))
+
+
+def test_a_run_that_fails_says_what_the_server_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.jsonl").write_text(json.dumps({"carrier": "UA"}) + "\n")
+    (tmp_path / "mldserver.toml").write_text('on_failure = "halt"\nattempts = 1\n')
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "mldserver",
+            "sim",
+            "handlers.departures",
+            "--input",
+            "in.jsonl",
+            "--engine",
+            "local",
+        ],
+        cwd=tmp_path,
+        env={"PATH": "", "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "EOF while waiting for the answer to processRecords" in done.stdout
+    assert "the server said" in done.stdout
+    assert "Mend the handler" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["no.such.handler", "--engine", "local", "--limit", "1"], 2),
+        (["handlers.departures", "--input", "/no/such/file"], 2),
+        (["handlers.departures", "--throttle", "2"], 2),
+        (["handlers.departures", "--engine", "magic"], 2),
+        (["no.such.handler", "--limit", "1"], 2),
+    ],
+)
+def test_wrong_arguments_are_the_operators_error(
+    arguments: list[str], code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["sim", *arguments, "--out", str(tmp_path / "out")]) == code
+    told = capsys.readouterr()
+    assert told.out + told.err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("java") is None, reason="Spark needs Java")
+def test_with_spark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert (
+        run(["sim", "handlers.departures_daily", "--limit", "2000", "--lost-leases", "1", "--out", str(out)])
+        == 0
+    )
+    assert "2000 durable" in capsys.readouterr().out
+    assert len(list(out.glob("window=*"))) == 3
