@@ -76,7 +76,7 @@ EVENTS: Final[dict[str, EventSpec]] = {
     ),
     "connection.failed": EventSpec(
         "warning|error",
-        ("peer", "reason", "excerpt", "state"),
+        ("peer", "reason", "excerpt", "state", "handler", "hook", "sequence", "attempts", "traceback"),
         "The connection was closed because of an error.",
     ),
     "connection.state": EventSpec(
