@@ -299,3 +299,47 @@ async def test_the_same_seed_cuts_the_same_batches(tiny_server: TinyServer) -> N
         await mld.run()
         cuts.append([line.text for line in mld.history if line.direction == "in"])
     assert cuts[0] == cuts[1]
+
+
+async def test_a_granted_lease_that_nobody_took_stays_where_it_is(virtual_clock: VirtualClock) -> None:
+    mld = FakeMLD(filled(1, 1), "127.0.0.1:1", habits=QUICK, clock=virtual_clock, supervised=True)
+    mld.lose_lease("shardId-000000000000", back_after_seconds=60)
+    async with asyncio.TaskGroup() as group:
+        run = group.create_task(mld.run())
+        await virtual_clock.advance(50)
+        assert mld.exits == []
+        await virtual_clock.advance(20)
+        assert {ended.code for ended in mld.exits} == {1}  # granted, and no server there
+        run.cancel()
+
+
+async def test_a_grace_that_is_over_ends_a_server_that_does_not_answer(
+    tiny_server: TinyServer, virtual_clock: VirtualClock
+) -> None:
+    tiny_server.answer = lambda _shard, message: b"" if message["action"] == "shutdownRequested" else None
+    mld = FakeMLD(
+        filled(1, 5), tiny_server.address, habits=QUICK, clock=virtual_clock, shutdown_grace_seconds=7
+    )
+    mld.at(5, mld.terminate)
+    assert await virtual_clock.drive(mld.run(), step=0.1) == 143
+    assert mld.exits[0].reason == "SIGTERM, its grace over"
+
+
+async def test_as_silent_as_the_java_it_waits_when_told_not_to_raise(
+    tiny_server: TinyServer, virtual_clock: VirtualClock
+) -> None:
+    tiny_server.answer = lambda _shard, message: b"oops\n" if message["action"] == "processRecords" else None
+    mld = FakeMLD(
+        filled(1, 5),
+        tiny_server.address,
+        habits=Habits(idle_seconds=0.01, raise_on_hang=False),
+        clock=virtual_clock,
+    )
+    async with asyncio.TaskGroup() as group:
+        run = group.create_task(mld.run())
+        while not mld.violations:
+            await virtual_clock.advance(0.01)
+        await virtual_clock.advance(20)
+        assert not run.done()
+        mld.kill()
+    assert run.result() == 137
