@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@pytest.fixture(autouse=True)
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocking calls run on the loop, between two turns of it: scenarios are the same every time."""
+
+    async def inline(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        await asyncio.sleep(0)
+        return function(*args, **named)
+
+    monkeypatch.setattr(asyncio, "to_thread", inline)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)

@@ -1,0 +1,321 @@
+"""A coordinator with all below it and a daemon above it, over virtual time, that can die and come back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.parquet as pq
+from coordinator.outcomes import dead_letter, outcome
+
+from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
+from mldserver.coordinator.layout import LEDGER
+from mldserver.coordinator.store import OutputStore
+from mldserver.coordinator.watermark import WatermarkRules
+from mldserver.coordinator.window_runner import WindowPolicy, WindowRunner
+from mldserver.coordinator.windows import Tumbling, WindowSpec
+from mldserver.records import Sequence
+from mldserver.sources.base import ShardOpening
+from mldserver.state.store import SqliteStore
+from mldserver.testing import LocalEngine, VirtualClock
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Coroutine
+    from pathlib import Path
+
+    from mldserver.coordinator.shard_session import ShardSession
+
+Records = list[tuple[int, int]]
+
+
+class Crash(Exception):
+    """The process dies here; nothing in the server may catch it."""
+
+
+@dataclass
+class Faults:
+    """Called before and after each call to the ledger and each change of the output folder."""
+
+    at: int | None = None
+    """The number of the call at which the process dies."""
+    after: bool = False
+    """Whether it dies after the call took effect."""
+    hook: Callable[[str, bool], None] | None = None
+    """May raise in place of a call (name, whether it has taken effect)."""
+    calls: list[str] = field(default_factory=list)
+    dead: bool = False
+
+    def before(self, name: str) -> None:
+        if self.dead:
+            raise Crash(name)
+        self.calls.append(name)
+        self._die(name, after=False)
+
+    def done(self, name: str) -> None:
+        self._die(name, after=True)
+
+    def _die(self, name: str, *, after: bool) -> None:
+        if len(self.calls) == self.at and after == self.after:
+            self.dead = True
+            raise Crash(name)
+        if self.hook is not None:
+            self.hook(name, after)
+
+
+class InlineLedger:
+    """The SQLite ledger without its thread, and with faults."""
+
+    def __init__(self, path: Path, clock: VirtualClock, faults: Faults) -> None:
+        self.store = SqliteStore(path, pipeline="test")
+        self._clock = clock
+        self._faults = faults
+
+    def __getattr__(self, name: str) -> Callable[..., Coroutine[None, None, Any]]:
+        method = getattr(self.store, name)
+        timed = name in {"open", "end_shards", "register", "published"}
+
+        async def call(*args: Any, **named: Any) -> Any:
+            await asyncio.sleep(0)
+            self._faults.before(name)
+            result = method(*args, **named, **({"now_ms": self._clock.now_ms()} if timed else {}))
+            if name == "open":
+                self.store._db.execute("PRAGMA synchronous = OFF")
+            self._faults.done(name)
+            await asyncio.sleep(0)
+            return result
+
+        return call
+
+
+class FaultyStore(OutputStore):
+    """The output folder, with faults at each change."""
+
+    def __init__(self, out: str, faults: Faults) -> None:
+        super().__init__(out)
+        self._faults = faults
+
+    def write(self, path: str, rows: Any) -> int:
+        self._faults.before("write")
+        size = super().write(path, rows)
+        self._faults.done("write")
+        return size
+
+    def publish(self, source: str, target: str) -> bool:
+        self._faults.before("publish")
+        moved = super().publish(source, target)
+        self._faults.done("publish")
+        return moved
+
+    def delete(self, path: str) -> None:
+        self._faults.before("delete")
+        super().delete(path)
+        self._faults.done("delete")
+
+
+RULES = CoordinatorRules(
+    flush_interval_ms=1000,
+    missing_limit_ms=60_000,
+    watermark=WatermarkRules(idle_ms=5000, quiet_ms=10_000, settle_ms=1000),
+)
+
+
+class Pipeline:
+    """One output folder and what runs over it; ``life`` is one life of the process."""
+
+    def __init__(
+        self,
+        out: Path,
+        *,
+        spec: WindowSpec | None = None,
+        rules: CoordinatorRules = RULES,
+        policy: WindowPolicy | None = None,
+        engine: Callable[[], LocalEngine] = LocalEngine,
+        without_rows: bool = False,
+    ) -> None:
+        self.out = out
+        self.spec = None if without_rows else spec or Tumbling(10_000)
+        self.rules = rules
+        self.policy = policy or WindowPolicy(retry_base_seconds=0.1, retry_cap_seconds=1)
+        self.make_engine = engine
+        self.clock = VirtualClock(1_000_000)
+        self.faults = Faults()
+        self.names = itertools.count()
+        self.coordinator: Coordinator
+        self.runner: WindowRunner | None
+        self.engine: LocalEngine
+        self.ledger: InlineLedger
+
+    def build(self) -> Coordinator:
+        store = FaultyStore(str(self.out), self.faults)
+        self.ledger = InlineLedger(self.out / LEDGER, self.clock, self.faults)
+        self.engine = self.make_engine()
+        self.runner = None
+        if self.spec is not None:
+            self.runner = WindowRunner(
+                pipeline="test",
+                policy=self.policy,
+                ledger=self.ledger,
+                store=store,
+                engine=self.engine,
+                clock=self.clock,
+                random=random.Random(0).random,
+                freed=lambda freed: self.coordinator.freed(freed),
+            )
+        self.coordinator = Coordinator(
+            rules=self.rules,
+            spec=self.spec,
+            ledger=self.ledger,
+            store=store,
+            runner=self.runner,
+            clock=self.clock,
+            unique=lambda: f"u{next(self.names)}",
+        )
+        return self.coordinator
+
+    @contextlib.asynccontextmanager
+    async def life(self) -> AsyncIterator[Coordinator]:
+        """Start everything; at the end of the block the process is killed, without any goodbye."""
+        coordinator = self.build()
+        try:
+            await coordinator.start()
+            async with asyncio.TaskGroup() as group:
+                parts = [coordinator.run(), self.engine.run()]
+                if self.runner is not None:
+                    parts.append(self.runner.run())
+                tasks = [group.create_task(part) for part in parts]
+                yield coordinator
+                for task in tasks:
+                    task.cancel()
+        finally:
+            self.ledger.store.close()
+
+    async def cycle(self) -> None:
+        """Let one interval pass."""
+        await self.clock.advance(self.rules.flush_interval_ms / 1000)
+
+    async def open(self, shard: str, start: Any = "TRIM_HORIZON", **changes: Any) -> ShardSession:
+        values = {"tells_lag": True, "parents": ()} | changes
+        return await self.coordinator.open_shard(ShardOpening(shard, start, **values))
+
+    async def give(self, session: ShardSession, records: Records, **changes: Any) -> None:
+        """Deliver a batch as a source does."""
+        session.began()
+        await session.accept(outcome(session.shard_id, records, after=session.after, **changes))
+
+    # What came out.
+
+    def rows(self, pattern: str) -> list[dict[str, Any]]:
+        found = [row for path in sorted(self.out.glob(pattern)) for row in pq.read_table(path).to_pylist()]
+        return sorted(found, key=lambda row: (row["_time"], row["_clock"]))
+
+    def published(self) -> dict[str, list[int]]:
+        """Return the values of each visible window."""
+        return {
+            folder.name.removeprefix("window="): [
+                row["value"] for row in self.rows(f"{folder.name}/*.parquet")
+            ]
+            for folder in sorted(self.out.glob("window=*"))
+        }
+
+    def late(self) -> list[int]:
+        return [row["value"] for row in self.rows("_late/window=*/*.parquet")]
+
+    def private_files(self) -> list[str]:
+        return sorted(
+            path.name
+            for path in self.out.glob("_mldserver/**/*")
+            if path.is_file() and "ledger" not in path.name
+        )
+
+    def stored_dead_letters(self) -> list[tuple[str, Sequence]]:
+        store = SqliteStore(self.out / LEDGER, pipeline="test")
+        store.open(now_ms=0)
+        try:
+            return [(letter.shard_id, letter.sequence) for letter in store.dead_letters(10_000)]
+        finally:
+            store.close()
+
+    def state(self) -> Any:
+        """Return what the ledger holds, between two lives."""
+        store = SqliteStore(self.out / LEDGER, pipeline="test")
+        try:
+            return store.open(now_ms=0)
+        finally:
+            store.close()
+
+
+@dataclass
+class Daemon:
+    """The KCL, its lease table and a stream, as far as a coordinator can tell. It outlives the server."""
+
+    records: dict[str, Records]
+    parents: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    bad: int = 7
+    """Every record whose number is a multiple of this becomes a dead letter."""
+    checkpoints: dict[str, int] = field(default_factory=dict)
+    ended: set[str] = field(default_factory=set)
+    sizes: Callable[[], int] = lambda: 3
+
+    async def consume(self, pipeline: Pipeline) -> None:
+        """Read the stream to its end: shards side by side, children after their parents."""
+        pending = [shard for shard in self.records if shard not in self.ended]
+        while pending:
+            ready = [s for s in pending if all(p in self.ended for p in self.parents.get(s, ()))]
+            async with asyncio.TaskGroup() as group:
+                for shard in ready:
+                    group.create_task(self.read(pipeline, shard))
+            pending = [shard for shard in pending if shard not in self.ended]
+
+    async def read(self, pipeline: Pipeline, shard: str) -> None:
+        at = self.checkpoints.get(shard, 0)
+        start = Sequence(at) if at else "TRIM_HORIZON"
+        session = await pipeline.open(shard, start, parents=self.parents.get(shard, ()))
+        left = [record for record in self.records[shard] if record[0] > at]
+        while left:
+            size = self.sizes()
+            batch, left = left[:size], left[size:]
+            await self.give(pipeline, session, batch)
+            self.checkpoint(session, batch[-1][0])
+            await pipeline.clock.sleep(1.5)
+        if await session.end():
+            self.ended.add(shard)
+
+    async def give(self, pipeline: Pipeline, session: ShardSession, batch: Records) -> None:
+        after = session.after
+        fresh = [number for number, _ in batch if after is None or Sequence(number) > after]
+        letters = [dead_letter(session.shard_id, number) for number in fresh if number % self.bad == 0]
+        rows = [number for number, _ in batch if number % self.bad]
+        await pipeline.give(session, batch, rows=rows, letters=letters)
+
+    def checkpoint(self, session: ShardSession, delivered: int) -> None:
+        due = session.checkpoint_due()
+        if due is not None:
+            assert self.checkpoints.get(session.shard_id, 0) <= due.number <= delivered
+            self.checkpoints[session.shard_id] = due.number
+            session.checkpointed(due)
+
+    def assert_exactly_once(self, pipeline: Pipeline) -> None:
+        """Published windows, late rows and dead letters together are the stream, each record once and in order."""
+        rows = pipeline.rows("window=*/*.parquet") + pipeline.rows("_late/window=*/*.parquet")
+        letters = pipeline.stored_dead_letters()
+        found = Counter((row["_shard"], int(row["_sequence"])) for row in rows)
+        found.update((shard, sequence.number) for shard, sequence in letters)
+        expected = Counter((s, number) for s, records in self.records.items() for number, _ in records)
+        assert found == expected
+        assert all(sequence.number % self.bad == 0 for _, sequence in letters)
+        rows.sort(key=lambda row: (row["_time"], row["_clock"]))
+        order = [(row["_shard"], int(row["_sequence"])) for row in rows]
+        for shard in self.records:
+            own = [number for s, number in order if s == shard]
+            assert own == sorted(own)
+            firsts = [place for place, (s, _) in enumerate(order) if s == shard]
+            for parent in self.parents.get(shard, ()):
+                lasts = [place for place, (s, _) in enumerate(order) if s == parent]
+                assert not firsts or not lasts or lasts[-1] < firsts[0]
+        clocks = [row["_clock"] for row in rows]
+        assert len(set(clocks)) == len(clocks)
