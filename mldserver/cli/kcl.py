@@ -6,6 +6,8 @@ import asyncio
 import os
 import random
 import signal
+import socket
+import uuid
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -111,6 +113,7 @@ def kcl(
         app=app,
         region=_required("region", settings.region),
         executable="",
+        worker=f"{socket.gethostname()}-{uuid.uuid4()}",
         position=start_of(initial_position),
         endpoint_url=settings.endpoint_url,
         dynamodb_endpoint=dynamodb_endpoint,

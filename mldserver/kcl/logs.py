@@ -17,6 +17,18 @@ LINE_END: Final = "\u2028"
 LONGEST: Final = 64 * 1024
 """Bytes of a line that are kept; the KCL now and then logs whole lists of leases."""
 
+CHATTY: Final = "\n  ".join(
+    f'<logger name="software.amazon.kinesis.multilang.{name}" level="WARN"/>'
+    for name in (
+        "GetNextMessageTask",
+        "LineReaderTask",
+        "MessageReader",
+        "MessageWriter",
+        "MultiLangProtocol",
+    )
+)
+"""Classes that write several lines for each message, even an empty one; the server logs every batch already."""
+
 LOGBACK_XML: Final = f"""\
 <configuration>
   <statusListener class="ch.qos.logback.core.status.NopStatusListener"/>
@@ -26,6 +38,7 @@ LOGBACK_XML: Final = f"""\
       <pattern>{MARK}\t%level\t%logger\t%replace(%msg%n%ex){{'[\\r\\n]+', '{LINE_END}'}}%nopex%n</pattern>
     </encoder>
   </appender>
+  {CHATTY}
   <root level="INFO"><appender-ref ref="stdout"/></root>
 </configuration>
 """

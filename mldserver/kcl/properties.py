@@ -128,6 +128,8 @@ class DaemonSettings:
     region: str
     executable: str
     """The bridge's command line; the daemon splits it on spaces, without a shell."""
+    worker: str
+    """The worker's name in the lease table: unique among daemons that run, and kept when this one is restarted."""
     position: str = "TRIM_HORIZON"
     """Where a shard without a checkpoint starts, see ``start_of``."""
     endpoint_url: str | None = None
@@ -150,6 +152,8 @@ def daemon_properties(settings: DaemonSettings) -> dict[str, str]:
         "streamName": settings.stream,
         "applicationName": settings.app,
         "regionName": settings.region,
+        # Under its old name a restarted daemon goes on with its leases, without waiting for them to expire.
+        "workerIdentifier": settings.worker,
         "initialPositionInStreamExtended" if at_time else "initialPositionInStream": settings.position,
         "kinesisEndpoint": settings.endpoint_url,
         "dynamoDBEndpoint": settings.dynamodb_endpoint,

@@ -14,12 +14,14 @@ from mldserver.kcl.properties import (
     start_of,
 )
 
-BASE = DaemonSettings(stream="s", app="a", region="eu-central-1", executable="bridge 127.0.0.1:7070")
+BASE = DaemonSettings(
+    stream="s", app="a", region="eu-central-1", executable="bridge 127.0.0.1:7070", worker="w"
+)
 
 
 def with_extra(**extra: str) -> dict[str, str]:
     return daemon_properties(
-        DaemonSettings(stream="s", app="a", region="r", executable="bridge", extra=extra)
+        DaemonSettings(stream="s", app="a", region="r", executable="bridge", worker="w", extra=extra)
     )
 
 
@@ -29,6 +31,7 @@ def test_what_every_daemon_needs_is_there() -> None:
         "streamName": "s",
         "applicationName": "a",
         "regionName": "eu-central-1",
+        "workerIdentifier": "w",
         "initialPositionInStream": "TRIM_HORIZON",
         "AWSCredentialsProvider": "DefaultCredentialsProvider",
         "callProcessRecordsEvenForEmptyRecordList": "true",
@@ -43,6 +46,7 @@ def test_endpoints_go_to_the_client_that_each_is_for() -> None:
             app="a",
             region="r",
             executable="bridge",
+            worker="w",
             position="1700000000",
             endpoint_url="http://kinesis",
             dynamodb_endpoint="http://dynamodb",
@@ -66,7 +70,12 @@ def test_a_further_property_comes_before_a_default() -> None:
 def test_nested_properties_are_passed_on() -> None:
     made = daemon_properties(
         DaemonSettings(
-            stream="s", app="a", region="r", executable="b", extra={"fanoutConfig.consumerName": "mine"}
+            stream="s",
+            app="a",
+            region="r",
+            executable="b",
+            worker="w",
+            extra={"fanoutConfig.consumerName": "mine"},
         )
     )
     assert made["fanoutConfig.consumerName"] == "mine"

@@ -1,0 +1,149 @@
+"""The real Java MultiLangDaemon (KCL 3.1.3) in front, committed Parquet behind, and no row lost or doubled between."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections import Counter
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from java_stack import Stack
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]
+
+HANDLER = """
+from pyspark.sql import functions as F
+from mldserver import tumbling
+
+schema = "key STRING, n BIGINT, at TIMESTAMP"
+windows = tumbling("1 hour", on="at")
+
+def process_record(record):
+    order = record.json()
+    assert record.partition_key == order["key"]
+    return order["key"], order["n"], order["at"]
+
+def on_window(rows, window):
+    grouped = rows.groupBy("key").agg(F.count("*").alias("orders"), F.sum("n").alias("total"), F.collect_list("n").alias("ns"))
+    return grouped.withColumn("start", F.lit(window.start))
+"""
+
+KEYS = ["amber", "blau", "céladon", "дуб", "elm", "fir", "灰", "hazel", "ivy", "jet", "kelp"]
+START = datetime(2026, 3, 1, tzinfo=UTC)
+PER_HOUR = 300
+
+
+def orders(first: int, last: int) -> list[dict[str, Any]]:
+    """Make orders ``first`` to ``last - 1``; their times go up, so that none is late."""
+    return [
+        {
+            "n": n,
+            "key": KEYS[n * n % len(KEYS)],
+            "at": (START + timedelta(seconds=3600 / PER_HOUR * n)).isoformat(),
+        }
+        for n in range(first, last)
+    ]
+
+
+def computed(rows: list[dict[str, Any]]) -> dict[tuple[datetime, str], list[int]]:
+    """Group orders by hour and key, without Spark."""
+    groups: dict[tuple[datetime, str], list[int]] = {}
+    for row in rows:
+        hour = datetime.fromisoformat(row["at"]).replace(minute=0, second=0, microsecond=0)
+        groups.setdefault((hour, row["key"]), []).append(row["n"])
+    return groups
+
+
+def published(stack: Stack) -> dict[tuple[datetime, str], list[int]]:
+    """Return what the published windows hold, in the form of ``computed``."""
+    rows = stack.rows()
+    assert max(Counter((row["start"], row["key"]) for row in rows).values(), default=1) == 1
+    for row in rows:
+        assert (row["orders"], row["total"]) == (len(row["ns"]), sum(row["ns"]))
+    return {(row["start"], row["key"]): sorted(row["ns"]) for row in rows}
+
+
+def all_published(stack: Stack, hours: int) -> bool:
+    windows = stack.windows()
+    return len(windows) == hours and set(windows.values()) == {"published"}
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Stack:
+    (tmp_path / "java_handler.py").write_text(HANDLER)
+    return Stack(tmp_path, "java_handler")
+
+
+def no_rows_beside(stack: Stack) -> None:
+    """Check that nothing went to the late dataset or the dead letters, where a lost row could hide."""
+    assert not list(stack.out.glob("_late/**/*.parquet"))
+    assert stack._query("SELECT * FROM dead_letters") == []
+
+
+async def test_no_row_is_lost_or_doubled_while_server_and_daemon_are_restarted(stack: Stack) -> None:
+    hours = 8
+    everything = orders(0, hours * PER_HOUR)
+    quarter = len(everything) // 4
+    unhurried = {"quiet_time": "10 min", "idle_time": "10 min"}
+    async with stack.running(shards=3):
+        stack.start_server(**unhurried)
+        stack.start_daemon()
+        await stack.put(everything[:quarter])
+        await stack.until_durable()
+
+        # In order: the daemon's JVM exits when its connections end, and its supervisor brings it back.
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(stack.put(everything[quarter : 2 * quarter]))
+            assert await stack.end(stack.server) == 0
+        stack.start_server(**unhurried)
+        await stack.until_durable()
+
+        # In disorder, with records on the way; then the daemon too.
+        await stack.put(everything[2 * quarter : 3 * quarter])
+        await stack.end(stack.server, signal.SIGKILL)
+        assert await stack.end(stack.daemon) in {0, 3}
+        stack.start_server(quiet_time="5 s", idle_time="5 s")
+        stack.start_daemon()
+        await stack.put(everything[3 * quarter :])
+        await stack.until_durable()
+        await stack.until("all windows published", lambda: all_published(stack, hours), limit=200)
+        last = await stack.last_sequences()
+        await stack.until_checkpointed({shard: str(number) for shard, number in last.items()})
+        assert await stack.end(stack.daemon) == 0
+        assert await stack.end(stack.server) == 0
+    assert published(stack) == computed(everything)
+    no_rows_beside(stack)
+    assert stack.samples.taken > 20
+    assert stack.samples.ahead == []
+
+
+async def test_a_split_shard_ends_and_its_children_go_on(stack: Stack) -> None:
+    hours = 4
+    everything = orders(0, hours * PER_HOUR)
+    half = len(everything) // 2
+    parent = "shardId-000000000000"
+    async with stack.running(shards=2):
+        stack.start_server(quiet_time="15 s", idle_time="15 s")
+        stack.start_daemon()
+        await stack.put(everything[:half])
+        await stack.until_durable()
+        middle = str(2**126)
+        await stack.kinesis.split_shard(StreamName="orders", ShardToSplit=parent, NewStartingHashKey=middle)
+        await stack.put(everything[half:])
+        await stack.until_durable()
+        await stack.until("all windows published", lambda: all_published(stack, hours))
+        last = await stack.last_sequences()
+        assert len(last) == 4
+        wanted = {shard: str(number) for shard, number in last.items() if number}
+        await stack.until_checkpointed({**wanted, parent: "SHARD_END"})
+        assert stack.positions()[parent] == (last[parent], True)
+        assert await stack.end(stack.daemon) == 0
+        assert await stack.end(stack.server) == 0
+    assert published(stack) == computed(everything)
+    no_rows_beside(stack)
+    assert stack.samples.ahead == []

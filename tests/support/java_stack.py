@@ -1,0 +1,276 @@
+"""The whole journey on loopback, in processes of their own: emulated AWS, the real Java daemon, the server.
+
+``Stack`` starts and stops the parts, puts records, and looks at what is durable where. While it is open, a sampler
+compares the lease table's checkpoints with the ledger's positions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import aioboto3
+import pyarrow.dataset as ds
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterable
+
+REGION = "us-east-1"
+STREAM = "orders"
+APP = "orders-app"
+LEDGER = "_mldserver/ledger.sqlite"
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "emulated",
+    "AWS_SECRET_ACCESS_KEY": "emulated",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+PUT_LIMIT = 500
+"""Records of one PutRecords call (AWS limit)."""
+
+SMALL_JVM = ("-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
+
+FAST_DAEMON = {
+    # Intervals at which the KCL looks after leases: by default a start takes one to three minutes.
+    "failoverTimeMillis": "3000",
+    "leaseAssignmentIntervalMillis": "1000",
+    "shardSyncIntervalMillis": "2000",
+    "parentShardPollIntervalMillis": "500",
+    "idleTimeBetweenReadsInMillis": "250",
+    "workerMetricsReporterFreqInMillis": "500",
+    "inMemoryWorkerMetricsCaptureFrequencyMillis": "500",
+    "skipShardSyncAtWorkerInitializationIfLeasesExist": "true",
+    "schedulerInitializationBackoffTimeMillis": "500",
+    "taskBackoffTimeMillis": "200",
+    "listShardsBackoffTimeInMillis": "200",
+    "metricsLevel": "NONE",
+}
+
+
+@dataclass
+class Samples:
+    """What the sampler saw."""
+
+    taken: int = 0
+    ahead: list[str] = field(default_factory=list)
+    """Checkpoints that were ahead of the ledger: each one a broken promise."""
+
+
+class Stack:
+    """One emulator, one server at a time, one ``mldserver kcl`` at a time."""
+
+    def __init__(self, folder: Path, handler: str) -> None:
+        self.folder = folder
+        self.out = folder / "out"
+        self.handler = handler
+        self.samples = Samples()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.address = f"127.0.0.1:{_free_port()}"
+        self._emulator: subprocess.Popen[bytes] | None = None
+        self.server: subprocess.Popen[bytes] | None = None
+        self.daemon: subprocess.Popen[bytes] | None = None
+        self._session = aioboto3.Session("emulated", "emulated", region_name=REGION)
+        self.kinesis: Any = None
+        self.dynamodb: Any = None
+
+    # Parts.
+
+    @contextlib.asynccontextmanager
+    async def running(self, shards: int) -> AsyncIterator[Stack]:
+        """Start the emulator with a stream, sample while open, and leave no process behind."""
+        script = Path(__file__).with_name("emulator.py")
+        descriptor = self._listener.fileno()
+        self._emulator = self._start("emulator", [str(script), str(descriptor)], pass_fds=(descriptor,))
+        try:
+            async with (
+                self._session.client("kinesis", endpoint_url=self.url) as self.kinesis,
+                self._session.client("dynamodb", endpoint_url=self.url) as self.dynamodb,
+            ):
+                await self.kinesis.create_stream(StreamName=STREAM, ShardCount=shards)
+                async with asyncio.TaskGroup() as tasks:
+                    sampler = tasks.create_task(self._sample())
+                    yield self
+                    sampler.cancel()
+        finally:
+            for process in (self.daemon, self.server, self._emulator):
+                if process is not None:
+                    process.kill()
+                    process.wait()
+            self._listener.close()
+
+    def start_server(self, **settings: str) -> None:
+        """Start ``mldserver serve``; ``settings`` are its options."""
+        options = {
+            "listen": self.address,
+            "out": str(self.out),
+            "cache-dir": str(self.folder / "cache"),
+            "flush-interval": "500 ms",
+            "stream": STREAM,
+            "region": REGION,
+            "endpoint-url": self.url,
+            "list-shards-interval": "500 ms",
+            "spark-master": "local[1]",
+            "log-format": "json",
+            "log-level": "debug",
+            **{name.replace("_", "-"): value for name, value in settings.items()},
+        }
+        arguments = [text for name, value in options.items() for text in (f"--{name}", value)]
+        self.server = self._start("server", ["-m", "mldserver", "serve", self.handler, *arguments])
+
+    def start_daemon(self) -> None:
+        """Start ``mldserver kcl``."""
+        properties = [text for pair in FAST_DAEMON.items() for text in ("--property", "=".join(pair))]
+        java = [f"--java-option={option}" for option in SMALL_JVM]
+        endpoints = [
+            f"--{name}={self.url}" for name in ("endpoint-url", "dynamodb-endpoint", "cloudwatch-endpoint")
+        ]
+        told = ["--stream", STREAM, "--app", APP, "--region", REGION, "--connect", self.address]
+        command = ["-m", "mldserver", "kcl", *told, *endpoints, *properties, *java, "--log-format", "json"]
+        self.daemon = self._start("daemon", command)
+
+    def _start(
+        self, name: str, arguments: list[str], pass_fds: tuple[int, ...] = ()
+    ) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, **CREDENTIALS, "PYTHONPATH": str(self.folder)}
+        with (self.folder / f"{name}.log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=self.folder,
+                env=environment,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                pass_fds=pass_fds,
+            )
+
+    async def end(self, process: subprocess.Popen[bytes] | None, number: int = signal.SIGTERM) -> int:
+        """Send a signal and return the exit code."""
+        assert process is not None
+        assert process.poll() is None, f"{process.args} had exited before"
+        process.send_signal(number)
+        return await asyncio.to_thread(process.wait, 90)
+
+    # Input.
+
+    async def put(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Put rows as JSON records, in order; the partition key is the row's ``key``."""
+        records = [{"Data": json.dumps(row).encode(), "PartitionKey": row["key"]} for row in rows]
+        for at in range(0, len(records), PUT_LIMIT):
+            answer = await self.kinesis.put_records(StreamName=STREAM, Records=records[at : at + PUT_LIMIT])
+            assert answer["FailedRecordCount"] == 0
+
+    async def last_sequences(self) -> dict[str, int]:
+        """Return the last sequence number of each shard, read from the stream itself; 0 for an empty shard."""
+        last = {}
+        for shard in (await self.kinesis.list_shards(StreamName=STREAM))["Shards"]:
+            name = shard["ShardId"]
+            told = {"StreamName": STREAM, "ShardId": name, "ShardIteratorType": "TRIM_HORIZON"}
+            iterator = (await self.kinesis.get_shard_iterator(**told))["ShardIterator"]
+            records = (await self.kinesis.get_records(ShardIterator=iterator))["Records"]
+            last[name] = int(records[-1]["SequenceNumber"]) if records else 0
+        return last
+
+    # What is durable.
+
+    async def leases(self) -> dict[str, str]:
+        """Return the lease table's checkpoint of each shard; empty while there is no table."""
+        try:
+            found = await self.dynamodb.scan(TableName=APP, ConsistentRead=True)
+        except self.dynamodb.exceptions.ResourceNotFoundException:
+            return {}
+        return {
+            item["leaseKey"]["S"]: item["checkpoint"]["S"] for item in found["Items"] if "checkpoint" in item
+        }
+
+    def positions(self) -> dict[str, tuple[int, bool]]:
+        """Return the ledger's position of each shard (0: none) and whether the shard has ended."""
+        rows = self._query("SELECT shard_id, sequence, ended_ms FROM shards")
+        return {shard: (int(sequence or 0), ended is not None) for shard, sequence, ended in rows}
+
+    def windows(self) -> dict[str, str]:
+        """Return the state of each window that the ledger knows."""
+        return dict(self._query("SELECT window_id, state FROM windows"))
+
+    def _query(self, query: str) -> list[tuple[Any, ...]]:
+        path = self.out / LEDGER
+        if not path.exists():
+            return []
+        with contextlib.closing(sqlite3.connect(path, timeout=30)) as ledger:
+            try:
+                return ledger.execute(query).fetchall()
+            except sqlite3.OperationalError as error:
+                if "no such table" in str(error):  # it is being created
+                    return []
+                raise
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows of every published window, as any reader of Parquet sees them."""
+        if not self.out.exists():
+            return []
+        found = ds.dataset(self.out, format="parquet", partitioning="hive", ignore_prefixes=["_", "."])
+        rows: list[dict[str, Any]] = found.to_table().to_pylist()
+        return rows
+
+    async def _sample(self) -> None:
+        while True:
+            # The checkpoints first: positions only grow, so one read later may only be further.
+            leases = await self.leases()
+            positions = self.positions()
+            for shard, checkpoint in leases.items():
+                position, ended = positions.get(shard, (0, False))
+                ahead = checkpoint == "SHARD_END" and not ended
+                if ahead or (checkpoint.isdigit() and int(checkpoint) > position):
+                    self.samples.ahead.append(f"{shard}: lease {checkpoint}, ledger {position}")
+            self.samples.taken += bool(leases)
+            await asyncio.sleep(0.2)
+
+    # Waiting.
+
+    async def until(self, what: str, reached: Callable[[], bool], *, limit: float = 150) -> None:
+        """Wait until something is so. Fails, with the ends of all logs, when it takes longer than ``limit`` seconds."""
+        deadline = time.monotonic() + limit
+        while not reached():
+            for name, process in (("server", self.server), ("daemon", self.daemon)):
+                assert process is None or process.poll() is None, (
+                    f"{name} exited while waiting: {what}\n{self.tails()}"
+                )
+            assert time.monotonic() < deadline, f"not within {limit} s: {what}\n{self.tails()}"
+            await asyncio.sleep(0.1)
+
+    async def until_durable(self, *, limit: float = 150) -> None:
+        """Wait until the ledger's positions are those of the last records."""
+        wanted = await self.last_sequences()
+
+        def reached() -> bool:
+            now = self.positions()
+            return all(now.get(shard, (0, False))[0] >= last for shard, last in wanted.items())
+
+        await self.until(f"positions {wanted}", reached, limit=limit)
+
+    async def until_checkpointed(self, wanted: dict[str, str], *, limit: float = 90) -> None:
+        """Wait until the lease table has these checkpoints."""
+        async with asyncio.timeout(limit):
+            while not wanted.items() <= (await self.leases()).items():  # noqa: ASYNC110  # a table, not an event
+                await asyncio.sleep(0.1)
+
+    def tails(self) -> str:
+        """Return the ends of the logs."""
+        logs = (self.folder / f"{name}.log" for name in ("server", "daemon", "emulator"))
+        return "\n".join(f"== {log.name}\n{log.read_text()[-6000:]}" for log in logs if log.exists())
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
