@@ -126,3 +126,27 @@ def test_a_merge_without_neighbours_is_left_out() -> None:
     made = build_stream([b"x"], shards=1, seed=0, merges=2, start_ms=0)
     assert list(made.shards) == ["shardId-000000000000"]
     assert made.ended
+
+
+@pytest.mark.parametrize("form", list(Form))
+async def test_kpl_aggregates_come_out_record_by_record(tmp_path: Path, form: Form) -> None:
+    source = FakeStream(2, seed=6)
+    for first in range(0, 600, 7):
+        group = LINES[first : first + 7]
+        source.put_aggregate([(f"key-{first}", line) for line in group])
+        source.put(LINES[first], f"plain-{first}")
+    source.end()
+    faults = Faults(lost_leases=1, crashes=1)
+    report = await Simulation(
+        settings(tmp_path), source, form=form, seed=6, max_records=20, faults=faults, engine=LocalEngine()
+    ).run()
+    columns = ["_shard", "_sequence", "_sub_sequence"]
+    table = ds.dataset(tmp_path, format="parquet", partitioning="hive").to_table(columns)
+    expected = sorted(
+        (shard.id, record.sequence_number, record.sub_sequence_number)
+        for shard in source.shards.values()
+        for record in shard.records
+    )
+    assert sorted(tuple(row[name] for name in columns) for row in table.to_pylist()) == expected
+    assert report.violations == ()
+    assert report.ok
