@@ -30,7 +30,7 @@ async def recover(state: LedgerState, ledger: Ledger, store: OutputStore, runner
     committed = [each for each in state.windows.values() if each.state is WindowState.COMMITTED]
     cut = sorted(
         (each for each in state.windows.values() if each.state is WindowState.CUT),
-        key=lambda each: each.window_id,
+        key=lambda each: (each.start_ms or 0, each.window_id),
     )
     if runner is not None:
         for entry in committed:
