@@ -164,7 +164,7 @@ class Pipeline:
                 engine=self.engine,
                 clock=self.clock,
                 random=random.Random(0).random,
-                freed=lambda freed: self.coordinator.freed(freed),
+                freed=lambda freed: self.coordinator.freed(freed),  # noqa: PLW0108  # made below
             )
         self.coordinator = Coordinator(
             rules=self.rules,

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mldserver.coordinator.store import OutputStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ROWS = pa.table({"value": [1, 2, 3]})
+
+
+def identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> OutputStore:
+    return OutputStore(str(tmp_path / "out"))
+
+
+def test_a_path_and_a_file_uri_are_the_same_local_folder(tmp_path: Path) -> None:
+    for out in (str(tmp_path), f"file://{tmp_path}"):
+        store = OutputStore(out)
+        assert store.local
+        assert store.uri() == str(tmp_path)
+        assert store.uri("a/b") == str(tmp_path / "a" / "b")
+
+
+def test_a_relative_path_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert OutputStore("out").uri("x") == str(tmp_path / "out" / "x")
+
+
+def test_a_remote_folder_keeps_its_scheme_and_is_not_synced() -> None:
+    store = OutputStore("mock://base")
+    assert not store.local
+    assert store.uri("x").startswith("mock://")
+    store.write("window=1/a.parquet", ROWS)
+    store.publish("window=1/a.parquet", "window=2/a.parquet")
+    assert [path for path, _ in store.files("")] == ["window=2/a.parquet"]
+    store.drop_empty("window=1")
+    store.sync("window=2")
+
+
+def test_preparing_makes_the_folders_and_may_be_repeated(store: OutputStore, tmp_path: Path) -> None:
+    for _ in range(2):
+        store.prepare("a", "b/c")
+    assert (tmp_path / "out" / "b" / "c").is_dir()
+
+
+def test_rows_are_written_with_their_size_told(store: OutputStore, tmp_path: Path) -> None:
+    size = store.write("seg/w/one.parquet", ROWS)
+    path = tmp_path / "out" / "seg" / "w" / "one.parquet"
+    assert size == path.stat().st_size
+    assert pq.read_table(path).equals(ROWS)
+
+
+def test_a_file_and_every_folder_above_it_are_on_disk_before_write_returns(
+    store: OutputStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(identity(os.fstat(fd))))
+    store.write("seg/w/one.parquet", ROWS)
+    base = tmp_path / "out"
+    parts = ("seg/w/one.parquet", "seg/w", "seg", "")
+    assert synced == [identity((base / part).stat()) for part in parts]
+
+
+def test_syncing_a_folder_covers_all_that_is_in_it(
+    store: OutputStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.write("stage/sub/one.parquet", ROWS)
+    synced: set[tuple[int, int]] = set()
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.add(identity(os.fstat(fd))))
+    store.sync("stage")
+    base = tmp_path / "out"
+    parts = ("stage/sub/one.parquet", "stage/sub", "stage", "")
+    assert synced == {identity((base / part).stat()) for part in parts}
+
+
+def test_a_folder_that_vanishes_before_the_file_is_opened_is_made_again(
+    store: OutputStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = store._fs, []
+
+    class Vanishing:
+        def __getattr__(self, name: str) -> object:
+            return getattr(real, name)
+
+        def open_output_stream(self, path: str) -> object:
+            calls.append(path)
+            if len(calls) == 1:
+                store.drop_empty("seg/w")
+            return real.open_output_stream(path)
+
+    monkeypatch.setattr(store, "_fs", Vanishing())
+    store.write("seg/w/one.parquet", ROWS)
+    assert len(calls) == 2
+    assert store.exists("seg/w/one.parquet")
+
+
+def test_publishing_renames_files_and_folders_and_may_be_repeated(store: OutputStore, tmp_path: Path) -> None:
+    store.write("staging/w/1/part.parquet", ROWS)
+    assert store.publish("staging/w/1", "window=w")
+    assert not store.publish("staging/w/1", "window=w")
+    assert pq.read_table(tmp_path / "out" / "window=w" / "part.parquet").equals(ROWS)
+    store.write("seg/late.parquet", ROWS)
+    assert store.publish("seg/late.parquet", "_late/window=w/late.parquet")
+    assert not store.publish("seg/late.parquet", "_late/window=w/late.parquet")
+
+
+def test_publishing_what_was_never_there_is_an_error(store: OutputStore) -> None:
+    store.prepare()
+    with pytest.raises(FileNotFoundError, match=r"neither .*/a nor .*/b exists"):
+        store.publish("a", "b")
+
+
+def test_publishing_never_writes_over_output_that_is_there(store: OutputStore) -> None:
+    store.write("staging/w/1/part.parquet", ROWS)
+    store.write("window=w/other.parquet", ROWS)
+    with pytest.raises(OSError, match="not empty"):
+        store.publish("staging/w/1", "window=w")
+    assert store.exists("staging/w/1/part.parquet")
+    assert store.exists("window=w/other.parquet")
+
+
+def test_deleting_takes_files_folders_and_what_is_gone_already(store: OutputStore) -> None:
+    store.write("a/one.parquet", ROWS)
+    store.write("b/two.parquet", ROWS)
+    for path in ("a", "b/two.parquet", "b/two.parquet", "c"):
+        store.delete(path)
+    assert [path for path, _ in store.files("")] == []
+
+
+def test_only_empty_folders_are_dropped(store: OutputStore) -> None:
+    store.prepare("empty")
+    store.write("full/one.parquet", ROWS)
+    for folder in ("empty", "full", "never"):
+        store.drop_empty(folder)
+    assert not store.exists("empty")
+    assert store.exists("full/one.parquet")
+
+
+def test_files_are_listed_at_any_depth_and_folders_at_the_first(store: OutputStore) -> None:
+    sizes = {path: store.write(path, ROWS) for path in ("a/one.parquet", "a/b/two.parquet")}
+    assert dict(store.files("a")) == sizes
+    assert list(store.folders("a")) == ["a/b"]
+    assert list(store.files("none")) == []
+    assert list(store.folders("none")) == []
+
+
+def test_what_cannot_be_written_says_why(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(OSError, match="file"):
+        OutputStore(str(tmp_path / "file")).write("a/one.parquet", ROWS)
