@@ -114,6 +114,11 @@ class SparkEngine:
         self._was_ready = False
 
     @property
+    def is_ready(self) -> bool:
+        """Whether a job would start at once."""
+        return self._ready_life is not None
+
+    @property
     def phase(self) -> str:
         """``starting``, ``warming``, ``ready``, ``restarting`` or ``closed``: what there is to wait for."""
         if self._over is not None:
@@ -233,6 +238,9 @@ class SparkEngine:
             self._life = None
             self._announce(None)
             await asyncio.to_thread(shutil.rmtree, start.scratch, ignore_errors=True)
+        if start.archive is not None and not life.jobs_done and not self._closing.is_set():
+            # A truncated file was seen to crash the JVM instead of being declined: the next start goes without.
+            await asyncio.to_thread(Path(start.archive).unlink, missing_ok=True)
         return life
 
     async def _follow(self, life: Life, began: float, java: Java | None, wanted: Path | None) -> None:

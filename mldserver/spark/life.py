@@ -40,6 +40,8 @@ log = structlog.get_logger("mldserver")
 _LAST_LINES = 20
 """Lines of a driver's standard error that tell why it died."""
 
+_LINE_CHARACTERS = 300
+
 _DRAIN_SECONDS = 2
 """How long output may still come once the driver is dead: a worker in another group may hold the pipe a little."""
 
@@ -86,10 +88,10 @@ class Life:
         """Return why the life ended, in a sentence."""
         if self._reason:
             return self._reason
+        said = f" It said last: {' | '.join(self._last_lines)}" if self._last_lines else ""
         if self.failed is not None:
-            return f"The start failed: {self.failed.error}: {self.failed.message}"
-        said = " | ".join(self._last_lines)
-        return f"The process ended. It said last: {said}" if said else "The process ended without a word."
+            return f"The start failed: {self.failed.error}: {self.failed.message}{said}"
+        return f"The process ended.{said}"
 
     async def live(self, start_deadline: float) -> None:
         """Run the life; return when the driver is dead. ``start_deadline``: seconds until it must be warm."""
@@ -231,14 +233,16 @@ class Life:
                 answer.set_exception(self._lost())
 
     def _printed(self, line: str) -> None:
+        if self.started is None:
+            self._last_lines.append(line[:_LINE_CHARACTERS])  # a crash at start is told on standard output
         log.info("handler.output", stream="stdout", text=line)
 
     def _said(self, line: str) -> None:
         entry = spark_log.parse(line)
         if entry.level != "debug":
-            self._last_lines.append(entry.text[:500])
+            self._last_lines.append(entry.text[:_LINE_CHARACTERS])
         self._log(entry)
 
     def _log(self, entry: spark_log.Entry) -> None:
-        told = {"exception": entry.exception} if entry.exception else {}
-        getattr(log, entry.level)("spark.log", logger=entry.logger, text=entry.text, **told)
+        told = {"logger": entry.logger, "text": entry.text, "exception": entry.exception}
+        getattr(log, entry.level)("spark.log", **{name: value for name, value in told.items() if value})

@@ -40,8 +40,6 @@ _EVERYWHERE = {
 _CLASSIC = {
     "spark.app.name": "mldserver",
     "spark.ui.showConsoleProgress": "false",
-    # JSON lines on stderr, which the server passes into its own log.
-    "spark.log.structuredLogging.enabled": "true",
     # A driver that lives for months remembers the last few jobs only.
     "spark.ui.retainedJobs": "100",
     "spark.ui.retainedStages": "100",
@@ -59,6 +57,24 @@ _LOCAL = {
     "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
     "spark.hadoop.fs.AbstractFileSystem.file.impl": "org.apache.hadoop.fs.local.RawLocalFs",
 }
+
+LOG_SETTINGS = "log4j2.properties"
+
+_LOG4J = """\
+rootLogger.level = warn
+rootLogger.appenderRef.stderr.ref = stderr
+appender.stderr.type = Console
+appender.stderr.name = stderr
+appender.stderr.target = SYSTEM_ERR
+appender.stderr.layout.type = JsonTemplateLayout
+appender.stderr.layout.eventTemplate = {\
+"level": {"$resolver": "level", "field": "name"}, \
+"logger": {"$resolver": "logger", "field": "name"}, \
+"msg": {"$resolver": "message", "stringified": true}, \
+"exception": {"$resolver": "exception", "field": "stackTrace", "stackTrace": {"stringified": true}}}
+"""
+"""One JSON object a line on stderr, which the server passes into its own log. Spark's own setting for it,
+``spark.log.structuredLogging.enabled``, was seen to do nothing for a session that Python starts (4.3)."""
 
 _LAUNCHER_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 """For the small JVM that only computes the command line of the real one."""
@@ -89,9 +105,13 @@ def jvm_options(*, quick: bool, archive: str | None, train: bool) -> list[str]:
             if train
             else f"-XX:SharedArchiveFile={archive}"
         )
-        options.append(f'"{file}"' if " " in file else file)
+        options.append(_quoted(file))
         options += ["-Xlog:disable", "-Xlog:all=error:stderr"]
     return options
+
+
+def _quoted(option: str) -> str:
+    return f'"{option}"' if " " in option else option
 
 
 def defaults(start: Start, cores: int) -> dict[str, str]:
@@ -99,7 +119,11 @@ def defaults(start: Start, cores: int) -> dict[str, str]:
     if is_connect(start.master):
         return {**_EVERYWHERE, **start.conf}
     ours = {**_EVERYWHERE, **_CLASSIC}
-    options = jvm_options(quick=start.quick, archive=start.archive, train=start.train)
+    options = [
+        _quoted(f"-Djava.io.tmpdir={start.scratch}"),
+        _quoted(f"-Dlog4j2.configurationFile={Path(start.scratch) / LOG_SETTINGS}"),
+    ]
+    options += jvm_options(quick=start.quick, archive=start.archive, train=start.train)
     # The "default" options stand before the user's spark.driver.extraJavaOptions instead of replacing them.
     ours["spark.driver.defaultJavaOptions"] = " ".join(options)
     ours["spark.ui.enabled"] = "true" if start.ui else "false"
@@ -109,7 +133,6 @@ def defaults(start: Start, cores: int) -> dict[str, str]:
         ours["spark.scheduler.mode"] = "FAIR"
     if is_local(start.master):
         ours |= _LOCAL
-        ours["spark.local.dir"] = start.scratch
         ours["spark.sql.shuffle.partitions"] = str(cores)
     return {**ours, **start.conf}
 
@@ -135,6 +158,9 @@ def environment(start: Start, inherited: Mapping[str, str], *, java_home: str | 
         ours.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
         # Its default is whatever `python3` on PATH is: not the virtual environment's.
         ours.setdefault("PYSPARK_PYTHON", sys.executable)
+        if "spark.local.dir" not in start.conf:
+            # The setting itself would be answered with a warning at every start.
+            ours.setdefault("SPARK_LOCAL_DIRS", start.scratch)
     return ours
 
 
@@ -171,6 +197,7 @@ def open_session(start: Start) -> Session:
     from pyspark.sql import SparkSession  # noqa: PLC0415  # the server imports this module and never pyspark
 
     connect = is_connect(start.master)
+    (Path(start.scratch) / LOG_SETTINGS).write_text(_LOG4J)
     cores = os.cpu_count() or 1
     builder: Any = SparkSession.builder
     builder = builder.remote(start.master) if connect else builder.master(start.master)

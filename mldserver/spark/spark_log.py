@@ -1,14 +1,13 @@
 """From the driver's standard output and error to events of the log. Synchronous, no I/O.
 
-Spark writes JSON (``spark.log.structuredLogging.enabled``), but for the first lines, which it writes before it has read
-its settings; Java, Python and the user's code write whatever they like.
+Spark writes JSON, by the log4j settings that ``session.py`` gives it, unless the user gave it others; Java, Python and
+the user's code write whatever they like.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import orjson
 
@@ -17,17 +16,19 @@ __all__ = ["LINE_LIMIT", "Entry", "Lines", "parse"]
 LINE_LIMIT = 64 * 1024
 """Bytes of a line that are kept; a query plan in a log line can have megabytes."""
 
+# Spark calls an error what it goes on to retry, and every error of the user's code. What those come to is told by the
+# server's own events (window.failed, spark.lost), at the level that they deserve.
 _LEVELS = {
     "TRACE": "debug",
     "DEBUG": "debug",
     "INFO": "info",
     "WARN": "warning",
-    "ERROR": "error",
+    "ERROR": "warning",
     "FATAL": "error",
 }
 
 _PLAIN = re.compile(r"\d\d/\d\d/\d\d \d\d:\d\d:\d\d (TRACE|DEBUG|INFO|WARN|ERROR|FATAL) ([\w.$]+): (.*)")
-"""``26/11/21 02:53:02 WARN NativeCodeLoader: …``: Spark before it has read its settings."""
+"""``26/11/21 02:53:02 WARN NativeCodeLoader: …``: Spark's own pattern, for users who bring it back."""
 
 _ALWAYS_SAID = re.compile(
     r"WARNING: Using incubator modules|Using Spark's default log4j profile|Setting default log level to"
@@ -35,8 +36,17 @@ _ALWAYS_SAID = re.compile(
 )
 """Said at every start, about nothing that a person could or should change."""
 
+_SAID_TWICE = frozenset(
+    {
+        "DataFrameQueryContextLogger",
+        "org.apache.spark.sql.execution.datasources.FileFormatWriter",
+        "org.apache.spark.util.Utils",
+    }
+)
+"""Loggers that repeat a job's error, which comes back with the job's answer anyway."""
+
 _FRAMES = 40
-"""Java frames of an exception that are kept."""
+"""Lines of a Java stack that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,25 +111,15 @@ def _structured(line: str) -> Entry | None:
         return None
     if "level" not in told or "msg" not in told:
         return None
-    text = str(told["msg"])
-    return Entry(
-        _level(str(told["level"]), text), text, str(told.get("logger", "")), _exception(told.get("exception"))
-    )
+    logger, text = str(told.get("logger", "")), str(told["msg"])
+    level = "debug" if logger in _SAID_TWICE else _level(str(told["level"]), text)
+    return Entry(level, text, logger, _exception(told.get("exception")))
 
 
-def _exception(told: Any) -> str:
-    """Return an exception as Java writes it, from ``{class, msg, stacktrace: [{class, method, file, line}]}``."""
-    if not isinstance(told, dict):
-        return ""
-    frames = told.get("stacktrace")
-    if not isinstance(frames, list):
-        frames = []
-    lines = [f"{told.get('class')}: {told.get('msg')}"]
-    lines += [
-        f"\tat {frame.get('class')}.{frame.get('method')}({frame.get('file')}:{frame.get('line')})"
-        for frame in frames[:_FRAMES]
-        if isinstance(frame, dict)
-    ]
-    if len(frames) > _FRAMES:
-        lines.append(f"\t… {len(frames) - _FRAMES} more")
-    return "\n".join(lines)
+def _exception(told: object) -> str:
+    if isinstance(told, dict):  # pyspark's own logger, in Python
+        return f"{told.get('class')}: {told.get('msg')}"
+    stack = str(told or "").splitlines()
+    if len(stack) > _FRAMES:
+        stack[_FRAMES:] = [f"\t… {len(stack) - _FRAMES} more"]
+    return "\n".join(stack)

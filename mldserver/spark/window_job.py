@@ -7,6 +7,7 @@ so Spark needs no clever committer, and what an attempt leaves behind when it fa
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,9 @@ META_DDL = (
     "_time BIGINT, _clock BIGINT, _shard STRING, _sequence STRING, _sub_sequence BIGINT, _arrival TIMESTAMP"
 )
 """``META_COLUMNS`` of runtime/base.py as Spark reads them."""
+
+_GLOB = re.compile(r"([\[\]{}*?\\])")
+"""Spark takes paths to read for patterns, so an output folder's brackets must be told from a pattern's."""
 
 _TASK_BYTES = 8 * 1024 * 1024
 """A task costs tens of milliseconds whatever it does: less than this is not worth one of its own."""
@@ -60,16 +64,18 @@ def columns_ddl(schema: str) -> str:
 
 def read(spark: SparkSession, schema: str, job: WindowJob, cores: int) -> DataFrame:
     """Return the window's rows. The schema is given, so that no job is spent on looking into the files."""
-    rows = spark.read.schema(columns_ddl(schema)).parquet(*job.segments)
+    rows = spark.read.schema(columns_ddl(schema)).parquet(
+        *(_GLOB.sub(r"\\\1", path) for path in job.segments)
+    )
     return rows.coalesce(partitions(job.bytes, cores))
 
 
 def write(result: DataFrame, job: WindowJob, cores: int) -> None:
     """Write the result into ``job.staging``. An existing directory is an error: it belongs to another attempt."""
     (
+        # Spark's default mode is the one that is wanted; Connect does not know it by its name "errorifexists".
         result.coalesce(partitions(job.bytes, cores))
-        .write.mode("errorifexists")
-        .option("mapreduce.fileoutputcommitter.marksuccessfuljobs", "false")
+        .write.option("mapreduce.fileoutputcommitter.marksuccessfuljobs", "false")
         .parquet(job.staging)
     )
 
@@ -106,5 +112,5 @@ def warm_up(spark: SparkSession, schema: str, job: WindowJob, cores: int) -> Non
 
     columns = spark.createDataFrame([], columns_ddl(schema)).schema
     row = spark.range(1).select(*(F.lit(None).cast(c.dataType).alias(c.name) for c in columns))
-    row.write.mode("errorifexists").parquet(job.segments[0])
+    row.write.parquet(job.segments[0])
     run_window(spark, schema, Pipeline(lambda rows, _window: rows.groupBy("_shard").count()), job, cores)

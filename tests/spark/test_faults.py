@@ -1,0 +1,88 @@
+import subprocess
+import sys
+
+import pytest
+
+from mldserver.spark import faults
+from mldserver.spark.faults import describe, message, user_traceback
+
+
+def caught(function):
+    with pytest.raises(Exception) as info:  # noqa: PT011  # any error will do
+        function()
+    return info.value
+
+
+def test_the_java_stack_below_a_message_is_cut():
+    java = "An error occurred.\n: java.lang.IllegalStateException: no\n\tat a.B.c(B.java:1)\n\tat d.E"
+    assert message(RuntimeError(java)) == "An error occurred.\n: java.lang.IllegalStateException: no"
+    assert message(RuntimeError("plain\n\nJVM stacktrace:\njava.lang.X")) == "plain"
+
+
+def test_an_error_without_words_is_told_by_its_class():
+    assert message(KeyboardInterrupt()) == "KeyboardInterrupt"
+
+
+def test_a_message_of_megabytes_is_clipped():
+    assert len(message(ValueError("x" * 10**6))) < 21_000
+
+
+def test_the_users_frames_are_kept_and_the_machinerys_are_not():
+    def user_code():
+        subprocess.run([sys.executable, "-c", ""], check=True, timeout="never")
+
+    told = user_traceback(caught(user_code))
+    assert "in user_code" in told
+    code = compile("def inner(): raise ValueError('deep')", "/somewhere/py4j/protocol.py", "exec")
+    namespace = {}
+    exec(code, namespace)
+    told = user_traceback(caught(namespace["inner"]))
+    assert "py4j" not in told
+    assert told.endswith("ValueError: deep")
+
+
+def test_causes_are_told_first():
+    def user_code():
+        try:
+            {}["key"]
+        except KeyError as error:
+            raise ValueError("wrong window") from error
+
+    told = user_traceback(caught(user_code))
+    assert told.index("KeyError: 'key'") < told.index("direct cause") < told.index("ValueError: wrong window")
+
+
+def test_what_was_being_handled_is_told_unless_it_was_hidden():
+    def shown():
+        try:
+            {}["key"]
+        except KeyError:
+            raise ValueError("second")  # noqa: B904  # that is the case in question
+
+    def hidden():
+        try:
+            {}["key"]
+        except KeyError:
+            raise ValueError("second") from None
+
+    assert "being handled during" in user_traceback(caught(shown))
+    assert "KeyError" not in user_traceback(caught(hidden))
+
+
+def test_a_circle_of_causes_ends():
+    one, two = ValueError("one"), ValueError("two")
+    one.__cause__, two.__cause__ = two, one
+    assert user_traceback(one).count("ValueError: one") == 1
+
+
+def test_a_fault_names_class_sentence_and_place():
+    class Odd(Exception):
+        pass
+
+    def user_code():
+        raise Odd("a sentence")
+
+    fault = describe(caught(user_code))
+    assert (fault.error, fault.message) == ("Odd", "a sentence")
+    assert f"{__name__}.Odd: a sentence" in fault.traceback
+    assert faults.__all__

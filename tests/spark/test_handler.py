@@ -1,0 +1,70 @@
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from pyspark.sql import DataFrame
+
+from mldserver.coordinator.windows import Window
+from mldserver.errors import HandlerInvalid
+from mldserver.spark.handler import pipeline_of
+
+WINDOW = Window("w", None, None)
+
+
+class Rows(DataFrame):
+    """A DataFrame in name: what is tested does not look inside."""
+
+    def __new__(cls):
+        return object.__new__(cls)
+
+
+def test_without_on_window_the_rows_are_the_result():
+    rows = Rows()
+    assert pipeline_of(SimpleNamespace()).apply(rows, WINDOW) is rows
+
+
+def test_a_modules_function_is_called_with_rows_and_window():
+    seen = []
+
+    def on_window(rows, window):
+        seen.append((rows, window))
+        return rows
+
+    rows = Rows()
+    assert pipeline_of(SimpleNamespace(on_window=on_window)).apply(rows, WINDOW) is rows
+    assert seen == [(rows, WINDOW)]
+
+
+def test_a_class_is_instantiated_once():
+    class Handler:
+        made = 0
+
+        def __init__(self):
+            Handler.made += 1
+
+        def on_window(self, rows, window):
+            return rows
+
+    pipeline = pipeline_of(Handler)
+    for _ in range(3):
+        pipeline.apply(Rows(), WINDOW)
+    assert Handler.made == 1
+
+
+def test_an_async_hook_is_run_to_its_end():
+    async def on_window(rows, window):
+        await asyncio.sleep(0)
+        return rows
+
+    rows = Rows()
+    assert pipeline_of(SimpleNamespace(on_window=on_window)).apply(rows, WINDOW) is rows
+
+
+def test_none_says_that_the_pipeline_wrote_for_itself():
+    assert pipeline_of(SimpleNamespace(on_window=lambda _rows, _window: None)).apply(Rows(), WINDOW) is None
+
+
+@pytest.mark.parametrize(("value", "said"), [(5, "an int"), ("x", "a str"), ([], "a list")])
+def test_anything_else_is_the_handlers_error(value, said):
+    with pytest.raises(HandlerInvalid, match=f"on_window returned {said}, not a Spark DataFrame"):
+        pipeline_of(SimpleNamespace(on_window=lambda _rows, _window: value)).apply(Rows(), WINDOW)

@@ -1,0 +1,85 @@
+import sys
+
+import pytest
+
+from mldserver.spark.session import defaults, environment, is_connect, is_local, jvm_options
+from mldserver.spark.wire import Start
+
+
+def start(master="local[*]", **told):
+    return Start("h", "a INT", master, "/scratch", **told)
+
+
+def test_masters_are_told_apart():
+    assert [is_local(m) for m in ("local", "local[*]", "spark://h:7077", "sc://h")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert [is_connect(m) for m in ("local", "spark://h:7077", "sc://h")] == [False, False, True]
+
+
+def test_what_the_user_sets_wins():
+    conf = defaults(start(conf={"spark.sql.session.timeZone": "Europe/Berlin", "spark.x": "1"}), cores=2)
+    assert conf["spark.sql.session.timeZone"] == "Europe/Berlin"
+    assert conf["spark.x"] == "1"
+
+
+def test_small_local_data_gets_small_local_settings():
+    conf = defaults(start(), cores=3)
+    assert conf["spark.sql.shuffle.partitions"] == "3"
+    assert conf["spark.ui.enabled"] == "false"
+    assert conf["spark.driver.bindAddress"] == "127.0.0.1"
+    assert "spark.scheduler.mode" not in conf
+
+
+def test_asked_for_things_are_there():
+    conf = defaults(start(ui=True, concurrency=2), cores=3)
+    assert conf["spark.ui.enabled"] == "true"
+    assert conf["spark.scheduler.mode"] == "FAIR"
+
+
+def test_a_clusters_driver_is_reachable_and_sizes_its_shuffles_itself():
+    conf = defaults(start("spark://h:7077"), cores=3)
+    assert "spark.driver.bindAddress" not in conf
+    assert "spark.sql.shuffle.partitions" not in conf
+
+
+def test_a_connect_session_sets_only_what_a_session_may():
+    conf = defaults(start("sc://h", conf={"spark.x": "1"}), cores=3)
+    assert all(name.startswith("spark.sql.") or name == "spark.x" for name in conf)
+
+
+def test_jvm_options_follow_what_is_asked():
+    assert not any("Tiered" in option for option in jvm_options(quick=False, archive=None, train=False))
+    assert "-XX:TieredStopAtLevel=1" in jvm_options(quick=True, archive=None, train=False)
+    assert "-XX:SharedArchiveFile=/c/a.jsa" in jvm_options(quick=False, archive="/c/a.jsa", train=False)
+    trained = jvm_options(quick=False, archive="/a b/a.jsa", train=True)
+    assert any(option.startswith('"-XX:ArchiveClassesAtExit=/a b/a.jsa.') for option in trained)
+
+
+@pytest.mark.parametrize("inherited", [{}, {"PYTHONPATH": "/old"}])
+def test_the_drivers_environment_has_the_users_path_first_and_nothing_of_another_spark(inherited):
+    ours = environment(
+        start(python_path=("/here",)), {**inherited, "PYSPARK_GATEWAY_PORT": "1"}, java_home="/java"
+    )
+    assert ours["PYTHONPATH"].split(":") == ["/here", *inherited.values()]
+    assert "PYSPARK_GATEWAY_PORT" not in ours
+    assert (ours["JAVA_HOME"], ours["TMPDIR"], ours["PYSPARK_PYTHON"]) == (
+        "/java",
+        "/scratch",
+        sys.executable,
+    )
+    assert ours["SPARK_LOCAL_IP"] == "127.0.0.1"
+    assert ours["SPARK_LOCAL_DIRS"] == "/scratch"
+
+
+def test_a_clusters_workers_choose_their_own_python():
+    ours = environment(start("spark://h:7077"), {}, java_home=None)
+    assert not {"PYSPARK_PYTHON", "SPARK_LOCAL_IP", "JAVA_HOME"} & set(ours)
+
+
+def test_the_users_scratch_disks_are_kept():
+    ours = environment(start(conf={"spark.local.dir": "/fast"}), {}, java_home=None)
+    assert "SPARK_LOCAL_DIRS" not in ours

@@ -1,0 +1,81 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mldserver.spark.spark_log import LINE_LIMIT, Entry, Lines, parse
+
+
+def line(**told):
+    return json.dumps(told)
+
+
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [
+        ("TRACE", "debug"),
+        ("DEBUG", "debug"),
+        ("INFO", "info"),
+        ("WARN", "warning"),
+        ("ERROR", "warning"),
+        ("FATAL", "error"),
+        ("NOTICE", "info"),
+    ],
+)
+def test_log4j_levels_become_the_logs_own(name, level):
+    assert parse(line(level=name, msg="m", logger="a.b.C")) == Entry(level, "m", "a.b.C")
+
+
+def test_a_java_stack_is_kept_but_not_all_of_it():
+    stack = "\n".join(["java.io.IOException: no", *(f"\tat x.Y.z{i}(Y.java:{i})" for i in range(100))])
+    exception = parse(line(level="ERROR", msg="m", exception=stack)).exception.splitlines()
+    assert exception[:2] == ["java.io.IOException: no", "\tat x.Y.z0(Y.java:0)"]
+    assert exception[-1] == "\t… 61 more"
+    assert len(exception) == 41
+
+
+def test_pysparks_own_logger_tells_its_exception_in_parts():
+    entry = parse(
+        line(level="ERROR", msg="m", logger="X", exception={"class": "E", "msg": "no", "stacktrace": []})
+    )
+    assert entry.exception == "E: no"
+
+
+def test_what_only_repeats_a_jobs_error_is_for_developers():
+    assert parse(line(level="ERROR", msg="m", logger="DataFrameQueryContextLogger")).level == "debug"
+
+
+def test_sparks_own_pattern_is_read_too():
+    assert parse("26/11/21 02:53:02 WARN TaskSetManager: Lost task 0.0") == Entry(
+        "warning", "Lost task 0.0", "TaskSetManager"
+    )
+
+
+def test_what_is_said_at_every_start_is_for_developers():
+    assert parse("WARNING: Using incubator modules: jdk.incubator.vector").level == "debug"
+    told = "Unable to load native-hadoop library for your platform..."
+    assert parse(line(level="WARN", msg=told)).level == "debug"
+
+
+@pytest.mark.parametrize("text", ["hello", "{not json", '{"a": 1}', '{"level": "INFO"}', "", "{}"])
+def test_any_other_line_is_passed_on_as_it_is(text):
+    assert parse(text) == Entry("info", text)
+
+
+@given(st.lists(st.binary(max_size=20), max_size=10), st.data())
+def test_lines_do_not_depend_on_chunks(parts, data):
+    stream = b"\n".join(part.replace(b"\r", b"") for part in parts)
+    cut = data.draw(st.integers(0, len(stream)))
+    lines = Lines()
+    got = lines.feed(stream[:cut]) + lines.feed(stream[cut:]) + lines.end()
+    expected = stream.decode("utf-8", errors="replace").split("\n")
+    assert got == (expected if expected[-1] else expected[:-1])
+
+
+def test_a_line_without_end_does_not_fill_the_memory():
+    lines = Lines()
+    for _ in range(3):
+        assert lines.feed(b"x" * LINE_LIMIT) == []
+    assert [len(text) for text in lines.feed(b"y\nnext\r\n")] == [LINE_LIMIT, 4]
+    assert lines.end() == []

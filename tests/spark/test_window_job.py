@@ -1,0 +1,69 @@
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mldserver.runtime.base import META_COLUMNS
+from mldserver.spark.window_job import META_DDL, Output, columns_ddl, inspect_output, partitions, read
+
+MIB = 1024 * 1024
+
+
+@pytest.mark.parametrize(
+    ("size", "cores", "expected"),
+    [
+        (0, 8, 1),
+        (1, 8, 1),
+        (8 * MIB, 8, 1),
+        (8 * MIB + 1, 8, 2),
+        (100 * MIB, 8, 8),
+        (1024 * MIB, 4, 8),
+        (1024 * MIB + 1, 4, 9),
+    ],
+)
+def test_small_windows_are_one_task_and_large_ones_a_task_for_128_mib(size, cores, expected):
+    assert partitions(size, cores) == expected
+
+
+def test_segments_have_the_handlers_columns_and_the_meta_columns():
+    assert [column.split()[0] for column in META_DDL.split(", ")] == list(META_COLUMNS)
+    assert columns_ddl("a INT, b STRING") == f"a INT, b STRING, {META_DDL}"
+    assert columns_ddl(" ") == META_DDL
+
+
+def test_output_is_what_the_parquet_footers_say(tmp_path):
+    out = tmp_path / "out [1]"
+    (out / "carrier=AA").mkdir(parents=True)
+    pq.write_table(pa.table({"a": [1, 2, 3]}), out / "part-1.parquet")
+    pq.write_table(pa.table({"a": [4]}), out / "carrier=AA" / "part-0.parquet")
+    (out / "_SUCCESS").touch()
+    (out / ".part-1.parquet.crc").touch()
+    assert inspect_output(str(out)) == Output(("carrier=AA/part-0.parquet", "part-1.parquet"), 4)
+
+
+def test_an_output_that_is_not_there_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        inspect_output(str(tmp_path / "nowhere"))
+
+
+def test_brackets_in_a_path_are_not_a_pattern():
+    class Reader:
+        """Spark's reader as far as ``read`` uses it."""
+
+        def schema(self, ddl):
+            return self
+
+        def parquet(self, *paths):
+            self.paths = paths
+            return self
+
+        def coalesce(self, number):
+            return self
+
+    from mldserver.coordinator.windows import Window
+    from mldserver.spark.engine import WindowJob
+
+    reader = Reader()
+    spark = type("Spark", (), {"read": reader})()
+    job = WindowJob(Window("w", None, None), 1, ("/a[1]/{b}*?.parquet", "/plain"), "/out", 1, 1)
+    read(spark, "a INT", job, 2)
+    assert reader.paths == (r"/a\[1\]/\{b\}\*\?.parquet", "/plain")
