@@ -1,0 +1,620 @@
+"""The connection, fed with bytes and commands, compared by lists of what comes out."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mldserver.errors import (
+    DecodeError,
+    FramingError,
+    HandlerHalted,
+    InternalError,
+    MldserverError,
+    PeerError,
+    PeerTimeout,
+    ProtocolViolation,
+)
+from mldserver.protocol import events as ev
+from mldserver.protocol.connection import ConnectionLimits, MLDConnection
+from mldserver.protocol.events import CloseReason, Timer
+from mldserver.protocol.messages import Initialize, LeaseLost, ProcessRecords, Shutdown, Version
+from mldserver.protocol.retries import RetryPolicy
+from mldserver.protocol.states import State
+from mldserver.records import Sequence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LIMITS = ConnectionLimits(
+    line_bytes=1000,
+    initialize_seconds=60,
+    partial_line_seconds=20,
+    close_seconds=5,
+    retries=RetryPolicy(attempts=3, base_seconds=1, cap_seconds=60),
+    end_retries=RetryPolicy(attempts=4, base_seconds=1, cap_seconds=60),
+)
+V2 = {"action": "initialize", "shardId": "s", "sequenceNumber": "TRIM_HORIZON", "subSequenceNumber": 0}
+V1 = {"action": "initialize", "shardId": "s"}
+BATCH = {"action": "processRecords", "records": [], "millisBehindLatest": 0}
+TERMINATE, ZOMBIE, REQUESTED = (
+    {"action": "shutdown", "reason": reason} for reason in ("TERMINATE", "ZOMBIE", "REQUESTED")
+)
+ENDED, LOST, STOP = ({"action": name} for name in ("shardEnded", "leaseLost", "shutdownRequested"))
+
+
+def line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+def status(action: str) -> bytes:
+    return line({"action": "status", "responseFor": action})
+
+
+def asked(number: str | None, sub: int | None = 0) -> bytes:
+    sub = None if number is None else sub
+    return line({"action": "checkpoint", "sequenceNumber": number, "subSequenceNumber": sub})
+
+
+def reply(error: str | None = None) -> dict[str, Any]:
+    return {"action": "checkpoint", "sequenceNumber": "5", "subSequenceNumber": 0, "error": error}
+
+
+class Wire:
+    """A connection and the two ends of its wire; state changes are left out of what happened."""
+
+    def __init__(self, *messages: dict[str, Any], limits: ConnectionLimits = LIMITS) -> None:
+        self.connection = MLDConnection(limits, random=lambda: 1.0)
+        for message in messages:
+            self.says(message)
+            self.connection.answer()
+        self.happened()
+        self.sent()
+
+    def says(self, message: dict[str, Any]) -> list[ev.Event]:
+        self.connection.receive_data(line(message))
+        return self.happened()
+
+    def happened(self) -> list[ev.Event]:
+        return [
+            event for event in self.connection.events_received() if not isinstance(event, ev.StateChanged)
+        ]
+
+    def sent(self) -> bytes:
+        return b"".join(self.connection.data_to_send())
+
+    @property
+    def state(self) -> State:
+        return self.connection.state
+
+    def fails_with(self, error: type[MldserverError]) -> MldserverError:
+        """Assert that the connection has just failed and closed, and return why."""
+        told = [event for event in self.happened() if not isinstance(event, ev.StartTimer | ev.CancelTimer)]
+        failed, closed = told[-2:]
+        assert isinstance(failed, ev.Failed)
+        assert type(failed.error) is error
+        assert isinstance(closed, ev.Closed)
+        assert closed.reason is CloseReason.FAILED
+        assert self.state is State.CLOSED
+        return failed.error
+
+
+# Initialize.
+
+
+def test_a_new_connection_waits_for_initialize_for_a_limited_time() -> None:
+    connection = MLDConnection(LIMITS, random=lambda: 1.0)
+    assert connection.events_received() == [ev.StartTimer(Timer.INITIALIZE, 60)]
+    assert connection.data_to_send() == []
+
+
+def test_initialize_is_delivered_and_answered() -> None:
+    wire = Wire()
+    assert wire.says(V2) == [
+        ev.CancelTimer(Timer.INITIALIZE),
+        ev.Request(Initialize("s", Version.V2, "TRIM_HORIZON", 0)),
+    ]
+    wire.connection.answer()
+    assert (wire.sent(), wire.state) == (status("initialize"), State.IDLE)
+
+
+def test_no_initialize_in_time_is_the_peers_error() -> None:
+    wire = Wire()
+    wire.connection.timer_fired(Timer.INITIALIZE)
+    wire.fails_with(PeerTimeout)
+
+
+def test_a_time_out_that_was_cancelled_meanwhile_is_ignored() -> None:
+    wire = Wire(V2)
+    wire.connection.timer_fired(Timer.INITIALIZE)
+    assert (wire.happened(), wire.state) == ([], State.IDLE)
+
+
+def test_a_checkpoint_during_initialize_is_our_error_since_the_daemon_refuses_it() -> None:
+    wire = Wire()
+    wire.says(V2)
+    with pytest.raises(InternalError):
+        wire.connection.checkpoint(Sequence(5))
+    assert (wire.state, wire.sent()) == (State.INITIALIZING, b"")
+
+
+# Batches and checkpoints.
+
+
+def test_a_batch_is_delivered_undecoded_and_answered_once() -> None:
+    wire = Wire(V2)
+    assert wire.says(BATCH) == [ev.Request(ProcessRecords(line(BATCH)[:-1]))]
+    wire.connection.answer()
+    assert wire.sent() == status("processRecords")
+    with pytest.raises(InternalError, match="answer is not possible in state idle"):
+        wire.connection.answer()
+    assert (wire.state, wire.sent()) == (State.IDLE, b"")
+
+
+def test_state_changes_are_told_for_the_log() -> None:
+    wire = Wire(V2)
+    wire.connection.receive_data(line(BATCH))
+    changed = wire.connection.events_received()[0]
+    assert isinstance(changed, ev.StateChanged)
+    assert (changed.from_state, changed.to_state, changed.on) == ("idle", "processing", "process_records")
+
+
+def test_a_checkpoint_is_asked_for_in_the_form_of_v2() -> None:
+    wire = Wire(V2)
+    wire.says(BATCH)
+    wire.connection.checkpoint(Sequence(5, 2))
+    assert wire.sent() == asked("5", 2)
+    assert wire.says(reply()) == [ev.CheckpointStored(Sequence(5, 2), attempts=1)]
+    wire.connection.answer()
+    assert wire.sent() == status("processRecords")
+
+
+def test_a_checkpoint_is_asked_for_in_the_form_of_v1_when_initialize_had_no_sequence() -> None:
+    wire = Wire(V1)
+    wire.says(BATCH)
+    wire.connection.checkpoint(Sequence(5, 2))
+    assert wire.sent() == b'{"action":"checkpoint","checkpoint":"5"}\n'
+    assert wire.says({"action": "checkpoint", "checkpoint": "5", "error": None}) == [
+        ev.CheckpointStored(Sequence(5, 2), attempts=1)
+    ]
+
+
+def test_several_checkpoints_may_follow_one_another_but_one_is_outstanding() -> None:
+    wire = Wire(V2)
+    wire.says(BATCH)
+    wire.connection.checkpoint(Sequence(5))
+    for illegal in (lambda: wire.connection.checkpoint(Sequence(6)), wire.connection.answer):
+        with pytest.raises(InternalError):
+            illegal()
+    assert wire.sent() == asked("5")
+    wire.says(reply())
+    wire.connection.checkpoint(None)
+    assert wire.sent() == asked(None)
+    assert wire.says(reply()) == [ev.CheckpointStored(None, attempts=1)]
+
+
+@pytest.mark.parametrize("error", ["ThrottlingException", "KinesisClientLibDependencyException"])
+def test_errors_that_pass_by_themselves_are_repeated_with_growing_pauses(error: str) -> None:
+    wire = Wire(V2)
+    wire.says(BATCH)
+    wire.connection.checkpoint(Sequence(5))
+    assert wire.says(reply(error)) == [
+        ev.CheckpointRetrying(Sequence(5), error, attempt=1, delay_seconds=1),
+        ev.StartTimer(Timer.CHECKPOINT_RETRY, 1),
+    ]
+    assert wire.sent() == asked("5")
+    wire.connection.timer_fired(Timer.CHECKPOINT_RETRY)
+    assert wire.sent() == asked("5")
+    assert wire.says(reply(error)) == [
+        ev.CheckpointRetrying(Sequence(5), error, attempt=2, delay_seconds=2),
+        ev.StartTimer(Timer.CHECKPOINT_RETRY, 2),
+    ]
+    wire.connection.timer_fired(Timer.CHECKPOINT_RETRY)
+    assert wire.says(reply()) == [ev.CheckpointStored(Sequence(5), attempts=3)]
+
+
+def test_repetitions_are_bounded_and_the_batch_goes_on() -> None:
+    wire = Wire(V2)
+    wire.says(BATCH)
+    wire.connection.checkpoint(Sequence(5))
+    for _ in range(2):
+        wire.says(reply("ThrottlingException"))
+        wire.connection.timer_fired(Timer.CHECKPOINT_RETRY)
+    assert wire.says(reply("ThrottlingException")) == [
+        ev.CheckpointFailed(Sequence(5), "ThrottlingException", attempts=3)
+    ]
+    wire.connection.checkpoint(Sequence(5))
+    assert wire.says(reply("ThrottlingException"))[0] == ev.CheckpointRetrying(
+        Sequence(5), "ThrottlingException", attempt=1, delay_seconds=1
+    )
+
+
+@pytest.mark.parametrize(
+    "error", ["IllegalArgumentException", "InvalidStateException", "NullPointerException", ""]
+)
+def test_any_other_error_is_told_and_the_batch_goes_on(error: str) -> None:
+    wire = Wire(V2)
+    wire.says(BATCH)
+    wire.connection.checkpoint(Sequence(5))
+    assert wire.says(reply(error)) == [ev.CheckpointFailed(Sequence(5), error, attempts=1)]
+    wire.connection.answer()
+    assert wire.sent().endswith(status("processRecords"))
+
+
+def test_after_shutdown_exception_no_checkpoint_is_sent_on_this_connection() -> None:
+    wire = Wire(V2)
+    wire.says(BATCH)
+    assert not wire.connection.checkpoints_stopped
+    wire.connection.checkpoint(Sequence(5))
+    assert wire.says(reply("ShutdownException")) == [ev.CheckpointsStopped(Sequence(5))]
+    assert wire.connection.checkpoints_stopped
+    wire.sent()
+    wire.connection.checkpoint(Sequence(6))
+    assert (wire.happened(), wire.sent()) == ([ev.CheckpointsStopped(Sequence(6))], b"")
+    wire.connection.answer()
+    assert wire.sent() == status("processRecords")
+    wire.says(LOST)
+    wire.connection.answer()
+    assert wire.sent() == status("leaseLost")
+
+
+def test_a_batch_that_our_side_cannot_decode_is_the_peers_error() -> None:
+    wire = Wire(V2)
+    wire.says(BATCH)
+    error = DecodeError("records[0].data")
+    wire.connection.reject(error)
+    assert wire.fails_with(DecodeError) is error
+    assert wire.sent() == b""
+
+
+def test_there_is_nothing_to_reject_between_batches() -> None:
+    wire = Wire(V2)
+    with pytest.raises(InternalError):
+        wire.connection.reject(DecodeError("late"))
+
+
+# Endings.
+
+
+@pytest.mark.parametrize(("request_", "action"), [(STOP, "shutdownRequested"), (REQUESTED, "shutdown")])
+def test_a_requested_shutdown_may_be_checkpointed_and_an_ending_or_eof_follows(
+    request_: dict[str, Any], action: str
+) -> None:
+    wire = Wire(V2)
+    wire.says(request_)
+    wire.connection.checkpoint(Sequence(5))
+    wire.says(reply("ThrottlingException"))
+    wire.connection.timer_fired(Timer.CHECKPOINT_RETRY)
+    wire.says(reply())
+    wire.connection.answer()
+    assert wire.sent() == asked("5") * 2 + status(action)
+    assert (wire.state, wire.happened()) == (State.DRAINED, [])
+    wire.connection.receive_eof()
+    assert wire.happened() == [ev.Closed(CloseReason.EOF)]
+
+
+@pytest.mark.parametrize("ending", [LOST, ENDED, ZOMBIE, TERMINATE])
+def test_every_ending_may_follow_a_requested_shutdown(ending: dict[str, Any]) -> None:
+    wire = Wire(V2, STOP)
+    assert isinstance(wire.says(ending)[0], ev.Request)
+
+
+@pytest.mark.parametrize("message", [BATCH, STOP, V2, REQUESTED])
+def test_nothing_else_may_follow_it(message: dict[str, Any]) -> None:
+    wire = Wire(V2, STOP)
+    wire.connection.receive_data(line(message))
+    wire.fails_with(ProtocolViolation)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message", "action"),
+    [(LOST, LeaseLost(), "leaseLost"), (ZOMBIE, Shutdown("ZOMBIE"), "shutdown")],  # type: ignore[arg-type]  # equal
+)
+def test_a_lost_lease_is_answered_and_our_output_ends(
+    request_: dict[str, Any], message: Any, action: str
+) -> None:
+    wire = Wire(V2)
+    assert wire.says(request_) == [ev.Request(message)]
+    with pytest.raises(InternalError):
+        wire.connection.checkpoint(Sequence(5))
+    wire.connection.answer()
+    assert wire.sent() == status(action)
+    assert wire.happened() == [ev.OutputEnded(), ev.StartTimer(Timer.CLOSE, 5)]
+    wire.connection.receive_eof()
+    assert wire.happened() == [ev.CancelTimer(Timer.CLOSE), ev.Closed(CloseReason.FINISHED)]
+
+
+def test_a_peer_that_does_not_close_after_the_last_status_is_closed() -> None:
+    wire = Wire(V2, LOST)
+    wire.connection.timer_fired(Timer.CLOSE)
+    assert wire.happened() == [ev.Closed(CloseReason.CLOSE_TIMEOUT)]
+
+
+@pytest.mark.parametrize(("request_", "action"), [(ENDED, "shardEnded"), (TERMINATE, "shutdown")])
+def test_a_shards_end_is_checkpointed_with_null_before_its_status(
+    request_: dict[str, Any], action: str
+) -> None:
+    wire = Wire(V2)
+    wire.says(request_)
+    for illegal in (wire.connection.answer, lambda: wire.connection.checkpoint(Sequence(5))):
+        with pytest.raises(InternalError):
+            illegal()
+    wire.connection.checkpoint(None)
+    assert wire.says(reply()) == [ev.CheckpointStored(None, attempts=1)]
+    wire.connection.answer()
+    assert wire.sent() == asked(None) + status(action)
+    assert wire.happened() == [ev.OutputEnded(), ev.StartTimer(Timer.CLOSE, 5)]
+
+
+def test_a_v1_shards_end_has_the_v1_form() -> None:
+    wire = Wire(V1)
+    wire.says(TERMINATE)
+    wire.connection.checkpoint(None)
+    assert wire.sent() == b'{"action":"checkpoint","checkpoint":null}\n'
+
+
+def test_every_error_at_a_shards_end_is_repeated_and_then_the_connection_is_closed_on_purpose() -> None:
+    wire = Wire(V2)
+    wire.says(ENDED)
+    wire.connection.checkpoint(None)
+    for error in ("IllegalArgumentException", "ThrottlingException", "RuntimeException"):
+        assert isinstance(wire.says(reply(error))[0], ev.CheckpointRetrying)
+        wire.connection.timer_fired(Timer.CHECKPOINT_RETRY)
+    wire.sent()
+    wire.connection.receive_data(line(reply("RuntimeException")))
+    failed = wire.fails_with(PeerError)
+    assert "RuntimeException, 4 times" in failed.what
+    assert wire.sent() == b"", "a status would block the shard's children until the JVM restarts"
+
+
+def test_a_shards_end_without_a_lease_is_answered_without_a_checkpoint() -> None:
+    wire = Wire(V2)
+    wire.says(ENDED)
+    wire.connection.checkpoint(None)
+    wire.says(reply("ShutdownException"))
+    wire.connection.answer()
+    assert wire.sent() == asked(None) + status("shardEnded")
+
+
+@pytest.mark.parametrize("tries", [0, 1])
+def test_a_lease_that_went_during_a_batch_lets_the_shards_end_be_answered(tries: int) -> None:
+    wire = Wire(V2)
+    wire.says(BATCH)
+    wire.connection.checkpoint(Sequence(5))
+    wire.says(reply("ShutdownException"))
+    wire.connection.answer()
+    wire.says(ENDED)
+    wire.sent()
+    for _ in range(tries):
+        wire.connection.checkpoint(None)
+    wire.connection.answer()
+    assert wire.sent() == status("shardEnded")
+
+
+# What the peer does wrong.
+
+
+@pytest.mark.parametrize("first", [BATCH, STOP, ENDED, LOST, TERMINATE, reply()])
+def test_nothing_comes_before_initialize(first: dict[str, Any]) -> None:
+    wire = Wire()
+    wire.connection.receive_data(line(first))
+    assert "awaiting_initialize" in wire.fails_with(ProtocolViolation).what
+
+
+@pytest.mark.parametrize("second", [BATCH, LOST, reply()])
+def test_a_message_while_a_request_is_not_answered_breaks_the_protocol(second: dict[str, Any]) -> None:
+    wire = Wire(V2)
+    wire.says(BATCH)
+    wire.connection.receive_data(line(second))
+    assert "processRecords was not answered" in wire.fails_with(ProtocolViolation).what
+
+
+def test_a_request_instead_of_a_checkpoint_reply_breaks_the_protocol() -> None:
+    wire = Wire(V2)
+    wire.says(BATCH)
+    wire.connection.checkpoint(Sequence(5))
+    wire.connection.receive_data(line(LOST))
+    wire.fails_with(ProtocolViolation)
+
+
+def test_two_requests_in_one_piece_break_the_protocol_and_the_rest_is_not_looked_at() -> None:
+    wire = Wire(V2)
+    wire.connection.receive_data(line(BATCH) * 2 + b"garbage\n")
+    assert wire.happened()[0] == ev.Request(ProcessRecords(line(BATCH)[:-1]))
+    assert wire.state is State.CLOSED
+
+
+def test_the_first_byte_out_of_turn_is_enough() -> None:
+    wire = Wire(V2)
+    wire.says(BATCH)
+    wire.connection.receive_data(b'{"act')
+    assert wire.fails_with(ProtocolViolation).where["excerpt"] == '{"act'
+
+
+def test_blank_lines_are_never_out_of_turn() -> None:
+    wire = Wire(V2)
+    wire.says(BATCH)
+    wire.connection.receive_data(b"\r")
+    wire.connection.receive_data(b"\n\n")
+    wire.connection.answer()
+    assert wire.sent() == status("processRecords")
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [(b"garbage\n", DecodeError), (b"x" * 1001, FramingError), (b"x" * 1001 + b"\n", FramingError)],
+)
+def test_what_is_no_line_or_no_message_ends_the_connection(data: bytes, error: type[PeerError]) -> None:
+    wire = Wire(V2)
+    wire.connection.receive_data(data)
+    wire.fails_with(error)
+
+
+def test_an_incomplete_line_is_waited_for_from_its_first_byte_on() -> None:
+    wire = Wire(V2)
+    wire.connection.receive_data(b'{"action":')
+    assert wire.happened() == [ev.StartTimer(Timer.PARTIAL_LINE, 20)]
+    assert wire.connection.buffered == 10
+    wire.connection.receive_data(b'"lease')
+    assert wire.happened() == []
+    wire.connection.receive_data(b'Lost"}\n')
+    assert wire.happened() == [ev.CancelTimer(Timer.PARTIAL_LINE), ev.Request(LeaseLost())]
+
+
+def test_blank_lines_end_the_wait_too() -> None:
+    wire = Wire(V2)
+    wire.connection.receive_data(b" ")
+    wire.connection.receive_data(b"\n")
+    assert wire.happened() == [ev.StartTimer(Timer.PARTIAL_LINE, 20), ev.CancelTimer(Timer.PARTIAL_LINE)]
+
+
+def test_a_line_that_is_not_complete_in_time_ends_the_connection() -> None:
+    wire = Wire(V2)
+    wire.connection.receive_data(b'{"action":')
+    wire.connection.timer_fired(Timer.PARTIAL_LINE)
+    assert wire.fails_with(PeerTimeout).where["excerpt"] == '{"action":'
+
+
+# EOF and our own closing.
+
+
+def test_eof_between_requests_is_a_plain_end_and_in_a_request_it_is_told() -> None:
+    wire = Wire(V2)
+    wire.connection.receive_eof()
+    assert wire.happened() == [ev.Closed(CloseReason.EOF)]
+    wire = Wire(V2)
+    wire.says(BATCH)
+    wire.connection.checkpoint(Sequence(5))
+    wire.says(reply("ThrottlingException"))
+    wire.connection.receive_eof()
+    assert wire.happened() == [ev.CancelTimer(Timer.CHECKPOINT_RETRY), ev.Closed(CloseReason.EOF_IN_REQUEST)]
+
+
+def test_a_line_that_eof_cut_off_is_reported_and_dropped() -> None:
+    wire = Wire(V2)
+    wire.connection.receive_data(b'{"action":"leaseLost"}')
+    wire.connection.receive_eof()
+    assert wire.happened()[-1] == ev.Closed(CloseReason.EOF, cut_off=22)
+
+
+def test_our_side_may_close_with_an_error_or_without() -> None:
+    wire = Wire(V2)
+    wire.connection.close()
+    assert wire.happened() == [ev.Closed(CloseReason.CLOSED)]
+    wire = Wire(V2)
+    wire.says(BATCH)
+    wire.connection.abort(HandlerHalted("on purpose"))
+    wire.fails_with(HandlerHalted)
+
+
+def test_a_closed_connection_ignores_the_peer_and_refuses_commands() -> None:
+    wire = Wire(V2)
+    wire.connection.close()
+    wire.happened()
+    wire.connection.receive_data(line(LOST))
+    wire.connection.receive_eof()
+    assert wire.happened() == []
+    commands: list[Callable[[], None]] = [
+        wire.connection.answer,
+        wire.connection.close,
+        lambda: wire.connection.abort(HandlerHalted("late")),
+        lambda: wire.connection.checkpoint(None),
+        lambda: wire.connection.reject(DecodeError("late")),
+    ]
+    for command in commands:
+        with pytest.raises(InternalError):
+            command()
+    assert (wire.sent(), wire.happened()) == (b"", [])
+
+
+# Any chunking, any garbage.
+
+
+LIFE = [V2, BATCH, BATCH, STOP, ENDED]
+
+
+def drive(connection: MLDConnection, log: list[Any]) -> None:
+    """Answer what comes: a checkpoint for each request that allows one, then the status."""
+    while events := connection.events_received():
+        for event in events:
+            match event:
+                case ev.Request(message):
+                    log.append(message)
+                    respond(connection)
+                case ev.CheckpointStored() | ev.CheckpointFailed() | ev.CheckpointsStopped():
+                    if connection.state is not State.CLOSED:
+                        connection.answer()
+                case ev.Failed():
+                    log.append(event)
+                case _:
+                    pass
+    log.extend(json.loads(data) for data in connection.data_to_send())
+
+
+def respond(connection: MLDConnection) -> None:
+    if connection.state is State.ENDING:
+        connection.checkpoint(None)
+    elif connection.state in {State.PROCESSING, State.DRAINING}:
+        connection.checkpoint(Sequence(5))
+    elif connection.state is not State.CLOSED:  # a second message came in the same piece
+        connection.answer()
+
+
+def test_a_whole_life_fed_byte_by_byte_is_the_same_as_fed_line_by_line() -> None:
+    logs: list[list[Any]] = []
+    for size in (1, 7, 10_000):
+        connection, log = MLDConnection(LIMITS, random=lambda: 1.0), []
+        for message in LIFE:
+            messages = [message, reply()] if message in (BATCH, STOP, ENDED) else [message]
+            for data in map(line, messages):
+                for start in range(0, len(data), size):
+                    connection.receive_data(data[start : start + size])
+                    drive(connection, log)
+        logs.append(log)
+        assert connection.state is State.FINAL
+    assert logs[0] == logs[1] == logs[2]
+
+
+garbage = st.lists(
+    st.one_of(
+        st.binary(max_size=30),
+        st.sampled_from(
+            [line(message) for message in (V1, V2, BATCH, STOP, ENDED, LOST, TERMINATE, reply())]
+        ),
+        st.sampled_from(
+            [line(reply(error)) for error in ("ThrottlingException", "ShutdownException", "Other")]
+        ),
+        st.sampled_from([b"\n", b"\r\n", b"x" * 1001, b'{"action":"processRecords"', b"[" * 500 + b"\n"]),
+        st.sampled_from(list(Timer)),
+    ),
+    max_size=20,
+)
+
+
+@settings(max_examples=300)
+@given(garbage)
+def test_whatever_the_peer_sends_nothing_raises_and_eof_closes(pieces: list[bytes | Timer]) -> None:
+    connection, log = MLDConnection(LIMITS, random=lambda: 1.0), []
+    for piece in [line(V2), *pieces]:
+        if isinstance(piece, Timer):
+            connection.timer_fired(piece)
+        else:
+            connection.receive_data(piece)
+        drive(connection, log)
+    connection.receive_eof()
+    assert connection.state is State.CLOSED
+    statuses = [entry for entry in log if isinstance(entry, dict) and entry["action"] == "status"]
+    requests = [entry for entry in log if not isinstance(entry, dict | ev.Failed)]
+    assert len(requests) - 1 <= len(statuses) <= len(requests)
+    assert all(KEYS[entry["action"]] == set(entry) for entry in log if isinstance(entry, dict))
+    assert sum(isinstance(entry, ev.Failed) for entry in log) <= 1
+
+
+KEYS = {
+    "status": {"action", "responseFor"},
+    "checkpoint": {"action", "sequenceNumber", "subSequenceNumber"},
+}

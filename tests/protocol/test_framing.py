@@ -1,0 +1,117 @@
+"""Lines out of bytes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mldserver.protocol.framing import LineFramer
+
+
+def test_lines_end_with_lf_or_crlf_and_come_without_their_ends() -> None:
+    assert LineFramer().feed(b"one\ntwo\r\nthree\n") == [b"one", b"two", b"three"]
+
+
+def test_blank_lines_are_skipped() -> None:
+    assert LineFramer().feed(b"\n\r\n  \t\none\n\n") == [b"one"]
+
+
+def test_only_one_cr_belongs_to_the_line_end() -> None:
+    assert LineFramer().feed(b"a\rb\r\r\n") == [b"a\rb\r"]
+
+
+def test_a_line_may_come_byte_by_byte() -> None:
+    framer = LineFramer()
+    lines = [line for byte in b"one\r\ntwo\n" for line in framer.feed(bytes([byte]))]
+    assert lines == [b"one", b"two"]
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_any_buffer_is_taken_and_not_kept(kind: type[bytes | bytearray | memoryview]) -> None:
+    framer = LineFramer()
+    data = bytearray(b"on")
+    framer.feed(kind(data))
+    data[:] = b"xx"
+    assert framer.feed(b"e\n") == [b"one"]
+
+
+def test_what_is_held_of_an_incomplete_line_is_known() -> None:
+    framer = LineFramer()
+    framer.feed(b"one\ntw")
+    assert (framer.pending, framer.excerpt, framer.pending_blank) == (2, b"tw", False)
+    framer.feed(b"o\n\r")
+    assert (framer.pending, framer.pending_blank) == (1, True)
+    framer.feed(b" " * 100)
+    assert not framer.pending_blank
+
+
+def test_an_incomplete_line_above_the_limit_is_an_error_before_its_end() -> None:
+    framer = LineFramer(limit=4)
+    assert framer.feed(b"ab") == []
+    assert framer.error is None
+    assert framer.feed(b"cde") == []
+    assert framer.error is not None
+    assert framer.error.fields()["excerpt"] == "abcde"
+    assert framer.pending == 0
+
+
+def test_the_lines_before_one_that_is_too_long_are_given_and_none_after_it() -> None:
+    framer = LineFramer(limit=4)
+    assert framer.feed(b"one\ntoo long\ntwo\n") == [b"one"]
+    assert framer.error is not None
+    assert framer.feed(b"three\n") == []
+
+
+def test_a_line_of_exactly_the_limit_is_no_error() -> None:
+    framer = LineFramer(limit=4)
+    assert framer.feed(b"four\nfo") == [b"four"]
+    assert framer.feed(b"ur\n") == [b"four"]
+    assert framer.error is None
+
+
+def test_a_line_without_its_end_is_reported_at_eof_and_dropped() -> None:
+    framer = LineFramer()
+    framer.feed(b"one\nhalf")
+    assert framer.feed_eof() == 4
+    assert (framer.pending, framer.feed_eof()) == (0, 0)
+
+
+def test_white_space_at_eof_is_no_line() -> None:
+    framer = LineFramer()
+    framer.feed(b"one\n\r")
+    assert framer.feed_eof() == 0
+
+
+def test_a_long_line_in_small_pieces_is_not_quadratic() -> None:
+    framer = LineFramer()
+    piece = b"x" * 1024
+    for _ in range(20_000):  # 20 MiB; joining anew at each piece would copy 200 GiB
+        framer.feed(piece)
+    (line,) = framer.feed(b"\n")
+    assert len(line) == 20_000 * 1024
+
+
+texts = st.lists(
+    st.one_of(st.binary(max_size=12), st.sampled_from([b"\n", b"\r\n", b"\r", b" ", b"long" * 5])),
+    max_size=12,
+).map(b"".join)
+
+
+@given(texts, st.lists(st.integers(0, 200)), st.integers(1, 16))
+def test_any_chunking_gives_what_the_whole_gives(data: bytes, cuts: list[int], limit: int) -> None:
+    whole, pieces = LineFramer(limit), LineFramer(limit)
+    expected = whole.feed(data)
+    edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    got = [line for start, end in itertools.pairwise(edges) for line in pieces.feed(data[start:end])]
+    assert got == expected
+    assert (whole.error is None) == (pieces.error is None)
+    assert whole.feed_eof() == pieces.feed_eof()
+
+
+@given(texts)
+def test_lines_are_what_splitting_the_whole_gives(data: bytes) -> None:
+    expected = [line.removesuffix(b"\r") for line in data.split(b"\n")[:-1] if line.strip()]
+    assert LineFramer().feed(data) == [line for line in expected if line]
