@@ -126,11 +126,7 @@ class Runtime(Protocol):
         ...
 
     async def forget(self, shard_id: str) -> None:
-        """Drop the shard's handler state: its connection is gone.
-
-        Called once for each ``open`` (also one that failed or was cancelled). A connection may learn of its end only
-        after a newer one has opened the shard: the newer one's state stays.
-        """
+        """Drop the shard's handler state: its connection is gone, and no newer one has opened the shard."""
         ...
 
     async def close(self) -> None:

@@ -7,7 +7,6 @@ that ends the interpreter (``os._exit``, a crash in C) ends the server, whose le
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -71,7 +70,6 @@ class InlineRuntime:
         self._thread = WorkerThread("mldserver-handler")
         self._tools: Tools | None = None
         self._shards: dict[str, _OpenShard] = {}
-        self._openings: Counter[str] = Counter()
 
     async def start(self) -> None:
         """Load the handler. Raises HandlerError when it cannot be loaded."""
@@ -107,7 +105,6 @@ class InlineRuntime:
         Under the policy ``halt`` it raises HandlerHalted after the policy's attempts.
         """
         self._shards.pop(shard.id, None)
-        self._openings[shard.id] += 1
         failures = 0
         while (failed := await self._try_open(shard)) is not None:
             hook, failure = failed
@@ -142,16 +139,12 @@ class InlineRuntime:
             )
 
     async def forget(self, shard_id: str) -> None:
-        """Drop the shard's handler, unless a newer connection has opened the shard meanwhile."""
-        self._openings[shard_id] -= 1
-        if self._openings[shard_id] <= 0:
-            del self._openings[shard_id]
-            self._shards.pop(shard_id, None)
+        """Drop the shard's handler."""
+        self._shards.pop(shard_id, None)
 
     async def close(self) -> None:
         """Stop the worker thread; a hook that hangs is left behind after a few seconds."""
         self._shards.clear()
-        self._openings.clear()
         await self._thread.close(_CLOSE_SECONDS)
 
     async def _try_open(self, shard: Shard) -> tuple[str, Failure] | None:

@@ -12,10 +12,11 @@ import difflib
 import importlib
 import pkgutil
 import sys
+import sysconfig
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from mldserver.errors import HandlerInvalid, HandlerNotFound
 from mldserver.runtime.failure import describe
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 __all__ = ["Loaded", "load", "relative"]
+
+_LIBRARIES: Final = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,8 @@ def _place(error: BaseException) -> tuple[str, int]:
     if isinstance(error, SyntaxError) and error.filename:
         return error.filename, error.lineno or 0
     frames = _users_frames(error)
+    # An error inside a library is placed where the user's code called it.
+    frames = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames
     return (frames[-1].filename, frames[-1].lineno or 0) if frames else ("", 0)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,11 +23,11 @@ BOOM = Failure("ValueError: boom")
 HALT = FailurePolicy(on_failure=OnFailure.HALT)
 
 
-def plan(count, **policy):
+def plan(count: Any, **policy: Any) -> Any:
     return BatchPlan(count, FailurePolicy(**policy))
 
 
-def test_delays_double_from_the_base_to_the_cap_and_jitter_takes_away_up_to_half():
+def test_delays_double_from_the_base_to_the_cap_and_jitter_takes_away_up_to_half() -> None:
     policy = FailurePolicy(base_seconds=0.1, cap_seconds=1.0)
     assert [policy.delay(n, 1.0) for n in (1, 2, 3, 4, 5, 10_000)] == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
     assert policy.delay(2, 0.0) == 0.1
@@ -34,24 +36,24 @@ def test_delays_double_from_the_base_to_the_cap_and_jitter_takes_away_up_to_half
 @pytest.mark.parametrize(
     "wrong", [{"attempts": 0}, {"base_seconds": -1}, {"base_seconds": 2, "cap_seconds": 1}]
 )
-def test_impossible_policies_are_refused(wrong):
+def test_impossible_policies_are_refused(wrong: Any) -> None:
     with pytest.raises(ValueError, match="must"):
         FailurePolicy(**wrong)
 
 
-def test_an_empty_batch_needs_no_call():
+def test_an_empty_batch_needs_no_call() -> None:
     empty = plan(0)
     assert (empty.step(), empty.attempts) == (None, 1)
 
 
-def test_a_batch_without_failures_is_one_call():
+def test_a_batch_without_failures_is_one_call() -> None:
     calls = plan(3)
     assert calls.step() == Step(range(3))
     assert calls.step() is None
     assert calls.attempts == 1
 
 
-def test_a_failing_record_alone_is_called_again_and_the_rest_follows_it():
+def test_a_failing_record_alone_is_called_again_and_the_rest_follows_it() -> None:
     calls = plan(4)
     step = calls.step()
     assert calls.failed_at(step, 1, BOOM) == Retry(1, BOOM, 1)
@@ -61,7 +63,7 @@ def test_a_failing_record_alone_is_called_again_and_the_rest_follows_it():
     assert (calls.dead, calls.attempts) == ({}, 2)
 
 
-def test_a_record_that_keeps_failing_is_dead_after_its_attempts_and_the_rest_goes_on():
+def test_a_record_that_keeps_failing_is_dead_after_its_attempts_and_the_rest_goes_on() -> None:
     calls = plan(2, attempts=2)
     assert calls.failed_at(calls.step(), 0, BOOM) == Retry(0, BOOM, 1)
     assert calls.failed_at(calls.step(), 0, BOOM) is None
@@ -70,7 +72,7 @@ def test_a_record_that_keeps_failing_is_dead_after_its_attempts_and_the_rest_goe
     assert calls.attempts == 2
 
 
-def test_a_failing_batch_is_called_again_and_then_halved_down_to_the_failing_record():
+def test_a_failing_batch_is_called_again_and_then_halved_down_to_the_failing_record() -> None:
     calls, seen = plan(4, attempts=2), []
     while (step := calls.step()) is not None:
         seen.append((list(step.indices), step.delayed))
@@ -88,7 +90,7 @@ def test_a_failing_batch_is_called_again_and_then_halved_down_to_the_failing_rec
     assert calls.attempts == 4
 
 
-def test_records_whose_rows_cannot_be_taken_are_called_again_together_then_dead():
+def test_records_whose_rows_cannot_be_taken_are_called_again_together_then_dead() -> None:
     calls = plan(4, attempts=2)
     assert calls.faulty(calls.step(), {3: BOOM, 1: BOOM}) == [Retry(1, BOOM, 1), Retry(3, BOOM, 1)]
     step = calls.step()
@@ -98,14 +100,14 @@ def test_records_whose_rows_cannot_be_taken_are_called_again_together_then_dead(
     assert (calls.dead, calls.attempts) == ({3: Dead(BOOM, 2)}, 2)
 
 
-def test_records_at_fault_in_a_half_are_dead_at_once():
+def test_records_at_fault_in_a_half_are_dead_at_once() -> None:
     calls = plan(2, attempts=1)
     calls.failed(calls.step(), BOOM)
     assert calls.faulty(calls.step(), {0: BOOM}) == []
     assert calls.dead == {0: Dead(BOOM, 2)}
 
 
-def test_records_that_cannot_be_called_at_all_are_dead_before_the_first_call():
+def test_records_that_cannot_be_called_at_all_are_dead_before_the_first_call() -> None:
     calls = plan(3)
     calls.condemn({1: BOOM})
     assert calls.step() == Step([0, 2])
@@ -116,7 +118,7 @@ def test_records_that_cannot_be_called_at_all_are_dead_before_the_first_call():
 
 
 @pytest.mark.parametrize("how", ["failed", "failed_at", "faulty"])
-def test_under_halt_nothing_dies_and_the_first_failure_for_good_ends_the_plan(how):
+def test_under_halt_nothing_dies_and_the_first_failure_for_good_ends_the_plan(how: Any) -> None:
     calls = BatchPlan(3, HALT)
     for attempt in (1, 2, 3):
         step = calls.step()
@@ -132,14 +134,16 @@ def test_under_halt_nothing_dies_and_the_first_failure_for_good_ends_the_plan(ho
     assert (calls.halted, calls.dead) == (Retry(0, BOOM, 3), {})
 
 
-def test_under_halt_a_record_that_cannot_be_called_ends_the_plan():
+def test_under_halt_a_record_that_cannot_be_called_ends_the_plan() -> None:
     calls = BatchPlan(2, HALT)
     calls.condemn({1: BOOM})
     assert (calls.step(), calls.halted) == (None, Retry(1, BOOM, 1))
 
 
 @given(st.integers(1, 40), st.sets(st.integers(0, 39)), st.integers(1, 4), st.booleans())
-def test_exactly_the_failing_records_die_and_every_other_succeeds_exactly_once(count, bad, attempts, whole):
+def test_exactly_the_failing_records_die_and_every_other_succeeds_exactly_once(
+    count: Any, bad: Any, attempts: Any, whole: Any
+) -> None:
     calls = plan(count, attempts=attempts)
     succeeded = []
     while (step := calls.step()) is not None:
@@ -156,31 +160,31 @@ def test_exactly_the_failing_records_die_and_every_other_succeeds_exactly_once(c
     assert all(dead.attempts >= attempts for dead in calls.dead.values())
 
 
-def raised(error):
+def raised(error: Any) -> Any:
     try:
-        raise error
+        raise error  # noqa: TRY301  # the traceback is the point
     except BaseException as caught:  # noqa: BLE001  # the tests raise what handlers may raise
         return caught
 
 
-def test_an_error_is_told_by_type_and_message_with_the_users_frames():
+def test_an_error_is_told_by_type_and_message_with_the_users_frames() -> None:
     failure = describe(raised(KeyError("carrier")))
     assert failure.error == "KeyError: 'carrier'"
     assert "in raised" in failure.traceback
     assert "raise error" in failure.traceback
 
 
-def test_an_error_without_a_message_is_told_by_its_type():
+def test_an_error_without_a_message_is_told_by_its_type() -> None:
     assert describe(raised(StopIteration())).error == "StopIteration"
 
 
-def test_an_error_that_was_never_raised_has_no_frames():
+def test_an_error_that_was_never_raised_has_no_frames() -> None:
     assert describe(ValueError("x")).traceback == "ValueError: x\n"
 
 
-def test_an_error_that_cannot_print_itself_is_told_all_the_same():
+def test_an_error_that_cannot_print_itself_is_told_all_the_same() -> None:
     class Rude(Exception):
-        def __str__(self):
+        def __str__(self) -> None:
             raise RuntimeError
 
     failure = describe(raised(Rude()))
@@ -188,27 +192,29 @@ def test_an_error_that_cannot_print_itself_is_told_all_the_same():
     assert "Rude" in failure.traceback
 
 
-def test_an_error_whose_traceback_cannot_be_printed_is_told_all_the_same(monkeypatch):
-    def fail(*_):
+def test_an_error_whose_traceback_cannot_be_printed_is_told_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any) -> None:
         raise RuntimeError
 
     monkeypatch.setattr("mldserver.runtime.failure.traceback.format_exception", fail)
     assert describe(ValueError("x")).traceback == "ValueError: x\n"
 
 
-def test_long_tracebacks_are_cut_in_the_middle():
+def test_long_tracebacks_are_cut_in_the_middle() -> None:
     text = describe(ValueError("x" * 100_000)).traceback
     assert len(text) < 21_000
     assert "\n…\n" in text
 
 
-def test_the_servers_own_frames_are_left_out():
-    def handler():
+def test_the_servers_own_frames_are_left_out() -> None:
+    def handler() -> None:
         raise ValueError("x")
 
     from mldserver.runtime.calls import _settled
 
-    def generator():
+    def generator() -> Any:
         handler()
         yield
 
@@ -221,7 +227,7 @@ def test_the_servers_own_frames_are_left_out():
     assert "in __post_init__" in describe(refused.with_traceback(deepest)).traceback
 
 
-def _caught(function):
+def _caught(function: Any) -> Any:
     try:
         function()
     except Exception as error:  # noqa: BLE001  # see raised

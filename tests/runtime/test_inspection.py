@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import textwrap
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,17 +16,20 @@ from mldserver.runtime.inspection import inspect_handler, load_spec
 from mldserver.runtime.loader import Loaded, load
 from mldserver.runtime.spec import Finding, HandlerKind, HookSpec, RecordHook, span_text, windows_text
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 PROCESS = "def process_record(record): ...\n"
 
 
 @pytest.fixture
-def inspect(monkeypatch, tmp_path):
+def inspect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Write a module ``mine`` and inspect it, or something in it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
-    def inspect(text, name="", retention=None):
+    def inspect(text: Any, name: Any = "", retention: Any = None) -> Any:
         (tmp_path / "mine.py").write_text(textwrap.dedent(text))
         importlib.invalidate_caches()
         sys.modules.pop("mine", None)
@@ -36,20 +40,20 @@ def inspect(monkeypatch, tmp_path):
     sys.modules.pop("mine", None)
 
 
-def errors(found):
+def errors(found: Any) -> Any:
     spec, findings = found
     assert spec is None
     return [str(finding) for finding in findings if finding.is_error]
 
 
-def warnings(found):
+def warnings(found: Any) -> Any:
     spec, findings = found
     assert spec is not None
     assert spec.warnings == findings
     return [str(finding) for finding in findings]
 
 
-def test_a_module_with_every_hook(inspect):
+def test_a_module_with_every_hook(inspect: Any) -> None:
     spec, findings = inspect("""
         from mldserver import tumbling
         schema = "carrier STRING, at TIMESTAMP"
@@ -70,7 +74,7 @@ def test_a_module_with_every_hook(inspect):
     assert (spec.windows, spec.time_column, spec.on_window) == (tumbling("1 hour", on="at"), "at", True)
 
 
-def test_a_class_with_methods_of_every_kind(inspect):
+def test_a_class_with_methods_of_every_kind(inspect: Any) -> None:
     spec, findings = inspect(
         """
         class Clicks:
@@ -89,7 +93,7 @@ def test_a_class_with_methods_of_every_kind(inspect):
     assert (spec.windows, spec.time_column, spec.on_window) == (batches(), None, False)
 
 
-def test_callable_objects_and_partials_are_hooks_too(inspect):
+def test_callable_objects_and_partials_are_hooks_too(inspect: Any) -> None:
     spec, findings = inspect(
         """
         from functools import partial
@@ -107,12 +111,12 @@ def test_callable_objects_and_partials_are_hooks_too(inspect):
     assert not spec.hooks["initialize"].is_async
 
 
-def test_a_hook_that_does_not_tell_its_signature_is_taken(inspect):
+def test_a_hook_that_does_not_tell_its_signature_is_taken(inspect: Any) -> None:
     spec, findings = inspect("process_record = max")
     assert (spec.record_hook, findings) == (RecordHook.RECORD, ())
 
 
-def test_a_handler_without_a_schema_has_only_side_effects(inspect):
+def test_a_handler_without_a_schema_has_only_side_effects(inspect: Any) -> None:
     spec, _ = inspect(PROCESS + "schema = None\nwindows = None\non_window = None")
     assert (spec.schema, spec.windows, spec.on_window) == (None, None, False)
 
@@ -123,8 +127,10 @@ def test_a_handler_without_a_schema_has_only_side_effects(inspect):
         ("", "mine.py:1: it has no record hook (process_record, process_records, process_table)"),
         (
             "class Clicks:\n    def process_record(self, r): ...",
-            "mine.py:1: it has no record hook (process_record, process_records, process_table), "
-            "but its class Clicks has one: write mine:Clicks",
+            (
+                "mine.py:1: it has no record hook (process_record, process_records, process_table), "
+                "but its class Clicks has one: write mine:Clicks"
+            ),
         ),
         (
             PROCESS + "def process_table(table): ...",
@@ -171,7 +177,7 @@ def test_a_handler_without_a_schema_has_only_side_effects(inspect):
         ),
     ],
 )
-def test_what_cannot_be_run_is_told_with_file_and_line(inspect, text, found):
+def test_what_cannot_be_run_is_told_with_file_and_line(inspect: Any, text: Any, found: Any) -> None:
     (told,) = errors(inspect(text))
     assert told.startswith(found)
 
@@ -188,7 +194,7 @@ def test_what_cannot_be_run_is_told_with_file_and_line(inspect, text, found):
         ("n", "windows are cut on 'n', which is INT; it must be a TIMESTAMP"),
     ],
 )
-def test_windows_are_cut_on_a_timestamp_column_of_the_schema(inspect, on, found):
+def test_windows_are_cut_on_a_timestamp_column_of_the_schema(inspect: Any, on: Any, found: Any) -> None:
     text = f"""
     from mldserver import tumbling
     schema = "scheduled TIMESTAMP, local TIMESTAMP_NTZ, n INT"
@@ -198,7 +204,7 @@ def test_windows_are_cut_on_a_timestamp_column_of_the_schema(inspect, on, found)
     assert errors(inspect(text)) == [f"mine.py:4: {found}"]
 
 
-def test_windows_longer_than_the_streams_retention_are_refused(inspect):
+def test_windows_longer_than_the_streams_retention_are_refused(inspect: Any) -> None:
     text = (
         PROCESS
         + "from mldserver import tumbling\nschema = 'n INT'\nwindows = tumbling('1 day', lateness='90 minutes')"
@@ -210,27 +216,27 @@ def test_windows_longer_than_the_streams_retention_are_refused(inspect):
     assert inspect(text)[1] == ()
 
 
-def test_batches_have_no_retention_to_fit(inspect):
+def test_batches_have_no_retention_to_fit(inspect: Any) -> None:
     text = PROCESS + "from mldserver import batches\nschema = 'n INT'\nwindows = batches(max_rows=5)"
     spec, findings = inspect(text, retention="1 s")
     assert (findings, spec.windows) == ((), batches(max_rows=5))
 
 
-def test_a_class_must_be_made_without_arguments(inspect):
+def test_a_class_must_be_made_without_arguments(inspect: Any) -> None:
     text = "class C:\n    def __init__(self, x): ...\n    def process_record(self, r): ..."
     assert errors(inspect(text, "C")) == [
         "mine.py:2: class C is made once per shard, without arguments; its __init__ wants some"
     ]
 
 
-def test_a_method_without_self_is_told(inspect):
+def test_a_method_without_self_is_told(inspect: Any) -> None:
     text = "class C:\n    def process_record(record): ..."
     assert errors(inspect(text, "C")) == [
         "mine.py:2: process_record is called as process_record(record), but is process_record(record)"
     ]
 
 
-def test_an_abstract_class_is_told_with_what_it_lacks(inspect):
+def test_an_abstract_class_is_told_with_what_it_lacks(inspect: Any) -> None:
     text = """
     import abc
     class C(abc.ABC):
@@ -241,19 +247,19 @@ def test_an_abstract_class_is_told_with_what_it_lacks(inspect):
     assert errors(inspect(text, "C")) == ["mine.py:3: class C is abstract: it lacks lookup"]
 
 
-def test_a_class_without_hooks_does_not_suggest_others(inspect):
+def test_a_class_without_hooks_does_not_suggest_others(inspect: Any) -> None:
     assert errors(inspect("class C: ...", "C")) == [
         "mine.py:1: it has no record hook (process_record, process_records, process_table)"
     ]
 
 
-def test_what_is_neither_module_nor_class_is_told(inspect):
+def test_what_is_neither_module_nor_class_is_told(inspect: Any) -> None:
     assert errors(inspect("def f(): ...", "f")) == [
         "mine.py:1: mine:f is a function; a handler is a module or a class"
     ]
 
 
-def test_every_problem_is_told_at_once(inspect):
+def test_every_problem_is_told_at_once(inspect: Any) -> None:
     told = errors(inspect("schema = 'n IMT'\nwindows = 5\ndef on_window(): ..."))
     assert [line.split(":")[1] for line in told] == ["3", "1", "1", "2"]
 
@@ -267,32 +273,32 @@ def test_every_problem_is_told_at_once(inspect):
         ("def on_windows(r, w): ...", "on_windows is never called or read; did you mean on_window?"),
     ],
 )
-def test_a_name_that_is_nearly_the_servers_is_a_warning(inspect, text, told):
+def test_a_name_that_is_nearly_the_servers_is_a_warning(inspect: Any, text: Any, told: Any) -> None:
     _, findings = inspect(text)
     assert f"mine.py:1: warning: {told}" in [str(finding) for finding in findings]
 
 
-def test_helpers_beside_a_record_hook_are_no_misspelt_record_hooks(inspect):
+def test_helpers_beside_a_record_hook_are_no_misspelt_record_hooks(inspect: Any) -> None:
     assert warnings(inspect(PROCESS + "def _window(): ...\ndef process_recorded(r): ...\na, b = 1, 2")) == []
 
 
-def test_a_hook_that_comes_from_elsewhere_is_placed_where_it_is_written(inspect, tmp_path):
+def test_a_hook_that_comes_from_elsewhere_is_placed_where_it_is_written(inspect: Any, tmp_path: Path) -> None:
     (tmp_path / "base_of_mine.py").write_text("\n\ndef process_record(): ...\n")
     (told,) = errors(inspect("from base_of_mine import process_record"))
     assert told.startswith("base_of_mine.py:3: process_record is called as")
 
 
-def test_a_module_without_source_has_findings_without_a_place():
+def test_a_module_without_source_has_findings_without_a_place() -> None:
     module = type(sys)("ghost")
     _, findings = inspect_handler(Loaded("ghost", module, module))
     assert str(findings[0]).startswith("it has no record hook")
 
 
-def test_a_class_that_its_module_made_at_run_time_is_placed_by_the_module(inspect):
+def test_a_class_that_its_module_made_at_run_time_is_placed_by_the_module(inspect: Any) -> None:
     assert errors(inspect("C = type('C', (), {})", "C"))[0].startswith("mine.py:1: it has no record hook")
 
 
-def test_load_spec_raises_with_every_error(inspect):
+def test_load_spec_raises_with_every_error(inspect: Any) -> None:
     inspect("schema = 5\nwindows = 6\ndef shard_end(s): ...")
     with pytest.raises(HandlerInvalid) as caught:
         load_spec("mine")
@@ -300,18 +306,18 @@ def test_load_spec_raises_with_every_error(inspect):
     assert caught.value.where["handler"] == "mine"
 
 
-def test_load_spec_returns_what_can_be_run(inspect):
+def test_load_spec_returns_what_can_be_run(inspect: Any) -> None:
     inspect(PROCESS)
     assert load_spec("mine", retention_ms=1).record_hook is RecordHook.RECORD
 
 
-def test_findings_say_as_much_of_their_place_as_is_known():
+def test_findings_say_as_much_of_their_place_as_is_known() -> None:
     assert str(Finding("x", "f.py", 3)) == "f.py:3: x"
     assert str(Finding("x", "f.py", is_error=False)) == "f.py: warning: x"
     assert str(Finding("x")) == "x"
 
 
-def test_durations_and_windows_are_told_for_people():
+def test_durations_and_windows_are_told_for_people() -> None:
     assert [span_text(ms) for ms in (0, 1, 1500, 2000, 5_400_000, 7_200_000, 172_800_000)] == [
         "0 ms",
         "1 ms",

@@ -5,15 +5,19 @@ from __future__ import annotations
 import importlib
 import sys
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mldserver.errors import HandlerInvalid, HandlerNotFound
 from mldserver.runtime.loader import load, relative
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 
 @pytest.fixture(autouse=True)
-def _own_modules(monkeypatch, tmp_path):
+def _own_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Work in a folder of our own; what is imported from it is forgotten again."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -25,8 +29,8 @@ def _own_modules(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def write(tmp_path):
-    def write(path, text=""):
+def write(tmp_path: Path) -> Any:
+    def write(path: Any, text: Any = "") -> Any:
         file = tmp_path / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
@@ -36,26 +40,26 @@ def write(tmp_path):
     return write
 
 
-def test_a_module_in_the_working_directory_is_found(write):
+def test_a_module_in_the_working_directory_is_found(write: Any) -> None:
     write("mine_one.py", "x = 1")
     loaded = load("mine_one")
     assert isinstance(loaded.target, ModuleType)
     assert (loaded.target, loaded.name, loaded.target.x) == (loaded.module, "", 1)
 
 
-def test_another_directory_can_be_named_and_comes_first(write, tmp_path):
+def test_another_directory_can_be_named_and_comes_first(write: Any, tmp_path: Path) -> None:
     write("elsewhere/mine_two.py", "x = 2")
     assert load("mine_two", directory=tmp_path / "elsewhere").target.x == 2
 
 
-def test_a_directory_that_is_first_already_is_not_put_there_twice(write, tmp_path):
+def test_a_directory_that_is_first_already_is_not_put_there_twice(write: Any, tmp_path: Path) -> None:
     write("mine_three.py")
     load("mine_three")
     load("mine_three")
     assert sys.path.count(str(tmp_path.resolve())) == 1
 
 
-def test_a_class_is_found_also_inside_another(write):
+def test_a_class_is_found_also_inside_another(write: Any) -> None:
     write("mine_four.py", "class Outer:\n    class Inner: pass")
     loaded = load("mine_four:Outer.Inner")
     assert (loaded.target.__qualname__, loaded.name) == ("Outer.Inner", "Outer.Inner")
@@ -71,13 +75,15 @@ def test_a_class_is_found_also_inside_another(write):
         ("a..b", "Write package.module or package.module:Name."),
     ],
 )
-def test_what_is_no_dotted_path_is_told_with_the_right_form(path, advice):
+def test_what_is_no_dotted_path_is_told_with_the_right_form(path: Any, advice: Any) -> None:
     with pytest.raises(HandlerNotFound, match="is not a dotted path") as caught:
         load(path)
     assert caught.value.advice == advice
 
 
-def test_a_missing_module_is_told_with_the_folder_searched_and_a_close_match(write, tmp_path):
+def test_a_missing_module_is_told_with_the_folder_searched_and_a_close_match(
+    write: Any, tmp_path: Path
+) -> None:
     write("departures_mine.py")
     with pytest.raises(HandlerNotFound) as caught:
         load("departure_mine")
@@ -86,7 +92,7 @@ def test_a_missing_module_is_told_with_the_folder_searched_and_a_close_match(wri
     assert caught.value.advice.endswith("Did you mean departures_mine?")
 
 
-def test_a_missing_module_of_a_package_is_told_with_a_close_match_in_it(write):
+def test_a_missing_module_of_a_package_is_told_with_a_close_match_in_it(write: Any) -> None:
     write("shop/__init__.py")
     write("shop/orders.py")
     with pytest.raises(HandlerNotFound) as caught:
@@ -95,19 +101,19 @@ def test_a_missing_module_of_a_package_is_told_with_a_close_match_in_it(write):
     assert caught.value.advice == "It was searched in the package shop. Did you mean shop.orders?"
 
 
-def test_a_missing_package_is_told_by_its_own_name():
+def test_a_missing_package_is_told_by_its_own_name() -> None:
     with pytest.raises(HandlerNotFound, match="There is no module 'nowhere_at_all'") as caught:
         load("nowhere_at_all.x.y")
     assert "Did you mean" not in caught.value.advice
 
 
-def test_a_module_under_a_plain_module_is_missing(write):
+def test_a_module_under_a_plain_module_is_missing(write: Any) -> None:
     write("flat.py")
     with pytest.raises(HandlerNotFound, match=r"There is no module 'flat\.x'"):
         load("flat.x")
 
 
-def test_a_missing_attribute_is_told_differently_with_a_close_match(write):
+def test_a_missing_attribute_is_told_differently_with_a_close_match(write: Any) -> None:
     write("mine_five.py", "class Clicks:\n    class Deep: pass\n_Clack = 1")
     with pytest.raises(HandlerNotFound) as caught:
         load("mine_five:Click")
@@ -118,7 +124,7 @@ def test_a_missing_attribute_is_told_differently_with_a_close_match(write):
     assert caught.value.advice == ""
 
 
-def test_an_import_error_inside_the_users_module_is_shown_as_it_is(write):
+def test_an_import_error_inside_the_users_module_is_shown_as_it_is(write: Any) -> None:
     write("mine_six.py", "\nimport no_such_thing_anywhere\n")
     with pytest.raises(HandlerInvalid) as caught:
         load("mine_six")
@@ -127,7 +133,7 @@ def test_an_import_error_inside_the_users_module_is_shown_as_it_is(write):
     assert "import no_such_thing_anywhere" in caught.value.where["traceback"]
 
 
-def test_an_error_deep_below_the_users_module_is_placed_where_it_was_raised(write):
+def test_an_error_deep_below_the_users_module_is_placed_where_it_was_raised(write: Any) -> None:
     write("mine_seven.py", "import mine_eight\n")
     write("mine_eight.py", "def f():\n    raise ValueError('a\\nb')\nf()\n")
     with pytest.raises(HandlerInvalid) as caught:
@@ -136,31 +142,33 @@ def test_an_error_deep_below_the_users_module_is_placed_where_it_was_raised(writ
     assert caught.value.where["line"] == 2
 
 
-def test_a_syntax_error_is_placed_in_the_users_file(write):
+def test_a_syntax_error_is_placed_in_the_users_file(write: Any) -> None:
     write("mine_nine.py", "x = 1\ndef f(:\n")
     with pytest.raises(HandlerInvalid, match=r"mine_nine\.py:2: SyntaxError: invalid syntax"):
         load("mine_nine")
 
 
-def test_a_file_that_is_no_source_is_told_without_a_place(tmp_path):
+def test_a_file_that_is_no_source_is_told_without_a_place(tmp_path: Path) -> None:
     (tmp_path / "mine_ten.py").write_bytes(b"\0")
     with pytest.raises(HandlerInvalid, match="source code string cannot contain null bytes"):
         load("mine_ten")
 
 
-def test_ending_the_process_at_import_does_not_end_it(write):
+def test_ending_the_process_at_import_does_not_end_it(write: Any) -> None:
     write("mine_eleven.py", "import sys\nsys.exit(3)")
     with pytest.raises(HandlerInvalid, match=r"mine_eleven\.py:2: it ends the process .* \(sys\.exit\(3\)\)"):
         load("mine_eleven")
 
 
-def test_ctrl_c_at_import_is_the_operators(write):
+def test_ctrl_c_at_import_is_the_operators(write: Any) -> None:
     write("mine_twelve.py", "raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):
         load("mine_twelve")
 
 
-def test_a_package_of_the_users_does_not_hide_the_ready_made_one(write, monkeypatch):
+def test_a_package_of_the_users_does_not_hide_the_ready_made_one(
+    write: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "handlers"]:
         monkeypatch.delitem(sys.modules, name)
     write("handlers/__init__.py")
@@ -171,6 +179,6 @@ def test_a_package_of_the_users_does_not_hide_the_ready_made_one(write, monkeypa
         load("handlers.nothing")
 
 
-def test_files_below_the_working_directory_are_told_by_their_path_from_it(tmp_path):
+def test_files_below_the_working_directory_are_told_by_their_path_from_it(tmp_path: Path) -> None:
     assert relative(str(tmp_path.resolve() / "a" / "b.py")) == "a/b.py"
     assert relative("/nowhere/b.py") == "/nowhere/b.py"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pytest
@@ -17,7 +17,7 @@ SCHEMA = parse_schema("carrier STRING NOT NULL, delay DOUBLE, at TIMESTAMP")
 AT = "2013-01-01T10:15:00Z"
 
 
-def build(*returned, time_column=None, schema=SCHEMA):
+def build(*returned: Any, time_column: Any = None, schema: Any = SCHEMA) -> Any:
     return RowBuilder(schema, time_column=time_column).build(enumerate(returned))
 
 
@@ -28,20 +28,20 @@ class Flight(NamedTuple):
 
 
 class Hostile(Mapping):
-    def __getitem__(self, key):
+    def __getitem__(self, key: Any) -> None:
         raise RuntimeError("no")
 
-    def __len__(self):
+    def __len__(self) -> Any:
         return 1
 
-    def __iter__(self):
+    def __iter__(self) -> None:
         raise SystemError("no")
 
 
 HOSTILE = Hostile()
 
 
-def test_tuples_dicts_lists_and_none_make_rows_in_order():
+def test_tuples_dicts_lists_and_none_make_rows_in_order() -> None:
     built = build(
         ("UA", 1.0, AT),
         None,
@@ -57,7 +57,7 @@ def test_tuples_dicts_lists_and_none_make_rows_in_order():
     assert built.table.schema.equals(SCHEMA.arrow)
 
 
-def test_no_rows_make_no_table():
+def test_no_rows_make_no_table() -> None:
     assert build(None, []) == build()
     assert build().table is None
 
@@ -82,7 +82,7 @@ def test_no_rows_make_no_table():
         (HOSTILE, f"{HOSTILE!r} is not a row"),
     ],
 )
-def test_a_record_at_fault_is_named_and_the_others_keep_their_rows(value, fault):
+def test_a_record_at_fault_is_named_and_the_others_keep_their_rows(value: Any, fault: Any) -> None:
     built = build(("AA", 1.0, AT), value, ("B6", 2.0, AT))
     assert list(built.faults) == [1]
     assert built.faults[1].startswith(fault)
@@ -90,18 +90,18 @@ def test_a_record_at_fault_is_named_and_the_others_keep_their_rows(value, fault)
     assert built.table.column("carrier").to_pylist() == ["AA", "B6"]
 
 
-def test_a_null_in_the_column_that_windows_are_cut_on_is_a_fault():
+def test_a_null_in_the_column_that_windows_are_cut_on_is_a_fault() -> None:
     built = build(("UA", 1.0, None), ("AA", 1.0, AT), time_column="at")
     assert built.faults == {0: "column at: it is null, but windows are cut on it"}
     assert built.records == [1]
 
 
-def test_when_every_record_is_at_fault_there_is_no_table():
+def test_when_every_record_is_at_fault_there_is_no_table() -> None:
     built = build(("UA", "x", AT), ("UA", "y", AT))
     assert (built.table, built.records, sorted(built.faults)) == (None, [], [0, 1])
 
 
-def test_rows_without_a_schema_are_a_fault_of_each_record():
+def test_rows_without_a_schema_are_a_fault_of_each_record() -> None:
     built = build(None, ("UA",), [], {"a": 1}, [1], (), schema=None)
     assert built.faults == {
         1: "returned ('UA',), but the handler declares no schema",
@@ -117,7 +117,7 @@ ROW = st.tuples(VALUE, VALUE) | st.dictionaries(st.sampled_from(["a", "b", "c"])
 
 
 @given(st.lists(ROW | st.lists(ROW, max_size=3)))
-def test_every_record_is_either_in_the_table_or_at_fault(returned):
+def test_every_record_is_either_in_the_table_or_at_fault(returned: Any) -> None:
     schema = parse_schema("a BIGINT NOT NULL, b STRING")
     built = build(*returned, schema=schema)
     wanted = [0 if value is None else len(value) if isinstance(value, list) else 1 for value in returned]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pyarrow as pa
 import pytest
 
@@ -43,12 +45,12 @@ UTC_TIME = pa.timestamp("us", tz="UTC")
         ),
     ],
 )
-def test_each_type_has_its_arrow_type(ddl, sql, arrow):
+def test_each_type_has_its_arrow_type(ddl: Any, sql: Any, arrow: Any) -> None:
     (column,) = parse_schema(f"c {ddl}").columns
     assert (column.sql, column.type) == (sql, arrow)
 
 
-def test_not_null_comments_and_backticks_are_kept():
+def test_not_null_comments_and_backticks_are_kept() -> None:
     schema = parse_schema("`strange ``name` STRING NOT NULL COMMENT 'it\\'s', n INT NULL")
     strange, n = schema.columns
     assert (strange.name, strange.nullable, strange.comment) == ("strange `name", False, "it's")
@@ -56,19 +58,19 @@ def test_not_null_comments_and_backticks_are_kept():
     assert schema.names == ("strange `name", "n")
 
 
-def test_the_ddl_that_it_writes_reads_back_as_the_same_schema():
+def test_the_ddl_that_it_writes_reads_back_as_the_same_schema() -> None:
     schema = parse_schema(
         "`a ``b` STRING NOT NULL COMMENT 'it\\'s \"x\"', m MAP<STRING, STRUCT<`x y`: INT>>, t TIMESTAMP, d DECIMAL(7,3)"
     )
     assert parse_schema(schema.ddl) == schema
 
 
-def test_the_arrow_schema_says_which_columns_can_be_null():
+def test_the_arrow_schema_says_which_columns_can_be_null() -> None:
     arrow = parse_schema("a INT NOT NULL, b TIMESTAMP").arrow
     assert arrow.equals(pa.schema([pa.field("a", pa.int32(), nullable=False), pa.field("b", UTC_TIME)]))
 
 
-def test_a_column_is_found_by_its_exact_name():
+def test_a_column_is_found_by_its_exact_name() -> None:
     schema = parse_schema("a INT")
     assert schema.column("a") is schema.columns[0]
     assert schema.column("A") is None
@@ -110,13 +112,13 @@ def test_a_column_is_found_by_its_exact_name():
         ("a " + "ARRAY<" * 3000 + "INT" + ">" * 3000, "nested too deeply"),
     ],
 )
-def test_what_cannot_be_carried_is_refused_by_name(ddl, problem):
+def test_what_cannot_be_carried_is_refused_by_name(ddl: Any, problem: Any) -> None:
     with pytest.raises(SchemaError) as caught:
         parse_schema(ddl)
     assert problem in str(caught.value)
 
 
-def test_every_problem_is_told_at_once():
+def test_every_problem_is_told_at_once() -> None:
     with pytest.raises(SchemaError) as caught:
         parse_schema("a VARIANT, _b INT, c CHAR(2)")
     assert [problem.split(":")[0] for problem in caught.value.problems] == [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from datetime import UTC, date, datetime, timedelta, timezone
 from decimal import Decimal
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -17,12 +18,12 @@ from mldserver.runtime.schema import parse_schema
 from mldserver.runtime.values import converter, shown
 
 
-def column(ddl):
+def column(ddl: Any) -> Any:
     (found,) = parse_schema(f"c {ddl}").columns
     return converter(found.sql, found.type)
 
 
-class Colour(str, enum.Enum):
+class Colour(enum.StrEnum):
     RED = "red"
 
 
@@ -31,7 +32,7 @@ class Day(date):
 
 
 class Unprintable:
-    def __repr__(self):
+    def __repr__(self) -> None:
         raise RuntimeError("no")
 
 
@@ -89,7 +90,7 @@ PARIS = timezone(timedelta(hours=2))
         ("DOUBLE", None, None),
     ],
 )
-def test_a_value_keeps_its_meaning(ddl, value, held):
+def test_a_value_keeps_its_meaning(ddl: Any, value: Any, held: Any) -> None:
     convert = column(ddl)
     assert convert.fault(value) is None
     # Plain values beside it take the column's fast path away, or not: both must agree.
@@ -138,34 +139,34 @@ def test_a_value_keeps_its_meaning(ddl, value, held):
         ("DOUBLE", Unprintable(), "<Unprintable instance at"),
     ],
 )
-def test_a_value_that_does_not_fit_is_told_with_its_reason(ddl, value, reason):
+def test_a_value_that_does_not_fit_is_told_with_its_reason(ddl: Any, value: Any, reason: Any) -> None:
     convert = column(ddl)
     assert reason in str(convert.fault(value))
     with pytest.raises(Exception):  # noqa: B017,PT011  # whatever Arrow or Python raises: rows.py catches all
         convert.array([value])
 
 
-def test_nan_stays_nan_and_is_not_null():
+def test_nan_stays_nan_and_is_not_null() -> None:
     array = column("DOUBLE").array([float("nan"), np.float64("nan"), None])
     assert array.null_count == 1
-    assert [value != value for value in array.to_pylist()[:2]] == [True, True]  # noqa: PLR0124  # the test for NaN
+    assert [value != value for value in array.to_pylist()[:2]] == [True, True]  # the test for NaN
 
 
-def test_long_values_are_shortened_in_messages():
+def test_long_values_are_shortened_in_messages() -> None:
     assert len(shown("x" * 10_000)) < 100
 
 
-def test_a_value_that_cannot_be_shown_is_told_by_its_type():
+def test_a_value_that_cannot_be_shown_is_told_by_its_type() -> None:
     assert shown(10**5000) == "<int without a repr>"
 
 
 @given(st.lists(st.none() | st.integers(-(2**63), 2**63 - 1)))
-def test_integers_come_through_unchanged(values):
+def test_integers_come_through_unchanged(values: Any) -> None:
     assert column("BIGINT").array(values).to_pylist() == values
 
 
 @given(st.lists(st.datetimes(MIN, MAX, timezones=st.timezones() | st.just(UTC), allow_imaginary=False)))
-def test_points_in_time_come_through_unchanged_as_datetimes_and_as_text(values):
+def test_points_in_time_come_through_unchanged_as_datetimes_and_as_text(values: Any) -> None:
     convert = column("TIMESTAMP")
     expected = pa.array([(v - EPOCH) // timedelta(microseconds=1) for v in values], pa.int64())
     assert convert.array(values).cast(pa.int64()).equals(expected)
@@ -174,7 +175,7 @@ def test_points_in_time_come_through_unchanged_as_datetimes_and_as_text(values):
 
 
 @given(st.lists(st.floats(width=32), min_size=1))
-def test_the_bulk_and_the_single_value_agree(values):
+def test_the_bulk_and_the_single_value_agree(values: Any) -> None:
     convert = column("FLOAT")
     assert all(convert.fault(value) is None for value in values)
     assert len(convert.array(values)) == len(values)

@@ -1,0 +1,81 @@
+"""``mldserver check`` on the command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mldserver.cli.check import app, check, render
+from mldserver.errors import ConfigError
+from mldserver.runtime.check import Report
+from mldserver.runtime.spec import Finding
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def run(folder: Any, *arguments: Any) -> Any:
+    command = [sys.executable, "-m", "mldserver", "check", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_good_handler_is_summed_up_and_the_exit_code_is_0(tmp_path: Path) -> None:
+    done = run(tmp_path, "handlers.departures", "--retention", "24 hours")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == (
+        "kind     module, shared by all shards\n"
+        "hooks    process_record, on_window\n"
+        "schema   carrier STRING\n"
+        "         delay DOUBLE\n"
+        "         scheduled TIMESTAMP\n"
+        "windows  tumbling, 1 h of scheduled, open for 10 min after their end\n"
+        "\n"
+        "handlers.departures: it can be run\n"
+    )
+
+
+def test_a_bad_handler_of_the_working_directory_is_told_and_the_exit_code_is_1(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("print('hi')\nschema = 5\ndef process_record(): ...\n")
+    done = run(tmp_path, "mine")
+    assert done.returncode == 1
+    assert done.stdout == (
+        "mine.py:3: process_record is called as process_record(record), but is process_record()\n"
+        "mine.py:2: schema is an int, not Spark DDL as text\n"
+        "\n"
+        "It printed while it was imported:\n"
+        "  hi\n"
+        "\n"
+        "mine: 2 problems\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("mine", "--retention", "foo"), ("mine", "--timeout", "0"), ("a", "--b")]
+)
+def test_a_wrong_call_has_the_exit_code_2(tmp_path: Path, arguments: Any) -> None:
+    done = run(tmp_path, *arguments)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+def test_wrong_options_are_told_by_name() -> None:
+    with pytest.raises(ConfigError, match="--retention: not a duration: 'foo'"):
+        check("handlers.raw", retention="foo")
+    with pytest.raises(ConfigError, match="--timeout 0 is not above zero"):
+        check("handlers.raw", timeout=0)
+
+
+def test_a_report_is_findings_traceback_output_and_summary() -> None:
+    report = Report(
+        (Finding("x", "f.py", 1), Finding("y", is_error=False)), (("kind", "module"),), "T\n  b\n", "out\n"
+    )
+    assert render("mine", report) == (
+        "f.py:1: x\nwarning: y\n\nT\n  b\n\nIt printed while it was imported:\n  out\n\nkind     module\n\nmine: 1 problem\n"
+    )
+
+
+def test_the_command_calls_itself_check() -> None:
+    assert app.name == ("check",)

@@ -1,0 +1,202 @@
+"""Every ready-made handler passes the check and does what its docstring says, through the inline runtime."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pkgutil
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import handlers
+from handlers import clicks, dynamodb_changes
+from mldserver.protocol.messages import Version
+from mldserver.records import Shard
+from mldserver.runtime.base import Delivery, Hook
+from mldserver.runtime.failure import FailurePolicy
+from mldserver.runtime.inline import InlineRuntime
+from mldserver.runtime.inspection import load_spec
+from mldserver.testing.clock import VirtualClock
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PATHS = [
+    "handlers.departures",
+    "handlers.departures_daily",
+    "handlers.clicks:Clicks",
+    "handlers.columns",
+    "handlers.raw",
+    "handlers.audit",
+    "handlers.dynamodb_changes",
+]
+AT = datetime(2013, 1, 1, 10, 15, tzinfo=UTC)
+
+
+def line(*payloads: Any) -> Any:
+    records = [
+        {
+            "data": base64.b64encode(p if isinstance(p, bytes) else json.dumps(p).encode()).decode(),
+            "partitionKey": None,
+            "sequenceNumber": str(number),
+            "approximateArrivalTimestamp": 1_000 * number,
+            "subSequenceNumber": 0,
+            "action": "record",
+        }
+        for number, p in enumerate(payloads, 1)
+    ]
+    return json.dumps({"action": "processRecords", "records": records, "millisBehindLatest": 0}).encode()
+
+
+@pytest.fixture
+async def run() -> Any:
+    runtimes = []
+
+    async def run(path: Any, *payloads: Any, hook: Any = None) -> Any:
+        runtime = InlineRuntime(
+            path,
+            policy=FailurePolicy(attempts=1),
+            clock=VirtualClock(),
+            random=lambda: 0.0,
+            deadline_seconds=None,
+        )
+        runtimes.append(runtime)
+        await runtime.start()
+        await runtime.open(Shard("s"))
+        outcome = await runtime.process(Delivery("s", line(*payloads), Version.V2, 0, None))
+        if hook:
+            await runtime.notify("s", hook)
+        return outcome
+
+    yield run
+    for runtime in runtimes:
+        await runtime.close()
+
+
+def rows(outcome: Any) -> Any:
+    own = [] if outcome.rows is None else [name for name in outcome.rows.column_names if name[0] != "_"]
+    return (
+        [] if outcome.rows is None else [tuple(row.values()) for row in outcome.rows.select(own).to_pylist()]
+    )
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_it_passes_the_check_without_a_warning_and_tells_what_it_shows(path: Any) -> None:
+    spec = load_spec(path)
+    assert spec.warnings == ()
+    module = pkgutil.resolve_name(path.partition(":")[0])
+    assert "Shows " in module.__doc__
+
+
+def test_every_ready_made_handler_is_listed_and_tested() -> None:
+    found = {module.name for module in pkgutil.iter_modules(handlers.__path__, "handlers.")}
+    assert found >= {path.partition(":")[0] for path in PATHS}
+    for path in PATHS:
+        assert path.removeprefix("handlers.") in handlers.__doc__
+
+
+async def test_departures_are_rows_and_cancelled_flights_have_no_delay(run: Any) -> None:
+    flight = {"carrier": "UA", "dep_delay": 2.0, "scheduled": "2013-01-01T10:15:00Z", "flight": 1}
+    cancelled = flight | {"dep_delay": None}
+    for path in ("handlers.departures", "handlers.departures_daily"):
+        assert rows(await run(path, flight, cancelled)) == [("UA", 2.0, AT), ("UA", None, AT)]
+
+
+async def test_clicks_are_views_with_the_names_that_the_shard_loaded(
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "users.json").write_text('{"7": "Ada"}')
+    monkeypatch.setattr(clicks, "NAMES", tmp_path / "users.json")
+    view = {"page": "/home", "user": 7, "at": "2013-01-01T10:15:00Z", "kind": "view"}
+    payloads = (view, view | {"kind": "scroll"}, view | {"user": 8})
+    outcome = await run("handlers.clicks:Clicks", *payloads, hook=Hook.SHARD_ENDED)
+    assert rows(outcome) == [("/home", "Ada", AT), ("/home", None, AT)]
+    assert capsys.readouterr().out == "s: 1 names\ns: 2 views\n"
+
+
+async def test_clicks_work_without_names(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(clicks, "NAMES", tmp_path / "users.json")
+    view = {"page": "/", "user": 7, "at": "2013-01-01T10:15:00Z", "kind": "view"}
+    assert rows(await run("handlers.clicks:Clicks", view)) == [("/", None, AT)]
+
+
+async def test_readings_come_by_columns_and_those_without_a_value_are_dropped(run: Any) -> None:
+    outcome = await run(
+        "handlers.columns",
+        {"sensor": "a", "celsius": 21.5, "more": 1},
+        {"sensor": "b", "celsius": None},
+        b'{"sensor":\n "c", "celsius": 3}',
+    )
+    assert [row[:2] for row in rows(outcome)] == [("a", 21.5), ("c", 3.0)]
+    assert outcome.rows["_sequence"].to_pylist() == ["1", "3"]
+    assert rows(outcome)[0][2] == datetime.fromtimestamp(1, UTC)
+
+
+async def test_a_damaged_reading_is_one_dead_letter(run: Any) -> None:
+    good = {"sensor": "a", "celsius": 1.0}
+    for bad in (b"{", b"", b'{"sensor": "x"} {"sensor": "y"}'):
+        outcome = await run("handlers.columns", good, bad, good)
+        assert [letter.data for letter in outcome.dead_letters] == [bad]
+        assert len(rows(outcome)) == 2
+
+
+async def test_raw_keeps_everything(run: Any) -> None:
+    outcome = await run("handlers.raw", b"\x00\xff", b"")
+    arrived = [datetime.fromtimestamp(second, UTC) for second in (1, 2)]
+    assert rows(outcome) == [(b"\x00\xff", None, arrived[0]), (b"", None, arrived[1])]
+
+
+async def test_audit_prints_a_line_a_record_and_makes_no_rows(run: Any, capsys: Any) -> None:
+    outcome = await run("handlers.audit", b"abc")
+    assert outcome.rows is None
+    assert capsys.readouterr().out == "s 1 None 3 bytes\n"
+
+
+async def test_changes_of_a_table_are_rows(run: Any) -> None:
+    change = {
+        "eventName": "MODIFY",
+        "dynamodb": {
+            "Keys": {"id": {"S": "a"}},
+            "OldImage": {"id": {"S": "a"}, "n": {"N": "1"}},
+            "NewImage": {"id": {"S": "a"}, "n": {"N": "2.5"}},
+            "ApproximateCreationDateTime": AT.timestamp(),
+        },
+    }
+    removal = {
+        "eventName": "REMOVE",
+        "dynamodb": {"Keys": {"id": {"S": "a"}}, "ApproximateCreationDateTime": AT.timestamp() * 1000},
+    }
+    insert = {
+        "eventName": "INSERT",
+        "dynamodb": {"Keys": {"id": {"S": "é"}}, "ApproximateCreationDateTime": "2013-01-01T10:15:00Z"},
+    }
+    assert rows(await run("handlers.dynamodb_changes", change, removal, insert)) == [
+        ("MODIFY", '{"id": "a"}', '{"id": "a", "n": 1}', '{"id": "a", "n": 2.5}', AT),
+        ("REMOVE", '{"id": "a"}', None, None, AT),
+        ("INSERT", '{"id": "\\u00e9"}', None, None, AT),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "held"),
+    [
+        ({"S": "a"}, "a"),
+        ({"N": "7"}, 7),
+        ({"N": "-0.25"}, -0.25),
+        ({"N": "0.1000000000000000000000000000000001"}, "0.1000000000000000000000000000000001"),
+        ({"NS": ["1", "2.5"]}, [1, 2.5]),
+        ({"B": "AP8="}, "00ff"),
+        ({"BS": ["AA=="]}, ["00"]),
+        ({"BOOL": False}, False),
+        ({"NULL": True}, None),
+        ({"SS": ["a"]}, ["a"]),
+        ({"L": [{"S": "a"}, {"NULL": True}]}, ["a", None]),
+        ({"M": {"x": {"M": {"y": {"N": "1"}}}}}, {"x": {"y": 1}}),
+    ],
+)
+def test_dynamodbs_notation_becomes_plain_values(value: Any, held: Any) -> None:
+    assert dynamodb_changes.plain(value) == held
+    assert not isinstance(dynamodb_changes.plain(value), Decimal)

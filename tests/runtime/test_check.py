@@ -1,0 +1,136 @@
+"""Checking a handler in a process of its own: whatever it does at import, the report says what it was."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mldserver.runtime import check as check_module
+from mldserver.runtime.check import Report, _last_frame, _signal, check_handler
+from mldserver.runtime.check_child import report
+from mldserver.runtime.spec import Finding
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    monkeypatch.chdir(tmp_path)
+
+    def check(text: Any, name: Any = "", **options: Any) -> Any:
+        (tmp_path / "mine.py").write_text(text)
+        return check_handler("mine" + name, **options)
+
+    return check
+
+
+def lines(found: Any) -> Any:
+    return [str(finding) for finding in found.findings]
+
+
+def test_a_good_handler_is_summed_up(check: Any) -> None:
+    found = check("""
+from mldserver import tumbling
+print("hello")
+class C:
+    schema = "a INT NOT NULL, b STRING"
+    windows = tumbling("1 hour")
+    async def process_record(self, record): ...
+    def on_window(self, rows, window): ...
+""", ":C")  # fmt: skip
+    assert found.ok
+    assert found.summary == (
+        ("kind", "class, made once per shard"),
+        ("hooks", "async process_record, on_window"),
+        ("schema", "a INT NOT NULL"),
+        ("", "b STRING"),
+        ("windows", "tumbling, 1 h of arrival time"),
+    )
+    assert found.output == "hello\n"
+
+
+def test_findings_and_retention_come_through(check: Any) -> None:
+    text = (
+        "from mldserver import tumbling\nschema='n INT'\nwindows=tumbling('2 h')\ndef process_record(r): ..."
+    )
+    found = check(text, retention_ms=3_600_000)
+    assert not found.ok
+    assert lines(found)[0].startswith("mine.py:3: windows of 2 h with a lateness of 0 ms are longer than")
+
+
+def test_an_error_at_import_is_shown_with_its_traceback(check: Any) -> None:
+    found = check("import json\njson.loads('{')\n")
+    assert lines(found)[0].startswith("mine.py:2: JSONDecodeError: ")
+    assert "json.loads('{')" in found.traceback
+
+
+def test_a_module_that_ends_the_process_is_told(check: Any) -> None:
+    assert lines(check("import sys\nsys.exit('bye')")) == [
+        "mine.py:2: it ends the process while it is imported (sys.exit('bye'))"
+    ]
+
+
+def test_a_module_that_ends_the_process_without_an_exception_is_told(check: Any) -> None:
+    found = check("import os\nprint('x', flush=True)\nos._exit(4)")
+    assert lines(found) == ["it ends the process while it is imported, without an exception (exit code 4)"]
+    assert found.output == "x\n"
+
+
+def test_a_module_that_crashes_the_interpreter_is_told_with_its_place(check: Any) -> None:
+    assert lines(check("import ctypes\n\nctypes.string_at(0)")) == [
+        "mine.py:3: it crashes the interpreter while it is imported (SIGSEGV)"
+    ]
+
+
+def test_a_module_that_hangs_is_stopped_and_told_with_its_place(check: Any) -> None:
+    found = check("import threading\n\nthreading.Event().wait()", timeout=1.5)
+    assert lines(found) == ["mine.py:3: importing it takes longer than 1.5 s; the process was stopped"]
+
+
+def test_a_module_that_cannot_even_be_aborted_is_killed(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_module, "_DUMP_SECONDS", 0.2)
+    text = (
+        "import signal, threading, faulthandler\nfaulthandler.disable()\nsignal.signal(6, signal.SIG_IGN)\n"
+    )
+    found = check(text + "threading.Event().wait()", timeout=1.5)
+    assert lines(found) == ["importing it takes longer than 1.5 s; the process was stopped"]
+
+
+def test_threads_that_the_module_starts_do_not_keep_the_check_waiting(check: Any) -> None:
+    text = "import threading\nthreading.Thread(target=threading.Event().wait).start()\ndef process_record(r): ..."
+    assert check(text, timeout=20).ok
+
+
+def test_signals_have_their_names() -> None:
+    assert (_signal(11), _signal(99)) == ("SIGSEGV", "signal 99")
+
+
+def test_the_innermost_frame_of_the_users_is_found_also_in_installed_packages() -> None:
+    dump = '  File "{}", line 1 in f\n  File "/x/site-packages/theirs.py", line 2 in g\n  File "/x/mine.py", line 3 in h'
+    assert _last_frame(dump.format(threading_file())) == ("/x/site-packages/theirs.py", 2)
+    assert _last_frame("nothing") == ("", 0)
+
+
+def threading_file() -> Any:
+    import threading
+
+    return threading.__file__
+
+
+def test_the_child_reports_plain_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    told = report("handlers.audit", None)
+    assert told["findings"] == []
+    assert told["summary"][-1] == ("schema", "none: it has only side effects")
+    missing = report("handlers.nothing", None)
+    assert missing["findings"][0]["text"].startswith("There is no module 'handlers.nothing'.")
+    assert missing["summary"] == []
+
+
+def test_warnings_do_not_spoil_a_report() -> None:
+    assert Report((Finding("x", is_error=False),)).ok
+    assert not Report((Finding("x"),)).ok

@@ -1,0 +1,218 @@
+"""The inline runtime's life: start, opening shards, life-cycle hooks, cancellation, end."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mldserver.errors import HandlerHalted, HandlerNotFound, InternalError, PeerError
+from mldserver.protocol.messages import Version
+from mldserver.records import Shard
+from mldserver.runtime.base import Delivery, Hook
+from mldserver.runtime.failure import FailurePolicy, OnFailure
+from mldserver.runtime.inline import InlineRuntime
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ONE = FailurePolicy(attempts=1)
+HALT = FailurePolicy(on_failure=OnFailure.HALT)
+SCHEMA = "n INT"
+
+
+async def test_a_class_is_made_once_per_opening_and_a_module_is_shared(kit: Any) -> None:
+    made = []
+
+    class Counter:
+        schema = SCHEMA
+
+        def __init__(self) -> None:
+            made.append(self)
+            self.seen = 0
+
+        def process_record(self, record: Any) -> Any:
+            self.seen += 1
+            return (self.seen,)
+
+    runtime = await kit.start(Counter)
+    for name in ("a", "b", "a"):
+        await runtime.open(Shard(name))
+    rows = [
+        await runtime.process(kit.line([kit.record(1, 1), kit.record(2, 2)], shard=name)) for name in "ab"
+    ]
+    assert [outcome.rows["n"].to_pylist() for outcome in rows] == [[1, 2], [1, 2]]
+    assert len(made) == 3
+
+
+async def test_life_cycle_hooks_are_called_with_the_shard(kit: Any, shard: Any) -> None:
+    seen = []
+
+    async def shard_ended(shard: Any) -> None:
+        seen.append(("shard_ended", shard))
+
+    runtime = await kit.start(
+        process_record=lambda record: None,
+        initialize=lambda shard: seen.append(("initialize", shard)),
+        lease_lost=lambda shard: seen.append(("lease_lost", shard)),
+        shard_ended=shard_ended,
+    )
+    await runtime.open(shard)
+    for hook in (Hook.LEASE_LOST, Hook.SHARD_ENDED, Hook.SHUTDOWN_REQUESTED):
+        await runtime.notify(shard.id, hook)
+    assert seen == [("initialize", shard), ("lease_lost", shard), ("shard_ended", shard)]
+
+
+async def test_a_failing_hook_is_tried_again_then_logged_and_never_raised(
+    kit: Any, shard: Any, logged: Any
+) -> None:
+    def lease_lost(shard: Any) -> None:
+        raise OSError("away")
+
+    runtime = await kit.start(process_record=lambda record: None, lease_lost=lease_lost)
+    await runtime.open(shard)
+    await runtime.notify(shard.id, Hook.LEASE_LOST)
+    assert kit.clock.slept == [0.1, 0.2]
+    told = [(event["event"], event["level"]) for event in logged[1:]]
+    assert told == [
+        ("handler.failed", "warning"),
+        ("handler.failed", "warning"),
+        ("handler.hook_failed", "error"),
+    ]
+    assert (logged[-1]["attempts"], logged[-1]["what"]) == (3, "OSError: away")
+
+
+@pytest.mark.parametrize("place", ["__init__", "initialize"])
+async def test_opening_is_tried_until_it_succeeds_with_a_fresh_instance_each_time(
+    kit: Any, shard: Any, place: Any, logged: Any
+) -> None:
+    made = []
+
+    class Slow:
+        def __init__(self) -> None:
+            made.append(self)
+            self.fail("__init__")
+
+        def initialize(self, shard: Any) -> None:
+            self.fail("initialize")
+
+        def fail(self, here: Any) -> None:
+            if here == place and len(made) < 6:
+                raise ConnectionError("not yet")
+
+        def process_record(self, record: Any) -> None: ...
+
+    runtime = await kit.start(Slow)
+    await runtime.open(shard)
+    assert len(made) == 6
+    assert kit.clock.slept == [0.1, 0.2, 0.4, 0.8, 1.6]
+    assert [event["hook"] for event in logged if event["event"] == "handler.failed"] == [place] * 5
+    await runtime.process(kit.delivery(1))
+
+
+async def test_under_halt_opening_is_given_up_after_the_attempts(kit: Any, shard: Any, logged: Any) -> None:
+    def initialize(shard: Any) -> None:
+        raise ConnectionError("never")
+
+    runtime = await kit.start(policy=HALT, process_record=lambda record: None, initialize=initialize)
+    with pytest.raises(HandlerHalted, match="initialize failed for good: ConnectionError: never"):
+        await runtime.open(shard)
+    assert kit.clock.slept == [0.1, 0.2]
+    assert logged[-1]["event"] == "handler.halted"
+
+
+async def test_a_cancelled_opening_leaves_the_shard_closed(kit: Any, shard: Any) -> None:
+    gate = asyncio.Event()
+
+    async def initialize(shard: Any) -> None:
+        gate.set()
+        await asyncio.Event().wait()
+
+    runtime = await kit.start(process_record=lambda record: None, initialize=initialize)
+    opening = asyncio.create_task(runtime.open(shard))
+    await gate.wait()
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    with pytest.raises(InternalError, match="not open"):
+        await runtime.process(kit.delivery(1))
+
+
+async def test_a_forgotten_shard_is_closed(kit: Any, shard: Any) -> None:
+    runtime = await kit.start(process_record=lambda record: None)
+    await runtime.open(shard)
+    await runtime.forget(shard.id)
+    await runtime.forget(shard.id)
+    with pytest.raises(InternalError, match="not open"):
+        await runtime.notify(shard.id, Hook.LEASE_LOST)
+
+
+async def test_a_cancelled_batch_stops_and_the_next_one_works(kit: Any, shard: Any) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def process_record(record: Any) -> None:
+        begun.set()
+        go.wait()
+
+    runtime = await kit.start(process_record=process_record)
+    await runtime.open(shard)
+    running = asyncio.create_task(runtime.process(kit.delivery(1, 2)))
+    await asyncio.to_thread(begun.wait)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    go.set()
+    assert (await runtime.process(kit.delivery(1))).outline.records == 1
+
+
+async def test_a_line_that_is_no_batch_is_raised_and_the_handler_not_called(kit: Any, shard: Any) -> None:
+    calls = []
+    runtime = await kit.start(process_record=calls.append)
+    await runtime.open(shard)
+    with pytest.raises(PeerError):
+        await runtime.process(Delivery(shard.id, b"[]", Version.V2, 0, None))
+    assert calls == []
+
+
+async def test_a_dotted_path_is_loaded_at_start(kit: Any, shard: Any, logged: Any, column: Any) -> None:
+    runtime = InlineRuntime("handlers.raw", policy=ONE, clock=kit.clock, random=lambda: 0.5)
+    kit.runtimes.append(runtime)
+    await runtime.start()
+    (loaded,) = logged
+    assert (loaded["event"], loaded["hooks"], loaded["windows"]) == (
+        "handler.loaded",
+        ["process_record"],
+        "tumbling, 1 h of arrival time",
+    )
+    await runtime.open(shard)
+    assert column(await runtime.process(kit.delivery(b"abc")), "data") == [b"abc"]
+
+
+async def test_warnings_of_the_check_are_logged_with_the_handler(
+    kit: Any, logged: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "nearly_mine.py").write_text("def process_record(r): ...\ndef shard_end(shard): ...\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    runtime = InlineRuntime("nearly_mine", policy=ONE, clock=kit.clock, random=lambda: 0.5)
+    kit.runtimes.append(runtime)
+    await runtime.start()
+    del sys.modules["nearly_mine"]
+    assert logged[0]["advice"].endswith("shard_end is never called or read; did you mean shard_ended?")
+
+
+async def test_a_path_that_leads_nowhere_is_raised_at_start(kit: Any) -> None:
+    runtime = InlineRuntime("no.such.thing", policy=ONE, clock=kit.clock, random=lambda: 0.5)
+    kit.runtimes.append(runtime)
+    with pytest.raises(HandlerNotFound):
+        await runtime.start()
+
+
+async def test_using_a_runtime_that_was_not_started_is_a_bug(kit: Any, shard: Any) -> None:
+    runtime = InlineRuntime("handlers.raw", policy=ONE, clock=kit.clock, random=lambda: 0.5)
+    with pytest.raises(InternalError, match="before it was started"):
+        await runtime.open(shard)
+    await runtime.close()
