@@ -231,7 +231,8 @@ class Conductor:
         if self._claim is None:
             return
         if self._shard is not None and not self._settled and self._claim.current:
-            self._link.log.warning("shard.disconnected", position=_shown(self._shard.after))
+            if not self._finishing:
+                self._link.log.warning("shard.disconnected", position=_shown(self._shard.after))
             self._shard.disconnected()
         try:
             async with self._claim.work():

@@ -180,9 +180,7 @@ class MLDListener:
     async def _accept(self, listener: socket.socket, group: asyncio.TaskGroup) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            if self._slots.locked():
-                log.warning("connection.refused", limit=self._connection_limit)
-            await self._slots.acquire()
+            await self._slot(listener)
             try:
                 peer_socket, peer = await loop.sock_accept(listener)
             except OSError as error:
@@ -194,6 +192,23 @@ class MLDListener:
                 raise
             else:
                 group.create_task(self._serve(peer_socket, peer))
+
+    async def _slot(self, listener: socket.socket) -> None:
+        """Take a slot for the next connection; say so when a peer has to wait for one."""
+        if not self._slots.locked():
+            await self._slots.acquire()
+            return
+        loop = asyncio.get_running_loop()
+
+        def tell() -> None:
+            loop.remove_reader(listener)
+            log.warning("connection.refused", limit=self._connection_limit)
+
+        loop.add_reader(listener, tell)
+        try:
+            await self._slots.acquire()
+        finally:
+            loop.remove_reader(listener)
 
     # Serving.
 

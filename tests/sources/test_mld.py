@@ -139,6 +139,17 @@ async def test_at_the_limit_peers_wait_in_the_kernels_queue_until_a_place_is_fre
     assert (await waiting)["responseFor"] == "initialize"
 
 
+async def test_a_full_house_is_no_warning_while_nobody_waits(
+    build: Build, logged: list[dict[str, Any]]
+) -> None:
+    house = await build(connection_limit=1)
+    only = await house.connect()
+    await only.initialize()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not named(logged, "connection.refused")
+
+
 async def test_port_zero_reports_the_real_port(house: House, logged: list[dict[str, Any]]) -> None:
     host, port = house.address.split(":")
     assert (host, int(port) > 0) == ("127.0.0.1", True)

@@ -1,0 +1,161 @@
+"""The shell around one connection, on a transport that does what the test says."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from mldserver.errors import HandlerHalted, ProtocolViolation
+from mldserver.protocol.events import CloseReason
+from mldserver.protocol.messages import ProcessRecords
+from mldserver.records import Sequence
+from mldserver.sources.budget import ReadBudget
+from mldserver.sources.link import CheckpointOutcome, Link
+from tests.sources.house import QUICK
+
+INITIALIZE = b'{"action":"initialize","shardId":"s","sequenceNumber":null,"subSequenceNumber":null}\n'
+BATCH = b'{"action":"processRecords","records":[],"millisBehindLatest":0}'
+
+
+class Transport(asyncio.Transport):
+    """Notes what is done to it; closing takes effect only when ``lose`` is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: list[Any] = []
+        self.link: Link | None = None
+        self.closing = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.done.append(bytes(data))
+
+    def write_eof(self) -> None:
+        self.done.append("eof")
+
+    def close(self) -> None:
+        self.closing = True
+        self.done.append("close")
+
+    def abort(self) -> None:
+        self.closing = True
+        self.done.append("abort")
+        assert self.link is not None
+        self.link.connection_lost(None)
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def pause_reading(self) -> None:
+        self.done.append("pause")
+
+    def resume_reading(self) -> None:
+        self.done.append("resume")
+
+
+def made(budget: int = 1000, **limits: Any) -> tuple[Link, Transport]:
+    transport = Transport()
+    shown = Link("c1", "peer", limits=QUICK, random=lambda: 0.5, budget=ReadBudget(budget))
+    transport.link = shown
+    shown._close_seconds = limits.get("close_seconds", 5)
+    shown.connection_made(transport)
+    return shown, transport
+
+
+def initialized(budget: int = 1000) -> tuple[Link, Transport]:
+    link, transport = made(budget)
+    link.data_received(INITIALIZE)
+    link.answer()
+    transport.done.clear()
+    return link, transport
+
+
+async def test_a_peer_that_does_not_take_what_is_left_is_cut_off() -> None:
+    link, transport = made(close_seconds=0)
+    link.close()
+    await link.wait_gone()
+    assert transport.done == ["close", "abort"]
+
+
+async def test_a_peer_that_takes_it_is_waited_for() -> None:
+    link, transport = made()
+    link.close()
+    link.connection_lost(None)
+    await link.wait_gone()
+    assert transport.done == ["close"]
+    assert link.close_reason is CloseReason.CLOSED
+
+
+async def test_once_closed_every_command_does_nothing() -> None:
+    link, transport = initialized()
+    link.data_received(BATCH + b"\n")
+    link.eof_received()
+    transport.done.clear()
+    link.answer()
+    link.close()
+    link.reject(ProtocolViolation("late"))
+    link.abort(HandlerHalted("late"))
+    assert await link.checkpoint(Sequence(5)) is CheckpointOutcome.CLOSED
+    assert transport.done == []
+    assert link.close_reason is CloseReason.EOF_IN_REQUEST
+
+
+async def test_a_link_that_never_got_its_transport_can_be_cut() -> None:
+    link = Link("c1", "peer", limits=QUICK, random=lambda: 0.5, budget=ReadBudget(10))
+    link.cut()
+    link.pause()
+    link.resume()
+    link.close()
+    assert link.closed
+
+
+async def test_a_checkpoint_that_is_outstanding_when_the_peer_goes_is_told_closed() -> None:
+    link, _ = initialized()
+    link.data_received(BATCH + b"\n")
+    asking = asyncio.create_task(link.checkpoint(Sequence(5)))
+    await asyncio.sleep(0)
+    link.connection_lost(ConnectionResetError())
+    assert await asking is CheckpointOutcome.CLOSED
+
+
+async def test_a_checkpoint_that_nobody_waits_for_any_more_may_still_be_answered() -> None:
+    link, _ = initialized()
+    link.data_received(BATCH + b"\n")
+    asking = asyncio.create_task(link.checkpoint(Sequence(5)))
+    await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.sleep(0)
+    link.data_received(b'{"action":"checkpoint","sequenceNumber":"5","subSequenceNumber":0,"error":null}\n')
+    link.answer()
+    assert not link.closed
+
+
+async def test_the_deadline_of_a_line_waits_while_the_budget_makes_the_peer_wait() -> None:
+    link, transport = initialized()
+    link.data_received(b'{"action"')
+    assert set(link._timers) == {"partial_line"}
+    link.pause()
+    assert (transport.done, link._timers) == (["pause"], {})
+    link.resume()
+    assert set(link._timers) == {"partial_line"}
+    link.close()
+    assert link._timers == {}
+
+
+async def test_a_batchs_line_counts_until_it_is_processed() -> None:
+    link, _ = initialized()
+    link.data_received(BATCH + b"\n")
+    assert await link.request() is not None
+    assert await link.request() == ProcessRecords(BATCH)
+    assert link._budget.held == len(BATCH)
+    link.processed()
+    assert link._budget.held == 0
+
+
+async def test_nothing_is_written_to_a_transport_that_is_closing() -> None:
+    link, transport = initialized()
+    link.data_received(b'{"action":"leaseLost"}\n')
+    transport.closing = True
+    link.answer()
+    link.pause()
+    link.resume()
+    assert transport.done == []
