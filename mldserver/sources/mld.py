@@ -213,6 +213,10 @@ class MLDListener:
     # Serving.
 
     async def _serve(self, peer_socket: socket.socket, peer: object) -> None:
+        if self._stopped:  # accepted in the very moment of the stop: too late to be drained
+            peer_socket.close()
+            self._slots.release()
+            return
         name = f"c{next(self._numbers)}"
         # The peer of a Unix socket has no name.
         shown = _shown((peer[0], peer[1])) if isinstance(peer, tuple) else "unix"
