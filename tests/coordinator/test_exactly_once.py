@@ -96,22 +96,26 @@ async def test_a_process_that_dies_again_and_again_makes_it_exactly_once(tmp_pat
     assert pipeline.private_files() == []
 
 
+def fail_once(faults: Faults, place: int) -> list[str]:
+    """Let the n-th call fail, or the next one that the server must survive; return where its name will be."""
+    failed: list[str] = []
+
+    def hook(name: str, after: bool) -> None:
+        if after or failed or len(faults.calls) < place or name in {"open", "open_shard"}:
+            return
+        failed.append(name)
+        raise OSError(28, "No space left") if name in {"write", "publish", "delete"} else LedgerError(name)
+
+    faults.hook = hook
+    return failed
+
+
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 async def test_a_call_that_fails_without_effect_costs_nothing(tmp_path: Path, spec: WindowSpec) -> None:
     total = 100
     for place in range(1, total):
         pipeline, daemon = Pipeline(tmp_path / str(place), spec=spec), stream()
-        failed: list[str] = []
-
-        def fail_once(name: str, after: bool) -> None:
-            if after or failed or len(pipeline.faults.calls) < place or name in {"open", "open_shard"}:
-                return
-            failed.append(name)
-            raise (
-                OSError(28, "No space left") if name in {"write", "publish", "delete"} else LedgerError(name)
-            )
-
-        pipeline.faults.hook = fail_once
+        failed = fail_once(pipeline.faults, place)
         assert await live(pipeline, daemon)
         daemon.assert_exactly_once(pipeline)
         assert [name for name in pipeline.private_files() if not name.endswith(".parquet")] == []

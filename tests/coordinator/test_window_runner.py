@@ -1,0 +1,280 @@
+"""From a cut window to a published one, over a ledger, a folder and an engine that fail on purpose."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from coordinator.pipeline import Crash, Pipeline
+
+from mldserver.coordinator.window_runner import WindowPolicy
+from mldserver.coordinator.windows import Tumbling, tumbling_id
+from mldserver.errors import DriverLost, LedgerError, WindowFailed
+from mldserver.spark.engine import WindowResult
+from mldserver.state.ledger import WindowState
+from mldserver.testing import LocalEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mldserver.spark.engine import WindowJob
+
+W = [tumbling_id(start) for start in range(0, 40_000, 10_000)]
+
+
+def make(
+    tmp_path: Path,
+    *,
+    fail: Callable[[WindowJob], Exception | None] | None = None,
+    engine: Callable[[], LocalEngine] | None = None,
+    **policy: Any,
+) -> Pipeline:
+    values = {"attempts": 3, "retry_base_seconds": 1.0, "retry_cap_seconds": 60.0} | policy
+    return Pipeline(
+        tmp_path,
+        spec=Tumbling(10_000),
+        policy=WindowPolicy(**values),
+        engine=engine or (lambda: LocalEngine(fail=fail)),
+    )
+
+
+async def three_windows(pipeline: Pipeline) -> None:
+    """Cut three windows, with two rows each."""
+    session = await pipeline.open("a")
+    records = [(n, 5000 * n) for n in range(6)]
+    await pipeline.give(session, [*((n + 1, ms) for n, ms in records), (9, 30_000)])
+    for _ in range(2):
+        await pipeline.cycle()
+
+
+def named(logged: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
+    return [event for event in logged if event["event"] in names]
+
+
+async def test_windows_are_computed_and_published_oldest_first(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    pipeline = make(tmp_path)
+    async with pipeline.life():
+        await three_windows(pipeline)
+        assert pipeline.published() == {W[0]: [1, 2], W[1]: [3, 4], W[2]: [5, 6]}
+        assert [job.window.id for job in pipeline.engine.jobs] == W[:3]
+        assert (pipeline.runner.published, pipeline.runner.waiting) == (3, 0)
+        await pipeline.runner.idle()
+        assert len(pipeline.private_files()) == 1  # the window that is still open
+    done = named(logged, "window.done")
+    assert [event["window"] for event in done] == W[:3]
+    assert (done[0]["rows_in"], done[0]["rows_out"], done[0]["attempt"], done[0]["files"]) == (2, 2, 1, 1)
+    assert done[0]["path"] == str(tmp_path / f"window={W[0]}")
+
+
+async def test_an_engine_gets_the_windows_files_bounds_and_sizes(tmp_path: Path) -> None:
+    pipeline = make(tmp_path)
+    async with pipeline.life():
+        await three_windows(pipeline)
+        job = pipeline.engine.jobs[1]
+        assert (job.attempt, job.rows, job.window.revision, job.window.pipeline) == (1, 2, 1, "test")
+        assert len(job.segments) == 1
+        assert job.bytes > 0
+        assert job.staging == str(tmp_path / "_mldserver" / "staging" / W[1] / "0001")
+
+
+async def test_a_job_that_fails_is_tried_again_with_growing_delays_and_leaves_nothing(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    failures = [WindowFailed("no memory"), DriverLost("gone")]
+    pipeline = make(tmp_path, fail=lambda job: failures.pop() if failures else None, attempts=5)
+    async with pipeline.life():
+        await three_windows(pipeline)
+        await pipeline.clock.advance(10)
+        assert pipeline.published()[W[0]] == [1, 2]
+        assert list((tmp_path / f"window={W[0]}").iterdir()) == [
+            tmp_path / f"window={W[0]}" / "part-00000.parquet"
+        ]
+        assert [job.attempt for job in pipeline.engine.jobs if job.window.id == W[0]] == [1, 2, 3]
+    told = named(logged, "window.failed")
+    assert [(event["error"], event["attempt"]) for event in told] == [("DriverLost", 1), ("WindowFailed", 2)]
+    assert 0.5 <= told[0]["delay_seconds"] < 1 <= told[1]["delay_seconds"] < 2
+    assert named(logged, "window.done")[0]["attempt"] == 3
+
+
+async def test_no_delay_is_longer_than_the_cap(tmp_path: Path, logged: list[dict[str, Any]]) -> None:
+    failing = [True]
+    pipeline = make(
+        tmp_path, fail=lambda job: WindowFailed("no") if failing else None, attempts=99, retry_cap_seconds=4
+    )
+    async with pipeline.life():
+        await three_windows(pipeline)
+        await pipeline.clock.advance(60)
+        failing.clear()
+        await pipeline.clock.advance(10)
+        assert len(pipeline.published()) >= 3
+    assert max(event["delay_seconds"] for event in named(logged, "window.failed")) <= 4
+
+
+async def test_under_halt_the_others_wait_until_the_window_succeeds(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    failing = {W[0]}
+    pipeline = make(tmp_path, fail=lambda job: WindowFailed("no") if job.window.id in failing else None)
+    async with pipeline.life():
+        await three_windows(pipeline)
+        await pipeline.clock.advance(120)
+        assert pipeline.published() == {}
+        assert pipeline.coordinator.status().windows_halted == (W[0],)
+        assert pipeline.runner.waiting >= 3
+        halted = named(logged, "window.halted")
+        assert [(event["window"], event["attempts"]) for event in halted] == [(W[0], 3)]
+        failing.clear()
+        await pipeline.clock.advance(61)
+        assert pipeline.coordinator.status().windows_halted == ()
+        assert list(pipeline.published())[:3] == W[:3]
+
+
+async def test_side_by_side_a_halted_window_stops_those_that_have_not_begun(tmp_path: Path) -> None:
+    failing = set(W)
+    pipeline = make(
+        tmp_path, fail=lambda job: WindowFailed("no") if job.window.id in failing else None, concurrency=2
+    )
+    async with pipeline.life():
+        await three_windows(pipeline)
+        await pipeline.clock.advance(30)
+        assert pipeline.runner.halted == {W[0], W[1]}
+        failing.discard(W[0])
+        await pipeline.clock.advance(61)
+        assert pipeline.runner.halted == {W[1]}
+        assert pipeline.published() == {W[0]: [1, 2]}
+        failing.clear()
+        await pipeline.clock.advance(61)
+        assert pipeline.runner.halted == frozenset()
+        assert list(pipeline.published())[:3] == W[:3]
+
+
+async def test_under_dead_letter_the_window_is_set_aside_with_its_segments_and_the_others_go_on(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    pipeline = make(
+        tmp_path,
+        fail=lambda job: WindowFailed("never") if job.window.id == W[0] else None,
+        on_failure="dead_letter",
+    )
+    async with pipeline.life():
+        await three_windows(pipeline)
+        await pipeline.clock.advance(30)
+        assert list(pipeline.published())[:2] == W[1:3]
+        assert (pipeline.runner.set_aside, pipeline.runner.halted) == (1, frozenset())
+    assert [event["attempts"] for event in named(logged, "window.set_aside")] == [3]
+    entry = pipeline.state().windows[W[0]]
+    assert (entry.state, entry.error) == (WindowState.SET_ASIDE, "never")
+    assert (tmp_path / entry.segments[0].path).exists()
+    async with pipeline.life():  # a start neither computes it nor deletes its rows
+        await pipeline.cycle()
+        assert W[0] not in [job.window.id for job in pipeline.engine.jobs]
+        assert (tmp_path / entry.segments[0].path).exists()
+
+
+async def test_a_ledger_that_refuses_to_set_aside_is_asked_again_and_nobody_waits_for_ever(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    refused: list[str] = []
+
+    def refuse(name: str, after: bool) -> None:
+        if name == "set_aside" and not after and not refused:
+            refused.append(name)
+            raise LedgerError("disk full")
+
+    pipeline = make(
+        tmp_path,
+        fail=lambda job: WindowFailed("never") if job.window.id == W[0] else None,
+        on_failure="dead_letter",
+    )
+    pipeline.faults.hook = refuse
+    async with pipeline.life():
+        await three_windows(pipeline)
+        await pipeline.clock.advance(30)
+        assert pipeline.runner.halted == {W[0]}
+        await pipeline.clock.advance(61)
+        assert (pipeline.runner.set_aside, pipeline.runner.halted) == (1, frozenset())
+        assert list(pipeline.published())[:2] == W[1:3]
+    assert [event["error"] for event in named(logged, "window.halted")] == ["LedgerError"]
+
+
+@pytest.mark.parametrize(
+    ("step", "error"), [("publish", OSError(5, "I/O")), ("published", LedgerError("busy"))]
+)
+@pytest.mark.parametrize("on_failure", ["halt", "dead_letter"])
+async def test_what_is_committed_is_published_however_often_that_fails_and_never_computed_again(
+    tmp_path: Path, step: str, error: Exception, on_failure: str
+) -> None:
+    left = [error] * 5
+
+    def fail(name: str, after: bool) -> None:
+        if name == step and not after and left:
+            raise left.pop()
+
+    pipeline = make(tmp_path, on_failure=on_failure)
+    pipeline.faults.hook = fail
+    async with pipeline.life():
+        await three_windows(pipeline)
+        await pipeline.clock.advance(300)
+        assert pipeline.published()[W[0]] == [1, 2]
+        assert [job.window.id for job in pipeline.engine.jobs].count(W[0]) == 1
+        assert pipeline.runner.set_aside == 0
+
+
+async def test_an_attempt_that_lost_its_claim_is_thrown_away_and_done_again(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    claims: list[int] = []
+
+    def steal(name: str, after: bool) -> None:
+        if name == "commit" and not after and not claims:
+            claims.append(pipeline.ledger.store.begin_attempt(W[0]))
+
+    pipeline = make(tmp_path)
+    pipeline.faults.hook = steal
+    async with pipeline.life():
+        await three_windows(pipeline)
+        await pipeline.clock.advance(5)
+        assert pipeline.published()[W[0]] == [1, 2]
+    assert claims == [2]
+    assert "lost its claim" in named(logged, "window.failed")[0]["what"]
+    assert named(logged, "window.done")[0]["attempt"] == 3
+
+
+async def test_a_pipeline_that_writes_for_itself_publishes_nothing(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    class Elsewhere(LocalEngine):
+        async def compute(self, job: WindowJob) -> WindowResult:
+            return WindowResult((), job.rows, 0.0)
+
+    pipeline = make(tmp_path, engine=Elsewhere)
+    async with pipeline.life():
+        await three_windows(pipeline)
+        assert pipeline.published() == {}
+        assert pipeline.runner.published == 3
+    done = named(logged, "window.done")[0]
+    assert (done["files"], done.get("path")) == (0, None)
+    assert pipeline.state().windows[W[0]].state is WindowState.PUBLISHED
+
+
+async def test_what_an_earlier_life_left_under_the_same_attempt_is_gone_before_the_job_runs(
+    tmp_path: Path,
+) -> None:
+    pipeline = make(tmp_path)
+    async with pipeline.life():
+        left = tmp_path / "_mldserver" / "staging" / W[0] / "0001"
+        left.mkdir(parents=True)
+        (left / "part-x.parquet").write_bytes(b"half a file")
+        await three_windows(pipeline)
+        assert pipeline.published()[W[0]] == [1, 2]
+
+
+async def test_a_bug_in_the_engine_is_not_swallowed(tmp_path: Path) -> None:
+    pipeline = make(tmp_path, fail=lambda job: Crash("a bug"))
+    with pytest.raises(ExceptionGroup) as found:
+        async with pipeline.life():
+            await three_windows(pipeline)
+    assert found.value.subgroup(Crash) is not None
