@@ -2,106 +2,45 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mldserver.errors import (
     DecodeError,
     FramingError,
     HandlerHalted,
     InternalError,
-    MldserverError,
     PeerError,
     PeerTimeout,
     ProtocolViolation,
 )
 from mldserver.protocol import events as ev
-from mldserver.protocol.connection import ConnectionLimits, MLDConnection
+from mldserver.protocol.connection import MLDConnection
 from mldserver.protocol.events import CloseReason, Timer
 from mldserver.protocol.messages import Initialize, LeaseLost, ProcessRecords, Shutdown, Version
-from mldserver.protocol.retries import RetryPolicy
 from mldserver.protocol.states import State
 from mldserver.records import Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-LIMITS = ConnectionLimits(
-    line_bytes=1000,
-    initialize_seconds=60,
-    partial_line_seconds=20,
-    close_seconds=5,
-    retries=RetryPolicy(attempts=3, base_seconds=1, cap_seconds=60),
-    end_retries=RetryPolicy(attempts=4, base_seconds=1, cap_seconds=60),
+from tests.protocol.wire import (
+    BATCH,
+    ENDED,
+    LIMITS,
+    LOST,
+    REQUESTED,
+    STOP,
+    TERMINATE,
+    V1,
+    V2,
+    ZOMBIE,
+    Wire,
+    asked,
+    line,
+    reply,
+    status,
 )
-V2 = {"action": "initialize", "shardId": "s", "sequenceNumber": "TRIM_HORIZON", "subSequenceNumber": 0}
-V1 = {"action": "initialize", "shardId": "s"}
-BATCH = {"action": "processRecords", "records": [], "millisBehindLatest": 0}
-TERMINATE, ZOMBIE, REQUESTED = (
-    {"action": "shutdown", "reason": reason} for reason in ("TERMINATE", "ZOMBIE", "REQUESTED")
-)
-ENDED, LOST, STOP = ({"action": name} for name in ("shardEnded", "leaseLost", "shutdownRequested"))
-
-
-def line(message: dict[str, Any]) -> bytes:
-    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
-
-
-def status(action: str) -> bytes:
-    return line({"action": "status", "responseFor": action})
-
-
-def asked(number: str | None, sub: int | None = 0) -> bytes:
-    sub = None if number is None else sub
-    return line({"action": "checkpoint", "sequenceNumber": number, "subSequenceNumber": sub})
-
-
-def reply(error: str | None = None) -> dict[str, Any]:
-    return {"action": "checkpoint", "sequenceNumber": "5", "subSequenceNumber": 0, "error": error}
-
-
-class Wire:
-    """A connection and the two ends of its wire; state changes are left out of what happened."""
-
-    def __init__(self, *messages: dict[str, Any], limits: ConnectionLimits = LIMITS) -> None:
-        self.connection = MLDConnection(limits, random=lambda: 1.0)
-        for message in messages:
-            self.says(message)
-            self.connection.answer()
-        self.happened()
-        self.sent()
-
-    def says(self, message: dict[str, Any]) -> list[ev.Event]:
-        self.connection.receive_data(line(message))
-        return self.happened()
-
-    def happened(self) -> list[ev.Event]:
-        return [
-            event for event in self.connection.events_received() if not isinstance(event, ev.StateChanged)
-        ]
-
-    def sent(self) -> bytes:
-        return b"".join(self.connection.data_to_send())
-
-    @property
-    def state(self) -> State:
-        return self.connection.state
-
-    def fails_with(self, error: type[MldserverError]) -> MldserverError:
-        """Assert that the connection has just failed and closed, and return why."""
-        told = [event for event in self.happened() if not isinstance(event, ev.StartTimer | ev.CancelTimer)]
-        failed, closed = told[-2:]
-        assert isinstance(failed, ev.Failed)
-        assert type(failed.error) is error
-        assert isinstance(closed, ev.Closed)
-        assert closed.reason is CloseReason.FAILED
-        assert self.state is State.CLOSED
-        return failed.error
-
 
 # Initialize.
 
@@ -297,19 +236,6 @@ def test_a_requested_shutdown_may_be_checkpointed_and_an_ending_or_eof_follows(
     assert wire.happened() == [ev.Closed(CloseReason.EOF)]
 
 
-@pytest.mark.parametrize("ending", [LOST, ENDED, ZOMBIE, TERMINATE])
-def test_every_ending_may_follow_a_requested_shutdown(ending: dict[str, Any]) -> None:
-    wire = Wire(V2, STOP)
-    assert isinstance(wire.says(ending)[0], ev.Request)
-
-
-@pytest.mark.parametrize("message", [BATCH, STOP, V2, REQUESTED])
-def test_nothing_else_may_follow_it(message: dict[str, Any]) -> None:
-    wire = Wire(V2, STOP)
-    wire.connection.receive_data(line(message))
-    wire.fails_with(ProtocolViolation)
-
-
 @pytest.mark.parametrize(
     ("request_", "message", "action"),
     [(LOST, LeaseLost(), "leaseLost"), (ZOMBIE, Shutdown("ZOMBIE"), "shutdown")],  # type: ignore[arg-type]  # equal
@@ -350,13 +276,6 @@ def test_a_shards_end_is_checkpointed_with_null_before_its_status(
     assert wire.happened() == [ev.OutputEnded(), ev.StartTimer(Timer.CLOSE, 5)]
 
 
-def test_a_v1_shards_end_has_the_v1_form() -> None:
-    wire = Wire(V1)
-    wire.says(TERMINATE)
-    wire.connection.checkpoint(None)
-    assert wire.sent() == b'{"action":"checkpoint","checkpoint":null}\n'
-
-
 def test_every_error_at_a_shards_end_is_repeated_and_then_the_connection_is_closed_on_purpose() -> None:
     wire = Wire(V2)
     wire.says(ENDED)
@@ -378,21 +297,6 @@ def test_a_shards_end_without_a_lease_is_answered_without_a_checkpoint() -> None
     wire.says(reply("ShutdownException"))
     wire.connection.answer()
     assert wire.sent() == asked(None) + status("shardEnded")
-
-
-@pytest.mark.parametrize("tries", [0, 1])
-def test_a_lease_that_went_during_a_batch_lets_the_shards_end_be_answered(tries: int) -> None:
-    wire = Wire(V2)
-    wire.says(BATCH)
-    wire.connection.checkpoint(Sequence(5))
-    wire.says(reply("ShutdownException"))
-    wire.connection.answer()
-    wire.says(ENDED)
-    wire.sent()
-    for _ in range(tries):
-        wire.connection.checkpoint(None)
-    wire.connection.answer()
-    assert wire.sent() == status("shardEnded")
 
 
 # What the peer does wrong.
@@ -529,92 +433,3 @@ def test_a_closed_connection_ignores_the_peer_and_refuses_commands() -> None:
         with pytest.raises(InternalError):
             command()
     assert (wire.sent(), wire.happened()) == (b"", [])
-
-
-# Any chunking, any garbage.
-
-
-LIFE = [V2, BATCH, BATCH, STOP, ENDED]
-
-
-def drive(connection: MLDConnection, log: list[Any]) -> None:
-    """Answer what comes: a checkpoint for each request that allows one, then the status."""
-    while events := connection.events_received():
-        for event in events:
-            match event:
-                case ev.Request(message):
-                    log.append(message)
-                    respond(connection)
-                case ev.CheckpointStored() | ev.CheckpointFailed() | ev.CheckpointsStopped():
-                    if connection.state is not State.CLOSED:
-                        connection.answer()
-                case ev.Failed():
-                    log.append(event)
-                case _:
-                    pass
-    log.extend(json.loads(data) for data in connection.data_to_send())
-
-
-def respond(connection: MLDConnection) -> None:
-    if connection.state is State.ENDING:
-        connection.checkpoint(None)
-    elif connection.state in {State.PROCESSING, State.DRAINING}:
-        connection.checkpoint(Sequence(5))
-    elif connection.state is not State.CLOSED:  # a second message came in the same piece
-        connection.answer()
-
-
-def test_a_whole_life_fed_byte_by_byte_is_the_same_as_fed_line_by_line() -> None:
-    logs: list[list[Any]] = []
-    for size in (1, 7, 10_000):
-        connection, log = MLDConnection(LIMITS, random=lambda: 1.0), []
-        for message in LIFE:
-            messages = [message, reply()] if message in (BATCH, STOP, ENDED) else [message]
-            for data in map(line, messages):
-                for start in range(0, len(data), size):
-                    connection.receive_data(data[start : start + size])
-                    drive(connection, log)
-        logs.append(log)
-        assert connection.state is State.FINAL
-    assert logs[0] == logs[1] == logs[2]
-
-
-garbage = st.lists(
-    st.one_of(
-        st.binary(max_size=30),
-        st.sampled_from(
-            [line(message) for message in (V1, V2, BATCH, STOP, ENDED, LOST, TERMINATE, reply())]
-        ),
-        st.sampled_from(
-            [line(reply(error)) for error in ("ThrottlingException", "ShutdownException", "Other")]
-        ),
-        st.sampled_from([b"\n", b"\r\n", b"x" * 1001, b'{"action":"processRecords"', b"[" * 500 + b"\n"]),
-        st.sampled_from(list(Timer)),
-    ),
-    max_size=20,
-)
-
-
-@settings(max_examples=300)
-@given(garbage)
-def test_whatever_the_peer_sends_nothing_raises_and_eof_closes(pieces: list[bytes | Timer]) -> None:
-    connection, log = MLDConnection(LIMITS, random=lambda: 1.0), []
-    for piece in [line(V2), *pieces]:
-        if isinstance(piece, Timer):
-            connection.timer_fired(piece)
-        else:
-            connection.receive_data(piece)
-        drive(connection, log)
-    connection.receive_eof()
-    assert connection.state is State.CLOSED
-    statuses = [entry for entry in log if isinstance(entry, dict) and entry["action"] == "status"]
-    requests = [entry for entry in log if not isinstance(entry, dict | ev.Failed)]
-    assert len(requests) - 1 <= len(statuses) <= len(requests)
-    assert all(KEYS[entry["action"]] == set(entry) for entry in log if isinstance(entry, dict))
-    assert sum(isinstance(entry, ev.Failed) for entry in log) <= 1
-
-
-KEYS = {
-    "status": {"action", "responseFor"},
-    "checkpoint": {"action", "sequenceNumber", "subSequenceNumber"},
-}

@@ -223,8 +223,8 @@ async def test_no_more_connections_are_accepted_once_stopped_while_the_old_ones_
 async def test_a_connection_that_was_accepted_in_the_moment_of_the_stop_is_closed_at_once(
     house: House,
 ) -> None:
-    peer = await house.connect()
     house.listener._stopped = True
+    peer = await house.connect()
     await peer.sees_the_end()
     assert house.listener.connections == 0
 

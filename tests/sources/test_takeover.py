@@ -1,0 +1,61 @@
+"""Two connections for one shard: the latest owns it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.sources.house import House
+
+SHARD = "shardId-000000000000"
+
+
+def named(logged: list[dict[str, Any]], event: str) -> list[dict[str, Any]]:
+    return [entry for entry in logged if entry["event"] == event]
+
+
+async def test_the_latest_connection_of_a_shard_owns_it_and_the_earlier_is_answered_unread(
+    house: House, logged: list[dict[str, Any]]
+) -> None:
+    first, second = await house.connect(), await house.connect()
+    await first.initialize()
+    await second.initialize()
+    await first.process(1)
+    await first.answered("processRecords")
+    assert house.intake.shards[0].calls == []
+    assert ("process", SHARD) not in house.runtime.calls
+    assert len(named(logged, "shard.taken_over")) == 1
+    await second.process(1)
+    await second.checkpointed()
+    await second.answered("processRecords")
+    assert await first.ask({"action": "leaseLost"}) == {"action": "status", "responseFor": "leaseLost"}
+    await first.sees_the_end()
+    await first.close()
+    await second.process(2)
+    await second.checkpointed()
+    await second.answered("processRecords")
+    assert ("forget", SHARD) not in house.runtime.calls
+
+
+async def test_taking_a_shard_over_cancels_the_earlier_connections_batch_and_answers_it(house: House) -> None:
+    house.runtime.gate.clear()
+    first, second = await house.connect(), await house.connect()
+    await first.initialize()
+    await first.process(1)
+    await house.runtime.reached.wait()
+    await second.initialize()
+    assert house.runtime.cancelled == 1
+    await first.answered("processRecords")
+    assert house.intake.shards[0].calls == ["began"]
+
+
+async def test_an_end_on_a_connection_that_lost_its_shard_is_not_checkpointed(
+    house: House, logged: list[dict[str, Any]]
+) -> None:
+    first, second = await house.connect(), await house.connect()
+    await first.initialize()
+    await second.initialize()
+    await first.send({"action": "shardEnded"})
+    await first.sees_the_end()
+    assert named(logged, "connection.failed")[0]["error"] == "PeerError"
+    assert house.intake.shards[1].calls == []
