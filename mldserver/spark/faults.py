@@ -7,11 +7,10 @@ error and the user's own frames; that is what is kept.
 from __future__ import annotations
 
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Fault", "describe"]
-
-from dataclasses import dataclass
+__all__ = ["Fault", "describe", "lost_connection", "message", "user_traceback"]
 
 _LIMIT = 20_000
 """Characters of a message or a traceback: a query plan in an error can have megabytes."""
@@ -48,6 +47,18 @@ def message(error: BaseException) -> str:
     for marker in ("\nJVM stacktrace:", "\n\tat ", "\nDriver stacktrace:"):
         text = text.partition(marker)[0]
     return _clip(text.strip() or type(error).__name__)
+
+
+def lost_connection(error: BaseException) -> bool:
+    """Whether an error, or one that it came from, may mean that the other end of a connection died."""
+    seen: list[BaseException] = []
+    at: BaseException | None = error
+    while at is not None and at not in seen:
+        if isinstance(at, (OSError, EOFError)) or type(at).__name__ == "Py4JNetworkError":
+            return True
+        seen.append(at)
+        at = at.__cause__ or at.__context__
+    return False
 
 
 def _is_users(frame: traceback.FrameSummary) -> bool:

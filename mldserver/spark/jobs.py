@@ -6,12 +6,13 @@ in the thread that runs it. Cancelling goes by them from any thread.
 
 from __future__ import annotations
 
+import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mldserver.spark.faults import describe
+from mldserver.spark.faults import describe, lost_connection
 from mldserver.spark.window_job import Output, run_window
 from mldserver.spark.wire import Done, FailedJob, Message, Progress, Run
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["Jobs"]
 
 _PROGRESS_SECONDS = 0.5
+
+_DEATH_SECONDS = 5
+"""How long after its calls began to fail a dying JVM may still be there."""
 
 
 @dataclass(slots=True)
@@ -89,6 +93,8 @@ class Jobs:
         try:
             answer = self._done(job, self._compute(job)) if job.running else self._cancelled(job)
         except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit included
+            if self._jvm_is_gone(error):
+                return  # not the job's failure: whoever watches the JVM ends this process, and so the job
             fault = describe(error)
             answer = FailedJob(
                 job.run.id, fault.error, fault.message, fault.traceback, cancelled=job.cancelled
@@ -96,6 +102,17 @@ class Jobs:
         with self._lock:
             del self._jobs[job.run.id]
         self._send(answer)
+
+    def _jvm_is_gone(self, error: BaseException) -> bool:
+        """Whether an error came from a dead JVM. Its calls fail a moment before its end can be seen."""
+        jvm = self._session.jvm
+        if jvm is None or not lost_connection(error):
+            return False
+        try:
+            jvm.wait(_DEATH_SECONDS)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     def _done(self, job: _Job, output: Output) -> Done:
         return Done(job.run.id, output.files, output.rows)

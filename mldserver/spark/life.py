@@ -141,8 +141,8 @@ class Life:
         job_id = next(self._ids)
         answer: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
         self._waiting[job_id] = (job, answer)
-        self._process.send(Run(job_id, job))
         try:
+            self._process.send(Run(job_id, job))
             async with asyncio.timeout(deadline) as limit:
                 return await answer
         except TimeoutError:

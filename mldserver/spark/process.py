@@ -20,7 +20,7 @@ from mldserver.spark.wire import Decoder, Message, encode
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
-__all__ = ["DriverProcess", "driver_command", "is_alive"]
+__all__ = ["DriverProcess", "driver_command"]
 
 _KILL_SECONDS = 10
 """How long a killed group may take to be gone, and its pipes to close."""
@@ -29,15 +29,6 @@ _KILL_SECONDS = 10
 def driver_command() -> list[str]:
     """Return the command line of a driver, but for its ``--fd N``."""
     return [sys.executable, "-m", "mldserver.spark.driver"]
-
-
-def is_alive(group: int) -> bool:
-    """Whether any process of a process group is there."""
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 class DriverProcess:

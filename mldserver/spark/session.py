@@ -95,7 +95,10 @@ def jvm_options(*, quick: bool, archive: str | None, train: bool) -> list[str]:
 
     ``quick`` compiles with C1 only: sooner warm, slower on jobs of minutes; for tests and demonstrations.
     """
-    options = ["-XX:-UsePerfData"]  # no file in the temporary directory that a killed JVM would leave there
+    options = [
+        "-XX:-UsePerfData",  # no file in the temporary directory that a killed JVM would leave there
+        "-XX:+ExitOnOutOfMemoryError",  # a session is not to be trusted after it; a fresh driver is
+    ]
     if quick:
         options += ["-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"]
     if archive is not None:

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import os
 from pathlib import Path
 
@@ -9,18 +11,24 @@ from mldserver.spark.java import Java
 JAVA = Java("/usr/bin/java", None, 17, 'openjdk version "17.0.1"')
 
 
-def path(java=JAVA, conf=None, environment=None, *, quick=False):
+def path(
+    java: Java = JAVA,
+    conf: dict[str, str] | None = None,
+    environment: dict[str, str] | None = None,
+    *,
+    quick: bool = False,
+) -> Path:
     return archive.archive_path(Path("/cache"), java, conf or {}, environment or {}, quick=quick)
 
 
-def test_the_cache_follows_the_xdg_rules():
+def test_the_cache_follows_the_xdg_rules() -> None:
     assert archive.default_cache({"XDG_CACHE_HOME": "/c", "HOME": "/h"}) == Path("/c/mldserver")
     assert archive.default_cache({"XDG_CACHE_HOME": "relative", "HOME": "/h"}) == Path("/h/.cache/mldserver")
     assert archive.default_cache({"HOME": "/h"}) == Path("/h/.cache/mldserver")
     assert archive.default_cache({}).is_absolute()
 
 
-def test_each_java_spark_and_shape_of_the_jvm_has_an_archive_of_its_own():
+def test_each_java_spark_and_shape_of_the_jvm_has_an_archive_of_its_own() -> None:
     newer = Java("/usr/bin/java", None, 17, 'openjdk version "17.0.2"')
     paths = {
         path(),
@@ -34,11 +42,11 @@ def test_each_java_spark_and_shape_of_the_jvm_has_an_archive_of_its_own():
 
 
 @pytest.fixture
-def wanted(tmp_path):
+def wanted(tmp_path: Path) -> Path:
     return tmp_path / "spark-4-java-17-a.jsa"
 
 
-def test_an_archive_gets_its_name_when_it_is_complete(wanted):
+def test_an_archive_gets_its_name_when_it_is_complete(wanted: Path) -> None:
     assert not archive.keep(wanted)
     archive.unfinished(wanted).write_bytes(b"")
     assert not archive.keep(wanted)
@@ -47,7 +55,7 @@ def test_an_archive_gets_its_name_when_it_is_complete(wanted):
     assert wanted.read_bytes() == b"classes"
 
 
-def test_old_archives_go_when_there_are_too_many(wanted):
+def test_old_archives_go_when_there_are_too_many(wanted: Path) -> None:
     for age in range(4):
         old = wanted.with_name(f"spark-old-{age}.jsa")
         old.write_bytes(b"x")
@@ -61,7 +69,7 @@ def test_old_archives_go_when_there_are_too_many(wanted):
     ]
 
 
-def test_what_dead_processes_left_unfinished_is_removed_and_what_live_ones_write_is_not(wanted):
+def test_what_dead_processes_left_unfinished_is_removed_and_what_live_ones_write_is_not(wanted: Path) -> None:
     mine = archive.unfinished(wanted)
     live = wanted.with_name(f"{wanted.name}.{os.getppid()}.tmp")
     dead = wanted.with_name(f"{wanted.name}.999999999.tmp")

@@ -1,34 +1,39 @@
+from __future__ import annotations
+
 import subprocess
 import sys
+from typing import TYPE_CHECKING, Never
 
 import pytest
 
-from mldserver.spark import faults
-from mldserver.spark.faults import describe, message, user_traceback
+from mldserver.spark.faults import describe, lost_connection, message, user_traceback
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
-def caught(function):
+def caught(function: Callable[[], object]) -> Exception:
     with pytest.raises(Exception) as info:  # noqa: PT011  # any error will do
         function()
     return info.value
 
 
-def test_the_java_stack_below_a_message_is_cut():
+def test_the_java_stack_below_a_message_is_cut() -> None:
     java = "An error occurred.\n: java.lang.IllegalStateException: no\n\tat a.B.c(B.java:1)\n\tat d.E"
     assert message(RuntimeError(java)) == "An error occurred.\n: java.lang.IllegalStateException: no"
     assert message(RuntimeError("plain\n\nJVM stacktrace:\njava.lang.X")) == "plain"
 
 
-def test_an_error_without_words_is_told_by_its_class():
+def test_an_error_without_words_is_told_by_its_class() -> None:
     assert message(KeyboardInterrupt()) == "KeyboardInterrupt"
 
 
-def test_a_message_of_megabytes_is_clipped():
+def test_a_message_of_megabytes_is_clipped() -> None:
     assert len(message(ValueError("x" * 10**6))) < 21_000
 
 
-def test_the_users_frames_are_kept_and_the_machinerys_are_not():
-    def user_code():
+def test_the_users_frames_are_kept_and_the_machinerys_are_not() -> None:
+    def user_code() -> None:
         subprocess.run([sys.executable, "-c", ""], check=True, timeout="never")
 
     told = user_traceback(caught(user_code))
@@ -41,8 +46,8 @@ def test_the_users_frames_are_kept_and_the_machinerys_are_not():
     assert told.endswith("ValueError: deep")
 
 
-def test_causes_are_told_first():
-    def user_code():
+def test_causes_are_told_first() -> None:
+    def user_code() -> None:
         try:
             {}["key"]
         except KeyError as error:
@@ -52,14 +57,14 @@ def test_causes_are_told_first():
     assert told.index("KeyError: 'key'") < told.index("direct cause") < told.index("ValueError: wrong window")
 
 
-def test_what_was_being_handled_is_told_unless_it_was_hidden():
-    def shown():
+def test_what_was_being_handled_is_told_unless_it_was_hidden() -> None:
+    def shown() -> None:
         try:
             {}["key"]
         except KeyError:
             raise ValueError("second")  # noqa: B904  # that is the case in question
 
-    def hidden():
+    def hidden() -> None:
         try:
             {}["key"]
         except KeyError:
@@ -69,20 +74,33 @@ def test_what_was_being_handled_is_told_unless_it_was_hidden():
     assert "KeyError" not in user_traceback(caught(hidden))
 
 
-def test_a_circle_of_causes_ends():
+def test_a_circle_of_causes_ends() -> None:
     one, two = ValueError("one"), ValueError("two")
     one.__cause__, two.__cause__ = two, one
     assert user_traceback(one).count("ValueError: one") == 1
 
 
-def test_a_fault_names_class_sentence_and_place():
+def test_a_fault_names_class_sentence_and_place() -> None:
     class Odd(Exception):
         pass
 
-    def user_code():
+    def user_code() -> Never:
         raise Odd("a sentence")
 
     fault = describe(caught(user_code))
     assert (fault.error, fault.message) == ("Odd", "a sentence")
     assert f"{__name__}.Odd: a sentence" in fault.traceback
-    assert faults.__all__
+
+
+class Py4JNetworkError(Exception):
+    """Named as py4j's own."""
+
+
+def test_a_lost_connection_is_seen_through_what_came_of_it() -> None:
+    wrapped = ValueError("could not count")
+    wrapped.__cause__ = ConnectionRefusedError(111, "refused")
+    circle = ValueError("round")
+    circle.__context__ = KeyError("and")
+    circle.__context__.__context__ = circle
+    errors = [wrapped, EOFError(), Py4JNetworkError(), ValueError("no"), circle]
+    assert [lost_connection(error) for error in errors] == [True, True, True, False, False]

@@ -1,5 +1,8 @@
+from __future__ import annotations
+
 import asyncio
 from types import SimpleNamespace
+from typing import Any, Self
 
 import pytest
 from pyspark.sql import DataFrame
@@ -14,19 +17,19 @@ WINDOW = Window("w", None, None)
 class Rows(DataFrame):
     """A DataFrame in name: what is tested does not look inside."""
 
-    def __new__(cls):
+    def __new__(cls) -> Self:
         return object.__new__(cls)
 
 
-def test_without_on_window_the_rows_are_the_result():
+def test_without_on_window_the_rows_are_the_result() -> None:
     rows = Rows()
     assert pipeline_of(SimpleNamespace()).apply(rows, WINDOW) is rows
 
 
-def test_a_modules_function_is_called_with_rows_and_window():
+def test_a_modules_function_is_called_with_rows_and_window() -> None:
     seen = []
 
-    def on_window(rows, window):
+    def on_window(rows: Any, window: Window) -> Any:
         seen.append((rows, window))
         return rows
 
@@ -35,14 +38,14 @@ def test_a_modules_function_is_called_with_rows_and_window():
     assert seen == [(rows, WINDOW)]
 
 
-def test_a_class_is_instantiated_once():
+def test_a_class_is_instantiated_once() -> None:
     class Handler:
         made = 0
 
-        def __init__(self):
+        def __init__(self) -> None:
             Handler.made += 1
 
-        def on_window(self, rows, window):
+        def on_window(self, rows: Any, window: Window) -> Any:
             return rows
 
     pipeline = pipeline_of(Handler)
@@ -51,8 +54,8 @@ def test_a_class_is_instantiated_once():
     assert Handler.made == 1
 
 
-def test_an_async_hook_is_run_to_its_end():
-    async def on_window(rows, window):
+def test_an_async_hook_is_run_to_its_end() -> None:
+    async def on_window(rows: Any, window: Window) -> Any:
         await asyncio.sleep(0)
         return rows
 
@@ -60,11 +63,11 @@ def test_an_async_hook_is_run_to_its_end():
     assert pipeline_of(SimpleNamespace(on_window=on_window)).apply(rows, WINDOW) is rows
 
 
-def test_none_says_that_the_pipeline_wrote_for_itself():
+def test_none_says_that_the_pipeline_wrote_for_itself() -> None:
     assert pipeline_of(SimpleNamespace(on_window=lambda _rows, _window: None)).apply(Rows(), WINDOW) is None
 
 
 @pytest.mark.parametrize(("value", "said"), [(5, "an int"), ("x", "a str"), ([], "a list")])
-def test_anything_else_is_the_handlers_error(value, said):
+def test_anything_else_is_the_handlers_error(value: object, said: str) -> None:
     with pytest.raises(HandlerInvalid, match=f"on_window returned {said}, not a Spark DataFrame"):
         pipeline_of(SimpleNamespace(on_window=lambda _rows, _window: value)).apply(Rows(), WINDOW)

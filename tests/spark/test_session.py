@@ -1,4 +1,7 @@
+from __future__ import annotations
+
 import sys
+from typing import Any
 
 import pytest
 
@@ -6,11 +9,11 @@ from mldserver.spark.session import defaults, environment, is_connect, is_local,
 from mldserver.spark.wire import Start
 
 
-def start(master="local[*]", **told):
+def start(master: str = "local[*]", **told: Any) -> Start:
     return Start("h", "a INT", master, "/scratch", **told)
 
 
-def test_masters_are_told_apart():
+def test_masters_are_told_apart() -> None:
     assert [is_local(m) for m in ("local", "local[*]", "spark://h:7077", "sc://h")] == [
         True,
         True,
@@ -20,13 +23,13 @@ def test_masters_are_told_apart():
     assert [is_connect(m) for m in ("local", "spark://h:7077", "sc://h")] == [False, False, True]
 
 
-def test_what_the_user_sets_wins():
+def test_what_the_user_sets_wins() -> None:
     conf = defaults(start(conf={"spark.sql.session.timeZone": "Europe/Berlin", "spark.x": "1"}), cores=2)
     assert conf["spark.sql.session.timeZone"] == "Europe/Berlin"
     assert conf["spark.x"] == "1"
 
 
-def test_small_local_data_gets_small_local_settings():
+def test_small_local_data_gets_small_local_settings() -> None:
     conf = defaults(start(), cores=3)
     assert conf["spark.sql.shuffle.partitions"] == "3"
     assert conf["spark.ui.enabled"] == "false"
@@ -34,24 +37,24 @@ def test_small_local_data_gets_small_local_settings():
     assert "spark.scheduler.mode" not in conf
 
 
-def test_asked_for_things_are_there():
+def test_asked_for_things_are_there() -> None:
     conf = defaults(start(ui=True, concurrency=2), cores=3)
     assert conf["spark.ui.enabled"] == "true"
     assert conf["spark.scheduler.mode"] == "FAIR"
 
 
-def test_a_clusters_driver_is_reachable_and_sizes_its_shuffles_itself():
+def test_a_clusters_driver_is_reachable_and_sizes_its_shuffles_itself() -> None:
     conf = defaults(start("spark://h:7077"), cores=3)
     assert "spark.driver.bindAddress" not in conf
     assert "spark.sql.shuffle.partitions" not in conf
 
 
-def test_a_connect_session_sets_only_what_a_session_may():
+def test_a_connect_session_sets_only_what_a_session_may() -> None:
     conf = defaults(start("sc://h", conf={"spark.x": "1"}), cores=3)
     assert all(name.startswith("spark.sql.") or name == "spark.x" for name in conf)
 
 
-def test_jvm_options_follow_what_is_asked():
+def test_jvm_options_follow_what_is_asked() -> None:
     assert not any("Tiered" in option for option in jvm_options(quick=False, archive=None, train=False))
     assert "-XX:TieredStopAtLevel=1" in jvm_options(quick=True, archive=None, train=False)
     assert "-XX:SharedArchiveFile=/c/a.jsa" in jvm_options(quick=False, archive="/c/a.jsa", train=False)
@@ -60,7 +63,9 @@ def test_jvm_options_follow_what_is_asked():
 
 
 @pytest.mark.parametrize("inherited", [{}, {"PYTHONPATH": "/old"}])
-def test_the_drivers_environment_has_the_users_path_first_and_nothing_of_another_spark(inherited):
+def test_the_drivers_environment_has_the_users_path_first_and_nothing_of_another_spark(
+    inherited: dict[str, str],
+) -> None:
     ours = environment(
         start(python_path=("/here",)), {**inherited, "PYSPARK_GATEWAY_PORT": "1"}, java_home="/java"
     )
@@ -75,11 +80,11 @@ def test_the_drivers_environment_has_the_users_path_first_and_nothing_of_another
     assert ours["SPARK_LOCAL_DIRS"] == "/scratch"
 
 
-def test_a_clusters_workers_choose_their_own_python():
+def test_a_clusters_workers_choose_their_own_python() -> None:
     ours = environment(start("spark://h:7077"), {}, java_home=None)
     assert not {"PYSPARK_PYTHON", "SPARK_LOCAL_IP", "JAVA_HOME"} & set(ours)
 
 
-def test_the_users_scratch_disks_are_kept():
+def test_the_users_scratch_disks_are_kept() -> None:
     ours = environment(start(conf={"spark.local.dir": "/fast"}), {}, java_home=None)
     assert "SPARK_LOCAL_DIRS" not in ours

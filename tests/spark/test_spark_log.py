@@ -1,4 +1,7 @@
+from __future__ import annotations
+
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -7,7 +10,7 @@ from hypothesis import strategies as st
 from mldserver.spark.spark_log import LINE_LIMIT, Entry, Lines, parse
 
 
-def line(**told):
+def line(**told: Any) -> str:
     return json.dumps(told)
 
 
@@ -23,11 +26,11 @@ def line(**told):
         ("NOTICE", "info"),
     ],
 )
-def test_log4j_levels_become_the_logs_own(name, level):
+def test_log4j_levels_become_the_logs_own(name: str, level: str) -> None:
     assert parse(line(level=name, msg="m", logger="a.b.C")) == Entry(level, "m", "a.b.C")
 
 
-def test_a_java_stack_is_kept_but_not_all_of_it():
+def test_a_java_stack_is_kept_but_not_all_of_it() -> None:
     stack = "\n".join(["java.io.IOException: no", *(f"\tat x.Y.z{i}(Y.java:{i})" for i in range(100))])
     exception = parse(line(level="ERROR", msg="m", exception=stack)).exception.splitlines()
     assert exception[:2] == ["java.io.IOException: no", "\tat x.Y.z0(Y.java:0)"]
@@ -35,36 +38,36 @@ def test_a_java_stack_is_kept_but_not_all_of_it():
     assert len(exception) == 41
 
 
-def test_pysparks_own_logger_tells_its_exception_in_parts():
+def test_pysparks_own_logger_tells_its_exception_in_parts() -> None:
     entry = parse(
         line(level="ERROR", msg="m", logger="X", exception={"class": "E", "msg": "no", "stacktrace": []})
     )
     assert entry.exception == "E: no"
 
 
-def test_what_only_repeats_a_jobs_error_is_for_developers():
+def test_what_only_repeats_a_jobs_error_is_for_developers() -> None:
     assert parse(line(level="ERROR", msg="m", logger="DataFrameQueryContextLogger")).level == "debug"
 
 
-def test_sparks_own_pattern_is_read_too():
+def test_sparks_own_pattern_is_read_too() -> None:
     assert parse("26/11/21 02:53:02 WARN TaskSetManager: Lost task 0.0") == Entry(
         "warning", "Lost task 0.0", "TaskSetManager"
     )
 
 
-def test_what_is_said_at_every_start_is_for_developers():
+def test_what_is_said_at_every_start_is_for_developers() -> None:
     assert parse("WARNING: Using incubator modules: jdk.incubator.vector").level == "debug"
     told = "Unable to load native-hadoop library for your platform..."
     assert parse(line(level="WARN", msg=told)).level == "debug"
 
 
 @pytest.mark.parametrize("text", ["hello", "{not json", '{"a": 1}', '{"level": "INFO"}', "", "{}"])
-def test_any_other_line_is_passed_on_as_it_is(text):
+def test_any_other_line_is_passed_on_as_it_is(text: str) -> None:
     assert parse(text) == Entry("info", text)
 
 
 @given(st.lists(st.binary(max_size=20), max_size=10), st.data())
-def test_lines_do_not_depend_on_chunks(parts, data):
+def test_lines_do_not_depend_on_chunks(parts: list[bytes], data: st.DataObject) -> None:
     stream = b"\n".join(part.replace(b"\r", b"") for part in parts)
     cut = data.draw(st.integers(0, len(stream)))
     lines = Lines()
@@ -73,7 +76,7 @@ def test_lines_do_not_depend_on_chunks(parts, data):
     assert got == (expected if expected[-1] else expected[:-1])
 
 
-def test_a_line_without_end_does_not_fill_the_memory():
+def test_a_line_without_end_does_not_fill_the_memory() -> None:
     lines = Lines()
     for _ in range(3):
         assert lines.feed(b"x" * LINE_LIMIT) == []

@@ -1,9 +1,16 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from mldserver.runtime.base import META_COLUMNS
 from mldserver.spark.window_job import META_DDL, Output, columns_ddl, inspect_output, partitions, read
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 MIB = 1024 * 1024
 
@@ -20,17 +27,19 @@ MIB = 1024 * 1024
         (1024 * MIB + 1, 4, 9),
     ],
 )
-def test_small_windows_are_one_task_and_large_ones_a_task_for_128_mib(size, cores, expected):
+def test_small_windows_are_one_task_and_large_ones_a_task_for_128_mib(
+    size: int, cores: int, expected: int
+) -> None:
     assert partitions(size, cores) == expected
 
 
-def test_segments_have_the_handlers_columns_and_the_meta_columns():
+def test_segments_have_the_handlers_columns_and_the_meta_columns() -> None:
     assert [column.split()[0] for column in META_DDL.split(", ")] == list(META_COLUMNS)
     assert columns_ddl("a INT, b STRING") == f"a INT, b STRING, {META_DDL}"
     assert columns_ddl(" ") == META_DDL
 
 
-def test_output_is_what_the_parquet_footers_say(tmp_path):
+def test_output_is_what_the_parquet_footers_say(tmp_path: Path) -> None:
     out = tmp_path / "out [1]"
     (out / "carrier=AA").mkdir(parents=True)
     pq.write_table(pa.table({"a": [1, 2, 3]}), out / "part-1.parquet")
@@ -40,23 +49,23 @@ def test_output_is_what_the_parquet_footers_say(tmp_path):
     assert inspect_output(str(out)) == Output(("carrier=AA/part-0.parquet", "part-1.parquet"), 4)
 
 
-def test_an_output_that_is_not_there_is_an_error(tmp_path):
+def test_an_output_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         inspect_output(str(tmp_path / "nowhere"))
 
 
-def test_brackets_in_a_path_are_not_a_pattern():
+def test_brackets_in_a_path_are_not_a_pattern() -> None:
     class Reader:
         """Spark's reader as far as ``read`` uses it."""
 
-        def schema(self, ddl):
+        def schema(self, ddl: str) -> Reader:
             return self
 
-        def parquet(self, *paths):
+        def parquet(self, *paths: str) -> Reader:
             self.paths = paths
             return self
 
-        def coalesce(self, number):
+        def coalesce(self, number: int) -> Reader:
             return self
 
     from mldserver.coordinator.windows import Window

@@ -1,3 +1,6 @@
+from __future__ import annotations
+
+import itertools
 from datetime import UTC, datetime
 
 import pytest
@@ -29,21 +32,21 @@ MESSAGES = [
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_every_message_comes_out_as_it_went_in(message):
+def test_every_message_comes_out_as_it_went_in(message: wire.Message) -> None:
     assert wire.Decoder().feed(wire.encode(message)) == [message]
 
 
 @given(st.lists(st.integers(0, 400), max_size=12))
-def test_any_chunking_gives_the_same_messages(cuts):
+def test_any_chunking_gives_the_same_messages(cuts: list[int]) -> None:
     stream = b"".join(map(wire.encode, MESSAGES))
     borders = sorted({0, len(stream), *(cut * 7 % len(stream) for cut in cuts)})
     decoder = wire.Decoder()
-    got = [m for a, b in zip(borders, borders[1:], strict=False) for m in decoder.feed(stream[a:b])]
+    got = [m for a, b in itertools.pairwise(borders) for m in decoder.feed(stream[a:b])]
     assert got == MESSAGES
     assert decoder.pending == 0
 
 
-def test_an_incomplete_message_waits_for_its_rest():
+def test_an_incomplete_message_waits_for_its_rest() -> None:
     data = wire.encode(wire.Warm())
     decoder = wire.Decoder()
     assert decoder.feed(data[:2]) == []
@@ -64,17 +67,17 @@ def test_an_incomplete_message_waits_for_its_rest():
         b'{"type": "Cancel", "x": 1}',
     ],
 )
-def test_bytes_that_are_no_message_are_an_error(payload):
+def test_bytes_that_are_no_message_are_an_error(payload: bytes) -> None:
     with pytest.raises(wire.WireError, match="not a message"):
         wire.Decoder().feed(len(payload).to_bytes(4, "big") + payload)
 
 
-def test_a_length_beyond_the_limit_is_an_error_before_the_bytes_are_there():
+def test_a_length_beyond_the_limit_is_an_error_before_the_bytes_are_there() -> None:
     with pytest.raises(wire.WireError, match="longer than"):
         wire.Decoder().feed(b"GET / HTTP/1.1")
 
 
-def test_a_message_beyond_the_limit_is_not_sent(monkeypatch):
+def test_a_message_beyond_the_limit_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "LIMIT", 10)
     with pytest.raises(wire.WireError, match="longer than"):
         wire.encode(wire.Log("info", "a long line"))

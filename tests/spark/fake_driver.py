@@ -1,0 +1,95 @@
+"""A driver that does as it is told by its first argument: for the engine's own tests. Speaks the real wire."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from mldserver.spark import wire
+
+
+class FakeDriver:
+    def __init__(self, script: str, state: Path, sock: socket.socket) -> None:
+        self.script = script
+        self.sock = sock
+        with state.open("a") as lives:
+            lives.write(f"{os.getpid()}\n")
+        self.life = len(state.read_text().split())
+
+    def send(self, *messages: wire.Message) -> None:
+        self.sock.sendall(b"".join(map(wire.encode, messages)))
+
+    def serve(self) -> None:
+        decoder = wire.Decoder()
+        while data := self.sock.recv(1 << 16):
+            for message in decoder.feed(data):
+                self.take(message)
+
+    def take(self, message: wire.Message) -> None:
+        match message:
+            case wire.Start():
+                self.begin(message)
+            case wire.Run():
+                self.run(message)
+            case wire.Cancel() if self.script != "deaf":
+                self.send(wire.FailedJob(message.id, "Cancelled", "cancelled", cancelled=True))
+            case wire.Stop() if self.script == "trains":
+                archive = next(arg for arg in sys.argv if arg.startswith("archive="))
+                Path(archive.removeprefix("archive=")).write_text("classes")
+                os._exit(0)
+            case wire.Stop() if self.script != "stubborn":
+                print("stopping in order")
+                sys.stdout.flush()
+                os._exit(0)
+
+    def begin(self, start: wire.Start) -> None:
+        assert Path(start.scratch).is_dir()
+        (Path(start.scratch) / "spill").write_text("x")
+        if self.script == "silent":
+            return
+        if self.script in {"dies at once", "dies first"} and (
+            self.life == 1 or self.script == "dies at once"
+        ):
+            print("java: command not understood", file=sys.stderr)
+            sys.stderr.flush()
+            os._exit(3)
+        if self.script.startswith("fails:"):
+            fault = self.script.removeprefix("fails:")
+            self.send(wire.StartFailed(fault, "SomeError", "no session", "Traceback …"))
+            os._exit(1)
+        if self.script == "stubborn":
+            subprocess.Popen(["sleep", "600"])
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self.send(wire.Started("4.3.0", "http://ui"), wire.Warm())
+
+    def run(self, run: wire.Run) -> None:
+        name = run.job.window.id
+        if name == "fails":
+            self.send(wire.FailedJob(run.id, "ValueError", "no good", "File my.py"))
+        elif name == "dies":
+            os._exit(9)
+        elif name == "garbage":
+            self.sock.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+        elif name == "wrong":
+            self.send(wire.Stop())
+        elif name == "talks":
+            self.send(
+                wire.Progress(run.id, 1, 4, 2), wire.Progress(999, 1, 1, 1), wire.Log("warning", "careful")
+            )
+            print("printed by the user")
+            print('{"level": "WARN", "logger": "a.B", "msg": "told by Spark"}', file=sys.stderr)
+            print("no line end", file=sys.stderr, end="")
+            os.close(1)
+            os.close(2)
+            self.send(wire.Done(run.id, (), 0))
+        elif name != "hangs":
+            self.send(wire.Done(999, (), 0), wire.Done(run.id, (f"{name}.parquet",), run.job.rows))
+
+
+if __name__ == "__main__":
+    fd = int(sys.argv[sys.argv.index("--fd") + 1])
+    FakeDriver(sys.argv[1], Path(sys.argv[2]), socket.socket(fileno=fd)).serve()

@@ -1,0 +1,400 @@
+"""The engine against a scripted driver: what dies, hangs, lies or is cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mldserver.coordinator.windows import Window
+from mldserver.errors import DriverLost, HandlerInvalid, JavaError, OperatorError, WindowFailed
+from mldserver.spark import client, wire
+from mldserver.spark.client import SparkEngine
+from mldserver.spark.engine import WindowJob, WindowResult
+from mldserver.spark.java import probe
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+FAKE = Path(__file__).with_name("fake_driver.py")
+
+
+class HandClock:
+    """Each sleep waits until the test lets it end; the test sees how long it was to be."""
+
+    def __init__(self) -> None:
+        self.sleeps = asyncio.Queue()
+
+    def now_ms(self) -> int:
+        return 0
+
+    async def sleep(self, seconds: float) -> None:
+        ended = asyncio.Event()
+        self.sleeps.put_nowait((seconds, ended))
+        await ended.wait()
+
+    async def end_sleep(self) -> float:
+        seconds, ended = await self.sleeps.get()
+        ended.set()
+        return seconds
+
+
+def group_members(leader: int) -> list[int]:
+    """The processes of a group that live; a killed one whose new parent has not reaped it yet is dead."""
+    members = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, group = entry.read_text().rpartition(")")[2].split()[:3]
+            if int(group) == leader and state != "Z":
+                members.append(int(entry.parent.name))
+    return members
+
+
+def job(name: str, rows: int = 5) -> WindowJob:
+    return WindowJob(Window(name, None, None), 1, ("/segment",), "/staging", rows, 100)
+
+
+class Bench:
+    def __init__(self, tmp_path: Path, script: str, **settings: Any) -> None:
+        self.state = tmp_path / "lives"
+        self.clock = HandClock()
+        self.work = tmp_path / "work"
+        self.engine = SparkEngine(
+            "handlers.x",
+            "a INT",
+            **{
+                "master": "sc://nowhere",
+                "work_dir": self.work,
+                "cache_dir": tmp_path / "cache",
+                "clock": self.clock,
+                "command": [sys.executable, str(FAKE), script, str(self.state)],
+                **settings,
+            },
+        )
+
+    @property
+    def lives(self) -> list[int]:
+        return [int(pid) for pid in self.state.read_text().split()]
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.engine.run())
+            try:
+                yield
+            finally:
+                await self.engine.close()
+        self.check_nothing_is_left()
+
+    def check_nothing_is_left(self) -> None:
+        assert not [pid for life in self.lives for pid in group_members(life)]
+        assert list(self.work.iterdir()) == []
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Callable[..., Bench]:
+    return lambda script="good", **settings: Bench(tmp_path, script, **settings)
+
+
+def events(logged: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    return [event for event in logged if event["event"] == name]
+
+
+async def test_a_job_comes_back_with_its_files(
+    bench: Callable[..., Bench], logged: list[dict[str, Any]]
+) -> None:
+    it = bench()
+    assert it.engine.phase == "starting"
+    async with it.running():
+        await it.engine.ready()
+        assert it.engine.phase == "ready"
+        result = await it.engine.compute(job("w", rows=7))
+        assert result == WindowResult(("w.parquet",), 7, result.seconds)
+    assert it.engine.phase == "closed"
+    assert events(logged, "spark.ready")[0]["ui"] == "http://ui"
+    assert events(logged, "handler.output")[-1]["text"] == "stopping in order"
+    assert not events(logged, "spark.lost")
+
+
+async def test_a_job_asked_for_early_waits_for_the_driver(bench: Callable[..., Bench]) -> None:
+    it = bench()
+    async with asyncio.TaskGroup() as tasks, it.running():
+        assert (await tasks.create_task(it.engine.compute(job("w")))).files == ("w.parquet",)
+
+
+async def test_jobs_beyond_the_concurrency_wait_their_turn(bench: Callable[..., Bench]) -> None:
+    it = bench(concurrency=1)
+    async with it.running(), asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(it.engine.compute(job("hangs")))
+        await it.engine.ready()
+        second = tasks.create_task(it.engine.compute(job("w")))
+        await asyncio.wait({first, second}, timeout=0.05)
+        assert not second.done()
+        first.cancel()
+        assert (await second).files == ("w.parquet",)
+
+
+async def test_a_failed_job_is_told_with_the_users_traceback(bench: Callable[..., Bench]) -> None:
+    it = bench()
+    async with it.running():
+        with pytest.raises(WindowFailed, match="ValueError: no good") as caught:
+            await it.engine.compute(job("fails"))
+        assert caught.value.where == {"window": "fails", "traceback": "File my.py"}
+        assert (await it.engine.compute(job("w"))).rows == 5
+
+
+@pytest.mark.parametrize(
+    ("death", "reason"),
+    [
+        ("dies", "The process ended"),
+        ("garbage", "cannot be read"),
+        ("wrong", "Stop does not come from a driver"),
+    ],
+)
+async def test_a_driver_that_dies_or_lies_under_a_job_is_replaced(
+    bench: Callable[..., Bench], logged: list[dict[str, Any]], death: str, reason: str
+) -> None:
+    it = bench()
+    async with it.running():
+        with pytest.raises(DriverLost, match=reason):
+            await it.engine.compute(job(death))
+        assert await it.clock.end_sleep() == 1
+        assert (await it.engine.compute(job("w"))).files == ("w.parquet",)
+    assert len(it.lives) == 2
+    assert reason in events(logged, "spark.lost")[0]["reason"]
+
+
+async def test_back_off_doubles_until_a_job_has_succeeded(bench: Callable[..., Bench]) -> None:
+    it = bench()
+    async with it.running():
+        for expected in (1, 2, 4):
+            with pytest.raises(DriverLost):
+                await it.engine.compute(job("dies"))
+            assert await it.clock.end_sleep() == expected
+        await it.engine.compute(job("w"))
+        with pytest.raises(DriverLost):
+            await it.engine.compute(job("dies"))
+        assert await it.clock.end_sleep() == 1
+        await it.engine.ready()
+
+
+async def test_the_last_words_of_a_driver_are_told(
+    bench: Callable[..., Bench], logged: list[dict[str, Any]]
+) -> None:
+    it = bench("dies first")
+    async with it.running():
+        await it.clock.end_sleep()
+        await it.engine.ready()
+    lost = events(logged, "spark.lost")[0]
+    assert lost["exit_code"] == 3
+    assert lost["reason"] == "The process ended. It said last: java: command not understood"
+
+
+async def test_closing_does_not_wait_for_the_back_off(bench: Callable[..., Bench]) -> None:
+    it = bench("dies at once")
+    async with it.running():
+        await it.clock.sleeps.get()
+        assert it.engine.phase == "restarting"
+
+
+async def test_a_driver_that_never_gets_warm_is_replaced(
+    bench: Callable[..., Bench], logged: list[dict[str, Any]]
+) -> None:
+    it = bench("silent", start_deadline=0.5)
+    async with it.running():
+        await it.clock.end_sleep()
+    assert events(logged, "spark.lost")[0]["reason"] == "The driver was not ready within 0.5 seconds."
+
+
+async def test_cancelling_the_call_cancels_the_job_and_spares_the_driver(bench: Callable[..., Bench]) -> None:
+    it = bench()
+    async with it.running():
+        await it.engine.ready()
+        call = asyncio.ensure_future(it.engine.compute(job("hangs")))
+        await asyncio.wait({call}, timeout=0.05)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert (await it.engine.compute(job("w"))).rows == 5
+        assert len(it.lives) == 1
+
+
+async def test_a_cancelled_job_that_goes_on_costs_the_driver_its_life(
+    bench: Callable[..., Bench], logged: list[dict[str, Any]]
+) -> None:
+    it = bench("deaf", cancel_grace=7)
+    async with it.running():
+        await it.engine.ready()
+        call = asyncio.ensure_future(it.engine.compute(job("hangs")))
+        await asyncio.wait({call}, timeout=0.05)
+        call.cancel()
+        assert await it.clock.end_sleep() == 7
+        assert await it.clock.end_sleep() == 1
+        assert (await it.engine.compute(job("w"))).rows == 5
+    assert events(logged, "spark.lost")[0]["reason"] == "A cancelled job did not end within 7 seconds."
+
+
+async def test_a_job_beyond_its_deadline_fails_and_is_cancelled(bench: Callable[..., Bench]) -> None:
+    it = bench(job_deadline=0.05)
+    async with it.running():
+        with pytest.raises(WindowFailed, match=r"longer than its deadline of 0\.05 seconds"):
+            await it.engine.compute(job("hangs"))
+        assert (await it.engine.compute(job("w"))).rows == 5
+    assert len(it.lives) == 1
+
+
+async def test_everything_that_is_said_reaches_the_log(
+    bench: Callable[..., Bench], logged: list[dict[str, Any]]
+) -> None:
+    it = bench()
+    async with it.running():
+        await it.engine.compute(job("talks"))
+    assert (
+        events(logged, "spark.progress")[0] | {"window": "talks", "tasks": 4, "tasks_done": 2}
+        == (events(logged, "spark.progress")[0])
+    )
+    assert len(events(logged, "spark.progress")) == 1
+    assert [event["text"] for event in events(logged, "handler.output")] == ["printed by the user"]
+    said = {event["text"]: event["level"] for event in events(logged, "spark.log")}
+    assert said == {"careful": "warning", "told by Spark": "warning", "no line end": "info"}
+
+
+async def test_a_driver_that_does_not_stop_is_killed_with_its_children(bench: Callable[..., Bench]) -> None:
+    it = bench("stubborn", stop_grace=0.1)
+    async with it.running():
+        await it.engine.ready()
+
+
+async def test_cancelling_run_kills_the_driver(bench: Callable[..., Bench]) -> None:
+    it = bench("stubborn")
+    run = asyncio.ensure_future(it.engine.run())
+    await it.engine.ready()
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    it.check_nothing_is_left()
+    with pytest.raises(DriverLost, match="No Spark driver will come any more"):
+        await it.engine.compute(job("w"))
+    await it.engine.close()
+
+
+async def test_what_an_earlier_server_left_is_swept_away(bench: Callable[..., Bench]) -> None:
+    it = bench()
+    (it.work / "spark-left").mkdir(parents=True)
+    (it.work / "spark-left" / "spill").touch()
+    async with it.running():
+        await it.engine.ready()
+        assert not (it.work / "spark-left").exists()
+
+
+async def test_a_handler_that_the_driver_cannot_import_ends_the_engine(bench: Callable[..., Bench]) -> None:
+    it = bench("fails:handler")
+    with pytest.raises(HandlerInvalid, match="no session"):
+        await it.engine.run()
+    with pytest.raises(DriverLost):
+        await it.engine.ready()
+
+
+async def test_settings_that_cannot_work_end_the_engine(bench: Callable[..., Bench]) -> None:
+    it = bench("fails:operator")
+    with pytest.raises(OperatorError, match="Spark cannot start on sc://nowhere: SomeError: no session"):
+        await it.engine.run()
+
+
+async def test_a_cluster_that_is_away_is_waited_for(
+    bench: Callable[..., Bench], logged: list[dict[str, Any]]
+) -> None:
+    it = bench("fails:spark")
+    async with it.running():
+        for expected in (1, 2, 4, 8):
+            assert await it.clock.end_sleep() == expected
+    assert "SomeError: no session" in events(logged, "spark.lost")[0]["reason"]
+
+
+@pytest.fixture
+def java(tmp_path: Path) -> Path:
+    (tmp_path / "java" / "bin").mkdir(parents=True)
+    file = tmp_path / "java" / "bin" / "java"
+    file.write_text("#!/bin/sh\necho 'openjdk version \"17.0.1\"'\n")
+    file.chmod(0o755)
+    return tmp_path / "java"
+
+
+async def test_a_local_spark_that_fails_three_times_ends_the_engine(
+    bench: Callable[..., Bench], java: Path
+) -> None:
+    it = bench("fails:spark", master="local[1]", java_home=str(java))
+    ended, *delays = await asyncio.gather(
+        it.engine.run(), it.clock.end_sleep(), it.clock.end_sleep(), return_exceptions=True
+    )
+    assert isinstance(ended, OperatorError)
+    assert "Spark cannot start on local[1]" in ended.what
+    assert delays == [1, 2]
+    assert len(it.lives) == 3
+
+
+async def test_a_missing_java_is_told_before_anything_starts(
+    bench: Callable[..., Bench], tmp_path: Path
+) -> None:
+    it = bench(master="local[1]", java_home=str(tmp_path / "nowhere"))
+    with pytest.raises(JavaError, match="cannot be run: No such file"):
+        await it.engine.run()
+    assert not it.state.exists()
+
+
+async def test_a_program_that_cannot_be_started_is_tried_again(
+    bench: Callable[..., Bench], logged: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    it = bench(command=[str(tmp_path / "no-such-program")])
+    it.state.write_text("")
+    async with it.running():
+        await it.clock.end_sleep()
+    assert "No process could be started" in events(logged, "spark.lost")[0]["reason"]
+
+
+async def test_an_archive_under_which_the_driver_died_is_thrown_away(
+    bench: Callable[..., Bench], java: Path, logged: list[dict[str, Any]]
+) -> None:
+    it = bench("dies first", master="local[1]", java_home=str(java))
+    plan = it.engine._plan
+    _, wanted = plan(await probe(str(java), os.environ))
+    wanted.parent.mkdir()
+    wanted.write_text("damaged")
+    for left in it.work.iterdir():
+        left.rmdir()
+    async with it.running():
+        await it.clock.end_sleep()
+        await it.engine.ready()
+        assert not wanted.exists()
+
+
+async def test_an_archive_is_made_when_the_driver_has_been_ready_for_a_while(
+    bench: Callable[..., Bench], java: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = bench(master="local[1]", java_home=str(java), archive_after=60)
+    asked: asyncio.Future[wire.Start] = asyncio.get_running_loop().create_future()
+
+    async def train(start: wire.Start, *_: object) -> None:
+        shutil.rmtree(start.scratch)
+        asked.set_result(start)
+
+    monkeypatch.setattr(client, "train", train)
+    async with it.running():
+        await it.engine.ready()
+        assert await it.clock.end_sleep() == 60
+        start = await asked
+    assert (start.train, start.handler, start.master) == (True, "", "local[1]")
+    assert start.archive is not None
+    assert start.archive.startswith(str(it.engine._cache))
+
+
+async def test_closing_what_never_ran_does_nothing(bench: Callable[..., Bench]) -> None:
+    it = bench()
+    await it.engine.close()
+    assert not it.state.exists()

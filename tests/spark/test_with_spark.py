@@ -1,0 +1,273 @@
+"""The engine on a real Spark. One session serves the module; each start costs many seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import pytest_asyncio
+
+from mldserver.coordinator.windows import Window
+from mldserver.errors import DriverLost, WindowFailed
+from mldserver.spark.client import SparkEngine
+from mldserver.spark.engine import WindowJob
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
+
+HERE = Path(__file__).parent
+SCHEMA = "carrier STRING, delay DOUBLE"
+START = datetime(2013, 1, 1, 10, tzinfo=UTC)
+ROWS = 200
+
+
+def processes() -> dict[int, tuple[int, str]]:
+    """Every living process: pid -> (session, command line)."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue  # it ended while we looked
+        if fields[0] != "Z":
+            found[int(entry.name)] = (int(fields[3]), command)
+    return found
+
+
+async def until_gone(session: int) -> None:
+    async with asyncio.timeout(30):
+        while any(owner == session for owner, _ in processes().values()):  # noqa: ASYNC110  # no event tells it
+            await asyncio.sleep(0.05)
+
+
+class World:
+    """Segments, staging directories and an engine."""
+
+    def __init__(self, root: Path, **settings: Any) -> None:
+        self.root = root
+        self.segments = tuple(self._segment(number) for number in range(3))
+        self.settings: dict[str, Any] = {
+            "conf": {"spark.sql.shuffle.partitions": "3", "spark.app.name": "my windows"},
+            "work_dir": root / "work [1]",
+            "cache_dir": root / "cache",
+            "python_path": (str(HERE),),
+            "quick": True,
+            "archive_after": None,
+            **settings,
+        }
+        self.engine = self.make()
+
+    def make(self) -> SparkEngine:
+        return SparkEngine("window_handlers:Windows", SCHEMA, **self.settings)
+
+    def _segment(self, number: int) -> str:
+        path = self.root / "segments [1]" / f"{number}.parquet"
+        path.parent.mkdir(exist_ok=True)
+        ids = range(number * ROWS, (number + 1) * ROWS)
+        columns = {
+            "carrier": pa.array(["AA" if i % 4 else "UA" for i in ids]),
+            "delay": pa.array([float(i) for i in ids]),
+            "_time": pa.array(list(ids), pa.int64()),
+            "_clock": pa.array(list(ids), pa.int64()),
+            "_shard": pa.array(["shardId-000000000000"] * ROWS),
+            "_sequence": pa.array([str(2**80 + i) for i in ids]),
+            "_sub_sequence": pa.array([0] * ROWS, pa.int64()),
+            "_arrival": pa.array([START + timedelta(seconds=i) for i in ids], pa.timestamp("ms", tz="UTC")),
+        }
+        pq.write_table(pa.table(columns), path)
+        return str(path)
+
+    def job(self, name: str, attempt: int = 1) -> WindowJob:
+        size = sum(Path(segment).stat().st_size for segment in self.segments)
+        window = Window(name, START, START + timedelta(hours=1), pipeline="test")
+        return WindowJob(window, attempt, self.segments, str(self.staging(name, attempt)), 3 * ROWS, size)
+
+    def staging(self, name: str, attempt: int = 1) -> Path:
+        return self.root / "staging" / name / str(attempt)
+
+    def input(self) -> pa.Table:
+        return pa.concat_tables([pq.read_table(segment) for segment in self.segments]).sort_by("_clock")
+
+    def output(self, name: str, files: tuple[str, ...]) -> pa.Table:
+        return pa.concat_tables([pq.ParquetFile(self.staging(name) / file).read() for file in files])
+
+
+@asynccontextmanager
+async def living(world: World) -> AsyncIterator[World]:
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(world.engine.run())
+        try:
+            async with asyncio.timeout(200):
+                await world.engine.ready()
+            yield world
+        finally:
+            await world.engine.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+    async with living(World(tmp_path_factory.mktemp("spark"))) as it:
+        yield it
+    # In order, so nothing of the driver is left: no process of its session, no scratch space.
+    assert not list(it.settings["work_dir"].iterdir())
+
+
+async def test_rows_as_they_are_come_out_with_every_column_and_value(world: World) -> None:
+    result = await world.engine.compute(world.job("identity"))
+    output = world.output("identity", result.files).sort_by("_clock")
+    assert output.column_names == world.input().column_names
+    assert output.to_pylist() == world.input().to_pylist()
+    assert result.rows == 3 * ROWS
+
+
+async def test_a_small_window_is_one_file_and_nothing_else(world: World) -> None:
+    result = await world.engine.compute(world.job("grouped"))
+    assert [path.name for path in world.staging("grouped").iterdir()] == list(result.files)
+    assert len(result.files) == 1
+
+
+async def test_a_group_by_equals_what_is_computed_without_spark(world: World) -> None:
+    result = await world.engine.compute(world.job("grouped", attempt=2))
+    table = pq.ParquetFile(world.staging("grouped", 2) / result.files[0]).read()
+    rows = world.input().to_pylist()
+    flights = Counter(row["carrier"] for row in rows)
+    expected = {
+        carrier: (count, sum(row["delay"] for row in rows if row["carrier"] == carrier) / count, START)
+        for carrier, count in flights.items()
+    }
+    got = {row["carrier"]: (row["flights"], row["mean_delay"], row["start"]) for row in table.to_pylist()}
+    assert got == expected
+
+
+async def test_an_async_hook_and_one_instance_for_all_windows(world: World) -> None:
+    result = await world.engine.compute(world.job("awaited"))
+    first = world.output("awaited", result.files).to_pylist()[0]["calls"]
+    again = await world.engine.compute(world.job("awaited", attempt=2))
+    table = pq.ParquetFile(world.staging("awaited", 2) / again.files[0]).read()
+    assert table.to_pylist()[0]["calls"] == first + 1
+
+
+async def test_the_users_settings_win_and_the_defaults_hold(world: World) -> None:
+    result = await world.engine.compute(world.job("settings"))
+    settings = {row["name"]: row["value"] for row in world.output("settings", result.files).to_pylist()}
+    assert settings == {
+        "spark.sql.shuffle.partitions": "3",
+        "spark.sql.session.timeZone": "UTC",
+        "spark.app.name": "my windows",
+    }
+
+
+async def test_a_pipeline_that_writes_for_itself_leaves_no_files(world: World) -> None:
+    result = await world.engine.compute(world.job("nothing"))
+    assert (result.files, result.rows) == ((), 0)
+    assert not world.staging("nothing").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "traced"),
+    [
+        ("broken", "LookupError: no table for broken", "in broken"),
+        ("unknown_column", "with name `carier` cannot be resolved", "in unknown_column"),
+        ("broken_function", "ZeroDivisionError: division by zero", "in one_over_zero"),
+        ("number", "on_window returned an int, not a Spark DataFrame", ""),
+        ("leaves", "SystemExit: 3", "in leaves"),
+    ],
+)
+async def test_the_users_errors_come_back_readable(world: World, name: str, said: str, traced: str) -> None:
+    with pytest.raises(WindowFailed) as caught:
+        await world.engine.compute(world.job(name))
+    assert said in caught.value.what
+    told = caught.value.where["traceback"]
+    assert traced in told
+    assert not {"py4j", "\tat "} & set(told.split("/"))
+    assert len(told.splitlines()) < 30
+
+
+async def test_an_attempt_never_writes_into_a_directory_that_is_there(world: World) -> None:
+    world.staging("identity", 7).mkdir(parents=True)
+    with pytest.raises(WindowFailed, match="already exists"):
+        await world.engine.compute(world.job("identity", attempt=7))
+
+
+async def test_a_cancelled_job_ends_and_the_session_goes_on(world: World) -> None:
+    before = {pid for pid, (_, command) in processes().items() if "mldserver.spark.driver" in command}
+    call = asyncio.ensure_future(world.engine.compute(world.job("endless")))
+    await asyncio.wait({call}, timeout=2)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert (await world.engine.compute(world.job("identity", attempt=8))).rows == 3 * ROWS
+    assert before == {pid for pid, (_, command) in processes().items() if "mldserver.spark.driver" in command}
+
+
+def java_of(driver: int) -> int:
+    """Return the pid of a driver's JVM."""
+    (jvm,) = (
+        pid
+        for pid, (session, command) in processes().items()
+        if session == driver and "SparkSubmit" in command
+    )
+    return jvm
+
+
+async def test_a_killed_jvm_fails_its_job_and_is_replaced(world: World, logged: list[dict[str, Any]]) -> None:
+    life = world.engine._life
+    assert life is not None
+    driver = life._process.pid
+    call = asyncio.ensure_future(world.engine.compute(world.job("endless", attempt=2)))
+    await asyncio.wait({call}, timeout=1)
+    os.kill(java_of(driver), signal.SIGKILL)
+    with pytest.raises(DriverLost):
+        await call
+    async with asyncio.timeout(200):
+        assert (await world.engine.compute(world.job("identity", attempt=9))).rows == 3 * ROWS
+    await until_gone(driver)
+    assert [event["event"] for event in logged if event["event"] in {"spark.lost", "spark.ready"}] == [
+        "spark.lost",
+        "spark.ready",
+    ]
+
+
+SERVER = """
+import asyncio, sys
+from mldserver.spark.client import SparkEngine
+
+async def main():
+    engine = SparkEngine("window_handlers:Windows", "carrier STRING, delay DOUBLE", work_dir=sys.argv[1],
+                         cache_dir=sys.argv[1], python_path=(sys.argv[2],), quick=True, archive_after=None)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(engine.run())
+        await engine.ready()
+        print(engine._life._process.pid, flush=True)
+
+asyncio.run(main())
+"""
+
+
+async def test_no_jvm_survives_a_server_that_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SERVER, str(tmp_path), str(HERE)]
+    with subprocess.Popen(  # noqa: ASYNC220  # nothing else runs on this loop
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as server:
+        assert server.stdout is not None
+        # Log lines of an unconfigured structlog go to standard output too; the pid stands alone.
+        lines = iter(server.stdout.readline, b"")
+        driver = int(next(line for line in lines if line.strip().isdigit()))
+        assert java_of(driver)
+        server.kill()
+        await until_gone(driver)
+    assert not list(tmp_path.glob("spark-*"))  # noqa: ASYNC240  # see above

@@ -1,0 +1,72 @@
+"""The user's side of the tests with a real Spark: the window's id says what ``on_window`` does."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql import functions as F  # noqa: N812  # its usual name
+from pyspark.sql.functions import udf
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+    from mldserver import Window
+
+schema = "carrier STRING, delay DOUBLE"
+
+
+def one_over_zero(_: float) -> float:
+    return 1 / 0
+
+
+class Windows:
+    """One instance for all windows of a driver."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def on_window(self, rows: DataFrame, window: Window) -> Any:
+        self.calls += 1
+        return getattr(self, window.id)(rows, window)
+
+    def identity(self, rows: DataFrame, _: Window) -> DataFrame:
+        return rows
+
+    def grouped(self, rows: DataFrame, window: Window) -> DataFrame:
+        print(f"grouping {window.id}")
+        mean = F.avg("delay").alias("mean_delay")
+        return rows.groupBy("carrier").agg(
+            F.count("*").alias("flights"), mean, F.lit(window.start).alias("start")
+        )
+
+    async def awaited(self, rows: DataFrame, _: Window) -> DataFrame:
+        return rows.select(F.lit(self.calls).alias("calls")).limit(1)
+
+    def settings(self, rows: DataFrame, _: Window) -> DataFrame:
+        conf = rows.sparkSession.conf
+        names = ("spark.sql.shuffle.partitions", "spark.sql.session.timeZone", "spark.app.name")
+        return rows.sparkSession.createDataFrame(
+            [(name, conf.get(name)) for name in names], "name STRING, value STRING"
+        )
+
+    def nothing(self, rows: DataFrame, _: Window) -> None:
+        rows.count()
+
+    def number(self, rows: DataFrame, _: Window) -> int:
+        return rows.count()
+
+    def broken(self, _: DataFrame, window: Window) -> DataFrame:
+        raise LookupError(f"no table for {window.id}")
+
+    def unknown_column(self, rows: DataFrame, _: Window) -> DataFrame:
+        return rows.select("carier")
+
+    def broken_function(self, rows: DataFrame, _: Window) -> DataFrame:
+        return rows.select(udf(one_over_zero, "double")("delay").alias("x"))
+
+    def leaves(self, _: DataFrame, __: Window) -> None:
+        sys.exit(3)
+
+    def endless(self, rows: DataFrame, _: Window) -> DataFrame:
+        return rows.sparkSession.range(10**15).selectExpr("sum(id % 7) AS s")
