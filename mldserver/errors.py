@@ -35,6 +35,7 @@ __all__ = [
     "PeerError",
     "PeerTimeout",
     "ProtocolViolation",
+    "ServerBuried",
     "SparkError",
     "WindowFailed",
 ]
@@ -119,6 +120,10 @@ class LedgerError(MldserverError):
 
 class LedgerVersionError(LedgerError):
     """The ledger was written by a newer program, or is no ledger of this pipeline."""
+
+
+class ServerBuried(LedgerError):
+    """Another server took this one for dead: nothing it had not registered counts, and it must start afresh."""
 
 
 class SparkError(MldserverError):

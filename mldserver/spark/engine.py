@@ -68,6 +68,19 @@ class Engine(Protocol):
         """
         ...
 
+    @property
+    def group_limit(self) -> int:
+        """How many windows may share one job; 1 where the pipeline does not allow it."""
+        ...
+
+    async def compute_group(self, jobs: tuple[WindowJob, ...]) -> tuple[WindowResult, ...]:
+        """Run attempts at several windows as one job; results in the order of ``jobs``.
+
+        Each window's output is in its own ``staging``, as after ``compute``. Raises as ``compute`` does, for all of
+        them together: the caller then runs each alone, so that one bad window cannot hold others.
+        """
+        ...
+
     async def close(self) -> None:
         """Stop what runs and leave nothing behind."""
         ...

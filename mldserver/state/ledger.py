@@ -4,7 +4,11 @@ It is the only place that decides what counts. Rows count when the transaction t
 registers their segment; a window's output counts when the transaction that commits it succeeds. Every method below
 is one transaction: it happens wholly or not at all, whatever dies.
 
-Implementations: ``sqlite.py`` (one server; the file lies beside the segments).
+Several servers may share a ledger. Each registers under an id of its own and beats; a server that has not beaten for
+long is *buried* by another: its row goes, so that whatever it still tries is refused (``ServerBuried``), its windows
+are adopted, and only then are its unregistered files deleted. Shards are fenced by epochs, windows by attempts.
+
+Implementations: ``sqlite.py`` (servers of one host; the file lies beside the segments) and ``dynamodb.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BatchProgress",
-    "Cut",
+    "Commit",
     "Flush",
     "FlushResult",
     "Ledger",
@@ -48,6 +52,37 @@ class ShardState:
     ended: bool = False
     parents: tuple[str, ...] = ()
     """Parent shards where they are known (ListShards)."""
+    owner: str | None = None
+    """The server whose connection holds it; None after its lease was lost, or its server buried."""
+    gap_accepted: bool = False
+    """The operator accepts that the next opening starts beyond the position; the opening clears it."""
+
+
+class SegmentKind(enum.StrEnum):
+    """What a segment's rows are for."""
+
+    WINDOW = "window"
+    """Rows of a window that is open."""
+    RECOMPUTE = "recompute"
+    """Rows that came after their window was cut, while its segments are retained: for its next revision."""
+    LATE = "late"
+    """Rows that came when their window was not retained any more: for the late dataset."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerState:
+    """One server, as it last told of itself."""
+
+    server_id: str
+    beat_ms: int
+    """When it last beat."""
+    watermark_ms: int | None = None
+    """Its own shards' watermark, told only after everything that the watermark counted on was registered; None:
+    it has seen nothing yet, and holds the pipeline's."""
+    idle: bool = False
+    """It has no shards that count, or all are idle: it does not hold the pipeline's watermark."""
+    held_by: str | None = None
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +97,9 @@ class Segment:
     start_ms: int | None = None
     end_ms: int | None = None
     """The window's bounds; None for ``batches``."""
-    late: bool = False
-    """True: rows that came after their window was cut. The file belongs to the late dataset."""
+    kind: SegmentKind = SegmentKind.WINDOW
+    revision: int = 0
+    """The revision of the window that first took it in; 0: not cut yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +112,9 @@ class PositionUpdate:
     effective_ms: int | None
     event_ms: int | None
     ended: bool = False
+    previous: Sequence | None = None
+    """The position that this update goes on from. Refused (as a lost shard) when the ledger holds another, so that a
+    registration whose answer was lost can be repeated without doubling its rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +145,14 @@ class FlushResult:
     lost_shards: frozenset[str] = frozenset()
     """Shards that have a newer epoch: their rows must be left out."""
     cut_windows: frozenset[str] = frozenset()
-    """Windows of ``segments`` (late ones aside) that are cut already: their rows are late."""
+    """Windows of WINDOW segments that are cut already: their rows are late."""
+    expired_windows: frozenset[str] = frozenset()
+    """Windows of RECOMPUTE segments that are not retained any more: their rows go to the late dataset."""
 
     @property
     def registered(self) -> bool:
         """Whether the transaction took place."""
-        return not self.lost_shards and not self.cut_windows
+        return not (self.lost_shards or self.cut_windows or self.expired_windows)
 
 
 class WindowState(enum.StrEnum):
@@ -138,8 +179,17 @@ class WindowEntry:
     end_ms: int | None = None
     revision: int = 1
     attempt: int = 0
-    """Attempts begun; each has a staging directory of its own."""
+    """Attempts begun, over all revisions; each has a staging directory of its own."""
+    owner: str | None = None
+    """The server that computes it, from the cut on; None: any server may adopt it."""
     segments: tuple[Segment, ...] = ()
+    """WINDOW and RECOMPUTE segments that the present revision covers; kept after publishing while ``retained``."""
+    pending: tuple[Segment, ...] = ()
+    """RECOMPUTE segments that wait for the next revision."""
+    retained: bool = True
+    """Whether late rows still lead to a new revision."""
+    published_ms: int | None = None
+    """When its latest revision became visible."""
     staging: str | None = None
     """The directory (relative to the output folder) that holds the committed output until it is published."""
     files: tuple[str, ...] = ()
@@ -149,10 +199,14 @@ class WindowEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """A window's fixed segments, on their way to Spark."""
+class Commit:
+    """One attempt's output, on its way to count."""
 
-    entry: WindowEntry
+    window_id: str
+    attempt: int
+    staging: str
+    files: tuple[str, ...]
+    rows_out: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +221,7 @@ class LedgerState:
     clock: int = 0
     batch_progress: BatchProgress = BatchProgress()
     dead_letters: int = 0
+    servers: dict[str, ServerState] = field(default_factory=dict)
     cut_below_ms: int | None = None
     """Event-time windows that end at or before it and have no entry any more were cut: their rows are late."""
 
@@ -174,15 +229,42 @@ class LedgerState:
 class Ledger(Protocol):
     """One pipeline's ledger. Every method is one transaction, done when it returns. Raises LedgerError."""
 
+    @property
+    def server_id(self) -> str:
+        """The id under which this server is known."""
+        ...
+
     async def open(self) -> LedgerState:
-        """Create or open the ledger and return what it holds.
+        """Create or open the ledger, register this server, and return what the ledger holds.
 
         Raises LedgerVersionError for a newer or foreign ledger, LedgerError for a damaged one; never repairs.
         """
         ...
 
+    async def sync(self, told: ServerState) -> LedgerState:
+        """Beat, and return what the ledger holds now. Raises ServerBuried when this server was buried."""
+        ...
+
+    async def bury(self, server_ids: frozenset[str], *, beat_before_ms: int) -> frozenset[str]:
+        """Remove servers that have not beaten since ``beat_before_ms``; return those that are gone now.
+
+        Their shards lose their owner; their windows (CUT, COMMITTED) may be adopted.
+        """
+        ...
+
+    async def leave(self) -> None:
+        """Take this server's row out: an orderly stop. Its shards and windows lose their owner."""
+        ...
+
     async def open_shard(self, shard_id: str, parents: tuple[str, ...] = ()) -> ShardState:
-        """Raise the shard's epoch (creating the shard when it is new) and return its state with that epoch."""
+        """Raise the shard's epoch (creating the shard when it is new), own it, and return its state with that epoch.
+
+        ``gap_accepted`` is returned once and cleared.
+        """
+        ...
+
+    async def release_shard(self, shard_id: str, epoch: int) -> None:
+        """Give up owning a shard whose lease or connection is gone; nothing happens under another epoch."""
         ...
 
     async def know_shards(self, parents_by_shard: dict[str, tuple[str, ...]]) -> None:
@@ -203,26 +285,40 @@ class Ledger(Protocol):
         ...
 
     async def cut(self, window_ids: tuple[str, ...]) -> tuple[WindowEntry, ...]:
-        """Fix the segments of open windows; windows that are not open are left out of the answer."""
-        ...
+        """Fix the segments of windows and own them; those that cannot be cut are left out of the answer.
 
-    async def begin_attempt(self, window_id: str) -> int:
-        """Count an attempt at a cut (or set-aside) window and return its number; also sets it back to cut.
-
-        Raises InternalError for a window in any other state.
+        An OPEN window becomes CUT at revision 1; a PUBLISHED one with pending segments becomes CUT at the next
+        revision, over all its segments.
         """
         ...
 
-    async def commit(
-        self, window_id: str, *, attempt: int, staging: str, files: tuple[str, ...], rows_out: int
-    ) -> bool:
-        """Make an attempt's output count. False when the window is not cut any more or the attempt is not the latest."""
+    async def adopt(self) -> tuple[WindowEntry, ...]:
+        """Own every CUT or COMMITTED window that has no owner, and return them."""
         ...
 
-    async def published(self, window_id: str) -> tuple[Segment, ...]:
-        """Note that the output is visible; return the segments that are now free to delete.
+    async def begin_attempt(self, window_id: str) -> int | None:
+        """Count an attempt at a CUT window of this server; None: the window is not ours, or not CUT, any more."""
+        ...
 
-        The window's entry stays until it is pruned. A second call returns none; InternalError unless committed.
+    async def commit(self, commits: tuple[Commit, ...]) -> frozenset[str]:
+        """Make attempts' outputs count, together; return the windows for which it happened.
+
+        Left out are windows that are not CUT any more, not ours, or have a newer attempt.
+        """
+        ...
+
+    async def published(self, window_ids: tuple[str, ...]) -> tuple[Segment, ...]:
+        """Note that outputs are visible; return the segments that are now free to delete (of windows not retained).
+
+        Entries stay until they are pruned. Windows that are not COMMITTED are passed over.
+        """
+        ...
+
+    async def expire(self, *, published_before_ms: int, keep_bytes: int) -> tuple[Segment, ...]:
+        """Stop retaining PUBLISHED windows, and return the segments to delete.
+
+        First all published before a time, then the oldest until the retained segments of all take at most
+        ``keep_bytes``. Windows with pending segments stay.
         """
         ...
 
@@ -231,7 +327,19 @@ class Ledger(Protocol):
         ...
 
     async def set_aside(self, window_id: str, error: str) -> None:
-        """Put a cut window aside with its segments, after its last attempt."""
+        """Put a cut window of this server aside with its segments, after its last attempt."""
+        ...
+
+    async def retry(self, window_id: str) -> bool:
+        """Set a SET_ASIDE window back to CUT without an owner, so that a server adopts it. False: it is not one."""
+        ...
+
+    async def accept_gap(self, shard_id: str) -> bool:
+        """Let the next opening of a shard start beyond its position. False: no such shard."""
+        ...
+
+    async def reset(self, shard_ids: frozenset[str]) -> frozenset[str]:
+        """Forget the positions of shards without an owner, so that they are read again; return which those were."""
         ...
 
     async def prune(self, *, windows_before_ms: int, shards_before_ms: int) -> int:
