@@ -6,7 +6,12 @@ is one transaction: it happens wholly or not at all, whatever dies.
 
 Several servers may share a ledger. Each registers under an id of its own and beats; a server that has not beaten for
 long is *buried* by another: its row goes, so that whatever it still tries is refused (``ServerBuried``), its windows
-are adopted, and only then are its unregistered files deleted. Shards are fenced by epochs, windows by attempts.
+are adopted, and only then are its unregistered files deleted. A server that opens the ledger under an id that is
+registered buries the one that had it. Shards are fenced by epochs, windows by attempts.
+
+A server registers with ``open``; then every call may follow. A tool opens the ledger with ``peek``; then only
+``peek``, ``end_shards``, ``retry``, ``accept_gap``, ``reset``, ``dead_letters`` and ``close`` may (InternalError).
+Of a server that was buried, or has left, every call that writes raises ServerBuried, except ``leave`` and those.
 
 Implementations: ``sqlite.py`` (servers of one host; the file lies beside the segments) and ``dynamodb.py``.
 """
@@ -143,11 +148,12 @@ class FlushResult:
     """What a flush came to: registered as a whole, or refused as a whole with the reasons."""
 
     lost_shards: frozenset[str] = frozenset()
-    """Shards that have a newer epoch: their rows must be left out."""
+    """Shards that have a newer epoch or another position than ``previous``, or are unknown: their rows must be left
+    out."""
     cut_windows: frozenset[str] = frozenset()
     """Windows of WINDOW segments that are cut already: their rows are late."""
     expired_windows: frozenset[str] = frozenset()
-    """Windows of RECOMPUTE segments that are not retained any more: their rows go to the late dataset."""
+    """Windows of RECOMPUTE segments that have no entry or are not retained: their rows go to the late dataset."""
 
     @property
     def registered(self) -> bool:
@@ -181,7 +187,7 @@ class WindowEntry:
     attempt: int = 0
     """Attempts begun, over all revisions; each has a staging directory of its own."""
     owner: str | None = None
-    """The server that computes it, from the cut on; None: any server may adopt it."""
+    """The server that computes it, while it is CUT or COMMITTED; None then: any server may adopt it."""
     segments: tuple[Segment, ...] = ()
     """WINDOW and RECOMPUTE segments that the present revision covers; kept after publishing while ``retained``."""
     pending: tuple[Segment, ...] = ()
@@ -237,23 +243,38 @@ class Ledger(Protocol):
     async def open(self) -> LedgerState:
         """Create or open the ledger, register this server, and return what the ledger holds.
 
+        Who had this id before is buried. Without a first ``sync`` this server holds the watermark (None, not idle).
         Raises LedgerVersionError for a newer or foreign ledger, LedgerError for a damaged one; never repairs.
         """
         ...
 
+    async def peek(self) -> LedgerState:
+        """Return what the ledger holds, opening it when it is not open, without registering: for tools.
+
+        Creates nothing: raises LedgerError when there is no ledger, and else as ``open``.
+        """
+        ...
+
     async def sync(self, told: ServerState) -> LedgerState:
-        """Beat, and return what the ledger holds now. Raises ServerBuried when this server was buried."""
+        """Beat: keep what the server tells (``beat_ms`` too), and return what the ledger holds now.
+
+        Cheap however many windows are retained. Raises InternalError when ``told`` is of another server.
+        """
         ...
 
     async def bury(self, server_ids: frozenset[str], *, beat_before_ms: int) -> frozenset[str]:
-        """Remove servers that have not beaten since ``beat_before_ms``; return those that are gone now.
+        """Remove servers whose last beat is before ``beat_before_ms``; return those of ``server_ids`` that are gone.
 
-        Their shards lose their owner; their windows (CUT, COMMITTED) may be adopted.
+        Those that were gone already, or never there, are returned too. Their shards lose their owner; their windows
+        (CUT, COMMITTED) may be adopted. A server never buries itself.
         """
         ...
 
     async def leave(self) -> None:
-        """Take this server's row out: an orderly stop. Its shards and windows lose their owner."""
+        """Take this server's row out: an orderly stop. Its shards and windows lose their owner.
+
+        Without effect when it is out already.
+        """
         ...
 
     async def open_shard(self, shard_id: str, parents: tuple[str, ...] = ()) -> ShardState:
@@ -279,8 +300,10 @@ class Ledger(Protocol):
         """Register a flush as a whole, or refuse it as a whole before anything is written.
 
         A window is cut when its entry says so or, without an entry, when it ends at or before ``cut_below_ms``.
-        Raises InternalError when a position would go down, a path is registered twice, or a segment's bounds are
-        not those of its open window.
+        RECOMPUTE segments of a retained window (SET_ASIDE ones too) become ``pending``. ``batch_progress`` with a
+        lower number than the stored one is passed over: another server is further. Raises InternalError when a
+        position would go down, a path is registered twice, a segment's bounds are not those of its window, or a
+        RECOMPUTE segment's window is OPEN.
         """
         ...
 
@@ -288,7 +311,8 @@ class Ledger(Protocol):
         """Fix the segments of windows and own them; those that cannot be cut are left out of the answer.
 
         An OPEN window becomes CUT at revision 1; a PUBLISHED one with pending segments becomes CUT at the next
-        revision, over all its segments.
+        revision, over all its segments; ``files``, ``rows_out`` and ``published_ms`` stay those of the revision
+        that is visible, until the commit.
         """
         ...
 
@@ -307,18 +331,19 @@ class Ledger(Protocol):
         """
         ...
 
-    async def published(self, window_ids: tuple[str, ...]) -> tuple[Segment, ...]:
+    async def published(self, window_ids: tuple[str, ...], *, retain: bool = True) -> tuple[Segment, ...]:
         """Note that outputs are visible; return the segments that are now free to delete (of windows not retained).
 
-        Entries stay until they are pruned. Windows that are not COMMITTED are passed over.
+        ``retain=False``: late rows lead to no revision, so that the windows are not retained, but for those with
+        pending segments. Entries stay until they are pruned. Windows that are not COMMITTED are passed over.
         """
         ...
 
     async def expire(self, *, published_before_ms: int, keep_bytes: int) -> tuple[Segment, ...]:
         """Stop retaining PUBLISHED windows, and return the segments to delete.
 
-        First all published before a time, then the oldest until the retained segments of all take at most
-        ``keep_bytes``. Windows with pending segments stay.
+        First all published before a time, then those published longest ago until the segments of all PUBLISHED
+        windows take at most ``keep_bytes``. Windows with pending segments stay.
         """
         ...
 
@@ -327,7 +352,10 @@ class Ledger(Protocol):
         ...
 
     async def set_aside(self, window_id: str, error: str) -> None:
-        """Put a cut window of this server aside with its segments, after its last attempt."""
+        """Put a CUT window of this server aside with its segments, after its last attempt.
+
+        Passed over when the window is not ours, or not CUT, any more.
+        """
         ...
 
     async def retry(self, window_id: str) -> bool:
@@ -339,12 +367,16 @@ class Ledger(Protocol):
         ...
 
     async def reset(self, shard_ids: frozenset[str]) -> frozenset[str]:
-        """Forget the positions of shards without an owner, so that they are read again; return which those were."""
+        """Forget positions, times and ends of shards without an owner, so that they are read again.
+
+        Returns which those were. Their epochs are raised, so that nothing that is under way moves them.
+        """
         ...
 
     async def prune(self, *, windows_before_ms: int, shards_before_ms: int) -> int:
-        """Forget windows published, and shards ended, before those times (ms). Returns how many rows went.
+        """Forget windows published and not retained, and shards ended, before those times (ms).
 
+        Returns how many rows went. Windows that are retained stay (``expire`` them first).
         ``shards_before_ms`` must lie further back than the stream keeps records: a pruned shard that comes back
         is a new one.
         """
