@@ -35,6 +35,8 @@ __all__ = [
     "LedgerState",
     "PositionUpdate",
     "Segment",
+    "SegmentKind",
+    "ServerState",
     "ShardState",
     "WindowEntry",
     "WindowState",

@@ -9,19 +9,31 @@ import orjson
 
 from mldserver.records import Sequence
 from mldserver.runtime.base import DeadLetter
-from mldserver.state.ledger import BatchProgress, LedgerState, Segment, ShardState, WindowEntry, WindowState
+from mldserver.state.ledger import (
+    BatchProgress,
+    LedgerState,
+    Segment,
+    SegmentKind,
+    ServerState,
+    ShardState,
+    WindowEntry,
+    WindowState,
+)
 
 if TYPE_CHECKING:
     import sqlite3
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 __all__ = [
     "dead_letter",
     "dead_letter_row",
+    "is_over",
     "names_text",
+    "read_changed",
     "read_sequence",
     "read_state",
     "read_window",
+    "segment",
     "shard",
     "storable",
 ]
@@ -59,10 +71,24 @@ def shard(row: sqlite3.Row) -> ShardState:
         event_ms=row["event_ms"],
         ended=row["ended_ms"] is not None,
         parents=_names(row["parents"]),
+        owner=row["owner"],
+        gap_accepted=bool(row["gap_accepted"]),
     )
 
 
-def _segment(row: sqlite3.Row, *, late: bool) -> Segment:
+def _server(row: sqlite3.Row) -> ServerState:
+    return ServerState(
+        server_id=row["server_id"],
+        beat_ms=row["beat_ms"],
+        watermark_ms=row["watermark_ms"],
+        idle=bool(row["idle"]),
+        held_by=row["held_by"],
+        reason=row["reason"],
+    )
+
+
+def segment(row: sqlite3.Row) -> Segment:
+    """Return a row of ``segments`` joined with the bounds of its window."""
     return Segment(
         path=row["path"],
         window_id=row["window_id"],
@@ -70,11 +96,29 @@ def _segment(row: sqlite3.Row, *, late: bool) -> Segment:
         bytes=row["bytes"],
         start_ms=row["start_ms"],
         end_ms=row["end_ms"],
-        late=late,
+        kind=SegmentKind(row["kind"]),
+        revision=row["revision"],
     )
 
 
-def _window(row: sqlite3.Row, segments: Iterable[Segment]) -> WindowEntry:
+def _late_segment(row: sqlite3.Row) -> Segment:
+    return Segment(
+        path=row["path"],
+        window_id=row["window_id"],
+        rows=row["rows"],
+        bytes=row["bytes"],
+        start_ms=row["start_ms"],
+        end_ms=row["end_ms"],
+        kind=SegmentKind.LATE,
+    )
+
+
+def _waits(each: Segment) -> bool:
+    """Whether a segment waits for the next revision."""
+    return each.kind is SegmentKind.RECOMPUTE and each.revision == 0
+
+
+def _window(row: sqlite3.Row, segments: list[Segment]) -> WindowEntry:
     return WindowEntry(
         window_id=row["window_id"],
         state=WindowState(row["state"]),
@@ -82,13 +126,22 @@ def _window(row: sqlite3.Row, segments: Iterable[Segment]) -> WindowEntry:
         end_ms=row["end_ms"],
         revision=row["revision"],
         attempt=row["attempt"],
-        segments=tuple(segments),
+        owner=row["owner"],
+        segments=tuple(each for each in segments if not _waits(each)),
+        pending=tuple(each for each in segments if _waits(each)),
+        retained=bool(row["retained"]),
+        published_ms=row["published_ms"],
         staging=row["staging"],
         files=_names(row["files"]),
         rows_in=row["rows_in"],
         rows_out=row["rows_out"],
         error=row["error"],
     )
+
+
+def is_over(entry: WindowEntry) -> bool:
+    """Whether nothing can happen to a window any more: it is no part of the ledger's state."""
+    return entry.state is WindowState.PUBLISHED and not entry.retained
 
 
 _SEGMENTS = "SELECT segments.*, start_ms, end_ms FROM segments JOIN windows USING (window_id)"
@@ -99,28 +152,34 @@ def read_window(db: sqlite3.Connection, window_id: str) -> WindowEntry | None:
     row = db.execute("SELECT * FROM windows WHERE window_id = ?", (window_id,)).fetchone()
     if row is None:
         return None
-    segments = db.execute(f"{_SEGMENTS} WHERE window_id = ? ORDER BY id", (window_id,))
-    return _window(row, (_segment(each, late=False) for each in segments))
+    found = db.execute(f"{_SEGMENTS} WHERE window_id = ? ORDER BY id", (window_id,))
+    return _window(row, [segment(each) for each in found])
 
 
-def read_state(db: sqlite3.Connection) -> LedgerState:
-    """Return everything that a start needs. Raises ValueError for content that cannot be."""
-    meta = db.execute("SELECT * FROM meta").fetchone()
+def read_changed(db: sqlite3.Connection, version: int) -> Iterator[WindowEntry]:
+    """Yield the windows that changed after a version of the ledger, oldest window first."""
     segments: defaultdict[str, list[Segment]] = defaultdict(list)
-    for row in db.execute(f"{_SEGMENTS} ORDER BY id"):
-        segments[row["window_id"]].append(_segment(row, late=False))
+    for row in db.execute(f"{_SEGMENTS} WHERE changed > ? ORDER BY id", (version,)):
+        segments[row["window_id"]].append(segment(row))
+    for row in db.execute("SELECT * FROM windows WHERE changed > ? ORDER BY start_ms, window_id", (version,)):
+        yield _window(row, segments[row["window_id"]])
+
+
+def read_state(db: sqlite3.Connection, windows: dict[str, WindowEntry]) -> LedgerState:
+    """Return what the ledger holds, with these windows. Raises ValueError for content that cannot be."""
+    meta = db.execute("SELECT * FROM meta").fetchone()
     return LedgerState(
         shards={row["shard_id"]: shard(row) for row in db.execute("SELECT * FROM shards ORDER BY shard_id")},
-        windows={
-            row["window_id"]: _window(row, segments[row["window_id"]])
-            for row in db.execute("SELECT * FROM windows ORDER BY start_ms, window_id")
-        },
+        windows=windows,
         late_segments=tuple(
-            _segment(row, late=True) for row in db.execute("SELECT * FROM late_segments ORDER BY id")
+            _late_segment(row) for row in db.execute("SELECT * FROM late_segments ORDER BY id")
         ),
         clock=meta["clock"],
         batch_progress=BatchProgress(meta["batch_number"], meta["batch_rows"], meta["batch_opened_ms"]),
-        dead_letters=db.execute("SELECT count(*) FROM dead_letters").fetchone()[0],
+        dead_letters=meta["dead_letters"],
+        servers={
+            row["server_id"]: _server(row) for row in db.execute("SELECT * FROM servers ORDER BY server_id")
+        },
         cut_below_ms=meta["cut_below_ms"],
     )
 

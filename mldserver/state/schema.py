@@ -1,26 +1,37 @@
-"""The ledger's file format: one SQLite database for one pipeline, format 1.
+"""The ledger's file format: one SQLite database for one pipeline, format 2.
 
 The database is in WAL mode and carries ``APPLICATION_ID`` in its header. All times are milliseconds since the Unix
 epoch (UTC). Sequence numbers have 21 to 60 digits, more than an INTEGER holds: they are TEXT in decimal digits and
 are compared as integers by the program, never by SQL. Lists are JSON arrays of strings. A file without tables is a
-ledger that was never created: creation is one transaction.
+ledger that was never created: creation is one transaction. Format 1, of one server only, was never released.
 
 ``meta``, exactly one row (id 1)
     ``format``, ``pipeline``: readable in every format to come, so that an older program can say what it found.
     ``created_ms``. ``clock``: next free value of the merge clock; never falls. ``cut_below_ms``: the latest end of
     all pruned windows; never falls; an event-time window that ends at or before it and has no row was cut.
-    ``batch_number``, ``batch_rows``, ``batch_opened_ms``: where the open ``batches`` window stands.
+    ``batch_number``, ``batch_rows``, ``batch_opened_ms``: where the open ``batches`` window stands; the number
+    never falls. ``dead_letters``: how many were stored. ``lives``: how often a server has registered.
+    ``version``: raised by each transaction that writes. ``pruned_version``: the latest ``changed`` of all pruned
+    windows: who has read less must read everything.
+``servers``, one row for each server that lives, or is not buried yet
+    ``life``: which registration it is; a server that finds another, or no row, was buried. ``beat_ms``,
+    ``watermark_ms``, ``idle``, ``held_by``, ``reason``: as it last told.
 ``shards``, one row for each shard that is known and not pruned
-    ``epoch``: times it was opened; 0 when it is only known from a list; never falls. ``sequence``,
-    ``sub_sequence``: its position, both or neither; never falls. ``effective_ms``, ``event_ms``: never fall.
-    ``ended_ms``: when it ended; once set it stays as it is. ``parents``: a list, empty when unknown.
+    ``epoch``: times it was opened (and reset); 0 when it is only known from a list; never falls. ``sequence``,
+    ``sub_sequence``: its position, both or neither; never falls but by a reset. ``effective_ms``, ``event_ms``:
+    likewise. ``ended_ms``: when it ended; once set it stays as it is. ``parents``: a list, empty when unknown.
+    ``owner``: the server that opened it last, while it holds it. ``gap_accepted``: until the next opening.
 ``windows``, one row for each window that has segments, or had them and is not pruned
     ``state``: open, cut, committed, published or set_aside. ``start_ms``, ``end_ms``: both or (``batches``) neither.
-    ``attempt``: attempts begun. ``rows_in``: rows in all its segments. ``files``, ``rows_out``: output of the
-    committed attempt. ``staging``: set while committed, and only then. ``published_ms``: set when published, and
-    only then. ``error``: why it was set aside.
+    ``revision``: the one that is computed, or was last. ``attempt``: attempts begun, over all revisions.
+    ``owner``: who computes it, while cut or committed. ``rows_in``: rows in all segments of its revision.
+    ``files``, ``rows_out``: output of the attempt committed last. ``staging``: set while committed, and only then.
+    ``published_ms``: when its latest visible revision became visible. ``error``: why it was set aside.
+    ``retained``: whether it keeps its segments when published, and takes late rows. ``changed``: the ``version``
+    that wrote it last.
 ``segments``, the files that windows are computed from, in order of registration
-    Rows are added while their window is open, and go when it is published.
+    ``kind``: window or recompute. ``revision``: the revision that took it in; 0 while its window is open, or while
+    it waits for the next one. They go when their window is not retained any more.
 ``late_segments``, files of the late dataset that may not be visible yet
     Their windows need no row.
 ``dead_letters``, in order of storage
@@ -33,7 +44,7 @@ from typing import Final
 
 __all__ = ["APPLICATION_ID", "DDL", "FORMAT"]
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 
 APPLICATION_ID: Final = int.from_bytes(b"MLDS", "big")
 """Stands in the database's header: what tells a ledger from any other SQLite file."""
@@ -49,7 +60,22 @@ DDL: Final = (
         cut_below_ms    INTEGER,
         batch_number    INTEGER NOT NULL DEFAULT 0,
         batch_rows      INTEGER NOT NULL DEFAULT 0,
-        batch_opened_ms INTEGER
+        batch_opened_ms INTEGER,
+        dead_letters    INTEGER NOT NULL DEFAULT 0,
+        lives           INTEGER NOT NULL DEFAULT 0,
+        version         INTEGER NOT NULL DEFAULT 0,
+        pruned_version  INTEGER NOT NULL DEFAULT 0
+    )
+    """,
+    """
+    CREATE TABLE servers (
+        server_id    TEXT PRIMARY KEY NOT NULL,
+        life         INTEGER NOT NULL,
+        beat_ms      INTEGER NOT NULL,
+        watermark_ms INTEGER,
+        idle         INTEGER NOT NULL DEFAULT 0,
+        held_by      TEXT,
+        reason       TEXT NOT NULL DEFAULT ''
     )
     """,
     """
@@ -61,7 +87,9 @@ DDL: Final = (
         effective_ms INTEGER,
         event_ms     INTEGER,
         ended_ms     INTEGER,
-        parents      TEXT NOT NULL DEFAULT '[]'
+        parents      TEXT NOT NULL DEFAULT '[]',
+        owner        TEXT,
+        gap_accepted INTEGER NOT NULL DEFAULT 0
     )
     """,
     """
@@ -72,24 +100,32 @@ DDL: Final = (
         end_ms       INTEGER CHECK ((end_ms IS NULL) = (start_ms IS NULL)),
         revision     INTEGER NOT NULL DEFAULT 1,
         attempt      INTEGER NOT NULL DEFAULT 0,
+        owner        TEXT CHECK (owner IS NULL OR state IN ('cut', 'committed')),
         staging      TEXT CHECK ((staging IS NOT NULL) = (state = 'committed')),
         files        TEXT NOT NULL DEFAULT '[]',
         rows_in      INTEGER NOT NULL DEFAULT 0,
         rows_out     INTEGER NOT NULL DEFAULT 0,
-        error        TEXT,
-        published_ms INTEGER CHECK ((published_ms IS NOT NULL) = (state = 'published'))
+        error        TEXT CHECK ((error IS NOT NULL) = (state = 'set_aside')),
+        published_ms INTEGER CHECK (published_ms IS NOT NULL OR state <> 'published'),
+        retained     INTEGER NOT NULL DEFAULT 1,
+        changed      INTEGER NOT NULL
     )
     """,
+    "CREATE INDEX windows_by_change ON windows (changed)",
+    "CREATE INDEX windows_to_finish ON windows (owner) WHERE state IN ('cut', 'committed')",
+    "CREATE INDEX windows_by_age ON windows (retained, published_ms, window_id) WHERE state = 'published'",
     """
     CREATE TABLE segments (
         id        INTEGER PRIMARY KEY,
         path      TEXT NOT NULL UNIQUE,
         window_id TEXT NOT NULL REFERENCES windows (window_id),
+        kind      TEXT NOT NULL CHECK (kind IN ('window', 'recompute')),
+        revision  INTEGER NOT NULL DEFAULT 0,
         rows      INTEGER NOT NULL,
         bytes     INTEGER NOT NULL
     )
     """,
-    "CREATE INDEX segments_by_window ON segments (window_id)",
+    "CREATE INDEX segments_by_window ON segments (window_id, revision)",
     """
     CREATE TABLE late_segments (
         id        INTEGER PRIMARY KEY,

@@ -20,7 +20,16 @@ if TYPE_CHECKING:
 
     from mldserver.clock import Clock
     from mldserver.runtime.base import DeadLetter
-    from mldserver.state.ledger import Flush, FlushResult, LedgerState, Segment, ShardState, WindowEntry
+    from mldserver.state.ledger import (
+        Commit,
+        Flush,
+        FlushResult,
+        LedgerState,
+        Segment,
+        ServerState,
+        ShardState,
+        WindowEntry,
+    )
 
 __all__ = ["SqliteLedger"]
 
@@ -29,21 +38,30 @@ _T = TypeVar("_T")
 
 
 class SqliteLedger:
-    """The ``Ledger`` of one server, in one file.
+    """The ``Ledger`` of one server, in a file that other servers of the same host may share.
 
     A cancelled call is withdrawn when its turn has not come; otherwise the cancellation waits for its transaction
     (milliseconds, at most the busy time-out), so that when a call ends, nothing of it is still going on.
     """
 
-    def __init__(self, path: Path, *, pipeline: str, clock: Clock, busy_timeout_ms: int = 5000) -> None:
-        """Name the file (``….lock`` beside it keeps other servers out) and the pipeline; ``open`` touches them.
+    def __init__(
+        self, path: Path, *, pipeline: str, server_id: str, clock: Clock, busy_timeout_ms: int = 5000
+    ) -> None:
+        """Name the file, the pipeline and this server; ``open`` touches them.
 
-        ``busy_timeout_ms``: how long a call waits for another program's lock on the file.
+        ``busy_timeout_ms``: how long a call waits for another server's transaction.
         """
-        self._store = SqliteStore(path, pipeline=pipeline, busy_timeout_ms=busy_timeout_ms)
+        self._store = SqliteStore(
+            path, pipeline=pipeline, server_id=server_id, busy_timeout_ms=busy_timeout_ms
+        )
         self._clock = clock
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mldserver-ledger")
         self._closed = False
+
+    @property
+    def server_id(self) -> str:
+        """The id under which this server is known."""
+        return self._store.server_id
 
     async def open(self) -> LedgerState:
         """Create or open the ledger; see ``SqliteStore.open`` for its errors. After one it is closed."""
@@ -56,9 +74,29 @@ class SqliteLedger:
                 await self.close()
         return state
 
+    async def peek(self) -> LedgerState:
+        """Return what the ledger holds without registering; close it afterwards, also after an error."""
+        return await self._call(self._store.peek)
+
+    async def sync(self, told: ServerState) -> LedgerState:
+        """Beat, and return what the ledger holds now."""
+        return await self._call(self._store.sync, told)
+
+    async def bury(self, server_ids: frozenset[str], *, beat_before_ms: int) -> frozenset[str]:
+        """Remove servers that have not beaten since a time; return those that are gone."""
+        return await self._call(self._store.bury, server_ids, beat_before_ms=beat_before_ms)
+
+    async def leave(self) -> None:
+        """Take this server's row out."""
+        await self._call(self._store.leave)
+
     async def open_shard(self, shard_id: str, parents: tuple[str, ...] = ()) -> ShardState:
-        """Raise the shard's epoch and return its state with it."""
+        """Raise the shard's epoch, own it, and return its state."""
         return await self._call(self._store.open_shard, shard_id, parents)
+
+    async def release_shard(self, shard_id: str, epoch: int) -> None:
+        """Give up owning a shard."""
+        await self._call(self._store.release_shard, shard_id, epoch)
 
     async def know_shards(self, parents_by_shard: dict[str, tuple[str, ...]]) -> None:
         """Note shards and their parents."""
@@ -73,24 +111,30 @@ class SqliteLedger:
         return await self._call(self._store.register, flush, now_ms=self._clock.now_ms())
 
     async def cut(self, window_ids: tuple[str, ...]) -> tuple[WindowEntry, ...]:
-        """Fix the segments of open windows."""
+        """Fix the segments of windows and own them."""
         return await self._call(self._store.cut, window_ids)
 
-    async def begin_attempt(self, window_id: str) -> int:
-        """Count an attempt and return its number."""
+    async def adopt(self) -> tuple[WindowEntry, ...]:
+        """Own every cut or committed window without an owner."""
+        return await self._call(self._store.adopt)
+
+    async def begin_attempt(self, window_id: str) -> int | None:
+        """Count an attempt and return its number; None: the window is not ours."""
         return await self._call(self._store.begin_attempt, window_id)
 
-    async def commit(
-        self, window_id: str, *, attempt: int, staging: str, files: tuple[str, ...], rows_out: int
-    ) -> bool:
-        """Make an attempt's output count."""
-        return await self._call(
-            self._store.commit, window_id, attempt=attempt, staging=staging, files=files, rows_out=rows_out
-        )
+    async def commit(self, commits: tuple[Commit, ...]) -> frozenset[str]:
+        """Make attempts' outputs count, together."""
+        return await self._call(self._store.commit, commits)
 
-    async def published(self, window_id: str) -> tuple[Segment, ...]:
-        """Note that the output is visible; return the segments that are free to delete."""
-        return await self._call(self._store.published, window_id, now_ms=self._clock.now_ms())
+    async def published(self, window_ids: tuple[str, ...], *, retain: bool = True) -> tuple[Segment, ...]:
+        """Note that outputs are visible; return the segments that are free to delete."""
+        return await self._call(self._store.published, window_ids, retain=retain, now_ms=self._clock.now_ms())
+
+    async def expire(self, *, published_before_ms: int, keep_bytes: int) -> tuple[Segment, ...]:
+        """Stop retaining windows by age, then by size; return the segments to delete."""
+        return await self._call(
+            self._store.expire, published_before_ms=published_before_ms, keep_bytes=keep_bytes
+        )
 
     async def late_published(self, paths: tuple[str, ...]) -> None:
         """Note that files of the late dataset are visible."""
@@ -100,8 +144,20 @@ class SqliteLedger:
         """Put a cut window aside with its segments."""
         await self._call(self._store.set_aside, window_id, error)
 
+    async def retry(self, window_id: str) -> bool:
+        """Set a window that was put aside back to where a server adopts it."""
+        return await self._call(self._store.retry, window_id)
+
+    async def accept_gap(self, shard_id: str) -> bool:
+        """Let the next opening of a shard start beyond its position."""
+        return await self._call(self._store.accept_gap, shard_id)
+
+    async def reset(self, shard_ids: frozenset[str]) -> frozenset[str]:
+        """Forget where shards without an owner stand; return those."""
+        return await self._call(self._store.reset, shard_ids)
+
     async def prune(self, *, windows_before_ms: int, shards_before_ms: int) -> int:
-        """Forget windows published, and shards ended, before those times (ms)."""
+        """Forget windows published and not retained, and shards ended, before those times (ms)."""
         return await self._call(
             self._store.prune, windows_before_ms=windows_before_ms, shards_before_ms=shards_before_ms
         )
@@ -111,7 +167,7 @@ class SqliteLedger:
         return await self._call(self._store.dead_letters, limit)
 
     async def close(self) -> None:
-        """Run what was asked for, close the file, let the lock go, end the thread. Closing again does nothing."""
+        """Run what was asked for, close the file, end the thread. Closing again does nothing."""
         if self._closed:
             return
         self._closed = True

@@ -1,0 +1,140 @@
+"""The ledger's file: found or created, examined, and set up, without a word about what it holds.
+
+Several processes may do this to one file at the same time: what decides is asked again inside the transaction that
+creates it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from typing import TYPE_CHECKING
+
+from mldserver.errors import LedgerError, LedgerVersionError, OperatorError
+from mldserver.state import schema
+from mldserver.state.faults import damaged, translate
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["create_or_open", "open_existing"]
+
+
+def create_or_open(path: Path, *, pipeline: str, busy_timeout_ms: int, now_ms: int) -> sqlite3.Connection:
+    """Return a connection to the pipeline's ledger, which is created when there is none.
+
+    Raises OperatorError when its folder cannot be made, LedgerVersionError for a newer, older or foreign file,
+    LedgerError for a damaged one. The file is then as it was.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OperatorError(
+            f"The folder {path.parent} cannot be made: {error.strerror}.", path=str(path)
+        ) from error
+    return _connect(path, pipeline, busy_timeout_ms, created_ms=now_ms)
+
+
+def open_existing(path: Path, *, pipeline: str, busy_timeout_ms: int) -> sqlite3.Connection:
+    """Return a connection to a ledger that is there; raises LedgerError when none is, else as above."""
+    if path.exists():
+        return _connect(path, pipeline, busy_timeout_ms, created_ms=None)
+    raise _missing(path)
+
+
+def _connect(
+    path: Path, pipeline: str, busy_timeout_ms: int, *, created_ms: int | None
+) -> sqlite3.Connection:
+    with contextlib.ExitStack() as undo:
+        try:
+            db = sqlite3.connect(path, isolation_level=None)
+            undo.callback(db.close)
+            db.row_factory = sqlite3.Row
+            db.execute(f"PRAGMA busy_timeout = {busy_timeout_ms}")
+            if _is_new(db, path):
+                if created_ms is None:
+                    raise _missing(path)
+                _configure(db, path)
+                _create(db, path, pipeline, created_ms)
+            _examine(db, path, pipeline)
+            _configure(db, path)
+        except sqlite3.Error as error:
+            raise translate(error, path, did="It was left as it is.") from error
+        undo.pop_all()
+    return db
+
+
+def _missing(path: Path) -> LedgerError:
+    return LedgerError(
+        f"There is no ledger at {path}.",
+        advice="Name the output folder of a pipeline that ran.",
+        path=str(path),
+    )
+
+
+def _is_new(db: sqlite3.Connection, path: Path) -> bool:
+    """Whether there is nothing yet: no file, or one whose creation did not get to its only transaction."""
+    if db.execute("PRAGMA application_id").fetchone()[0] == schema.APPLICATION_ID:
+        return False
+    if db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+        raise LedgerVersionError(
+            f"{path} is an SQLite database, but no ledger.",
+            advice="Give this server an output folder of its own.",
+            path=str(path),
+        )
+    return True
+
+
+def _create(db: sqlite3.Connection, path: Path, pipeline: str, now_ms: int) -> None:
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        # Another server may have been here first, between the look and the lock.
+        if _is_new(db, path):
+            db.execute(f"PRAGMA application_id = {schema.APPLICATION_ID}")
+            for statement in schema.DDL:
+                db.execute(statement)
+            db.execute(
+                "INSERT INTO meta (id, format, pipeline, created_ms) VALUES (1, ?, ?, ?)",
+                (schema.FORMAT, pipeline, now_ms),
+            )
+        db.execute("COMMIT")
+    finally:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+
+
+def _examine(db: sqlite3.Connection, path: Path, pipeline: str) -> None:
+    meta = db.execute("SELECT format, pipeline FROM meta").fetchone()
+    if meta is None:
+        raise damaged("it does not say whose it is", path)
+    if meta["format"] != schema.FORMAT:
+        older = meta["format"] < schema.FORMAT
+        raise LedgerVersionError(
+            f"The ledger has format {meta['format']}; this program knows format {schema.FORMAT}.",
+            advice="That format was never released: give this server an output folder of its own."
+            if older
+            else "Run the version of mldserver that wrote it, or a later one.",
+            path=str(path),
+        )
+    if meta["pipeline"] != pipeline:
+        raise LedgerVersionError(
+            f"The ledger belongs to the pipeline {meta['pipeline']!r}, not to {pipeline!r}.",
+            advice="Give each pipeline an output folder of its own, or the name that it had.",
+            path=str(path),
+        )
+    found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if found != "ok":
+        raise damaged(found, path)
+
+
+def _configure(db: sqlite3.Connection, path: Path) -> None:
+    db.execute("PRAGMA foreign_keys = ON")
+    # A commit returns when its log is on the disk itself: a checkpoint at the daemon depends on it.
+    db.execute("PRAGMA synchronous = FULL")
+    mode = db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+    if mode != "wal":
+        raise LedgerError(
+            f"The file system under {path} cannot hold the ledger: no shared memory for SQLite's WAL.",
+            advice="Put the output folder on a local disk.",
+            path=str(path),
+        )

@@ -1,0 +1,195 @@
+"""Windows in the ledger's file: their life after the rows, step by step. Statements inside a caller's transaction."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mldserver.state import rows
+
+if TYPE_CHECKING:
+    import sqlite3
+    from collections.abc import Iterable
+
+    from mldserver.state.ledger import Commit, Segment, WindowEntry
+
+__all__ = [
+    "adopt",
+    "begin_attempt",
+    "commit",
+    "cut",
+    "expire",
+    "prune",
+    "published",
+    "retry",
+    "set_aside",
+]
+
+
+def cut(db: sqlite3.Connection, window_ids: Iterable[str], server_id: str) -> tuple[WindowEntry, ...]:
+    """Fix the segments of windows that are open, or published with more waiting; return those, in order."""
+    return tuple(_cut_entry(db, each) for each in window_ids if _cut(db, each, server_id))
+
+
+def _cut(db: sqlite3.Connection, window_id: str, server_id: str) -> bool:
+    return bool(
+        db.execute(
+            "UPDATE windows SET state = 'cut', owner = ?, revision = revision + (state <> 'open'),"
+            " changed = (SELECT version FROM meta) WHERE window_id = ? AND (state = 'open' OR state = 'published'"
+            " AND EXISTS (SELECT 1 FROM segments AS s WHERE s.window_id = windows.window_id AND s.revision = 0))",
+            (server_id, window_id),
+        ).rowcount
+    )
+
+
+def _cut_entry(db: sqlite3.Connection, window_id: str) -> WindowEntry:
+    db.execute(
+        "UPDATE segments SET revision = (SELECT revision FROM windows WHERE windows.window_id = ?1)"
+        " WHERE window_id = ?1 AND revision = 0",
+        (window_id,),
+    )
+    db.execute(
+        "UPDATE windows SET rows_in = (SELECT sum(rows) FROM segments WHERE segments.window_id = ?1)"
+        " WHERE window_id = ?1",
+        (window_id,),
+    )
+    return _entry(db, window_id)
+
+
+def _entry(db: sqlite3.Connection, window_id: str) -> WindowEntry:
+    entry = rows.read_window(db, window_id)
+    assert entry is not None, "the caller's transaction has just written it"
+    return entry
+
+
+def adopt(db: sqlite3.Connection, server_id: str) -> tuple[WindowEntry, ...]:
+    """Own every window that is cut or committed and has no owner, oldest first."""
+    found = db.execute(
+        "SELECT window_id FROM windows WHERE state IN ('cut', 'committed') AND owner IS NULL"
+        " ORDER BY start_ms, window_id"
+    )
+    orphans = [row["window_id"] for row in found]
+    db.executemany(
+        "UPDATE windows SET owner = ?, changed = (SELECT version FROM meta) WHERE window_id = ?",
+        [(server_id, each) for each in orphans],
+    )
+    return tuple(_entry(db, each) for each in orphans)
+
+
+def begin_attempt(db: sqlite3.Connection, window_id: str, server_id: str) -> int | None:
+    """Count an attempt and return its number; None unless the window is cut and this server's."""
+    row = db.execute(
+        "UPDATE windows SET attempt = attempt + 1, changed = (SELECT version FROM meta)"
+        " WHERE window_id = ? AND state = 'cut' AND owner = ? RETURNING attempt",
+        (window_id, server_id),
+    ).fetchone()
+    return None if row is None else row["attempt"]
+
+
+def commit(db: sqlite3.Connection, commits: Iterable[Commit], server_id: str) -> frozenset[str]:
+    """Make latest attempts at this server's cut windows count; return the windows."""
+    return frozenset(
+        each.window_id
+        for each in commits
+        if db.execute(
+            "UPDATE windows SET state = 'committed', staging = ?, files = ?, rows_out = ?, changed = (SELECT version FROM meta)"
+            " WHERE window_id = ? AND state = 'cut' AND owner = ? AND attempt = ?",
+            (
+                each.staging,
+                rows.names_text(each.files),
+                each.rows_out,
+                each.window_id,
+                server_id,
+                each.attempt,
+            ),
+        ).rowcount
+    )
+
+
+def published(
+    db: sqlite3.Connection, window_ids: Iterable[str], *, retain: bool, now_ms: int
+) -> tuple[Segment, ...]:
+    """Note that committed outputs are visible; return the segments of windows that are not retained."""
+    shown = [
+        window_id
+        for window_id in window_ids
+        if db.execute(
+            "UPDATE windows SET state = 'published', owner = NULL, staging = NULL, published_ms = ?,"
+            " changed = (SELECT version FROM meta) WHERE window_id = ? AND state = 'committed'",
+            (now_ms, window_id),
+        ).rowcount
+    ]
+    if retain:
+        return ()
+    return tuple(free for window_id in shown for free in _let_go(db, window_id))
+
+
+def _let_go(db: sqlite3.Connection, window_id: str) -> tuple[Segment, ...]:
+    """Stop retaining a published window; return its segments. One with segments that wait (revision 0) stays."""
+    done = db.execute(
+        "UPDATE windows SET retained = 0, changed = (SELECT version FROM meta) WHERE window_id = ?"
+        " AND NOT EXISTS (SELECT 1 FROM segments AS s WHERE s.window_id = windows.window_id AND s.revision = 0)",
+        (window_id,),
+    ).rowcount
+    if not done:
+        return ()
+    free = _entry(db, window_id).segments
+    db.execute("DELETE FROM segments WHERE window_id = ?", (window_id,))
+    return free
+
+
+def expire(db: sqlite3.Connection, *, published_before_ms: int, keep_bytes: int) -> tuple[Segment, ...]:
+    """Stop retaining windows by age, then by size; return the segments to delete."""
+    found = db.execute(
+        "SELECT window_id, published_ms,"
+        " (SELECT sum(bytes) FROM segments WHERE segments.window_id = windows.window_id) AS bytes"
+        " FROM windows WHERE state = 'published' AND retained = 1 ORDER BY published_ms, window_id"
+    ).fetchall()
+    kept = sum(row["bytes"] for row in found)
+    gone: list[Segment] = []
+    for row in found:
+        if row["published_ms"] >= published_before_ms and kept <= keep_bytes:
+            break
+        free = _let_go(db, row["window_id"])
+        kept -= sum(each.bytes for each in free)
+        gone.extend(free)
+    return tuple(gone)
+
+
+def set_aside(db: sqlite3.Connection, window_id: str, error: str, server_id: str) -> None:
+    """Put a cut window of this server aside."""
+    db.execute(
+        "UPDATE windows SET state = 'set_aside', owner = NULL, error = ?, changed = (SELECT version FROM meta)"
+        " WHERE window_id = ? AND state = 'cut' AND owner = ?",
+        (rows.storable(error), window_id, server_id),
+    )
+
+
+def retry(db: sqlite3.Connection, window_id: str) -> bool:
+    """Set a window that was put aside back to where any server adopts it."""
+    return bool(
+        db.execute(
+            "UPDATE windows SET state = 'cut', error = NULL, changed = (SELECT version FROM meta)"
+            " WHERE window_id = ? AND state = 'set_aside'",
+            (window_id,),
+        ).rowcount
+    )
+
+
+def prune(db: sqlite3.Connection, *, windows_before_ms: int, shards_before_ms: int) -> int:
+    """Forget windows that were published and are not retained, and shards that ended; return how many."""
+    end_ms, changed = db.execute(
+        "SELECT max(end_ms), max(changed) FROM windows"
+        " WHERE state = 'published' AND retained = 0 AND published_ms < ?",
+        (windows_before_ms,),
+    ).fetchone()
+    if changed is None:
+        gone = 0
+    else:
+        db.execute("UPDATE meta SET pruned_version = max(pruned_version, ?)", (changed,))
+        gone = db.execute(
+            "DELETE FROM windows WHERE state = 'published' AND retained = 0 AND published_ms < ?",
+            (windows_before_ms,),
+        ).rowcount
+    if end_ms is not None:
+        db.execute("UPDATE meta SET cut_below_ms = max(COALESCE(cut_below_ms, ?1), ?1)", (end_ms,))
+    return gone + db.execute("DELETE FROM shards WHERE ended_ms < ?", (shards_before_ms,)).rowcount
