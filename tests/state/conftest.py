@@ -36,7 +36,7 @@ def clock() -> HandClock:
 def ledger_factory(request: pytest.FixtureRequest, tmp_path: Path, clock: HandClock) -> Callable[..., Ledger]:
     """Make ledgers, not opened yet, over the same durable state. Every kind of ledger is a parameter."""
 
-    def sqlite(pipeline: str = "p") -> Ledger:
-        return SqliteLedger(tmp_path / "ledger.sqlite", pipeline=pipeline, clock=clock)
+    def sqlite(server_id: str = "one", pipeline: str = "p") -> Ledger:
+        return SqliteLedger(tmp_path / "ledger.sqlite", pipeline=pipeline, server_id=server_id, clock=clock)
 
     return {"sqlite": sqlite}[request.param]

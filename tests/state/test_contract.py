@@ -17,14 +17,15 @@ from mldserver.state.ledger import (
     WindowEntry,
     WindowState,
 )
-from tests.state.samples import DIGITS_56, HUGE, W1, W2, held, letter, move, opened, seg
+from tests.state.samples import DIGITS_56, HUGE, W1, W2, held, late, letter, move, opened, seg
 
 if TYPE_CHECKING:
     from tests.state.samples import Factory
 
 
 async def test_a_new_ledger_holds_nothing(ledger_factory: Factory) -> None:
-    assert await held(ledger_factory) == LedgerState()
+    async with opened(ledger_factory):
+        assert await held(ledger_factory) == LedgerState()
 
 
 async def test_each_opening_of_a_shard_raises_its_epoch_across_restarts_too(ledger_factory: Factory) -> None:
@@ -33,7 +34,7 @@ async def test_each_opening_of_a_shard_raises_its_epoch_across_restarts_too(ledg
         assert (await ledger.open_shard("a")).epoch == 2
         assert (await ledger.open_shard("b")).epoch == 1
     async with opened(ledger_factory) as (ledger, _):
-        assert await ledger.open_shard("a") == ShardState("a", epoch=3)
+        assert await ledger.open_shard("a") == ShardState("a", epoch=3, owner="one")
 
 
 async def test_parents_stay_until_others_are_given(ledger_factory: Factory) -> None:
@@ -52,7 +53,7 @@ async def test_listed_shards_are_known_without_touching_those_that_were(ledger_f
         await ledger.register(Flush((move(effective_ms=5, event_ms=4, ended=True),)))
         await ledger.know_shards({"a": (), "b": ("a",)})
     assert (await held(ledger_factory)).shards == {
-        "a": ShardState("a", 1, HUGE, 5, 4, ended=True),
+        "a": ShardState("a", 1, HUGE, 5, 4, ended=True, owner="one"),
         "b": ShardState("b", 0, parents=("a",)),
     }
 
@@ -72,21 +73,21 @@ async def test_a_flush_is_registered_whole_and_survives_a_restart(ledger_factory
         await ledger.open_shard("a")
         flush = Flush(
             (move(effective_ms=70, event_ms=60),),
-            (seg("s1", rows=2), seg("s2", W2), seg("l1", late=True), seg("s3", rows=3)),
+            (seg("s1", rows=2), seg("s2", W2), late("l1"), seg("s3", rows=3)),
             (letter(1),),
             clock=41,
             batch_progress=BatchProgress(7, 100, 99),
         )
         assert (await ledger.register(flush)) == FlushResult()
     assert await held(ledger_factory) == LedgerState(
-        shards={"a": ShardState("a", 1, HUGE, 70, 60)},
+        shards={"a": ShardState("a", 1, HUGE, 70, 60, owner="one")},
         windows={
             W1: WindowEntry(
                 W1, WindowState.OPEN, 0, 10_000, segments=(seg("s1", rows=2), seg("s3", rows=3)), rows_in=5
             ),
             W2: WindowEntry(W2, WindowState.OPEN, 10_000, 20_000, segments=(seg("s2", W2),), rows_in=5),
         },
-        late_segments=(seg("l1", late=True),),
+        late_segments=(late("l1"),),
         clock=41,
         batch_progress=BatchProgress(7, 100, 99),
         dead_letters=1,
@@ -98,12 +99,34 @@ async def test_only_the_latest_epoch_moves_a_position(ledger_factory: Factory, e
     async with opened(ledger_factory) as (ledger, _):
         for shard in ("a", "a", "b"):
             await ledger.open_shard(shard)
-        flush = Flush(
-            (move(epoch=epoch), move("b")), (seg("s1"), seg("l1", late=True)), (letter(1),), clock=9
-        )
+        flush = Flush((move(epoch=epoch), move("b")), (seg("s1"), late("l1")), (letter(1),), clock=9)
         assert (await ledger.register(flush)) == FlushResult(lost_shards=frozenset("a"))
     state = await held(ledger_factory)
-    assert state == LedgerState(shards={"a": ShardState("a", 2), "b": ShardState("b", 1)})
+    assert state == LedgerState(
+        shards={"a": ShardState("a", 2, owner="one"), "b": ShardState("b", 1, owner="one")}
+    )
+
+
+@pytest.mark.parametrize("previous", [None, Sequence(9), Sequence(10, 1), Sequence(11)])
+async def test_a_position_goes_on_only_from_where_the_ledger_stands(
+    ledger_factory: Factory, previous: Sequence | None
+) -> None:
+    async with opened(ledger_factory) as (ledger, _):
+        await ledger.open_shard("a")
+        await ledger.register(Flush((move(position=Sequence(10)),)))
+        before = await held(ledger_factory)
+        flush = Flush((move(previous=previous),), (seg("s1"),), (letter(1),), clock=9)
+        assert (await ledger.register(flush)) == FlushResult(lost_shards=frozenset("a"))
+    assert await held(ledger_factory) == before
+
+
+async def test_a_registration_whose_answer_was_lost_is_not_repeated(ledger_factory: Factory) -> None:
+    flush = Flush((move(),), (), (letter(1),), clock=9)
+    async with opened(ledger_factory) as (ledger, _):
+        await ledger.open_shard("a")
+        assert (await ledger.register(flush)).registered
+        assert (await ledger.register(flush)).lost_shards == {"a"}
+    assert (await held(ledger_factory)).dead_letters == 1
 
 
 async def test_a_shard_that_nobody_knows_is_lost(ledger_factory: Factory) -> None:
@@ -127,16 +150,18 @@ async def test_a_position_never_goes_down(
         for shard in ("a", "b"):
             await ledger.open_shard(shard)
         await ledger.register(Flush((move(position=stored),)))
-    before = await held(ledger_factory)
-    async with opened(ledger_factory) as (ledger, _):
+        before = await held(ledger_factory)
         with pytest.raises(InternalError, match="shard a would go back"):
-            await ledger.register(Flush((move("b"), move(position=given)), (seg("s1"),), clock=3))
-    assert await held(ledger_factory) == before
+            await ledger.register(
+                Flush((move("b"), move(position=given, previous=stored)), (seg("s1"),), clock=3)
+            )
+        assert await held(ledger_factory) == before
 
 
 async def test_positions_are_compared_as_numbers(ledger_factory: Factory) -> None:
     async with opened(ledger_factory) as (ledger, _):
         await ledger.open_shard("a")
+        previous = None
         for position in (
             None,
             Sequence(9),
@@ -146,7 +171,9 @@ async def test_positions_are_compared_as_numbers(ledger_factory: Factory) -> Non
             Sequence(10, 10),
             HUGE,
         ):
-            assert (await ledger.register(Flush((move(position=position),)))).registered
+            update = move(position=position, previous=previous)
+            assert (await ledger.register(Flush((update,)))).registered
+            previous = position
     assert (await held(ledger_factory)).shards["a"].position == HUGE
 
 
@@ -154,7 +181,7 @@ async def test_times_and_the_clock_never_go_back(ledger_factory: Factory) -> Non
     async with opened(ledger_factory) as (ledger, _):
         await ledger.open_shard("a")
         await ledger.register(Flush((move(effective_ms=70, event_ms=60),), clock=9))
-        await ledger.register(Flush((move(effective_ms=69),), clock=8))
+        await ledger.register(Flush((move(effective_ms=69, previous=HUGE),), clock=8))
     state = await held(ledger_factory)
     assert (state.shards["a"].effective_ms, state.shards["a"].event_ms, state.clock) == (70, 60, 9)
 
@@ -169,6 +196,15 @@ async def test_batch_progress_stays_until_another_is_given(ledger_factory: Facto
     assert (await held(ledger_factory)).batch_progress == BatchProgress(4, 0, None)
 
 
+async def test_batch_progress_of_a_server_that_is_behind_is_passed_over(ledger_factory: Factory) -> None:
+    async with opened(ledger_factory) as (ledger, _):
+        await ledger.register(Flush((), batch_progress=BatchProgress(4, 5, 9)))
+        assert (await ledger.register(Flush((), batch_progress=BatchProgress(3, 7, 8)))).registered
+        assert (await held(ledger_factory)).batch_progress == BatchProgress(4, 5, 9)
+        await ledger.register(Flush((), batch_progress=BatchProgress(4, 6, 9)))
+    assert (await held(ledger_factory)).batch_progress == BatchProgress(4, 6, 9)
+
+
 async def test_a_file_is_registered_once(ledger_factory: Factory) -> None:
     async with opened(ledger_factory) as (ledger, _):
         await ledger.open_shard("a")
@@ -178,6 +214,7 @@ async def test_a_file_is_registered_once(ledger_factory: Factory) -> None:
     state = await held(ledger_factory)
     assert state.shards["a"].position is None
     assert state.windows[W1].segments == (seg("s1"),)
+    assert set(state.windows) == {W1}
 
 
 async def test_ended_shards_are_pruned_by_when_they_ended_first(ledger_factory: Factory, clock: Any) -> None:
@@ -186,7 +223,7 @@ async def test_ended_shards_are_pruned_by_when_they_ended_first(ledger_factory: 
             await ledger.open_shard(shard)
         await ledger.register(Flush((move(ended=True), move("b"))))
         clock.ms += 100
-        await ledger.register(Flush((move(ended=True),)))
+        assert (await ledger.register(Flush((move(ended=True, previous=HUGE),)))).registered
         assert await ledger.prune(windows_before_ms=0, shards_before_ms=1_000) == 0
         assert await ledger.prune(windows_before_ms=0, shards_before_ms=1_001) == 1
         assert (await ledger.register(Flush((move(),)))).lost_shards == {"a"}
@@ -219,9 +256,14 @@ async def test_no_text_of_a_handler_keeps_a_dead_letter_out(ledger_factory: Fact
 
 
 async def test_a_ledger_serves_one_pipeline(ledger_factory: Factory) -> None:
-    await held(ledger_factory)
-    with pytest.raises(LedgerVersionError, match="'p', not to 'other'"):
-        await ledger_factory("other").open()
+    async with opened(ledger_factory):
+        pass
+    other = ledger_factory(pipeline="other")
+    try:
+        with pytest.raises(LedgerVersionError, match="'p', not to 'other'"):
+            await other.open()
+    finally:
+        await other.close()
     assert await held(ledger_factory) == LedgerState()
 
 

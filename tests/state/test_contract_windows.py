@@ -1,4 +1,4 @@
-"""What any Ledger must do with windows, segments and the late dataset."""
+"""What any Ledger must do with a window from its first segment to its pruning."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from mldserver.errors import InternalError
 from mldserver.state.ledger import (
+    Commit,
     Flush,
     FlushResult,
     LedgerState,
@@ -15,7 +16,21 @@ from mldserver.state.ledger import (
     WindowEntry,
     WindowState,
 )
-from tests.state.samples import W1, W2, bring_to, held, letter, move, opened, seg
+from tests.state.samples import (
+    BATCH,
+    W1,
+    W2,
+    attempted,
+    bring_to,
+    entry,
+    held,
+    late,
+    letter,
+    move,
+    opened,
+    seg,
+    take_to,
+)
 
 if TYPE_CHECKING:
     from tests.state.samples import Factory
@@ -26,25 +41,10 @@ async def test_a_window_that_is_cut_takes_no_more_rows(ledger_factory: Factory, 
     async with opened(ledger_factory) as (ledger, _):
         await ledger.open_shard("a")
         await bring_to(ledger, state)
-    before = await held(ledger_factory)
-    async with opened(ledger_factory) as (ledger, _):
+        before = await held(ledger_factory)
         flush = Flush((move(),), (seg("s2"), seg("s3", W2)), (letter(1),), clock=5)
         assert (await ledger.register(flush)) == FlushResult(cut_windows=frozenset({W1}))
-    assert await held(ledger_factory) == before
-
-
-async def test_a_refusal_tells_every_reason_at_once(ledger_factory: Factory) -> None:
-    async with opened(ledger_factory) as (ledger, _):
-        for shard in ("a", "a", "b", "b", "c"):
-            await ledger.open_shard(shard)
-        await bring_to(ledger, WindowState.CUT, W1, "s1")
-        await bring_to(ledger, WindowState.PUBLISHED, W2, "s2")
-        result = await ledger.register(
-            Flush(
-                (move("a"), move("b"), move("c")), (seg("s3"), seg("s4", W2), seg("s5", "batch-000000000001"))
-            )
-        )
-    assert result == FlushResult(frozenset({"a", "b"}), frozenset({W1, W2}))
+        assert await held(ledger_factory) == before
 
 
 async def test_an_open_window_keeps_its_bounds(ledger_factory: Factory) -> None:
@@ -55,125 +55,184 @@ async def test_an_open_window_keeps_its_bounds(ledger_factory: Factory) -> None:
     assert (await held(ledger_factory)).windows[W1].segments == (seg("s1"),)
 
 
-async def test_late_files_are_listed_until_they_are_visible(ledger_factory: Factory) -> None:
-    async with opened(ledger_factory) as (ledger, _):
-        await bring_to(ledger, WindowState.CUT)
-        late = tuple(seg(f"l{n}", window, late=True) for n, window in enumerate((W1, W2, W1)))
-        assert (await ledger.register(Flush((), late))).registered
-    async with opened(ledger_factory) as (ledger, state):
-        assert state.late_segments == late
-        assert state.windows[W1].segments == (seg("s1"),)
-        assert W2 not in state.windows
-        await ledger.late_published(("l0", "l2", "never-there"))
-        await ledger.late_published(("l0",))
-    assert (await held(ledger_factory)).late_segments == (late[1],)
-
-
 async def test_a_cut_fixes_the_segments_and_leaves_out_windows_that_are_not_open(
     ledger_factory: Factory,
 ) -> None:
     async with opened(ledger_factory) as (ledger, _):
         await bring_to(ledger, WindowState.COMMITTED, W2, "s0")
-        await ledger.register(Flush((), (seg("s2"), seg("s1"), seg("b", "batch-000000000001", rows=9))))
-        entries = await ledger.cut(("batch-000000000001", W1, W2, "unknown", W1))
+        await ledger.register(Flush((), (seg("s2"), seg("s1"), seg("b", BATCH, rows=9))))
+        entries = await ledger.cut((BATCH, W1, W2, "unknown", W1))
         assert entries == (
             WindowEntry(
-                "batch-000000000001",
+                BATCH,
                 WindowState.CUT,
-                segments=(seg("b", "batch-000000000001", rows=9),),
+                owner="one",
+                segments=(seg("b", BATCH, rows=9, revision=1),),
                 rows_in=9,
             ),
-            WindowEntry(W1, WindowState.CUT, 0, 10_000, segments=(seg("s2"), seg("s1")), rows_in=10),
+            WindowEntry(
+                W1,
+                WindowState.CUT,
+                0,
+                10_000,
+                owner="one",
+                segments=(seg("s2", revision=1), seg("s1", revision=1)),
+                rows_in=10,
+            ),
         )
-    assert (await held(ledger_factory)).windows[W1] == entries[1]
+        assert await entry(ledger_factory) == entries[1]
 
 
-async def test_attempts_are_counted_and_bring_a_set_aside_window_back(ledger_factory: Factory) -> None:
+async def test_attempts_are_counted_across_restarts(ledger_factory: Factory) -> None:
     async with opened(ledger_factory) as (ledger, _):
         await bring_to(ledger, WindowState.CUT)
         assert [await ledger.begin_attempt(W1), await ledger.begin_attempt(W1)] == [1, 2]
-        await ledger.set_aside(W1, "Boom: no \udcff")
     async with opened(ledger_factory) as (ledger, state):
-        entry = state.windows[W1]
-        assert (entry.state, entry.error) == (WindowState.SET_ASIDE, "Boom: no \\udcff")
-        assert entry.segments == (seg("s1"),)
-        assert await ledger.cut((W1,)) == ()
+        assert state.windows[W1].attempt == 2
+        await ledger.adopt()
         assert await ledger.begin_attempt(W1) == 3
-    entry = (await held(ledger_factory)).windows[W1]
-    assert (entry.state, entry.attempt, entry.error) == (WindowState.CUT, 3, None)
 
 
-@pytest.mark.parametrize("state", [None, WindowState.OPEN, WindowState.COMMITTED, WindowState.PUBLISHED])
+@pytest.mark.parametrize("state", [None, *(state for state in WindowState if state is not WindowState.CUT)])
 async def test_an_attempt_needs_a_window_that_is_cut(
     ledger_factory: Factory, state: WindowState | None
 ) -> None:
     async with opened(ledger_factory) as (ledger, _):
         if state:
             await bring_to(ledger, state)
-        with pytest.raises(InternalError, match=f"is {state or 'unknown'}, not cut or set_aside"):
-            await ledger.begin_attempt(W1)
-        with pytest.raises(InternalError):
-            await ledger.set_aside(W1, "no")
+        before = (await held(ledger_factory)).windows
+        assert await ledger.begin_attempt(W1) is None
+        await ledger.set_aside(W1, "no")
+        assert (await held(ledger_factory)).windows == before
 
 
 async def test_only_the_latest_attempt_at_a_cut_window_commits(ledger_factory: Factory) -> None:
-    output = {"staging": "stage/2", "files": ("f1", "f2"), "rows_out": 3}
+    def output(attempt: int) -> tuple[Commit]:
+        return (Commit(W1, attempt, f"stage/{attempt}", ("f1", "f2"), 3),)
+
     async with opened(ledger_factory) as (ledger, _):
-        assert not await ledger.commit(W1, attempt=0, **output)
+        assert not await ledger.commit(output(0))
         await bring_to(ledger, WindowState.OPEN)
-        assert not await ledger.commit(W1, attempt=0, **output)
+        assert not await ledger.commit(output(0))
         await ledger.cut((W1,))
         await ledger.begin_attempt(W1)
-        await ledger.set_aside(W1, "no")
-        assert not await ledger.commit(W1, attempt=1, **output)
         await ledger.begin_attempt(W1)
-        assert not await ledger.commit(W1, attempt=1, **output)
-        assert not await ledger.commit(W1, attempt=3, **output)
-        assert await ledger.commit(W1, attempt=2, **output)
-        assert not await ledger.commit(W1, attempt=2, **output)
-    assert (await held(ledger_factory)).windows[W1] == WindowEntry(
-        W1,
-        WindowState.COMMITTED,
-        0,
-        10_000,
-        attempt=2,
-        segments=(seg("s1"),),
-        staging="stage/2",
-        files=("f1", "f2"),
-        rows_in=5,
-        rows_out=3,
-    )
+        assert not await ledger.commit(output(1))
+        assert not await ledger.commit(output(3))
+        assert await ledger.commit(output(2)) == {W1}
+        assert not await ledger.commit(output(2))
+        assert await entry(ledger_factory) == WindowEntry(
+            W1,
+            WindowState.COMMITTED,
+            0,
+            10_000,
+            attempt=2,
+            owner="one",
+            segments=(seg("s1", revision=1),),
+            staging="stage/2",
+            files=("f1", "f2"),
+            rows_in=5,
+            rows_out=3,
+        )
 
 
-async def test_publishing_frees_the_segments_and_keeps_the_window(ledger_factory: Factory) -> None:
+async def test_windows_commit_and_are_published_together_but_for_those_that_cannot(
+    ledger_factory: Factory,
+) -> None:
+    async with opened(ledger_factory) as (ledger, _):
+        await bring_to(ledger, WindowState.CUT, W1, "s1")
+        await bring_to(ledger, WindowState.CUT, W2, "s2")
+        await bring_to(ledger, WindowState.CUT, BATCH, "s3")
+        stale = await attempted(ledger, W2)
+        outputs = (await attempted(ledger, W1), stale, await attempted(ledger, BATCH))
+        await ledger.begin_attempt(W2)
+        assert await ledger.commit(outputs) == {W1, BATCH}
+        assert await ledger.commit(()) == frozenset()
+        assert await ledger.published((W2, BATCH, "unknown", W1)) == ()
+    windows = (await held(ledger_factory)).windows
+    assert {each.window_id: each.state for each in windows.values()} == {
+        W1: WindowState.PUBLISHED,
+        W2: WindowState.CUT,
+        BATCH: WindowState.PUBLISHED,
+    }
+
+
+async def test_a_published_window_keeps_its_segments_while_it_is_retained(
+    ledger_factory: Factory, clock: Any
+) -> None:
     async with opened(ledger_factory) as (ledger, _):
         await bring_to(ledger, WindowState.COMMITTED)
-        assert await ledger.published(W1) == (seg("s1"),)
-        assert await ledger.published(W1) == ()
-    assert (await held(ledger_factory)).windows[W1] == WindowEntry(
-        W1, WindowState.PUBLISHED, 0, 10_000, attempt=1, files=("f1", "f2"), rows_in=5, rows_out=2
+        clock.ms = 7_000
+        assert await ledger.published((W1,)) == ()
+        clock.ms = 8_000
+        assert await ledger.published((W1,)) == ()
+    assert await entry(ledger_factory) == WindowEntry(
+        W1,
+        WindowState.PUBLISHED,
+        0,
+        10_000,
+        attempt=1,
+        segments=(seg("s1", revision=1),),
+        published_ms=7_000,
+        files=("f1", "f2"),
+        rows_in=5,
+        rows_out=2,
     )
 
 
-@pytest.mark.parametrize("state", [None, WindowState.OPEN, WindowState.CUT, WindowState.SET_ASIDE])
+async def test_publishing_frees_the_segments_of_windows_that_are_not_to_be_retained(
+    ledger_factory: Factory,
+) -> None:
+    async with opened(ledger_factory) as (ledger, _):
+        await bring_to(ledger, WindowState.COMMITTED, W1, "s1")
+        await bring_to(ledger, WindowState.COMMITTED, W2, "s2")
+        freed = (seg("s1", revision=1), seg("s2", W2, revision=1))
+        assert await ledger.published((W1, W2), retain=False) == freed
+        assert await ledger.published((W1, W2), retain=False) == ()
+        assert (await held(ledger_factory)).windows == {}
+        # They are out of the state, and cut all the same.
+        assert (await ledger.register(Flush((), (seg("s3"),)))).cut_windows == {W1}
+
+
+@pytest.mark.parametrize(
+    "state", [None, *(state for state in WindowState if state is not WindowState.COMMITTED)]
+)
 async def test_only_what_is_committed_is_published(
     ledger_factory: Factory, state: WindowState | None
 ) -> None:
     async with opened(ledger_factory) as (ledger, _):
         if state:
             await bring_to(ledger, state)
-        with pytest.raises(InternalError, match="not committed or published"):
-            await ledger.published(W1)
+        before = (await held(ledger_factory)).windows
+        assert await ledger.published((W1,), retain=False) == ()
+        assert (await held(ledger_factory)).windows == before
+
+
+async def test_a_window_that_was_set_aside_is_run_again_on_request(ledger_factory: Factory) -> None:
+    async with opened(ledger_factory) as (ledger, _):
+        await bring_to(ledger, WindowState.CUT)
+        assert not await ledger.retry(W1)
+        await ledger.begin_attempt(W1)
+        await ledger.set_aside(W1, "Boom: no \udcff")
+        aside = await entry(ledger_factory)
+        assert (aside.state, aside.error, aside.owner) == (WindowState.SET_ASIDE, "Boom: no \\udcff", None)
+        assert aside.segments == (seg("s1", revision=1),)
+        assert await ledger.cut((W1,)) == ()
+        assert await ledger.adopt() == ()
+        assert await ledger.retry(W1)
+        assert not await ledger.retry(W1)
+        assert not await ledger.retry("unknown")
+        (again,) = await ledger.adopt()
+        assert (again.state, again.attempt, again.error, again.owner) == (WindowState.CUT, 1, None, "one")
+        assert await ledger.begin_attempt(W1) == 2
 
 
 async def test_pruned_windows_stay_cut_for_rows_that_still_come(ledger_factory: Factory, clock: Any) -> None:
     async with opened(ledger_factory) as (ledger, _):
         await ledger.register(Flush((), (seg("s1"), seg("s2", W2))))
+        await take_to(ledger, WindowState.COMMITTED, W2)
         clock.ms = 5_000
-        await ledger.cut((W2,))
-        await ledger.begin_attempt(W2)
-        await ledger.commit(W2, attempt=1, staging="x", files=(), rows_out=0)
-        await ledger.published(W2)
+        await ledger.published((W2,), retain=False)
         assert await ledger.prune(windows_before_ms=5_000, shards_before_ms=5_000) == 0
         assert await ledger.prune(windows_before_ms=5_001, shards_before_ms=0) == 1
         assert await ledger.prune(windows_before_ms=9_000, shards_before_ms=0) == 0
@@ -187,7 +246,7 @@ async def test_pruned_windows_stay_cut_for_rows_that_still_come(ledger_factory: 
         result = await ledger.register(Flush((), (*refused, Segment("s5", "next", 1, 1, 20_000, 30_000))))
         assert result.cut_windows == {W2, "empty"}
         # W1 still has an entry of its own, and that says open.
-        assert (await ledger.register(Flush((), (seg("s6"), seg("s7", W2, late=True))))).registered
+        assert (await ledger.register(Flush((), (seg("s6"), late("s7", W2))))).registered
 
 
 async def test_pruning_an_earlier_window_does_not_take_the_mark_back(
@@ -195,10 +254,10 @@ async def test_pruning_an_earlier_window_does_not_take_the_mark_back(
 ) -> None:
     async with opened(ledger_factory) as (ledger, _):
         await bring_to(ledger, WindowState.OPEN, W1, "s1")
-        await bring_to(ledger, WindowState.PUBLISHED, W2, "s2")
-        await ledger.prune(windows_before_ms=clock.ms + 1, shards_before_ms=0)
-        await bring_to(ledger, WindowState.PUBLISHED, W1, "s3")
-        await ledger.prune(windows_before_ms=clock.ms + 1, shards_before_ms=0)
+        for window_id, path in ((W2, "s2"), (W1, "s3")):
+            await bring_to(ledger, WindowState.COMMITTED, window_id, path)
+            await ledger.published((window_id,), retain=False)
+            await ledger.prune(windows_before_ms=clock.ms + 1, shards_before_ms=0)
     state = await held(ledger_factory)
     assert (state.cut_below_ms, state.windows) == (20_000, {})
 
@@ -207,15 +266,17 @@ async def test_batches_are_pruned_by_the_time_they_were_published(
     ledger_factory: Factory, clock: Any
 ) -> None:
     async with opened(ledger_factory) as (ledger, _):
-        await bring_to(ledger, WindowState.PUBLISHED, "batch-000000000001")
+        await bring_to(ledger, WindowState.COMMITTED, BATCH)
+        await ledger.published((BATCH,), retain=False)
         assert await ledger.prune(windows_before_ms=clock.ms + 1, shards_before_ms=0) == 1
     assert await held(ledger_factory) == LedgerState()
 
 
-@pytest.mark.parametrize("state", [state for state in WindowState if state is not WindowState.PUBLISHED])
-async def test_windows_that_are_not_published_are_never_pruned(
+@pytest.mark.parametrize("state", WindowState)
+async def test_windows_that_are_not_published_or_are_retained_are_never_pruned(
     ledger_factory: Factory, state: WindowState
 ) -> None:
     async with opened(ledger_factory) as (ledger, _):
         await bring_to(ledger, state)
         assert await ledger.prune(windows_before_ms=10**15, shards_before_ms=10**15) == 0
+        assert (await entry(ledger_factory)).state is state
