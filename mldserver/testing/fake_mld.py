@@ -186,6 +186,8 @@ class FakeMLD:
 
     async def _live(self) -> Exit:
         self.life += 1
+        # A session whose task was cancelled before it first ran could not take itself out.
+        self._sessions.clear()
         self._die.clear()
         self._blocked.clear()
         faults: list[Exit] = []
