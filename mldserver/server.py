@@ -5,7 +5,11 @@ flushed and checkpoints sent while Spark still starts; windows wait for it.
 
 Order of stop: no new connections; each shard finishes its request; one last cycle makes everything durable and cuts
 what may close; windows that are being computed get what is left of the grace (they are cut: the next start computes
-them all the same); engine; ledger.
+them all the same, or another server on the ledger does); engine; ledger.
+
+A server that others on its ledger took for dead (it hung for longer than ``server_timeout``, say) exits with a fault, so
+that its supervisor starts it afresh: its shards and windows may have gone on elsewhere, and all that it holds in memory
+is delivered again. Its connections end with it, and the daemons come back with theirs.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import structlog
 from mldserver import __version__
 from mldserver.assembly import Parts, assemble
 from mldserver.clock import SystemClock
-from mldserver.errors import HandlerError, LedgerError, MldserverError, OperatorError
+from mldserver.errors import HandlerError, LedgerError, MldserverError, OperatorError, ServerBuried
 from mldserver.observe.logging import reopen
 from mldserver.readiness import Readiness
 from mldserver.sources.shards import kinesis_client, list_shards
@@ -92,15 +96,18 @@ class Server:
         return code
 
     async def _guarded(self) -> int:
+        code = EXIT_FAULT
         try:
-            return await self._serve()
+            code = await self._serve()
+        except* ServerBuried as group:
+            for error in _leaves(group):
+                log.critical("server.failed", exit_code=EXIT_FAULT, **_told(error))
         except* (OperatorError, HandlerError, LedgerError) as group:
             for error in _leaves(group):
                 log.critical("server.failed", exit_code=EXIT_OPERATOR, **_told(error))
             code = EXIT_OPERATOR
         except* Exception:
             log.critical("server.failed", exit_code=EXIT_FAULT, exc_info=True)
-            code = EXIT_FAULT
         return code
 
     async def _serve(self) -> int:
@@ -138,6 +145,7 @@ class Server:
         if parts.engine is not None:
             await parts.engine.close()
         await parts.runtime.close()
+        await parts.coordinator.leave()
         await parts.ledger.close()
 
     # Stopping.

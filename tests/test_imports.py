@@ -27,6 +27,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "records": (),
     "errors": (),
     "clock": (),
+    # Named steps at which a crash test kills the process: one comparison in production.
+    "faults": (),
     "protocol.messages": ("records",),
     "runtime.base": ("records", "protocol.messages"),
     "sources.base": ("records", "runtime.base"),
@@ -35,13 +37,14 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "spark.engine": ("coordinator.windows",),
     "spark.java": ("errors",),
     "protocol": ("records", "errors"),
-    "coordinator": (*CONTRACTS, "spark.engine"),
-    "state": ("records", "errors", "clock", "runtime.base"),
+    "coordinator": (*CONTRACTS, "spark.engine", "manifest"),
+    "manifest": (),
+    "state": ("records", "errors", "clock", "faults", "runtime.base"),
     "runtime": ("records", "errors", "clock", "protocol", "coordinator.windows"),
-    "sources": ("records", "errors", "clock", "protocol", "runtime.base"),
+    "sources": ("records", "errors", "clock", "faults", "protocol", "runtime.base"),
     # The driver process imports the user's handler by the same rules as the runtime does.
-    "spark": ("errors", "clock", "coordinator.windows", "runtime.loader"),
-    "config": ("errors", "coordinator.windows"),
+    "spark": ("errors", "clock", "faults", "coordinator.windows", "runtime.loader"),
+    "config": ("errors", "faults", "coordinator.windows"),
     "observe": ("errors", "config"),
     "kcl": ("errors", "clock", "config", "spark.java", ""),
     "assembly": ("*",),
@@ -63,12 +66,18 @@ ABOVE = {
 CORES = ("records", "errors", "protocol", "coordinator")
 SHELLS = (
     "coordinator.coordinator",
+    "coordinator.exchange",
+    "coordinator.fleet",
     "coordinator.flusher",
+    "coordinator.holding",
+    "coordinator.lives",
     "coordinator.missing",
     "coordinator.recovery",
     "coordinator.shard_session",
+    "coordinator.standing",
     "coordinator.store",
     "coordinator.window_runner",
+    "coordinator.window_steps",
 )
 """Modules inside ``CORES`` that wait, log, or touch the disk. Whatever is not listed here is a core."""
 

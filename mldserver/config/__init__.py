@@ -5,17 +5,21 @@ says what values may look like; ``resolve.py`` puts the sources in order and rem
 """
 
 from mldserver.config.kinds import Address, Level, LogFormat, OnFailure, TcpAddress, UnixAddress
+from mldserver.config.places import DynamoPlace, LedgerPlace, SqlitePlace
 from mldserver.config.resolve import resolve
 from mldserver.config.settings import Settings, Spec, specs
 from mldserver.config.table import settings_table
 
 __all__ = [
     "Address",
+    "DynamoPlace",
+    "LedgerPlace",
     "Level",
     "LogFormat",
     "OnFailure",
     "Settings",
     "Spec",
+    "SqlitePlace",
     "TcpAddress",
     "UnixAddress",
     "resolve",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mldserver.coordinator.flush import BufferedBatch
+    from mldserver.records import Sequence
 
 __all__ = ["Buffer"]
 
@@ -37,6 +38,9 @@ class Buffer:
         self._next += 1
         self._bytes[batch.shard_id] = self._bytes.get(batch.shard_id, 0) + batch.bytes
 
+    def __contains__(self, number: int) -> bool:
+        return number in self._batches
+
     def snapshot(self) -> dict[int, BufferedBatch]:
         """Return what is there now, by a number that stays."""
         return dict(self._batches)
@@ -57,3 +61,16 @@ class Buffer:
         dropped = {number: batch for number, batch in self._batches.items() if batch.shard_id == shard_id}
         self.remove(dropped)
         return len(dropped)
+
+    def drop_durable(self, shard_id: str, epoch: int, position: Sequence) -> None:
+        """Drop a connection's batches up to a position that the ledger has already; a shard's end stays."""
+        self.remove(
+            {
+                number: batch
+                for number, batch in self._batches.items()
+                if (batch.shard_id, batch.epoch) == (shard_id, epoch)
+                and not batch.ends_shard
+                and batch.last is not None
+                and batch.last <= position
+            }
+        )

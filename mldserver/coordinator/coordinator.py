@@ -2,10 +2,15 @@
 
 One cycle does everything that changes the ledger, in this order and never two at once:
 
-    look at the watermark ─▶ flush what is buffered ─▶ commit the watermark ─▶ cut the windows it has passed
+    look at the watermark ─▶ sync with the ledger ─▶ flush what was buffered ─▶ commit the watermark
+        ─▶ cut the windows it has passed
 
 A window is cut only after a flush that covered every row the watermark counted on; when that flush lost rows (a shard
 was opened again meanwhile and will deliver them again), nothing is cut in this cycle.
+
+The order is what makes several servers on one ledger sound. What is flushed was buffered before the sync, so that the
+merge clock that the sync brings lies behind every row that those shards have from other servers. And what an earlier
+cycle did without hearing of it (the ledger's answer was lost) is seen by the sync, before it would be done again.
 """
 
 from __future__ import annotations
@@ -15,33 +20,37 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from mldserver.coordinator.budget import Load, shards_to_hold
 from mldserver.coordinator.buffer import Buffer
+from mldserver.coordinator.fleet import Fleet
 from mldserver.coordinator.flush import buffered, shard_end
 from mldserver.coordinator.flusher import Flusher
 from mldserver.coordinator.gap import find_gap
+from mldserver.coordinator.holding import Holding
 from mldserver.coordinator.layout import SEGMENTS, STAGING
 from mldserver.coordinator.lineage import Lineage
 from mldserver.coordinator.missing import MissingShards
-from mldserver.coordinator.recovery import recover
+from mldserver.coordinator.recovery import recover, take_over
 from mldserver.coordinator.rules import CoordinatorRules
 from mldserver.coordinator.shard_session import ShardSession
+from mldserver.coordinator.standing import Standing
 from mldserver.coordinator.status import CoordinatorStatus
 from mldserver.coordinator.watermark import View, Watermark
 from mldserver.coordinator.windows import OpenWindows
-from mldserver.errors import LedgerError, MldserverError
+from mldserver.errors import LedgerError, MldserverError, ServerBuried
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from mldserver.clock import Clock
+    from mldserver.coordinator.flush import BufferedBatch
+    from mldserver.coordinator.lives import LifeLocks
     from mldserver.coordinator.store import OutputStore
     from mldserver.coordinator.window_runner import WindowRunner
     from mldserver.coordinator.windows import WindowSpec
     from mldserver.records import Sequence
     from mldserver.runtime.base import BatchOutcome
     from mldserver.sources.base import ShardOpening
-    from mldserver.state.ledger import Ledger, ShardState
+    from mldserver.state.ledger import Ledger, LedgerState, ShardState
 
 __all__ = ["Coordinator", "CoordinatorRules"]
 
@@ -61,8 +70,12 @@ class Coordinator:
         runner: WindowRunner | None,
         clock: Clock,
         unique: Callable[[], str],
+        locks: LifeLocks | None = None,
     ) -> None:
-        """``spec`` and ``runner`` are None for handlers without rows; ``unique`` names files apart."""
+        """``spec`` and ``runner`` are None for handlers without rows; ``unique`` names files apart.
+
+        ``locks`` show which other servers are dead, where they can tell.
+        """
         now_ms = clock.now_ms()
         self.rules = rules
         self.clock = clock
@@ -74,46 +87,56 @@ class Coordinator:
         self._store = store
         self._runner = runner
         self._sessions: dict[str, ShardSession] = {}
-        self._flusher = Flusher(spec=spec, ledger=ledger, store=store, clock=clock, unique=unique)
+        self._flusher = Flusher(
+            spec=spec, ledger=ledger, store=store, clock=clock, unique=unique, late=rules.late
+        )
         self._view = self.watermark.view(now_ms)
-        self._moved_ms = now_ms
+        self._standing = Standing(self._view, now_ms)
         self._pruned_ms = now_ms
         self._missing = MissingShards(
             self.lineage, settle_ms=rules.watermark.settle_ms, limit_ms=rules.missing_limit_ms
         )
+        self._fleet = Fleet(
+            ledger=ledger,
+            lineage=self.lineage,
+            watermark=self.watermark,
+            clock=clock,
+            timeout_ms=rules.server_timeout_ms,
+            locks=locks,
+        )
+        self._holding = Holding(
+            rules=rules, buffer=self.buffer, lineage=self.lineage, watermark=self.watermark, clock=clock
+        )
         self._wake = asyncio.Event()
         self._waiters: list[tuple[str, asyncio.Future[None]]] = []
-        self._held: frozenset[str] = frozenset()
-        self._changed = asyncio.Condition()
         self._over = asyncio.Event()
         self._rows_accepted = 0
-        self._segment_bytes = 0
 
     async def start(self) -> None:
-        """Open the ledger, finish what an earlier life left, and learn the shards it knew.
+        """Open the ledger, finish what dead servers left, and learn the shards it knew.
 
-        Raises LedgerError, OperatorError (the ledger is in use) and OSError (the output folder is out of reach).
+        Raises LedgerError, and OSError (the output folder is out of reach).
         """
         await asyncio.to_thread(self._store.prepare, *((SEGMENTS, STAGING) if self._spec else ()))
-        state = await self._ledger.open()
-        now_ms = self.clock.now_ms()
-        for shard in state.shards.values():
-            self.lineage.know(
-                shard.shard_id,
-                now_ms,
-                parents=shard.parents,
-                ended=shard.ended,
-                effective_ms=shard.effective_ms,
-            )
+        state = await self._fleet.join()
         open_windows = OpenWindows(self._spec, state.batch_progress) if self._spec else None
         self._flusher.restore(state, open_windows)
-        self._segment_bytes = await recover(state, self._ledger, self._store, self._runner)
+        self._holding.segment_bytes = await recover(state, self._ledger, self._store, self._runner)
 
     async def run(self) -> None:
-        """Turn the cycle until cancelled: at every interval, and at once when something asks for it."""
+        """Turn the cycle until cancelled: at every interval, and at once when something asks for it.
+
+        Raises ServerBuried when another server took this one for dead: nothing that is not registered counts any
+        more, and the process must start afresh.
+        """
         async with asyncio.TaskGroup() as group:
             group.create_task(self._tick(), name="ticks")
             group.create_task(self._cycles(), name="cycles")
+            group.create_task(self._fleet.beat(), name="beats")
+
+    async def leave(self) -> None:
+        """Take this server out of the ledger at its end, whether orderly or not. Never raises for the ledger."""
+        await self._fleet.leave()
 
     async def _tick(self) -> None:
         while True:
@@ -129,6 +152,8 @@ class Coordinator:
             reason = waiters[0][0] if waiters else "interval"
             try:
                 await self._cycle(reason)
+            except ServerBuried:
+                raise
             except (LedgerError, OSError) as error:
                 # Rows stay in memory, positions stay where they are: nothing is lost while this is tried again.
                 failures += 1
@@ -136,16 +161,16 @@ class Coordinator:
                 delay = min(30.0, 0.5 * 2.0**failures)
                 told = error.told() if isinstance(error, MldserverError) else {"what": str(error)}
                 log.error("flush.failed", attempt=failures, delay_seconds=delay, **told)
-                self._flusher.failing = True
-                await self._release()
+                self._holding.failing = self._flusher.failing = True
+                await self._holding.release()
                 await self.clock.sleep(delay)
                 self._wake.set()
                 continue
-            failures, self._flusher.failing = 0, False
+            failures, self._holding.failing, self._flusher.failing = 0, False, False
             for _, waiter in waiters:
                 if not waiter.done():
                     waiter.set_result(None)
-            await self._release()
+            await self._holding.release()
 
     async def flush(self, reason: str) -> None:
         """Return when a whole cycle that began after this call is done."""
@@ -157,25 +182,60 @@ class Coordinator:
     async def _cycle(self, reason: str) -> None:
         now_ms = self.clock.now_ms()
         self._missing.look(now_ms)
-        view = self.watermark.view(now_ms)
-        complete = await self._flush(reason)
+        view, mark = self.watermark.view(now_ms), self._fleet.mark()
+        batches = self.buffer.snapshot()
+        await self._sync()
+        complete = await self._flush(batches, reason)
         await self._flusher.publish_late()
+        await self._fleet.release()
         if not complete:
             return
+        self._fleet.tell(view, mark)
+        view = self.watermark.combine(view, self._fleet.peers.told())
         self.watermark.commit(view)
-        self._note(view, now_ms)
+        self._view = view
+        self._holding.holder = view.holder.shard_id
+        self._standing.note(view, now_ms, waiting=bool(self._flusher.open_windows))
         await self._cut(view)
+        expired = await self._flusher.expire(now_ms - self.rules.retention_ms, self._holding.segment_bytes)
+        self._holding.segment_bytes -= expired
         await self._prune(now_ms)
 
-    async def _flush(self, reason: str) -> bool:
+    async def _sync(self) -> None:
+        """Beat, learn what the ledger holds, and take over what dead servers left."""
+        working = frozenset() if self._runner is None else self._runner.unfinished
+        state = await self._fleet.sync()
+        self._catch_up(state)
+        self._fleet.learn(state)
+        self._flusher.learn(state)
+        buried = await self._fleet.bury()
+        if self._runner is not None:
+            await take_over(state, buried, working, self._ledger, self._store, self._runner)
+
+    def _catch_up(self, state: LedgerState) -> None:
+        """See what became of this server's sessions in the ledger: opened elsewhere, or further than was heard."""
+        for shard in state.shards.values():
+            session = self._sessions.get(shard.shard_id)
+            if session is None or shard.epoch < session.epoch:
+                continue
+            if shard.epoch > session.epoch:
+                # Another server has it: this connection may claim nothing any more.
+                session.disconnected()
+                continue
+            session.position.register(shard.position)
+            if shard.position is not None:
+                self.buffer.drop_durable(shard.shard_id, shard.epoch, shard.position)
+
+    async def _flush(self, batches: dict[int, BufferedBatch], reason: str) -> bool:
         """Make what is buffered durable. False: rows that the watermark may have counted on were left out."""
-        batches = self.buffer.snapshot()
+        batches = {number: batch for number, batch in batches.items() if number in self.buffer}
         if not batches:
             return True
-        result = await self._flusher.flush(list(batches.values()), reason)
+        durable = {shard_id: session.position.durable for shard_id, session in self._sessions.items()}
+        result = await self._flusher.flush(list(batches.values()), reason, durable)
         # No await from here on: what is registered must leave the buffer, or it would be registered twice.
         self.buffer.remove(batches)
-        self._segment_bytes += result.bytes
+        self._holding.segment_bytes += result.bytes
         for update in result.positions:
             session = self._sessions.get(update.shard_id)
             if session is not None and session.epoch == update.epoch:
@@ -194,31 +254,9 @@ class Coordinator:
             if entries and view.quiet:
                 log.info("stream.quiet", seconds=self.rules.watermark.quiet_ms / 1000)
         # Rows accepted while this cycle ran are cut by the next one.
-        if view.over and not self.buffer and not self._over.is_set():
+        if view.over and not self.buffer and not self._flusher.recomputing and not self._over.is_set():
             log.info("stream.ended", shards=len(self.lineage))
             self._over.set()
-
-    def _note(self, view: View, now_ms: int) -> None:
-        """Log where the watermark stands: when it moves, and once a minute while it does not."""
-        seen, self._view = self._view, view
-        holder = view.holder
-        if view.watermark_ms != seen.watermark_ms:
-            self._moved_ms = now_ms
-            log.debug(
-                "watermark.advanced",
-                watermark_ms=view.watermark_ms,
-                held_by=holder.shard_id,
-                reason=holder.reason,
-            )
-        elif self._flusher.open_windows and now_ms - self._moved_ms >= 60_000:  # noqa: PLR2004  # a minute
-            self._moved_ms = now_ms
-            log.info(
-                "watermark.held",
-                watermark_ms=view.watermark_ms,
-                held_by=holder.shard_id,
-                reason=holder.reason,
-                seconds=60,
-            )
 
     async def _prune(self, now_ms: int) -> None:
         if now_ms - self._pruned_ms >= 3_600_000:  # noqa: PLR2004  # an hour
@@ -235,14 +273,20 @@ class Coordinator:
         live = self._sessions.get(shard_id)
         if live is not None and live.alive and not self.rules.accept_gap:
             # Before the epoch is raised: a connection that is refused must not cost the live one its shard.
-            self._refuse_gap(opening, live.position.durable, ended=False)
+            self._refuse_gap(opening, live.position.durable, ended=False, accepted=False)
+        with self._fleet.opening():
+            return await self._open(opening)
+
+    async def _open(self, opening: ShardOpening) -> ShardSession:
+        shard_id = opening.shard_id
         state = await self._ledger.open_shard(shard_id, opening.parents)
-        self._refuse_gap(opening, state.position, ended=state.ended)
+        self._refuse_gap(opening, state.position, ended=state.ended, accepted=state.gap_accepted)
         now_ms = self.clock.now_ms()
         new = self.lineage.know(shard_id, now_ms, parents=state.parents)
         proved = self.lineage.proved_ended(shard_id)
         if proved:
             await self._ledger.end_shards(frozenset(proved))
+        await self._fleet.learn_floor(state)
         # No await from here on: a cycle must not see the shard half taken in.
         session = ShardSession(self, shard_id, state)
         old = self._sessions.get(shard_id)
@@ -281,9 +325,11 @@ class Coordinator:
             return self.lineage.floor_ms(state.shard_id)
         return state.event_ms
 
-    def _refuse_gap(self, opening: ShardOpening, position: Sequence | None, *, ended: bool) -> None:
+    def _refuse_gap(
+        self, opening: ShardOpening, position: Sequence | None, *, ended: bool, accepted: bool
+    ) -> None:
         gap = find_gap(opening, position, ended=ended)
-        if gap is not None and not self.rules.accept_gap:
+        if gap is not None and not (accepted or self.rules.accept_gap):
             raise gap
         if gap is not None:
             log.error(
@@ -336,20 +382,9 @@ class Coordinator:
 
     async def admit(self, session: ShardSession) -> None:
         """Wait while the session's shard is held back."""
-        self._weigh()
-        if session.shard_id not in self._held:
-            return
-        began_ms = self.clock.now_ms()
-        log.info(
-            "shard.held",
-            shard=session.shard_id,
-            buffered_bytes=self.buffer.bytes,
-            budget_bytes=self.rules.buffer_bytes,
-        )
-        self._wake.set()
-        async with self._changed:
-            await self._changed.wait_for(lambda: not session.alive or session.shard_id not in self._held)
-        log.info("shard.released", shard=session.shard_id, seconds=(self.clock.now_ms() - began_ms) / 1000)
+        if self._holding.is_held(session):
+            self._wake.set()
+            await self._holding.wait(session)
 
     def end(self, session: ShardSession) -> None:
         """Buffer a shard's end, so that the next flush marks it durably."""
@@ -368,36 +403,12 @@ class Coordinator:
         if self._sessions.get(session.shard_id) is session:
             self.lineage.disconnect(session.shard_id, self.clock.now_ms())
             self.watermark.disconnect(session.shard_id)
-
-    def _weigh(self) -> None:
-        holder = self._view.holder.shard_id
-        loads = [
-            Load(node.id, self.buffer.shard_bytes(node.id), self.watermark.shard_ms(node.id))
-            for node in self.lineage.connected()
-        ]
-        # A flush that keeps failing frees nothing, whoever holds the watermark: then everyone waits.
-        memory = shards_to_hold(
-            loads,
-            used=self.buffer.bytes,
-            budget=self.rules.buffer_bytes,
-            holder=None if self._flusher.failing else holder,
-        )
-        disk = shards_to_hold(
-            [load._replace(bytes=0) for load in loads],
-            used=self._segment_bytes,
-            budget=self.rules.segment_bytes,
-            holder=holder,
-        )
-        self._held = memory | disk
-
-    async def _release(self) -> None:
-        self._weigh()
-        async with self._changed:
-            self._changed.notify_all()
+            self._fleet.let_go(session.shard_id, session.epoch)
+            self._wake.set()
 
     def freed(self, freed_bytes: int) -> None:
         """Note that segments were deleted."""
-        self._segment_bytes -= freed_bytes
+        self._holding.segment_bytes -= freed_bytes
         self._wake.set()
 
     async def over(self) -> None:
@@ -415,7 +426,7 @@ class Coordinator:
             rows_late=flusher.rows_late,
             dead_letters=flusher.dead_letters,
             buffered_bytes=self.buffer.bytes,
-            segment_bytes=self._segment_bytes,
+            segment_bytes=self._holding.segment_bytes,
             windows_open=len(flusher.open_windows or ()),
             windows_waiting=runner.waiting if runner else 0,
             windows_published=runner.published if runner else 0,
@@ -423,7 +434,9 @@ class Coordinator:
             windows_halted=tuple(sorted(runner.halted)) if runner else (),
             watermark_ms=view.watermark_ms,
             held_by=view.holder.shard_id,
+            held_by_server=view.holder.server_id,
             reason=view.holder.reason,
+            servers=1 + len(self._fleet.peers),
             stream_ended=self._over.is_set(),
             flush_failing=flusher.failing,
         )

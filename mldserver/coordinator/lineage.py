@@ -21,6 +21,8 @@ class Presence(enum.Enum):
     """Where a shard is, seen from here."""
 
     CONNECTED = "connected"
+    ELSEWHERE = "elsewhere"
+    """Another server reads it: it counts through what that server tells."""
     MISSING = "missing"
     """Known, expected, and without a connection: it holds the watermark."""
     LEFT_OUT = "left_out"
@@ -28,7 +30,7 @@ class Presence(enum.Enum):
     ENDED = "ended"
 
 
-_READ = frozenset({Presence.CONNECTED, Presence.ENDED})
+_READ = frozenset({Presence.CONNECTED, Presence.ELSEWHERE, Presence.ENDED})
 """What proves that a shard's ancestors have ended."""
 
 
@@ -115,6 +117,21 @@ class Lineage:
         """Note that a shard's connection is gone without the shard's end."""
         if self._nodes[shard_id].presence is Presence.CONNECTED:
             self._move(shard_id, Presence.MISSING, now_ms)
+
+    def elsewhere(self, shard_id: str, now_ms: int, *, read: bool) -> None:
+        """Note whether another server reads a shard. One that is connected here, or has ended, stays what it is."""
+        presence = self._nodes[shard_id].presence
+        if read and presence in {Presence.MISSING, Presence.LEFT_OUT}:
+            self._move(shard_id, Presence.ELSEWHERE, now_ms)
+            self._end_ancestors(shard_id, now_ms)
+        elif not read and presence is Presence.ELSEWHERE:
+            self._move(shard_id, Presence.MISSING, now_ms)
+
+    def reach(self, shard_id: str, effective_ms: int | None) -> None:
+        """Note how far another server has read a shard: its children's records come no earlier."""
+        node = self._nodes[shard_id]
+        times = [ms for ms in (node.effective_ms, effective_ms) if ms is not None]
+        node.effective_ms = max(times, default=None)
 
     def end(self, shard_id: str, now_ms: int) -> None:
         """Note that a shard is read to its end."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mldserver.coordinator.late import LateRules
 from mldserver.coordinator.watermark import WatermarkRules
 
 __all__ = ["CoordinatorRules"]
@@ -19,8 +20,11 @@ class CoordinatorRules:
     segment_bytes: int = 50 << 30
     missing_limit_ms: int = 600_000
     retention_ms: int = 86_400_000
-    """How long published windows are remembered, so that rows for them are known to be late."""
+    """How long published windows are remembered, and their segments retained for late rows."""
     shard_retention_ms: int = 8 * 86_400_000
     """How long ended shards are remembered."""
     accept_gap: bool = False
+    server_timeout_ms: int = 30_000
+    """A server that has not beaten for this long is taken for dead by the others."""
+    late: LateRules = field(default_factory=LateRules)
     watermark: WatermarkRules = field(default_factory=WatermarkRules)

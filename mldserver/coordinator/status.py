@@ -28,7 +28,11 @@ class CoordinatorStatus:
     watermark_ms: int | None
     held_by: str | None
     """The shard that holds the watermark, when it is one shard."""
+    held_by_server: str | None
+    """The server that holds it, when it is another one."""
     reason: str
     """Why the watermark stands where it stands."""
+    servers: int
+    """Servers on the ledger, this one included."""
     stream_ended: bool
     flush_failing: bool

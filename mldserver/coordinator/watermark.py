@@ -25,12 +25,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mldserver.coordinator.lineage import Lineage
+    from mldserver.state.ledger import ServerState
 
 __all__ = ["PREFETCH", "Holder", "View", "Watermark", "WatermarkRules"]
 
 PREFETCH = 5
 """Four batches in the daemon's queue and one being put there."""
+
+_FINISHED = frozenset({"quiet", "no shards", "ended"})
+_IDLE = _FINISHED | {"idle"}
+"""What servers say when they hold nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +76,9 @@ class Holder:
 
     shard_id: str | None
     reason: str
-    """``behind``, ``nothing seen``, ``missing``, ``settling``, ``idle``, ``no shards`` or ``ended``."""
+    """``behind``, ``nothing seen``, ``missing``, ``settling``, ``idle``, ``quiet``, ``no shards`` or ``ended``."""
+    server_id: str | None = None
+    """The other server that holds it; None: this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +92,13 @@ class View:
     """Every known shard has ended: every window closes."""
     quiet: bool = False
     """Every shard is caught up and silent for long: the open windows close."""
+    own_ms: int | None = field(default=None, compare=False)
+    """The least of this server's own shards, which may lie below what the pipeline has reached; None: unknown."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether no shard of this server counts."""
+        return self.holder.reason in _IDLE
 
 
 class Watermark:
@@ -158,7 +174,8 @@ class Watermark:
         if values:
             return self._least(values)
         if idle:
-            return View(self._watermark_ms, Holder(None, "idle"), quiet=self._quiet(now_ms))
+            quiet = self._quiet(now_ms)
+            return View(self._watermark_ms, Holder(None, "quiet" if quiet else "idle"), quiet=quiet)
         if self._lineage.all_ended():
             return View(self._watermark_ms, Holder(None, "ended"), over=True)
         return View(self._watermark_ms, Holder(None, "no shards"))
@@ -169,12 +186,34 @@ class Watermark:
             known = self._watermark_ms
             self._watermark_ms = view.watermark_ms if known is None else max(view.watermark_ms, known)
 
-    def _least(self, values: list[tuple[int | None, Holder]]) -> View:
+    def _least(self, values: Sequence[tuple[int | None, Holder]]) -> View:
         unknown = next((holder for value, holder in values if value is None), None)
         if unknown is not None:
             return View(self._watermark_ms, unknown)
         value, holder = min(((v, h) for v, h in values if v is not None), key=lambda pair: pair[0])
-        return View(value if self._watermark_ms is None else max(value, self._watermark_ms), holder)
+        return View(self._reached(value), holder, own_ms=value)
+
+    def _reached(self, value: int) -> int:
+        return value if self._watermark_ms is None else max(value, self._watermark_ms)
+
+    def combine(self, view: View, others: Sequence[ServerState]) -> View:
+        """Return the pipeline's view: the least of this server's and of what the others told.
+
+        Over, and quiet, it is only when all servers are.
+        """
+        if not others:
+            return view
+        held = [(view.own_ms, view.holder)] if not view.idle else []
+        held += [
+            (other.watermark_ms, Holder(other.held_by, other.reason or "nothing seen", other.server_id))
+            for other in others
+            if not other.idle
+        ]
+        if held:
+            return self._least(held)
+        reasons = {view.holder.reason, *(other.reason for other in others)}
+        quiet = reasons <= _FINISHED and "quiet" in reasons
+        return View(self._watermark_ms, view.holder, over=view.over, quiet=quiet)
 
     def _value(self, clock: _ShardClock) -> int | None:
         event = None if clock.event_ms is None else clock.event_ms - self.rules.disorder_ms

@@ -252,7 +252,7 @@ def test_an_idle_stream_stands_still_until_it_is_quiet() -> None:
     stream.wait(IDLE - SETTLE).empty("a").empty("b")
     assert stream.view == View(300, Holder(None, "idle"))
     stream.wait(QUIET)
-    assert stream.view == View(300, Holder(None, "idle"), quiet=True)
+    assert stream.view == View(300, Holder(None, "quiet"), quiet=True)
 
 
 def test_one_shard_with_rows_keeps_the_stream_from_being_quiet() -> None:

@@ -1,0 +1,210 @@
+"""This server among those that share its ledger: what it tells them, what it learns, and how it buries the dead.
+
+What a server tells holds for others only once everything that it counted on is registered. So a cycle's own view is
+told with the next beat, if its flush was complete and no shard was opened since: a shard that came meanwhile may stand
+far behind what the view says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+import structlog
+
+from mldserver.coordinator.lineage import Presence
+from mldserver.coordinator.peers import Peers
+from mldserver.errors import LedgerError, ServerBuried
+from mldserver.state.ledger import ServerState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mldserver.clock import Clock
+    from mldserver.coordinator.lineage import Lineage
+    from mldserver.coordinator.lives import LifeLocks
+    from mldserver.coordinator.watermark import View, Watermark
+    from mldserver.state.ledger import Ledger, LedgerState, ShardState
+
+__all__ = ["Fleet"]
+
+log = structlog.get_logger("mldserver")
+
+
+class Fleet:
+    """The servers on one ledger, seen from one of them."""
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        lineage: Lineage,
+        watermark: Watermark,
+        clock: Clock,
+        timeout_ms: int,
+        locks: LifeLocks | None,
+    ) -> None:
+        """``timeout_ms``: how long a server may be silent; ``locks`` show at once which are dead, where they can."""
+        self.peers = Peers(ledger.server_id, timeout_ms=timeout_ms)
+        self._ledger = ledger
+        self._lineage = lineage
+        self._watermark = watermark
+        self._clock = clock
+        self._timeout_ms = timeout_ms
+        self._locks = locks
+        self._told: tuple[View, int] | None = None
+        self._openings = 0
+        self._opening = 0
+        self._beat_ms = 0
+        self._joined = False
+        self._released: dict[str, int] = {}
+
+    # What others learn.
+
+    @contextlib.contextmanager
+    def opening(self) -> Iterator[None]:
+        """A shard is being opened: what was told so far says nothing of it."""
+        self._openings += 1
+        self._opening += 1
+        try:
+            yield
+        finally:
+            self._opening -= 1
+
+    def mark(self) -> int | None:
+        """Return a mark to ``tell`` with, taken together with a view; None while a shard is being opened."""
+        return None if self._opening else self._openings
+
+    def tell(self, view: View, mark: int | None) -> None:
+        """Let the next beats tell a view, everything that it counted on being registered."""
+        self._told = None if mark is None else (view, mark)
+
+    def _statement(self) -> ServerState:
+        # Two beats are never the same, whatever the clock does: by that others see that this server lives.
+        self._beat_ms = max(self._clock.now_ms(), self._beat_ms + 1)
+        server_id = self.peers.server_id
+        if self._told is None or self._told[1] != self._openings:
+            return ServerState(server_id, self._beat_ms, reason="settling")
+        view = self._told[0]
+        return ServerState(
+            server_id,
+            self._beat_ms,
+            view.own_ms,
+            idle=view.idle,
+            held_by=view.holder.shard_id,
+            reason=view.holder.reason,
+        )
+
+    async def join(self) -> LedgerState:
+        """Open the ledger, bury the dead, and return what it holds. Raises LedgerError, and OSError for the lock."""
+        if self._locks is not None:
+            # Before the ledger knows this server: nobody may take it for dead.
+            await asyncio.to_thread(self._locks.hold, self.peers.server_id)
+        state = await self._ledger.open()
+        self._joined = True
+        self.learn(state)
+        if await self.bury():
+            state = await self.sync()
+            self.learn(state)
+        return state
+
+    async def sync(self) -> LedgerState:
+        """Beat, and return what the ledger holds. Raises LedgerError, and ServerBuried when this server was buried."""
+        return await self._ledger.sync(self._statement())
+
+    async def beat(self) -> None:
+        """Beat for ever whenever nothing else has for a while: a cycle may take long. Raises ServerBuried."""
+        while True:
+            await self._clock.sleep(self._timeout_ms / 4000)
+            if self._clock.now_ms() - self._beat_ms < self._timeout_ms // 4:
+                continue
+            try:
+                await self.sync()
+            except ServerBuried:
+                raise
+            except LedgerError as error:
+                # The next beat comes soon; if none gets through for long, the others must take this server for dead.
+                log.warning("server.beat_failed", **error.told())
+
+    async def leave(self) -> None:
+        """Take this server out of the ledger, if it can be reached: others need not wait for its beats to stop."""
+        try:
+            if self._joined:
+                async with asyncio.timeout(self._timeout_ms / 1000):
+                    await self._ledger.leave()
+        except (LedgerError, TimeoutError) as error:
+            told = error.told() if isinstance(error, LedgerError) else {"what": "The ledger did not answer."}
+            log.warning("server.beat_failed", **told)
+        finally:
+            if self._locks is not None:
+                await asyncio.to_thread(self._locks.release)
+
+    # What is learned of others.
+
+    def learn(self, state: LedgerState) -> bool:
+        """Take in the shards and servers of a ledger; True when it named a shard, or a shard's end, that is news."""
+        now_ms = self._clock.now_ms()
+        self.peers.learn(state.servers, state.shards, now_ms)
+        news = [self._learn_shard(shard, now_ms) for shard in state.shards.values()]
+        for shard_id in state.shards:
+            self._lineage.elsewhere(shard_id, now_ms, read=self.peers.counts(shard_id))
+        if any(news):
+            self._watermark.settle(now_ms)
+        return any(news)
+
+    def _learn_shard(self, shard: ShardState, now_ms: int) -> bool:
+        shard_id = shard.shard_id
+        new = self._lineage.know(
+            shard_id, now_ms, parents=shard.parents, ended=shard.ended, effective_ms=shard.effective_ms
+        )
+        node = self._lineage[shard_id]
+        if new or node.presence in {Presence.CONNECTED, Presence.ENDED}:
+            return new and not shard.ended
+        self._lineage.reach(shard_id, shard.effective_ms)
+        if shard.ended:
+            self._lineage.end(shard_id, now_ms)
+        return shard.ended
+
+    async def learn_floor(self, shard: ShardState) -> None:
+        """Learn how far the parents of a shard that was never read have come, if others read them."""
+        if shard.effective_ms is not None or not shard.parents or not self.peers:
+            return
+        state = await self.sync()
+        for parent in shard.parents:
+            known = state.shards.get(parent)
+            if known is not None and parent in self._lineage:
+                self._lineage.reach(parent, known.effective_ms)
+
+    # What is done about others.
+
+    async def bury(self) -> frozenset[str]:
+        """Bury the servers that are dead, or silent for too long; return them. Raises LedgerError."""
+        now_ms = self._clock.now_ms()
+        told = {each.server_id: each for each in self.peers.overdue(now_ms)}
+        if self._locks is not None and self.peers:
+            told |= await asyncio.to_thread(self._dead, self._locks)
+        buried: frozenset[str] = frozenset()
+        for server_id, each in told.items():
+            # Only if it has not beaten since it was looked at.
+            gone = await self._ledger.bury(frozenset({server_id}), beat_before_ms=each.beat_ms + 1)
+            buried |= gone
+            if gone:
+                log.warning("server.buried", server=server_id, seconds=max(0, now_ms - each.beat_ms) / 1000)
+            if gone and self._locks is not None:
+                await asyncio.to_thread(self._locks.forget, server_id)
+        return buried
+
+    def _dead(self, locks: LifeLocks) -> dict[str, ServerState]:
+        return {each.server_id: each for each in self.peers.told() if locks.is_dead(each.server_id)}
+
+    def let_go(self, shard_id: str, epoch: int) -> None:
+        """Note a shard whose lease or connection is gone; ``release`` tells the ledger."""
+        self._released[shard_id] = epoch
+
+    async def release(self) -> None:
+        """Give up the shards that were let go, in the ledger too. Raises LedgerError; repeatable."""
+        for shard_id, epoch in tuple(self._released.items()):
+            await self._ledger.release_shard(shard_id, epoch)
+            if self._released.get(shard_id) == epoch:
+                del self._released[shard_id]

@@ -1,0 +1,68 @@
+"""Which servers are dead for sure: each holds a lock on a file of its own, and the lock dies with its process.
+
+A server that crashed is then buried by the next one at once, instead of after its beats have stopped for long. Where
+the lock cannot tell (the file lies on another host's disk, or the file system knows no locks), the beats decide.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from typing import TYPE_CHECKING
+
+from mldserver.coordinator.layout import server_tag
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["LifeLocks"]
+
+
+class LifeLocks:
+    """One folder with a locked file for each server that lives. Blocking, for moments."""
+
+    def __init__(self, folder: Path) -> None:
+        """Name the folder; nothing is touched yet."""
+        self._folder = folder
+        self._held: tuple[Path, int] | None = None
+
+    def _path(self, server_id: str) -> Path:
+        return self._folder / f"{server_tag(server_id)}.lock"
+
+    def hold(self, server_id: str) -> None:
+        """Show that a server lives, until ``release`` or the process's end. Raises OSError."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._path(server_id)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            raise
+        self._held = (path, descriptor)
+
+    def is_dead(self, server_id: str) -> bool:
+        """Whether a server held its file and holds it no more; False also when that cannot be told."""
+        try:
+            descriptor = os.open(self._path(server_id), os.O_RDWR)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
+        return True
+
+    def forget(self, server_id: str) -> None:
+        """Take away the file of a server that was buried."""
+        self._path(server_id).unlink(missing_ok=True)
+
+    def release(self) -> None:
+        """Let the own file go, and take it away; without effect when none is held."""
+        if self._held is not None:
+            path, descriptor = self._held
+            self._held = None
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
