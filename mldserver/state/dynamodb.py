@@ -1,0 +1,352 @@
+"""The ledger on DynamoDB, for servers on several hosts: ``Ledger`` over one partition of a table.
+
+Every transaction is one ``TransactWriteItems`` on condition of the version that it was decided on; what it changes is
+one item of a log (``dynamodb_journal.py``), which every server reads into a book of its own (``dynamodb_book.py``) and
+decides over, in plain code. Pipelines may share a table.
+
+Limits (AWS: 100 items and 4 MB a transaction, 400 KB an item, no item twice). A flush is never split: its segments
+belong to several shards at once. Whatever it holds, its transaction has at most 5 items and 0.8 MB: ``meta``, its
+changes (compressed), its dead letters (compressed), and the marks of what is kept apart. Of changes, or dead letters,
+that take more than 350 KB compressed, all is written before the transaction in items of 350 KB under its unique id, and
+named by it; what no transaction came to name is swept later. Window entries with their segments take some 20 to 60
+bytes a segment there: a flush of more than 5,000 files is kept apart.
+
+Cost: a transaction writes some 1 KB in 2 to 3 items, transactional: about 8 write units; each call reads the news
+first: 1 read unit when there are none. A partition takes 1,000 write units a second: some 100 transactions a second for
+all servers of a pipeline.
+
+Throttling, lost connections and conflicts are retried with jittered pauses on the injected clock; then LedgerError. One
+request is sent at most 6 times (some 5 s of refusals; half a minute of silence), one decision is taken at most 40
+times. After a LedgerError, and after a cancellation, a transaction may have taken place: epochs, ``previous`` and
+attempts keep a repetition from counting twice.
+
+Permissions on the table: ``dynamodb:GetItem``, ``Query``, ``PutItem``, ``UpdateItem``, ``DeleteItem``,
+``BatchWriteItem`` (may be narrowed to pipelines by ``dynamodb:LeadingKeys``); to create it also ``CreateTable`` and
+``DescribeTable``. Point-in-time recovery is worth turning on: a ledger cannot be made again from the output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import uuid
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from mldserver.errors import InternalError, LedgerError
+from mldserver.state import dynamodb_flushes as flushes
+from mldserver.state import dynamodb_members as members
+from mldserver.state import dynamodb_windows as windows
+from mldserver.state.dynamodb_book import Draft
+from mldserver.state.dynamodb_journal import Journal
+from mldserver.state.dynamodb_table import Table, backoff_s
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from mldserver.clock import Clock
+    from mldserver.runtime.base import DeadLetter
+    from mldserver.state.ledger import (
+        Commit,
+        Flush,
+        FlushResult,
+        LedgerState,
+        Segment,
+        ServerState,
+        ShardState,
+        WindowEntry,
+    )
+
+__all__ = ["DynamoLedger"]
+
+_T = TypeVar("_T")
+
+_JITTER: Final = random.SystemRandom().random
+
+_DECISIONS: Final = 40
+"""How often a transaction is decided anew because another was faster."""
+
+
+class DynamoLedger:
+    """The ``Ledger`` of one server, in a table that servers of other hosts share. Calls take turns."""
+
+    def __init__(
+        self,
+        table: str,
+        *,
+        pipeline: str,
+        server_id: str,
+        clock: Clock,
+        region: str | None = None,
+        endpoint_url: str | None = None,
+        create: bool = False,
+        session: Any = None,
+        compact_bytes: int = 1_000_000,
+        jitter: Callable[[], float] = _JITTER,
+        unique: Callable[[], str] = lambda: uuid.uuid4().hex,
+    ) -> None:
+        """Name the table, the pipeline and this server; ``open`` reaches for them.
+
+        ``create``: make the table when it is not there. ``session``: an aioboto3 session; None: credentials and region
+        come from where boto3 finds them. ``compact_bytes``: the log is never shortened below it.
+        """
+        self._name = table
+        self._pipeline = pipeline
+        self._server_id = server_id
+        self._clock = clock
+        self._place = {"region_name": region, "endpoint_url": endpoint_url}
+        self._make = create
+        self._session = session
+        self._compact_bytes = compact_bytes
+        self._jitter = jitter
+        self._unique = unique
+        self._turn = asyncio.Lock()
+        self._resources = contextlib.AsyncExitStack()
+        self._table: Table | None = None
+        self._journal: Journal | None = None
+        self._life: int | None = None
+        """Which registration of its id this server is; None for a tool."""
+        self._closed = False
+
+    @property
+    def server_id(self) -> str:
+        """The id under which this server is known."""
+        return self._server_id
+
+    async def open(self) -> LedgerState:
+        """Create or open the ledger, and register. After an error it is closed."""
+        opened = False
+        try:
+            async with self._taking_turns():
+                state = await self._enter()
+            opened = True
+        finally:
+            if not opened:
+                await self.close()
+        return state
+
+    async def _enter(self) -> LedgerState:
+        if self._life is not None:
+            raise InternalError("The ledger is open already.", table=self._name)
+        await self._connect(create=True)
+        now_ms = self._clock.now_ms()
+        self._life = await self._decide(lambda draft: members.enter(draft, self._server_id, now_ms))
+        return self._held()
+
+    async def peek(self) -> LedgerState:
+        """Return what the ledger holds without registering; close it afterwards, also after an error."""
+        async with self._taking_turns():
+            await self._connect(create=False)
+            await self._reached().refresh()
+            return self._held()
+
+    async def create_table(self) -> None:
+        """Create the table unless it is there, and wait until it can be used (at most a minute)."""
+        async with self._taking_turns():
+            await (await self._reach()).create()
+
+    async def _connect(self, *, create: bool) -> None:
+        if self._journal is not None:
+            return
+        table = await self._reach()
+        journal = Journal(
+            table, pipeline=self._pipeline, clock=self._clock, jitter=self._jitter, unique=self._unique
+        )
+        if create:
+            if self._make:
+                await table.create()
+            await journal.create(self._clock.now_ms())
+        if not await journal.load():
+            raise LedgerError(
+                f"There is no ledger of the pipeline {self._pipeline} in the table {self._name}.",
+                advice="Name a pipeline that ran, and its table.",
+                table=self._name,
+            )
+        self._journal = journal
+
+    async def _reach(self) -> Table:
+        if self._table is None:
+            client = await self._resources.enter_async_context(self._client())
+            self._table = Table(client, self._name, self._pipeline, clock=self._clock, jitter=self._jitter)
+        return self._table
+
+    def _client(self) -> Any:
+        import aioboto3  # noqa: PLC0415  # half a second that only servers with a table pay
+        from aiobotocore.config import AioConfig  # noqa: PLC0415  # as above
+
+        # One sending a call: ``Table.send`` knows which errors pass, and pauses on the injected clock.
+        config = AioConfig(connect_timeout=3, read_timeout=5, retries={"total_max_attempts": 1})
+        session = self._session or aioboto3.Session()
+        return session.client("dynamodb", config=config, **self._place)
+
+    @contextlib.asynccontextmanager
+    async def _taking_turns(self) -> AsyncIterator[None]:
+        if self._closed:
+            raise InternalError("The ledger is closed.", table=self._name)
+        async with self._turn:
+            yield
+
+    def _reached(self) -> Journal:
+        if self._journal is None:
+            raise InternalError("The ledger is not open.", table=self._name)
+        return self._journal
+
+    def _held(self) -> LedgerState:
+        return self._reached().book.state()
+
+    async def _decide(self, rule: Callable[[Draft], _T]) -> _T:
+        """Run a rule over the latest version and write what it changes, until nobody else was faster."""
+        journal = self._reached()
+        for turn in range(_DECISIONS):
+            await journal.refresh()
+            draft = Draft(journal.book)
+            told = rule(draft)
+            if not draft.changes() or await journal.append(draft):
+                return told
+            await self._clock.sleep(backoff_s(turn, self._jitter(), base=0.02, cap=0.5))
+        raise LedgerError(
+            f"Other servers were faster {_DECISIONS} times.",
+            did="Nothing was written.",
+            advice="Flush less often (--flush-interval), or run fewer servers on one pipeline.",
+            table=self._name,
+        )
+
+    async def _tool(self, rule: Callable[[Draft], _T]) -> _T:
+        """Run a rule that anyone may use."""
+        async with self._taking_turns():
+            return await self._decide(rule)
+
+    async def _member(self, rule: Callable[[Draft], _T]) -> _T:
+        """Run a rule that only a registered server may use."""
+        async with self._taking_turns():
+            return await self._decide_as_member(rule)
+
+    async def _decide_as_member(self, rule: Callable[[Draft], _T]) -> _T:
+        life = self._lives()
+
+        def guarded(draft: Draft) -> _T:
+            members.require(draft, self._server_id, life)
+            return rule(draft)
+
+        return await self._decide(guarded)
+
+    def _lives(self) -> int:
+        if self._life is None:
+            raise InternalError("The ledger was not opened by a server.", table=self._name)
+        return self._life
+
+    async def sync(self, told: ServerState) -> LedgerState:
+        """Beat, and return what the ledger holds now. Shortens the log when it is long."""
+        members.own(told, self._server_id)
+        async with self._taking_turns():
+            life = self._lives()
+            await self._decide_as_member(lambda draft: members.beat(draft, told, life))
+            journal = self._reached()
+            if journal.long(self._compact_bytes):
+                await journal.compact()
+            return self._held()
+
+    async def bury(self, server_ids: frozenset[str], *, beat_before_ms: int) -> frozenset[str]:
+        """Remove servers that have not beaten since a time; return those that are gone."""
+        others = server_ids - {self._server_id}
+        return await self._member(lambda draft: members.bury(draft, others, beat_before_ms))
+
+    async def leave(self) -> None:
+        """Take this server's row out."""
+        life = self._lives()
+        await self._tool(lambda draft: members.leave(draft, self._server_id, life))
+
+    async def open_shard(self, shard_id: str, parents: tuple[str, ...] = ()) -> ShardState:
+        """Raise the shard's epoch, own it, and return its state."""
+        return await self._member(lambda draft: members.open_shard(draft, shard_id, parents, self._server_id))
+
+    async def release_shard(self, shard_id: str, epoch: int) -> None:
+        """Give up owning a shard."""
+        await self._member(lambda draft: members.release_shard(draft, shard_id, epoch))
+
+    async def know_shards(self, parents_by_shard: dict[str, tuple[str, ...]]) -> None:
+        """Note shards and their parents."""
+        known = dict(parents_by_shard)
+        await self._member(lambda draft: members.know_shards(draft, known))
+
+    async def end_shards(self, shard_ids: frozenset[str]) -> None:
+        """Mark shards as ended."""
+        now_ms = self._clock.now_ms()
+        await self._tool(lambda draft: members.end_shards(draft, shard_ids, now_ms))
+
+    async def register(self, flush: Flush) -> FlushResult:
+        """Register a flush as a whole, or refuse it as a whole."""
+        now_ms = self._clock.now_ms()
+        return await self._member(lambda draft: flushes.register(draft, flush, now_ms))
+
+    async def cut(self, window_ids: tuple[str, ...]) -> tuple[WindowEntry, ...]:
+        """Fix the segments of windows and own them."""
+        return await self._member(lambda draft: windows.cut(draft, window_ids, self._server_id))
+
+    async def adopt(self) -> tuple[WindowEntry, ...]:
+        """Own every cut or committed window without an owner."""
+        return await self._member(lambda draft: windows.adopt(draft, self._server_id))
+
+    async def begin_attempt(self, window_id: str) -> int | None:
+        """Count an attempt at a cut window of this server."""
+        return await self._member(lambda draft: windows.begin_attempt(draft, window_id, self._server_id))
+
+    async def commit(self, commits: tuple[Commit, ...]) -> frozenset[str]:
+        """Make attempts' outputs count, together."""
+        return await self._member(lambda draft: windows.commit(draft, commits, self._server_id))
+
+    async def published(self, window_ids: tuple[str, ...], *, retain: bool = True) -> tuple[Segment, ...]:
+        """Note that outputs are visible; return the segments that are free to delete."""
+        now_ms = self._clock.now_ms()
+        return await self._member(
+            lambda draft: windows.published(draft, window_ids, retain=retain, now_ms=now_ms)
+        )
+
+    async def expire(self, *, published_before_ms: int, keep_bytes: int) -> tuple[Segment, ...]:
+        """Stop retaining windows by age, then by size; return the segments to delete."""
+        return await self._member(
+            lambda draft: windows.expire(
+                draft, published_before_ms=published_before_ms, keep_bytes=keep_bytes
+            )
+        )
+
+    async def late_published(self, paths: tuple[str, ...]) -> None:
+        """Note that files of the late dataset are visible."""
+        await self._member(lambda draft: windows.late_published(draft, paths))
+
+    async def set_aside(self, window_id: str, error: str) -> None:
+        """Put a cut window of this server aside with its segments."""
+        await self._member(lambda draft: windows.set_aside(draft, window_id, error, self._server_id))
+
+    async def retry(self, window_id: str) -> bool:
+        """Set a window that was put aside back, for any server to adopt."""
+        return await self._tool(lambda draft: windows.retry(draft, window_id))
+
+    async def accept_gap(self, shard_id: str) -> bool:
+        """Let the next opening of a shard start beyond its position."""
+        return await self._tool(lambda draft: members.accept_gap(draft, shard_id))
+
+    async def reset(self, shard_ids: frozenset[str]) -> frozenset[str]:
+        """Forget where shards without an owner stand; return which those were."""
+        return await self._tool(lambda draft: members.reset(draft, shard_ids))
+
+    async def prune(self, *, windows_before_ms: int, shards_before_ms: int) -> int:
+        """Forget windows published and not retained, and shards ended, before those times (ms)."""
+        return await self._member(
+            lambda draft: windows.prune(
+                draft, windows_before_ms=windows_before_ms, shards_before_ms=shards_before_ms
+            )
+        )
+
+    async def dead_letters(self, limit: int = 100) -> tuple[DeadLetter, ...]:
+        """Return stored dead letters, oldest first."""
+        async with self._taking_turns():
+            return await self._reached().dead_letters(limit)
+
+    async def close(self) -> None:
+        """Close after every call that was made before. Closing again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        async with self._turn:
+            await self._resources.aclose()

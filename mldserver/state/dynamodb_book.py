@@ -1,0 +1,199 @@
+"""The DynamoDB ledger in memory: what it holds at one version, and drafts of the next one. No I/O, no clock.
+
+A ``Book`` is what all transactions up to ``version`` came to. A rule (``dynamodb_members.py``, ``dynamodb_flushes.py``,
+``dynamodb_windows.py``) reads and changes a ``Draft`` over it; the draft's ``Changes`` are what the log keeps, and what
+brings every server's book to the next version. A draft that is thrown away has changed nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from mldserver.state.ledger import BatchProgress, LedgerState, WindowState
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from mldserver.runtime.base import DeadLetter
+    from mldserver.state.ledger import Segment, ServerState, ShardState, WindowEntry
+
+__all__ = ["Book", "Changes", "Draft", "Overlay", "ServerRow", "ShardRow", "Totals", "segment_bytes"]
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What there is once in a ledger."""
+
+    clock: int = 0
+    batch_progress: BatchProgress = field(default_factory=BatchProgress)
+    dead_letters: int = 0
+    lives: int = 0
+    """How often a server has registered."""
+    cut_below_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRow:
+    """A shard, and when it ended (ms)."""
+
+    state: ShardState
+    ended_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ServerRow:
+    """A server, and which registration it is: who finds another, or no row, was buried."""
+
+    state: ServerState
+    life: int
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What one transaction writes: the new row by its key, None for one that goes."""
+
+    totals: Totals | None = None
+    shards: Mapping[str, ShardRow | None] = field(default_factory=dict)
+    windows: Mapping[str, WindowEntry | None] = field(default_factory=dict)
+    servers: Mapping[str, ServerRow | None] = field(default_factory=dict)
+    late: Mapping[str, Segment | None] = field(default_factory=dict)
+    """Files of the late dataset that may not be visible yet, by path, in order of registration."""
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to write."""
+        return self.totals is not None or bool(self.shards or self.windows or self.servers or self.late)
+
+
+class Book:
+    """What a ledger holds at one version."""
+
+    def __init__(self) -> None:
+        """Start with nothing, at version 0."""
+        self.version = 0
+        self.totals = Totals()
+        self.shards: dict[str, ShardRow] = {}
+        self.windows: dict[str, WindowEntry] = {}
+        self.servers: dict[str, ServerRow] = {}
+        self.late: dict[str, Segment] = {}
+        self.paths: set[str] = set()
+        """Of every segment of every window."""
+        self.unfinished: set[str] = set()
+        """Windows that are cut or committed: the few that change owners, among a day of retained ones."""
+        self.retained_bytes = 0
+        """Bytes of the segments of all windows that are published and retained."""
+
+    def apply(self, changes: Changes) -> None:
+        """Go on to the next version."""
+        self.version += 1
+        self.totals = changes.totals or self.totals
+        for window_id, entry in changes.windows.items():
+            self._forget(self.windows.get(window_id))
+            self._learn(entry)
+        _update(self.windows, changes.windows)
+        _update(self.shards, changes.shards)
+        _update(self.servers, changes.servers)
+        _update(self.late, changes.late)
+
+    def _forget(self, entry: WindowEntry | None) -> None:
+        if entry is None:
+            return
+        self.paths.difference_update(each.path for each in (*entry.segments, *entry.pending))
+        self.unfinished.discard(entry.window_id)
+        self.retained_bytes -= _retained_bytes(entry)
+
+    def _learn(self, entry: WindowEntry | None) -> None:
+        if entry is None:
+            return
+        self.paths.update(each.path for each in (*entry.segments, *entry.pending))
+        if entry.state in {WindowState.CUT, WindowState.COMMITTED}:
+            self.unfinished.add(entry.window_id)
+        self.retained_bytes += _retained_bytes(entry)
+
+    def everything(self) -> Changes:
+        """Return the changes that make this book from an empty one."""
+        return Changes(
+            self.totals, self.shards.copy(), self.windows.copy(), self.servers.copy(), self.late.copy()
+        )
+
+    def state(self) -> LedgerState:
+        """Return what the ledger holds, in collections that are the caller's."""
+        return LedgerState(
+            shards={shard_id: row.state for shard_id, row in self.shards.items()},
+            windows=self.windows.copy(),
+            late_segments=tuple(self.late.values()),
+            clock=self.totals.clock,
+            batch_progress=self.totals.batch_progress,
+            dead_letters=self.totals.dead_letters,
+            servers={server_id: row.state for server_id, row in self.servers.items()},
+            cut_below_ms=self.totals.cut_below_ms,
+        )
+
+
+def segment_bytes(entry: WindowEntry) -> int:
+    """Return the bytes of all segments of a window."""
+    return sum(each.bytes for each in (*entry.segments, *entry.pending))
+
+
+def _retained_bytes(entry: WindowEntry) -> int:
+    return segment_bytes(entry) if entry.retained and entry.state is WindowState.PUBLISHED else 0
+
+
+def _update(rows: dict[str, _T], changes: Mapping[str, _T | None]) -> None:
+    for key, row in changes.items():
+        if row is None:
+            rows.pop(key, None)
+        else:
+            rows[key] = row
+
+
+class Overlay(Generic[_T]):
+    """Rows by key, with changes that the rows underneath do not see."""
+
+    def __init__(self, base: Mapping[str, _T]) -> None:
+        """Start without changes over ``base``."""
+        self._base = base
+        self.changed: dict[str, _T | None] = {}
+
+    def get(self, key: str) -> _T | None:
+        """Return a row as the draft has it; None when there is none."""
+        return self.changed[key] if key in self.changed else self._base.get(key)
+
+    def put(self, key: str, row: _T) -> None:
+        """Write a row; one that is the same already is no change."""
+        if self.get(key) != row:
+            self.changed[key] = row
+
+    def drop(self, key: str) -> None:
+        """Take a row out; one that is not there is no change."""
+        if self.get(key) is not None:
+            self.changed[key] = None
+
+
+class Draft:
+    """The next version of a book, while a rule makes it."""
+
+    def __init__(self, book: Book) -> None:
+        """Start as the book is."""
+        self.book = book
+        self.totals = book.totals
+        self.shards = Overlay(book.shards)
+        self.windows = Overlay(book.windows)
+        self.servers = Overlay(book.servers)
+        self.late = Overlay(book.late)
+        self.paths: set[str] = set()
+        """Paths of segments that windows took in."""
+        self.dead_letters: tuple[DeadLetter, ...] = ()
+        """To be stored beside the changes."""
+
+    def changes(self) -> Changes:
+        """Return what differs from the book."""
+        return Changes(
+            None if self.totals == self.book.totals else self.totals,
+            self.shards.changed,
+            self.windows.changed,
+            self.servers.changed,
+            self.late.changed,
+        )

@@ -1,0 +1,167 @@
+"""Rules of a flush over a draft: weighed as a whole, then written as a whole. They mean what ``Ledger`` says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from mldserver.errors import InternalError
+from mldserver.state.dynamodb_book import ShardRow
+from mldserver.state.ledger import FlushResult, SegmentKind, WindowEntry, WindowState
+
+if TYPE_CHECKING:
+    from mldserver.state.dynamodb_book import Draft
+    from mldserver.state.ledger import Flush, PositionUpdate, Segment
+
+__all__ = ["register"]
+
+
+def register(draft: Draft, flush: Flush, now_ms: int) -> FlushResult:
+    """Register a flush, or refuse it with every reason; InternalError for what the contract forbids."""
+    result = _weigh(draft, flush)
+    if result.registered:
+        _write(draft, flush, now_ms)
+    return result
+
+
+def _weigh(draft: Draft, flush: Flush) -> FlushResult:
+    return FlushResult(
+        lost_shards=frozenset(each.shard_id for each in flush.positions if not _goes_on(draft, each)),
+        cut_windows=frozenset(
+            each.window_id
+            for each in flush.segments
+            if each.kind is SegmentKind.WINDOW and _closed(draft, each)
+        ),
+        expired_windows=frozenset(
+            each.window_id
+            for each in flush.segments
+            if each.kind is SegmentKind.RECOMPUTE and not _retained(draft, each)
+        ),
+    )
+
+
+def _goes_on(draft: Draft, update: PositionUpdate) -> bool:
+    """Whether an update comes from the shard's latest epoch and goes on from where the shard stands."""
+    row = draft.shards.get(update.shard_id)
+    return row is not None and row.state.epoch == update.epoch and row.state.position == update.previous
+
+
+def _closed(draft: Draft, segment: Segment) -> bool:
+    """Whether a window takes no more rows. Its own entry says so; without one, what was pruned does."""
+    entry = draft.windows.get(segment.window_id)
+    if entry is not None:
+        return entry.state is not WindowState.OPEN
+    below = draft.totals.cut_below_ms
+    return segment.end_ms is not None and below is not None and segment.end_ms <= below
+
+
+def _retained(draft: Draft, segment: Segment) -> bool:
+    entry = draft.windows.get(segment.window_id)
+    return entry is not None and entry.retained
+
+
+def _write(draft: Draft, flush: Flush, now_ms: int) -> None:
+    for update in flush.positions:
+        _move(draft, update, now_ms)
+    for segment in flush.segments:
+        _ADD[segment.kind](draft, segment)
+    draft.dead_letters = flush.dead_letters
+    totals, progress = draft.totals, flush.batch_progress
+    if progress is None or progress.number < totals.batch_progress.number:
+        # Not told, or another server is further.
+        progress = totals.batch_progress
+    draft.totals = replace(
+        totals,
+        clock=max(totals.clock, flush.clock),
+        dead_letters=totals.dead_letters + len(flush.dead_letters),
+        batch_progress=progress,
+    )
+
+
+def _move(draft: Draft, update: PositionUpdate, now_ms: int) -> None:
+    row = draft.shards.get(update.shard_id)
+    assert row is not None, "a flush with an unknown shard is refused"
+    stored, position = row.state.position, update.position
+    if stored is not None and (position is None or position < stored):
+        raise InternalError(
+            f"The position of shard {update.shard_id} would go back from {stored} to {position}.",
+            did="The flush was rolled back.",
+            advice="Report this with the log: it is a bug.",
+            shard=update.shard_id,
+        )
+    state = replace(
+        row.state,
+        position=position,
+        effective_ms=_latest(row.state.effective_ms, update.effective_ms),
+        event_ms=_latest(row.state.event_ms, update.event_ms),
+        ended=row.state.ended or update.ended,
+    )
+    ended_ms = now_ms if row.ended_ms is None and update.ended else row.ended_ms
+    draft.shards.put(update.shard_id, ShardRow(state, ended_ms))
+
+
+def _latest(stored: int | None, given: int | None) -> int | None:
+    return max((ms for ms in (stored, given) if ms is not None), default=None)
+
+
+def _add(draft: Draft, segment: Segment) -> None:
+    """Add a segment to its open window, which comes into being with its first one."""
+    entry = draft.windows.get(segment.window_id) or WindowEntry(
+        segment.window_id, WindowState.OPEN, segment.start_ms, segment.end_ms
+    )
+    _check(draft, entry, segment)
+    draft.windows.put(
+        entry.window_id,
+        replace(
+            entry,
+            segments=(*entry.segments, replace(segment, revision=0)),
+            rows_in=entry.rows_in + segment.rows,
+        ),
+    )
+
+
+def _add_pending(draft: Draft, segment: Segment) -> None:
+    """Add a segment to what waits for the next revision of a window that was cut."""
+    entry = draft.windows.get(segment.window_id)
+    assert entry is not None, "a flush with such a segment is refused"
+    if entry.state is WindowState.OPEN:
+        raise InternalError(
+            f"Window {segment.window_id} is open: {segment.path} is no segment for a later revision.",
+            did="The flush was rolled back.",
+            advice="Report this with the log: it is a bug.",
+            window=segment.window_id,
+        )
+    _check(draft, entry, segment)
+    draft.windows.put(entry.window_id, replace(entry, pending=(*entry.pending, replace(segment, revision=0))))
+
+
+def _check(draft: Draft, entry: WindowEntry, segment: Segment) -> None:
+    """Raise InternalError for a segment that is there already, or is not of this window."""
+    if segment.path in draft.book.paths or segment.path in draft.paths:
+        raise _registered_twice(segment)
+    draft.paths.add(segment.path)
+    if (entry.start_ms, entry.end_ms) != (segment.start_ms, segment.end_ms):
+        raise InternalError(
+            f"Window {segment.window_id} has other bounds than those of {segment.path}.",
+            did="The flush was rolled back.",
+            advice="A changed window size needs an output folder of its own.",
+            window=segment.window_id,
+        )
+
+
+def _registered_twice(segment: Segment) -> InternalError:
+    return InternalError(
+        f"The segment {segment.path} is registered already.",
+        did="The flush was rolled back.",
+        advice="Report this with the log: it is a bug.",
+        window=segment.window_id,
+    )
+
+
+def _add_late(draft: Draft, segment: Segment) -> None:
+    if draft.late.get(segment.path) is not None:
+        raise _registered_twice(segment)
+    draft.late.put(segment.path, replace(segment, revision=0))
+
+
+_ADD = {SegmentKind.WINDOW: _add, SegmentKind.RECOMPUTE: _add_pending, SegmentKind.LATE: _add_late}

@@ -1,0 +1,310 @@
+"""The log of a pipeline's transactions in DynamoDB, and the book that it comes to: read, appended to, kept short.
+
+A transaction is one ``TransactWriteItems``: ``meta`` goes from version v to v + 1 on condition that it is at v, and
+``log#<v+1>`` (and ``dead#<v+1>``) is put. Who decided on an older version fails, reads the news and decides again. Its
+answer may be lost: then the log says, by the transaction's unique id, whose version v + 1 is.
+
+When the log is longer than the snapshot before it, the book is written as a new snapshot, so that a start reads at most
+twice what the ledger holds. The log's end always stays, so that a reader knows news from none: one that finds the
+first of its news gone reads everything again.
+
+What is too long for an item is written before the transaction that names it, and is waste until then. A sweep lists the
+waste, moves the version, and deletes what is waste still: whatever was written for an older version cannot be named any
+more, so that no clock and no time-out is part of the argument.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from mldserver.errors import LedgerError, LedgerVersionError
+from mldserver.faults import kill_point
+from mldserver.state.dynamodb_book import Book, Changes
+from mldserver.state.dynamodb_codec import pack_changes, pack_letters, unpack_changes, unpack_letters
+from mldserver.state.dynamodb_table import Value, backoff_s, version_key
+from mldserver.state.schema import FORMAT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from mldserver.clock import Clock
+    from mldserver.runtime.base import DeadLetter
+    from mldserver.state.dynamodb_book import Draft
+    from mldserver.state.dynamodb_table import Item, Table
+    from mldserver.state.ledger import WindowEntry
+
+__all__ = ["Journal"]
+
+_READINGS: Final = 20
+"""How often a ledger is read that changes under the reader, before it counts as damaged."""
+
+_ITEM_BYTES: Final = 200
+"""What an item of the log takes beside its data, about."""
+
+_LARGE: Final = 64
+"""Rows of a transaction from which on packing them is not the event loop's work."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """A book as a value: everything up to a version. Before the first there is an empty one, of version 0."""
+
+    version: int = 0
+    bytes: int = 0
+    value: Value | None = None
+
+    def attributes(self) -> Item:
+        assert self.value is not None, "the empty snapshot is never written"
+        assert self.value.blob is not None, "snapshots are kept apart"
+        return {
+            "snapshot": {"S": self.value.blob},
+            "snapshot_parts": {"N": str(self.value.parts)},
+            "snapshot_bytes": {"N": str(self.bytes)},
+            "snapshot_version": {"N": str(self.version)},
+        }
+
+    @classmethod
+    def of(cls, item: Item) -> _Snapshot | None:
+        """Return the snapshot that an item names; None when it names none."""
+        if "snapshot" not in item:
+            return None
+        value = Value(blob=item["snapshot"]["S"], parts=int(item["snapshot_parts"]["N"]))
+        return cls(int(item["snapshot_version"]["N"]), int(item["snapshot_bytes"]["N"]), value)
+
+
+class Journal:
+    """One pipeline's log and its book. One call at a time; ``book`` is read between calls only."""
+
+    def __init__(
+        self,
+        table: Table,
+        *,
+        pipeline: str,
+        clock: Clock,
+        jitter: Callable[[], float],
+        unique: Callable[[], str],
+    ) -> None:
+        """Start with an empty book; ``unique`` gives a new id (at most 36 characters) at each call."""
+        self.book = Book()
+        self._table = table
+        self._pipeline = pipeline
+        self._clock = clock
+        self._jitter = jitter
+        self._unique = unique
+        self._snapshot = _Snapshot()
+        self._tail_bytes = 0
+        self._doubtful = False
+        """A condition on the book's version has failed: no news is bad news."""
+
+    async def create(self, now_ms: int) -> None:
+        """Note that the pipeline has a ledger, unless it has one."""
+        await self._table.put_new(
+            "meta",
+            {
+                "format": {"N": str(FORMAT)},
+                "version": {"N": "0"},
+                "created_ms": {"N": str(now_ms)},
+            },
+        )
+
+    async def load(self) -> bool:
+        """Read everything; False when there is no ledger.
+
+        Raises LedgerVersionError for one of another format, LedgerError for a damaged one.
+        """
+        for turn in range(_READINGS):
+            meta = await self._table.get("meta")
+            if meta is None:
+                return False
+            self._require_format(meta)
+            if await self._load(_Snapshot.of(meta) or _Snapshot(), int(meta["version"]["N"])):
+                self._doubtful = False
+                return True
+            # A snapshot was put in force, or a transaction is half visible, between two reads.
+            await self._clock.sleep(backoff_s(turn, self._jitter()))
+        raise self._damaged("its snapshot or its log has holes")
+
+    async def _load(self, snapshot: _Snapshot, version: int) -> bool:
+        book = Book()
+        if snapshot.value is not None:
+            data = await self._table.bytes_of(snapshot.value)
+            if data is None:
+                return False
+            book.apply(await self._unpacked(data, {}, off_loop=True))
+        before, self.book = self.book, book
+        book.version = snapshot.version
+        self._snapshot, self._tail_bytes = snapshot, 0
+        whole = await self._read_news() and book.version >= version
+        if not whole or book.version < before.version:
+            self.book = before
+        if whole and book.version < before.version:
+            raise self._damaged(f"it went back from version {before.version} to {book.version}")
+        return whole
+
+    async def refresh(self) -> None:
+        """Bring the book up to date. Raises as ``load``, and LedgerError when the ledger is gone or went back."""
+        before = self.book.version
+        if not await self._read_news() or (self._doubtful and self.book.version == before):
+            await self._reload()
+        self._doubtful = False
+
+    async def _reload(self) -> None:
+        if not await self.load():
+            raise self._damaged("it is gone")
+
+    async def _read_news(self) -> bool:
+        """Apply the log's items after the book's version; False when some are gone."""
+        first = version_key("log", self.book.version + 1)
+        async for item in self._table.between(first, "log#~"):
+            self._require_format(item)
+            if item["item"]["S"] != version_key("log", self.book.version + 1):
+                return False
+            value = Value.of(item)
+            data = await self._table.bytes_of(value)
+            if data is None:
+                return False
+            large = value.blob is not None
+            self._applied(
+                await self._unpacked(data, self.book.windows, off_loop=large),
+                len(data),
+                _Snapshot.of(item),
+            )
+        return True
+
+    def _applied(self, changes: Changes, size: int, snapshot: _Snapshot | None = None) -> None:
+        self.book.apply(changes)
+        self._tail_bytes += size + _ITEM_BYTES
+        if snapshot is not None:
+            self._snapshot, self._tail_bytes = snapshot, 0
+
+    async def _unpacked(self, data: bytes, windows: Mapping[str, WindowEntry], *, off_loop: bool) -> Changes:
+        try:
+            if off_loop:
+                return await asyncio.to_thread(unpack_changes, data, windows)
+            return unpack_changes(data, windows)
+        except ValueError as error:
+            raise self._damaged(f"its content cannot be read ({error})") from error
+
+    async def append(self, draft: Draft) -> bool:
+        """Write a draft of the book's next version, which the book then is; False: another was faster.
+
+        Raises LedgerError when it is not known whether it was written; ``refresh`` finds out.
+        """
+        changes, letters = draft.changes(), draft.dead_letters
+        data, dead = await self._packed(changes, letters)
+        tx, version = self._unique(), self.book.version + 1
+        log = await self._table.keep(data, f"{tx}-c")
+        operations = [self._log(version, tx, log), *self._table.named(log)]
+        if dead is not None:
+            value = await self._table.keep(dead, f"{tx}-d")
+            told = value.attributes() | {"count": {"N": str(len(letters))}}
+            operations += [self._table.put(version_key("dead", version), told), *self._table.named(value)]
+        if not await self._transact(version, tx, operations):
+            return False
+        self._applied(changes, len(data))
+        return True
+
+    async def _packed(self, changes: Changes, letters: tuple[DeadLetter, ...]) -> tuple[bytes, bytes | None]:
+        windows = self.book.windows
+        if not letters and len(changes.windows) + len(changes.shards) < _LARGE:
+            return pack_changes(changes, windows), None
+        data = await asyncio.to_thread(pack_changes, changes, windows)
+        return data, await asyncio.to_thread(pack_letters, letters) if letters else None
+
+    def _log(self, version: int, tx: str, value: Value, more: Item | None = None) -> dict[str, Any]:
+        told = {"tx": {"S": tx}, "format": {"N": str(FORMAT)}}
+        return self._table.put(version_key("log", version), told | value.attributes() | (more or {}))
+
+    async def _transact(
+        self, version: int, tx: str, operations: list[dict[str, Any]], more: Item | None = None
+    ) -> bool:
+        """Move ``meta`` to a version with these operations; False: another transaction did, or will have."""
+        fields = {"version": {"N": str(version)}} | (more or {})
+        meta = self._table.update(
+            "meta",
+            UpdateExpression="SET " + ", ".join(f"#{name} = :{name}" for name in fields),
+            ConditionExpression="#version = :before AND #format = :format",
+            ExpressionAttributeNames={f"#{name}": name for name in (*fields, "format")},
+            ExpressionAttributeValues={f":{name}": value for name, value in fields.items()}
+            | {":before": {"N": str(version - 1)}, ":format": {"N": str(FORMAT)}},
+        )
+        kill_point("ledger.written")
+        done = await self._table.transact([meta, *operations], token=tx)
+        if not done:
+            # The condition also fails for a second sending of what the first, whose answer was lost, has written.
+            found = await self._table.get(version_key("log", version))
+            done = found is not None and found["tx"]["S"] == tx
+        self._doubtful = not done
+        if done:
+            kill_point("ledger.committed")
+        return done
+
+    def long(self, at_least: int) -> bool:
+        """Whether the log takes more bytes than these, and than its snapshot."""
+        return self._tail_bytes > max(at_least, self._snapshot.bytes)
+
+    async def compact(self) -> None:
+        """Put a snapshot of the book in force, and delete what no reader needs any more. Not, if another was faster."""
+        await self.refresh()
+        old, version, tx = self._snapshot, self.book.version + 1, self._unique()
+        waste = await self._table.waste()
+        data = await asyncio.to_thread(pack_changes, self.book.everything(), {})
+        snapshot = _Snapshot(version, len(data), await self._table.keep_apart(data, f"{tx}-s"))
+        nothing = Value(pack_changes(Changes(), {}))
+        named = snapshot.attributes()
+        operations = [
+            self._log(version, tx, nothing, named),
+            *self._table.named(snapshot.value),
+            *self._table.unnamed(old.value),
+        ]
+        if not await self._transact(version, tx, operations, named):
+            return
+        self._applied(Changes(), 0, snapshot)
+        await self._sweep({each.blob for each in waste}, before=old.version)
+
+    async def _sweep(self, listed: set[str | None], *, before: int) -> None:
+        """Delete what was waste before the version moved and is waste still, and the log before the last snapshot."""
+        for value in await self._table.waste():
+            if value.blob in listed:
+                await self._table.delete_value(value)
+        last = version_key("log", max(before - 1, 0))
+        old = [item async for item in self._table.between("log#", last, names=("item", "blob", "parts"))]
+        for item in old:
+            if "blob" in item:
+                await self._table.delete_value(Value.of(item))
+        await self._table.delete_items([item["item"]["S"] for item in old])
+
+    async def dead_letters(self, limit: int) -> tuple[DeadLetter, ...]:
+        """Return at most ``limit`` dead letters, oldest first."""
+        found: list[DeadLetter] = []
+        if limit <= 0:
+            return ()
+        async for item in self._table.between("dead#", "dead#~"):
+            data = await self._table.bytes_of(Value.of(item))
+            if data is None:
+                raise self._damaged("dead letters are gone")
+            try:
+                found += await asyncio.to_thread(unpack_letters, data)
+            except ValueError as error:
+                raise self._damaged(f"dead letters cannot be read ({error})") from error
+            if len(found) >= limit:
+                break
+        return tuple(found[:limit])
+
+    def _require_format(self, item: Item) -> None:
+        found = int(item["format"]["N"])
+        if found != FORMAT:
+            raise LedgerVersionError(
+                f"The ledger of the pipeline {self._pipeline} has format {found}; this program knows {FORMAT}.",
+                advice="Run the version of mldserver that wrote it, or a later one.",
+                pipeline=self._pipeline,
+            )
+
+    def _damaged(self, found: str) -> LedgerError:
+        return LedgerError(
+            f"The ledger of the pipeline {self._pipeline} in DynamoDB is damaged: {found}.",
+            advice="It is never repaired silently: restore the table and the output folder together, from a backup.",
+            pipeline=self._pipeline,
+        )

@@ -1,0 +1,165 @@
+"""Rules of servers and shards over a draft: who lives, who holds what. They mean what ``Ledger`` says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from mldserver.errors import InternalError, ServerBuried
+from mldserver.state.dynamodb_book import ServerRow, ShardRow
+from mldserver.state.ledger import ServerState, ShardState
+from mldserver.state.rows import storable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from mldserver.state.dynamodb_book import Draft
+
+__all__ = [
+    "accept_gap",
+    "beat",
+    "bury",
+    "end_shards",
+    "enter",
+    "know_shards",
+    "leave",
+    "open_shard",
+    "own",
+    "release_shard",
+    "require",
+    "reset",
+]
+
+
+def enter(draft: Draft, server_id: str, now_ms: int) -> int:
+    """Register a server, burying who had its id before; return the life that it begins."""
+    _release(draft, server_id)
+    draft.totals = replace(draft.totals, lives=draft.totals.lives + 1)
+    draft.servers.put(server_id, ServerRow(ServerState(server_id, now_ms), draft.totals.lives))
+    return draft.totals.lives
+
+
+def _lives(draft: Draft, server_id: str, life: int) -> bool:
+    row = draft.servers.get(server_id)
+    return row is not None and row.life == life
+
+
+def require(draft: Draft, server_id: str, life: int) -> None:
+    """Raise ServerBuried unless the server still lives this life."""
+    if not _lives(draft, server_id, life):
+        raise ServerBuried(
+            f"Server {server_id} is not registered any more: another took it for dead, or has its id.",
+            did="Nothing was written.",
+            advice="It must start afresh; if it hung for long, look at the machine, or raise the time-out.",
+            server=server_id,
+        )
+
+
+def beat(draft: Draft, told: ServerState, life: int) -> None:
+    """Keep what a server tells of itself."""
+    held_by = None if told.held_by is None else storable(told.held_by)
+    kept = replace(told, held_by=held_by, reason=storable(told.reason))
+    draft.servers.put(told.server_id, ServerRow(kept, life))
+
+
+def bury(draft: Draft, server_ids: Iterable[str], beat_before_ms: int) -> frozenset[str]:
+    """Remove servers that have not beaten since; return those that are gone, whoever removed them."""
+    gone = set()
+    for server_id in server_ids:
+        row = draft.servers.get(server_id)
+        if row is not None and row.state.beat_ms < beat_before_ms:
+            _remove(draft, server_id)
+            row = None
+        if row is None:
+            gone.add(server_id)
+    return frozenset(gone)
+
+
+def leave(draft: Draft, server_id: str, life: int) -> None:
+    """Take the server's row out, unless it is out already, or another has its id."""
+    if _lives(draft, server_id, life):
+        _remove(draft, server_id)
+
+
+def _remove(draft: Draft, server_id: str) -> None:
+    draft.servers.drop(server_id)
+    _release(draft, server_id)
+
+
+def _release(draft: Draft, server_id: str) -> None:
+    """Let go what a server holds."""
+    for shard_id, row in draft.book.shards.items():
+        if row.state.owner == server_id:
+            draft.shards.put(shard_id, replace(row, state=replace(row.state, owner=None)))
+    for window_id in draft.book.unfinished:
+        entry = draft.book.windows[window_id]
+        if entry.owner == server_id:
+            draft.windows.put(window_id, replace(entry, owner=None))
+
+
+def know_shards(draft: Draft, parents_by_shard: Mapping[str, tuple[str, ...]]) -> None:
+    """Note shards; parents that are not given stay as they were, and so does everything else."""
+    for shard_id, parents in parents_by_shard.items():
+        _know(draft, shard_id, parents)
+
+
+def _know(draft: Draft, shard_id: str, parents: tuple[str, ...]) -> ShardRow:
+    row = draft.shards.get(shard_id) or ShardRow(ShardState(shard_id, epoch=0))
+    if parents:
+        row = replace(row, state=replace(row.state, parents=parents))
+    draft.shards.put(shard_id, row)
+    return row
+
+
+def open_shard(draft: Draft, shard_id: str, parents: tuple[str, ...], server_id: str) -> ShardState:
+    """Raise the shard's epoch and own it; return its state with the gap that was accepted until now."""
+    row = _know(draft, shard_id, parents)
+    opened = replace(row.state, epoch=row.state.epoch + 1, owner=server_id)
+    draft.shards.put(shard_id, replace(row, state=replace(opened, gap_accepted=False)))
+    return opened
+
+
+def release_shard(draft: Draft, shard_id: str, epoch: int) -> None:
+    """Give a shard up, unless it was opened again since."""
+    row = draft.shards.get(shard_id)
+    if row is not None and row.state.epoch == epoch:
+        draft.shards.put(shard_id, replace(row, state=replace(row.state, owner=None)))
+
+
+def end_shards(draft: Draft, shard_ids: Iterable[str], now_ms: int) -> None:
+    """Mark shards as ended; when one ended first stays. Those that nobody knew are noted as ended."""
+    for shard_id in shard_ids:
+        row = _know(draft, shard_id, ())
+        if row.ended_ms is None:
+            draft.shards.put(shard_id, ShardRow(replace(row.state, ended=True), now_ms))
+
+
+def accept_gap(draft: Draft, shard_id: str) -> bool:
+    """Let the next opening start beyond the position; False when there is no such shard."""
+    row = draft.shards.get(shard_id)
+    if row is None:
+        return False
+    draft.shards.put(shard_id, replace(row, state=replace(row.state, gap_accepted=True)))
+    return True
+
+
+def reset(draft: Draft, shard_ids: Iterable[str]) -> frozenset[str]:
+    """Forget where shards without an owner stand; the epoch is raised against what is still under way."""
+    return frozenset(shard_id for shard_id in shard_ids if _reset(draft, shard_id))
+
+
+def _reset(draft: Draft, shard_id: str) -> bool:
+    row = draft.shards.get(shard_id)
+    if row is None or row.state.owner is not None:
+        return False
+    state = replace(
+        row.state, epoch=row.state.epoch + 1, position=None, effective_ms=None, event_ms=None, ended=False
+    )
+    draft.shards.put(shard_id, ShardRow(state))
+    return True
+
+
+def own(told: ServerState, server_id: str) -> None:
+    """Raise InternalError when a server tells of another."""
+    if told.server_id != server_id:
+        raise InternalError(f"Server {server_id} told of {told.server_id}.", server=server_id)

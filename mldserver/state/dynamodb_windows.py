@@ -1,0 +1,202 @@
+"""Rules of windows over a draft: their life after the rows, step by step. They mean what ``Ledger`` says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from mldserver.state.dynamodb_book import segment_bytes
+from mldserver.state.ledger import WindowState
+from mldserver.state.rows import storable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from mldserver.state.dynamodb_book import Draft
+    from mldserver.state.ledger import Commit, Segment, WindowEntry
+
+__all__ = [
+    "adopt",
+    "begin_attempt",
+    "commit",
+    "cut",
+    "expire",
+    "late_published",
+    "prune",
+    "published",
+    "retry",
+    "set_aside",
+]
+
+
+def cut(draft: Draft, window_ids: Iterable[str], server_id: str) -> tuple[WindowEntry, ...]:
+    """Fix the segments of windows that are open, or published with more waiting; return those, in order."""
+    entries = (_cut(draft, window_id, server_id) for window_id in window_ids)
+    return tuple(entry for entry in entries if entry is not None)
+
+
+def _cut(draft: Draft, window_id: str, server_id: str) -> WindowEntry | None:
+    entry = draft.windows.get(window_id)
+    if entry is None:
+        return None
+    if entry.state is WindowState.OPEN:
+        revision, before, taken = entry.revision, entry.pending, entry.segments
+    elif entry.state is WindowState.PUBLISHED and entry.pending:
+        revision, before, taken = entry.revision + 1, entry.segments, entry.pending
+    else:
+        return None
+    segments = (*before, *(replace(each, revision=revision) for each in taken))
+    entry = replace(
+        entry,
+        state=WindowState.CUT,
+        revision=revision,
+        owner=server_id,
+        segments=segments,
+        pending=(),
+        rows_in=sum(each.rows for each in segments),
+    )
+    draft.windows.put(window_id, entry)
+    return entry
+
+
+def adopt(draft: Draft, server_id: str) -> tuple[WindowEntry, ...]:
+    """Own every window that is cut or committed and has no owner, oldest first."""
+    book = draft.book
+    orphans = [book.windows[each] for each in book.unfinished if book.windows[each].owner is None]
+    # Windows of ``batches`` have no start; their ids are in order.
+    orphans.sort(key=lambda entry: (entry.start_ms is not None, entry.start_ms or 0, entry.window_id))
+    adopted = tuple(replace(entry, owner=server_id) for entry in orphans)
+    for entry in adopted:
+        draft.windows.put(entry.window_id, entry)
+    return adopted
+
+
+def _cut_and_owned(draft: Draft, window_id: str, server_id: str) -> WindowEntry | None:
+    entry = draft.windows.get(window_id)
+    ours = entry is not None and entry.state is WindowState.CUT and entry.owner == server_id
+    return entry if ours else None
+
+
+def begin_attempt(draft: Draft, window_id: str, server_id: str) -> int | None:
+    """Count an attempt and return its number; None unless the window is cut and this server's."""
+    entry = _cut_and_owned(draft, window_id, server_id)
+    if entry is None:
+        return None
+    draft.windows.put(window_id, replace(entry, attempt=entry.attempt + 1))
+    return entry.attempt + 1
+
+
+def commit(draft: Draft, commits: Iterable[Commit], server_id: str) -> frozenset[str]:
+    """Make latest attempts at this server's cut windows count; return the windows."""
+    return frozenset(each.window_id for each in commits if _commit(draft, each, server_id))
+
+
+def _commit(draft: Draft, told: Commit, server_id: str) -> bool:
+    entry = _cut_and_owned(draft, told.window_id, server_id)
+    if entry is None or entry.attempt != told.attempt:
+        return False
+    draft.windows.put(
+        told.window_id,
+        replace(
+            entry,
+            state=WindowState.COMMITTED,
+            staging=told.staging,
+            files=told.files,
+            rows_out=told.rows_out,
+        ),
+    )
+    return True
+
+
+def published(draft: Draft, window_ids: Iterable[str], *, retain: bool, now_ms: int) -> tuple[Segment, ...]:
+    """Note that committed outputs are visible; return the segments of windows that are not retained."""
+    free: list[Segment] = []
+    for window_id in window_ids:
+        entry = draft.windows.get(window_id)
+        if entry is None or entry.state is not WindowState.COMMITTED:
+            continue
+        shown = replace(entry, state=WindowState.PUBLISHED, owner=None, staging=None, published_ms=now_ms)
+        draft.windows.put(window_id, shown)
+        if not retain:
+            free.extend(_let_go(draft, shown))
+    return tuple(free)
+
+
+def _let_go(draft: Draft, entry: WindowEntry) -> tuple[Segment, ...]:
+    """Stop retaining a published window; return its segments. One with segments that wait is left as it is."""
+    if entry.pending:
+        return ()
+    draft.windows.put(entry.window_id, replace(entry, retained=False, segments=()))
+    return entry.segments
+
+
+def expire(draft: Draft, *, published_before_ms: int, keep_bytes: int) -> tuple[Segment, ...]:
+    """Stop retaining windows by age, then by size; return the segments to delete."""
+    kept = draft.book.retained_bytes
+    free: list[Segment] = []
+    over = kept > keep_bytes
+    found = [
+        (entry.published_ms, entry.window_id, entry)
+        for entry in draft.book.windows.values()
+        if entry.retained
+        and entry.state is WindowState.PUBLISHED
+        and entry.published_ms is not None
+        and (over or entry.published_ms < published_before_ms)
+    ]
+    found.sort(key=lambda each: each[:2])
+    for published_ms, _, entry in found:
+        if published_ms >= published_before_ms and kept <= keep_bytes:
+            break
+        gone = _let_go(draft, entry)
+        kept -= segment_bytes(entry) if gone else 0
+        free.extend(gone)
+    return tuple(free)
+
+
+def late_published(draft: Draft, paths: Iterable[str]) -> None:
+    """Forget late files that are visible; those that are not listed (any more) do not matter."""
+    for path in paths:
+        draft.late.drop(path)
+
+
+def set_aside(draft: Draft, window_id: str, error: str, server_id: str) -> None:
+    """Put a cut window of this server aside."""
+    entry = _cut_and_owned(draft, window_id, server_id)
+    if entry is not None:
+        draft.windows.put(
+            window_id, replace(entry, state=WindowState.SET_ASIDE, owner=None, error=storable(error))
+        )
+
+
+def retry(draft: Draft, window_id: str) -> bool:
+    """Set a window that was put aside back to where any server adopts it."""
+    entry = draft.windows.get(window_id)
+    if entry is None or entry.state is not WindowState.SET_ASIDE:
+        return False
+    draft.windows.put(window_id, replace(entry, state=WindowState.CUT, error=None))
+    return True
+
+
+def prune(draft: Draft, *, windows_before_ms: int, shards_before_ms: int) -> int:
+    """Forget windows that were published and are not retained, and shards that ended; return how many."""
+    windows = [
+        entry
+        for entry in draft.book.windows.values()
+        if entry.state is WindowState.PUBLISHED
+        and not entry.retained
+        and entry.published_ms is not None
+        and entry.published_ms < windows_before_ms
+    ]
+    shards = [
+        shard_id
+        for shard_id, row in draft.book.shards.items()
+        if row.ended_ms is not None and row.ended_ms < shards_before_ms
+    ]
+    ends = [entry.end_ms for entry in windows] + [draft.totals.cut_below_ms]
+    below = max((end for end in ends if end is not None), default=None)
+    draft.totals = replace(draft.totals, cut_below_ms=below)
+    for entry in windows:
+        draft.windows.drop(entry.window_id)
+    for shard_id in shards:
+        draft.shards.drop(shard_id)
+    return len(windows) + len(shards)
