@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "spark.engine": ("coordinator.windows",),
     "spark.java": ("errors",),
     "protocol": ("records", "errors"),
-    "coordinator": (*CONTRACTS, "spark.engine", "manifest"),
+    "coordinator": (*CONTRACTS, "faults", "manifest", "spark.engine"),
     "manifest": (),
     "state": ("records", "errors", "clock", "faults", "runtime.base"),
     "runtime": ("records", "errors", "clock", "protocol", "coordinator.windows"),

@@ -37,6 +37,7 @@ from mldserver.coordinator.status import CoordinatorStatus
 from mldserver.coordinator.watermark import View, Watermark
 from mldserver.coordinator.windows import OpenWindows
 from mldserver.errors import LedgerError, MldserverError, ServerBuried
+from mldserver.faults import kill_point
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -235,6 +236,7 @@ class Coordinator:
         result = await self._flusher.flush(list(batches.values()), reason, durable)
         # No await from here on: what is registered must leave the buffer, or it would be registered twice.
         self.buffer.remove(batches)
+        kill_point("flush.done")
         self._holding.segment_bytes += result.bytes
         for update in result.positions:
             session = self._sessions.get(update.shard_id)

@@ -16,6 +16,7 @@ import structlog
 from mldserver.coordinator.lineage import Presence
 from mldserver.coordinator.peers import Peers
 from mldserver.errors import LedgerError, ServerBuried
+from mldserver.faults import kill_point
 from mldserver.state.ledger import ServerState
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ class Fleet:
             await asyncio.to_thread(self._locks.hold, self.peers.server_id)
         state = await self._ledger.open()
         self._joined = True
+        kill_point("server.joined")
         self.learn(state)
         if await self.bury():
             state = await self.sync()
@@ -133,6 +135,7 @@ class Fleet:
             if self._joined:
                 async with asyncio.timeout(self._timeout_ms / 1000):
                     await self._ledger.leave()
+                    kill_point("server.left")
         except (LedgerError, TimeoutError) as error:
             told = error.told() if isinstance(error, LedgerError) else {"what": "The ledger did not answer."}
             log.warning("server.beat_failed", **told)
@@ -187,7 +190,9 @@ class Fleet:
         buried: frozenset[str] = frozenset()
         for server_id, each in told.items():
             # Only if it has not beaten since it was looked at.
+            kill_point("server.burying")
             gone = await self._ledger.bury(frozenset({server_id}), beat_before_ms=each.beat_ms + 1)
+            kill_point("server.buried")
             buried |= gone
             if gone:
                 log.warning("server.buried", server=server_id, seconds=max(0, now_ms - each.beat_ms) / 1000)
@@ -206,5 +211,6 @@ class Fleet:
         """Give up the shards that were let go, in the ledger too. Raises LedgerError; repeatable."""
         for shard_id, epoch in tuple(self._released.items()):
             await self._ledger.release_shard(shard_id, epoch)
+            kill_point("shard.released")
             if self._released.get(shard_id) == epoch:
                 del self._released[shard_id]

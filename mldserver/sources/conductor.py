@@ -10,6 +10,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from mldserver.errors import InternalError, MldserverError, PeerError
+from mldserver.faults import kill_point
 from mldserver.protocol.events import CloseReason
 from mldserver.protocol.messages import (
     Initialize,
@@ -146,9 +147,11 @@ class Conductor:
         self._shard_id, self._version = message.shard_id, message.version
         claim = self._claim = self._owners.take(message.shard_id)
         async with claim.work():
+            kill_point("shard.opening")
             self._shard = await self._intake.open_shard(
                 ShardOpening(message.shard_id, _start(message), tells_lag=message.version is Version.V2)
             )
+            kill_point("shard.opened")
             await self._runtime.open(Shard(message.shard_id, message.sequence_number))
         self._link.answer()
 
@@ -158,6 +161,7 @@ class Conductor:
         delivery = Delivery(self._shard_id, line, self._version, received_ms=began, after=shard.after)
         async with claim.work():
             shard.began()
+            kill_point("batch.received")
             try:
                 outcome = await self._runtime.process(delivery)
             except PeerError as error:
@@ -165,13 +169,16 @@ class Conductor:
                 return
             finally:
                 self._link.processed()
+            kill_point("batch.handled")
             handled = self._clock.now_ms()
             await shard.accept(outcome)
+            kill_point("batch.buffered")
             answerable = self._clock.now_ms()
             if self._finishing:
                 await shard.drain()
         checkpoint = await self._checkpoint(shard)
         self._link.answer()
+        kill_point("batch.answered")
         self._tell_batch(outcome, len(line), checkpoint, (began, handled, answerable))
 
     async def _drain(self) -> None:
@@ -180,6 +187,7 @@ class Conductor:
         async with claim.work():
             await self._runtime.notify(self._shard_id, Hook.SHUTDOWN_REQUESTED)
             await shard.drain()
+        kill_point("shard.drained")
         self._link.log.info("shard.shutdown_requested", position=_shown(shard.after))
         await self._checkpoint(shard)
         self._link.answer()
@@ -190,6 +198,7 @@ class Conductor:
             await self._runtime.notify(self._shard_id, Hook.LEASE_LOST)
             await shard.lost()
             self._settled = True
+        kill_point("shard.lost")
         self._link.log.info("shard.lost", position=_shown(shard.after))
         self._link.answer()
 
@@ -201,7 +210,9 @@ class Conductor:
             self._settled = await shard.end()
         if not self._settled:
             raise self._owned_elsewhere()
+        kill_point("shard.end_durable")
         outcome = await self._link.checkpoint(None)
+        kill_point("shard.end_stored")
         if outcome in {CheckpointOutcome.STORED, CheckpointOutcome.STOPPED}:
             self._link.answer()
 
@@ -210,8 +221,10 @@ class Conductor:
         position = shard.checkpoint_due()
         if position is None:
             return None
+        kill_point("checkpoint.asking")
         if await self._link.checkpoint(position) is not CheckpointOutcome.STORED:
             return None
+        kill_point("checkpoint.stored")
         shard.checkpointed(position)
         return position
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from mldserver.errors import DriverLost, WindowFailed
+from mldserver.faults import kill_point
 from mldserver.spark import spark_log
 from mldserver.spark.wire import (
     Cancel,
@@ -143,6 +144,7 @@ class Life:
         self._waiting[job_id] = (job, answer)
         try:
             self._process.send(Run(job_id, job))
+            kill_point("job.running")
             async with asyncio.timeout(deadline) as limit:
                 return await answer
         except TimeoutError:

@@ -12,6 +12,7 @@ import sqlite3
 from typing import TYPE_CHECKING
 
 from mldserver.errors import InternalError
+from mldserver.faults import kill_point
 from mldserver.state import file, flushes, members, rows, windows
 from mldserver.state.faults import damaged, translate
 
@@ -97,7 +98,9 @@ class SqliteStore:
             db.execute(begin)
             try:
                 yield db
+                kill_point("ledger.written")
                 db.execute("COMMIT")
+                kill_point("ledger.committed")
             finally:
                 if db.in_transaction:
                     db.execute("ROLLBACK")

@@ -1,0 +1,113 @@
+"""Kill points: the named steps of the life of a row and of a window, at which a crash test ends the process.
+
+``MLDSERVER_KILL_AT=step`` (or ``step:n`` for the n-th time) makes the process send itself SIGKILL when it comes to the
+step, as a power cut would: nothing is flushed, closed or told. Without the variable a kill point is one comparison.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["KILL_VARIABLE", "STEPS", "arm", "kill_point"]
+
+KILL_VARIABLE: Final = "MLDSERVER_KILL_AT"
+
+STEPS: Final[Mapping[str, str]] = {
+    # A shard and its rows.
+    "shard.opening": "a daemon has initialised a shard; its epoch is not raised yet",
+    "shard.opened": "its epoch is raised; the daemon is not answered yet",
+    "batch.received": "a batch is here; the handler has not seen it",
+    "batch.handled": "the handler has made rows of it",
+    "batch.buffered": "its rows are in memory; the daemon may be answered",
+    "segment.written": "a file of a flush is on disk; the ledger does not name it",
+    "flush.registering": "all files of a flush are on disk",
+    "flush.registered": "the ledger names them and has moved the positions; memory does not know it",
+    "flush.done": "the rows have left memory",
+    "late.moved": "files of the late dataset are visible; the ledger does not know it",
+    "late.published": "the ledger knows it",
+    "checkpoint.asking": "a durable position is about to be sent to the daemon",
+    "checkpoint.stored": "the daemon has stored it; the batch is not answered yet",
+    "batch.answered": "the batch is answered",
+    "shard.drained": "the rows of a shard that is handed over are durable; nothing is checkpointed",
+    "shard.lost": "the rows of a shard whose lease is gone are durable; the daemon is not answered",
+    "shard.released": "the ledger knows that the shard has no owner",
+    "shard.end_durable": "the end of a shard is in the ledger; the daemon has not been asked to checkpoint it",
+    "shard.end_stored": "the daemon has checkpointed the end; it is not answered yet",
+    # A window.
+    "window.cutting": "the watermark has passed; nothing is cut",
+    "window.cut": "the ledger has fixed its segments; nobody computes it yet",
+    "attempt.begun": "an attempt is counted; its staging folder is not made",
+    "job.running": "the engine is at work",
+    "attempt.computed": "the engine has written the output; it is not synced to disk",
+    "attempt.staged": "the output is safe on disk; it does not count yet",
+    "window.committed": "the output counts; it is not visible",
+    "window.renamed": "the first revision of a window is visible, of others of its group perhaps not",
+    "window.visible": "readers see it; the ledger does not know it",
+    "window.published": "the ledger knows it; what it has replaced is still there",
+    "window.cleaning": "the files of attempts that came to nothing are deleted, those of older revisions too",
+    "window.cleaned": "all that is not needed any more is deleted",
+    # A window again, with its late rows.
+    "revision.cutting": "its late rows were gathered long enough; nothing is cut",
+    "revision.cut": "the ledger has fixed the segments of the next revision",
+    "revision.exchanged": "readers see the next revision; the one before lies in its staging folder",
+    "window.expired": "late rows cannot come any more; the segments are still there",
+    # A transaction, whichever it is.
+    "ledger.written": "everything is written; the transaction is not committed",
+    "ledger.committed": "it is committed; the caller does not know it",
+    # A start, and an end.
+    "server.joined": "the ledger knows the server; those that died before it are not buried",
+    "server.burying": "a dead server is found; it is still in the ledger",
+    "server.buried": "it is out; what it left lies about",
+    "recovery.opened": "nothing is taken over yet",
+    "recovery.adopted": "windows that were under way are this server's",
+    "recovery.sweeping": "files that no entry names are found",
+    "recovery.swept": "they are deleted; nothing is served yet",
+    "server.left": "all is done and the server has left the ledger",
+    # Beside another server.
+    "windows.adopted": "windows of a server that died are this server's, in the middle of its life",
+}
+"""Every step, in the order in which a row and its window come to it, and what holds at that instant."""
+
+
+class _Target:
+    """Where the process ends, and how often it still passes."""
+
+    def __init__(self, step: str, times: int) -> None:
+        self.step = step
+        self.left = times
+
+
+_target: _Target | None = None
+
+
+def arm(told: str | None) -> None:
+    """Set where this process ends: ``step``, ``step:n`` (n from 1), or None for nowhere.
+
+    Raises ValueError for a step that is not in ``STEPS`` and for an impossible n.
+    """
+    global _target  # noqa: PLW0603  # one process, one end
+    if not told:
+        _target = None
+        return
+    step, _, times = told.partition(":")
+    if step not in STEPS:
+        raise ValueError(f"{KILL_VARIABLE}={told}: there is no step {step!r}")
+    if times and not (times.isascii() and times.isdigit() and int(times) > 0):
+        raise ValueError(f"{KILL_VARIABLE}={told}: {times!r} is no count")
+    _target = _Target(step, int(times or "1"))
+
+
+def kill_point(step: str) -> None:
+    """End the process here if it is armed for this step."""
+    if _target is not None and _target.step == step:
+        _target.left -= 1
+        if _target.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+arm(os.environ.get(KILL_VARIABLE))

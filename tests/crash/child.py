@@ -1,0 +1,124 @@
+"""One life of a server in a process of its own, armed to end at a step. The process is forked from one that is warm."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import signal
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from support.serving import quick, until
+
+from mldserver.faults import arm
+from mldserver.observe.logging import logging_to
+from mldserver.server import Server
+from mldserver.testing import LocalEngine
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from pathlib import Path
+
+    from mldserver.coordinator.status import CoordinatorStatus
+
+_OVER: Final = "over"
+_WARM: Final = [
+    "asyncio",
+    "pyarrow.parquet",
+    "pytest",
+    "mldserver.assembly",
+    "mldserver.observe.logging",
+    "mldserver.server",
+    "mldserver.testing.engine",
+]
+"""What every life needs: imported once, by the process that all of them are forked from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a life needs to know."""
+
+    out: Path
+    handler: str
+    python_path: str
+    """The folder that holds the handler."""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+class Life:
+    """A server's process, as the test sees it."""
+
+    def __init__(self, plan: Plan, step: str | None) -> None:
+        """Prepare a life that ends at ``step`` (``name`` or ``name:n``), or nowhere."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_WARM)
+        theirs, self._ours = context.Pipe(duplex=False)
+        self._process = context.Process(target=_live, args=(plan, step, theirs), daemon=True)
+        self._theirs = theirs
+
+    async def start(self) -> None:
+        """Fork."""
+        await asyncio.to_thread(self._process.start)
+        self._theirs.close()
+
+    def stream_is_over(self) -> None:
+        """Let it end in good order once all is published."""
+        self._ours.send(_OVER)
+
+    def kill(self) -> None:
+        """Kill it from outside."""
+        self._process.kill()
+
+    async def ended(self) -> int:
+        """Return its exit code (minus the signal's number) once it is gone."""
+        loop = asyncio.get_running_loop()
+        gone = asyncio.Event()
+        loop.add_reader(self._process.sentinel, gone.set)
+        try:
+            await gone.wait()
+        finally:
+            loop.remove_reader(self._process.sentinel)
+        self._process.join()
+        self._ours.close()
+        assert self._process.exitcode is not None
+        return self._process.exitcode
+
+
+def _live(plan: Plan, step: str | None, told: Connection) -> None:
+    arm(step)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.path.insert(0, plan.python_path)
+    settings = quick(plan.out, plan.handler, **plan.settings)
+    with logging_to(settings):
+        code = asyncio.run(_serve(Server(settings, engine=LocalEngine()), told))
+    sys.exit(code)
+
+
+async def _serve(server: Server, told: Connection) -> int:
+    async with asyncio.TaskGroup() as group:
+        life = group.create_task(server.run())
+        ending = group.create_task(_end_when_told(server, told))
+        await asyncio.wait({life})
+        ending.cancel()
+    return life.result()
+
+
+async def _end_when_told(server: Server, told: Connection) -> None:
+    readable = asyncio.Event()
+    asyncio.get_running_loop().add_reader(told.fileno(), readable.set)
+    await readable.wait()
+    asyncio.get_running_loop().remove_reader(told.fileno())
+    try:
+        told.recv()
+    except EOFError:  # the test is gone
+        server.force()
+        return
+    await server.finished()
+    # The stream also looked over when a shard's children were slow to come.
+    await until(lambda: _all_out(server.status()))
+    server.stop("the stream is over")
+
+
+def _all_out(status: CoordinatorStatus) -> bool:
+    return not (status.windows_open or status.windows_waiting or status.buffered_bytes)

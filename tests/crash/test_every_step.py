@@ -1,0 +1,51 @@
+"""The server is killed at every named step, and at random instants; what comes out is always the same."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from crash.world import Death, Toll, play_all
+
+from mldserver.faults import STEPS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.timeout(900)
+
+ROUNDS = 4
+RANDOM = 160
+
+
+@pytest.fixture
+def seed() -> int:
+    return int(os.environ.get("MLDSERVER_CRASH_SEED") or random.SystemRandom().randrange(1_000_000))
+
+
+async def test_a_server_killed_at_every_step_loses_and_doubles_nothing(tmp_path: Path, seed: int) -> None:
+    print(f"MLDSERVER_CRASH_SEED={seed}")
+    dice = random.Random(seed)
+    deaths = [Death(step, 1 if turn == 0 else dice.randint(2, 6)) for turn in range(ROUNDS) for step in STEPS]
+    dice.shuffle(deaths)
+    toll = Toll.of(deaths)
+    began = time.monotonic()
+    stories = await play_all(tmp_path, toll, seed)
+    seconds = time.monotonic() - began
+    print(f"{toll.died.total()} kills at {len(toll.died)} steps in {stories} stories, {seconds:.0f} s")
+    assert {step for step in STEPS if toll.died[step] >= ROUNDS} == set(STEPS)
+
+
+async def test_a_server_killed_at_random_instants_loses_and_doubles_nothing(
+    tmp_path: Path, seed: int
+) -> None:
+    print(f"MLDSERVER_CRASH_SEED={seed}")
+    dice = random.Random(seed)
+    toll = Toll.of(Death(after_seconds=0.02 + dice.random() * 0.7) for _ in range(RANDOM))
+    began = time.monotonic()
+    stories = await play_all(tmp_path, toll, seed)
+    print(f"{toll.died.total()} kills in {stories} stories, {time.monotonic() - began:.0f} s")
+    assert toll.died.total() >= RANDOM

@@ -1,0 +1,200 @@
+"""A story played to servers that die: each life is armed with one death, the daemon delivers again, until all is out."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import tempfile
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from crash.child import Life, Plan
+from crash.stories import WINDOWS, Story, check, told, write_handler
+
+from mldserver.config.kinds import UnixAddress
+from mldserver.testing import FakeMLD, Habits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+PATIENCE_SECONDS: Final = 30.0
+"""No life takes longer, on the slowest machine; a server that hangs fails the test."""
+RECORDS: Final = 500
+MISSES: Final = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """One way to die: at a step for the n-th time, or some time after the start."""
+
+    step: str = ""
+    times: int = 1
+    after_seconds: float = 0.0
+    misses: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.step}:{self.times}" if self.step else f"after {self.after_seconds:.3f} s"
+
+
+@dataclass(slots=True)
+class Toll:
+    """What is still to be died, and what was."""
+
+    ahead: deque[Death]
+    died: Counter[str] = field(default_factory=Counter)
+    """Kills by step; the key of random instants is the empty text."""
+
+    @classmethod
+    def of(cls, deaths: Iterable[Death]) -> Toll:
+        """Begin with these deaths."""
+        return cls(deque(deaths))
+
+    def missed(self, death: Death) -> None:
+        """A story ended before the death came: it is tried again in another, at its first occasion."""
+        assert death.misses < MISSES, f"{death.step} was not reached in {MISSES} stories"
+        times = death.times if death.misses == 0 else 1
+        self.ahead.append(Death(death.step, min(times, 2), death.after_seconds, death.misses + 1))
+
+
+class World:
+    """One story, one output folder, one daemon, and as many servers, one after the other, as it takes."""
+
+    def __init__(self, root: Path, story: Story, toll: Toll, *, kills: int) -> None:
+        """Die at most ``kills`` times of what ``toll`` holds."""
+        self.story = story
+        self._toll = toll
+        self._kills = kills
+        self._dice = random.Random(f"{story.seed}/world")
+        self._out = root / "out"
+        # Not below ``root``: the path of a Unix socket may have 107 bytes.
+        self._sockets = tempfile.TemporaryDirectory(prefix="crash-")
+        address = Path(self._sockets.name) / "server"
+        settings = {
+            "listen": UnixAddress(address),
+            "flush_interval": 0.03,
+            "settle_time": 0.08,
+            "quiet_time": 600.0,
+            "idle_time": 600.0,
+            "log_file": root / "log",
+            "log_format": "json",
+        }
+        handler = write_handler(root, story.windows)
+        self._plan = Plan(self._out, handler, str(root), settings)
+        self._mld = FakeMLD(
+            story.stream,
+            f"unix:{address}",
+            habits=Habits(seed=story.seed, max_records=24, idle_seconds=0.01),
+            supervised=True,
+            backoff_seconds=0.01,
+            keep_history=False,
+        )
+        for number in sorted(self._dice.sample(range(10, RECORDS), 5)):
+            self._mld.at(number, self._disturb)
+
+    def _disturb(self) -> None:
+        """Move a lease, with or without a word, or kill the daemon."""
+        what = self._dice.choice(["lose", "hand over", "kill", "refuse"])
+        shards = sorted(self._mld.active_shards)
+        if what == "kill":
+            self._mld.kill()
+        elif what == "refuse":
+            self._mld.leases.refuse(self._dice.choice(shards))
+        else:
+            graceful = what == "hand over"
+            self._mld.lose_lease(self._dice.choice(shards), graceful=graceful, back_after_seconds=0.02)
+
+    async def play(self) -> None:
+        """Play the story to its end and compare."""
+        with self._sockets:
+            async with asyncio.TaskGroup() as group:
+                daemon = group.create_task(self._mld.run(), name="daemon")
+                while not await self._live(daemon):
+                    pass
+        check(self.story, self._out)
+        serious = [told for told in self._mld.violations if "EOF" not in told and "reset" not in told]
+        assert serious == []
+        assert self._mld.finished
+        left = [str(path) for path in (self._out / "_mldserver" / "staging").rglob("*")]
+        assert left == []
+
+    async def _live(self, daemon: asyncio.Task[int]) -> bool:
+        """See one life of the server through; True when it was the last."""
+        death = self._toll.ahead.popleft() if self._kills > 0 and self._toll.ahead else None
+        life = Life(self._plan, str(death) if death is not None and death.step else None)
+        await life.start()
+        try:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                code = await self._see_through(life, daemon, death)
+        except TimeoutError as error:
+            raise AssertionError(
+                f"armed for {death}, the server neither died nor ended: {self._told()}"
+            ) from error
+        finally:
+            life.kill()
+        if code == -signal.SIGKILL and death is not None:
+            self._kills -= 1
+            self._toll.died[death.step] += 1
+            return False
+        assert code == 0, f"the server ended with {code}: {self._tail()}"
+        if death is not None:
+            self._toll.missed(death)
+        return True
+
+    async def _see_through(self, life: Life, daemon: asyncio.Task[int], death: Death | None) -> int:
+        async with asyncio.TaskGroup() as group:
+            ended = group.create_task(life.ended())
+            over = group.create_task(_tell_over(life, daemon))
+            timer = group.create_task(_kill_after(life, death.after_seconds if death else 0.0))
+            await asyncio.wait({ended})
+            over.cancel()
+            timer.cancel()
+        return ended.result()
+
+    def _told(self) -> str:
+        mld = self._mld
+        daemon = f"connected: {mld.active_shards}, exits: {mld.exits[-2:]}, checkpoints: {mld.checkpoints}"
+        return f"{daemon}\n{self._tail()}"
+
+    def _tail(self) -> str:
+        log = self._plan.settings["log_file"]
+        return "\n".join(log.read_text("utf-8", "replace").splitlines()[-20:])
+
+
+async def _tell_over(life: Life, daemon: asyncio.Task[int]) -> None:
+    await asyncio.wait({daemon})
+    life.stream_is_over()
+
+
+async def _kill_after(life: Life, seconds: float) -> None:
+    if seconds:
+        await asyncio.sleep(seconds)
+        life.kill()
+
+
+async def play_all(root: Path, toll: Toll, seed: int, *, kills_per_story: int = 12, at_once: int = 2) -> int:
+    """Play stories, ``at_once`` at a time, until every death was died; return how many stories that took."""
+    stories = iter(range(1_000_000))
+    played = 0
+
+    async def worker() -> None:
+        nonlocal played
+        while toll.ahead:
+            number = next(stories)
+            folder = root / f"{number}"
+            folder.mkdir()
+            windows = list(WINDOWS)[number % len(WINDOWS)]
+            story = told(seed * 1000 + number, windows=windows, records=RECORDS)
+            try:
+                await World(folder, story, toll, kills=kills_per_story).play()
+            except BaseException:
+                print(f"crash story {story.seed} ({windows}) failed; its files: {folder}")
+                raise
+            played += 1
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(at_once):
+            group.create_task(worker())
+    return played

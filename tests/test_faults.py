@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mldserver import faults
+from mldserver.config import resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PACKAGE = Path(faults.__file__).parent
+
+
+@pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The signals that this process would have sent itself; disarmed in the end."""
+    signals: list[int] = []
+    monkeypatch.setattr(faults.os, "kill", lambda _pid, number: signals.append(number))
+    yield signals
+    faults.arm(None)
+
+
+def named_in_calls() -> set[str]:
+    """The texts in the arguments of every call of ``kill_point`` in the package."""
+    calls = [
+        node
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text("utf-8"), str(path)))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "kill_point"
+    ]
+    texts = [[n.value for n in ast.walk(call) if isinstance(n, ast.Constant)] for call in calls]
+    assert all(texts), "a step is named where it is, so that it can be found"
+    return {str(text) for each in texts for text in each}
+
+
+def test_every_call_names_a_listed_step_and_every_listed_step_has_a_call() -> None:
+    assert named_in_calls() == set(faults.STEPS)
+
+
+def test_nothing_happens_where_nothing_is_armed(killed: list[int]) -> None:
+    faults.arm(None)
+    for step in faults.STEPS:
+        faults.kill_point(step)
+    faults.arm("")
+    faults.kill_point("window.cut")
+    assert killed == []
+
+
+def test_the_process_ends_the_nth_time_it_comes_to_its_step_and_at_no_other(killed: list[int]) -> None:
+    faults.arm("window.cut:3")
+    faults.kill_point("window.cut")
+    faults.kill_point("window.committed")
+    faults.kill_point("window.cut")
+    assert killed == []
+    faults.kill_point("window.cut")
+    assert killed == [signal.SIGKILL]
+    faults.arm("window.cut")
+    faults.kill_point("window.cut")
+    assert killed == [signal.SIGKILL] * 2
+
+
+@pytest.mark.parametrize("told", ["window.shut", "window.cut:0", "window.cut:-1", "window.cut:x", ":1"])
+def test_a_step_that_is_none_is_refused_with_its_name(told: str) -> None:
+    with pytest.raises(ValueError, match=f"MLDSERVER_KILL_AT={told}: "):
+        faults.arm(told)
+
+
+def test_the_environment_arms_a_process_and_is_no_setting() -> None:
+    program = "from mldserver.faults import kill_point as k\nk('window.cut'); print('once', flush=True); k('window.cut')"
+    environ = {**os.environ, faults.KILL_VARIABLE: "window.cut:2"}
+    ended = subprocess.run([sys.executable, "-c", program], env=environ, stdout=subprocess.PIPE, check=False)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, b"once\n")
+    assert (
+        resolve({"handler": "h"}, environ={faults.KILL_VARIABLE: "window.cut"}, folder=Path("/")).handler
+        == "h"
+    )
