@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from mldserver.config.kinds import show_duration, show_size
 from mldserver.config.settings import ENV_PREFIX, Settings, cache_folder, specs
 from mldserver.errors import ConfigError
+from mldserver.faults import KILL_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -97,7 +98,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, _Given]:
     by_variable = {spec.variable: spec.name for spec in specs().values()}
     given = {}
     for variable, value in environ.items():
-        if not variable.startswith(ENV_PREFIX) or variable == CONFIG_VARIABLE:
+        if not variable.startswith(ENV_PREFIX) or variable in {CONFIG_VARIABLE, KILL_VARIABLE}:
             continue
         if variable not in by_variable:
             raise ConfigError(
