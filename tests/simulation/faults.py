@@ -1,0 +1,92 @@
+"""What fails in a world: ledger, disk, engine and whole processes, before or after a call took effect."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from mldserver.errors import DriverLost, LedgerError, WindowFailed
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable
+
+    from simulation.oracles import Positions
+    from simulation.plan import Plan
+
+    from mldserver.spark.engine import WindowJob
+    from mldserver.testing.virtual_process import Call, VirtualProcess
+
+_GIVES_UP = frozenset({"open", "close", "dead_letters", "peek", "leave"})
+"""Calls to the ledger at a server's start and end, where it may give up instead of trying again."""
+
+
+@dataclass
+class Faults:
+    """An ``Observer`` of every server's blocking calls."""
+
+    plan: Plan
+    dice: random.Random
+    positions: Positions
+    note: Callable[[str], None]
+    calm: bool = False
+    """No more faults from now on."""
+    calls: int = 0
+    die_at: dict[int, bool] = field(default_factory=dict)
+    """At which calls a process dies, and whether after they took effect."""
+    locks: dict[VirtualProcess, list[object]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        dice = self.dice
+        self.die_at = {dice.randint(1, 300): dice.random() < 0.5 for _ in range(self.plan.deaths)}
+
+    def before(self, process: VirtualProcess, call: Call) -> None:
+        self.calls += 1
+        self.note(f"{process.name} {call.owner}.{call.name}")
+        self._perhaps_die(process, after=False)
+        if self.calm:
+            return
+        if call.owner == "OutputStore" and call.name == "write" and self.hit(self.plan.store_fails):
+            self.note("the disk is full")
+            raise OSError(28, "No space left on device")
+        if _is_transaction(call) and self.hit(self.plan.ledger_before):
+            self.note(f"{call.name} is refused")
+            raise LedgerError(f"{call.name} failed before it took effect.")
+
+    def after(self, process: VirtualProcess, call: Call, result: object) -> None:
+        if call.name == "register" and result.registered:  # type: ignore[attr-defined]  # a FlushResult
+            self.positions.register(call.args[0])
+        if call.owner == "LifeLocks" and call.name == "hold":
+            self.locks.setdefault(process, []).append(call.target)
+        self._perhaps_die(process, after=True)
+        if not self.calm and _is_transaction(call) and self.hit(self.plan.ledger_after):
+            self.note(f"the answer to {call.name} is lost")
+            raise LedgerError(f"{call.name} took effect, but its answer was lost.")
+
+    def fail_job(self, job: WindowJob) -> Exception | None:
+        if self.calm or not self.hit(self.plan.engine_fails):
+            return None
+        return self.dice.choice((WindowFailed, DriverLost))(f"{job.window.id} was not to be computed")
+
+    def hit(self, odds: float) -> bool:
+        return odds > 0 and self.dice.random() < odds
+
+    def kill(self, process: VirtualProcess) -> None:
+        """Let a process die where it stands; the kernel lets its locks go."""
+        process.kill()
+        for lock in self.locks.pop(process, ()):
+            held = lock._held  # type: ignore[attr-defined]  # a LifeLocks, which nobody else can let go any more
+            if held is not None:
+                os.close(held[1])
+                lock._held = None  # type: ignore[attr-defined]  # see above
+
+    def _perhaps_die(self, process: VirtualProcess, *, after: bool) -> None:
+        if self.die_at.get(self.calls) is after and not (self.calm or process.dead):
+            self.note(f"{process.name} dies here")
+            self.kill(process)
+            raise LedgerError("The process is dead.")
+
+
+def _is_transaction(call: Call) -> bool:
+    return call.owner == "SqliteStore" and call.name not in _GIVES_UP

@@ -1,0 +1,157 @@
+"""What must hold at every moment of a world, and at its end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.parquet as pq
+
+from mldserver.records import Sequence
+from mldserver.testing import FakeStream, LeaseTable, Place
+from mldserver.testing.leases import SHARD_END
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from mldserver.coordinator.status import CoordinatorStatus
+    from mldserver.state.ledger import Flush
+    from mldserver.testing.fake_stream import StreamRecord
+
+BATCH_BYTES = 20_000
+"""More than one decoded batch of a simulated shard takes."""
+
+
+class Violated(AssertionError):
+    """A promise was broken."""
+
+
+@dataclass
+class Positions:
+    """Checkpoint <= position <= delivered, watched where each of the three moves."""
+
+    delivered: dict[str, Sequence] = field(default_factory=dict)
+    durable: dict[str, Sequence] = field(default_factory=dict)
+    ended: set[str] = field(default_factory=set)
+    broken: list[str] = field(default_factory=list)
+
+    def deliver(self, shard: str, record: StreamRecord) -> None:
+        place = Sequence(int(record.sequence_number), record.sub_sequence_number)
+        self.delivered[shard] = max(self.delivered.get(shard, place), place)
+
+    def register(self, flush: Flush) -> None:
+        for update in flush.positions:
+            shard, position = update.shard_id, update.position
+            if update.ended:
+                self.ended.add(shard)
+            if position is None:
+                continue
+            if position > self.delivered.get(shard, Sequence(-1)):
+                self.broken.append(f"{shard}: position {position} was never delivered")
+            if position < self.durable.get(shard, position):
+                self.broken.append(f"{shard}: position {position} goes down")
+            self.durable[shard] = position
+
+    def checkpoint(self, shard: str, place: Place) -> None:
+        if place == SHARD_END:
+            if shard not in self.ended:
+                self.broken.append(f"{shard}: its end is checkpointed, but is not durable")
+        elif place.number.isdecimal() and Sequence(int(place.number), place.sub) > self.durable.get(
+            shard, Sequence(-1)
+        ):
+            self.broken.append(f"{shard}: checkpoint {place} runs ahead of {self.durable.get(shard)}")
+
+
+class WatchedStream(FakeStream):
+    """A stream that tells what was delivered."""
+
+    positions: Positions
+
+    def read(self, shard_id: str, after: Place, limit: int, *, raw: bool = False) -> Any:
+        records, behind = super().read(shard_id, after, limit, raw=raw)
+        for record in records[-1:]:
+            self.positions.deliver(shard_id, record)
+        return records, behind
+
+
+class WatchedLeases(LeaseTable):
+    """A lease table that tells what was checkpointed."""
+
+    positions: Positions
+
+    def store(self, shard_id: str, token: int, place: Place) -> None:
+        super().store(shard_id, token, place)
+        self.positions.checkpoint(shard_id, place)
+
+
+@dataclass
+class Progress:
+    """What one life of a server shows of itself: the watermark never goes back, memory is bounded."""
+
+    budget: int
+    watermark_ms: int | None = None
+
+    def look(self, status: CoordinatorStatus) -> list[str]:
+        broken = []
+        seen, self.watermark_ms = self.watermark_ms, status.watermark_ms
+        if seen is not None and (status.watermark_ms is None or status.watermark_ms < seen):
+            broken.append(f"the watermark went back from {seen} to {status.watermark_ms}")
+        room = self.budget + BATCH_BYTES * max(1, status.shards_connected)
+        if status.buffered_bytes > room:
+            broken.append(f"{status.buffered_bytes} bytes are buffered, more than {room}")
+        return broken
+
+
+def outputs(out: Path, pattern: str) -> list[dict[str, Any]]:
+    return [row for path in sorted(out.glob(pattern)) for row in pq.read_table(path).to_pylist()]
+
+
+def check_outputs(
+    stream: FakeStream, poison: set[int], rows: list[dict[str, Any]], letters: Iterable[tuple[str, int]]
+) -> list[str]:
+    """Compare all outputs with the stream: exactly once, in order inside each shard, children after parents."""
+    broken = []
+    expected = Counter(
+        (shard.id, int(record.sequence_number))
+        for shard in stream.shards.values()
+        for record in shard.records
+    )
+    bad = Counter({key: n for key, n in expected.items() if key[1] in poison})
+    found = Counter((row["_shard"], int(row["_sequence"])) for row in rows)
+    buried = Counter(letters)
+    for name, have, want in (("rows", found, expected - bad), ("dead letters", buried, bad)):
+        if missing := want - have:
+            broken.append(f"{name}: {missing.total()} are missing: {_some(missing)}")
+        if surplus := have - want:
+            broken.append(f"{name}: {surplus.total()} too many: {_some(surplus)}")
+    rows = sorted(rows, key=lambda row: (row["_time"], row["_clock"]))
+    clocks = Counter(row["_clock"] for row in rows)
+    if len(clocks) != len(rows) and not broken:
+        broken.append(f"clock values are shared by several rows: {_some(clocks - Counter(set(clocks)))}")
+    return broken + _order(stream, [(row["_shard"], int(row["_sequence"])) for row in rows])
+
+
+def _order(stream: FakeStream, order: list[tuple[str, int]]) -> list[str]:
+    broken = []
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    before: dict[str, int] = {}
+    for place, (shard, number) in enumerate(order):
+        if number < before.get(shard, number):
+            broken.append(f"{shard}: {number} comes after {before[shard]}")
+        before[shard] = number
+        first.setdefault(shard, place)
+        last[shard] = place
+    for shard in stream.shards.values():
+        broken += [
+            f"{shard.id} begins before its parent {parent} is over"
+            for parent in shard.parents
+            if shard.id in first and parent in last and first[shard.id] < last[parent]
+        ]
+    return broken
+
+
+def _some(counted: Counter[Any]) -> str:
+    return ", ".join(map(str, sorted(counted)[:3]))

@@ -1,0 +1,102 @@
+"""What chance decides about one simulated world: its stream, its settings, its faults. All follows from the seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from mldserver.testing.wire import Form
+
+HANDLERS = ("Arrival", "Column", "Runs")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One world. Rates are probabilities of each call, counts are how often in the troubled time."""
+
+    seed: int
+    servers: int
+    fixed_name: bool
+    """Whether a server comes back under the name that it had, or under a new one."""
+    handler: str
+    late: str
+    retention: str
+    form: Form
+    shards: int
+    records: int
+    seconds: float
+    """How long records keep coming; faults stop with them."""
+    splits: int
+    merges: int
+    max_records: int
+    latency: float
+    """Typical latency of the network and of blocking calls, in seconds."""
+    flush_seconds: float
+    buffer_bytes: int
+    poison: float
+    flaky: float
+    throttle: float
+    ledger_before: float
+    ledger_after: float
+    store_fails: float
+    engine_fails: float
+    engine_seconds: float
+    kills: int
+    """Of the server, at a moment of its own."""
+    deaths: int
+    """Of the server, right before or after a blocking call."""
+    jvm_kills: int
+    drops: int
+    lost_leases: int
+
+    @property
+    def troubled(self) -> bool:
+        """Whether a connection may end without fault of the server, or of the code at least."""
+        return bool(self.kills or self.deaths or self.jvm_kills or self.drops or self.lost_leases) or any(
+            (self.ledger_before, self.ledger_after)
+        )
+
+
+def make_plan(seed: int) -> Plan:
+    dice = random.Random(f"{seed}/plan")
+
+    def some(most: int, odds: float = 0.5) -> int:
+        return dice.randint(1, most) if dice.random() < odds else 0
+
+    def rate(most: float, odds: float = 0.4) -> float:
+        return dice.uniform(0, most) if dice.random() < odds else 0.0
+
+    calm = seed % 10 == 0
+    """Every tenth world has no faults: there the daemon has nothing at all to complain of."""
+    trouble = 0.0 if calm else 1.0
+    return Plan(
+        seed=seed,
+        servers=dice.choice((1, 1, 2)),
+        fixed_name=dice.random() < 0.5,
+        late=dice.choice(("recompute", "recompute", "separate")),
+        retention=dice.choice(("1 day", "10 s")),
+        handler=dice.choice(HANDLERS),
+        form=dice.choice((Form.KCL3, Form.KCL3, Form.V2)),
+        shards=dice.randint(1, 4),
+        records=dice.randint(20, 120),
+        seconds=dice.uniform(10, 40),
+        splits=some(2),
+        merges=some(1, 0.3),
+        max_records=dice.choice((1, 5, 20)),
+        latency=dice.choice((0.0005, 0.005, 0.05, 0.2)),
+        flush_seconds=dice.choice((0.5, 1.0, 3.0)),
+        buffer_bytes=dice.choice((3_000, 20_000, 512 << 20)),
+        poison=rate(0.1),
+        flaky=rate(0.2),
+        throttle=trouble * rate(0.3),
+        ledger_before=trouble * rate(0.12, 0.5),
+        ledger_after=trouble * rate(0.12, 0.5),
+        store_fails=trouble * rate(0.15, 0.5),
+        engine_fails=trouble * rate(0.3),
+        engine_seconds=dice.choice((0.0, 0.5, 4.0)),
+        kills=round(trouble * some(2, 0.4)),
+        deaths=round(trouble * some(3, 0.5)),
+        jvm_kills=round(trouble * some(2, 0.4)),
+        drops=round(trouble * some(2, 0.3)),
+        lost_leases=round(trouble * some(3, 0.5)),
+    )

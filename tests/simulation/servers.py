@@ -1,0 +1,101 @@
+"""The servers of a world: each is started again whenever it is gone, as its supervisor does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from simulation.oracles import Progress, Violated
+
+from mldserver.server import Server
+from mldserver.testing import LocalEngine
+from mldserver.testing.virtual_process import VirtualProcess
+
+if TYPE_CHECKING:
+    from simulation.faults import Faults
+    from simulation.plan import Plan
+
+    from mldserver.clock import Clock
+    from mldserver.config import Settings
+
+_WATCH_SECONDS = 0.2
+_RESTART_SECONDS = 1.0
+
+
+@dataclass
+class Supervised:
+    """One server, in all its lives."""
+
+    name: str
+    plan: Plan
+    settings: Settings
+    clock: Clock
+    faults: Faults
+    lives: int = 0
+    process: VirtualProcess | None = None
+    server: Server | None = None
+    address: str | None = None
+    """Where it listens; None while it does not."""
+
+    async def run(self) -> None:
+        """Live until cancelled, or until ``stop`` was asked and is done. Raises Violated."""
+        while True:
+            self.lives += 1
+            process = self.process = VirtualProcess(f"{self.name}-{self.lives}", self.faults)
+            with process.entered():
+                stopped = await self._live(process)
+            self.address = None
+            self.faults.kill(process)
+            if stopped:
+                return
+            await self.clock.sleep(_RESTART_SECONDS)
+
+    async def _live(self, process: VirtualProcess) -> bool:
+        """Live once. True: it came to its end in order."""
+        engine = LocalEngine(
+            fail=self.faults.fail_job, delay_seconds=self.plan.engine_seconds, clock=self.clock
+        )
+        server = self.server = Server(
+            replace(self.settings), engine=engine, clock=self.clock, seed=self.plan.seed
+        )
+        async with asyncio.TaskGroup() as group:
+            life = group.create_task(server.run())
+            watched = [group.create_task(self._watch(server)), group.create_task(self._announce(server))]
+            died = group.create_task(process.died.wait())
+            await asyncio.wait({life, died}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (died, *watched, life):
+                task.cancel()
+        code = None if life.cancelled() else life.result()
+        self.faults.note(f"{process.name} exited with {code}")
+        return code == 0
+
+    async def _announce(self, server: Server) -> None:
+        self.address = await server.listening()
+
+    async def _watch(self, server: Server) -> None:
+        progress, positions = Progress(self.plan.buffer_bytes), self.faults.positions
+        while True:
+            broken = list(positions.broken)
+            with contextlib.suppress(RuntimeError):  # it has not started yet
+                broken += progress.look(server.status())
+            if broken:
+                raise Violated("; ".join(broken))
+            await self.clock.sleep(_WATCH_SECONDS)
+
+    async def finished(self) -> None:
+        """Return when everything is published, in whichever life that is."""
+        while True:
+            server, process = self.server, self.process
+            assert server is not None
+            assert process is not None
+            async with asyncio.TaskGroup() as group:
+                done = group.create_task(server.finished())
+                died = group.create_task(process.died.wait())
+                await asyncio.wait({done, died}, return_when=asyncio.FIRST_COMPLETED)
+                for task in (done, died):
+                    task.cancel()
+            if not done.cancelled():
+                return
+            await self.clock.sleep(_RESTART_SECONDS * 2)

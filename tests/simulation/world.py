@@ -1,0 +1,268 @@
+"""One world from one seed: real servers over a virtual loop, a stream, a daemon, and everything that goes wrong.
+
+Nothing of a server is replaced but what lies at its edges: threads, sockets, time, names of files, and Spark. Servers
+are killed and started again over the same folder; the daemon's JVM is killed, loses leases, and delivers again with
+other borders; ledger, disk and engine fail before or after they took effect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import shutil
+import tempfile
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import orjson
+from simulation import handlers
+from simulation.faults import Faults
+from simulation.oracles import Positions, Violated, WatchedLeases, WatchedStream, check_outputs, outputs
+from simulation.servers import Supervised
+
+import mldserver.state.sqlite
+from mldserver.config import resolve
+from mldserver.coordinator.layout import LEDGER
+from mldserver.runtime.thread import WorkerThread
+from mldserver.testing import FakeMLD, Habits
+from mldserver.testing.virtual_loop import LoopClock, VirtualLoop
+from mldserver.testing.virtual_process import VirtualExecutor, VirtualWorker, stand_ins
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from simulation.plan import Plan
+
+    from mldserver.config import Settings
+    from mldserver.state.ledger import LedgerState
+    from mldserver.testing.session import ShardSession
+
+LONGEST_SECONDS = 2 * 3600.0
+"""A world that has not come to its end by then never will."""
+_NOWHERE = "127.0.0.1:1"
+
+
+class Daemon(FakeMLD):
+    """A worker whose shards go each to one of several servers, another one at every connection."""
+
+    servers: list[Supervised]
+    dice: random.Random
+
+    def _seat(self, shard_id: str) -> ShardSession:
+        addresses = [each.address for each in self.servers if each.address is not None]
+        self.address = self.dice.choice(addresses or [_NOWHERE])
+        return super()._seat(shard_id)
+
+
+@dataclass
+class World:
+    """Everything of one run."""
+
+    plan: Plan
+    folder: Path
+    loop: VirtualLoop
+    dice: random.Random
+    positions: Positions = field(default_factory=Positions)
+    poison: set[int] = field(default_factory=set)
+    trace: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        self.clock = LoopClock(self.loop)
+        self.faults = Faults(plan, self.dice, self.positions, self.note)
+        self.stream = WatchedStream(plan.shards, seed=plan.seed, start_ms=self.clock.now_ms())
+        self.leases = WatchedLeases(seed=plan.seed, throttle=plan.throttle)
+        self.stream.positions = self.leases.positions = self.positions
+        self.mld = Daemon(
+            self.stream,
+            _NOWHERE,
+            habits=Habits(form=plan.form, seed=plan.seed, max_records=plan.max_records, idle_seconds=0.7),
+            leases=self.leases,
+            clock=self.clock,
+            supervised=True,
+            keep_history=False,
+        )
+        self.servers = [
+            Supervised(name, plan, self._settings(name), self.clock, self.faults)
+            for name in ("left", "right")[: plan.servers]
+        ]
+        self.mld.servers, self.mld.dice = self.servers, self.dice
+
+    def _settings(self, name: str) -> Settings:
+        plan = self.plan
+        fixed = {
+            "handler": f"simulation.handlers:{plan.handler}",
+            "pipeline": "world",
+            "out": str(self.folder / "out"),
+            "listen": "127.0.0.1:0",
+            "flush_interval": f"{round(plan.flush_seconds * 1000)} ms",
+            "buffer_bytes": str(plan.buffer_bytes),
+            "flush_bytes": str(min(64 << 20, plan.buffer_bytes)),
+            "settle_time": "2 s",
+            "idle_time": "6 s",
+            "quiet_time": "30 s",
+            "window_retry_base": "500 ms",
+            "window_retry_cap": "5 s",
+            "retry_base": "50 ms",
+            "server_id": f"{name}" if plan.fixed_name else None,
+            "server_timeout": "8 s",
+            "late": plan.late,
+            "recompute_delay": "2 s",
+            "retention": plan.retention,
+        }
+        return resolve(fixed, environ={}, folder=self.folder)
+
+    def note(self, text: str) -> None:
+        self.trace.append(f"{self.loop.time():10.4f} {text}")
+
+    # The stream.
+
+    async def produce(self) -> None:
+        """Put records and change shards over time, then end the stream."""
+        plan, dice = self.plan, self.dice
+        changes = ["split"] * plan.splits + ["merge"] * plan.merges
+        moments = [(dice.uniform(0, plan.seconds), "put") for _ in range(plan.records)]
+        moments += [(dice.uniform(0, plan.seconds), change) for change in changes]
+        for number, (at, what) in enumerate(sorted(moments)):
+            await self.clock.sleep(at - self.loop.time())
+            if what == "put":
+                self._put(number)
+            elif what == "split":
+                self.stream.split(dice.choice(self.stream.open_shards))
+            elif pairs := self.stream.adjacent_pairs():
+                self.stream.merge(*dice.choice(pairs))
+        self.faults.calm = True
+        self.leases.throttle = 0.0
+        self.note("calm")
+        await self.clock.sleep(dice.choice((0.0, 5.0, 40.0)))
+        self.stream.end()
+
+    def _put(self, number: int) -> None:
+        dice, plan, now_ms = self.dice, self.plan, self.clock.now_ms()
+        bad = self.faults.hit(plan.poison)
+        fails = -1 if bad else dice.randint(1, 2) if self.faults.hit(plan.flaky) else 0
+        at = now_ms - dice.randint(0, dice.choice((100, 1500, 9000)))
+        slow = dice.choice((0.0, 0.0, 0.0, 0.01, 3.0))
+        data = orjson.dumps({"n": number, "at": at, "fails": fails, "slow": slow})
+        record = self.stream.put(data, f"key-{number}", arrival_ms=now_ms)
+        if bad:
+            self.poison.add(int(record.sequence_number))
+
+    # What goes wrong.
+
+    async def trouble(self) -> None:
+        """Let things go wrong at moments of their own."""
+        plan, dice = self.plan, self.dice
+        acts = [self._kill] * plan.kills + [self.mld.kill] * plan.jvm_kills
+        acts += [self._drop] * plan.drops + [self._lose] * plan.lost_leases
+        moments = sorted((dice.uniform(0, plan.seconds), n, act) for n, act in enumerate(acts))
+        for at, _, act in moments:
+            await self.clock.sleep(at - self.loop.time())
+            self.note(act.__name__)
+            act()
+
+    def _kill(self) -> None:
+        process = self.dice.choice(self.servers).process
+        if process is not None:
+            self.faults.kill(process)
+
+    def _drop(self) -> None:
+        if shards := sorted(self.mld.active_shards):
+            self.mld.drop(self.dice.choice(shards))
+
+    def _lose(self) -> None:
+        if shards := sorted(self.mld.active_shards):
+            graceful = self.dice.random() < 0.5
+            back = self.dice.choice((0.2, 2.0, 12.0))
+            self.mld.lose_lease(self.dice.choice(shards), graceful=graceful, back_after_seconds=back)
+
+    # From the beginning to the end.
+
+    async def live(self) -> None:
+        """Run to the end of the stream and the last window. Raises Violated."""
+        async with asyncio.timeout(LONGEST_SECONDS), asyncio.TaskGroup() as group:
+            for each in self.servers:
+                group.create_task(each.run())
+            group.create_task(self.produce())
+            group.create_task(self.trouble())
+            await self.mld.run()
+            for each in self.servers:
+                await each.finished()
+            for each in self.servers:
+                assert each.server is not None
+                each.server.stop("the world is over")
+        self.note("over")
+
+    async def judge(self) -> None:
+        """Compare what came out with the stream. Raises Violated."""
+        state, letters = await self._ledger()
+        out = self.folder / "out"
+        rows = outputs(out, "window=*/*.parquet") + outputs(out, "_late/window=*/*.parquet")
+        broken = self.positions.broken + check_outputs(self.stream, self.poison, rows, letters)
+        broken += [text for text in self.mld.violations if not self._excused(text)]
+        broken += [f"{each.shard_id} is not ended" for each in state.shards.values() if not each.ended]
+        if broken:
+            raise Violated("; ".join(broken))
+
+    async def _ledger(self) -> tuple[LedgerState, list[tuple[str, int]]]:
+        ledger = mldserver.state.sqlite.SqliteLedger(
+            self.folder / "out" / LEDGER, pipeline="world", server_id="judge", clock=self.clock
+        )
+        state = await ledger.peek()
+        letters = [(each.shard_id, each.sequence.number) for each in await ledger.dead_letters(100_000)]
+        await ledger.close()
+        return state, letters
+
+    def _excused(self, text: str) -> bool:
+        """A connection ends under the daemon where the world ended it, or the ledger failed."""
+        return self.plan.troubled and "the JVM exits: EOF" in text
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    memory = Path("/dev/shm")
+    where = str(memory) if os.access(memory, os.W_OK) else None
+    path = tempfile.mkdtemp(prefix="mldserver-world-", dir=where)
+    try:
+        yield Path(path)
+    finally:
+        shutil.rmtree(path)
+
+
+def play(plan: Plan, planted: Mapping[object, object] | None = None) -> World:
+    """Run one world to its end. Raises Violated, or whatever ended it early, with the end of its trace as a note.
+
+    ``planted``: classes of the server, and those that stand in for them.
+    """
+    dice = random.Random(f"{plan.seed}/world")
+    names = random.Random(f"{plan.seed}/names")
+    replaced: dict[object, object] = {WorkerThread: VirtualWorker, ThreadPoolExecutor: VirtualExecutor}
+    handlers.failed.clear()
+    with _folder() as folder, stand_ins(replaced | dict(planted or {})):
+        loop = VirtualLoop(lambda: plan.latency * dice.choice((0.2, 0.5, 1.0, 1.0, 3.0)))
+        with (
+            asyncio.Runner(loop_factory=lambda: loop) as runner,
+            mock.patch.object(os, "fsync", return_value=None),
+            mock.patch.object(
+                uuid, "uuid4", side_effect=lambda: uuid.UUID(int=names.getrandbits(128), version=4)
+            ),
+        ):
+            world = World(plan, folder, loop, dice)
+            try:
+                runner.run(world.live())
+                runner.run(world.judge())
+            except BaseException as error:
+                error.add_note("\n".join(world.trace[-80:]))
+                raise
+        return world
+
+
+def summary(world: World) -> dict[str, Any]:
+    """What two runs of one seed must agree on."""
+    return {"seconds": world.loop.time(), "calls": world.faults.calls, "trace": world.trace}
