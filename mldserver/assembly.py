@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mldserver.config import UnixAddress
+from mldserver.config import SqlitePlace, UnixAddress
 from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
-from mldserver.coordinator.layout import LEDGER
+from mldserver.coordinator.late import LateRules
+from mldserver.coordinator.layout import LEDGER, SERVERS
+from mldserver.coordinator.lives import LifeLocks
 from mldserver.coordinator.store import OutputStore
 from mldserver.coordinator.watermark import WatermarkRules
 from mldserver.coordinator.window_runner import WindowPolicy, WindowRunner
@@ -31,7 +35,7 @@ if TYPE_CHECKING:
     from mldserver.spark.engine import Engine
     from mldserver.state.ledger import Ledger
 
-__all__ = ["Parts", "assemble"]
+__all__ = ["Parts", "assemble", "ledger_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,25 @@ class Parts:
     engine: Engine | None
     runner: WindowRunner | None
     """Engine and runner are None for a handler without rows."""
+
+
+def ledger_of(settings: Settings, *, server_id: str, clock: Clock) -> Ledger:
+    """Return the ledger that the settings name; nothing is opened yet."""
+    place = settings.ledger
+    if isinstance(place, SqlitePlace):
+        return SqliteLedger(
+            settings.out / LEDGER, pipeline=settings.pipeline, server_id=server_id, clock=clock
+        )
+    from mldserver.state.dynamodb import DynamoLedger  # noqa: PLC0415  # most servers never need AWS's client
+
+    return DynamoLedger(
+        place.table,
+        pipeline=settings.pipeline,
+        server_id=server_id,
+        clock=clock,
+        region=place.region or settings.region,
+        endpoint_url=place.endpoint_url,
+    )
 
 
 async def assemble(
@@ -63,7 +86,8 @@ async def assemble(
     """
     spec = await asyncio.to_thread(load_spec, settings.handler)
     store = OutputStore(str(settings.out))
-    ledger = SqliteLedger(settings.out / LEDGER, pipeline=settings.pipeline, clock=clock)
+    server_id = settings.server_id or f"{socket.gethostname()}:{os.getpid()}:{unique()}"
+    ledger = ledger_of(settings, server_id=server_id, clock=clock)
     runner: WindowRunner | None = None
 
     def freed(freed_bytes: int) -> None:
@@ -91,6 +115,7 @@ async def assemble(
         runner=runner,
         clock=clock,
         unique=unique,
+        locks=LifeLocks(settings.out / SERVERS),
     )
     runtime = InlineRuntime(
         spec,
@@ -140,7 +165,14 @@ def _rules(settings: Settings, spec: WindowSpec | None) -> CoordinatorRules:
         segment_bytes=settings.segment_disk_bytes,
         missing_limit_ms=_ms(settings.missing_limit),
         retention_ms=_ms(settings.retention),
+        late=LateRules(
+            recompute=settings.late == "recompute",
+            delay_ms=_ms(settings.recompute_delay),
+            # What waits for its first output must find room, however many late rows are waited for.
+            retained_bytes=min(settings.retention_bytes, settings.segment_disk_bytes // 2),
+        ),
         accept_gap=settings.accept_gap,
+        server_timeout_ms=_ms(settings.server_timeout),
         watermark=WatermarkRules(
             on_arrival=not column,
             disorder_ms=spec.disorder_ms if isinstance(spec, Tumbling) else 0,
@@ -162,6 +194,7 @@ def _window_policy(settings: Settings) -> WindowPolicy:
         retry_cap_seconds=settings.window_retry_cap,
         on_failure=settings.window_on_failure,
         concurrency=settings.window_concurrency,
+        recompute=settings.late == "recompute",
     )
 
 

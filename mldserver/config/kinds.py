@@ -23,6 +23,7 @@ __all__ = [
     "Kind",
     "Level",
     "LogFormat",
+    "Late",
     "OnFailure",
     "TcpAddress",
     "UnixAddress",
@@ -45,6 +46,7 @@ T = TypeVar("T")
 Level = Literal["debug", "info", "warning", "error", "critical"]
 LogFormat = Literal["auto", "json", "pretty"]
 OnFailure = Literal["dead_letter", "halt"]
+Late = Literal["recompute", "separate"]
 
 LOOPBACK = "127.0.0.1"
 HIGHEST_PORT = 65_535

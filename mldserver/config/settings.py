@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from mldserver.config import kinds
-from mldserver.config.kinds import Address, Kind, Level, LogFormat, OnFailure, TcpAddress
+from mldserver.config import kinds, places
+from mldserver.config.kinds import Address, Kind, Late, Level, LogFormat, OnFailure, TcpAddress
+from mldserver.config.places import LedgerPlace, SqlitePlace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -112,6 +113,21 @@ class Settings:
     out: Path = _made(
         kinds.folder(), lambda: _DERIVED, "out/PIPELINE", "Folder of output, segments and ledger.", _PIPELINE
     )
+    ledger: LedgerPlace = _setting(
+        places.ledger(),
+        SqlitePlace(),
+        "Where positions, segments and windows are kept: a file in `out`, or a table that several hosts share.",
+        _PIPELINE,
+    )
+    server_id: str | None = _setting(
+        kinds.optional(kinds.text("a name that no other server on the ledger has")),
+        None,
+        "This server's name on the ledger; none: HOST:PID:RANDOM.",
+        _PIPELINE,
+    )
+    server_timeout: float = _setting(
+        kinds.duration(), 30.0, "A server silent for this long is taken for dead by the others.", _PIPELINE
+    )
     grace: float = _setting(
         kinds.duration(), 30.0, "How long a shutdown may take before it is forced.", _PIPELINE
     )
@@ -186,8 +202,29 @@ class Settings:
     segment_disk_bytes: int = _setting(
         kinds.size(), 50 * GIB, "Segments on disk at most; shards that are ahead wait.", _COORDINATOR
     )
+    late: Late = _setting(
+        kinds.choice("recompute", "separate"),
+        "recompute",
+        "What becomes of late rows: their window is computed again, or they go to the late dataset.",
+        _COORDINATOR,
+    )
+    recompute_delay: float = _setting(
+        kinds.duration(zero=True),
+        60.0,
+        "How long late rows of a window are gathered before it is computed again.",
+        _COORDINATOR,
+    )
     retention: float = _setting(
-        kinds.duration(zero=True), 86_400.0, "How long the ledger remembers finished windows.", _COORDINATOR
+        kinds.duration(zero=True),
+        86_400.0,
+        "How long finished windows are remembered, and their segments kept for late rows.",
+        _COORDINATOR,
+    )
+    retention_bytes: int = _setting(
+        kinds.size(),
+        10 * GIB,
+        "Segments kept for late rows at most (and at most half of `segment_disk_bytes`).",
+        _COORDINATOR,
     )
     idle_time: float = _setting(
         kinds.duration(),

@@ -2,7 +2,7 @@
 
 ``buffered`` gives a batch its final effective times and event times; ``plan`` merges the batches, numbers the rows with
 the pipeline's clock and splits them by window. A plan is pure: when the ledger refuses it (a shard was lost, a window
-was cut meanwhile), the caller plans again without those.
+was cut or expired meanwhile), the caller plans again with what it has learned.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import pyarrow as pa
 
 from mldserver.coordinator.order import effective_times, merge_order
 from mldserver.coordinator.windows import Tumbling, WindowKey, WindowSpec, assign
-from mldserver.state.ledger import BatchProgress, PositionUpdate
+from mldserver.state.ledger import BatchProgress, PositionUpdate, SegmentKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
     from collections.abc import Sequence as SequenceABC
 
     from numpy.typing import NDArray
@@ -59,7 +59,7 @@ class WindowRows:
 
     key: WindowKey
     rows: pa.Table
-    late: bool
+    kind: SegmentKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,19 +132,21 @@ def plan(
     clock: int,
     progress: BatchProgress,
     now_ms: int,
-    is_cut: Callable[[WindowKey], bool],
+    durable: Mapping[str, Sequence | None],
+    kind: Callable[[WindowKey], SegmentKind],
 ) -> FlushPlan:
     """Merge batches (in the order in which they were accepted) and split their rows by window.
 
-    ``clock``: the next value of the merge clock. ``is_cut``: whether a window is cut already, so that its rows are late.
+    ``clock``: the next value of the merge clock. ``durable``: each shard's position in the ledger, which its update goes
+    on from. ``kind``: what rows for a window are for, since it may be cut already.
     """
     with_rows = [(batch.rows, batch.event_ms) for batch in batches if batch.rows is not None]
     files: tuple[WindowRows, ...] = ()
     if with_rows and spec is not None:
-        files, progress = _split(with_rows, spec, clock, progress, now_ms, is_cut)
+        files, progress = _split(with_rows, spec, clock, progress, now_ms, kind)
     return FlushPlan(
         files,
-        _positions(batches),
+        _positions(batches, durable),
         tuple(letter for batch in batches for letter in batch.dead_letters),
         clock + sum(len(file.rows) for file in files),
         progress,
@@ -157,7 +159,7 @@ def _split(
     clock: int,
     progress: BatchProgress,
     now_ms: int,
-    is_cut: Callable[[WindowKey], bool],
+    kind: Callable[[WindowKey], SegmentKind],
 ) -> tuple[tuple[WindowRows, ...], BatchProgress]:
     table = pa.concat_tables([rows for rows, _ in runs])
     event = np.concatenate([event_ms for _, event_ms in runs])
@@ -177,13 +179,15 @@ def _split(
     counts = np.bincount(assignment.index, minlength=len(assignment.keys))
     starts = np.concatenate(([0], np.cumsum(counts)))
     files = tuple(
-        WindowRows(key, table.slice(int(starts[i]), int(counts[i])), is_cut(key))
+        WindowRows(key, table.slice(int(starts[i]), int(counts[i])), kind(key))
         for i, key in enumerate(assignment.keys)
     )
     return files, assignment.progress
 
 
-def _positions(batches: Iterable[BufferedBatch]) -> tuple[PositionUpdate, ...]:
+def _positions(
+    batches: Iterable[BufferedBatch], durable: Mapping[str, Sequence | None]
+) -> tuple[PositionUpdate, ...]:
     """Return one update a shard: batches of a shard stand in its order, so the last word wins."""
     merged: dict[str, PositionUpdate] = {}
     for batch in batches:
@@ -196,5 +200,6 @@ def _positions(batches: Iterable[BufferedBatch]) -> tuple[PositionUpdate, ...]:
             batch.effective_ms if batch.effective_ms is not None or known is None else known.effective_ms,
             max((ms for ms in events if ms is not None), default=None),
             ended=batch.ends_shard or (known is not None and known.ended),
+            previous=durable.get(batch.shard_id),
         )
     return tuple(merged.values())

@@ -12,23 +12,29 @@ from typing import TYPE_CHECKING
 import structlog
 
 from mldserver.coordinator.flush import BufferedBatch, FlushPlan, plan
-from mldserver.coordinator.layout import segment_path
+from mldserver.coordinator.late import CutWindows, LateRules
+from mldserver.coordinator.layout import segment_path, server_tag
 from mldserver.coordinator.recovery import publish_late
 from mldserver.coordinator.windows import OpenWindows, WindowKey, fits
 from mldserver.errors import OperatorError
-from mldserver.state.ledger import BatchProgress, Flush, PositionUpdate, Segment, WindowState
+from mldserver.faults import kill_point
+from mldserver.state.ledger import BatchProgress, Flush, PositionUpdate, Segment, SegmentKind, WindowState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from mldserver.clock import Clock
     from mldserver.coordinator.store import OutputStore
     from mldserver.coordinator.windows import WindowSpec
-    from mldserver.state.ledger import Ledger, LedgerState, WindowEntry
+    from mldserver.records import Sequence
+    from mldserver.state.ledger import FlushResult, Ledger, LedgerState, WindowEntry
 
 __all__ = ["Flushed", "Flusher"]
 
 log = structlog.get_logger("mldserver")
+
+_EXPIRE_MS = 60_000
+"""How often the ledger is asked for windows to expire while their segments take less than their share of the disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +60,19 @@ class Flusher:
         store: OutputStore,
         clock: Clock,
         unique: Callable[[], str],
+        late: LateRules | None = None,
     ) -> None:
-        """``unique`` gives a name part that no other file has."""
+        """``unique`` gives a name part that no other file of this server has."""
         self._spec = spec
         self._ledger = ledger
         self._store = store
         self._clock = clock
         self._unique = unique
+        self._rules = late or LateRules()
+        self._tag = server_tag(ledger.server_id)
         self._merge_clock = 0
-        self._cut: set[str] = set()
-        self._cut_below_ms: int | None = None
+        self._cut = CutWindows(self._rules)
+        self._expired_ms = clock.now_ms()
         self._late: tuple[Segment, ...] = ()
         self.open_windows: OpenWindows | None = None
         self.failing = False
@@ -71,92 +80,123 @@ class Flusher:
         self.rows_late = 0
         self.dead_letters = 0
 
+    @property
+    def recomputing(self) -> int:
+        """How many windows have late rows that wait for their next revision."""
+        return self._cut.waiting
+
     def restore(self, state: LedgerState, open_windows: OpenWindows | None) -> None:
         """Go on from what the ledger holds. Raises OperatorError when its windows were cut in another way."""
-        self._merge_clock = state.clock
-        self._cut_below_ms = state.cut_below_ms
         self.open_windows = open_windows
-        if open_windows is None:
+        if open_windows is not None:
+            for entry in state.windows.values():
+                if not fits(WindowKey(entry.window_id, entry.start_ms, entry.end_ms), open_windows.spec):
+                    raise OperatorError(
+                        "The output folder holds windows of another kind or size than the handler's:"
+                        f" {entry.window_id}.",
+                        advice="Give the changed handler an output folder of its own, or the windows that it had.",
+                        window=entry.window_id,
+                    )
+        self.learn(state)
+
+    def learn(self, state: LedgerState) -> None:
+        """Take over what the ledger holds now, of other servers too. Never while a flush or a cut is under way.
+
+        The clock above all: a shard that comes from another server goes on behind the rows that it has there.
+        """
+        self._merge_clock = max(self._merge_clock, state.clock)
+        if self.open_windows is None:
             return
+        if state.batch_progress.number >= self.open_windows.progress.number:
+            self.open_windows.progress = state.batch_progress
         for entry in state.windows.values():
-            key = WindowKey(entry.window_id, entry.start_ms, entry.end_ms)
-            if not fits(key, open_windows.spec):
-                raise OperatorError(
-                    f"The output folder holds windows of another kind or size than the handler's: {entry.window_id}.",
-                    advice="Give the changed handler an output folder of its own, or the windows that it had.",
-                    window=entry.window_id,
-                )
             if entry.state is WindowState.OPEN:
-                open_windows.opened([key])
+                self.open_windows.opened([WindowKey(entry.window_id, entry.start_ms, entry.end_ms)])
             else:
-                self._cut.add(entry.window_id)
-                open_windows.cut([entry.window_id])
+                self.open_windows.cut([entry.window_id])
+        self._cut.learn(state, self._clock.now_ms())
 
-    def _is_cut(self, key: WindowKey) -> bool:
-        below = self._cut_below_ms
-        return key.id in self._cut or (below is not None and key.end_ms is not None and key.end_ms <= below)
+    def _kind(self, key: WindowKey) -> SegmentKind:
+        if self.open_windows is not None and key.id in self.open_windows:
+            return SegmentKind.WINDOW
+        return self._cut.kind(key)
 
-    async def flush(self, batches: list[BufferedBatch], reason: str) -> Flushed:
-        """Make batches durable. Raises OSError or LedgerError, and then nothing has changed."""
+    async def flush(
+        self, batches: list[BufferedBatch], reason: str, durable: Mapping[str, Sequence | None]
+    ) -> Flushed:
+        """Make batches durable. Raises OSError or LedgerError, and then nothing has changed.
+
+        ``durable``: the shards' positions in the ledger, as far as this server knows; a shard that has another one
+        there (an earlier flush whose answer was lost, or another server) is lost.
+        """
         began_ms = self._clock.now_ms()
         lost: frozenset[str] = frozenset()
         while True:
             live = [batch for batch in batches if batch.shard_id not in lost]
-            planned = self._plan(live)
+            planned = self._plan(live, durable)
             segments = await self._write(planned)
+            kill_point("flush.registering")
             # When this raises, the files stay: a later start deletes those that no ledger entry names.
             result = await self._ledger.register(
                 Flush(planned.positions, segments, planned.dead_letters, planned.clock, planned.progress)
             )
             if result.registered:
                 break
-            log.warning(
-                "flush.refused",
-                lost_shards=sorted(result.lost_shards),
-                cut_windows=sorted(result.cut_windows),
-            )
             await asyncio.to_thread(self._discard, [segment.path for segment in segments])
             lost |= result.lost_shards
-            self._cut |= result.cut_windows
+            self._refused(result)
+        kill_point("flush.registered")
         self._registered(planned, segments)
         log.debug(
             "flush.done",
             rows=planned.rows,
             segments=len(segments),
-            late_rows=sum(segment.rows for segment in segments if segment.late),
+            late_rows=sum(each.rows for each in segments if each.kind is not SegmentKind.WINDOW),
             bytes=sum(segment.bytes for segment in segments),
             shards=len(planned.positions),
             dead_letters=len(planned.dead_letters),
             seconds=(self._clock.now_ms() - began_ms) / 1000,
             reason=reason,
         )
-        waiting = sum(segment.bytes for segment in segments if not segment.late)
+        waiting = sum(segment.bytes for segment in segments if segment.kind is not SegmentKind.LATE)
         return Flushed(planned.positions, waiting, lost)
 
-    def _plan(self, batches: list[BufferedBatch]) -> FlushPlan:
+    def _refused(self, result: FlushResult) -> None:
+        self._cut.refused(result)
+        if self.open_windows is not None:
+            # ``batches``: the next rows go to a window behind those that another server has cut.
+            self.open_windows.cut(result.cut_windows)
+        log.warning(
+            "flush.refused",
+            lost_shards=sorted(result.lost_shards),
+            cut_windows=sorted(result.cut_windows),
+            expired_windows=sorted(result.expired_windows),
+        )
+
+    def _plan(self, batches: list[BufferedBatch], durable: Mapping[str, Sequence | None]) -> FlushPlan:
         return plan(
             batches,
             spec=self._spec,
             clock=self._merge_clock,
             progress=self.open_windows.progress if self.open_windows is not None else BatchProgress(),
             now_ms=self._clock.now_ms(),
-            is_cut=self._is_cut,
+            durable=durable,
+            kind=self._kind,
         )
 
     async def _write(self, planned: FlushPlan) -> tuple[Segment, ...]:
         segments: list[Segment] = []
         for file in planned.files:
             key = file.key
-            path = segment_path(key.id, self._merge_clock, self._unique(), late=file.late)
+            path = segment_path(key.id, self._merge_clock, self._unique(), kind=file.kind, tag=self._tag)
             try:
                 size = await asyncio.to_thread(self._store.write, path, file.rows)
             except OSError:
                 # A full disk must not fill further with what no ledger entry will ever name.
                 await asyncio.to_thread(self._discard, [path, *(segment.path for segment in segments)])
                 raise
-            segments.append(
-                Segment(path, key.id, len(file.rows), size, key.start_ms, key.end_ms, late=file.late)
-            )
+            kill_point("segment.written")
+            segments.append(Segment(path, key.id, len(file.rows), size, key.start_ms, key.end_ms, file.kind))
         return tuple(segments)
 
     def _discard(self, paths: list[str]) -> None:
@@ -167,14 +207,16 @@ class Flusher:
         self._merge_clock = planned.clock
         if self.open_windows is not None:
             self.open_windows.progress = planned.progress
-            self.open_windows.opened(file.key for file in planned.files if not file.late)
+            self.open_windows.opened(file.key for file in planned.files if file.kind is SegmentKind.WINDOW)
         self.rows_durable += planned.rows
         self.dead_letters += len(planned.dead_letters)
-        late = tuple(segment for segment in segments if segment.late)
+        late = [segment for segment in segments if segment.kind is not SegmentKind.WINDOW]
         for segment in late:
             self.rows_late += segment.rows
-            log.warning("window.late", window=segment.window_id, rows=segment.rows)
-        self._late += late
+            log.warning("window.late", window=segment.window_id, rows=segment.rows, kind=str(segment.kind))
+        self._late += tuple(segment for segment in late if segment.kind is SegmentKind.LATE)
+        again = [segment.window_id for segment in late if segment.kind is SegmentKind.RECOMPUTE]
+        self._cut.registered(again, self._clock.now_ms())
 
     async def publish_late(self) -> None:
         """Make registered late rows visible. Raises OSError or LedgerError; repeatable."""
@@ -183,25 +225,52 @@ class Flusher:
             self._late = ()
 
     async def cut(self, watermark_ms: int | None, *, close_all: bool) -> tuple[WindowEntry, ...]:
-        """Cut every open window that may close, oldest first."""
+        """Cut every open window that may close, oldest first, then those that are due to be computed again.
+
+        A window whose present revision is not published yet cannot be cut again: it stays due.
+        """
         if self.open_windows is None:
             return ()
-        closable = self.open_windows.closable(
-            watermark_ms=watermark_ms, now_ms=self._clock.now_ms(), close_all=close_all
-        )
-        if not closable:
+        now_ms = self._clock.now_ms()
+        closable = self.open_windows.closable(watermark_ms=watermark_ms, now_ms=now_ms, close_all=close_all)
+        due = self._cut.due(now_ms, at_once=close_all)
+        if not closable and not due:
             return ()
-        entries = await self._ledger.cut(closable)
-        self._cut.update(closable)
+        kill_point("revision.cutting" if due else "window.cutting")
+        entries = await self._ledger.cut((*closable, *due))
+        kill_point("revision.cut" if due else "window.cut")
         self.open_windows.cut(closable)
+        self._cut.cut((*closable, *(entry.window_id for entry in entries)))
         for entry in entries:
             log.debug(
                 "window.cut",
                 window=entry.window_id,
+                revision=entry.revision,
                 segments=len(entry.segments),
                 rows=sum(segment.rows for segment in entry.segments),
             )
         return entries
+
+    async def expire(self, published_before_ms: int, held_bytes: int) -> int:
+        """Stop retaining windows that are too old, or too large together; return the bytes of segments deleted.
+
+        ``held_bytes``: what all segments take. Asks the ledger only now and then while that is little.
+        """
+        now_ms = self._clock.now_ms()
+        if held_bytes <= self._rules.retained_bytes and now_ms - self._expired_ms < _EXPIRE_MS:
+            return 0
+        self._expired_ms = now_ms
+        free = await self._ledger.expire(
+            published_before_ms=published_before_ms, keep_bytes=self._rules.retained_bytes
+        )
+        kill_point("window.expired")
+        await asyncio.to_thread(self._discard, [segment.path for segment in free])
+        if free:
+            self._cut.expired({segment.window_id for segment in free})
+            log.debug(
+                "window.expired", windows=len({segment.window_id for segment in free}), segments=len(free)
+            )
+        return sum(segment.bytes for segment in free)
 
     async def prune(self, windows_before_ms: int, shards_before_ms: int) -> None:
         """Forget what is older than its retention."""

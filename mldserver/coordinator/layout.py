@@ -1,24 +1,44 @@
 """Where things lie in a pipeline's output folder.
 
-    <out>/window=<id>/part-….parquet     published windows: what readers read
-    <out>/_late/window=<id>/….parquet    the late dataset (hidden from readers of <out>, as all below)
-    <out>/_mldserver/ledger.sqlite       the ledger
-    <out>/_mldserver/segments/<id>/      rows of windows that are not published yet
-    <out>/_mldserver/staging/<id>/<n>/   the n-th attempt's output
+    <out>/window=<id>/part-….parquet            published windows: what readers read
+    <out>/_late/window=<id>/….parquet           the late dataset (hidden from readers of <out>, as all below)
+    <out>/_mldserver/ledger.sqlite              the ledger
+    <out>/_mldserver/servers/<tag>.lock         held by each server that lives
+    <out>/_mldserver/segments/<id>/             rows of windows that are not published yet, or retained
+    <out>/_mldserver/staging/<id>/<n>-<tag>/    the n-th attempt's output
 
-Names that begin with an underscore are invisible to Spark's and Arrow's dataset readers.
+On object stores nothing is renamed (``publish.py``): an attempt's output stays where it was written, and manifests say
+which one counts.
+
+    <out>/_mldserver/outputs/<id>/<n>-<tag>/    the n-th attempt's output
+    <out>/_mldserver/manifest/<id>/<r>.json     what readers read of the window's r-th revision
+
+Names that begin with an underscore are invisible to Spark's and Arrow's dataset readers. Every segment and every attempt
+carries the tag of the server that wrote it, so that what a dead one left can be told from what a live one is about to
+register.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
+
+from mldserver.state.ledger import SegmentKind
+
 __all__ = [
     "LATE",
     "LEDGER",
+    "OUTPUTS",
+    "PUBLISH_LOCK",
     "SEGMENTS",
+    "SERVERS",
     "STAGING",
+    "attempt_number",
+    "attempt_path",
     "late_path",
     "segment_path",
-    "staging_path",
+    "server_tag",
+    "tag_of",
     "window_path",
 ]
 
@@ -26,7 +46,19 @@ PRIVATE = "_mldserver"
 LEDGER = f"{PRIVATE}/ledger.sqlite"
 SEGMENTS = f"{PRIVATE}/segments"
 STAGING = f"{PRIVATE}/staging"
+OUTPUTS = f"{PRIVATE}/outputs"
+PUBLISH_LOCK = f"{PRIVATE}/publish.lock"
+SERVERS = f"{PRIVATE}/servers"
 LATE = "_late"
+
+_PREFIX = {SegmentKind.WINDOW: "", SegmentKind.RECOMPUTE: "again-", SegmentKind.LATE: "late-"}
+_SEGMENT = re.compile(r"(?:again-|late-)?\d{16,}-([0-9a-f]{8})-[^/]*")
+_ATTEMPT = re.compile(r"(\d{4,})-([0-9a-f]{8})")
+
+
+def server_tag(server_id: str) -> str:
+    """Return eight hexadecimal digits that stand for a server in file names."""
+    return hashlib.sha256(server_id.encode()).hexdigest()[:8]
 
 
 def window_path(window_id: str) -> str:
@@ -34,14 +66,28 @@ def window_path(window_id: str) -> str:
     return f"window={window_id}"
 
 
-def segment_path(window_id: str, clock: int, unique: str, *, late: bool) -> str:
+def segment_path(window_id: str, clock: int, unique: str, *, kind: SegmentKind, tag: str) -> str:
     """Return a new segment's path; ``clock`` makes names sort in merge order, ``unique`` tells retries apart."""
-    return f"{SEGMENTS}/{window_id}/{'late-' if late else ''}{clock:016d}-{unique}.parquet"
+    return f"{SEGMENTS}/{window_id}/{_PREFIX[kind]}{clock:016d}-{tag}-{unique}.parquet"
 
 
-def staging_path(window_id: str, attempt: int) -> str:
-    """Return the folder of one attempt."""
-    return f"{STAGING}/{window_id}/{attempt:04d}"
+def attempt_path(root: str, window_id: str, attempt: int, tag: str) -> str:
+    """Return the folder of one attempt below ``root``, which is ``STAGING`` or ``OUTPUTS``."""
+    return f"{root}/{window_id}/{attempt:04d}-{tag}"
+
+
+def attempt_number(folder: str) -> int:
+    """Return the number of the attempt that a folder belongs to; 0 when it is no attempt's."""
+    found = _ATTEMPT.fullmatch(folder.rpartition("/")[2])
+    return int(found[1]) if found else 0
+
+
+def tag_of(path: str) -> str | None:
+    """Return the tag of the server that wrote a segment, or an attempt's folder; None when the name has none."""
+    name = path.rpartition("/")[2]
+    if found := _SEGMENT.fullmatch(name):
+        return found[1]
+    return found[2] if (found := _ATTEMPT.fullmatch(name)) else None
 
 
 def late_path(segment: str) -> str:

@@ -1,4 +1,8 @@
-"""What a start finds in the ledger, and what it does about it: finish, restart, clean up."""
+"""What a start finds in the ledger, what a dead server leaves to others, and what is done about it.
+
+Windows that nobody computes are adopted and go on where they stood; late rows that are registered become visible; files
+that no entry names are deleted, but for those of servers that live: these may be about to be registered.
+"""
 
 from __future__ import annotations
 
@@ -7,54 +11,117 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from mldserver.coordinator.layout import SEGMENTS, STAGING, late_path
+from mldserver.coordinator.layout import SEGMENTS, late_path, server_tag, tag_of
+from mldserver.coordinator.publish import Publisher
+from mldserver.faults import kill_point
 from mldserver.state.ledger import WindowState
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Collection, Iterable
 
     from mldserver.coordinator.store import OutputStore
     from mldserver.coordinator.window_runner import WindowRunner
-    from mldserver.state.ledger import Ledger, LedgerState, Segment
+    from mldserver.state.ledger import Ledger, LedgerState, Segment, WindowEntry
 
-__all__ = ["publish_late", "recover"]
+__all__ = ["publish_late", "recover", "take_over"]
 
 log = structlog.get_logger("mldserver")
 
+_UNDER_WAY = frozenset({WindowState.CUT, WindowState.COMMITTED})
+
 
 async def recover(state: LedgerState, ledger: Ledger, store: OutputStore, runner: WindowRunner | None) -> int:
-    """Publish what is committed, queue what is cut, delete files that no entry names.
+    """At a start, before anything of this server runs: take over what nobody does, and clean up.
 
-    Return the bytes of the segments that stay. ``runner`` is None for pipelines without rows.
+    Return the bytes of the segments that stay. ``runner`` is None for pipelines without rows. Raises LedgerError,
+    OSError, and OperatorError when late rows are to be recomputed where outputs cannot be replaced.
     """
-    committed = [each for each in state.windows.values() if each.state is WindowState.COMMITTED]
-    cut = sorted(
-        (each for each in state.windows.values() if each.state is WindowState.CUT),
-        key=lambda each: (each.start_ms or 0, each.window_id),
-    )
+    adopted: tuple[WindowEntry, ...] = ()
     if runner is not None:
-        for entry in committed:
-            await runner.publish(entry.window_id, entry.staging, has_files=bool(entry.files))
-        runner.submit(cut)
-    await publish_late(state.late_segments, ledger, store)
-    published = {entry.window_id for entry in committed}
-    kept = {
-        segment.path: segment.bytes
-        for entry in state.windows.values()
-        if entry.window_id not in published
-        for segment in entry.segments
-    }
-    deleted = await asyncio.to_thread(_sweep, store, kept.keys())
+        if runner.recompute:
+            await asyncio.to_thread(runner.publisher.check)
+        kill_point("recovery.opened")
+        adopted = await ledger.adopt()
+        kill_point("recovery.adopted")
+        runner.submit(_in_order(adopted))
+    late, deleted = await _inherit(ledger, store, own=False)
     log.info(
         "recovery.done",
         shards=len(state.shards),
-        windows_published=len(committed),
-        windows_restarted=len(cut),
-        late_published=len(state.late_segments),
+        windows_published=sum(each.state is WindowState.COMMITTED for each in adopted),
+        windows_restarted=sum(each.state is WindowState.CUT for each in adopted),
+        late_published=late,
         files_deleted=deleted,
         clock=state.clock,
     )
-    return sum(kept.values())
+    return sum(segment.bytes for segment in _segments(state))
+
+
+async def take_over(
+    state: LedgerState,
+    buried: Collection[str],
+    working: Collection[str],
+    ledger: Ledger,
+    store: OutputStore,
+    runner: WindowRunner,
+) -> None:
+    """While the server runs: adopt windows that lost their server, and clean up after those that were buried.
+
+    ``working``: the windows that the runner had before ``state`` was read. One that is this server's and not among them
+    was cut by a call whose answer was lost. Raises LedgerError and OSError; repeatable.
+    """
+    entries = [each for each in state.windows.values() if each.state in _UNDER_WAY]
+    mine = [each for each in entries if each.owner == ledger.server_id and each.window_id not in working]
+    if buried or any(each.owner is None for each in entries):
+        mine += await ledger.adopt()
+        kill_point("windows.adopted")
+    runner.submit(_in_order(mine))
+    if buried:
+        await _inherit(ledger, store, own=True)
+
+
+def _in_order(entries: Iterable[WindowEntry]) -> list[WindowEntry]:
+    """What counts already comes first, then the oldest window."""
+    return sorted(
+        entries,
+        key=lambda each: (each.state is not WindowState.COMMITTED, each.start_ms or 0, each.window_id),
+    )
+
+
+def _segments(state: LedgerState) -> list[Segment]:
+    return [segment for entry in state.windows.values() for segment in (*entry.segments, *entry.pending)]
+
+
+async def _inherit(ledger: Ledger, store: OutputStore, *, own: bool) -> tuple[int, int]:
+    """Publish late files, and delete nameless ones, of servers that live no more; return how many of each.
+
+    ``own``: whether this server may have files under way. What is deleted was listed before the ledger is read: a file
+    whose server is not registered then was written by one that is gone, and will never be registered.
+    """
+    publisher = Publisher(store)
+    found = await asyncio.to_thread(_files, store, publisher)
+    state = await ledger.peek()
+    alive = {server_tag(each) for each in state.servers if own or each != ledger.server_id}
+    late = tuple(segment for segment in state.late_segments if tag_of(segment.path) not in alive)
+    await publish_late(late, ledger, store)
+    named = {segment.path for segment in (*_segments(state), *state.late_segments)}
+    named |= {entry.staging for entry in state.windows.values() if entry.staging is not None}
+    gone = [path for path in found if path not in named and tag_of(path) not in alive]
+    kill_point("recovery.sweeping")
+    await asyncio.to_thread(_delete, store, gone)
+    kill_point("recovery.swept")
+    return len(late), len(gone)
+
+
+def _files(store: OutputStore, publisher: Publisher) -> list[str]:
+    return [*(path for path, _ in store.files(SEGMENTS)), *publisher.attempts()]
+
+
+def _delete(store: OutputStore, paths: list[str]) -> None:
+    for path in paths:
+        store.delete(path)
+    for folder in {path.rpartition("/")[0] for path in paths} | set(store.folders(SEGMENTS)):
+        store.drop_empty(folder)
 
 
 async def publish_late(segments: tuple[Segment, ...], ledger: Ledger, store: OutputStore) -> None:
@@ -62,21 +129,6 @@ async def publish_late(segments: tuple[Segment, ...], ledger: Ledger, store: Out
     for segment in segments:
         await asyncio.to_thread(store.publish, segment.path, late_path(segment.path))
     if segments:
+        kill_point("late.moved")
         await ledger.late_published(tuple(segment.path for segment in segments))
-
-
-def _sweep(store: OutputStore, kept: Container[str]) -> int:
-    """Delete segment files that the ledger does not name, and every staging folder: no attempt runs at start."""
-    deleted = 0
-    for path, _ in list(store.files(SEGMENTS)):
-        if path not in kept:
-            store.delete(path)
-            deleted += 1
-    for folder in list(store.folders(SEGMENTS)):
-        store.drop_empty(folder)
-    for path, _ in list(store.files(STAGING)):
-        store.delete(path)
-        deleted += 1
-    for folder in list(store.folders(STAGING)):
-        store.delete(folder)
-    return deleted
+        kill_point("late.published")

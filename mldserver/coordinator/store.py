@@ -7,6 +7,7 @@ every rename is synced to disk before the ledger may name it.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
+from mldserver.coordinator.exchange import exchange
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     import pyarrow as pa
 
@@ -67,17 +70,33 @@ class OutputStore:
 
     def sync(self, path: str) -> None:
         """Force a local file (or all in a folder) and every directory entry that leads to it to disk."""
+        self.sync_all([path])
+
+    def sync_all(self, paths: Iterable[str]) -> None:
+        """Do as ``sync`` does for several, each folder on the way once."""
         if not self.local:
             return
-        target = Path(self._absolute(path))
-        # A folder on the way may be new too: its own entry lies in the folder above it.
-        above = [parent for parent in target.parents if parent.is_relative_to(self._base)]
-        for each in [*target.rglob("*"), target, *above]:
-            descriptor = os.open(each, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        wanted: dict[Path, None] = {}
+        above: dict[Path, None] = {}
+        for path in paths:
+            target = Path(self._absolute(path))
+            wanted |= dict.fromkeys([*target.rglob("*"), target])
+            # A folder on the way may be new too: its own entry lies in the folder above it.
+            above |= dict.fromkeys(parent for parent in target.parents if parent.is_relative_to(self._base))
+        for each in [*wanted, *sorted(above, key=lambda folder: len(folder.parts), reverse=True)]:
+            self._sync(each)
+
+    def sync_entries(self, folder: str = "") -> None:
+        """Force what a local folder names to disk: after renames in it, of things that are on disk themselves."""
+        if self.local:
+            self._sync(Path(self._absolute(folder)))
+
+    def _sync(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
     def exists(self, path: str) -> bool:
         """Whether a file or folder is there."""
@@ -88,16 +107,47 @@ class OutputStore:
 
         Raises FileNotFoundError when neither source nor target exists.
         """
-        if not self.exists(source):
-            if not self.exists(target):
-                raise FileNotFoundError(f"neither {self.uri(source)} nor {self.uri(target)} exists")
-            return False
         destination = self._absolute(target)
         self._fs.create_dir(destination.rpartition("/")[0], recursive=True)
-        self._fs.move(self._absolute(source), destination)
-        if self.local:
-            self.sync(target)
+        try:
+            self.rename(source, target)
+        except FileNotFoundError:
+            if self.exists(target):
+                return False
+            raise FileNotFoundError(f"neither {self.uri(source)} nor {self.uri(target)} exists") from None
+        self.sync(target)
         return True
+
+    def rename(self, source: str, target: str) -> None:
+        """Rename a folder; one that is in the way and not empty is an error. Not synced."""
+        self._fs.move(self._absolute(source), self._absolute(target))
+
+    def exchange(self, one: str, other: str) -> None:
+        """Let two local folders change places in one step. Not synced."""
+        exchange(self._absolute(one), self._absolute(other))
+
+    @contextlib.contextmanager
+    def alone(self, lock: str) -> Iterator[None]:
+        """Hold a lock file of a local folder against all threads and processes; elsewhere do nothing."""
+        if not self.local:
+            yield
+            return
+        with Path(self._absolute(lock)).open("wb") as file:
+            # The kernel lets go of it when the process dies, however it dies.
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write a small file at once (on object stores: one put)."""
+        target = self._absolute(path)
+        self._fs.create_dir(target.rpartition("/")[0], recursive=True)
+        with self._fs.open_output_stream(target) as stream:
+            stream.write(data)
+
+    def get(self, path: str) -> bytes:
+        """Return a small file's content."""
+        with self._fs.open_input_stream(self._absolute(path)) as stream:
+            return bytes(stream.read())
 
     def delete(self, path: str) -> None:
         """Delete a file or a folder with all in it; one that is gone already is fine."""

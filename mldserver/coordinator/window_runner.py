@@ -1,29 +1,30 @@
-"""From a cut window to a published one: attempts on the engine, commit, publish, and what follows failures.
+"""From a cut window to a published one: groups of windows, attempts, and what follows failures.
 
-    cut ──begin_attempt──▶ engine ──commit (the only moment that counts)──▶ rename ──▶ published ──▶ segments deleted
+    cut ──begin_attempt──▶ engine ──commit (the only moment that counts)──▶ rename ──▶ published ──▶ segments freed
 
-Every step can be repeated: recovery at start calls the same functions.
+Windows that are ready together share one job and one commit, where the engine allows it. When that fails each runs
+alone, so that one bad window costs the others time, and nothing else. Every step can be repeated: what a crash or a dead
+server left is submitted like any other window, and goes on where it stood.
 """
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import structlog
 
-from mldserver.coordinator.layout import SEGMENTS, STAGING, staging_path, window_path
-from mldserver.coordinator.windows import as_window
-from mldserver.errors import DriverLost, LedgerError, SparkError, WindowFailed
-from mldserver.spark.engine import WindowJob
+from mldserver.coordinator.window_steps import Committed, WindowSteps
+from mldserver.errors import DriverLost, LedgerError, MldserverError, SparkError, WindowFailed
+from mldserver.state.ledger import WindowState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from mldserver.clock import Clock
     from mldserver.coordinator.store import OutputStore
-    from mldserver.spark.engine import Engine, WindowResult
+    from mldserver.spark.engine import Engine
     from mldserver.state.ledger import Ledger, WindowEntry
 
 __all__ = ["WindowPolicy", "WindowRunner"]
@@ -43,16 +44,9 @@ class WindowPolicy:
     """``halt``: the window is tried again for ever, every ``retry_cap_seconds``, and all others wait for it;
     ``dead_letter``: it is set aside with its segments and the others go on."""
     concurrency: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Committed:
-    """An attempt whose output counts, but may not be visible yet."""
-
-    attempt: int
-    staging: str
-    result: WindowResult
-    began_ms: int
+    """Jobs at a time."""
+    recompute: bool = True
+    """Whether a window's segments are kept after it is published, so that late rows can make a next revision."""
 
 
 class WindowRunner:
@@ -71,14 +65,23 @@ class WindowRunner:
         freed: Callable[[int], None],
     ) -> None:
         """``random`` gives [0, 1) for jitter; ``freed`` is told the bytes of deleted segments."""
+        self.recompute = policy.recompute
         self._pipeline = pipeline
         self._policy = policy
         self._ledger = ledger
-        self._store = store
         self._engine = engine
         self._clock = clock
         self._random = random
-        self._freed = freed
+        self._steps = WindowSteps(
+            pipeline=pipeline,
+            ledger=ledger,
+            store=store,
+            engine=engine,
+            clock=clock,
+            retain=policy.recompute,
+            freed=freed,
+        )
+        self.publisher = self._steps.publisher
         self._queue: asyncio.Queue[WindowEntry] = asyncio.Queue()
         self._unfinished: dict[str, int] = {}
         self._halted: set[str] = set()
@@ -95,16 +98,22 @@ class WindowRunner:
         return len(self._unfinished)
 
     @property
+    def unfinished(self) -> frozenset[str]:
+        """The windows that wait or run."""
+        return frozenset(self._unfinished)
+
+    @property
     def halted(self) -> frozenset[str]:
         """Windows that kept failing and that every other waits for."""
         return frozenset(self._halted)
 
     def submit(self, entries: Iterable[WindowEntry]) -> None:
-        """Take cut windows."""
+        """Take windows that are this server's: CUT ones are computed, COMMITTED ones published. Twice is once."""
         for entry in entries:
-            self._unfinished[entry.window_id] = self._clock.now_ms()
-            self._idle.clear()
-            self._queue.put_nowait(entry)
+            if entry.window_id not in self._unfinished:
+                self._unfinished[entry.window_id] = self._clock.now_ms()
+                self._idle.clear()
+                self._queue.put_nowait(entry)
 
     async def idle(self) -> None:
         """Return when no window is waiting or running."""
@@ -118,100 +127,112 @@ class WindowRunner:
 
     async def _work(self) -> None:
         while True:
-            entry = await self._queue.get()
+            first = await self._queue.get()
             await self._go.wait()
-            with structlog.contextvars.bound_contextvars(window=entry.window_id):
-                await self._see_through(entry)
-            self._unfinished.pop(entry.window_id, None)
-            if not self._unfinished:
-                self._idle.set()
+            group = self._with_others(first)
+            left = await self._together(group) if len(group) > 1 else {first.window_id: None}
+            for entry in group:
+                if entry.window_id in left:
+                    await self._go.wait()
+                    with structlog.contextvars.bound_contextvars(window=entry.window_id):
+                        await self._see_through(entry, left[entry.window_id])
+                self._done(entry)
 
-    async def _see_through(self, entry: WindowEntry) -> None:
+    def _with_others(self, first: WindowEntry) -> list[WindowEntry]:
+        """Return a window with those behind it that may share its job, as far as they wait already."""
+        group = [first]
+        while len(group) < self._engine.group_limit and not self._queue.empty():
+            group.append(self._queue.get_nowait())
+        return group
+
+    def _done(self, entry: WindowEntry) -> None:
+        self._unfinished.pop(entry.window_id, None)
+        if not self._unfinished:
+            self._idle.set()
+
+    async def _together(self, group: Sequence[WindowEntry]) -> dict[str, Committed | None]:
+        """See windows through as one; return those that must go on alone, with their output where it counts."""
+        alone: dict[str, Committed | None] = {
+            entry.window_id: None for entry in group if entry.state is WindowState.COMMITTED
+        }
+        entries = [entry for entry in group if entry.window_id not in alone]
+        try:
+            done = await self._steps.compute(entries)
+        except (SparkError, LedgerError, OSError) as error:
+            log.warning("window.group_failed", windows=len(entries), **_told(error))
+            return dict.fromkeys((entry.window_id for entry in group), None)
+        # Whoever began an attempt and is not among them finds out alone what has become of the window.
+        alone |= {entry.window_id: None for entry in entries}
+        alone |= {each.entry.window_id: each for each in done or ()}
+        try:
+            await self._publish(done or ())
+        except (LedgerError, OSError) as error:
+            log.warning("window.group_failed", windows=len(done or ()), **_told(error))
+            return alone
+        for each in done or ():
+            del alone[each.entry.window_id]
+        return alone
+
+    async def _publish(self, committed: Sequence[Committed]) -> None:
+        if not committed:
+            return
+        await self._steps.publish(committed)
+        self.published += len(committed)
+        for each in committed:
+            self._tell(each)
+
+    async def _see_through(self, entry: WindowEntry, committed: Committed | None) -> None:
         failures = 0
-        committed: _Committed | None = None
         while True:
             try:
                 # Once committed only publishing is tried again: the output counts, computing it anew would not.
-                committed = committed or await self._compute(entry)
-                await self.publish(entry.window_id, committed.staging, has_files=bool(committed.result.files))
+                committed = committed or await self._commit(entry)
+                if committed is not None:
+                    await self._publish([committed])
             except (SparkError, LedgerError, OSError) as error:
                 failures += 1
                 if await self._failed(entry, error, failures):
                     return
             else:
                 self._resume(entry.window_id)
-                self._tell(entry, committed)
                 return
 
-    async def _compute(self, entry: WindowEntry) -> _Committed:
-        began_ms = self._clock.now_ms()
-        attempt = await self._ledger.begin_attempt(entry.window_id)
-        staging = staging_path(entry.window_id, attempt)
-        # What an attempt of an earlier life left under the same number is not this one's.
-        await asyncio.to_thread(self._store.delete, staging)
-        await asyncio.to_thread(self._store.prepare, staging.rpartition("/")[0])
-        result = await self._engine.compute(self._job(entry, attempt, staging))
-        if result.files:
-            await asyncio.to_thread(self._store.sync, staging)
-        committed = await self._ledger.commit(
-            entry.window_id, attempt=attempt, staging=staging, files=result.files, rows_out=result.rows
-        )
-        if not committed:
+    async def _commit(self, entry: WindowEntry) -> Committed | None:
+        """Compute a window, or find its output committed. None: it is not this server's any more, or done."""
+        if entry.state is WindowState.COMMITTED:
+            return await self._steps.find_committed(entry)
+        done = await self._steps.compute([entry])
+        if done is None:
+            return await self._steps.find_committed(entry)
+        if not done:
             raise WindowFailed(
-                f"Attempt {attempt} at window {entry.window_id} lost its claim before it could commit.",
+                f"An attempt at window {entry.window_id} lost its claim before it could commit.",
                 did="Its output was thrown away.",
                 pipeline=self._pipeline,
             )
-        return _Committed(attempt, staging, result, began_ms)
+        return done[0]
 
-    def _job(self, entry: WindowEntry, attempt: int, staging: str) -> WindowJob:
-        window = as_window(
-            entry.window_id, entry.start_ms, entry.end_ms, revision=entry.revision, pipeline=self._pipeline
-        )
-        return WindowJob(
-            window,
-            attempt,
-            tuple(self._store.uri(segment.path) for segment in entry.segments),
-            self._store.uri(staging),
-            sum(segment.rows for segment in entry.segments),
-            sum(segment.bytes for segment in entry.segments),
-        )
-
-    async def publish(self, window_id: str, staging: str | None, *, has_files: bool) -> None:
-        """Make a committed window visible and free its segments. Repeatable."""
-        if has_files and staging is not None:
-            await asyncio.to_thread(self._store.publish, staging, window_path(window_id))
-        segments = await self._ledger.published(window_id)
-        await asyncio.to_thread(self._clean, window_id, [segment.path for segment in segments])
-        self._freed(sum(segment.bytes for segment in segments))
-        self.published += 1
-
-    def _clean(self, window_id: str, paths: list[str]) -> None:
-        for path in paths:
-            self._store.delete(path)
-        self._store.delete(f"{STAGING}/{window_id}")
-        self._store.drop_empty(f"{SEGMENTS}/{window_id}")
-
-    def _tell(self, entry: WindowEntry, committed: _Committed) -> None:
+    def _tell(self, committed: Committed) -> None:
         now_ms = self._clock.now_ms()
-        result = committed.result
+        entry, output = committed.entry, committed.output
         log.info(
             "window.done",
+            window=entry.window_id,
             revision=entry.revision,
             rows_in=sum(segment.rows for segment in entry.segments),
-            rows_out=result.rows,
+            rows_out=output.rows,
             segments=len(entry.segments),
-            files=len(result.files),
+            files=len(output.files),
             attempt=committed.attempt,
-            spark_seconds=round(result.seconds, 3),
+            spark_seconds=round(committed.seconds, 3),
             lag_seconds=round((now_ms - self._unfinished[entry.window_id]) / 1000, 3),
             seconds=round((now_ms - committed.began_ms) / 1000, 3),
-            path=self._store.uri(window_path(entry.window_id)) if result.files else None,
+            path=self.publisher.shown(entry.window_id) if output.files else None,
         )
 
     async def _failed(self, entry: WindowEntry, error: Exception, failures: int) -> bool:
         """Apply the policy to a failed attempt; True when the window is done with."""
-        told = error.told() if isinstance(error, SparkError | LedgerError) else {"what": str(error)}
+        told = _told(error)
         last = failures >= self._policy.attempts
         if last and self._policy.on_failure == "dead_letter" and isinstance(error, WindowFailed | DriverLost):
             try:
@@ -245,3 +266,7 @@ class WindowRunner:
             self._policy.retry_cap_seconds, self._policy.retry_base_seconds * 2 ** (failures - 1)
         )
         return most * (0.5 + self._random() / 2)
+
+
+def _told(error: Exception) -> dict[str, Any]:
+    return error.told() if isinstance(error, MldserverError) else {"what": str(error)}

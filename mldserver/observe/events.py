@@ -67,6 +67,14 @@ EVENTS: Final[dict[str, EventSpec]] = {
     ),
     "server.stopped": EventSpec("info", ("exit_code", "seconds"), "The last line of the log."),
     "server.failed": EventSpec("critical", ("exit_code",), "The process cannot go on."),
+    "server.buried": EventSpec(
+        "warning",
+        ("server", "seconds"),
+        "Another server on the ledger is dead: its shards and windows are free for others.",
+    ),
+    "server.beat_failed": EventSpec(
+        "warning", (), "The ledger could not be told that this server lives; after long others take it for dead."
+    ),
     "connection.opened": EventSpec("debug", ("peer",), "A peer connected."),
     "connection.refused": EventSpec(
         "warning", ("peer", "limit"), "The connection limit holds; connections wait in the kernel's queue."
@@ -190,7 +198,9 @@ EVENTS: Final[dict[str, EventSpec]] = {
         "Rows are durable, positions moved.",
     ),
     "flush.refused": EventSpec(
-        "warning", ("lost_shards", "cut_windows"), "The ledger refused some rows; the rest is written again."
+        "warning",
+        ("lost_shards", "cut_windows", "expired_windows"),
+        "The ledger refused some rows; the rest is written again.",
     ),
     "flush.failed": EventSpec(
         "error",
@@ -198,14 +208,19 @@ EVENTS: Final[dict[str, EventSpec]] = {
         "Rows could not be made durable; they stay in memory and are tried again.",
     ),
     "watermark.advanced": EventSpec(
-        "debug", ("watermark_ms", "held_by", "reason"), "The pipeline's watermark moved."
+        "debug", ("watermark_ms", "held_by", "server", "reason"), "The pipeline's watermark moved."
     ),
     "watermark.held": EventSpec(
         "info",
-        ("watermark_ms", "held_by", "reason", "seconds"),
-        "The watermark has not moved for a while; ``held_by`` holds it.",
+        ("watermark_ms", "held_by", "server", "reason", "seconds"),
+        "The watermark has not moved for a while; the shard ``held_by`` holds it, at ``server`` if not at this one.",
     ),
-    "window.cut": EventSpec("debug", ("segments", "rows"), "A window's segments are fixed."),
+    "window.cut": EventSpec("debug", ("revision", "segments", "rows"), "A window's segments are fixed."),
+    "window.expired": EventSpec(
+        "debug",
+        ("windows", "segments"),
+        "Windows are not retained any more: late rows for them go to the late dataset.",
+    ),
     "window.done": EventSpec(
         "info",
         (
@@ -223,10 +238,20 @@ EVENTS: Final[dict[str, EventSpec]] = {
         "The one line of a window, when its output is visible.",
     ),
     "window.late": EventSpec(
-        "warning", ("rows",), "Rows came after their window was cut; they are in the late dataset."
+        "warning",
+        ("rows", "kind"),
+        "Rows came after their window was cut: for its next revision (``recompute``), or the late dataset (``late``).",
     ),
     "window.failed": EventSpec(
         "warning", ("attempt", "delay_seconds", "traceback"), "A window's job failed and is tried again."
+    ),
+    "window.group_failed": EventSpec(
+        "warning",
+        ("windows", "traceback"),
+        "A job over several windows failed; each of them runs alone.",
+    ),
+    "window.dropped": EventSpec(
+        "debug", ("revision",), "Another server has taken the window, or it is done: nothing is left to do here."
     ),
     "window.halted": EventSpec(
         "error", ("attempts", "traceback"), "A window's job kept failing; windows wait, ingestion goes on."

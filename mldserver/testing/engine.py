@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from mldserver.clock import SystemClock
 from mldserver.errors import WindowFailed
+from mldserver.faults import kill_point
 from mldserver.spark.engine import WindowResult
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalEngine"]
 
-_FILE: Final = "part-00000.parquet"
 _ORDER: Final = ("_time", "_clock")
 
 
@@ -45,8 +45,12 @@ class LocalEngine:
     start_seconds: float = 0.0
     """How long ``run`` takes to become ready, on ``clock``."""
     clock: Clock = field(default_factory=SystemClock)
+    group_limit: int = 1
+    """How many windows may share one job."""
     jobs: list[WindowJob] = field(default_factory=list)
     """Every attempt, in the order in which they began."""
+    groups: list[int] = field(default_factory=list)
+    """How many windows each job had."""
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
     _closed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -68,26 +72,45 @@ class LocalEngine:
 
     async def compute(self, job: WindowJob) -> WindowResult:
         """Run one attempt. Raises WindowFailed when the function fails or staging exists, and injected errors."""
+        return (await self.compute_group((job,)))[0]
+
+    async def compute_group(self, jobs: tuple[WindowJob, ...]) -> tuple[WindowResult, ...]:
+        """Run attempts at several windows as one job, one ``delay_seconds`` long. Raises as ``compute``."""
         await self._ready.wait()
         began = time.monotonic()
-        self.jobs.append(job)
+        self.jobs += jobs
+        self.groups.append(len(jobs))
         if self.delay_seconds:
             await self.clock.sleep(self.delay_seconds)
-        if self.fail is not None and (error := self.fail(job)) is not None:
-            await asyncio.to_thread(_leave_wreckage, job)
-            raise error
-        rows = await asyncio.to_thread(_compute, job, self.on_table)
-        return WindowResult((_FILE,), rows, time.monotonic() - began)
+        if self.fail is not None:
+            for job in jobs:
+                if (error := self.fail(job)) is not None:
+                    await asyncio.to_thread(_leave_wreckage, job)
+                    raise error
+        rows = await asyncio.to_thread(_compute_all, jobs, self.on_table)
+        seconds = time.monotonic() - began
+        return tuple(
+            WindowResult((_file(job),), count, seconds) for job, count in zip(jobs, rows, strict=True)
+        )
 
     async def close(self) -> None:
         """Let ``run`` return."""
         self._closed.set()
 
 
+def _file(job: WindowJob) -> str:
+    """As Spark's, an attempt's file names are its own: readers must not take one revision's for another's."""
+    return f"part-00000-{job.attempt:04d}.parquet"
+
+
 def _leave_wreckage(job: WindowJob) -> None:
     staging = Path(job.staging)
     staging.mkdir(parents=True, exist_ok=True)
-    (staging / f"{_FILE}.crashed").write_bytes(b"PAR1 half a file")
+    (staging / f"{_file(job)}.crashed").write_bytes(b"PAR1 half a file")
+
+
+def _compute_all(jobs: tuple[WindowJob, ...], on_table: OnTable | None) -> list[int]:
+    return [_compute(job, on_table) for job in jobs]
 
 
 def _compute(job: WindowJob, on_table: OnTable | None) -> int:
@@ -103,10 +126,11 @@ def _compute(job: WindowJob, on_table: OnTable | None) -> int:
         raise WindowFailed(
             f"The function failed on window {job.window.id}: {type(error).__name__}: {error}"
         ) from error
+    kill_point("job.running")
     staging = Path(job.staging)
     try:
         staging.mkdir(parents=True)
     except FileExistsError as error:
         raise WindowFailed(f"The staging directory {staging} exists already") from error
-    pq.write_table(output, staging / _FILE)
+    pq.write_table(output, staging / _file(job))
     return int(output.num_rows)

@@ -7,13 +7,16 @@ import contextlib
 import itertools
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 from coordinator.outcomes import dead_letter, outcome
 
 from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
+from mldserver.coordinator.late import LateRules
 from mldserver.coordinator.layout import LEDGER
 from mldserver.coordinator.store import OutputStore
 from mldserver.coordinator.watermark import WatermarkRules
@@ -26,7 +29,6 @@ from mldserver.testing import LocalEngine, VirtualClock
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
-    from pathlib import Path
 
     from mldserver.coordinator.shard_session import ShardSession
 
@@ -70,8 +72,9 @@ class Faults:
 class InlineLedger:
     """The SQLite ledger without its thread, and with faults."""
 
-    def __init__(self, path: Path, clock: VirtualClock, faults: Faults) -> None:
-        self.store = SqliteStore(path, pipeline="test")
+    def __init__(self, path: Path, clock: VirtualClock, faults: Faults, server_id: str = "one") -> None:
+        self.store = SqliteStore(path, pipeline="test", server_id=server_id)
+        self.server_id = server_id
         self._clock = clock
         self._faults = faults
 
@@ -99,17 +102,21 @@ class FaultyStore(OutputStore):
         super().__init__(out)
         self._faults = faults
 
+    def rename(self, source: str, target: str) -> None:
+        self._faults.before("rename")
+        super().rename(source, target)
+        self._faults.done("rename")
+
+    def exchange(self, one: str, other: str) -> None:
+        self._faults.before("exchange")
+        super().exchange(one, other)
+        self._faults.done("exchange")
+
     def write(self, path: str, rows: Any) -> int:
         self._faults.before("write")
         size = super().write(path, rows)
         self._faults.done("write")
         return size
-
-    def publish(self, source: str, target: str) -> bool:
-        self._faults.before("publish")
-        moved = super().publish(source, target)
-        self._faults.done("publish")
-        return moved
 
     def delete(self, path: str) -> None:
         self._faults.before("delete")
@@ -136,13 +143,20 @@ class Pipeline:
         policy: WindowPolicy | None = None,
         engine: Callable[[], LocalEngine] = LocalEngine,
         without_rows: bool = False,
+        recompute: bool = False,
+        delay_ms: int = 2000,
+        server_id: str = "one",
+        clock: VirtualClock | None = None,
     ) -> None:
+        """Two with one ``out``, one ``clock`` and other ids are two servers on one ledger."""
         self.out = out
         self.spec = None if without_rows else spec or Tumbling(10_000)
-        self.rules = rules
-        self.policy = policy or WindowPolicy(retry_base_seconds=0.1, retry_cap_seconds=1)
+        self.rules = replace(rules, late=LateRules(recompute=recompute, delay_ms=delay_ms))
+        policy = policy or WindowPolicy(retry_base_seconds=0.1, retry_cap_seconds=1)
+        self.policy = replace(policy, recompute=recompute)
         self.make_engine = engine
-        self.clock = VirtualClock(1_000_000)
+        self.server_id = server_id
+        self.clock = clock or VirtualClock(1_000_000)
         self.faults = Faults()
         self.names = itertools.count()
         self.coordinator: Coordinator
@@ -152,7 +166,7 @@ class Pipeline:
 
     def build(self) -> Coordinator:
         store = FaultyStore(str(self.out), self.faults)
-        self.ledger = InlineLedger(self.out / LEDGER, self.clock, self.faults)
+        self.ledger = InlineLedger(self.out / LEDGER, self.clock, self.faults, self.server_id)
         self.engine = self.make_engine()
         self.runner = None
         if self.spec is not None:
@@ -173,7 +187,7 @@ class Pipeline:
             store=store,
             runner=self.runner,
             clock=self.clock,
-            unique=lambda: f"u{next(self.names)}",
+            unique=lambda: f"{self.server_id}{next(self.names)}",
         )
         return self.coordinator
 
@@ -225,16 +239,22 @@ class Pipeline:
     def late(self) -> list[int]:
         return [row["value"] for row in self.rows("_late/window=*/*.parquet")]
 
+    def nameless_files(self) -> list[str]:
+        """Return the private files that the ledger does not name."""
+        windows = self.state().windows.values()
+        named = {Path(each.path).name for entry in windows for each in (*entry.segments, *entry.pending)}
+        return [name for name in self.private_files() if name not in named]
+
     def private_files(self) -> list[str]:
         return sorted(
             path.name
             for path in self.out.glob("_mldserver/**/*")
-            if path.is_file() and "ledger" not in path.name
+            if path.is_file() and "ledger" not in path.name and not path.name.endswith(".lock")
         )
 
     def stored_dead_letters(self) -> list[tuple[str, Sequence]]:
-        store = SqliteStore(self.out / LEDGER, pipeline="test")
-        store.open(now_ms=0)
+        store = SqliteStore(self.out / LEDGER, pipeline="test", server_id="reader")
+        store.peek()
         try:
             return [(letter.shard_id, letter.sequence) for letter in store.dead_letters(10_000)]
         finally:
@@ -242,9 +262,9 @@ class Pipeline:
 
     def state(self) -> Any:
         """Return what the ledger holds, between two lives."""
-        store = SqliteStore(self.out / LEDGER, pipeline="test")
+        store = SqliteStore(self.out / LEDGER, pipeline="test", server_id="reader")
         try:
-            return store.open(now_ms=0)
+            return store.peek()
         finally:
             store.close()
 
@@ -260,6 +280,8 @@ class Daemon:
     checkpoints: dict[str, int] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
     sizes: Callable[[], int] = lambda: 3
+    behind: Callable[[int], int] = lambda number: number * 1700 if number % 4 == 0 else 0
+    """How far a record's event time, its row's column ``at``, lies before its arrival (ms)."""
 
     async def consume(self, pipeline: Pipeline) -> None:
         """Read the stream to its end: shards side by side, children after their parents."""
@@ -290,7 +312,12 @@ class Daemon:
         fresh = [number for number, _ in batch if after is None or Sequence(number) > after]
         letters = [dead_letter(session.shard_id, number) for number in fresh if number % self.bad == 0]
         rows = [number for number, _ in batch if number % self.bad]
-        await pipeline.give(session, batch, rows=rows, letters=letters)
+        made = [(number, ms) for number, ms in batch if number in rows and number in fresh]
+        columns = {
+            "value": pa.array([number for number, _ in made], pa.int64()),
+            "at": pa.array([ms - self.behind(number) for number, ms in made], pa.timestamp("ms", tz="UTC")),
+        }
+        await pipeline.give(session, batch, rows=rows, columns=columns, letters=letters)
 
     def checkpoint(self, session: ShardSession, delivered: int) -> None:
         due = session.checkpoint_due()

@@ -1,0 +1,200 @@
+"""The steps of a window's life, each for several windows at a time: attempt, commit, publish.
+
+Windows that are ready together share what costs the same for one as for many: the engine's job, the ledger's commit,
+the syncs of the disk, and the hop to a thread for each of these.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import structlog
+
+from mldserver.coordinator.layout import SEGMENTS, server_tag
+from mldserver.coordinator.publish import Output, Publisher
+from mldserver.coordinator.windows import as_window
+from mldserver.faults import kill_point
+from mldserver.spark.engine import WindowJob, WindowResult
+from mldserver.state.ledger import Commit, WindowState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from mldserver.clock import Clock
+    from mldserver.coordinator.store import OutputStore
+    from mldserver.spark.engine import Engine
+    from mldserver.state.ledger import Ledger, Segment, WindowEntry
+
+__all__ = ["Committed", "WindowSteps"]
+
+log = structlog.get_logger("mldserver")
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """An attempt that the ledger has counted."""
+
+    entry: WindowEntry
+    attempt: int
+    staging: str
+    began_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """An attempt whose output counts, but may not be visible yet."""
+
+    entry: WindowEntry
+    attempt: int
+    output: Output
+    seconds: float
+    """What the engine took; 0 for an output that was committed in an earlier life, or by another server."""
+    began_ms: int
+
+
+class WindowSteps:
+    """What is done with windows, without any thought of failures: ``WindowRunner`` decides what follows those."""
+
+    def __init__(
+        self,
+        *,
+        pipeline: str,
+        ledger: Ledger,
+        store: OutputStore,
+        engine: Engine,
+        clock: Clock,
+        retain: bool,
+        freed: Callable[[int], None],
+    ) -> None:
+        """``retain``: whether segments are kept for late rows; ``freed`` is told the bytes of deleted ones."""
+        self.publisher = Publisher(store)
+        self._pipeline = pipeline
+        self._ledger = ledger
+        self._store = store
+        self._engine = engine
+        self._clock = clock
+        self._retain = retain
+        self._freed = freed
+        self._tag = server_tag(ledger.server_id)
+
+    async def compute(self, entries: Sequence[WindowEntry]) -> tuple[Committed, ...] | None:
+        """Begin an attempt at each window, run all as one job, and commit those that are still this server's.
+
+        Left out are windows that are not ours, or not to be computed, any more, and those that lost their claim while
+        the job ran. None: not one of them was to be computed. Raises LedgerError, OSError, and what the engine raises.
+        """
+        begun = await self._begin(entries)
+        if not begun:
+            return None
+        jobs = tuple(self._job(each) for each in begun)
+        if len(jobs) == 1:
+            results: tuple[WindowResult, ...] = (await self._engine.compute(jobs[0]),)
+        else:
+            results = await self._engine.compute_group(jobs)
+        kill_point("attempt.computed")
+        await asyncio.to_thread(self._settle, begun, results)
+        kill_point("attempt.staged")
+        return await self._commit(begun, results)
+
+    async def _begin(self, entries: Sequence[WindowEntry]) -> tuple[_Begun, ...]:
+        begun = []
+        for entry in entries:
+            began_ms = self._clock.now_ms()
+            attempt = await self._ledger.begin_attempt(entry.window_id)
+            if attempt is None:
+                log.debug("window.dropped", window=entry.window_id, revision=entry.revision)
+            else:
+                staging = self.publisher.attempt(entry.window_id, attempt, self._tag)
+                begun.append(_Begun(entry, attempt, staging, began_ms))
+        kill_point("attempt.begun")
+        await asyncio.to_thread(self._make_room, begun)
+        return tuple(begun)
+
+    def _make_room(self, begun: Sequence[_Begun]) -> None:
+        for each in begun:
+            # What an earlier life left under the same number is not this attempt's.
+            self._store.delete(each.staging)
+        self._store.prepare(*(each.staging.rpartition("/")[0] for each in begun))
+
+    def _job(self, begun: _Begun) -> WindowJob:
+        entry = begun.entry
+        window = as_window(
+            entry.window_id, entry.start_ms, entry.end_ms, revision=entry.revision, pipeline=self._pipeline
+        )
+        return WindowJob(
+            window,
+            begun.attempt,
+            tuple(self._store.uri(segment.path) for segment in entry.segments),
+            self._store.uri(begun.staging),
+            sum(segment.rows for segment in entry.segments),
+            sum(segment.bytes for segment in entry.segments),
+        )
+
+    def _settle(self, begun: Sequence[_Begun], results: Sequence[WindowResult]) -> None:
+        """Force outputs to disk: once committed they must not be lost."""
+        if not self._store.local:
+            return
+        # An attempt without output leaves an empty folder, which publishing a revision without output goes by.
+        self._store.prepare(
+            *(b.staging for b, result in zip(begun, results, strict=True) if not result.files)
+        )
+        self._store.sync_all(each.staging for each in begun)
+
+    async def _commit(
+        self, begun: Sequence[_Begun], results: Sequence[WindowResult]
+    ) -> tuple[Committed, ...]:
+        commits = tuple(
+            Commit(each.entry.window_id, each.attempt, each.staging, result.files, result.rows)
+            for each, result in zip(begun, results, strict=True)
+        )
+        counted = await self._ledger.commit(commits)
+        kill_point("window.committed")
+        return tuple(
+            Committed(each.entry, each.attempt, output_of(each.entry, commit), result.seconds, each.began_ms)
+            for each, commit, result in zip(begun, commits, results, strict=True)
+            if each.entry.window_id in counted
+        )
+
+    async def find_committed(self, entry: WindowEntry) -> Committed | None:
+        """Return a window that counts and is this server's to publish; None when it is not, or not any more.
+
+        So it is after a commit whose answer was lost, after a crash, and after another server's death.
+        """
+        found = (await self._ledger.peek()).windows.get(entry.window_id)
+        ours = found is not None and found.owner == self._ledger.server_id
+        if found is None or not ours or found.state is not WindowState.COMMITTED or found.staging is None:
+            log.debug("window.dropped", window=entry.window_id, revision=entry.revision)
+            return None
+        commit = Commit(found.window_id, found.attempt, found.staging, found.files, found.rows_out)
+        return Committed(found, found.attempt, output_of(found, commit), 0.0, self._clock.now_ms())
+
+    async def publish(self, committed: Sequence[Committed]) -> None:
+        """Make committed windows visible, and free what is not needed any more. Repeatable.
+
+        Raises OSError and LedgerError.
+        """
+        outputs = tuple(each.output for each in committed)
+        await asyncio.to_thread(self.publisher.publish, outputs)
+        kill_point("window.visible")
+        free = await self._ledger.published(
+            tuple(output.window_id for output in outputs), retain=self._retain
+        )
+        kill_point("window.published")
+        await asyncio.to_thread(self._clean, outputs, free)
+        kill_point("window.cleaned")
+        self._freed(sum(segment.bytes for segment in free))
+
+    def _clean(self, outputs: Sequence[Output], free: Sequence[Segment]) -> None:
+        self.publisher.clean(outputs)
+        kill_point("window.cleaning")
+        for segment in free:
+            self._store.delete(segment.path)
+        for window_id in {segment.window_id for segment in free}:
+            self._store.drop_empty(f"{SEGMENTS}/{window_id}")
+
+
+def output_of(entry: WindowEntry, commit: Commit) -> Output:
+    """Return what a commit has to show."""
+    return Output(entry.window_id, entry.revision, commit.staging, commit.files, commit.rows_out)
