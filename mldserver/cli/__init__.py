@@ -35,6 +35,8 @@ mldserver sim handlers.departures --input events.jsonl
 mldserver serve handlers.departures --listen 127.0.0.1:7070 --out out/departures
 mldserver kcl --stream NAME --app NAME --region eu-central-1
 mldserver logs -f mldserver.log --level warning
+mldserver windows list --out out/departures
+mldserver ledger show --out out/departures
 ```
 """
 
@@ -45,6 +47,8 @@ _COMMANDS: Final = {
     "sim": "Run a whole pipeline without AWS or Java, faults on request.",
     "demo": "Play real departures through the server and show the windows.",
     "logs": "Show and follow a server's log.",
+    "windows": "Show windows, and run those again that were set aside.",
+    "ledger": "Show where shards and servers stand; reset a shard, or accept its gap.",
     "kcl": "Run the Java MultiLangDaemon, connected to a server.",
 }
 

@@ -33,12 +33,15 @@ def resolve(
     environ: Mapping[str, str],
     folder: Path,
     config: Path | None = None,
+    handler_required: bool = True,
 ) -> Settings:
     """Return the settings, each with its origin.
 
     ``command_line`` holds raw values by setting name; None means not given. The TOML file is ``config``, else the
     one that ``MLDSERVER_CONFIG`` names, else ``mldserver.toml`` in ``folder`` if there is one. Variables that are
-    empty count as not set. Raises ConfigError for unknown keys, impossible values, and a file that cannot be read.
+    empty count as not set. ``handler_required``: False for tools, which run none.
+
+    Raises ConfigError for unknown keys, impossible values, and a file that cannot be read.
     """
     given = _from_file(_config_file(environ, folder, config))
     given |= _from_environment(environ)
@@ -51,6 +54,8 @@ def resolve(
     values.setdefault("cache_dir", cache_folder(environ))
     origins = {name: given[name].origin for name in specs() if name in given}
     settings = Settings(**values, origins=origins)
+    if handler_required:
+        _check_handler(settings)
     _check(settings)
     return settings
 
@@ -128,14 +133,17 @@ def _parsed(name: str, given: _Given) -> Any:
         ) from error
 
 
-def _check(settings: Settings) -> None:
-    """Check what no value can be wrong about alone."""
+def _check_handler(settings: Settings) -> None:
     if not settings.handler:
         raise ConfigError(
             "No handler was named.",
             advice="Give its dotted path, for example `mldserver serve handlers.departures`, or set handler in "
             f"{CONFIG_FILE}.",
         )
+
+
+def _check(settings: Settings) -> None:
+    """Check what no value can be wrong about alone."""
     for low, high, show in (
         ("retry_base", "retry_cap", show_duration),
         ("window_retry_base", "window_retry_cap", show_duration),

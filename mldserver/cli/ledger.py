@@ -1,0 +1,210 @@
+"""``mldserver ledger``: shows where shards and servers stand; resets shards; accepts a gap."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
+
+from cyclopts import App
+
+from mldserver.cli.looking import AsJson, Where, add, at_ledger, details, moment, table, tell, tell_json
+from mldserver.errors import OperatorError
+from mldserver.state.ledger import WindowState
+
+if TYPE_CHECKING:
+    from mldserver.state.ledger import Ledger, LedgerState, ServerState, ShardState
+
+__all__ = ["accept_gap", "app", "reset_shards", "show_ledger"]
+
+_HELP = """
+Show where shards and servers stand, reset shards, accept a gap. Servers that run are not disturbed.
+
+```
+mldserver ledger show --out out/departures
+mldserver ledger show --ledger 'dynamodb://mldserver?region=eu-central-1' --pipeline departures --json
+mldserver ledger accept-gap shardId-000000000003 --out out/departures
+mldserver ledger reset shardId-000000000003 --out out/departures
+```
+
+In a folder the ledger is the SQLite file `_mldserver/ledger.sqlite`; `mldserver/state/schema.py` documents its format.
+
+Exit codes: 0 done, 2 there is no such shard or ledger, or it cannot be read.
+"""
+
+app = App(name="ledger", help=_HELP, help_format="markdown")
+
+_NOWHERE: Final = Where()
+
+
+@app.command(name="show")
+def show_ledger(*, where: Where = _NOWHERE, as_json: AsJson = False) -> int:
+    """Show shards with their positions, servers, and counts of the rest."""
+
+    async def look(_ledger: Ledger, held: LedgerState) -> None:
+        if as_json:
+            tell_json(_everything(held))
+            return
+        tell(details(_facts(held)), "", _servers(held), _shards(held))
+
+    at_ledger(where, look)
+    return 0
+
+
+@app.command(name="reset")
+def reset_shards(*shards: str, where: Where = _NOWHERE, as_json: AsJson = False) -> int:
+    """Forget shards' positions, so that all that a daemon delivers of them counts again.
+
+    Rows that were stored before stay where they are: read again, they count twice. Only shards that no server holds
+    are reset. The daemon must start at the beginning (delete the shard's lease, or the application's lease table):
+    one that goes on from its checkpoint is refused, unless the gap is accepted.
+
+    Parameters
+    ----------
+    shards
+        Ids of shards.
+    """
+    if not shards:
+        raise OperatorError("No shard was named.", advice="`mldserver ledger show` shows them.")
+
+    async def work(ledger: Ledger, held: LedgerState) -> None:
+        # All are looked at before one is changed: a slip in the second name must not leave half of it done.
+        for shard_id in shards:
+            _mind_owner(_shard(held, shard_id))
+        done = await ledger.reset(frozenset(shards))
+        if as_json:
+            tell_json({"reset": sorted(done)})
+        else:
+            tell(details((shard_id, "is reset: it has no position any more.") for shard_id in sorted(done)))
+        if left := sorted(set(shards) - done):
+            raise OperatorError(
+                f"Not reset, because a server has opened them since: {', '.join(left)}.",
+                advice="Stop the server first.",
+            )
+
+    at_ledger(where, work)
+    return 0
+
+
+@app.command(name="accept-gap")
+def accept_gap(shard: str, /, *, where: Where = _NOWHERE, as_json: AsJson = False) -> int:
+    """Let a daemon start a shard beyond the ledger's position, once; the records between the two are lost.
+
+    Parameters
+    ----------
+    shard
+        The shard's id.
+    """
+
+    async def work(ledger: Ledger, held: LedgerState) -> None:
+        position = _shard(held, shard).position
+        if not await ledger.accept_gap(shard):
+            raise _unknown(shard)  # pruned since we looked
+        if as_json:
+            tell_json({"accepted": shard, "position": _text(position)})
+        else:
+            tell(details([(shard, f"may start beyond {position or 'nothing'}, the next time it is opened.")]))
+
+    at_ledger(where, work)
+    return 0
+
+
+def _shard(held: LedgerState, shard_id: str) -> ShardState:
+    if (found := held.shards.get(shard_id)) is None:
+        raise _unknown(shard_id)
+    return found
+
+
+def _unknown(shard_id: str) -> OperatorError:
+    return OperatorError(
+        f"The ledger has no shard {shard_id}.", advice="`mldserver ledger show` shows those it has."
+    )
+
+
+def _mind_owner(shard: ShardState) -> None:
+    if shard.owner is not None:
+        raise OperatorError(
+            f"Shard {shard.shard_id} is held by the server {shard.owner}.",
+            advice="Stop that server first; a dead one's shards are free when another server has noticed.",
+        )
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)
+
+
+def _everything(held: LedgerState) -> dict[str, Any]:
+    counts = Counter(entry.state for entry in held.windows.values())
+    return {
+        "clock": held.clock,
+        "cut_below_ms": held.cut_below_ms,
+        "batch_progress": dataclasses.asdict(held.batch_progress),
+        "dead_letters": held.dead_letters,
+        "late_files_waiting": len(held.late_segments),
+        "windows": {str(state): counts[state] for state in WindowState},
+        "segment_bytes": _segment_bytes(held),
+        "servers": [dataclasses.asdict(server) for server in _by_id(held.servers)],
+        "shards": [
+            dataclasses.asdict(shard) | {"position": _text(shard.position), "parents": list(shard.parents)}
+            for shard in _by_id(held.shards)
+        ],
+    }
+
+
+def _by_id(found: dict[str, Any]) -> list[Any]:
+    return [found[key] for key in sorted(found)]
+
+
+def _segment_bytes(held: LedgerState) -> int:
+    return sum(each.bytes for entry in held.windows.values() for each in (*entry.segments, *entry.pending))
+
+
+def _facts(held: LedgerState) -> list[tuple[str, str]]:
+    counts = Counter(entry.state for entry in held.windows.values())
+    windows = [f"{counts[state]:,} {state.replace('_', ' ')}" for state in WindowState if counts[state]]
+    facts = [
+        ("windows", ", ".join(windows) or "none"),
+        ("segments", f"{_segment_bytes(held):,} bytes"),
+        ("dead letters", f"{held.dead_letters:,}"),
+        ("merge clock", f"{held.clock:,}"),
+    ]
+    if held.cut_below_ms is not None:
+        facts.append(("forgotten", f"windows up to {moment(held.cut_below_ms)}"))
+    if held.batch_progress.number:
+        facts.append(
+            ("open batch", f"number {held.batch_progress.number:,}, {held.batch_progress.rows:,} rows")
+        )
+    if held.late_segments:
+        facts.append(("late files", f"{len(held.late_segments):,} not visible yet"))
+    return facts
+
+
+def _servers(held: LedgerState) -> Any:
+    made = table("servers", "server", "last beat", "watermark", "held by", "reason")
+    for server in _by_id(held.servers):
+        add(made, server.server_id, moment(server.beat_ms), *_standing(server))
+    return made
+
+
+def _standing(server: ServerState) -> tuple[str, str, str]:
+    watermark = "idle" if server.idle else moment(server.watermark_ms)
+    return watermark, server.held_by or "-", server.reason or "-"
+
+
+def _shards(held: LedgerState) -> Any:
+    made = table("shards", "shard", "position", "event time", ">epoch", "held by", "parents", "note")
+    for shard in _by_id(held.shards):
+        notes = [
+            name for name, is_so in (("ended", shard.ended), ("gap accepted", shard.gap_accepted)) if is_so
+        ]
+        add(
+            made,
+            shard.shard_id,
+            _text(shard.position) or "-",
+            moment(shard.event_ms),
+            str(shard.epoch),
+            shard.owner or "-",
+            ", ".join(shard.parents) or "-",
+            ", ".join(notes),
+        )
+    return made

@@ -1,0 +1,180 @@
+"""What the tools that look into a ledger share: where it is, how it is opened beside a server, how they tell."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from cyclopts import Group, Parameter
+
+from mldserver.errors import ConfigError, LedgerError, OperatorError
+from mldserver.observe.render import harmless
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable
+
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    from mldserver.config import Settings
+    from mldserver.state.ledger import Ledger, LedgerState
+
+__all__ = ["AsJson", "Where", "add", "at_ledger", "details", "moment", "table", "tell", "tell_json"]
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_WIDE: Final = 1000
+"""Columns where no terminal bounds them: a line stays a line for grep."""
+
+AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="One JSON document, for other programs.")]
+
+
+@Parameter(name="*", group=Group("Where the ledger is"))
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Names a ledger, in the words of the server's settings; these count too, from variables and settings file."""
+
+    out: Path | None = None
+    """Folder of output, segments and ledger. [default: as for `mldserver serve`]"""
+    ledger: str | None = None
+    """`sqlite`, or `dynamodb://TABLE?region=REGION`. [default: as for `mldserver serve`]"""
+    pipeline: str | None = None
+    """The pipeline's name. [default: what the ledger in the folder says; else as for `mldserver serve`]"""
+    config: Path | None = None
+    """Settings file. [default: mldserver.toml in the working directory, if it is there]"""
+
+
+def at_ledger(where: Where, work: Callable[[Ledger, LedgerState], Awaitable[None]]) -> None:
+    """Run ``work`` on the ledger and what it holds. No server notices: nothing is registered or locked.
+
+    Raises OperatorError when there is no ledger, or it is damaged, newer, somebody else's or out of reach.
+    """
+    settings = _settings(where)
+    try:
+        asyncio.run(_at(settings, work))
+    except LedgerError as error:
+        # For a tool this is no fault of the program: it was pointed at something that cannot be read.
+        raise OperatorError(error.what, did=error.did, advice=error.advice, **error.where) from error
+
+
+async def _at(settings: Settings, work: Callable[[Ledger, LedgerState], Awaitable[None]]) -> None:
+    from mldserver.assembly import ledger_of  # noqa: PLC0415  # `--help` must not wait for it
+    from mldserver.clock import SystemClock  # noqa: PLC0415  # see above
+
+    ledger = ledger_of(settings, server_id=f"tool:{os.getpid()}", clock=SystemClock())
+    try:
+        await work(ledger, await ledger.peek())
+    finally:
+        await ledger.close()
+
+
+def _settings(where: Where) -> Settings:
+    from mldserver.config import SqlitePlace, resolve  # noqa: PLC0415  # `--help` must not wait for it
+    from mldserver.coordinator.layout import LEDGER  # noqa: PLC0415  # see above
+    from mldserver.state.whose import pipeline_of  # noqa: PLC0415  # see above
+
+    given = {
+        "out": None if where.out is None else str(where.out),
+        "ledger": where.ledger,
+        "pipeline": where.pipeline,
+    }
+    settings = resolve(
+        given, environ=os.environ, folder=Path.cwd(), config=where.config, handler_required=False
+    )
+    if isinstance(settings.ledger, SqlitePlace):
+        pipeline = where.pipeline or pipeline_of(settings.out / LEDGER) or settings.pipeline
+        return dataclasses.replace(settings, pipeline=pipeline)
+    if not {"pipeline", "handler"} & settings.origins.keys():
+        raise ConfigError(
+            "A table may hold the ledgers of several pipelines.", advice="Name the one with --pipeline."
+        )
+    return settings
+
+
+def moment(ms: int | None) -> str:
+    """Return a time as ISO 8601 in UTC, to the second unless it has more; a dash for none."""
+    if ms is None:
+        return "-"
+    try:
+        at = _EPOCH + timedelta(milliseconds=ms)
+    except OverflowError:  # a column may hold anything
+        return f"{ms} ms"
+    return at.isoformat(timespec="milliseconds" if ms % 1000 else "seconds").replace("+00:00", "Z")
+
+
+def table(title: str, *columns: str) -> Table:
+    """Return an empty table. A column whose name begins with ``>`` holds numbers."""
+    from rich import box  # noqa: PLC0415  # `--help` must not wait for it
+    from rich.table import Table  # noqa: PLC0415  # see above
+
+    made = Table(
+        title=title or None, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False
+    )
+    for name in columns:
+        made.add_column(
+            name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold"
+        )
+    return made
+
+
+def details(pairs: Iterable[tuple[str, str]]) -> Table:
+    """Return names and values, a line each."""
+    from rich.table import Table  # noqa: PLC0415  # `--help` must not wait for it
+
+    made = Table.grid(padding=(0, 2))
+    for name, value in pairs:
+        made.add_row(name, _plain(value))
+    return made
+
+
+def _plain(text: str) -> str:
+    """Take markup and control characters out of what peers and handlers have written."""
+    from rich.markup import escape  # noqa: PLC0415  # `--help` must not wait for it
+
+    return escape("\n".join(harmless(line) for line in text.splitlines()))
+
+
+def add(made: Table, *cells: str) -> None:
+    """Add a line of plain text to a table."""
+    made.add_row(*(_plain(cell) for cell in cells))
+
+
+def tell(*parts: RenderableType) -> None:
+    """Write tables and lines to standard output."""
+    from rich.console import Console  # noqa: PLC0415  # `--help` must not wait for it
+
+    terminal = sys.stdout.isatty()
+    text = io.StringIO()
+    console = (
+        Console(file=text, force_terminal=True, width=Console().width, highlight=False)
+        if terminal
+        else Console(file=text, width=_WIDE, highlight=False)
+    )
+    for part in parts:
+        console.print(part)
+    _write("\n".join(line.rstrip() for line in text.getvalue().split("\n")))
+
+
+def tell_json(document: Any) -> None:
+    """Write one JSON document to standard output. Sequence numbers are text: they have up to 60 digits."""
+    _write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+
+
+def _write(text: str) -> None:
+    # A segment's path may hold what is no UTF-8.
+    data = text.encode("utf-8", "backslashreplace")
+    with contextlib.suppress(BrokenPipeError):  # the reader (`head`, a pager) has seen enough
+        sys.stdout.flush()
+        sys.stdout.buffer.write(data)
+        sys.stdout.flush()
+        return
+    # Nothing may complain when Python flushes at exit.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,186 @@
+"""``mldserver ledger`` beside a server that lives."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mldserver import cli
+from mldserver.coordinator.layout import LEDGER
+from mldserver.records import Sequence
+from mldserver.state.ledger import (
+    BatchProgress,
+    Commit,
+    Flush,
+    PositionUpdate,
+    Segment,
+    SegmentKind,
+    ServerState,
+)
+from mldserver.state.store import SqliteStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+FAR = Sequence(49_590_338_271_490_256_608_559_692_538_361_571_095_921_575_989_136_588_898, 3)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("MLDSERVER_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[SqliteStore]:
+    """A server that holds shard ``a``, has let go of ``b``, and knows ``c`` from a list."""
+    store = SqliteStore(tmp_path / "out" / LEDGER, pipeline="trips", server_id="one")
+    store.open(now_ms=1000)
+    store.open_shard("a")
+    store.open_shard("b", ("p", "q"))
+    moves = (PositionUpdate("a", 1, FAR, 5, 2500), PositionUpdate("b", 1, Sequence(8), 5, 5, ended=True))
+    batch = Segment("_mldserver/segments/batch/x", "batch-000000000004", 10, 100)
+    late = Segment("_mldserver/segments/late", "old", 1, 10, 0, 1000, SegmentKind.LATE)
+    progress = BatchProgress(4, 10, 1000)
+    store.register(Flush(moves, (batch, late), clock=1234, batch_progress=progress), now_ms=1)
+    store.release_shard("b", 1)
+    store.know_shards({"c": ("a",)})
+    store.sync(ServerState("one", 61_000, watermark_ms=2500, held_by="a", reason="behind"))
+    yield store
+    store.close()
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    assert cli.run(["ledger", *arguments, "--out", "out"]) == code
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    return captured.err if code else captured.out
+
+
+def documents(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    return json.loads(told(capsys, *arguments, "--json"))
+
+
+def test_show_tells_where_shards_and_servers_stand(
+    server: SqliteStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [line.split() for line in told(capsys, "show").splitlines()]
+    assert ["merge", "clock", "1,234"] in lines
+    assert ["open", "batch", "number", "4,", "10", "rows"] in lines
+    assert ["late", "files", "1", "not", "visible", "yet"] in lines
+    assert ["one", "1970-01-01T00:01:01Z", "1970-01-01T00:00:02.500Z", "a", "behind"] in lines
+    assert ["a", str(FAR), "1970-01-01T00:00:02.500Z", "1", "one", "-"] in lines
+    assert ["b", "8", "1970-01-01T00:00:00.005Z", "1", "-", "p,", "q", "ended"] in lines
+    assert ["c", "-", "-", "0", "-", "a"] in lines
+
+
+def test_show_as_json_keeps_every_digit(server: SqliteStore, capsys: pytest.CaptureFixture[str]) -> None:
+    found = documents(capsys, "show")
+    assert found["shards"][0]["position"] == str(FAR)
+    assert found["shards"][1]["parents"] == ["p", "q"]
+    assert found["servers"][0]["held_by"] == "a"
+    assert found["windows"] == {"open": 1, "cut": 0, "committed": 0, "published": 0, "set_aside": 0}
+    assert found["segment_bytes"] == 100
+    assert found["late_files_waiting"] == 1
+    assert found["batch_progress"] == {"number": 4, "rows": 10, "opened_ms": 1000}
+
+
+def test_an_idle_server_and_what_was_forgotten_are_told(
+    server: SqliteStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    segment = Segment("_mldserver/segments/s", "w", 1, 1, 0, 5000)
+    server.register(Flush((), (segment,)), now_ms=1)
+    server.cut(("w",))
+    server.sync(ServerState("one", 1, idle=True))
+    server.begin_attempt("w")
+    server.commit((Commit("w", 1, "s", (), 0),))
+    server.published(("w",), retain=False, now_ms=1)
+    server.prune(windows_before_ms=10, shards_before_ms=0)
+    text = told(capsys, "show")
+    assert "windows up to 1970-01-01T00:00:05Z" in text
+    assert "idle" in text
+
+
+def test_looking_changes_nothing(server: SqliteStore, capsys: pytest.CaptureFixture[str]) -> None:
+    before = server.peek()
+    told(capsys, "show")
+    assert server.peek() == before
+
+
+def test_a_reset_forgets_a_position_of_a_shard_that_nobody_holds(
+    server: SqliteStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told(capsys, "reset", "b") == "b  is reset: it has no position any more.\n"
+    shard = server.peek().shards["b"]
+    assert (shard.position, shard.ended, shard.epoch) == (None, False, 2)
+
+
+def test_a_shard_that_a_server_holds_is_not_reset_nor_are_those_named_with_it(
+    server: SqliteStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = server.peek()
+    message = told(capsys, "reset", "b", "a", code=2)
+    assert message.startswith("mldserver: Shard a is held by the server one. Stop that server first")
+    assert "no shard nope" in told(capsys, "reset", "b", "nope", code=2)
+    assert "No shard was named" in told(capsys, "reset", code=2)
+    assert server.peek() == before
+
+
+def test_a_shard_that_is_opened_in_the_moment_of_the_reset_is_told(
+    server: SqliteStore,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    peek = SqliteStore.peek
+
+    def look_then_lose(store: SqliteStore) -> Any:
+        seen = peek(store)
+        other = SqliteStore(tmp_path / "out" / LEDGER, pipeline="trips", server_id="other")
+        other.open(now_ms=2000)
+        other.open_shard("b")
+        other.close()
+        return seen
+
+    monkeypatch.setattr(SqliteStore, "peek", look_then_lose)
+    assert "a server has opened them since: b" in told(capsys, "reset", "b", code=2)
+    monkeypatch.undo()
+    assert server.peek().shards["b"].position == Sequence(8)
+
+
+def test_a_gap_is_accepted_for_the_next_opening_only(
+    server: SqliteStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert documents(capsys, "accept-gap", "a") == {"accepted": "a", "position": str(FAR)}
+    assert told(capsys, "accept-gap", "c") == "c  may start beyond nothing, the next time it is opened.\n"
+    assert "gap accepted" in told(capsys, "show")
+    assert [server.open_shard("a").gap_accepted for _ in range(2)] == [True, False]
+    assert "no shard nope" in told(capsys, "accept-gap", "nope", code=2)
+
+
+def test_a_shard_that_was_pruned_in_the_moment_of_accepting_is_told(
+    server: SqliteStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SqliteStore, "accept_gap", lambda store, shard: False)
+    assert "no shard a" in told(capsys, "accept-gap", "a", code=2)
+
+
+def test_an_empty_ledger_is_told_without_what_it_does_not_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = SqliteStore(tmp_path / "out" / LEDGER, pipeline="trips", server_id="one")
+    store.open(now_ms=0)
+    store.close()
+    text = told(capsys, "show")
+    assert "windows       none" in text
+    assert "open batch" not in text
+    assert "late files" not in text
+
+
+def test_a_reset_is_told_as_json_too(server: SqliteStore, capsys: pytest.CaptureFixture[str]) -> None:
+    assert documents(capsys, "reset", "b", "c") == {"reset": ["b", "c"]}

@@ -1,0 +1,276 @@
+"""``mldserver windows`` beside a server that lives."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mldserver import cli
+from mldserver.cli.looking import moment
+from mldserver.coordinator.layout import LEDGER
+from mldserver.records import Sequence
+from mldserver.state.ledger import Commit, Flush, PositionUpdate, Segment, SegmentKind, WindowState
+from mldserver.state.store import SqliteStore
+from mldserver.state.whose import pipeline_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+HOUR = 3_600_000
+IDS = [f"1970-01-01T0{hour}-00-00Z" for hour in range(4)]
+SET_ASIDE, PUBLISHED, CUT, OPEN = IDS
+
+
+def segment(hour: int, *, kind: SegmentKind = SegmentKind.WINDOW) -> Segment:
+    name = f"_mldserver/segments/{IDS[hour]}/{kind}.parquet"
+    return Segment(name, IDS[hour], 1000 + hour, 5000, hour * HOUR, (hour + 1) * HOUR, kind)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("MLDSERVER_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[SqliteStore]:
+    """A server that has four windows, one in each state that matters."""
+    store = SqliteStore(tmp_path / "out" / LEDGER, pipeline="trips", server_id="one")
+    store.open(now_ms=0)
+    store.open_shard("a")
+    move = PositionUpdate("a", 1, Sequence(10**50, 2), 5, 5)
+    store.register(Flush((move,), tuple(segment(hour) for hour in range(4)), clock=9), now_ms=1)
+    store.cut((SET_ASIDE, PUBLISHED, CUT))
+    store.begin_attempt(SET_ASIDE)
+    store.set_aside(SET_ASIDE, "ValueError: [red]no\x1b[0m\n  at line 3")
+    attempt = store.begin_attempt(PUBLISHED)
+    assert attempt is not None
+    store.commit((Commit(PUBLISHED, attempt, "staging/x", ("part-0.parquet",), 7),))
+    store.published((PUBLISHED,), retain=True, now_ms=3 * HOUR)
+    store.register(Flush((), (segment(1, kind=SegmentKind.RECOMPUTE),)), now_ms=4)
+    yield store
+    store.close()
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    assert cli.run(["windows", *arguments]) == code
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    return captured.err if code else captured.out
+
+
+def documents(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    return json.loads(told(capsys, *arguments, "--json"))
+
+
+def test_the_list_shows_what_is_not_published_oldest_first(
+    server: SqliteStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = told(capsys, "list", "--out", "out")
+    lines = [line for line in text.splitlines() if line.startswith("1970")]
+    assert [line.split()[0] for line in lines] == [SET_ASIDE, CUT, OPEN]
+    assert "set aside" in lines[0]
+    assert "1,000" in lines[0]
+    assert text.splitlines()[-1] == "1 open, 1 cut, 1 published, 1 set aside (1 not shown)"
+
+
+def test_what_handlers_have_written_is_text_and_neither_markup_nor_control(
+    server: SqliteStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = told(capsys, "list", "--out", "out")
+    assert "ValueError: [red]no" in text
+    assert "\x1b" not in text
+    assert "at line 3" not in text
+    shown = told(capsys, "show", SET_ASIDE, "--out", "out")
+    assert "ValueError: [red]no" in shown
+    assert "at line 3" in shown
+    assert "\x1b" not in shown
+
+
+def test_all_shows_retained_ones_too(server: SqliteStore, capsys: pytest.CaptureFixture[str]) -> None:
+    text = told(capsys, "list", "--out", "out", "--all")
+    assert [line.split()[0] for line in text.splitlines() if line.startswith("1970")] == IDS
+    assert "not shown" not in text
+
+
+def test_a_state_selects_in_either_form(server: SqliteStore, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("set_aside", "set-aside"):
+        chosen = documents(capsys, "list", "--out", "out", "--state", name, "--state", "cut")
+        assert [each["window"] for each in chosen] == [SET_ASIDE, CUT]
+
+
+def test_the_list_as_json_has_every_window(server: SqliteStore, capsys: pytest.CaptureFixture[str]) -> None:
+    listed = documents(capsys, "list", "--out", "out")
+    assert [each["window"] for each in listed] == IDS
+    assert listed[1] == {
+        "window": PUBLISHED,
+        "state": "published",
+        "revision": 1,
+        "attempts": 1,
+        "owner": None,
+        "start_ms": HOUR,
+        "end_ms": 2 * HOUR,
+        "segments": 2,
+        "rows": 2002,
+        "bytes": 10_000,
+        "rows_waiting": 1001,
+        "rows_out": 7,
+        "retained": True,
+        "published_ms": 3 * HOUR,
+        "error": None,
+    }
+
+
+def test_show_tells_all_of_one_window(server: SqliteStore, capsys: pytest.CaptureFixture[str]) -> None:
+    text = told(capsys, "show", PUBLISHED, "--out", "out")
+    assert "1970-01-01T01:00:00Z, 1970-01-01T02:00:00Z" in text
+    assert "7 rows in 1 files" in text
+    assert "waiting for the next" in text
+    found = documents(capsys, "show", PUBLISHED, "--out", "out")
+    assert [each["kind"] for each in (*found["segments"], *found["waiting"])] == ["window", "recompute"]
+    assert found["files"] == ["part-0.parquet"]
+
+
+def test_a_retry_sets_the_window_back_and_the_server_adopts_it(
+    server: SqliteStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"{SET_ASIDE}  is cut again" in told(capsys, "retry", SET_ASIDE, "--out", "out")
+    assert [entry.window_id for entry in server.adopt()] == [SET_ASIDE]
+    assert told(capsys, "retry", SET_ASIDE, "--out", "out", code=2) == (
+        f"mldserver: Window {SET_ASIDE} is not set aside: it is cut. `mldserver windows list` shows which are.\n"
+    )
+
+
+def test_a_retry_with_a_wrong_name_among_several_changes_nothing(
+    server: SqliteStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "no window nope" in told(capsys, "retry", SET_ASIDE, "nope", "--out", "out", code=2)
+    assert server.peek().windows[SET_ASIDE].state is WindowState.SET_ASIDE
+    assert documents(capsys, "retry", SET_ASIDE, SET_ASIDE, "--out", "out") == {"retried": [SET_ASIDE]}
+
+
+def test_a_window_that_is_not_there_is_one_sentence_and_exit_code_2(
+    server: SqliteStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told(capsys, "show", "nope", "--out", "out", code=2).startswith(
+        "mldserver: The ledger has no window nope."
+    )
+    assert "No window was named" in told(capsys, "retry", "--out", "out", code=2)
+
+
+def test_looking_leaves_the_servers_as_they_are(
+    server: SqliteStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = server.peek()
+    told(capsys, "list", "--out", "out")
+    told(capsys, "show", CUT, "--out", "out")
+    assert server.peek() == before
+    assert list(before.servers) == ["one"]
+
+
+def test_a_server_in_the_middle_of_a_transaction_is_looked_past(
+    server: SqliteStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writer = sqlite3.connect(tmp_path / "out" / LEDGER, isolation_level=None)
+    writer.execute("BEGIN IMMEDIATE")
+    writer.execute("DELETE FROM segments")
+    assert [each["segments"] for each in documents(capsys, "list", "--out", "out")] == [1, 2, 1, 1]
+    writer.execute("ROLLBACK")
+    writer.close()
+
+
+def test_where_there_is_no_ledger_none_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = told(capsys, "list", "--out", "none", code=2)
+    assert message.startswith(f"mldserver: There is no ledger at none/{LEDGER}.")
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        ("UPDATE meta SET format = 99", "The ledger has format 99; this program knows format"),
+        ("PRAGMA application_id = 1", "is an SQLite database, but no ledger"),
+    ],
+)
+def test_a_newer_or_foreign_ledger_is_one_sentence_and_exit_code_2(
+    server: SqliteStore, tmp_path: Path, capsys: pytest.CaptureFixture[str], harm: str, said: str
+) -> None:
+    server.close()
+    other = sqlite3.connect(tmp_path / "out" / LEDGER, isolation_level=None)
+    other.execute(harm)
+    other.close()
+    message = told(capsys, "list", "--out", "out", code=2)
+    assert said in message
+    assert message.count("\n") == 1
+
+
+def test_a_damaged_ledger_is_one_sentence_and_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "out" / LEDGER
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"no database" * 1000)
+    assert pipeline_of(path) is None
+    message = told(capsys, "list", "--out", "out", code=2)
+    assert message.startswith("mldserver: The ledger is damaged")
+    assert message.count("\n") == 1
+    assert path.read_bytes() == b"no database" * 1000
+
+
+def test_the_settings_file_names_the_ledger(
+    server: SqliteStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mldserver.toml").write_text('handler = "mine.other"\nout = "out"\n')
+    assert len(documents(capsys, "list")) == 4
+    assert "The ledger belongs to the pipeline 'trips', not to 'x'" in told(
+        capsys, "list", "--pipeline", "x", code=2
+    )
+    assert "no ledger at" in told(capsys, "list", "--out", "nowhere", code=2)
+
+
+def test_a_table_needs_the_name_of_the_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
+    message = told(capsys, "list", "--ledger", "dynamodb://table", code=2)
+    assert message.endswith("Name the one with --pipeline.\n")
+    assert "it names no table" in told(capsys, "list", "--ledger", "dynamodb://", code=2)
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(server: SqliteStore, tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "mldserver", "windows", "list", "--out", "out"]
+    done = subprocess.run(
+        command, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, timeout=60, check=False
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_on_a_terminal_tables_fit_its_width(
+    server: SqliteStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("NO_COLOR", "1")
+    text = told(capsys, "list", "--out", "out")
+    assert max(len(line) for line in text.splitlines() if "\x1b" not in line) <= 60
+
+
+def test_a_window_that_another_tool_was_faster_with_is_told(
+    server: SqliteStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SqliteStore, "retry", lambda store, window: False)
+    assert "somebody else was faster" in told(capsys, "retry", SET_ASIDE, "--out", "out", code=2)
+
+
+def test_moments_are_told_in_utc_whatever_they_are() -> None:
+    assert moment(None) == "-"
+    assert moment(1_500) == "1970-01-01T00:00:01.500Z"
+    assert moment(-(2**62)) == f"{-(2**62)} ms"
