@@ -78,6 +78,8 @@ class Book:
         self.windows: dict[str, WindowEntry] = {}
         self.servers: dict[str, ServerRow] = {}
         self.late: dict[str, Segment] = {}
+        self.current: dict[str, WindowEntry] = {}
+        """Windows but those that are published and not retained: what ``LedgerState`` tells of."""
         self.paths: set[str] = set()
         """Of every segment of every window."""
         self.unfinished: set[str] = set()
@@ -102,6 +104,7 @@ class Book:
             return
         self.paths.difference_update(each.path for each in (*entry.segments, *entry.pending))
         self.unfinished.discard(entry.window_id)
+        self.current.pop(entry.window_id, None)
         self.retained_bytes -= _retained_bytes(entry)
 
     def _learn(self, entry: WindowEntry | None) -> None:
@@ -110,6 +113,8 @@ class Book:
         self.paths.update(each.path for each in (*entry.segments, *entry.pending))
         if entry.state in {WindowState.CUT, WindowState.COMMITTED}:
             self.unfinished.add(entry.window_id)
+        if entry.retained or entry.state is not WindowState.PUBLISHED:
+            self.current[entry.window_id] = entry
         self.retained_bytes += _retained_bytes(entry)
 
     def everything(self) -> Changes:
@@ -122,7 +127,7 @@ class Book:
         """Return what the ledger holds, in collections that are the caller's."""
         return LedgerState(
             shards={shard_id: row.state for shard_id, row in self.shards.items()},
-            windows=self.windows.copy(),
+            windows=self.current.copy(),
             late_segments=tuple(self.late.values()),
             clock=self.totals.clock,
             batch_progress=self.totals.batch_progress,

@@ -98,7 +98,7 @@ def translate(error: Exception, table: str, *, did: str) -> LedgerError:
     verdict = judge(error)
     if verdict is Verdict.ABSENT:
         return LedgerError(
-            f"There is no DynamoDB table {table}.",
+            f"There is no ledger: DynamoDB has no table {table}.",
             did=did,
             advice="Create it with `mldserver ledger create`, or check its name and the region.",
             table=table,

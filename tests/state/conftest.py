@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import uuid
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import aioboto3
 import pytest
 
+from mldserver.state.dynamodb import DynamoLedger
 from mldserver.state.sqlite import SqliteLedger
+from tests.state.dynamodb_emulator import Emulator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from mldserver.state.ledger import Ledger
@@ -32,11 +37,58 @@ def clock() -> HandClock:
     return HandClock()
 
 
-@pytest.fixture(params=["sqlite"])
+@dataclass
+class PatientClock:
+    """The time of another clock, on which waiting costs nothing but a turn of the loop."""
+
+    hand: HandClock
+    slept: float = 0.0
+
+    def now_ms(self) -> int:
+        return self.hand.ms
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept += seconds
+        await asyncio.sleep(0)
+
+
+@pytest.fixture(scope="session")
+def shared_emulator() -> Iterator[Emulator]:
+    emulator = Emulator()
+    with emulator.running():
+        yield emulator
+
+
+@pytest.fixture
+def emulator(shared_emulator: Emulator) -> Iterator[Emulator]:
+    """DynamoDB without faults."""
+    shared_emulator.heal()
+    yield shared_emulator
+    shared_emulator.heal()
+
+
+@pytest.fixture
+def dynamodb(emulator: Emulator, clock: HandClock) -> Callable[..., DynamoLedger]:
+    """Make ledgers, not opened yet, over one table on DynamoDB that the first to open creates."""
+    table = f"ledgers-{uuid.uuid4().hex}"
+    session = aioboto3.Session("emulated", "emulated", region_name="eu-central-1")
+    patient = PatientClock(clock)
+
+    def make(server_id: str = "one", pipeline: str = "p", **settings: Any) -> DynamoLedger:
+        usual = {"pipeline": pipeline, "server_id": server_id, "clock": patient, "create": True}
+        return DynamoLedger(table, endpoint_url=emulator.url, session=session, **(usual | settings))
+
+    return make
+
+
+@pytest.fixture(params=["sqlite", "dynamodb"])
 def ledger_factory(request: pytest.FixtureRequest, tmp_path: Path, clock: HandClock) -> Callable[..., Ledger]:
     """Make ledgers, not opened yet, over the same durable state. Every kind of ledger is a parameter."""
 
     def sqlite(server_id: str = "one", pipeline: str = "p") -> Ledger:
         return SqliteLedger(tmp_path / "ledger.sqlite", pipeline=pipeline, server_id=server_id, clock=clock)
 
-    return {"sqlite": sqlite}[request.param]
+    factory: Callable[..., Ledger] = sqlite
+    if request.param == "dynamodb":
+        factory = request.getfixturevalue("dynamodb")
+    return factory

@@ -255,16 +255,22 @@ async def test_no_text_of_a_handler_keeps_a_dead_letter_out(ledger_factory: Fact
     )
 
 
-async def test_a_ledger_serves_one_pipeline(ledger_factory: Factory) -> None:
-    async with opened(ledger_factory):
-        pass
+async def test_a_pipeline_never_sees_the_ledger_of_another(ledger_factory: Factory) -> None:
+    async with opened(ledger_factory) as (ledger, _):
+        await ledger.open_shard("a")
+    before = await held(ledger_factory)
     other = ledger_factory(pipeline="other")
     try:
-        with pytest.raises(LedgerVersionError, match="'p', not to 'other'"):
-            await other.open()
+        # A file is of one pipeline; a table may be of several.
+        state = await other.open()
+        assert set(state.servers) == {"one"}
+        assert not state.shards
+        await other.open_shard("b")
+    except LedgerVersionError as error:
+        assert "'p', not to 'other'" in str(error)
     finally:
         await other.close()
-    assert await held(ledger_factory) == LedgerState()
+    assert await held(ledger_factory) == before
 
 
 async def test_no_call_follows_the_close(ledger_factory: Factory) -> None:
