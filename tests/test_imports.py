@@ -72,6 +72,7 @@ SHELLS = (
     "coordinator.holding",
     "coordinator.lives",
     "coordinator.missing",
+    "coordinator.publish",
     "coordinator.recovery",
     "coordinator.shard_session",
     "coordinator.standing",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mldserver.coordinator.flush import BufferedBatch, FlushPlan, buffered, plan, shard_end
 from mldserver.coordinator.windows import Batches, Tumbling, WindowKey, WindowSpec, batch_id, tumbling_id
 from mldserver.records import Sequence
-from mldserver.state.ledger import BatchProgress, PositionUpdate
+from mldserver.state.ledger import BatchProgress, PositionUpdate, SegmentKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,10 +33,17 @@ def planned(
     spec: WindowSpec | None = SPEC,
     clock: int = 0,
     progress: BatchProgress | None = None,
-    is_cut: Callable[[WindowKey], bool] = lambda key: False,
+    durable: dict[str, Sequence | None] | None = None,
+    kind: Callable[[WindowKey], SegmentKind] = lambda key: SegmentKind.WINDOW,
 ) -> FlushPlan:
     return plan(
-        batches, spec=spec, clock=clock, progress=progress or BatchProgress(), now_ms=77, is_cut=is_cut
+        batches,
+        spec=spec,
+        clock=clock,
+        progress=progress or BatchProgress(),
+        now_ms=77,
+        durable=durable or {},
+        kind=kind,
     )
 
 
@@ -167,12 +174,12 @@ def test_event_times_of_a_column_go_with_their_rows_through_the_merge() -> None:
     assert rows(flush) == {tumbling_id(0): [(30, 1, 1)], tumbling_id(5000): [(20, 0, 7), (40, 2, 2)]}
 
 
-def test_rows_of_windows_that_are_cut_are_late() -> None:
-    flush = planned(take("a", [(1, 10), (2, 1500)]), is_cut=lambda key: key.start_ms == 0)
-    assert [(file.key.id, file.late) for file in flush.files] == [
-        (tumbling_id(0), True),
-        (tumbling_id(1000), False),
-    ]
+def test_each_windows_rows_are_told_what_they_are_for() -> None:
+    kinds = {0: SegmentKind.RECOMPUTE, 1000: SegmentKind.LATE, 2000: SegmentKind.WINDOW}
+    batch = take("a", [(1, 10), (2, 1500), (3, 2500)])
+    flush = planned(batch, kind=lambda key: kinds[key.start_ms])
+    assert [(file.key.start_ms, file.kind) for file in flush.files] == list(kinds.items())
+    assert flush.rows == 3
 
 
 def test_batches_windows_take_rows_in_merge_order() -> None:
@@ -190,6 +197,13 @@ def test_a_shards_positions_become_one_update_with_the_last_word() -> None:
         PositionUpdate("a", 1, S(3), 30, 30, ended=True),
         PositionUpdate("b", 1, S(7), 99, 99),
     )
+
+
+def test_each_update_says_which_position_it_goes_on_from() -> None:
+    flush = planned(
+        take("a", [(4, 10)]), take("b", [(7, 99)]), take("a", [(5, 30)]), durable={"a": S(3), "c": S(1)}
+    )
+    assert [(update.position, update.previous) for update in flush.positions] == [(S(5), S(3)), (S(7), None)]
 
 
 def test_the_end_of_a_shard_that_is_durable_already_keeps_its_position() -> None:

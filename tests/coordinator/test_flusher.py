@@ -2,71 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet as pq
 import pytest
-from coordinator.outcomes import dead_letter, outcome
-from coordinator.pipeline import Faults, FaultyStore, InlineLedger
+from coordinator.outcomes import dead_letter
+from coordinator.writing import W, Writing, publish, zero
 
-from mldserver.coordinator.flush import BufferedBatch, buffered, shard_end
-from mldserver.coordinator.flusher import Flusher
-from mldserver.coordinator.windows import OpenWindows, Tumbling, WindowSpec, batch_id, batches, tumbling_id
+from mldserver.coordinator.flush import shard_end
+from mldserver.coordinator.windows import Tumbling, batch_id, batches
 from mldserver.errors import LedgerError
 from mldserver.records import Sequence
-from mldserver.testing import VirtualClock
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
-
-    from mldserver.state.ledger import LedgerState, ShardState
-
-W = [tumbling_id(start) for start in range(0, 40_000, 10_000)]
-
-
-@dataclass
-class Writing:
-    out: Path
-    spec: WindowSpec | None
-    clock: VirtualClock
-    faults: Faults
-    ledger: InlineLedger
-    flusher: Flusher
-
-    @classmethod
-    async def begin(cls, out: Path, spec: WindowSpec | None) -> Writing:
-        clock, faults = VirtualClock(1_000_000), Faults()
-        ledger = InlineLedger(out / "ledger.sqlite", clock, faults)
-        store = FaultyStore(str(out), faults)
-        names = itertools.count()
-        flusher = Flusher(
-            spec=spec, ledger=ledger, store=store, clock=clock, unique=lambda: f"u{next(names)}"
-        )
-        writing = cls(out, spec, clock, faults, ledger, flusher)
-        writing.restore(await ledger.open())
-        return writing
-
-    def restore(self, state: LedgerState) -> None:
-        self.flusher.restore(state, OpenWindows(self.spec, state.batch_progress) if self.spec else None)
-
-    def batch(self, shard: ShardState, *records: tuple[int, int], **changes: Any) -> BufferedBatch:
-        made = outcome(shard.shard_id, list(records), **changes)
-        return buffered(shard.shard_id, shard.epoch, made, floor_ms=None, spec=self.spec)
-
-    def files(self) -> dict[str, list[int]]:
-        """Return the values in each segment file by the name of its window and its own, up to the unique part."""
-        found = sorted(self.out.glob("_mldserver/segments/*/*.parquet"))
-        return {
-            f"{path.parent.name}/{path.name.rpartition('-')[0]}": pq.read_table(path)["value"].to_pylist()
-            for path in found
-        }
-
-    def registered(self) -> LedgerState:
-        self.ledger.store.close()
-        return self.ledger.store.open(now_ms=0)
 
 
 @pytest.fixture
@@ -76,17 +26,13 @@ async def writing(tmp_path: Path) -> AsyncIterator[Writing]:
     made.ledger.store.close()
 
 
-def zero(clock: int) -> str:
-    return f"{clock:016d}"
-
-
 async def test_a_flush_writes_one_file_a_window_and_moves_the_position(
     writing: Writing, logged: list[dict[str, Any]]
 ) -> None:
     shard = await writing.ledger.open_shard("a")
     letter = dead_letter("a", 3)
     batch = writing.batch(shard, (1, 1000), (2, 12_000), (3, 13_000), rows=[1, 2], letters=[letter])
-    flushed = await writing.flusher.flush([batch], "interval")
+    flushed = await writing.flush([batch], "interval")
     assert writing.files() == {f"{W[0]}/{zero(0)}": [1], f"{W[1]}/{zero(0)}": [2]}
     state = writing.registered()
     assert state.shards["a"].position == Sequence(3)
@@ -105,8 +51,8 @@ async def test_a_flush_writes_one_file_a_window_and_moves_the_position(
 
 async def test_the_clock_goes_on_with_each_flush(writing: Writing) -> None:
     shard = await writing.ledger.open_shard("a")
-    await writing.flusher.flush([writing.batch(shard, (1, 1000), (2, 2000))], "interval")
-    await writing.flusher.flush([writing.batch(shard, (3, 3000))], "interval")
+    await writing.flush([writing.batch(shard, (1, 1000), (2, 2000))], "interval")
+    await writing.flush([writing.batch(shard, (3, 3000))], "interval")
     assert writing.files() == {f"{W[0]}/{zero(0)}": [1, 2], f"{W[0]}/{zero(2)}": [3]}
 
 
@@ -116,7 +62,7 @@ async def test_a_shard_that_is_owned_elsewhere_is_left_out_and_the_rest_is_writt
     mine, lost = await writing.ledger.open_shard("a"), await writing.ledger.open_shard("b")
     await writing.ledger.open_shard("b")
     both = [writing.batch(lost, (7, 500)), writing.batch(mine, (1, 1000))]
-    flushed = await writing.flusher.flush(both, "interval")
+    flushed = await writing.flush(both, "interval")
     assert flushed.lost_shards == {"b"}
     assert [update.shard_id for update in flushed.positions] == ["a"]
     assert writing.files() == {f"{W[0]}/{zero(0)}": [1]}
@@ -130,7 +76,7 @@ async def test_a_shard_that_is_owned_elsewhere_is_left_out_and_the_rest_is_writt
 async def test_when_every_shard_is_owned_elsewhere_nothing_is_left(writing: Writing) -> None:
     lost = await writing.ledger.open_shard("b")
     await writing.ledger.open_shard("b")
-    flushed = await writing.flusher.flush([writing.batch(lost, (7, 500))], "interval")
+    flushed = await writing.flush([writing.batch(lost, (7, 500))], "interval")
     assert (flushed.positions, flushed.bytes, writing.files()) == ((), 0, {})
 
 
@@ -138,9 +84,9 @@ async def test_rows_of_a_window_that_the_ledger_has_cut_become_late(
     writing: Writing, logged: list[dict[str, Any]]
 ) -> None:
     shard = await writing.ledger.open_shard("a")
-    await writing.flusher.flush([writing.batch(shard, (1, 1000))], "interval")
+    await writing.flush([writing.batch(shard, (1, 1000))], "interval")
     writing.ledger.store.cut((W[0],))  # by another server: this one does not know
-    flushed = await writing.flusher.flush([writing.batch(shard, (2, 2000), (3, 15_000))], "interval")
+    flushed = await writing.flush([writing.batch(shard, (2, 2000), (3, 15_000))], "interval")
     assert writing.files() == {
         f"{W[0]}/{zero(0)}": [1],
         f"{W[0]}/late-{zero(1)}": [2],
@@ -158,11 +104,11 @@ async def test_late_rows_are_published_once_and_told_by_window(
     writing: Writing, logged: list[dict[str, Any]]
 ) -> None:
     shard = await writing.ledger.open_shard("a")
-    await writing.flusher.flush([writing.batch(shard, (1, 1000), (2, 15_000))], "interval")
+    await writing.flush([writing.batch(shard, (1, 1000), (2, 15_000))], "interval")
     await writing.flusher.cut(20_000, close_all=False)
     await writing.flusher.publish_late()
     late = [writing.batch(shard, (3, 500), (4, 600), (5, 12_000), (6, 30_000))]
-    await writing.flusher.flush(late, "interval")
+    await writing.flush(late, "interval")
     assert [(event["window"], event["rows"]) for event in logged if event["event"] == "window.late"] == [
         (W[0], 2),
         (W[1], 1),
@@ -186,13 +132,13 @@ async def test_late_rows_that_could_not_be_published_are_published_by_the_next_c
     writing: Writing,
 ) -> None:
     shard = await writing.ledger.open_shard("a")
-    await writing.flusher.flush([writing.batch(shard, (1, 1000))], "interval")
+    await writing.flush([writing.batch(shard, (1, 1000))], "interval")
     await writing.flusher.cut(10_000, close_all=False)
-    await writing.flusher.flush([writing.batch(shard, (3, 500))], "interval")
+    await writing.flush([writing.batch(shard, (3, 500))], "interval")
     left = [LedgerError("busy"), OSError(5, "I/O")]
 
     def fail(name: str, after: bool) -> None:
-        if left and name == ("publish" if len(left) == 2 else "late_published") and not after:
+        if left and name == ("rename" if len(left) == 2 else "late_published") and not after:
             raise left.pop()
 
     writing.faults.hook = fail
@@ -218,12 +164,12 @@ async def test_a_full_disk_leaves_no_partial_file_and_changes_nothing(writing: W
 
     writing.faults.hook = full
     with pytest.raises(OSError, match="No space left"):
-        await writing.flusher.flush([batch], "interval")
+        await writing.flush([batch], "interval")
     assert writing.files() == {}
     assert "register" not in writing.faults.calls
     assert (writing.flusher.rows_durable, len(writing.flusher.open_windows)) == (0, 0)
     writing.faults.hook = None
-    await writing.flusher.flush([batch], "interval")
+    await writing.flush([batch], "interval")
     assert writing.files() == {f"{W[i]}/{zero(0)}": [i + 1] for i in range(3)}
 
 
@@ -238,9 +184,9 @@ async def test_a_ledger_that_fails_changes_nothing_and_the_flush_can_be_repeated
 
     writing.faults.hook = fail
     with pytest.raises(LedgerError):
-        await writing.flusher.flush([batch], "interval")
+        await writing.flush([batch], "interval")
     assert writing.flusher.rows_durable == 0
-    await writing.flusher.flush([batch], "interval")
+    await writing.flush([batch], "interval")
     state = writing.registered()
     assert [segment.rows for segment in state.windows[W[0]].segments] == [1]
     assert state.clock == 1
@@ -248,8 +194,8 @@ async def test_a_ledger_that_fails_changes_nothing_and_the_flush_can_be_repeated
 
 async def test_a_shards_end_is_registered_with_its_last_position(writing: Writing) -> None:
     shard = await writing.ledger.open_shard("a")
-    await writing.flusher.flush([writing.batch(shard, (1, 1000))], "interval")
-    await writing.flusher.flush([shard_end("a", shard.epoch, Sequence(1))], "shard_ended")
+    await writing.flush([writing.batch(shard, (1, 1000))], "interval")
+    await writing.flush([shard_end("a", shard.epoch, Sequence(1))], "shard_ended")
     found = writing.registered().shards["a"]
     assert (found.ended, found.position) == (True, Sequence(1))
 
@@ -258,8 +204,8 @@ async def test_windows_are_cut_oldest_first_with_their_segments(
     writing: Writing, logged: list[dict[str, Any]]
 ) -> None:
     shard = await writing.ledger.open_shard("a")
-    await writing.flusher.flush([writing.batch(shard, (1, 12_000), (2, 31_000))], "interval")
-    await writing.flusher.flush([writing.batch(shard, (3, 1000), (4, 14_000))], "interval")
+    await writing.flush([writing.batch(shard, (1, 12_000), (2, 31_000))], "interval")
+    await writing.flush([writing.batch(shard, (3, 1000), (4, 14_000))], "interval")
     assert await writing.flusher.cut(9999, close_all=False) == ()
     assert "cut" not in writing.faults.calls
     entries = await writing.flusher.cut(20_000, close_all=False)
@@ -275,35 +221,33 @@ async def test_windows_are_cut_oldest_first_with_their_segments(
 
 async def test_windows_that_were_forgotten_are_known_to_be_cut(writing: Writing) -> None:
     shard = await writing.ledger.open_shard("a")
-    await writing.flusher.flush([writing.batch(shard, (1, 1000))], "interval")
+    await writing.flush([writing.batch(shard, (1, 1000))], "interval")
     await writing.flusher.cut(10_000, close_all=False)
-    attempt = await writing.ledger.begin_attempt(W[0])
-    await writing.ledger.commit(W[0], attempt=attempt, staging="s", files=(), rows_out=0)
-    await writing.ledger.published(W[0])
+    await publish(writing, W[0])
     await writing.flusher.prune(writing.clock.now_ms() + 1, 0)
     state = writing.registered()
     assert (state.windows, state.cut_below_ms) == ({}, 10_000)
-    again = Writing(writing.out, writing.spec, writing.clock, writing.faults, writing.ledger, writing.flusher)
-    again.flusher._cut.clear()
-    again.restore(state)
-    await again.flusher.flush([again.batch(shard, (2, 2000), (3, 12_000))], "interval")
+    writing.ledger.store.close()
+    again = await Writing.begin(writing.out, writing.spec)
+    again.durable = writing.durable
+    await again.flush([again.batch(shard, (2, 2000), (3, 12_000))], "interval")
     assert again.flusher.rows_late == 1
+    assert again.faults.calls.count("register") == 1
     assert again.registered().windows.keys() == {W[1]}
+    again.ledger.store.close()
 
 
 async def test_a_batches_number_is_not_given_again_after_its_window_was_forgotten(tmp_path: Path) -> None:
     writing = await Writing.begin(tmp_path, batches(max_rows=10, max_age=0))
     shard = await writing.ledger.open_shard("a")
-    await writing.flusher.flush([writing.batch(shard, (1, 1000))], "interval")
+    await writing.flush([writing.batch(shard, (1, 1000))], "interval")
     (entry,) = await writing.flusher.cut(None, close_all=False)
-    attempt = await writing.ledger.begin_attempt(entry.window_id)
-    await writing.ledger.commit(entry.window_id, attempt=attempt, staging="s", files=(), rows_out=0)
-    await writing.ledger.published(entry.window_id)
+    await publish(writing, entry.window_id)
     await writing.flusher.prune(writing.clock.now_ms() + 1, 0)
     state = writing.registered()
     assert state.windows == {}
     writing.restore(state)
-    await writing.flusher.flush([writing.batch(shard, (2, 2000))], "interval")
+    await writing.flush([writing.batch(shard, (2, 2000))], "interval")
     assert writing.registered().windows.keys() == {batch_id(1)}
     writing.ledger.store.close()
 
@@ -311,9 +255,19 @@ async def test_a_batches_number_is_not_given_again_after_its_window_was_forgotte
 async def test_a_handler_without_rows_moves_positions_and_has_nothing_to_cut(tmp_path: Path) -> None:
     writing = await Writing.begin(tmp_path, None)
     shard = await writing.ledger.open_shard("a")
-    flushed = await writing.flusher.flush([writing.batch(shard, (1, 1000), rows=[])], "interval")
+    flushed = await writing.flush([writing.batch(shard, (1, 1000), rows=[])], "interval")
     assert flushed.bytes == 0
     assert await writing.flusher.cut(10**9, close_all=True) == ()
     await writing.flusher.prune(0, 0)
     assert writing.registered().shards["a"].position == Sequence(1)
     writing.ledger.store.close()
+
+
+async def test_a_shard_whose_position_is_another_one_in_the_ledger_is_left_out(writing: Writing) -> None:
+    """An earlier flush took effect and its answer was lost: its rows must not be registered again."""
+    shard = await writing.ledger.open_shard("a")
+    batch = writing.batch(shard, (1, 1000))
+    await writing.flusher.flush([batch], "interval", {})
+    flushed = await writing.flusher.flush([batch], "interval", {})
+    assert flushed.lost_shards == {"a"}
+    assert writing.files() == {f"{W[0]}/{zero(0)}": [1]}

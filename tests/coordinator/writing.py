@@ -1,0 +1,98 @@
+"""A flusher over the real ledger and folder."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.parquet as pq
+from coordinator.outcomes import outcome
+from coordinator.pipeline import Faults, FaultyStore, InlineLedger
+
+from mldserver.coordinator.flush import BufferedBatch, buffered
+from mldserver.coordinator.flusher import Flushed, Flusher
+from mldserver.coordinator.late import LateRules
+from mldserver.coordinator.windows import OpenWindows, WindowSpec, tumbling_id
+from mldserver.state.ledger import (
+    Commit,
+)
+from mldserver.state.store import SqliteStore
+from mldserver.testing import VirtualClock
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mldserver.records import Sequence
+    from mldserver.state.ledger import LedgerState, ShardState
+
+
+W = [tumbling_id(start) for start in range(0, 40_000, 10_000)]
+
+
+@dataclass
+class Writing:
+    out: Path
+    spec: WindowSpec | None
+    clock: VirtualClock
+    faults: Faults
+    ledger: InlineLedger
+    flusher: Flusher
+    durable: dict[str, Sequence | None] = field(default_factory=dict)
+
+    @classmethod
+    async def begin(cls, out: Path, spec: WindowSpec | None, *, recompute: bool = False) -> Writing:
+        clock, faults = VirtualClock(1_000_000), Faults()
+        ledger = InlineLedger(out / "ledger.sqlite", clock, faults)
+        store = FaultyStore(str(out), faults)
+        names = itertools.count()
+        flusher = Flusher(
+            spec=spec,
+            ledger=ledger,
+            store=store,
+            clock=clock,
+            unique=lambda: f"u{next(names)}",
+            late=LateRules(recompute=recompute, delay_ms=5000, retained_bytes=1_000_000),
+        )
+        writing = cls(out, spec, clock, faults, ledger, flusher)
+        writing.restore(await ledger.open())
+        return writing
+
+    def restore(self, state: LedgerState) -> None:
+        self.flusher.restore(state, OpenWindows(self.spec, state.batch_progress) if self.spec else None)
+
+    async def flush(self, batches: list[BufferedBatch], reason: str = "interval") -> Flushed:
+        flushed = await self.flusher.flush(batches, reason, self.durable)
+        self.durable |= {update.shard_id: update.position for update in flushed.positions}
+        return flushed
+
+    def batch(self, shard: ShardState, *records: tuple[int, int], **changes: Any) -> BufferedBatch:
+        made = outcome(shard.shard_id, list(records), **changes)
+        return buffered(shard.shard_id, shard.epoch, made, floor_ms=None, spec=self.spec)
+
+    def files(self) -> dict[str, list[int]]:
+        """Return the values in each segment file by the name of its window and its own, up to the unique part."""
+        found = sorted(self.out.glob("_mldserver/segments/*/*.parquet"))
+        return {
+            f"{path.parent.name}/{path.name.rsplit('-', 2)[0]}": pq.read_table(path)["value"].to_pylist()
+            for path in found
+        }
+
+    def registered(self) -> LedgerState:
+        """Return what the ledger holds, as another server would find it."""
+        reader = SqliteStore(self.out / "ledger.sqlite", pipeline="test", server_id="reader")
+        try:
+            return reader.peek()
+        finally:
+            reader.close()
+
+
+def zero(clock: int) -> str:
+    return f"{clock:016d}"
+
+
+async def publish(writing: Writing, window_id: str, *, retain: bool = False) -> None:
+    """See a cut window through, without any output."""
+    attempt = await writing.ledger.begin_attempt(window_id)
+    await writing.ledger.commit((Commit(window_id, attempt, "s", (), 0),))
+    await writing.ledger.published((window_id,), retain=retain)
