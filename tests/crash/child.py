@@ -9,18 +9,17 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from support.serving import quick, until
+from support.serving import quick
 
 from mldserver.faults import arm
 from mldserver.observe.logging import logging_to
 from mldserver.server import Server
+from mldserver.state.ledger import WindowState
 from mldserver.testing import LocalEngine
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
-
-    from mldserver.coordinator.status import CoordinatorStatus
 
 _OVER: Final = "over"
 _WARM: Final = [
@@ -116,9 +115,13 @@ async def _end_when_told(server: Server, told: Connection) -> None:
         return
     await server.finished()
     # The stream also looked over when a shard's children were slow to come.
-    await until(lambda: _all_out(server.status()))
+    while not await _all_out(server):  # noqa: ASYNC110  # what a ledger holds has no event to wait on
+        await asyncio.sleep(0.02)
     server.stop("the stream is over")
 
 
-def _all_out(status: CoordinatorStatus) -> bool:
-    return not (status.windows_open or status.windows_waiting or status.buffered_bytes)
+async def _all_out(server: Server) -> bool:
+    assert server._parts is not None
+    state = await server._parts.ledger.peek()
+    done = all(each.state is WindowState.PUBLISHED and not each.pending for each in state.windows.values())
+    return done and not state.late_segments and not server.status().buffered_bytes

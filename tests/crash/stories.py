@@ -10,9 +10,9 @@ import random
 import sqlite3
 from collections import Counter
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
@@ -29,7 +29,7 @@ TWICE: Final = 1_000_000
 """Added to the id of a record's second row."""
 
 _HANDLER: Final = '''
-"""Rows of {kind} windows: none, one or two for each record."""
+"""Rows ({kind}): none, one or two for each record."""
 from mldserver import batches, tumbling
 
 schema = "id BIGINT NOT NULL, at TIMESTAMP NOT NULL, arrived BIGINT"
@@ -38,16 +38,35 @@ windows = {windows}
 
 def process_record(record):
     event = record.json()
-    if event["kind"] == "poison":
+    if event["what"] == "poison":
         raise ValueError("poison")
     arrived = int(record.approximate_arrival_timestamp.timestamp() * 1000)
     row = (event["id"], event["at"], arrived)
-    return {{"none": [], "twice": [row, (event["id"] + {twice}, event["at"], arrived)]}}.get(event["kind"], row)
+    return {{"none": [], "twice": [row, (event["id"] + {twice}, event["at"], arrived)]}}.get(event["what"], row)
 '''
-WINDOWS: Final = {
-    "column": 'tumbling("10 seconds", on="at", lateness="2 seconds")',
-    "arrival": 'tumbling("10 seconds")',
-    "batches": 'batches(max_rows=37, max_age="80 ms")',
+_BY_COLUMN: Final = 'tumbling("10 seconds", on="at", lateness="2 seconds")'
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One way to cut windows, and to deal with late rows."""
+
+    windows: str
+    """As in the handler."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    column: bool = False
+    """Whether windows are cut on the rows' own times."""
+    batches: bool = False
+    late: bool = False
+    """Whether the late dataset may hold rows in the end."""
+
+
+KINDS: Final = {
+    "recompute": Kind(_BY_COLUMN, column=True),
+    "separate": Kind(_BY_COLUMN, {"late": "separate"}, column=True, late=True),
+    "forgetful": Kind(_BY_COLUMN, {"retention_bytes": 1}, column=True, late=True),
+    "arrival": Kind('tumbling("10 seconds")'),
+    "batches": Kind('batches(max_rows=37, max_age="80 ms")', batches=True),
 }
 
 
@@ -56,8 +75,8 @@ class Story:
     """One stream and the handler that reads it."""
 
     seed: int
-    windows: str
-    """A key of ``WINDOWS``."""
+    kind: str
+    """A key of ``KINDS``."""
     stream: FakeStream
     rows: Counter[int]
     """The ids that must come out, in windows or in the late dataset."""
@@ -65,7 +84,7 @@ class Story:
     """The ids that must be in the dead letters."""
 
 
-def told(seed: int, *, windows: str, records: int, shards: int = 2) -> Story:
+def told(seed: int, *, kind: str, records: int, shards: int = 2) -> Story:
     """Make a story: ids count up, event times mostly with them; every tenth record or so is something else."""
     dice = random.Random(f"{seed}/story")
     stream = FakeStream(shards, seed=seed, start_ms=_ms(START))
@@ -76,15 +95,15 @@ def told(seed: int, *, windows: str, records: int, shards: int = 2) -> Story:
         if changes and number == changes[0]:
             _reshard(stream, dice, split=len(changes) != 2)
             del changes[0]
-        kind = dice.choices(["row", "old", "none", "twice", "poison"], [80, 8, 3, 6, 3])[0]
+        what = dice.choices(["row", "old", "none", "twice", "poison"], [80, 8, 3, 6, 3])[0]
         at = START + timedelta(milliseconds=100 * number)
-        event_at = at - timedelta(seconds=dice.randint(5, 60)) if kind == "old" else at
-        event = {"id": number, "at": event_at.isoformat(), "kind": kind}
+        event_at = at - timedelta(seconds=dice.randint(5, 60)) if what == "old" else at
+        event = {"id": number, "at": event_at.isoformat(), "what": what}
         stream.put(json.dumps(event).encode(), f"key-{number}", arrival_ms=_ms(at))
-        poisoned.update([number] if kind == "poison" else [])
-        rows.update({"none": [], "poison": [], "twice": [number, number + TWICE]}.get(kind, [number]))
+        poisoned.update([number] if what == "poison" else [])
+        rows.update({"none": [], "poison": [], "twice": [number, number + TWICE]}.get(what, [number]))
     stream.end()
-    return Story(seed, windows, stream, rows, poisoned)
+    return Story(seed, kind, stream, rows, poisoned)
 
 
 def _reshard(stream: FakeStream, dice: random.Random, *, split: bool) -> None:
@@ -98,11 +117,12 @@ def _ms(at: datetime) -> int:
     return round(at.timestamp() * 1000)
 
 
-def write_handler(folder: Path, windows: str) -> str:
+def write_handler(folder: Path, kind: str) -> str:
     """Write the story's handler and return its dotted path."""
-    name = f"rows_by_{windows}"
-    source = _HANDLER.format(kind=windows, windows=WINDOWS[windows], twice=TWICE)
-    (folder / f"{name}.py").write_text(source)
+    name = f"rows_{kind}"
+    (folder / f"{name}.py").write_text(
+        _HANDLER.format(kind=kind, windows=KINDS[kind].windows, twice=TWICE), "utf-8"
+    )
     return name
 
 
@@ -140,9 +160,24 @@ def published(out: Path) -> Iterator[Row]:
 
 
 def dead_letters(out: Path) -> Counter[int]:
-    """Return the ids in the dead letters, from the ledger's documented file format."""
+    """Return the ids in the dead letters."""
+    return Counter(json.loads(data)["id"] for (data,) in _ledger(out, "SELECT data FROM dead_letters"))
+
+
+def _ledger(out: Path, query: str) -> list[tuple[Any, ...]]:
+    """Ask the ledger's file itself; its format is documented."""
     with closing(sqlite3.connect(out / "_mldserver" / "ledger.sqlite")) as db:
-        return Counter(json.loads(data)["id"] for (data,) in db.execute("SELECT data FROM dead_letters"))
+        return db.execute(query).fetchall()
+
+
+def nameless(out: Path) -> set[str]:
+    """Return files of segments and attempts that nothing will ever name or delete."""
+    private = out / "_mldserver"
+    files = [
+        file for part in ("segments", "staging") for file in (private / part).rglob("*") if file.is_file()
+    ]
+    named = {path for (path,) in _ledger(out, "SELECT path FROM segments")}
+    return {str(file.relative_to(out)) for file in files} - named
 
 
 def check(story: Story, out: Path) -> None:
@@ -152,16 +187,19 @@ def check(story: Story, out: Path) -> None:
     assert found == story.rows, f"lost: {story.rows - found}; doubled or foreign: {found - story.rows}"
     letters = dead_letters(out)
     assert letters == story.poisoned, f"lost: {story.poisoned - letters}; doubled: {letters - story.poisoned}"
+    assert not nameless(out), f"left behind: {nameless(out)}"
+    kind = KINDS[story.kind]
+    assert kind.late or not any(row.late for row in rows)
     for row in rows:
-        if story.windows != "batches":
-            when = row.at_ms if story.windows == "column" else row.order[0]
-            begin = datetime.fromtimestamp(when // _MS_SIZE * _MS_SIZE // 1000, UTC)
-            assert row.window == begin.strftime("%Y-%m-%dT%H-%M-%SZ"), row
-        assert story.windows != "arrival" or row.order[0] >= row.arrived_ms, row
+        if not kind.batches:
+            assert row.window == _window_of(row.at_ms if kind.column else row.order[0]), row
+        assert row.order[0] >= row.arrived_ms, row
     _check_order(rows)
 
 
-_MS_SIZE: Final = SIZE // timedelta(milliseconds=1)
+def _window_of(at_ms: int) -> str:
+    size_ms = SIZE // timedelta(milliseconds=1)
+    return datetime.fromtimestamp(at_ms // size_ms * size_ms // 1000, UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
 
 
 def _check_order(rows: list[Row]) -> None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(900)
 
+ALONE = sorted(STEPS.keys() - {"windows.adopted"})
+"""What a server that is alone on its ledger comes to."""
 ROUNDS = 4
 RANDOM = 160
 
@@ -29,14 +31,14 @@ def seed() -> int:
 async def test_a_server_killed_at_every_step_loses_and_doubles_nothing(tmp_path: Path, seed: int) -> None:
     print(f"MLDSERVER_CRASH_SEED={seed}")
     dice = random.Random(seed)
-    deaths = [Death(step, 1 if turn == 0 else dice.randint(2, 6)) for turn in range(ROUNDS) for step in STEPS]
+    deaths = [Death(step, 1 if turn == 0 else dice.randint(2, 6)) for turn in range(ROUNDS) for step in ALONE]
     dice.shuffle(deaths)
     toll = Toll.of(deaths)
     began = time.monotonic()
     stories = await play_all(tmp_path, toll, seed)
     seconds = time.monotonic() - began
     print(f"{toll.died.total()} kills at {len(toll.died)} steps in {stories} stories, {seconds:.0f} s")
-    assert {step for step in STEPS if toll.died[step] >= ROUNDS} == set(STEPS)
+    assert [step for step in ALONE if toll.died[step] < ROUNDS] == []
 
 
 async def test_a_server_killed_at_random_instants_loses_and_doubles_nothing(
