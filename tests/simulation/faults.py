@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mldserver.errors import DriverLost, LedgerError, WindowFailed
+from mldserver.state.store import SqliteStore
 
 if TYPE_CHECKING:
     import random
@@ -33,6 +35,8 @@ class Faults:
     calm: bool = False
     """No more faults from now on."""
     calls: int = 0
+    told: Counter[str] = field(default_factory=Counter)
+    """What went wrong, and how often."""
     die_at: dict[int, bool] = field(default_factory=dict)
     """At which calls a process dies, and whether after they took effect."""
     locks: dict[VirtualProcess, list[object]] = field(default_factory=dict)
@@ -48,10 +52,10 @@ class Faults:
         if self.calm:
             return
         if call.owner == "OutputStore" and call.name == "write" and self.hit(self.plan.store_fails):
-            self.note("the disk is full")
+            self.tell("disk full", "write fails")
             raise OSError(28, "No space left on device")
         if _is_transaction(call) and self.hit(self.plan.ledger_before):
-            self.note(f"{call.name} is refused")
+            self.tell("refused", call.name)
             raise LedgerError(f"{call.name} failed before it took effect.")
 
     def after(self, process: VirtualProcess, call: Call, result: object) -> None:
@@ -61,13 +65,19 @@ class Faults:
             self.locks.setdefault(process, []).append(call.target)
         self._perhaps_die(process, after=True)
         if not self.calm and _is_transaction(call) and self.hit(self.plan.ledger_after):
-            self.note(f"the answer to {call.name} is lost")
+            self.tell("answer lost", call.name)
             raise LedgerError(f"{call.name} took effect, but its answer was lost.")
 
     def fail_job(self, job: WindowJob) -> Exception | None:
         if self.calm or not self.hit(self.plan.engine_fails):
             return None
+        self.tell("job failed", job.window.id)
         return self.dice.choice((WindowFailed, DriverLost))(f"{job.window.id} was not to be computed")
+
+    def tell(self, what: str, where: str) -> None:
+        """Count something that goes wrong."""
+        self.told[what] += 1
+        self.note(f"!! {what}: {where}")
 
     def hit(self, odds: float) -> bool:
         return odds > 0 and self.dice.random() < odds
@@ -83,10 +93,10 @@ class Faults:
 
     def _perhaps_die(self, process: VirtualProcess, *, after: bool) -> None:
         if self.die_at.get(self.calls) is after and not (self.calm or process.dead):
-            self.note(f"{process.name} dies here")
+            self.tell("died", process.name)
             self.kill(process)
             raise LedgerError("The process is dead.")
 
 
 def _is_transaction(call: Call) -> bool:
-    return call.owner == "SqliteStore" and call.name not in _GIVES_UP
+    return isinstance(call.target, SqliteStore) and call.name not in _GIVES_UP

@@ -26,6 +26,8 @@ class Plan:
     records: int
     seconds: float
     """How long records keep coming; faults stop with them."""
+    digits: int
+    """Digits behind the point of a second at which records arrive: with few, many share their time."""
     splits: int
     merges: int
     max_records: int
@@ -80,6 +82,7 @@ def make_plan(seed: int) -> Plan:
         shards=dice.randint(1, 4),
         records=dice.randint(20, 120),
         seconds=dice.uniform(10, 40),
+        digits=dice.choice((0, 1, 3)),
         splits=some(2),
         merges=some(1, 0.3),
         max_records=dice.choice((1, 5, 20)),

@@ -127,7 +127,7 @@ class World:
         """Put records and change shards over time, then end the stream."""
         plan, dice = self.plan, self.dice
         changes = ["split"] * plan.splits + ["merge"] * plan.merges
-        moments = [(dice.uniform(0, plan.seconds), "put") for _ in range(plan.records)]
+        moments = [(round(dice.uniform(0, plan.seconds), plan.digits), "put") for _ in range(plan.records)]
         moments += [(dice.uniform(0, plan.seconds), change) for change in changes]
         for number, (at, what) in enumerate(sorted(moments)):
             await self.clock.sleep(at - self.loop.time())
@@ -159,25 +159,31 @@ class World:
     async def trouble(self) -> None:
         """Let things go wrong at moments of their own."""
         plan, dice = self.plan, self.dice
-        acts = [self._kill] * plan.kills + [self.mld.kill] * plan.jvm_kills
+        acts = [self._kill] * plan.kills + [self._kill_jvm] * plan.jvm_kills
         acts += [self._drop] * plan.drops + [self._lose] * plan.lost_leases
         moments = sorted((dice.uniform(0, plan.seconds), n, act) for n, act in enumerate(acts))
         for at, _, act in moments:
             await self.clock.sleep(at - self.loop.time())
-            self.note(act.__name__)
             act()
 
     def _kill(self) -> None:
         process = self.dice.choice(self.servers).process
-        if process is not None:
+        if process is not None and not process.dead:
+            self.faults.tell("killed", process.name)
             self.faults.kill(process)
+
+    def _kill_jvm(self) -> None:
+        self.faults.tell("jvm killed", f"life {self.mld.life}")
+        self.mld.kill()
 
     def _drop(self) -> None:
         if shards := sorted(self.mld.active_shards):
+            self.faults.tell("dropped", "one of " + ", ".join(shards))
             self.mld.drop(self.dice.choice(shards))
 
     def _lose(self) -> None:
         if shards := sorted(self.mld.active_shards):
+            self.faults.tell("lease lost", "one of " + ", ".join(shards))
             graceful = self.dice.random() < 0.5
             back = self.dice.choice((0.2, 2.0, 12.0))
             self.mld.lose_lease(self.dice.choice(shards), graceful=graceful, back_after_seconds=back)
@@ -201,10 +207,13 @@ class World:
 
     async def judge(self) -> None:
         """Compare what came out with the stream. Raises Violated."""
+        self.faults.told["throttled"] = self.leases.refused["ThrottlingException"]
         state, letters = await self._ledger()
         out = self.folder / "out"
         rows = outputs(out, "window=*/*.parquet") + outputs(out, "_late/window=*/*.parquet")
-        broken = self.positions.broken + check_outputs(self.stream, self.poison, rows, letters)
+        broken = self.positions.broken + check_outputs(
+            self.stream, self.poison, rows, letters, one_server=self.plan.servers == 1
+        )
         broken += [text for text in self.mld.violations if not self._excused(text)]
         broken += [f"{each.shard_id} is not ended" for each in state.shards.values() if not each.ended]
         if broken:

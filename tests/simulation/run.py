@@ -1,0 +1,70 @@
+"""Run worlds from the shell: ``python -m simulation.run 0 500 2`` plays every second seed from 0 on below 500.
+
+Prints one line of JSON for each world. With ``MLDSERVER_SIM_LOG`` in the environment the server's log goes to stderr.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from typing import Any
+
+import pyarrow as pa
+import structlog
+from simulation.plan import make_plan
+from simulation.planted import BUGS
+from simulation.world import play, summary
+
+from mldserver.observe.schema import CheckedLogger
+
+
+def run(seed: int, bug: str | None = None) -> dict[str, Any]:
+    """Play one world and tell what became of it."""
+    CheckedLogger.violations.clear()
+    told: dict[str, Any] = {"seed": seed, "why": None}
+    try:
+        world = play(make_plan(seed), BUGS[bug] if bug else None)
+    except (Exception, BaseExceptionGroup) as error:  # noqa: BLE001  # whatever it is, the seed has failed
+        return told | {"why": "; ".join(_leaves(error)), "trace": _notes(error)}
+    if CheckedLogger.violations:
+        return told | {"why": "; ".join(map(str, CheckedLogger.violations)), "trace": []}
+    same = hashlib.sha256(json.dumps(summary(world)).encode()).hexdigest()
+    lives = sum(each.lives for each in world.servers)
+    return told | {"same": same, "lives": lives, "calls": world.faults.calls, "faults": world.faults.told}
+
+
+def _leaves(error: BaseException) -> list[str]:
+    if isinstance(error, BaseExceptionGroup):
+        return [text for each in error.exceptions for text in _leaves(each)]
+    return [f"{type(error).__name__}: {error}"]
+
+
+def _notes(error: BaseException) -> list[str]:
+    return [line for note in getattr(error, "__notes__", ()) for line in note.splitlines()]
+
+
+def _drop(_logger: object, _method: str, event: dict[str, Any]) -> dict[str, Any]:
+    if "MLDSERVER_SIM_LOG" in os.environ:
+        sys.stderr.write(f"{event}\n")
+    raise structlog.DropEvent
+
+
+def main(first: int, end: int, step: int = 1, bug: str | None = None) -> None:
+    """Play worlds; a planted bug ends the run at the first one that finds it."""
+    pa.set_cpu_count(1)  # the other cores play other worlds
+    structlog.configure(
+        processors=[structlog.contextvars.merge_contextvars, structlog.processors.add_log_level, _drop],
+        wrapper_class=CheckedLogger,
+    )
+    for seed in range(first, end, step):
+        told = run(seed, bug)
+        sys.stdout.write(json.dumps(told) + "\n")
+        sys.stdout.flush()
+        if bug is not None and told["why"] is not None:
+            return
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:4]), *sys.argv[4:])

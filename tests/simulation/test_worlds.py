@@ -1,0 +1,95 @@
+"""Five hundred worlds: the real servers on a virtual clock, with everything that goes wrong drawn from a seed.
+
+``MLDSERVER_SIM_SEED=17 python -m pytest tests/simulation`` plays one world again and prints what happened in it.
+``MLDSERVER_SIM_FIRST`` and ``MLDSERVER_SIM_WORLDS`` choose other seeds, or more of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from simulation.planted import BUGS
+
+TESTS = Path(__file__).parents[1]
+SEED = os.environ.get("MLDSERVER_SIM_SEED")
+FIRST = int(os.environ.get("MLDSERVER_SIM_FIRST", "0"))
+WORLDS = int(os.environ.get("MLDSERVER_SIM_WORLDS", "500"))
+SOON = 60
+"""Worlds within which a planted bug must be found."""
+
+
+def start(*args: object, hash_seed: int = 0) -> subprocess.Popen[str]:
+    """Worlds get processes of their own: their stand-ins are for all of it, and every core can have one."""
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+    env = os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": str(hash_seed), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "simulation.run", *map(str, args)]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+
+
+def told(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
+    with process:
+        output, _ = process.communicate()
+    assert process.returncode == 0
+    return [json.loads(line) for line in output.splitlines()]
+
+
+def explain(failed: dict[str, Any]) -> str:
+    again = f"MLDSERVER_SIM_SEED={failed['seed']} python -m pytest tests/simulation"
+    return f"seed {failed['seed']}: {failed['why']}\n  again: {again}"
+
+
+@pytest.mark.skipif(SEED is not None, reason="one world is asked for")
+@pytest.mark.timeout(900)
+def test_every_world_keeps_every_promise() -> None:
+    cores = os.cpu_count() or 1
+    running = [start(FIRST + core, FIRST + WORLDS, cores) for core in range(cores)]
+    worlds = [world for process in running for world in told(process)]
+    assert {world["seed"] for world in worlds} == set(range(FIRST, FIRST + WORLDS))
+    failed = [explain(world) for world in worlds if world["why"] is not None]
+    assert not failed, "\n".join(failed)
+    # They mean something only while things go wrong in them.
+    faults = sum((Counter(world["faults"]) for world in worlds), Counter[str]())
+    print(f"{WORLDS} worlds from seed {FIRST}: {dict(faults)}")
+    expected = {
+        "died",
+        "refused",
+        "answer lost",
+        "disk full",
+        "killed",
+        "jvm killed",
+        "dropped",
+        "lease lost",
+    }
+    if WORLDS >= 500:
+        assert faults.keys() >= expected | {"job failed", "throttled"}
+        assert min(faults.values()) >= 50
+
+
+@pytest.mark.skipif(SEED is None, reason="no world is asked for")
+@pytest.mark.timeout(600)
+def test_the_world_that_is_asked_for() -> None:
+    [world] = told(start(int(SEED or 0), int(SEED or 0) + 1))
+    if world["why"] is not None:
+        print("\n".join(world["trace"]))
+        pytest.fail(explain(world))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug: str) -> None:
+    worlds = told(start(0, SOON, 1, bug))
+    assert worlds[-1]["why"] is not None
+    assert "Violated" in worlds[-1]["why"]
+
+
+def test_a_seed_is_the_same_world_every_time() -> None:
+    once, again = (told(start(1, 6, hash_seed=n)) for n in (1, 2))
+    assert [world["same"] for world in once] == [world["same"] for world in again]
+    assert len({world["same"] for world in once}) == 5
