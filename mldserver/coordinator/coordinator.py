@@ -186,6 +186,10 @@ class Coordinator:
         view, mark = self.watermark.view(now_ms), self._fleet.mark()
         batches = self.buffer.snapshot()
         await self._sync()
+        learned = self.watermark.view(now_ms)
+        if learned.holds:
+            # The ledger names a shard that nobody counts yet, or one that is new.
+            view = learned
         complete = await self._flush(batches, reason)
         await self._flusher.publish_late()
         await self._fleet.release()
@@ -283,12 +287,12 @@ class Coordinator:
         shard_id = opening.shard_id
         state = await self._ledger.open_shard(shard_id, opening.parents)
         self._refuse_gap(opening, state.position, ended=state.ended, accepted=state.gap_accepted)
+        await self._fleet.learn_parents(state)
         now_ms = self.clock.now_ms()
         new = self.lineage.know(shard_id, now_ms, parents=state.parents)
         proved = self.lineage.proved_ended(shard_id)
         if proved:
             await self._ledger.end_shards(frozenset(proved))
-        await self._fleet.learn_floor(state)
         # No await from here on: a cycle must not see the shard half taken in.
         session = ShardSession(self, shard_id, state)
         old = self._sessions.get(shard_id)

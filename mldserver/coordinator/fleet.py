@@ -161,23 +161,22 @@ class Fleet:
         new = self._lineage.know(
             shard_id, now_ms, parents=shard.parents, ended=shard.ended, effective_ms=shard.effective_ms
         )
-        node = self._lineage[shard_id]
-        if new or node.presence in {Presence.CONNECTED, Presence.ENDED}:
+        if new or self._lineage[shard_id].presence is Presence.CONNECTED:
             return new and not shard.ended
         self._lineage.reach(shard_id, shard.effective_ms)
-        if shard.ended:
+        ends = shard.ended and self._lineage[shard_id].presence is not Presence.ENDED
+        if ends:
             self._lineage.end(shard_id, now_ms)
-        return shard.ended
+        return ends
 
-    async def learn_floor(self, shard: ShardState) -> None:
-        """Learn how far the parents of a shard that was never read have come, if others read them."""
-        if shard.effective_ms is not None or not shard.parents or not self.peers:
+    async def learn_parents(self, shard: ShardState) -> None:
+        """Learn how far the parents of a shard that was never read have come, if others may have read them."""
+        if shard.effective_ms is not None or not self.peers:
             return
         state = await self.sync()
         for parent in shard.parents:
-            known = state.shards.get(parent)
-            if known is not None and parent in self._lineage:
-                self._lineage.reach(parent, known.effective_ms)
+            if parent in state.shards:
+                self._learn_shard(state.shards[parent], self._clock.now_ms())
 
     # What is done about others.
 

@@ -60,9 +60,13 @@ class LifeLocks:
         self._path(server_id).unlink(missing_ok=True)
 
     def release(self) -> None:
-        """Let the own file go, and take it away; without effect when none is held."""
+        """Let the own file go, and take it away: the server has left the ledger."""
         if self._held is not None:
-            path, descriptor = self._held
+            self._held[0].unlink(missing_ok=True)
+        self.drop()
+
+    def drop(self) -> None:
+        """Let the own file go as the process's end does; without effect when none is held."""
+        if self._held is not None:
+            os.close(self._held[1])
             self._held = None
-            path.unlink(missing_ok=True)
-            os.close(descriptor)

@@ -100,6 +100,11 @@ class View:
         """Whether no shard of this server counts."""
         return self.holder.reason in _IDLE
 
+    @property
+    def holds(self) -> bool:
+        """Whether this server holds the pipeline's watermark where it is: a shard of it is anywhere."""
+        return self.own_ms is None and not self.idle
+
 
 class Watermark:
     """The pipeline's watermark, asked with ``view``."""

@@ -17,7 +17,8 @@ from coordinator.outcomes import dead_letter, outcome
 
 from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
 from mldserver.coordinator.late import LateRules
-from mldserver.coordinator.layout import LEDGER
+from mldserver.coordinator.layout import LEDGER, SERVERS
+from mldserver.coordinator.lives import LifeLocks
 from mldserver.coordinator.store import OutputStore
 from mldserver.coordinator.watermark import WatermarkRules
 from mldserver.coordinator.window_runner import WindowPolicy, WindowRunner
@@ -147,6 +148,7 @@ class Pipeline:
         delay_ms: int = 2000,
         server_id: str = "one",
         clock: VirtualClock | None = None,
+        locks: bool = False,
     ) -> None:
         """Two with one ``out``, one ``clock`` and other ids are two servers on one ledger."""
         self.out = out
@@ -156,6 +158,7 @@ class Pipeline:
         self.policy = replace(policy, recompute=recompute)
         self.make_engine = engine
         self.server_id = server_id
+        self.locks = LifeLocks(out / SERVERS) if locks else None
         self.clock = clock or VirtualClock(1_000_000)
         self.faults = Faults()
         self.names = itertools.count()
@@ -188,6 +191,7 @@ class Pipeline:
             runner=self.runner,
             clock=self.clock,
             unique=lambda: f"{self.server_id}{next(self.names)}",
+            locks=self.locks,
         )
         return self.coordinator
 
@@ -207,6 +211,8 @@ class Pipeline:
                     task.cancel()
         finally:
             self.ledger.store.close()
+            if self.locks is not None:
+                self.locks.drop()
 
     async def cycle(self) -> None:
         """Let one interval pass."""

@@ -1,0 +1,538 @@
+"""Two coordinators on one ledger: what either does is right for both, wherever leases go and whoever dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from coordinator.pipeline import RULES, Crash, Daemon, Faults, Pipeline
+
+from mldserver.coordinator.layout import SERVERS, server_tag
+from mldserver.coordinator.windows import Tumbling, WindowSpec, batches, tumbling_id
+from mldserver.errors import GapRefused, LedgerError, ServerBuried
+from mldserver.records import Sequence
+from mldserver.state.ledger import WindowState
+from mldserver.testing import VirtualClock
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Coroutine
+    from pathlib import Path
+
+    from mldserver.coordinator.shard_session import ShardSession
+
+QUICK = replace(
+    RULES, server_timeout_ms=5000, watermark=replace(RULES.watermark, idle_ms=60_000, quiet_ms=120_000)
+)
+W = [tumbling_id(start) for start in range(0, 100_000, 10_000)]
+
+
+def two(out: Path, **changes: Any) -> tuple[Pipeline, Pipeline]:
+    clock = VirtualClock(1_000_000)
+    values = {"rules": QUICK} | changes
+    return (
+        Pipeline(out, server_id="one", clock=clock, **values),
+        Pipeline(out, server_id="two", clock=clock, **values),
+    )
+
+
+@contextlib.asynccontextmanager
+async def both(one: Pipeline, other: Pipeline) -> AsyncIterator[None]:
+    async with one.life(), other.life():
+        await one.clock.advance(3)
+        yield
+
+
+def named(logged: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    return [event for event in logged if event["event"] == name]
+
+
+# The watermark of several.
+
+
+async def test_a_window_waits_for_the_shards_of_every_server_and_holds_the_rows_of_all(
+    tmp_path: Path,
+) -> None:
+    one, other = two(tmp_path)
+    async with both(one, other):
+        ahead, behind = await one.open("a"), await other.open("b")
+        await one.give(ahead, [(1, 1000), (2, 25_000)])
+        await other.give(behind, [(7, 2000)])
+        await one.clock.advance(6)
+        assert one.published() == {}
+        status = one.coordinator.status()
+        assert (status.held_by_server, status.held_by, status.servers) == ("two", "b", 2)
+        await other.give(behind, [(8, 12_000)])
+        await one.clock.advance(3)
+        assert one.published() == {W[0]: [1, 7]}
+        assert sum(each.coordinator.status().windows_published for each in (one, other)) == 1
+
+
+async def test_a_server_without_shards_holds_nothing_and_knows_who_reads_them(tmp_path: Path) -> None:
+    one, other = two(tmp_path)
+    async with both(one, other):
+        session = await one.open("a")
+        await one.give(session, [(1, 1000), (2, 11_000)])
+        await one.clock.advance(3)
+        assert one.published() == {W[0]: [1]}
+        assert other.coordinator.status().shards_missing == ()
+
+
+async def test_a_shard_without_a_server_holds_the_windows_of_all(tmp_path: Path) -> None:
+    one, other = two(tmp_path)
+    async with both(one, other):
+        moving, staying = await one.open("a"), await other.open("b")
+        await one.give(moving, [(1, 1000)])
+        await other.give(staying, [(7, 1000)])
+        await one.cycle()
+        await moving.lost()
+        await other.give(staying, [(8, 25_000)])
+        await one.clock.advance(3)
+        assert one.published() == {}
+        assert one.coordinator.status().shards_missing == ("a",)
+        assert other.coordinator.status().shards_missing == ("a",)
+        again = await other.open("a", Sequence(1))
+        await one.clock.advance(3)
+        assert one.published() == {}
+        await other.give(again, [(2, 12_000)])
+        await one.clock.advance(3)
+        assert one.published() == {W[0]: [1, 7]}
+        assert one.coordinator.status().shards_missing == ()
+
+
+async def test_a_shard_that_was_just_taken_is_counted_before_anyone_else_drops_it(tmp_path: Path) -> None:
+    """Between two beats the new owner's word says nothing of the shard: the old owner still holds it."""
+    one, other = two(tmp_path)
+    async with both(one, other):
+        moving, ahead = await one.open("a"), await other.open("b")
+        await one.give(moving, [(1, 1000)])
+        await other.give(ahead, [(7, 45_000)])
+        await one.clock.advance(2.5)
+        taken = await other.open("a", Sequence(1))
+        await moving.lost()
+        await one.coordinator.flush("test")  # the other has not beaten since
+        assert one.published() == {}
+        await one.clock.advance(4)
+        assert one.published() == {}
+        await other.give(taken, [(2, 2000), (3, 15_000)])
+        await one.clock.advance(3)
+        assert one.published() == {W[0]: [1, 2]}
+        assert one.late() == []
+
+
+async def test_the_stream_is_over_only_when_it_is_over_for_all(tmp_path: Path) -> None:
+    one, other = two(tmp_path)
+    async with both(one, other):
+        first, second = await one.open("a"), await other.open("b")
+        await one.give(first, [(1, 1000)])
+        await other.give(second, [(7, 1000)])
+        assert await first.end()
+        await one.clock.advance(4)
+        assert one.published() == {}
+        assert not one.coordinator.status().stream_ended
+        assert await second.end()
+        await one.clock.advance(5)
+        assert one.published() == {W[0]: [1, 7]}
+        assert one.coordinator.status().stream_ended
+        assert other.coordinator.status().stream_ended
+
+
+async def test_a_child_goes_on_behind_its_parent_wherever_either_is_read(tmp_path: Path) -> None:
+    one, other = two(tmp_path)
+    async with both(one, other):
+        parent = await one.open("p")
+        await one.give(parent, [(1, 1000), (2, 9000)])
+        assert await parent.end()
+        child = await other.open("c", parents=("p",))
+        await other.give(child, [(5, 3000), (6, 9000)])
+        assert await child.end()
+        await one.clock.advance(6)
+    rows = one.rows("window=*/*.parquet")
+    assert [(row["value"], row["_time"]) for row in rows] == [(1, 1000), (2, 9000), (5, 9000), (6, 9000)]
+
+
+# Fencing.
+
+
+async def test_a_shard_that_another_server_opened_is_left_out_here_and_doubled_nowhere(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    one, other = two(tmp_path)
+    async with both(one, other):
+        old, beside = await one.open("a"), await one.open("z")
+        await one.give(old, [(1, 1000), (2, 2000)])
+        await one.give(beside, [(9, 3000)])
+        new = await other.open("a")
+        assert new.after is None
+        await other.give(new, [(1, 1000)])
+        await one.cycle()
+        assert not old.alive
+        assert named(logged, "flush.refused")[0]["lost_shards"] == ["a"]
+        await one.give(old, [(3, 3000)])
+        assert old.checkpoint_due() is None
+        assert await old.end() is False
+        await other.give(new, [(2, 2000), (3, 3000)])
+        assert await new.end()
+        assert await beside.end()
+        await one.clock.advance(5)
+        assert one.published() == {W[0]: [1, 2, 3, 9]} or one.published() == {W[0]: [1, 2, 9, 3]}
+
+
+async def test_a_connection_without_rows_learns_that_its_shard_is_elsewhere(tmp_path: Path) -> None:
+    one, other = two(tmp_path)
+    async with both(one, other):
+        old = await one.open("a")
+        await other.open("a")
+        await one.clock.advance(3)
+        assert not old.alive
+        assert one.coordinator.status().shards_connected == 0
+        assert one.coordinator.status().shards_missing == ()
+
+
+@pytest.mark.parametrize("call", ["register", "cut", "commit", "published", "open_shard", "release_shard"])
+async def test_a_call_whose_answer_is_lost_is_not_done_twice(tmp_path: Path, call: str) -> None:
+    pipeline = Pipeline(tmp_path, rules=QUICK)
+    failed: list[str] = []
+
+    def lose(name: str, after: bool) -> None:
+        if name == call and after and not failed:
+            failed.append(name)
+            raise LedgerError("the answer was lost")
+
+    async with pipeline.life():
+        if call == "open_shard":
+            pipeline.faults.hook = lose
+            with pytest.raises(LedgerError):
+                await pipeline.open("a")
+        session = await pipeline.open("a")
+        gone = await pipeline.open("b")
+        pipeline.faults.hook = lose
+        await pipeline.give(session, [(1, 1000), (2, 2000)])
+        await pipeline.clock.advance(1.2)
+        await pipeline.give(session, [(3, 3000)])
+        await pipeline.clock.advance(2)
+        gone.disconnected()
+        await pipeline.clock.advance(2)
+        gone = await pipeline.open("b")
+        assert await session.end()
+        assert await gone.end()
+        await pipeline.clock.advance(8)
+        assert failed
+        assert pipeline.published() == {W[0]: [1, 2, 3]}
+    assert pipeline.late() == []
+    async with pipeline.life():
+        assert pipeline.nameless_files() == []
+
+
+# Gaps.
+
+
+async def test_a_gap_that_was_accepted_in_the_ledger_is_accepted_once(tmp_path: Path) -> None:
+    pipeline = Pipeline(tmp_path, rules=QUICK)
+    async with pipeline.life():
+        session = await pipeline.open("a")
+        await pipeline.give(session, [(5, 1000)])
+        await pipeline.cycle()
+        session.disconnected()
+        with pytest.raises(GapRefused):
+            await pipeline.open("a", Sequence(9))
+        assert pipeline.ledger.store.accept_gap("a")
+        again = await pipeline.open("a", Sequence(9))
+        again.disconnected()
+        with pytest.raises(GapRefused):
+            await pipeline.open("a", Sequence(9))
+
+
+# Death.
+
+
+async def test_a_server_that_died_after_a_cut_is_buried_and_its_window_published_by_the_other(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    one, other = two(tmp_path)
+    async with one.life():
+        session = await cut_and_stuck(one)
+    assert one.state().windows[W[0]].owner == "one"
+    async with other.life():
+        await one.clock.advance(4)
+        assert other.published() == {}
+        await one.clock.advance(4)
+        assert other.published() == {W[0]: [1]}
+        assert other.coordinator.status().shards_missing == ("a",)
+        assert named(logged, "server.buried")[0]["server"] == "one"
+        again = await other.open("a")
+        assert again.after == session.after == Sequence(2)
+        assert await again.end()
+        await one.clock.advance(4)
+        assert other.published() == {W[0]: [1], W[1]: [2]}
+    assert other.private_files() == []
+
+
+async def test_a_server_whose_lock_is_free_is_buried_at_once(tmp_path: Path) -> None:
+    one, other = two(tmp_path, locks=True)
+    async with one.life():
+        await cut_and_stuck(one)
+    async with other.life():
+        await one.clock.advance(1)
+        assert other.published() == {W[0]: [1]}
+        assert [path.name for path in (tmp_path / SERVERS).iterdir()] == [f"{server_tag('two')}.lock"]
+
+
+async def cut_and_stuck(server: Pipeline) -> ShardSession:
+    """Bring a server to where it has cut a window and cannot compute it."""
+    await server.clock.advance(0)
+    server.engine._ready.clear()
+    session = await server.open("a")
+    await server.give(session, [(1, 1000), (2, 11_000)])
+    await server.clock.advance(4)
+    assert server.state().windows[W[0]].state is WindowState.CUT
+    return session
+
+
+async def live_and_be_buried(server: Pipeline, other: Pipeline) -> None:
+    async with server.life():
+        session = await server.open("a")
+        await server.give(session, [(1, 1000)])
+        other.ledger.store.bury(frozenset({server.server_id}), beat_before_ms=2**40)
+        await server.clock.advance(2)
+
+
+async def test_a_server_that_was_buried_stops_and_what_it_held_comes_again(tmp_path: Path) -> None:
+    one, other = two(tmp_path)
+    async with other.life():
+        with pytest.raises(ExceptionGroup) as found:
+            await live_and_be_buried(one, other)
+        assert found.value.split(ServerBuried)[1] is None
+        again = await other.open("a")
+        assert again.after is None
+        await other.give(again, [(1, 1000)])
+        assert await again.end()
+        await one.clock.advance(5)
+        assert other.published() == {W[0]: [1]}
+
+
+async def test_a_server_that_leaves_is_waited_for_by_nobody(tmp_path: Path) -> None:
+    one, other = two(tmp_path)
+    async with other.life():
+        async with one.life() as leaving:
+            session = await one.open("a")
+            await one.give(session, [(1, 1000)])
+            await one.cycle()
+            await leaving.leave()
+            assert one.state().servers.keys() == {"two"}
+        await one.clock.advance(2)
+        assert other.coordinator.status().shards_missing == ("a",)
+
+
+# Anything at all.
+
+
+@dataclass
+class Leases(Daemon):
+    """A KCL application of two workers, one at each server, whose leases move at random and without a word."""
+
+    choose: random.Random = field(default_factory=random.Random)
+    gentle: bool = False
+    """Leases move only when everything is flushed, and the old connection is gone before the new one comes."""
+    clock: VirtualClock = field(default_factory=VirtualClock)
+    alive: list[Pipeline] = field(default_factory=list)
+    tenures: dict[Pipeline, set[asyncio.Task[None]]] = field(default_factory=dict)
+    deaths: int = 0
+    calm: bool = False
+    """No server dies any more."""
+
+    async def live(self, server: Pipeline, name: str) -> None:
+        """Let a server live, die at any call or at any time, and come back, under its old name or another."""
+        while True:
+            if self.choose.random() < 0.5:
+                server.server_id = f"{name}{self.deaths}"
+            if not self.calm:
+                server.faults = Faults(at=self.choose.randint(5, 120), after=self.choose.random() < 0.5)
+            with contextlib.suppress(Crash):
+                await self.one_life(server)
+            for tenure in self.tenures.pop(server, ()):
+                tenure.cancel()
+            self.deaths += 1
+            server.faults = Faults()
+            await self.clock.sleep(self.choose.choice([0.2, 3, 8]))
+
+    async def one_life(self, server: Pipeline) -> None:
+        crashed = False
+        try:
+            async with server.life():
+                self.alive.append(server)
+                try:
+                    await self.clock.sleep(1e6 if self.calm else self.choose.uniform(2, 20))
+                finally:
+                    self.alive.remove(server)
+        except* Crash:
+            crashed = True
+        if crashed:
+            raise Crash
+
+    async def see_out(self) -> None:
+        """Read everything while servers die, then let them be until everything is published."""
+        await self.consume_all()
+        self.calm = True
+        while not self.alive or self.deaths == 0 or not self.is_published():
+            for server in self.alive:
+                server.faults.at = None
+            await self.clock.sleep(1)
+
+    def is_published(self) -> bool:
+        windows = self.alive[0].state().windows.values()
+        return all(entry.state is WindowState.PUBLISHED and not entry.pending for entry in windows)
+
+    async def consume_all(self) -> None:
+        pending = list(self.records)
+        async with asyncio.TaskGroup() as group:
+            while pending:
+                for shard in [s for s in pending if all(p in self.ended for p in self.parents.get(s, ()))]:
+                    pending.remove(shard)
+                    group.create_task(self.follow(group, shard))
+                await self.clock.sleep(0.25)
+
+    async def follow(self, group: asyncio.TaskGroup, shard: str) -> None:
+        """Read one shard to its end, at one server after the other."""
+        while shard not in self.ended:
+            if self.alive:
+                server = self.choose.choice(self.alive)
+                await asyncio.wait({self.begin(group, server, self.tenure(group, server, shard))})
+            await self.clock.sleep(self.choose.choice([0, 0.3, 1.2]))
+
+    def begin(
+        self, group: asyncio.TaskGroup, server: Pipeline, work: Coroutine[None, None, None]
+    ) -> asyncio.Task[None]:
+        """Do something over a connection, which ends when its server dies."""
+
+        async def connected() -> None:
+            with contextlib.suppress(Crash):
+                await work
+
+        task = group.create_task(connected())
+        self.tenures.setdefault(server, set()).add(task)
+        return task
+
+    async def tenure(self, group: asyncio.TaskGroup, server: Pipeline, shard: str) -> None:
+        at = self.checkpoints.get(shard, 0)
+        start = Sequence(at) if at else "TRIM_HORIZON"
+        session = await server.open(shard, start, parents=self.parents.get(shard, ()))
+        left = [record for record in self.records[shard] if record[0] > at]
+        for _ in range(self.choose.randint(1, 3)):
+            if not left:
+                if await session.end():
+                    self.ended.add(shard)
+                return
+            left = await self.batch(server, session, left)
+        if self.gentle:
+            await session.lost()
+            return
+        ending = self.choose.choice(["lost", "gone", "zombie"])
+        if ending == "gone":
+            session.disconnected()
+        else:
+            self.begin(group, server, self.zombie(server, session, left if ending == "zombie" else []))
+
+    async def batch(
+        self, server: Pipeline, session: ShardSession, left: list[tuple[int, int]]
+    ) -> list[tuple[int, int]]:
+        size = self.choose.randint(1, 3)
+        await self.give(server, session, left[:size])
+        await self.clock.sleep(self.choose.choice([0.1, 0.7, 1.4]))
+        self.checkpoint(session, left[:size][-1][0])
+        return left[size:]
+
+    async def zombie(self, server: Pipeline, session: ShardSession, left: list[tuple[int, int]]) -> None:
+        """What a daemon still delivers that has not heard that its lease is gone; its checkpoints are refused."""
+        while left:
+            await self.give(server, session, left[:2])
+            await self.clock.sleep(0.5)
+            left = left[2:]
+        await session.lost()
+
+    def assert_all(self, pipeline: Pipeline) -> None:
+        rows = pipeline.rows("window=*/*.parquet") + pipeline.rows("_late/window=*/*.parquet")
+        letters = pipeline.stored_dead_letters()
+        found = Counter((row["_shard"], int(row["_sequence"])) for row in rows)
+        found.update((shard, sequence.number) for shard, sequence in letters)
+        assert found == Counter((s, number) for s, records in self.records.items() for number, _ in records)
+        places = {
+            shard: [
+                (row["_time"], row["_clock"], int(row["_sequence"])) for row in rows if row["_shard"] == shard
+            ]
+            for shard in self.records
+        }
+        for shard, own in places.items():
+            assert [number for _, _, number in sorted(own)] == sorted(number for _, _, number in own)
+            for parent in self.parents.get(shard, ()):
+                if own and places[parent]:
+                    assert max(places[parent])[:2] < min(own)[:2]
+
+
+def stream(choose: random.Random, clock: VirtualClock) -> Leases:
+    return Leases(
+        {
+            "a": [(n, 2000 * n) for n in range(1, 9)],
+            "b": [(n, 16_000 + 1500 * (n - 20)) for n in range(20, 26)],
+            "c": [(30, 83_000), (35, 84_000)],
+            "z": [(n, 6000 * n) for n in range(1, 9)],
+        },
+        {"b": ("a",), "c": ("a",)},
+        choose=choose,
+        clock=clock,
+    )
+
+
+async def until_published(daemon: Leases) -> None:
+    await daemon.consume_all()
+    await daemon.alive[0].coordinator.over()
+    while any(
+        window.state is not WindowState.PUBLISHED for window in daemon.alive[0].state().windows.values()
+    ):
+        await daemon.clock.sleep(1)
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_leases_that_move_gently_make_no_row_late(tmp_path: Path, seed: int) -> None:
+    one, other = two(tmp_path)
+    daemon = stream(random.Random(seed), one.clock)
+    daemon.gentle, daemon.alive = True, [one, other]
+    async with asyncio.timeout(60), one.life(), other.life():
+        await one.clock.drive(until_published(daemon), step=0.1)
+    daemon.assert_all(one)
+    assert one.late() == []
+
+
+SPECS = {"tumbling": Tumbling(10_000), "batches": batches(max_rows=4, max_age="2 s")}
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+async def test_leases_that_move_at_any_moment_lose_and_double_nothing(
+    tmp_path: Path, spec: WindowSpec, seed: int
+) -> None:
+    one, other = two(tmp_path, spec=spec, recompute=seed % 2 == 0)
+    daemon = stream(random.Random(seed), one.clock)
+    daemon.alive = [one, other]
+    async with asyncio.timeout(60), one.life(), other.life():
+        await one.clock.drive(until_published(daemon), step=0.1)
+    daemon.assert_all(one)
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_servers_that_die_at_any_call_lose_and_double_nothing(tmp_path: Path, seed: int) -> None:
+    choose = random.Random(seed)
+    spec = choose.choice(list(SPECS.values()))
+    one, other = two(tmp_path, spec=spec, recompute=choose.random() < 0.5)
+    daemon = stream(choose, one.clock)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        lives = [group.create_task(daemon.live(each, name)) for each, name in ((one, "one"), (other, "two"))]
+        await one.clock.drive(daemon.see_out(), step=0.2)
+        for life in lives:
+            life.cancel()
+    daemon.assert_all(one)
+    assert daemon.deaths > 0
