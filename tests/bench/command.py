@@ -1,0 +1,158 @@
+"""The benchmarks' command: arguments in, tables out."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import os
+import platform
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from bench import checkpoints, per_row, windows
+from rich.console import Console
+from rich.table import Table
+
+from mldserver.spark.client import SparkEngine
+from mldserver.testing import LocalEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from mldserver.coordinator.windows import Window
+    from mldserver.spark.engine import Engine
+
+__all__ = ["main"]
+
+ROOT = Path(__file__).parents[2]
+PARTS = ("windows", "per_row", "checkpoints")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what was asked for, print it, and return the exit code."""
+    given = _parser().parse_args(arguments)
+    console, hush = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
+    document: dict[str, Any] = {"machine": _machine()}
+    parts = given.only or PARTS
+    with tempfile.TemporaryDirectory(prefix="mldserver-bench-", dir=given.folder) as name:
+        folder = Path(name)
+        if "windows" in parts:
+            document["windows"] = _windows(given, folder / "windows", hush.print)
+            console.print(windows_table(document["windows"], given.engine))
+        if "per_row" in parts:
+            document["per_row"] = per_row.measure(given.per_row, given.rounds, folder / "per_row")
+            console.print(per_row_table(document["per_row"], given.per_row))
+        if "checkpoints" in parts:
+            document["checkpoints"] = checkpoints.measure(given.seconds, folder / "checkpoints")
+            console.print(checkpoints_table(document["checkpoints"], given.seconds))
+    if given.json is not None:
+        given.json.write_text(json.dumps(document, indent=2) + "\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tests/bench/run.py", description="Benchmarks: tables, and numbers as JSON."
+    )
+    parser.add_argument("--only", action="append", choices=PARTS, help="this part; may be repeated")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1_000, 100_000, 1_000_000], help="of windows")
+    parser.add_argument("--per-row", type=int, default=200_000, help="rows of one flush")
+    parser.add_argument("--seconds", type=int, default=3600, help="of the virtual stream of checkpoints")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds that count")
+    parser.add_argument("--engine", choices=("spark", "local"), default="spark", help="what computes windows")
+    parser.add_argument("--folder", type=Path, help="where files go; default: the temporary directory")
+    parser.add_argument("--json", type=Path, help="write all numbers to this file too")
+    return parser
+
+
+def _machine() -> dict[str, Any]:
+    return {"cores": os.cpu_count(), "python": platform.python_version(), "pyarrow": pa.__version__}
+
+
+def _windows(
+    given: argparse.Namespace, folder: Path, progress: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    measured = asyncio.run(_with_engine(given, folder, progress))
+    return [
+        dataclasses.asdict(each) | {"rows_per_second": each.rows_per_second, "ratio": each.ratio}
+        for each in measured
+    ]
+
+
+async def _with_engine(
+    given: argparse.Namespace, folder: Path, progress: Callable[[str], None]
+) -> list[windows.Measured]:
+    engine: Engine = LocalEngine(count) if given.engine == "local" else _spark()
+    async with asyncio.TaskGroup() as group:
+        living = group.create_task(engine.run())
+        try:
+            await engine.ready()
+            return await windows.measure(engine, given.rows, given.rounds, folder, progress)
+        finally:
+            await engine.close()
+            await living
+
+
+def _spark() -> SparkEngine:
+    from handlers import departures
+
+    return SparkEngine("handlers.departures", departures.schema, python_path=(str(ROOT),), archive_after=None)
+
+
+def count(rows: pa.Table, window: Window) -> pa.Table:
+    """Do what ``handlers.departures`` does, without Spark."""
+    counted = rows.group_by("carrier").aggregate([([], "count_all"), ("delay", "mean")])
+    return counted.rename_columns({"count_all": "flights", "delay_mean": "mean_delay"})
+
+
+def windows_table(measured: list[dict[str, Any]], engine: str) -> Table:
+    """Show seconds from the last record to the published window."""
+    table = Table(title=f"From the last record to the published window ({engine})", title_justify="left")
+    for name in ("rows", "seconds", "until cut", "job", "rows/s", "floor: one file", "ratio"):
+        table.add_column(name, justify="right")
+    for each in measured:
+        table.add_row(
+            f"{each['rows']:,}",
+            f"{each['seconds']:.3f}",
+            f"{each['flush_seconds']:.3f}",
+            f"{each['job_seconds']:.3f}",
+            f"{each['rows_per_second']:,.0f}",
+            f"{each['floor_seconds']:.3f}",
+            f"{each['ratio']:.2f}",
+        )
+    return table
+
+
+def per_row_table(measured: dict[str, float], rows: int) -> Table:
+    """Show nanoseconds a row."""
+    table = Table(title=f"Cost of a row in a flush of {rows:,} rows", title_justify="left")
+    for name in ("step", "ns a row", "against"):
+        table.add_column(name, justify="left" if name == "step" else "right")
+    merge, heap, write = measured["merge"], measured["heap"], measured["write"]
+    bare, snappy = measured["bare_write"], measured["bare_write_snappy"]
+    table.add_row("merge: times, order, clock, windows, gather", f"{merge:.0f}", f"{merge / heap:.2f} x heap")
+    table.add_row("naive heap of single records: order alone", f"{heap:.0f}", "")
+    table.add_row("segment: written, synced to disk", f"{write:.0f}", f"{write / bare:.2f} x bare")
+    table.add_row("pyarrow's bare write, same options", f"{bare:.0f}", "")
+    table.add_row("pyarrow's bare write, its own options", f"{snappy:.0f}", f"{snappy / bare:.2f} x bare")
+    return table
+
+
+def checkpoints_table(measured: dict[str, float], seconds: int) -> Table:
+    """Show how far checkpoints lag."""
+    table = Table(
+        title=f"Checkpoint lag under windows of an hour, {seconds:,} s of stream", title_justify="left"
+    )
+    for name in ("batches", "median", "longest", "windows closed"):
+        table.add_column(name, justify="right")
+    table.add_row(
+        f"{measured['batches']:,}",
+        f"{measured['median_seconds']:.1f} s",
+        f"{measured['longest_seconds']:.1f} s",
+        str(measured["windows"]),
+    )
+    return table

@@ -1,0 +1,93 @@
+"""One pipeline from the coordinator down, as ``assembly.py`` makes it, with settings of a benchmark."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
+from mldserver.coordinator.layout import LEDGER
+from mldserver.coordinator.store import OutputStore
+from mldserver.coordinator.window_runner import WindowPolicy, WindowRunner
+from mldserver.sources.base import ShardOpening
+from mldserver.state.sqlite import SqliteLedger
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from bench.deliveries import Delivered
+
+    from mldserver.clock import Clock
+    from mldserver.coordinator.shard_session import ShardSession
+    from mldserver.coordinator.windows import WindowSpec
+    from mldserver.spark.engine import Engine
+
+__all__ = ["Pipeline", "living"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """A pipeline that runs."""
+
+    coordinator: Coordinator
+    runner: WindowRunner
+    sessions: dict[str, ShardSession]
+
+    async def give(self, delivered: Delivered) -> None:
+        """Deliver a batch as a source does, and return when the daemon would be answered."""
+        session = self.sessions[delivered.shard_id]
+        session.began()
+        await session.accept(delivered.outcome)
+
+
+@contextlib.asynccontextmanager
+async def living(
+    out: Path,
+    *,
+    spec: WindowSpec,
+    rules: CoordinatorRules,
+    engine: Engine,
+    clock: Clock,
+    shards: tuple[str, ...],
+) -> AsyncIterator[Pipeline]:
+    """Run a pipeline over ``out`` with these shards open; the engine runs already."""
+    names = itertools.count()
+    store = OutputStore(str(out))
+    ledger = SqliteLedger(out / LEDGER, pipeline="bench", server_id="bench", clock=clock)
+    runner = WindowRunner(
+        pipeline="bench",
+        policy=WindowPolicy(),
+        ledger=ledger,
+        store=store,
+        engine=engine,
+        clock=clock,
+        random=random.Random(0).random,
+        freed=lambda freed: coordinator.freed(freed),  # noqa: PLW0108  # made below
+    )
+    coordinator = Coordinator(
+        rules=rules,
+        spec=spec,
+        ledger=ledger,
+        store=store,
+        runner=runner,
+        clock=clock,
+        unique=lambda: f"{next(names):08d}",
+    )
+    try:
+        await coordinator.start()
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(part) for part in (coordinator.run(), runner.run())]
+            sessions = {
+                shard: await coordinator.open_shard(ShardOpening(shard, "TRIM_HORIZON", tells_lag=True))
+                for shard in shards
+            }
+            yield Pipeline(coordinator, runner, sessions)
+            for task in tasks:
+                task.cancel()
+    finally:
+        await ledger.close()

@@ -1,0 +1,37 @@
+"""Medians of interleaved rounds: what slows the machine for a while slows all contenders, not one."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping, Sequence
+
+__all__ = ["in_turn", "medians", "timed"]
+
+_K = TypeVar("_K", bound="Hashable")
+
+
+def in_turn(names: Sequence[_K], rounds: int) -> list[_K]:
+    """Return names for so many rounds, each round beginning with the next: nobody is always first."""
+    return [names[(first + place) % len(names)] for first in range(rounds) for place in range(len(names))]
+
+
+def medians(seconds: Mapping[_K, Sequence[float]]) -> dict[_K, float]:
+    """Return the median of each contender."""
+    return {name: statistics.median(each) for name, each in seconds.items()}
+
+
+def timed(contenders: Mapping[_K, Callable[[], object]], rounds: int) -> dict[_K, float]:
+    """Return each contender's median seconds; a first round warms up and does not count."""
+    found: dict[_K, list[float]] = {name: [] for name in contenders}
+    for number, name in enumerate(in_turn(list(contenders), rounds + 1)):
+        gc.collect()
+        began = time.perf_counter()
+        contenders[name]()
+        if number >= len(contenders):
+            found[name].append(time.perf_counter() - began)
+    return medians(found)

@@ -1,0 +1,18 @@
+"""Benchmarks: ``python tests/bench/run.py`` prints tables, and with ``--json`` one document beside them.
+
+They assert results, never times. Each module says what it measures:
+
+* ``windows.py``: from the last record to the published window, against the same Spark job over one ready file.
+* ``per_row.py``: merging and writing, against a heap of single records and pyarrow's bare write.
+* ``checkpoints.py``: how far checkpoints lag while windows take an hour to close.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    tests = Path(__file__).parents[1]
+    sys.path[:0] = [str(tests.parent), str(tests)]
+    from bench.command import main
+
+    sys.exit(main())

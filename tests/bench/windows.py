@@ -1,0 +1,167 @@
+"""From the last record to the published window, against the same Spark job over one Parquet file that is ready.
+
+The window's rows come on three shards as fast as they are taken; what the flushes by size have left in memory when the
+last record comes is part of what is measured. So is everything after it: the flush, the cut, the job, the commit, the
+publication. Left out is the wait for the next flush, which is a setting (``flush_interval``).
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from bench.deliveries import HOUR_MS, SHARDS, START_MS, Delivered, deliveries
+from bench.pipelines import living
+from bench.rounds import in_turn, medians
+
+from mldserver.clock import SystemClock
+from mldserver.coordinator.coordinator import CoordinatorRules
+from mldserver.coordinator.watermark import WatermarkRules
+from mldserver.coordinator.windows import Tumbling, Window, tumbling_id
+from mldserver.spark.engine import WindowJob
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from mldserver.spark.engine import Engine
+
+__all__ = ["Measured", "measure"]
+
+SPEC = Tumbling(HOUR_MS, on="scheduled")
+RULES = CoordinatorRules(watermark=WatermarkRules(on_arrival=False, settle_ms=0))
+ID = tumbling_id(START_MS)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Medians for one size, in seconds."""
+
+    rows: int
+    seconds: float
+    """From the last record to the published window."""
+    flush_seconds: float
+    """Of these, until the last rows were durable and the window cut."""
+    job_seconds: float
+    """Of these, the engine's."""
+    floor_seconds: float
+    """The engine's for the same job over one file."""
+
+    @property
+    def rows_per_second(self) -> float:
+        """Rows a second from the last record on."""
+        return self.rows / self.seconds
+
+    @property
+    def ratio(self) -> float:
+        """How much longer than the floor it takes."""
+        return self.seconds / self.floor_seconds
+
+
+class Bench:
+    """One size: its rows, its floor, and the pipeline over them."""
+
+    def __init__(self, rows: int, folder: Path, engine: Engine) -> None:
+        """Make the rows and the one file; ``folder`` is new."""
+        self.rows = rows
+        self._folder = folder
+        self._engine = engine
+        self._deliveries = deliveries(rows)
+        self._attempts = 0
+        folder.mkdir(parents=True)
+        self._file = folder / "ready.parquet"
+        self._write_file([each for each in self._deliveries if each.outcome.outline.records])
+
+    def _write_file(self, delivered: Sequence[Delivered]) -> None:
+        """Write the window's rows in order as the store would, all in one file."""
+        rows = pa.concat_tables([each.outcome.rows for each in delivered])
+        end = pa.scalar((START_MS + HOUR_MS) * 1000, pa.timestamp("us", tz="UTC"))
+        rows = rows.filter(pa.compute.less(rows["scheduled"], end)).sort_by("_time")
+        rows = rows.append_column("_clock", pa.array(range(len(rows)), pa.int64()))
+        pq.write_table(rows, self._file, compression="zstd", compression_level=1)
+
+    async def floor(self) -> float:
+        """Return the seconds that the engine takes for the one file."""
+        self._attempts += 1
+        staging = self._folder / f"floor-{self._attempts}"
+        size = self._file.stat().st_size
+        job = WindowJob(Window(ID, None, None), 1, (str(self._file),), str(staging), self.rows, size)
+        began = time.perf_counter()
+        await self._engine.compute(job)
+        seconds = time.perf_counter() - began
+        shutil.rmtree(staging)
+        return seconds
+
+    async def pipeline(self) -> tuple[float, float]:
+        """Return the seconds from the last record to the cut, and to the published window."""
+        self._attempts += 1
+        out = self._folder / f"out-{self._attempts}"
+        clock = SystemClock()
+        async with living(
+            out, spec=SPEC, rules=RULES, engine=self._engine, clock=clock, shards=SHARDS
+        ) as running:
+            for each in self._deliveries[:-1]:
+                await running.give(each)
+            began = time.perf_counter()
+            await running.give(self._deliveries[-1])
+            await running.coordinator.flush("bench")
+            cut = time.perf_counter() - began
+            await running.runner.idle()
+            seconds = time.perf_counter() - began
+        self._check(out)
+        shutil.rmtree(out)
+        return cut, seconds
+
+    def _check(self, out: Path) -> None:
+        files = sorted((out / f"window={ID}").glob("*.parquet"))
+        flights = sum(sum(pq.ParquetFile(file).read(["flights"])["flights"].to_pylist()) for file in files)
+        assert flights == self.rows, f"{flights:,} of {self.rows:,} rows are in the window"
+
+
+class Stopwatch:
+    """An engine that remembers what its last job took."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Time another engine."""
+        self._engine = engine
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._engine, name)
+
+    async def compute(self, job: WindowJob) -> object:
+        """Compute, and note the seconds."""
+        began = time.perf_counter()
+        done = await self._engine.compute(job)
+        self.seconds = time.perf_counter() - began
+        return done
+
+
+async def measure(
+    engine: Engine, sizes: Sequence[int], rounds: int, folder: Path, progress: Callable[[str], None]
+) -> list[Measured]:
+    """Measure every size; pipeline and floor take turns on one engine. The first round warms up."""
+    found = []
+    for rows in sizes:
+        watch = Stopwatch(engine)
+        bench = Bench(rows, folder / str(rows), watch)  # type: ignore[arg-type]  # it answers for the engine
+        seconds: dict[str, list[float]] = {"all": [], "flush": [], "job": [], "floor": []}
+        for number, contender in enumerate(in_turn(("pipeline", "floor"), rounds + 1)):
+            counts = number > 1
+            if contender == "floor":
+                took = await bench.floor()
+                seconds["floor"] += [took] * counts
+            else:
+                cut, took = await bench.pipeline()
+                seconds["all"] += [took] * counts
+                seconds["flush"] += [cut] * counts
+                seconds["job"] += [watch.seconds] * counts
+            progress(f"{rows:>9,} rows, {contender}: {took:.3f} s{'' if counts else ' (warming up)'}")
+        middle = medians(seconds)
+        found.append(Measured(rows, middle["all"], middle["flush"], middle["job"], middle["floor"]))
+        shutil.rmtree(folder / str(rows))
+    return found
