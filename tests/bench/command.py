@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import dataclasses
 import json
+import logging
 import os
 import platform
 import tempfile
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import structlog
 from bench import checkpoints, per_row, windows
 from rich.console import Console
 from rich.table import Table
@@ -35,6 +37,16 @@ PARTS = ("windows", "per_row", "checkpoints")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what was asked for, print it, and return the exit code."""
     given = _parser().parse_args(arguments)
+    before = structlog.get_config()
+    # A server's log is written to a file or a pipe; a terminal full of it would be measured instead.
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    try:
+        return _run(given)
+    finally:
+        structlog.configure(**before)
+
+
+def _run(given: argparse.Namespace) -> int:
     console, hush = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
     document: dict[str, Any] = {"machine": _machine()}
     parts = given.only or PARTS
