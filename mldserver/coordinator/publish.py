@@ -4,7 +4,7 @@ On a local file system readers read ``window=<id>`` folders:
 
 * The first revision appears by one rename.
 * A later one changes places with the old one in one step (``exchange.py``); the old one lies in staging then, and is
-  deleted. No two attempts give their files the same name, so a reader that listed the old files before the exchange
+  deleted a little later. No two attempts give their files the same name, so a reader that listed the old files before the exchange
   gets FileNotFoundError for them at worst, and lists again: never half a window, none of it, or a mixture.
 * A revision without output (``on_window`` returned None) takes the old one away by a rename, into its own folder.
 

@@ -122,6 +122,7 @@ class WindowRunner:
     async def run(self) -> None:
         """Compute windows until cancelled; ``policy.concurrency`` at a time."""
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._steps.clean_up(), name="replaced outputs")
             for _ in range(self._policy.concurrency):
                 group.create_task(self._work(), name="windows")
 

@@ -7,6 +7,7 @@ the syncs of the disk, and the hop to a thread for each of these.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 __all__ = ["Committed", "WindowSteps"]
 
 log = structlog.get_logger("mldserver")
+
+_READING_MS = 5000
+"""How long a replaced output stays: a reader may have opened its folder just before, and is about to list it. Were it
+empty by then, the reader would miss the window without a sign; so it finds names that are gone, and lists again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,7 @@ class WindowSteps:
         self._retain = retain
         self._freed = freed
         self._tag = server_tag(ledger.server_id)
+        self._replaced: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
 
     async def compute(self, entries: Sequence[WindowEntry]) -> tuple[Committed, ...] | None:
         """Begin an attempt at each window, run all as one job, and commit those that are still this server's.
@@ -182,9 +188,22 @@ class WindowSteps:
             tuple(output.window_id for output in outputs), retain=self._retain
         )
         kill_point("window.published")
-        await asyncio.to_thread(self._clean, outputs, free)
+        first = tuple(output for output in outputs if output.revision == 1)
+        await asyncio.to_thread(self._clean, first, free)
+        for output in outputs:
+            if output.revision > 1:
+                self._replaced.put_nowait((self._clock.now_ms() + _READING_MS, output))
         kill_point("window.cleaned")
         self._freed(sum(segment.bytes for segment in free))
+
+    async def clean_up(self) -> None:
+        """Delete what revisions have replaced, each a while after that, until cancelled."""
+        while True:
+            due_ms, output = await self._replaced.get()
+            await self._clock.sleep(max(0, due_ms - self._clock.now_ms()) / 1000)
+            # A disk that fails must not stop this: a later start finds what is left.
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(self.publisher.clean, [output])
 
     def _clean(self, outputs: Sequence[Output], free: Sequence[Segment]) -> None:
         self.publisher.clean(outputs)

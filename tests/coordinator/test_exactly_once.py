@@ -58,6 +58,7 @@ async def live(pipeline: Pipeline, daemon: Daemon) -> bool:
         await daemon.consume(pipeline)
         await pipeline.coordinator.over()
         await pipeline.runner.idle()
+        await pipeline.clock.sleep(6)  # what revisions replaced is deleted a while later
 
     try:
         async with asyncio.timeout(20), pipeline.life():

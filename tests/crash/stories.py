@@ -177,7 +177,10 @@ def nameless(out: Path) -> set[str]:
         file for part in ("segments", "staging") for file in (private / part).rglob("*") if file.is_file()
     ]
     named = {path for (path,) in _ledger(out, "SELECT path FROM segments")}
-    return {str(file.relative_to(out)) for file in files} - named
+    # What a revision replaced stays for some seconds, for readers that are about to list it, or until the next start.
+    again = {window for (window,) in _ledger(out, "SELECT window_id FROM windows WHERE revision > 1")}
+    kept = {file for file in files if file.parents[2].name == "staging" and file.parents[1].name in again}
+    return {str(file.relative_to(out)) for file in {*files} - kept} - named
 
 
 def check(story: Story, out: Path) -> None:
