@@ -222,9 +222,9 @@ async def test_what_an_operator_can_mend_is_said_in_one_event_and_exits_2(
     out = tmp_path / "out"
     assert await stopped(quick(out, "no_such_module")) == EXIT_OPERATOR
     assert await stopped(quick(out, f"{handler}:NoSuchName")) == EXIT_OPERATOR
-    async with serving(quick(out, handler)) as server:
+    async with serving(quick(out, handler, server_id="one")) as server:
         host, _, port = (await server.listening()).rpartition(":")
-        assert await stopped(quick(out, handler)) == EXIT_OPERATOR
+        assert await stopped(quick(out, handler, server_id="one")) == EXIT_OPERATOR
         taken = TcpAddress(host, int(port))
         assert await stopped(quick(tmp_path / "other", handler, listen=taken)) == EXIT_OPERATOR
     assert await stopped(quick(out, handler, pipeline="another")) == EXIT_OPERATOR

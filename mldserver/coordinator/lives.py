@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import fcntl
 import os
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Final
 
 from mldserver.coordinator.layout import server_tag
+from mldserver.errors import OperatorError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = ["LifeLocks"]
+
+_PATIENCE: Final = 20
 
 
 class LifeLocks:
@@ -30,16 +34,38 @@ class LifeLocks:
         return self._folder / f"{server_tag(server_id)}.lock"
 
     def hold(self, server_id: str) -> None:
-        """Show that a server lives, until ``release`` or the process's end. Raises OSError."""
+        """Show that a server lives, until ``release`` or the process's end.
+
+        Raises OperatorError when another process shows it of this name, OSError when the folder cannot be written.
+        Where the file system knows no locks, nothing is shown.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._path(server_id)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            self._lock(descriptor, server_id)
+        except OperatorError:
             os.close(descriptor)
             raise
         self._held = (path, descriptor)
+
+    @staticmethod
+    def _lock(descriptor: int, server_id: str) -> None:
+        for _ in range(_PATIENCE):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                # Another server may just be looking whether this one is dead.
+                time.sleep(0.01)
+            except OSError:
+                return
+            else:
+                return
+        raise OperatorError(
+            f"Another server runs under the name {server_id}.",
+            advice="Stop it first, or give each server on the ledger a server_id of its own.",
+            server=server_id,
+        )
 
     def is_dead(self, server_id: str) -> bool:
         """Whether a server held its file and holds it no more; False also when that cannot be told."""

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from mldserver.coordinator.buffer import Buffer
 from mldserver.coordinator.flush import BufferedBatch
+from mldserver.records import Sequence
 
 NONE = np.empty(0, np.int64)
 
@@ -83,3 +84,21 @@ def test_it_behaves_as_a_list_does(script: list[tuple[str, str, int]]) -> None:
         assert (len(buffer), buffer.bytes) == (len(model), sum(each.bytes for each in model))
         for shard_id in "abc":
             assert buffer.shard_bytes(shard_id) == sum(e.bytes for e in model if e.shard_id == shard_id)
+
+
+def test_what_the_ledger_has_already_is_dropped_up_to_its_position_but_not_a_shards_end() -> None:
+    buffer = Buffer()
+
+    def add(shard: str, last: int | None, epoch: int = 1, *, ends: bool = False) -> BufferedBatch:
+        sequence = None if last is None else Sequence(last)
+        added = BufferedBatch(shard, epoch, None, NONE, sequence, None, None, 10, ends_shard=ends)
+        buffer.add(added)
+        return added
+
+    add("a", 3)
+    kept = [add("a", 7), add("b", 3), add("a", 3, 2), add("a", None), add("a", 5, ends=True)]
+    add("a", 5)
+    buffer.drop_durable("a", 1, Sequence(5))
+    assert list(buffer.snapshot().values()) == kept
+    assert 1 in buffer
+    assert 0 not in buffer

@@ -232,3 +232,55 @@ def test_a_missing_shard_is_never_one_whose_parent_may_still_be_read(
             if step == "connect" and node.id == shard:
                 assert all(lineage[p].presence is Presence.ENDED for p in node.parents)
         assert all(lineage[s].since_ms <= now for s in "abcdmxy")
+
+
+# Other servers.
+
+
+def test_a_shard_that_another_server_reads_is_not_missing_and_proves_that_its_parents_ended() -> None:
+    lineage = family(p="", a="p")
+    lineage.elsewhere("a", 5, read=True)
+    assert missing(lineage) == set()
+    assert lineage["p"].presence is Presence.ENDED
+    assert lineage["a"].presence is Presence.ELSEWHERE
+    assert not lineage.all_ended()
+
+
+def test_a_shard_that_no_server_reads_any_more_is_missing_from_then_on() -> None:
+    lineage = family(a="")
+    lineage.elsewhere("a", 5, read=True)
+    lineage.elsewhere("a", 9, read=False)
+    assert missing(lineage) == {"a"}
+    assert lineage["a"].since_ms == 9
+    lineage.elsewhere("a", 12, read=False)
+    assert lineage["a"].since_ms == 9
+
+
+def test_a_shard_that_was_left_out_counts_again_when_another_server_reads_it() -> None:
+    lineage = family(a="")
+    assert lineage.leave_out(100, 50) == ("a",)
+    lineage.elsewhere("a", 101, read=False)
+    assert lineage["a"].presence is Presence.LEFT_OUT
+    lineage.elsewhere("a", 102, read=True)
+    assert lineage["a"].presence is Presence.ELSEWHERE
+
+
+def test_a_shard_that_is_connected_here_or_has_ended_stays_what_it_is() -> None:
+    lineage = family(a="", b="")
+    lineage.connect("a", 1)
+    lineage.end("b", 1)
+    for shard in "ab":
+        lineage.elsewhere(shard, 5, read=True)
+        lineage.elsewhere(shard, 5, read=False)
+    assert lineage["a"].presence is Presence.CONNECTED
+    assert lineage["b"].presence is Presence.ENDED
+
+
+def test_how_far_another_server_has_read_is_a_floor_for_the_children() -> None:
+    lineage = family(p="", a="p")
+    lineage.reach("p", None)
+    assert lineage.floor_ms("a") is None
+    lineage.reach("p", 700)
+    lineage.reach("p", 300)
+    lineage.reach("p", None)
+    assert lineage.floor_ms("a") == 700

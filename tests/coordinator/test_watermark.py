@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mldserver.coordinator.lineage import Lineage
 from mldserver.coordinator.watermark import PREFETCH, Holder, View, Watermark, WatermarkRules
+from mldserver.state.ledger import ServerState
 
 IDLE, QUIET, SETTLE = 30_000, 60_000, 10_000
 
@@ -341,3 +342,69 @@ def test_it_never_goes_back_and_never_passes_a_row_of_a_shard_that_was_not_idle(
             assert not set(latest) - connected - ended  # nobody is missing
             assert all(latest[s] >= now_ms for s in connected - silent)
         committed = now_ms
+
+
+# Several servers.
+
+
+def other(watermark_ms: int | None = None, reason: str = "behind", *, idle: bool = False) -> ServerState:
+    return ServerState("two", 1, watermark_ms, idle=idle, held_by="z" if not idle else None, reason=reason)
+
+
+def combined(stream: Stream, *others: ServerState) -> View:
+    return stream.watermark.combine(stream.view, others)
+
+
+def test_of_several_servers_the_least_holds_and_is_named() -> None:
+    stream = Stream().connect("a").settled().batch("a", 500)
+    assert combined(stream) == View(500, Holder("a", "behind"))
+    assert combined(stream, other(900)) == View(500, Holder("a", "behind"))
+    assert combined(stream, other(900), other(300)) == View(300, Holder("z", "behind", "two"))
+
+
+def test_a_server_that_knows_nothing_yet_holds_what_was_reached() -> None:
+    stream = Stream().connect("a").settled().batch("a", 500)
+    stream.watermark.commit(combined(stream, other(200)))
+    stream.batch("a", 600)
+    assert combined(stream, other(None, "settling")) == View(200, Holder("z", "settling", "two"))
+    assert combined(stream, ServerState("two", 1)) == View(200, Holder(None, "nothing seen", "two"))
+    assert stream.disconnect("a").view.holds
+    assert combined(stream, other(900)) == View(200, Holder("a", "missing"))
+
+
+def test_a_server_that_is_idle_holds_nothing() -> None:
+    stream = Stream().connect("a").settled().batch("a", 500)
+    assert combined(stream, other(None, "no shards", idle=True)) == View(500, Holder("a", "behind"))
+    alone = Stream().settled()
+    assert alone.view.idle
+    assert not alone.view.holds
+    assert combined(alone, other(700)) == View(700, Holder("z", "behind", "two"))
+
+
+def test_a_shard_that_comes_from_elsewhere_may_lie_behind_what_was_reached() -> None:
+    """The pipeline does not go back; what this server tells of its own shards does."""
+    stream = Stream().connect("a").settled().batch("a", 500)
+    stream.watermark.commit(stream.view)
+    stream.connect("b", event_ms=100).settled()
+    assert stream.view == View(500, Holder("b", "behind"))
+    assert stream.view.own_ms == 100
+
+
+def test_the_stream_is_over_when_no_server_has_anything_left() -> None:
+    stream = Stream().connect("a").settled().batch("a", 500)
+    stream.lineage.end("a", stream.now)
+    stream.watermark.disconnect("a")
+    assert stream.view.over
+    assert not combined(stream, other(900)).over
+    assert combined(stream, other(None, "no shards", idle=True)).over
+
+
+def test_the_stream_is_quiet_when_every_server_says_so_or_has_nothing() -> None:
+    stream = Stream(on_arrival=False).connect("a").settled().batch("a", 500, lag_ms=0).wait(QUIET)
+    assert stream.view.quiet
+    assert not combined(stream, other(None, "idle", idle=True)).quiet
+    assert combined(stream, other(None, "quiet", idle=True)).quiet
+    assert combined(stream, other(None, "no shards", idle=True)).quiet
+    alone = Stream(on_arrival=False).settled()
+    assert combined(alone, other(None, "quiet", idle=True)).quiet
+    assert not combined(alone, other(None, "no shards", idle=True)).quiet
