@@ -54,6 +54,11 @@ FAST_DAEMON = {
     "taskBackoffTimeMillis": "200",
     "listShardsBackoffTimeInMillis": "200",
     "metricsLevel": "NONE",
+    # What a daemon whose server is gone waits for in vain before it exits.
+    "shutdownGraceMillis": "5000",
+    # One name for all starts, as in deploy/mldserver-kcl.service: under another one a daemon would wait for 120 s until
+    # the former leader's lock expires.
+    "workerIdentifier": "worker",
 }
 
 
