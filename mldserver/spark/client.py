@@ -75,8 +75,9 @@ class SparkEngine:
     ) -> None:
         """Take plain settings; nothing is started. Times are in seconds.
 
-        ``work_dir``: a directory for scratch space, which a cluster (and a Spark Connect server) must see under the
-        same path, as it must see segments and staging; default: the machine's own temporary directory.
+        ``work_dir``: a directory for scratch space, this server's own; default: the machine's temporary directory. A
+        cluster, and a Spark Connect server, must see segments and staging under the same paths; one that sees
+        ``work_dir`` too can be warmed up there.
         ``python_path``: folders that are importable in the driver and in Spark's workers; default: the working
         directory. ``job_deadline``: what a window's job may take; None: for ever. ``quick``: see ``session.py``.
         ``archive_after``: how long the driver must have been ready until a class archive is made where none is yet;
