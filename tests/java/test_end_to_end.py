@@ -82,7 +82,7 @@ def stack(tmp_path: Path) -> Stack:
 def no_rows_beside(stack: Stack) -> None:
     """Check that nothing went to the late dataset or the dead letters, where a lost row could hide."""
     assert not list(stack.out.glob("_late/**/*.parquet"))
-    assert stack._query("SELECT * FROM dead_letters") == []
+    assert stack.query("SELECT * FROM dead_letters") == []
 
 
 async def test_no_row_is_lost_or_doubled_while_server_and_daemon_are_restarted(stack: Stack) -> None:
