@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mldserver.config import UnixAddress
 from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
-from mldserver.coordinator.layout import LEDGER
+from mldserver.coordinator.layout import LEDGER, SPARK
 from mldserver.coordinator.store import OutputStore
 from mldserver.coordinator.watermark import WatermarkRules
 from mldserver.coordinator.window_runner import WindowPolicy, WindowRunner
@@ -125,6 +125,7 @@ def _spark(settings: Settings, spec: HandlerSpec, clock: Clock) -> Engine:
         ui=settings.spark_ui,
         java_home=str(settings.java_home) if settings.java_home else None,
         cache_dir=settings.cache_dir,
+        work_dir=settings.out / SPARK,
         concurrency=settings.window_concurrency,
         job_deadline=settings.window_deadline,
         clock=clock,

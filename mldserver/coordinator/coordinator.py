@@ -236,7 +236,9 @@ class Coordinator:
         if live is not None and live.alive and not self.rules.accept_gap:
             # Before the epoch is raised: a connection that is refused must not cost the live one its shard.
             self._refuse_gap(opening, live.position.durable, ended=False)
-        state = await self._ledger.open_shard(shard_id, opening.parents)
+        # Parents that only ListShards names are kept with the shard: after a restart they order it all the same.
+        parents = opening.parents or self.parents(shard_id)
+        state = await self._ledger.open_shard(shard_id, parents)
         self._refuse_gap(opening, state.position, ended=state.ended)
         now_ms = self.clock.now_ms()
         new = self.lineage.know(shard_id, now_ms, parents=state.parents)

@@ -5,6 +5,7 @@
     <out>/_mldserver/ledger.sqlite       the ledger
     <out>/_mldserver/segments/<id>/      rows of windows that are not published yet
     <out>/_mldserver/staging/<id>/<n>/   the n-th attempt's output
+    <out>/_mldserver/spark/              scratch space of the Spark driver
 
 Names that begin with an underscore are invisible to Spark's and Arrow's dataset readers.
 """
@@ -15,6 +16,7 @@ __all__ = [
     "LATE",
     "LEDGER",
     "SEGMENTS",
+    "SPARK",
     "STAGING",
     "late_path",
     "segment_path",
@@ -26,6 +28,7 @@ PRIVATE = "_mldserver"
 LEDGER = f"{PRIVATE}/ledger.sqlite"
 SEGMENTS = f"{PRIVATE}/segments"
 STAGING = f"{PRIVATE}/staging"
+SPARK = f"{PRIVATE}/spark"
 LATE = "_late"
 
 

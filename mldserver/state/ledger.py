@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BatchProgress",
-    "Cut",
     "Flush",
     "FlushResult",
     "Ledger",
@@ -146,13 +145,6 @@ class WindowEntry:
     rows_in: int = 0
     rows_out: int = 0
     error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """A window's fixed segments, on their way to Spark."""
-
-    entry: WindowEntry
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from mldserver.config import resolve
+from mldserver.coordinator.layout import SPARK
 from mldserver.errors import ConfigError
 from mldserver.runtime.inspection import load_spec
 
@@ -110,6 +111,7 @@ def quick_spark(settings: Settings) -> Engine | None:
         cache_dir=settings.cache_dir,
         concurrency=settings.window_concurrency,
         job_deadline=settings.window_deadline,
+        work_dir=settings.out / SPARK,
         quick=True,
         archive_after=None,
     )
