@@ -115,7 +115,7 @@ EVENTS: Final[dict[str, EventSpec]] = {
     "shard.released": EventSpec("info", ("seconds",), "The shard goes on."),
     "shard.discovered": EventSpec("info", ("parents",), "ListShards names a shard that was not known."),
     "batch.done": EventSpec(
-        "info",
+        "info|debug",
         (
             "records",
             "rows",
@@ -131,7 +131,7 @@ EVENTS: Final[dict[str, EventSpec]] = {
             "checkpoint",
             "seconds",
         ),
-        "The one line of a batch, when it was answered.",
+        "The one line of a batch, when it was answered (debug: an empty one).",
     ),
     "checkpoint.done": EventSpec("debug", ("sequence", "seconds"), "The daemon stored a checkpoint."),
     "checkpoint.retried": EventSpec(
