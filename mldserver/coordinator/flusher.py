@@ -15,7 +15,7 @@ from mldserver.coordinator.flush import BufferedBatch, FlushPlan, plan
 from mldserver.coordinator.layout import segment_path
 from mldserver.coordinator.recovery import publish_late
 from mldserver.coordinator.windows import OpenWindows, WindowKey, fits
-from mldserver.errors import OperatorError
+from mldserver.errors import LedgerError, OperatorError
 from mldserver.state.ledger import BatchProgress, Flush, PositionUpdate, Segment, WindowState
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ class Flusher:
         self._cut: set[str] = set()
         self._cut_below_ms: int | None = None
         self._late: tuple[Segment, ...] = ()
+        self._doubtful: tuple[str, ...] = ()
         self.open_windows: OpenWindows | None = None
         self.failing = False
         self.rows_durable = 0
@@ -100,14 +101,18 @@ class Flusher:
         """Make batches durable. Raises OSError or LedgerError, and then nothing has changed."""
         began_ms = self._clock.now_ms()
         lost: frozenset[str] = frozenset()
+        await self._clear_up()
         while True:
             live = [batch for batch in batches if batch.shard_id not in lost]
             planned = self._plan(live)
             segments = await self._write(planned)
-            # When this raises, the files stay: a later start deletes those that no ledger entry names.
-            result = await self._ledger.register(
-                Flush(planned.positions, segments, planned.dead_letters, planned.clock, planned.progress)
-            )
+            try:
+                result = await self._ledger.register(
+                    Flush(planned.positions, segments, planned.dead_letters, planned.clock, planned.progress)
+                )
+            except LedgerError:
+                self._doubtful = tuple(segment.path for segment in segments)
+                raise
             if result.registered:
                 break
             log.warning(
@@ -132,6 +137,17 @@ class Flusher:
         )
         waiting = sum(segment.bytes for segment in segments if not segment.late)
         return Flushed(planned.positions, waiting, lost)
+
+    async def _clear_up(self) -> None:
+        """Delete what the last flush wrote for a ledger that failed.
+
+        Not before it answers again: until then nobody can tell that the files are not named; and nothing is written
+        meanwhile, or a ledger that stays away would fill the disk with files that nobody names.
+        """
+        if self._doubtful:
+            await self._ledger.register(Flush((), clock=self._merge_clock))
+            await asyncio.to_thread(self._discard, list(self._doubtful))
+            self._doubtful = ()
 
     def _plan(self, batches: list[BufferedBatch]) -> FlushPlan:
         return plan(
