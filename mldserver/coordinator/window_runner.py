@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mldserver.clock import Clock
     from mldserver.coordinator.store import OutputStore
     from mldserver.spark.engine import Engine, WindowResult
-    from mldserver.state.ledger import Ledger, WindowEntry
+    from mldserver.state.ledger import Ledger, Segment, WindowEntry
 
 __all__ = ["WindowPolicy", "WindowRunner"]
 
@@ -81,6 +81,7 @@ class WindowRunner:
         self._freed = freed
         self._queue: asyncio.Queue[WindowEntry] = asyncio.Queue()
         self._unfinished: dict[str, int] = {}
+        self._freeing: dict[str, tuple[Segment, ...]] = {}
         self._halted: set[str] = set()
         self._go = asyncio.Event()
         self._go.set()
@@ -181,8 +182,10 @@ class WindowRunner:
         """Make a committed window visible and free its segments. Repeatable."""
         if has_files and staging is not None:
             await asyncio.to_thread(self._store.publish, staging, window_path(window_id))
-        segments = await self._ledger.published(window_id)
+        # The ledger names them once; when they cannot be deleted, publishing is tried again.
+        segments = self._freeing.setdefault(window_id, await self._ledger.published(window_id))
         await asyncio.to_thread(self._clean, window_id, [segment.path for segment in segments])
+        del self._freeing[window_id]
         self._freed(sum(segment.bytes for segment in segments))
         self.published += 1
 
