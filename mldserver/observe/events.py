@@ -66,7 +66,7 @@ EVENTS: Final[dict[str, EventSpec]] = {
         "info", ("waiting_for", "seconds"), "Shutdown (or start) still waits for these."
     ),
     "server.stopped": EventSpec("info", ("exit_code", "seconds"), "The last line of the log."),
-    "server.failed": EventSpec("critical", ("exit_code",), "The process cannot go on."),
+    "server.failed": EventSpec("critical", ("exit_code", "traceback"), "The process cannot go on."),
     "connection.opened": EventSpec("debug", ("peer",), "A peer connected."),
     "connection.refused": EventSpec(
         "warning", ("peer", "limit"), "The connection limit holds; connections wait in the kernel's queue."
@@ -149,9 +149,9 @@ EVENTS: Final[dict[str, EventSpec]] = {
         "info", ("handler", "hooks", "schema", "windows"), "The handler was imported and checked."
     ),
     "handler.failed": EventSpec(
-        "warning",
+        "warning|error",
         ("handler", "hook", "sequence", "attempt", "delay_seconds", "traceback"),
-        "A hook failed and is tried again.",
+        "A hook failed and is tried again; an error when ``initialize`` keeps failing, since its shard waits.",
     ),
     "handler.dead_letter": EventSpec(
         "error",
