@@ -139,4 +139,6 @@ def _paragraph(event: dict[str, Any]) -> str:
     parts = [str(event[key]) for key in ("what", "did", "advice") if event.get(key)]
     if not parts and event.get("exception"):
         parts = [str(event["exception"]).strip().splitlines()[-1]]
-    return " ".join(parts) if parts else str(event.get("event", ""))
+    if not parts:
+        parts = [": ".join(str(event[key]) for key in ("event", "reason") if event.get(key))]
+    return " ".join(parts)
