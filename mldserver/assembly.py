@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from mldserver.config import SqlitePlace, UnixAddress
 from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
 from mldserver.coordinator.late import LateRules
-from mldserver.coordinator.layout import LEDGER, SERVERS
+from mldserver.coordinator.layout import LEDGER, SERVERS, SPARK, server_tag
 from mldserver.coordinator.lives import LifeLocks
 from mldserver.coordinator.store import OutputStore
 from mldserver.coordinator.watermark import WatermarkRules
@@ -96,7 +96,7 @@ async def assemble(
     if spec.schema is None:
         engine = None
     else:
-        engine = engine or _spark(settings, spec, clock)
+        engine = engine or _spark(settings, spec, clock, server_tag(server_id))
         runner = WindowRunner(
             pipeline=settings.pipeline,
             policy=_window_policy(settings),
@@ -138,7 +138,7 @@ async def assemble(
     return Parts(spec, ledger, runtime, coordinator, listener, engine, runner)
 
 
-def _spark(settings: Settings, spec: HandlerSpec, clock: Clock) -> Engine:
+def _spark(settings: Settings, spec: HandlerSpec, clock: Clock, tag: str) -> Engine:
     from mldserver.spark.client import SparkEngine  # noqa: PLC0415  # not needed where another engine stands in
 
     assert spec.schema is not None
@@ -150,6 +150,7 @@ def _spark(settings: Settings, spec: HandlerSpec, clock: Clock) -> Engine:
         ui=settings.spark_ui,
         java_home=str(settings.java_home) if settings.java_home else None,
         cache_dir=settings.cache_dir,
+        work_dir=settings.out / SPARK / tag,
         concurrency=settings.window_concurrency,
         job_deadline=settings.window_deadline,
         clock=clock,

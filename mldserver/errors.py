@@ -63,10 +63,14 @@ class MldserverError(Exception):
         return {key: value for key, value in told.items() if value is not None and value != ""}
 
     def told(self) -> dict[str, Any]:
-        """Return the error as fields that any event may carry; where it was is one field, ``where``."""
+        """Return the error as fields that any event may carry; where it was is one field, ``where``.
+
+        A traceback is a field of its own, ``traceback``: readers of the log show it as a block.
+        """
+        where = {key: value for key, value in self.where.items() if value is not None}
+        traceback = where.pop("traceback", None)
         told: dict[str, Any] = {"error": self.name, "what": self.what, "did": self.did, "advice": self.advice}
-        if self.where:
-            told["where"] = {key: value for key, value in self.where.items() if value is not None}
+        told |= {"where": where, "traceback": traceback}
         return {key: value for key, value in told.items() if value}
 
     def __str__(self) -> str:

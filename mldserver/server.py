@@ -120,7 +120,7 @@ class Server:
         )
         try:
             await parts.runtime.start()
-            await parts.coordinator.start()
+            await self._open(parts)
             self._built.set()
             async with asyncio.TaskGroup() as group:
                 background = [group.create_task(each, name=name) for name, each in self._background(parts)]
@@ -131,6 +131,16 @@ class Server:
             return code
         finally:
             await self._close(parts)
+
+    async def _open(self, parts: Parts) -> None:
+        try:
+            await parts.coordinator.start()
+        except OSError as error:
+            raise OperatorError(
+                f"The output folder {self.settings.out} cannot be used: {error.strerror or error}.",
+                advice="Check its path, its rights and the room on its disk, or name another with --out.",
+                path=str(error.filename or self.settings.out),
+            ) from error
 
     def _background(self, parts: Parts) -> Iterator[tuple[str, Coroutine[None, None, None]]]:
         yield "coordinator", parts.coordinator.run()
@@ -235,7 +245,7 @@ class Server:
             change = self._readiness.look(parts)
             if change is not None and change.ready:
                 log.info("server.ready", seconds=(self._clock.now_ms() - began_ms) / 1000)
-            elif change is not None:
+            elif change is not None and not self._stop.is_set():
                 log.error("server.unready", reason=change.reason)
             await self._clock.sleep(0.25)
 

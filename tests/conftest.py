@@ -6,11 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import structlog
+from hypothesis import HealthCheck, settings
 
 from mldserver.observe.schema import CheckedLogger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+# How fast a machine is, and what else runs on it, says nothing about what is tested.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 @pytest.fixture(autouse=True)

@@ -52,3 +52,14 @@ def test_every_error_is_one_partys_fault() -> None:
         "InternalError",
     }
     assert issubclass(FramingError, PeerError)
+
+
+def test_told_keeps_the_place_in_one_field_and_the_traceback_in_its_own() -> None:
+    error = MldserverError("It broke.", window="w1", traceback="Traceback …", path=None)
+    assert error.told() == {
+        "error": "MldserverError",
+        "what": "It broke.",
+        "where": {"window": "w1"},
+        "traceback": "Traceback …",
+    }
+    assert MldserverError("It broke.").told() == {"error": "MldserverError", "what": "It broke."}

@@ -228,13 +228,15 @@ async def test_what_an_operator_can_mend_is_said_in_one_event_and_exits_2(
         taken = TcpAddress(host, int(port))
         assert await stopped(quick(tmp_path / "other", handler, listen=taken)) == EXIT_OPERATOR
     assert await stopped(quick(out, handler, pipeline="another")) == EXIT_OPERATOR
+    (tmp_path / "file").write_text("no folder")
+    assert await stopped(quick(tmp_path / "file", handler)) == EXIT_OPERATOR
     told = [entry for entry in logged if entry["event"] == "server.failed"]
-    assert [entry["exit_code"] for entry in told] == [EXIT_OPERATOR] * 5
+    assert [entry["exit_code"] for entry in told] == [EXIT_OPERATOR] * 6
     assert all(entry["what"] and "exception" not in entry for entry in told)
 
 
 async def test_a_second_stop_forces_and_the_exit_code_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[dict[str, Any]]
 ) -> None:
     (tmp_path / "stuck.py").write_text(
         "import asyncio\nschema = 'id BIGINT'\n"
@@ -254,12 +256,14 @@ async def test_a_second_stop_forces_and_the_exit_code_says_so(
         await writer.drain()
         await asyncio.sleep(0.1)
         server.stop("first")
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.4)  # longer than between two looks at readiness
         assert not life.done(), "the shard's request is still waited for"
         server.stop("second")
         await life
         writer.close()
     assert life.result() == EXIT_FORCED
+    assert not server.is_ready
+    assert "server.unready" not in {entry["event"] for entry in logged}, "an orderly stop alarms nobody"
 
 
 CHILD = """

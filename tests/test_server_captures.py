@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow.dataset as ds
 import pytest
-
 from support.serving import KEEP_EVERYTHING, connect, quick, serving, until
 
 if TYPE_CHECKING:

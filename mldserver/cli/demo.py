@@ -87,7 +87,7 @@ def _conclude(
     console: Console, report: Report, folder: Path, failures: list[str], *, flights: int, seconds: float
 ) -> int:
     if not report.ok:
-        for text in (*report.violations, *failures, *report.exits):
+        for text in (*failures, *report.violations, *report.exits):
             console.print(text, markup=False)
         console.print(f"The demonstration failed; its log is {folder / '_server.log'}")
         return report.exit_code

@@ -285,7 +285,9 @@ class Coordinator:
 
     async def _open(self, opening: ShardOpening) -> ShardSession:
         shard_id = opening.shard_id
-        state = await self._ledger.open_shard(shard_id, opening.parents)
+        # Parents that only ListShards names are kept with the shard: after a restart they order it all the same.
+        parents = opening.parents or self.parents(shard_id)
+        state = await self._ledger.open_shard(shard_id, parents)
         self._refuse_gap(opening, state.position, ended=state.ended, accepted=state.gap_accepted)
         await self._fleet.learn_parents(state)
         now_ms = self.clock.now_ms()

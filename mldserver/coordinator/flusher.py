@@ -16,7 +16,7 @@ from mldserver.coordinator.late import CutWindows, LateRules
 from mldserver.coordinator.layout import segment_path, server_tag
 from mldserver.coordinator.recovery import publish_late
 from mldserver.coordinator.windows import OpenWindows, WindowKey, fits
-from mldserver.errors import OperatorError
+from mldserver.errors import LedgerError, OperatorError
 from mldserver.faults import kill_point
 from mldserver.state.ledger import BatchProgress, Flush, PositionUpdate, Segment, SegmentKind, WindowState
 
@@ -74,6 +74,7 @@ class Flusher:
         self._cut = CutWindows(self._rules)
         self._expired_ms = clock.now_ms()
         self._late: tuple[Segment, ...] = ()
+        self._doubtful: tuple[str, ...] = ()
         self.open_windows: OpenWindows | None = None
         self.failing = False
         self.rows_durable = 0
@@ -131,15 +132,19 @@ class Flusher:
         """
         began_ms = self._clock.now_ms()
         lost: frozenset[str] = frozenset()
+        await self._clear_up()
         while True:
             live = [batch for batch in batches if batch.shard_id not in lost]
             planned = self._plan(live, durable)
             segments = await self._write(planned)
             kill_point("flush.registering")
-            # When this raises, the files stay: a later start deletes those that no ledger entry names.
-            result = await self._ledger.register(
-                Flush(planned.positions, segments, planned.dead_letters, planned.clock, planned.progress)
-            )
+            try:
+                result = await self._ledger.register(
+                    Flush(planned.positions, segments, planned.dead_letters, planned.clock, planned.progress)
+                )
+            except LedgerError:
+                self._doubtful = tuple(segment.path for segment in segments)
+                raise
             if result.registered:
                 break
             await asyncio.to_thread(self._discard, [segment.path for segment in segments])
@@ -160,6 +165,20 @@ class Flusher:
         )
         waiting = sum(segment.bytes for segment in segments if segment.kind is not SegmentKind.LATE)
         return Flushed(planned.positions, waiting, lost)
+
+    async def _clear_up(self) -> None:
+        """Delete what the last flush wrote for a ledger that failed, unless it was registered after all.
+
+        Not before the ledger answers again: until then nobody can tell; and nothing is written meanwhile, or a ledger
+        that stays away would fill the disk with files that nobody names.
+        """
+        if self._doubtful:
+            state = await self._ledger.peek()
+            named = {segment.path for segment in state.late_segments}
+            for entry in state.windows.values():
+                named.update(segment.path for segment in (*entry.segments, *entry.pending))
+            await asyncio.to_thread(self._discard, [path for path in self._doubtful if path not in named])
+            self._doubtful = ()
 
     def _refused(self, result: FlushResult) -> None:
         self._cut.refused(result)

@@ -6,6 +6,7 @@
     <out>/_mldserver/servers/<tag>.lock         held by each server that lives
     <out>/_mldserver/segments/<id>/             rows of windows that are not published yet, or retained
     <out>/_mldserver/staging/<id>/<n>-<tag>/    the n-th attempt's output
+    <out>/_mldserver/spark/<tag>/               scratch space of a server's Spark driver
 
 On object stores nothing is renamed (``publish.py``): an attempt's output stays where it was written, and manifests say
 which one counts.
@@ -32,6 +33,7 @@ __all__ = [
     "PUBLISH_LOCK",
     "SEGMENTS",
     "SERVERS",
+    "SPARK",
     "STAGING",
     "attempt_number",
     "attempt_path",
@@ -49,6 +51,7 @@ STAGING = f"{PRIVATE}/staging"
 OUTPUTS = f"{PRIVATE}/outputs"
 PUBLISH_LOCK = f"{PRIVATE}/publish.lock"
 SERVERS = f"{PRIVATE}/servers"
+SPARK = f"{PRIVATE}/spark"
 LATE = "_late"
 
 _PREFIX = {SegmentKind.WINDOW: "", SegmentKind.RECOMPUTE: "again-", SegmentKind.LATE: "late-"}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from mldserver.coordinator.layout import SEGMENTS, late_path, server_tag, tag_of
+from mldserver.coordinator.layout import SEGMENTS, SPARK, late_path, server_tag, tag_of
 from mldserver.coordinator.publish import Publisher
 from mldserver.faults import kill_point
 from mldserver.state.ledger import WindowState
@@ -100,6 +100,7 @@ async def _inherit(ledger: Ledger, store: OutputStore, *, own: bool) -> tuple[in
     """
     publisher = Publisher(store)
     found = await asyncio.to_thread(_files, store, publisher)
+    scratch = await asyncio.to_thread(lambda: list(store.folders(SPARK)))
     state = await ledger.peek()
     alive = {server_tag(each) for each in state.servers if own or each != ledger.server_id}
     late = tuple(segment for segment in state.late_segments if tag_of(segment.path) not in alive)
@@ -109,6 +110,7 @@ async def _inherit(ledger: Ledger, store: OutputStore, *, own: bool) -> tuple[in
     gone = [path for path in found if path not in named and tag_of(path) not in alive]
     kill_point("recovery.sweeping")
     await asyncio.to_thread(_delete, store, gone)
+    await asyncio.to_thread(_delete_scratch, store, scratch, alive)
     kill_point("recovery.swept")
     return len(late), len(gone)
 
@@ -122,6 +124,13 @@ def _delete(store: OutputStore, paths: list[str]) -> None:
         store.delete(path)
     for folder in {path.rpartition("/")[0] for path in paths} | set(store.folders(SEGMENTS)):
         store.drop_empty(folder)
+
+
+def _delete_scratch(store: OutputStore, folders: list[str], alive: set[str]) -> None:
+    """Delete what the Spark drivers of dead servers left."""
+    for folder in folders:
+        if folder.rpartition("/")[2] not in alive:
+            store.delete(folder)
 
 
 async def publish_late(segments: tuple[Segment, ...], ledger: Ledger, store: OutputStore) -> None:

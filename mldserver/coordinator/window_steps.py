@@ -83,6 +83,8 @@ class WindowSteps:
         self._retain = retain
         self._freed = freed
         self._tag = server_tag(ledger.server_id)
+        self._freeing: dict[str, Segment] = {}
+        """Segments that the ledger names no more and that are not deleted yet."""
         self._replaced: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
 
     async def compute(self, entries: Sequence[WindowEntry]) -> tuple[Committed, ...] | None:
@@ -189,12 +191,17 @@ class WindowSteps:
         )
         kill_point("window.published")
         first = tuple(output for output in outputs if output.revision == 1)
-        await asyncio.to_thread(self._clean, first, free)
+        # The ledger tells them once: when they cannot be deleted now, publishing is tried again and deletes them then.
+        self._freeing.update((segment.path, segment) for segment in free)
+        freed = tuple(self._freeing.values())
+        await asyncio.to_thread(self._clean, first, freed)
+        for segment in freed:
+            self._freeing.pop(segment.path, None)
         for output in outputs:
             if output.revision > 1:
                 self._replaced.put_nowait((self._clock.now_ms() + _READING_MS, output))
         kill_point("window.cleaned")
-        self._freed(sum(segment.bytes for segment in free))
+        self._freed(sum(segment.bytes for segment in freed))
 
     async def clean_up(self) -> None:
         """Delete what revisions have replaced, each a while after that, until cancelled."""

@@ -66,14 +66,16 @@ EVENTS: Final[dict[str, EventSpec]] = {
         "info", ("waiting_for", "seconds"), "Shutdown (or start) still waits for these."
     ),
     "server.stopped": EventSpec("info", ("exit_code", "seconds"), "The last line of the log."),
-    "server.failed": EventSpec("critical", ("exit_code",), "The process cannot go on."),
+    "server.failed": EventSpec("critical", ("exit_code", "traceback"), "The process cannot go on."),
     "server.buried": EventSpec(
         "warning",
         ("server", "seconds"),
         "Another server on the ledger is dead: its shards and windows are free for others.",
     ),
     "server.beat_failed": EventSpec(
-        "warning", (), "The ledger could not be told that this server lives; after long others take it for dead."
+        "warning",
+        (),
+        "The ledger could not be told that this server lives; after long others take it for dead.",
     ),
     "connection.opened": EventSpec("debug", ("peer",), "A peer connected."),
     "connection.refused": EventSpec(
@@ -123,7 +125,7 @@ EVENTS: Final[dict[str, EventSpec]] = {
     "shard.released": EventSpec("info", ("seconds",), "The shard goes on."),
     "shard.discovered": EventSpec("info", ("parents",), "ListShards names a shard that was not known."),
     "batch.done": EventSpec(
-        "info",
+        "info|debug",
         (
             "records",
             "rows",
@@ -139,7 +141,7 @@ EVENTS: Final[dict[str, EventSpec]] = {
             "checkpoint",
             "seconds",
         ),
-        "The one line of a batch, when it was answered.",
+        "The one line of a batch, when it was answered (debug: an empty one).",
     ),
     "checkpoint.done": EventSpec("debug", ("sequence", "seconds"), "The daemon stored a checkpoint."),
     "checkpoint.retried": EventSpec(
@@ -157,9 +159,9 @@ EVENTS: Final[dict[str, EventSpec]] = {
         "info", ("handler", "hooks", "schema", "windows"), "The handler was imported and checked."
     ),
     "handler.failed": EventSpec(
-        "warning",
+        "warning|error",
         ("handler", "hook", "sequence", "attempt", "delay_seconds", "traceback"),
-        "A hook failed and is tried again.",
+        "A hook failed and is tried again; an error when ``initialize`` keeps failing, since its shard waits.",
     ),
     "handler.dead_letter": EventSpec(
         "error",
@@ -251,7 +253,9 @@ EVENTS: Final[dict[str, EventSpec]] = {
         "A job over several windows failed; each of them runs alone.",
     ),
     "window.dropped": EventSpec(
-        "debug", ("revision",), "Another server has taken the window, or it is done: nothing is left to do here."
+        "debug",
+        ("revision",),
+        "Another server has taken the window, or it is done: nothing is left to do here.",
     ),
     "window.halted": EventSpec(
         "error", ("attempts", "traceback"), "A window's job kept failing; windows wait, ingestion goes on."

@@ -102,7 +102,8 @@ class InlineRuntime:
     async def open(self, shard: Shard) -> None:
         """Make the shard's handler and run its ``initialize`` hook, again and again until it succeeds.
 
-        Under the policy ``halt`` it raises HandlerHalted after the policy's attempts.
+        Under the policy ``halt`` it raises HandlerHalted after the policy's attempts; otherwise the shard waits, since
+        there is no record yet that could be set aside, and from then on its failures are logged as errors.
         """
         self._shards.pop(shard.id, None)
         failures = 0
@@ -111,7 +112,7 @@ class InlineRuntime:
             failures += 1
             if self._policy.on_failure is OnFailure.HALT and failures >= self._policy.attempts:
                 raise self._halted(shard, hook, failure, failures)
-            await self._wait(shard, hook, failure, failures)
+            await self._wait(shard, hook, failure, failures, grave=failures >= self._policy.attempts)
 
     async def process(self, delivery: Delivery) -> BatchOutcome:
         """Decode a line and run the handler over its records (see ``Runtime.process``)."""
@@ -170,10 +171,15 @@ class InlineRuntime:
         self._shards[shard.id] = _OpenShard(shard, hooks)
         return None
 
-    async def _wait(self, shard: Shard, hook: str, failure: Failure, failures: int) -> None:
+    async def _wait(
+        self, shard: Shard, hook: str, failure: Failure, failures: int, *, grave: bool = False
+    ) -> None:
         delay = self._policy.delay(failures, self._random())
         where = self._where(shard.id, hook, failure)
-        log.warning("handler.failed", **where, attempt=failures, delay_seconds=delay)
+        if grave:
+            where["did"] = "The shard waits; the hook is tried again until it succeeds."
+        tell = log.error if grave else log.warning
+        tell("handler.failed", **where, attempt=failures, delay_seconds=delay)
         await self._clock.sleep(delay)
 
     def _halted(self, shard: Shard, hook: str, failure: Failure, attempts: int) -> HandlerHalted:

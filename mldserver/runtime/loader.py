@@ -157,7 +157,9 @@ def _module_advice(missing: str) -> str:
     except (ImportError, AttributeError):
         folders = None
     names = [module.name for module in pkgutil.iter_modules(folders)] if folders else []
-    searched = f"in the package {parent}" if parent else f"in {sys.path[0] or '.'} or among what is installed"
+    searched = (
+        f"in the package {parent}" if parent else f"in {sys.path[0] or '.'} and among what is installed"
+    )
     return f"It was searched {searched}. {_suggestion(last, names, parent)}".strip()
 
 

@@ -261,7 +261,9 @@ class Conductor:
         outline = outcome.outline
         self._batches += 1
         self._records += outline.records
-        self._link.log.info(
+        # An idle shard sends an empty batch a second: a line of each would bury the others.
+        tell = self._link.log.info if outline.records else self._link.log.debug
+        tell(
             "batch.done",
             records=outline.records,
             rows=0 if outcome.rows is None else outcome.rows.num_rows,

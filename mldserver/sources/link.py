@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 import structlog
 
-from mldserver.errors import InternalError, PeerError
+from mldserver.errors import DecodeError, InternalError, PeerError
 from mldserver.protocol import events as ev
 from mldserver.protocol.connection import MLDConnection
 from mldserver.protocol.events import CloseReason, Timer
@@ -180,6 +180,10 @@ class Link(asyncio.Protocol):
 
     def cut(self) -> None:
         """Close the socket at once, whatever is unwritten."""
+        if not self.closed and self._transport is not None:
+            # Told here: to the protocol the lost socket would look as if the daemon had gone.
+            self.close()
+            self.log.warning("connection.failed", reason=str(self.close_reason), peer=self.peer, what=_CUT)
         if self._transport is not None:
             self._transport.abort()
 
@@ -245,7 +249,10 @@ class Link(asyncio.Protocol):
         # Whoever breaks off before initialize is no daemon's child: nobody is hurt.
         level = "error" if self._initialized or not isinstance(error, PeerError) else "warning"
         trace = error if isinstance(error, InternalError) else None
-        told = {"state": str(self._core.state), "peer": self.peer} | error.fields()
+        # What the core found wrong has closed the connection already: it says so where the error does not.
+        told = {"state": str(self._core.state), "peer": self.peer, "did": _CLOSED} | error.fields()
+        if not self._initialized and isinstance(error, DecodeError):
+            told.setdefault("advice", _STRANGER)
         getattr(self.log, level)("connection.failed", exc_info=trace, **told)
 
     def _end_output(self) -> None:
@@ -279,7 +286,10 @@ class Link(asyncio.Protocol):
         self._pump()
 
 
+_CLOSED: Final = "The connection was closed."
 _MID_REQUEST: Final = "The daemon closed while a request was being worked on; it will be delivered again."
+_CUT: Final = "The server stops and cut the connection; what was not checkpointed will be delivered again."
+_STRANGER: Final = "Find out who connects to this port: it does not speak as a MultiLangDaemon does."
 
 
 def _shown(position: Sequence | None) -> str:

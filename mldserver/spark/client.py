@@ -75,8 +75,9 @@ class SparkEngine:
     ) -> None:
         """Take plain settings; nothing is started. Times are in seconds.
 
-        ``work_dir``: a directory for scratch space, which a cluster (and a Spark Connect server) must see under the
-        same path, as it must see segments and staging; default: the machine's own temporary directory.
+        ``work_dir``: a directory for scratch space, this server's own; default: the machine's temporary directory. A
+        cluster, and a Spark Connect server, must see segments and staging under the same paths; one that sees
+        ``work_dir`` too can be warmed up there.
         ``python_path``: folders that are importable in the driver and in Spark's workers; default: the working
         directory. ``job_deadline``: what a window's job may take; None: for ever. ``quick``: see ``session.py``.
         ``archive_after``: how long the driver must have been ready until a class archive is made where none is yet;
@@ -153,6 +154,15 @@ class SparkEngine:
     async def ready(self) -> None:
         """Return when a job would start at once. Raises DriverLost when the engine has ended."""
         await self._ready()
+
+    @property
+    def group_limit(self) -> int:
+        """One: each window is a Spark job of its own."""
+        return 1
+
+    async def compute_group(self, jobs: tuple[WindowJob, ...]) -> tuple[WindowResult, ...]:
+        """Run several attempts, one after the other."""
+        return tuple([await self.compute(job) for job in jobs])
 
     async def compute(self, job: WindowJob) -> WindowResult:
         """Run one attempt, waiting for a driver and for a free slot first. See ``Engine.compute``."""

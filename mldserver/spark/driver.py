@@ -28,7 +28,7 @@ from mldserver.spark import archive
 from mldserver.spark.engine import WindowJob
 from mldserver.spark.faults import describe
 from mldserver.spark.handler import Pipeline, pipeline_of
-from mldserver.spark.session import Session, open_session
+from mldserver.spark.session import Session, is_local, open_session
 from mldserver.spark.wire import (
     Cancel,
     Decoder,
@@ -111,7 +111,6 @@ class Driver:
     def _make_ready(self, start: Start) -> Jobs:
         """Load the handler, make the session, warm it up. The handler comes first: its errors are the quickest."""
         from mldserver.spark.jobs import Jobs  # noqa: PLC0415  # imports belong to what may fail
-        from mldserver.spark.window_job import warm_up  # noqa: PLC0415  # see above
 
         sys.path[:0] = [entry for entry in start.python_path if entry not in sys.path]
         if start.train:
@@ -121,11 +120,23 @@ class Driver:
         if session.jvm is not None:
             threading.Thread(target=self._watch_jvm, args=(session,), name="jvm", daemon=True).start()
         self.send(Started(session.spark.version, session.ui))
-        warm = Path(start.scratch) / "warm-up"
-        job = WindowJob(Window("warm-up", None, None), 0, (str(warm / "segment"),), str(warm / "out"), 1, 1)
-        warm_up(session.spark, start.schema, job, session.cores)
-        shutil.rmtree(warm, ignore_errors=True)
+        self._warm_up(session, start)
         return Jobs(session, start.schema, pipeline, self.send, concurrency=start.concurrency)
+
+    def _warm_up(self, session: Session, start: Start) -> None:
+        from mldserver.spark.window_job import warm_up  # noqa: PLC0415  # imports belong to what may fail
+
+        place = Path(start.scratch) / "warm-up"
+        window = Window("warm-up", None, None)
+        job = WindowJob(window, 0, (str(place / "segment"),), str(place / "out"), 1, 1)
+        try:
+            warm_up(session.spark, start.schema, job, session.cores)
+        except Exception as error:  # what it means depends on where Spark runs
+            if is_local(start.master):
+                raise
+            # A cluster need not share this folder; whether it sees the segments' storage, the first window will tell.
+            self.send(Log("warning", f"The warm-up in {place} failed: {describe(error).message}"))
+        shutil.rmtree(place, ignore_errors=True)
 
     def _start_failed(self, error: BaseException) -> None:
         fault = describe(error)

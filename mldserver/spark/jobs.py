@@ -6,6 +6,7 @@ in the thread that runs it. Cancelling goes by them from any thread.
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -142,10 +143,14 @@ class Jobs:
             with self._lock:
                 running = [job for job in self._jobs.values() if job.running]
             for job in running:
-                told = self._tasks(job.group)
-                if told[0] and told != job.told:
-                    job.told = told
-                    self._send(Progress(job.run.id, *told))
+                with contextlib.suppress(Exception):  # a courtesy: a JVM that is going is not noticed here
+                    self._tell(job)
+
+    def _tell(self, job: _Job) -> None:
+        told = self._tasks(job.group)
+        if told[0] and told != job.told:
+            job.told = told
+            self._send(Progress(job.run.id, *told))
 
     def _tasks(self, group: str) -> tuple[int, int, int]:
         tracker = self._session.spark.sparkContext.statusTracker()

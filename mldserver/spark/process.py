@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mldserver.spark.spark_log import Lines
 from mldserver.spark.wire import Decoder, Message, encode
@@ -31,39 +31,58 @@ def driver_command() -> list[str]:
     return [sys.executable, "-m", "mldserver.spark.driver"]
 
 
+class _Output(NamedTuple):
+    """Our side of a pipe that the child writes to."""
+
+    reader: asyncio.StreamReader
+    transport: asyncio.ReadTransport
+
+
 class DriverProcess:
     """One child. Made by ``start``; ``kill`` must be awaited in the end, whatever happens."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        outputs: tuple[_Output, _Output],
     ) -> None:
-        """Hold a child that runs and this side of its socket."""
+        """Hold a child that runs, this side of its socket, and the pipes of its stdout and stderr."""
         self._process = process
         self._reader = reader
         self._writer = writer
+        self._outputs = outputs
 
     @classmethod
     async def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> DriverProcess:
         """Start a child with one end of a socket pair. Raises OSError."""
-        ours, theirs = socket.socketpair()
-        with theirs:
+        async with contextlib.AsyncExitStack() as undo:
+            ours, theirs = socket.socketpair()
+            undo.callback(theirs.close)
             reader, writer = await asyncio.open_unix_connection(sock=ours)
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *command,
-                    "--fd",
-                    str(theirs.fileno()),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.PIPE,
-                    env=dict(environment),
-                    pass_fds=(theirs.fileno(),),
-                    start_new_session=True,
-                )
-            except BaseException:
-                writer.close()
-                raise
-        return cls(process, reader, writer)
+            failed = undo.enter_context(contextlib.ExitStack())
+            failed.callback(writer.close)
+            outputs, ends = [], []
+            for _ in ("stdout", "stderr"):
+                output, end = await _open_pipe()
+                undo.callback(os.close, end)
+                failed.callback(output.transport.close)
+                outputs.append(output)
+                ends.append(end)
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                "--fd",
+                str(theirs.fileno()),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=ends[0],
+                stderr=ends[1],
+                env=dict(environment),
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+            failed.pop_all()
+        return cls(process, reader, writer, (outputs[0], outputs[1]))
 
     @property
     def pid(self) -> int:
@@ -90,11 +109,10 @@ class DriverProcess:
 
     async def read_output(self, stdout: Callable[[str], None], stderr: Callable[[str], None]) -> None:
         """Pass on every line that the child, its JVM and its workers print, until all of them are gone."""
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
+        out, err = self._outputs
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(_pass_lines(self._process.stdout, stdout))
-            tasks.create_task(_pass_lines(self._process.stderr, stderr))
+            tasks.create_task(_pass_lines(out.reader, stdout))
+            tasks.create_task(_pass_lines(err.reader, stderr))
 
     def signal_group(self) -> None:
         """Kill the child and all of its group, at once, without waiting."""
@@ -106,7 +124,11 @@ class DriverProcess:
         return await self._process.wait()
 
     async def kill(self) -> None:
-        """Kill the group and wait until the child is reaped. May be called at any time, and again."""
+        """Kill the group and wait until the child is reaped. May be called at any time, and again.
+
+        The pipes are closed here, not awaited: Spark's Python workers lead groups of their own and hold them for a
+        moment longer than the JVM lives, or than the event loop does.
+        """
         self.signal_group()
         self._writer.close()
         with contextlib.suppress(TimeoutError):
@@ -114,6 +136,26 @@ class DriverProcess:
                 await self._process.wait()
                 with contextlib.suppress(ConnectionError):
                     await self._writer.wait_closed()
+        for output in self._outputs:
+            output.transport.close()
+        # A closed transport lets go of its pipe in the loop's next turn.
+        await asyncio.sleep(0)
+
+
+async def _open_pipe() -> tuple[_Output, int]:
+    """Open a pipe; return the side that is read here, and the descriptor that the child writes to."""
+    ours, theirs = os.pipe()
+    reader = asyncio.StreamReader()
+    file = os.fdopen(ours, "rb", buffering=0)
+    try:
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), file
+        )
+    except BaseException:
+        file.close()
+        os.close(theirs)
+        raise
+    return _Output(reader, transport), theirs
 
 
 async def _pass_lines(stream: asyncio.StreamReader, take: Callable[[str], None]) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from mldserver.config import resolve
+from mldserver.coordinator.layout import SPARK
 from mldserver.errors import ConfigError
 from mldserver.runtime.inspection import load_spec
 
@@ -110,6 +111,7 @@ def quick_spark(settings: Settings) -> Engine | None:
         cache_dir=settings.cache_dir,
         concurrency=settings.window_concurrency,
         job_deadline=settings.window_deadline,
+        work_dir=settings.out / SPARK,
         quick=True,
         archive_after=None,
     )
@@ -137,4 +139,6 @@ def _paragraph(event: dict[str, Any]) -> str:
     parts = [str(event[key]) for key in ("what", "did", "advice") if event.get(key)]
     if not parts and event.get("exception"):
         parts = [str(event["exception"]).strip().splitlines()[-1]]
-    return " ".join(parts) if parts else str(event.get("event", ""))
+    if not parts:
+        parts = [": ".join(str(event[key]) for key in ("event", "reason") if event.get(key))]
+    return " ".join(parts)

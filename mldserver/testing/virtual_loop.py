@@ -114,9 +114,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Call soon; there are no other threads."""
         return self.call_soon(callback, *args, context=context)
 
-    def add_signal_handler(
-        self, sig: int, callback: Callable[[Unpack[_Ts]], object], *args: *_Ts
-    ) -> None:
+    def add_signal_handler(self, sig: int, callback: Callable[[Unpack[_Ts]], object], *args: *_Ts) -> None:
         """Take no signals: they belong to whoever runs the simulation. The server copes with a refusal."""
         raise RuntimeError(f"a virtual loop takes no signals ({sig}, {callback}, {args})")
 

@@ -536,6 +536,7 @@ async def test_shards_that_the_stream_lists_are_waited_for(pipeline: Pipeline) -
         await pipeline.clock.advance(2)
         assert coordinator.know({"a": (), "b": (), "c": ("b",)}) == ("b", "c")
         assert coordinator.know({"a": (), "b": (), "c": ("b",)}) == ()
+        assert (coordinator.parents("c"), coordinator.parents("unknown")) == (("b",), ())
         await pipeline.give(session, [(1, 1000), (2, 25_000)])
         await pipeline.clock.advance(3)
         assert pipeline.published() == {}
@@ -590,6 +591,28 @@ async def test_rows_that_come_while_windows_are_cut_are_late_and_not_lost(pipeli
         assert [await first.end(), await second.end()] == [True, True]
         await pipeline.clock.advance(5)
         assert pipeline.published() == {W[0]: [1], W[2]: [2, 4]}
+
+
+async def test_rows_that_are_accepted_while_others_are_written_close_no_window_before_they_are_durable(
+    pipeline: Pipeline,
+) -> None:
+    async with pipeline.life():
+        await pipeline.clock.advance(2)
+        session = await pipeline.open("a")
+        await pipeline.clock.advance(2)
+        await pipeline.give(session, [(1, 1000)], lag_ms=1)
+        given: list[asyncio.Task[None]] = []
+
+        def give_more(name: str, after: bool) -> None:
+            if name == "write" and not given:
+                more = pipeline.give(session, [(2, 5000), (3, 25_000)], lag_ms=1)
+                given.append(asyncio.get_running_loop().create_task(more))
+
+        pipeline.faults.hook = give_more
+        await pipeline.clock.advance(5)
+        assert given[0].done()
+        assert pipeline.published() == {W[0]: [1, 2]}
+        assert pipeline.late() == []
 
 
 # Batches.

@@ -187,9 +187,26 @@ async def test_a_ledger_that_fails_changes_nothing_and_the_flush_can_be_repeated
         await writing.flush([batch], "interval")
     assert writing.flusher.rows_durable == 0
     await writing.flush([batch], "interval")
+    assert writing.files() == {f"{W[0]}/{zero(0)}": [1]}
+    assert len(list(writing.out.glob("_mldserver/segments/*/*.parquet"))) == 1
     state = writing.registered()
     assert [segment.rows for segment in state.windows[W[0]].segments] == [1]
     assert state.clock == 1
+
+
+async def test_a_ledger_that_stays_away_does_not_fill_the_disk(writing: Writing) -> None:
+    shard = await writing.ledger.open_shard("a")
+
+    def fail(name: str, after: bool) -> None:
+        if name == "register" and not after:
+            raise LedgerError("busy")
+
+    writing.faults.hook = fail
+    for _ in range(5):
+        with pytest.raises(LedgerError):
+            await writing.flush([writing.batch(shard, (1, 1000))], "interval")
+    assert writing.faults.calls.count("write") == 1
+    assert len(list(writing.out.glob("_mldserver/segments/*/*.parquet"))) == 1
 
 
 async def test_a_shards_end_is_registered_with_its_last_position(writing: Writing) -> None:

@@ -270,6 +270,7 @@ async def test_what_an_earlier_life_left_under_the_same_attempt_is_gone_before_t
         (left / "part-x.parquet").write_bytes(b"half a file")
         await three_windows(pipeline)
         assert pipeline.published()[W[0]] == [1, 2]
+        assert [job.attempt for job in pipeline.engine.jobs if job.window.id == W[0]] == [1]
 
 
 async def test_a_bug_in_the_engine_is_not_swallowed(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import mldserver
 from mldserver.errors import InternalError, JavaError, OperatorError
-from mldserver.kcl import parts
 from mldserver.kcl.parts import deploy_file, find_jars, find_java
 
 if TYPE_CHECKING:
@@ -71,6 +71,6 @@ def test_a_deployed_file_is_found_in_a_source_checkout(
 ) -> None:
     (tmp_path / "deploy").mkdir()
     (tmp_path / "deploy" / "bridge.py").write_text("")
-    monkeypatch.setattr(parts.mldserver, "__file__", str(tmp_path / "mldserver" / "__init__.py"))
+    monkeypatch.setattr(mldserver, "__file__", str(tmp_path / "mldserver" / "__init__.py"))
     monkeypatch.setattr(importlib.metadata, "files", lambda name: None)
     assert deploy_file("bridge.py") == tmp_path / "deploy" / "bridge.py"

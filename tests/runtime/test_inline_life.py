@@ -109,7 +109,10 @@ async def test_opening_is_tried_until_it_succeeds_with_a_fresh_instance_each_tim
     await runtime.open(shard)
     assert len(made) == 6
     assert kit.clock.slept == [0.1, 0.2, 0.4, 0.8, 1.6]
-    assert [event["hook"] for event in logged if event["event"] == "handler.failed"] == [place] * 5
+    failed = [event for event in logged if event["event"] == "handler.failed"]
+    assert [event["hook"] for event in failed] == [place] * 5
+    levels = [event["level"] for event in failed]
+    assert levels == ["warning"] * 2 + ["error"] * 3, "from the policy's attempts on a person is called"
     await runtime.process(kit.delivery(1))
 
 

@@ -159,3 +159,28 @@ async def test_nothing_is_written_to_a_transport_that_is_closing() -> None:
     link.pause()
     link.resume()
     assert transport.done == []
+
+
+async def test_a_stranger_on_the_port_is_told_apart_from_a_daemon_that_breaks_the_protocol(
+    logged: Any,
+) -> None:
+    stranger, _ = made()
+    stranger.data_received(b"GET / HTTP/1.1\r\n\r\n")
+    daemon, _ = initialized()
+    daemon.data_received(b'{"action":"dance"}\n')
+    first, second = (event for event in logged if event["event"] == "connection.failed")
+    assert (first["level"], first["did"]) == ("warning", "The connection was closed.")
+    assert "does not speak as a MultiLangDaemon" in first["advice"]
+    assert (second["level"], second["did"]) == ("error", "The connection was closed.")
+    assert "advice" not in second
+
+
+async def test_a_connection_that_the_server_cuts_is_not_blamed_on_the_daemon(logged: Any) -> None:
+    link, transport = initialized()
+    link.data_received(BATCH + b"\n")
+    link.cut()
+    assert link.close_reason is CloseReason.CLOSED
+    assert transport.done == ["close", "abort"]
+    told = [event["what"] for event in logged if event["event"] == "connection.failed"]
+    assert len(told) == 1
+    assert told[0].startswith("The server stops and cut the connection")

@@ -80,7 +80,8 @@ class Bench:
 
     @property
     def lives(self) -> list[int]:
-        return [int(pid) for pid in self.state.read_text().split()]
+        # On a loaded machine a driver may be killed before it could write its line.
+        return [int(pid) for pid in self.state.read_text().split()] if self.state.exists() else []
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

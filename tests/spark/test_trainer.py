@@ -32,6 +32,10 @@ def told(logged: list[dict[str, Any]]) -> dict[str, str]:
     }
 
 
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
 async def run(start: Start, command: list[str]) -> None:
     await train(start, command, dict(os.environ), SystemClock())
 
@@ -42,7 +46,7 @@ async def test_a_trained_archive_is_announced(
     await run(start, [sys.executable, str(FAKE), "trains", str(tmp_path / "lives"), f"archive={wanted}"])
     said = f"Spark's classes are archived in {wanted}: later starts take about half the time."
     assert told(logged) == {said: "info"}
-    assert sorted(path.name for path in tmp_path.glob("*")) == ["cache", "lives"]
+    assert names_in(tmp_path) == ["cache", "lives"]
 
 
 async def test_a_training_without_result_is_a_warning_and_nothing_more(
@@ -53,7 +57,7 @@ async def test_a_training_without_result_is_a_warning_and_nothing_more(
     await run(start, [sys.executable, str(FAKE), "dies at once", str(tmp_path / "lives")])
     said = "No class archive was made. The process ended. It said last: java: command not understood"
     assert told(logged) == {said: "warning"}
-    assert list(wanted.parent.glob("*")) == []
+    assert names_in(wanted.parent) == []
 
 
 async def test_a_training_that_cannot_start_is_a_warning_too(

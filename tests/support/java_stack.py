@@ -54,6 +54,11 @@ FAST_DAEMON = {
     "taskBackoffTimeMillis": "200",
     "listShardsBackoffTimeInMillis": "200",
     "metricsLevel": "NONE",
+    # What a daemon whose server is gone waits for in vain before it exits.
+    "shutdownGraceMillis": "5000",
+    # One name for all starts, as in deploy/mldserver-kcl.service: under another one a daemon would wait for 120 s until
+    # the former leader's lock expires.
+    "workerIdentifier": "worker",
 }
 
 
@@ -157,7 +162,7 @@ class Stack:
     async def end(self, process: subprocess.Popen[bytes] | None, number: int = signal.SIGTERM) -> int:
         """Send a signal and return the exit code."""
         assert process is not None
-        assert process.poll() is None, f"{process.args} had exited before"
+        assert process.poll() is None, f"{process.args!r} had exited before"
         process.send_signal(number)
         return await asyncio.to_thread(process.wait, 90)
 
@@ -195,14 +200,15 @@ class Stack:
 
     def positions(self) -> dict[str, tuple[int, bool]]:
         """Return the ledger's position of each shard (0: none) and whether the shard has ended."""
-        rows = self._query("SELECT shard_id, sequence, ended_ms FROM shards")
+        rows = self.query("SELECT shard_id, sequence, ended_ms FROM shards")
         return {shard: (int(sequence or 0), ended is not None) for shard, sequence, ended in rows}
 
     def windows(self) -> dict[str, str]:
         """Return the state of each window that the ledger knows."""
-        return dict(self._query("SELECT window_id, state FROM windows"))
+        return dict(self.query("SELECT window_id, state FROM windows"))
 
-    def _query(self, query: str) -> list[tuple[Any, ...]]:
+    def query(self, query: str) -> list[tuple[Any, ...]]:
+        """Ask the ledger; nothing while there is none."""
         path = self.out / LEDGER
         if not path.exists():
             return []

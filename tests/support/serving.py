@@ -67,5 +67,5 @@ async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWri
 
 async def until(condition: Callable[[], bool]) -> None:
     """Return once a condition holds; the caller bounds the time."""
-    while not condition():
-        await asyncio.sleep(0.01)  # noqa: ASYNC110  # what a real server does has no event for a test to wait on
+    while not condition():  # noqa: ASYNC110  # what a real server does has no event for a test to wait on
+        await asyncio.sleep(0.01)

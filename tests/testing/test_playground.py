@@ -87,11 +87,12 @@ def test_failures_are_read_out_of_the_log(tmp_path: Path) -> None:
         {"level": "error", "event": "bad", "what": "It broke.", "advice": "Mend it."},
         {"level": "error", "event": "bad", "what": "It broke.", "advice": "Mend it."},
         {"level": "critical", "event": "worse", "exception": "Traceback\nValueError: no"},
+        {"level": "error", "event": "server.unready", "reason": "no Spark"},
         {"level": "error", "event": "bare"},
         7,
     ]
     log.write_text("\n".join([*map(json.dumps, events), '{"cut of']))
-    assert told_failures(log) == ["It broke. Mend it.", "ValueError: no", "bare"]
+    assert told_failures(log) == ["It broke. Mend it.", "ValueError: no", "server.unready: no Spark", "bare"]
     assert told_failures(log, most=1) == ["bare"]
     assert told_failures(tmp_path / "none") == []
     assert told_failures(None) == []
