@@ -114,9 +114,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Call soon; there are no other threads."""
         return self.call_soon(callback, *args, context=context)
 
-    def add_signal_handler(
-        self, sig: int, callback: Callable[[Unpack[_Ts]], object], *args: *_Ts
-    ) -> None:
+    def add_signal_handler(self, sig: int, callback: Callable[[Unpack[_Ts]], object], *args: *_Ts) -> None:
         """Take no signals: they belong to whoever runs the simulation. The server copes with a refusal."""
         raise RuntimeError(f"a virtual loop takes no signals ({sig}, {callback}, {args})")
 
@@ -135,7 +133,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 outcome = process.attempt(func, *args)
                 self.call_later(self.latency(), outcome.tell, future)
 
-        self.call_later(self.latency(), begin)
+        self.call_at(max(self.time(), process.stalled_until) + self.latency(), begin)
         return future
 
     # Sockets.
