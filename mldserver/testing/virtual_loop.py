@@ -82,6 +82,7 @@ class _Selector(selectors.SelectSelector):
             self._turns = 0
         self._turns += 1
         if self._turns > _PATIENCE_TURNS:
+            self._turns = 0  # whoever cleans up gets turns of their own
             raise Stuck(f"The loop turned {_PATIENCE_TURNS} times without any time passing.")
         return []
 
