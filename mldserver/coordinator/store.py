@@ -111,7 +111,10 @@ class OutputStore:
         self._fs.create_dir(destination.rpartition("/")[0], recursive=True)
         try:
             self.rename(source, target)
-        except FileNotFoundError:
+        except OSError:
+            # Not every file system says which error it is when the source is gone (S3: any).
+            if self.exists(source):
+                raise
             if self.exists(target):
                 return False
             raise FileNotFoundError(f"neither {self.uri(source)} nor {self.uri(target)} exists") from None

@@ -10,7 +10,7 @@ server left is submitted like any other window, and goes on where it stood.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import structlog
@@ -83,7 +83,8 @@ class WindowRunner:
         )
         self.publisher = self._steps.publisher
         self._queue: asyncio.Queue[WindowEntry] = asyncio.Queue()
-        self._unfinished: dict[str, int] = {}
+        self._unfinished: dict[tuple[str, int], int] = {}
+        """When each window and revision was submitted (ms)."""
         self._halted: set[str] = set()
         self._go = asyncio.Event()
         self._go.set()
@@ -100,7 +101,7 @@ class WindowRunner:
     @property
     def unfinished(self) -> frozenset[str]:
         """The windows that wait or run."""
-        return frozenset(self._unfinished)
+        return frozenset(window_id for window_id, _ in self._unfinished)
 
     @property
     def halted(self) -> frozenset[str]:
@@ -110,8 +111,8 @@ class WindowRunner:
     def submit(self, entries: Iterable[WindowEntry]) -> None:
         """Take windows that are this server's: CUT ones are computed, COMMITTED ones published. Twice is once."""
         for entry in entries:
-            if entry.window_id not in self._unfinished:
-                self._unfinished[entry.window_id] = self._clock.now_ms()
+            if _key(entry) not in self._unfinished:
+                self._unfinished[_key(entry)] = self._clock.now_ms()
                 self._idle.clear()
                 self._queue.put_nowait(entry)
 
@@ -133,11 +134,14 @@ class WindowRunner:
             group = self._with_others(first)
             left = await self._together(group) if len(group) > 1 else {first.window_id: None}
             for entry in group:
+                if entry.window_id not in left:
+                    self._done(entry)
+            for entry in group:
                 if entry.window_id in left:
                     await self._go.wait()
                     with structlog.contextvars.bound_contextvars(window=entry.window_id):
                         await self._see_through(entry, left[entry.window_id])
-                self._done(entry)
+                    self._done(entry)
 
     def _with_others(self, first: WindowEntry) -> list[WindowEntry]:
         """Return a window with those behind it that may share its job, as far as they wait already."""
@@ -147,7 +151,7 @@ class WindowRunner:
         return group
 
     def _done(self, entry: WindowEntry) -> None:
-        self._unfinished.pop(entry.window_id, None)
+        self._unfinished.pop(_key(entry), None)
         if not self._unfinished:
             self._idle.set()
 
@@ -194,6 +198,9 @@ class WindowRunner:
                 failures += 1
                 if await self._failed(entry, error, failures):
                     return
+                if committed is not None and isinstance(error, FileNotFoundError):
+                    # Somebody else may have published it, and the next revision too: the ledger knows.
+                    committed, entry = None, replace(entry, state=WindowState.COMMITTED)
             else:
                 self._resume(entry.window_id)
                 return
@@ -226,7 +233,7 @@ class WindowRunner:
             files=len(output.files),
             attempt=committed.attempt,
             spark_seconds=round(committed.seconds, 3),
-            lag_seconds=round((now_ms - self._unfinished[entry.window_id]) / 1000, 3),
+            lag_seconds=round((now_ms - self._unfinished[_key(entry)]) / 1000, 3),
             seconds=round((now_ms - committed.began_ms) / 1000, 3),
             path=self.publisher.shown(entry.window_id) if output.files else None,
         )
@@ -267,6 +274,10 @@ class WindowRunner:
             self._policy.retry_cap_seconds, self._policy.retry_base_seconds * 2 ** (failures - 1)
         )
         return most * (0.5 + self._random() / 2)
+
+
+def _key(entry: WindowEntry) -> tuple[str, int]:
+    return entry.window_id, entry.revision
 
 
 def _told(error: Exception) -> dict[str, Any]:

@@ -171,8 +171,12 @@ class WindowSteps:
         So it is after a commit whose answer was lost, after a crash, and after another server's death.
         """
         found = (await self._ledger.peek()).windows.get(entry.window_id)
-        ours = found is not None and found.owner == self._ledger.server_id
-        if found is None or not ours or found.state is not WindowState.COMMITTED or found.staging is None:
+        if (
+            found is None
+            or found.staging is None
+            or (found.state, found.owner) != (WindowState.COMMITTED, self._ledger.server_id)
+            or found.revision != entry.revision
+        ):
             log.debug("window.dropped", window=entry.window_id, revision=entry.revision)
             return None
         commit = Commit(found.window_id, found.attempt, found.staging, found.files, found.rows_out)

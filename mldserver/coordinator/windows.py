@@ -155,7 +155,11 @@ class Window:
     end: datetime | None
     """First instant after it; None for ``batches``."""
     revision: int = 1
-    """1 for the first output of a window; higher when it is computed again."""
+    """1 for the first output of a window; higher when it is computed again, over all its rows, for late ones.
+
+    With ``id`` it is the idempotency key of an ``on_window`` that writes for itself: an attempt that is made again has
+    the same two, and a higher revision replaces all that lower ones of the window wrote.
+    """
     pipeline: str = ""
 
 

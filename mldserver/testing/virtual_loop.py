@@ -82,6 +82,7 @@ class _Selector(selectors.SelectSelector):
             self._turns = 0
         self._turns += 1
         if self._turns > _PATIENCE_TURNS:
+            self._turns = 0  # whoever cleans up gets turns of their own
             raise Stuck(f"The loop turned {_PATIENCE_TURNS} times without any time passing.")
         return []
 
@@ -133,7 +134,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 outcome = process.attempt(func, *args)
                 self.call_later(self.latency(), outcome.tell, future)
 
-        self.call_later(self.latency(), begin)
+        self.call_at(max(self.time(), process.stalled_until) + self.latency(), begin)
         return future
 
     # Sockets.

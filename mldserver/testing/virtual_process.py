@@ -108,6 +108,8 @@ class VirtualProcess:
     name: str = ""
     observer: Observer | None = None
     died: asyncio.Event = field(default_factory=asyncio.Event)
+    stalled_until: float = 0.0
+    """No blocking call begins before this time of the loop: a disk that hangs, a host that swaps."""
     transports: list[MemoryTransport] = field(default_factory=list)
     listeners: list[socket.socket] = field(default_factory=list)
 
@@ -167,7 +169,8 @@ class _Line:
 
     def run(self, begin: Callable[[], Outcome | None], settle: Callable[[Outcome], None]) -> None:
         loop = cast("VirtualLoop", asyncio.get_running_loop())
-        at = max(loop.time(), self._free + _GAP_SECONDS) + loop.latency()
+        free = max(self._free + _GAP_SECONDS, VirtualProcess.current().stalled_until)
+        at = max(loop.time(), free) + loop.latency()
         done = self._free = at + loop.latency()
 
         def work() -> None:

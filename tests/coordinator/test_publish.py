@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support.s3 import bucket
 
 from mldserver.coordinator.layout import server_tag, window_path
 from mldserver.coordinator.publish import Output, Publisher
@@ -56,8 +57,17 @@ class Shop:
         return [folder.rpartition("/")[2] for folder in sorted(self.publisher.attempts())]
 
 
-@pytest.fixture(params=["local", "object store"])
-def shop(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shop]:
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    with bucket("output") as query:
+        yield query
+
+
+@pytest.fixture(params=["local", "memory", "s3"])
+def shop(request: pytest.FixtureRequest, tmp_path: Path) -> Shop:
+    if request.param == "s3":
+        query = request.getfixturevalue("s3")
+        return Shop(f"s3://key:secret@output/{tmp_path.name}?{query}")
     return Shop(str(tmp_path / "out") if request.param == "local" else "mock://bucket/out")
 
 
@@ -163,6 +173,15 @@ def test_what_readers_read_is_no_attempt_to_be_cleaned_up(shop: Shop) -> None:
 def test_it_is_told_where_readers_find_a_window(local: Shop) -> None:
     assert local.publisher.shown("a") == local.store.uri("window=a")
     assert Shop("mock://bucket/out").publisher.shown("a").endswith("out/_mldserver/manifest/a")
+
+
+def test_a_late_file_is_moved_once(shop: Shop) -> None:
+    shop.store.write("segments/late.parquet", pa.table({"v": [1]}))
+    assert shop.store.publish("segments/late.parquet", "_late/late.parquet")
+    assert not shop.store.publish("segments/late.parquet", "_late/late.parquet")
+    assert [path for path, _ in shop.store.files("_late")] == ["_late/late.parquet"]
+    with pytest.raises(FileNotFoundError):
+        shop.store.publish("segments/other.parquet", "_late/other.parquet")
 
 
 # Where folders cannot change places.

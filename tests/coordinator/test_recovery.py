@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from coordinator.pipeline import Crash, Faults, Pipeline
+from coordinator.pipeline import Crash, Faults, FaultyStore, Pipeline
 
+from mldserver.coordinator.layout import LEDGER, STAGING, attempt_path, segment_path, server_tag
 from mldserver.coordinator.windows import Tumbling, batches, tumbling_id
-from mldserver.errors import OperatorError
-from mldserver.state.ledger import WindowState
+from mldserver.errors import LedgerError, OperatorError
+from mldserver.state.ledger import SegmentKind, WindowState
+from mldserver.state.store import SqliteStore
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,14 +64,15 @@ async def test_what_is_committed_and_not_visible_is_published_without_computing_
     tmp_path: Path, logged: list[dict[str, Any]]
 ) -> None:
     pipeline = Pipeline(tmp_path)
-    await first_life(pipeline, dies_before="publish")
+    await first_life(pipeline, dies_before="rename")
     assert pipeline.published() == {}
     assert pipeline.state().windows[FIRST].state is WindowState.COMMITTED
     async with pipeline.life():
+        await pipeline.cycle()
         assert pipeline.published() == {FIRST: [1, 2]}
         assert pipeline.engine.jobs == []
     assert told(logged)["windows_published"] == 1
-    assert pipeline.state().windows[FIRST].state is WindowState.PUBLISHED
+    assert FIRST not in pipeline.state().windows, "published, and not retained"
 
 
 async def test_what_was_made_visible_but_not_noted_is_noted(tmp_path: Path) -> None:
@@ -77,8 +80,8 @@ async def test_what_was_made_visible_but_not_noted_is_noted(tmp_path: Path) -> N
     await first_life(pipeline, dies_before="published")
     assert pipeline.published() == {FIRST: [1, 2]}
     async with pipeline.life():
-        pass
-    assert pipeline.state().windows[FIRST].state is WindowState.PUBLISHED
+        await pipeline.cycle()
+    assert FIRST not in pipeline.state().windows, "published, and not retained"
     assert pipeline.published() == {FIRST: [1, 2]}
 
 
@@ -133,16 +136,72 @@ async def test_files_that_no_entry_names_are_deleted_and_others_stay(
 async def test_what_an_attempt_left_in_staging_is_deleted(tmp_path: Path) -> None:
     pipeline = Pipeline(tmp_path)
     await first_life(pipeline, dies_before="commit")
-    assert [path.name for path in (tmp_path / "_mldserver" / "staging" / FIRST).iterdir()] == ["0001"]
+    (left,) = (tmp_path / "_mldserver" / "staging" / FIRST).iterdir()
+    assert left.name == f"0001-{server_tag('one')}"
     async with pipeline.life():
-        assert not (tmp_path / "_mldserver" / "staging" / FIRST / "0001").exists()
+        assert not left.exists()
+
+
+async def test_what_servers_that_live_have_under_way_is_left_alone(tmp_path: Path) -> None:
+    pipeline = Pipeline(tmp_path)
+    await first_life(pipeline)
+    other = SqliteStore(tmp_path / LEDGER, pipeline="test", server_id="two")
+    other.open(now_ms=pipeline.clock.now_ms())
+    theirs, nobodys = (
+        tmp_path / segment_path("w", 1, "u", kind=SegmentKind.WINDOW, tag=server_tag(name))
+        for name in ("two", "dead")
+    )
+    job = tmp_path / attempt_path(STAGING, "w", 1, server_tag("two"))
+    job.mkdir(parents=True)
+    theirs.parent.mkdir(parents=True)
+    for path in (theirs, nobodys, job / "part"):
+        path.touch()
+    async with pipeline.life():
+        assert theirs.exists()
+        assert (job / "part").exists()
+        assert not nobodys.exists()
+    other.close()
+
+
+async def test_a_window_whose_cut_went_unheard_is_taken_up_by_the_next_cycle(tmp_path: Path) -> None:
+    lost: list[str] = []
+
+    def lose(name: str, after: bool) -> None:
+        if name == "cut" and after and not lost:
+            lost.append(name)
+            raise LedgerError("no answer")
+
+    pipeline = Pipeline(tmp_path)
+    pipeline.faults = Faults(hook=lose)
+    async with pipeline.life():
+        session = await pipeline.open("a")
+        await pipeline.give(session, [(1, 1000), (2, 2000), (3, 15_000)])
+        for _ in range(6):
+            await pipeline.cycle()
+        assert lost
+        assert pipeline.published()[FIRST] == [1, 2]
+        assert [job.window.id for job in pipeline.engine.jobs].count(FIRST) == 1
+
+
+async def test_where_outputs_cannot_be_replaced_a_start_that_recomputes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(store: FaultyStore, one: str, other: str) -> None:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(FaultyStore, "exchange", refuse)
+    with pytest.raises(OperatorError, match="late = separate"):
+        async with Pipeline(tmp_path, recompute=True).life():
+            pass
+    async with Pipeline(tmp_path).life():
+        pass
 
 
 async def test_late_rows_that_are_registered_become_visible(tmp_path: Path) -> None:
     pipeline = Pipeline(tmp_path)
     await first_life(pipeline)
     assert pipeline.published() == {FIRST: [1, 2]}
-    pipeline.faults = Faults(hook=lambda name, after: _die_at(pipeline, name, "publish"))
+    pipeline.faults = Faults(hook=lambda name, after: _die_at(pipeline, name, "rename"))
     try:
         async with pipeline.life():
             session = await pipeline.open("b")

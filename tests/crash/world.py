@@ -9,19 +9,20 @@ import tempfile
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from crash.child import Life, Plan
+from crash.lives import Plan
+from crash.local_life import LocalLife
 from crash.stories import KINDS, Story, check, told, write_handler
 
 from mldserver.config.kinds import UnixAddress
 from mldserver.testing import FakeMLD, Habits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
-PATIENCE_SECONDS: Final = 30.0
-"""No life takes longer, on the slowest machine; a server that hangs fails the test."""
+    from crash.lives import Life
+
 RECORDS: Final = 500
 MISSES: Final = 6
 
@@ -62,17 +63,32 @@ class Toll:
 class World:
     """One story, one output folder, one daemon, and as many servers, one after the other, as it takes."""
 
-    def __init__(self, root: Path, story: Story, toll: Toll, *, kills: int) -> None:
-        """Die at most ``kills`` times of what ``toll`` holds."""
+    def __init__(
+        self,
+        root: Path,
+        story: Story,
+        toll: Toll,
+        *,
+        kills: int,
+        life: Callable[[Plan, str | None], Life] = LocalLife,
+        settings: dict[str, Any] | None = None,
+        patience_seconds: float = 30.0,
+    ) -> None:
+        """Die at most ``kills`` times of what ``toll`` holds; ``life`` makes a life armed for a step.
+
+        No life may take longer than ``patience_seconds``: a server that hangs fails the test.
+        """
         self.story = story
         self._toll = toll
         self._kills = kills
+        self._life = life
+        self._patience = patience_seconds
         self._dice = random.Random(f"{story.seed}/world")
         self._out = root / "out"
         # Not below ``root``: the path of a Unix socket may have 107 bytes.
         self._sockets = tempfile.TemporaryDirectory(prefix="crash-")
         address = Path(self._sockets.name) / "server"
-        settings = {
+        told_settings = {
             "listen": UnixAddress(address),
             "flush_interval": 0.03,
             "settle_time": 0.08,
@@ -82,9 +98,10 @@ class World:
             "log_format": "json",
             "recompute_delay": 0.05,
             **KINDS[story.kind].settings,
+            **(settings or {}),
         }
         handler = write_handler(root, story.kind)
-        self._plan = Plan(self._out, handler, str(root), settings)
+        self._plan = Plan(self._out, handler, str(root), told_settings)
         self._mld = FakeMLD(
             story.stream,
             f"unix:{address}",
@@ -123,10 +140,10 @@ class World:
     async def _live(self, daemon: asyncio.Task[int]) -> bool:
         """See one life of the server through; True when it was the last."""
         death = self._toll.ahead.popleft() if self._kills > 0 and self._toll.ahead else None
-        life = Life(self._plan, str(death) if death is not None and death.step else None)
+        life = self._life(self._plan, str(death) if death is not None and death.step else None)
         await life.start()
         try:
-            async with asyncio.timeout(PATIENCE_SECONDS):
+            async with asyncio.timeout(self._patience):
                 code = await self._see_through(life, daemon, death)
         except TimeoutError as error:
             raise AssertionError(

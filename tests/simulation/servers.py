@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from simulation.oracles import Progress, Violated
 
-from mldserver.server import Server
+from mldserver.server import EXIT_CLEAN, Server
 from mldserver.testing import LocalEngine
 from mldserver.testing.virtual_process import VirtualProcess
 
@@ -34,6 +34,10 @@ class Supervised:
     clock: Clock
     faults: Faults
     lives: int = 0
+    rows_late: int = 0
+    """Rows that were late, as its latest life tells."""
+    stopping: bool = False
+    """It shall not come back."""
     process: VirtualProcess | None = None
     server: Server | None = None
     address: str | None = None
@@ -45,15 +49,29 @@ class Supervised:
             self.lives += 1
             process = self.process = VirtualProcess(f"{self.name}-{self.lives}", self.faults)
             with process.entered():
-                stopped = await self._live(process)
+                code = await self._live(process)
+            self.faults.note(f"{process.name} exited with {code}")
             self.address = None
             self.faults.kill(process)
-            if stopped:
+            if self.stopping and code != EXIT_CLEAN:
+                raise Violated(f"{process.name} was stopped in order and exited with {code}")
+            if self.stopping:
                 return
             await self.clock.sleep(_RESTART_SECONDS)
 
-    async def _live(self, process: VirtualProcess) -> bool:
-        """Live once. True: it came to its end in order."""
+    def restart(self) -> None:
+        """Stop it in order; its supervisor starts it again."""
+        if self.server is not None:
+            self.server.stop("a new version comes")
+
+    def stop(self) -> None:
+        """Stop it in order, for good."""
+        assert self.server is not None
+        self.stopping = True
+        self.server.stop("the world is over")
+
+    async def _live(self, process: VirtualProcess) -> int | None:
+        """Live once; return the exit code, None for a sudden death."""
         engine = LocalEngine(
             fail=self.faults.fail_job, delay_seconds=self.plan.engine_seconds, clock=self.clock
         )
@@ -67,9 +85,7 @@ class Supervised:
             await asyncio.wait({life, died}, return_when=asyncio.FIRST_COMPLETED)
             for task in (died, *watched, life):
                 task.cancel()
-        code = None if life.cancelled() else life.result()
-        self.faults.note(f"{process.name} exited with {code}")
-        return code == 0
+        return None if life.cancelled() else life.result()
 
     async def _announce(self, server: Server) -> None:
         self.address = await server.listening()
@@ -79,7 +95,9 @@ class Supervised:
         while True:
             broken = list(positions.broken)
             with contextlib.suppress(RuntimeError):  # it has not started yet
-                broken += progress.look(server.status())
+                status = server.status()
+                self.rows_late = status.rows_late
+                broken += progress.look(status)
             if broken:
                 raise Violated("; ".join(broken))
             await self.clock.sleep(_WATCH_SECONDS)

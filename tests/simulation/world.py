@@ -161,6 +161,7 @@ class World:
         plan, dice = self.plan, self.dice
         acts = [self._kill] * plan.kills + [self._kill_jvm] * plan.jvm_kills
         acts += [self._drop] * plan.drops + [self._lose] * plan.lost_leases
+        acts += [self._stall] * plan.stalls + [self._restart] * plan.restarts
         moments = sorted((dice.uniform(0, plan.seconds), n, act) for n, act in enumerate(acts))
         for at, _, act in moments:
             await self.clock.sleep(at - self.loop.time())
@@ -171,6 +172,17 @@ class World:
         if process is not None and not process.dead:
             self.faults.tell("killed", process.name)
             self.faults.kill(process)
+
+    def _stall(self) -> None:
+        process, seconds = self.dice.choice(self.servers).process, self.dice.choice((1.0, 6.0, 25.0))
+        if process is not None:
+            self.faults.tell("stalled", f"{process.name} for {seconds} s")
+            process.stalled_until = self.loop.time() + seconds
+
+    def _restart(self) -> None:
+        server = self.dice.choice(self.servers)
+        self.faults.tell("restarted", server.name)
+        server.restart()
 
     def _kill_jvm(self) -> None:
         self.faults.tell("jvm killed", f"life {self.mld.life}")
@@ -201,8 +213,7 @@ class World:
             for each in self.servers:
                 await each.finished()
             for each in self.servers:
-                assert each.server is not None
-                each.server.stop("the world is over")
+                each.stop()
         self.note("over")
 
     async def judge(self) -> None:
@@ -214,6 +225,10 @@ class World:
         broken = self.positions.broken + check_outputs(
             self.stream, self.poison, rows, letters, one_server=self.plan.servers == 1
         )
+        if self.plan.calm and self.plan.handler == "Arrival":
+            broken += [
+                f"{each.rows_late} rows are late for no reason" for each in self.servers if each.rows_late
+            ]
         broken += [text for text in self.mld.violations if not self._excused(text)]
         broken += [f"{each.shard_id} is not ended" for each in state.shards.values() if not each.ended]
         if broken:

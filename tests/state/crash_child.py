@@ -19,7 +19,7 @@ from tests.state.samples import play
 
 def main() -> None:
     path, kill_at = Path(sys.argv[1]), int(sys.argv[2])
-    store = SqliteStore(path, pipeline="p")
+    store = SqliteStore(path, pipeline="p", server_id="one")
     store.open(now_ms=0)
     statements = itertools.count(1)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mldserver.errors import InternalError, LedgerError, OperatorError
+from mldserver.errors import InternalError, LedgerError, LedgerVersionError
 from mldserver.state.ledger import Flush, LedgerState
 from mldserver.state.sqlite import SqliteLedger
 from tests.state.samples import W1, seg
@@ -47,7 +48,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def ledger(path: Path, clock: Any) -> AsyncIterator[SqliteLedger]:
-    ledger = SqliteLedger(path, pipeline="p", clock=clock)
+    ledger = SqliteLedger(path, pipeline="p", server_id="one", clock=clock)
     await ledger.open()
     yield ledger
     await ledger.close()
@@ -63,9 +64,9 @@ def names(folder: Path) -> list[str]:
 
 
 async def held(path: Path, clock: Any) -> LedgerState:
-    ledger = SqliteLedger(path, pipeline="p", clock=clock)
+    ledger = SqliteLedger(path, pipeline="p", server_id="tool", clock=clock)
     try:
-        return await ledger.open()
+        return await ledger.peek()
     finally:
         await ledger.close()
 
@@ -88,7 +89,7 @@ async def test_the_loop_goes_on_while_a_transaction_runs_and_calls_keep_their_or
         assert not second.done()
         gate.open()
     assert first.result().registered
-    assert second.result()[0].segments == (seg("s1"),)
+    assert second.result()[0].segments == (seg("s1", revision=1),)
 
 
 async def test_a_call_that_is_cancelled_before_its_turn_never_happens(ledger: SqliteLedger) -> None:
@@ -194,16 +195,16 @@ async def test_a_close_that_is_cancelled_closes_all_the_same(
 
 
 async def test_an_opening_that_fails_leaves_no_thread(ledger: SqliteLedger, path: Path, clock: Any) -> None:
-    second = SqliteLedger(path, pipeline="p", clock=clock)
-    with pytest.raises(OperatorError, match="Another mldserver"):
+    second = SqliteLedger(path, pipeline="q", server_id="two", clock=clock)
+    with pytest.raises(LedgerVersionError, match="'p', not to 'q'"):
         await second.open()
     with pytest.raises(InternalError, match="closed"):
         await second.open()
     assert len(ledger_threads()) == 1
 
 
-async def test_an_opening_that_is_cancelled_lets_the_ledger_go(path: Path, clock: Any) -> None:
-    ledger = SqliteLedger(path, pipeline="p", clock=clock)
+async def test_an_opening_that_is_cancelled_closes_the_ledger(path: Path, clock: Any) -> None:
+    ledger = SqliteLedger(path, pipeline="p", server_id="one", clock=clock)
     gate = Gate(ledger, "open")
     opening = asyncio.ensure_future(ledger.open())
     await gate.entered.wait()
@@ -212,13 +213,14 @@ async def test_an_opening_that_is_cancelled_lets_the_ledger_go(path: Path, clock
     with pytest.raises(asyncio.CancelledError):
         await opening
     assert not ledger_threads()
-    assert await held(path, clock) == LedgerState()
+    state = await held(path, clock)
+    assert dataclasses.replace(state, servers={}) == LedgerState()
 
 
 async def test_a_call_before_the_opening_is_a_bug_and_touches_nothing(
     path: Path, tmp_path: Path, clock: Any
 ) -> None:
-    ledger = SqliteLedger(path, pipeline="p", clock=clock)
+    ledger = SqliteLedger(path, pipeline="p", server_id="one", clock=clock)
     with pytest.raises(InternalError, match="not open"):
         await ledger.open_shard("a")
     await ledger.close()

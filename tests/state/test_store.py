@@ -1,23 +1,25 @@
-"""The file itself: what is accepted, what is refused, and what a failing disk leaves behind."""
+"""The file: what it holds as documented, and what a failing disk leaves behind."""
 
 from __future__ import annotations
 
-import os
 import sqlite3
 from contextlib import closing
 from typing import TYPE_CHECKING
 
 import pytest
 
-from mldserver.errors import InternalError, LedgerError, LedgerVersionError, OperatorError
-from mldserver.state import schema
-from mldserver.state.ledger import Flush, LedgerState
+from mldserver.errors import InternalError, LedgerError
+from mldserver.state import rows, schema
+from mldserver.state.ledger import Flush, LedgerState, Segment, ServerState
+from mldserver.state.rows import read_changed
 from mldserver.state.store import SqliteStore
-from tests.state.samples import W1, letter, move, seg
+from tests.state.samples import HUGE, W1, letter, move, seg
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from mldserver.state.ledger import WindowEntry
 
 
 @pytest.fixture
@@ -28,7 +30,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def store(path: Path) -> Iterator[SqliteStore]:
     """An open store that holds one shard and one open window."""
-    store = SqliteStore(path, pipeline="p", busy_timeout_ms=0)
+    store = SqliteStore(path, pipeline="p", server_id="one", busy_timeout_ms=0)
     store.open(now_ms=5)
     store.open_shard("a")
     store.register(Flush((move(),), (seg("s1"),)), now_ms=6)
@@ -36,25 +38,22 @@ def store(path: Path) -> Iterator[SqliteStore]:
     store.close()
 
 
-def state_of(path: Path, pipeline: str = "p") -> LedgerState:
-    store = SqliteStore(path, pipeline=pipeline)
+def state_of(path: Path) -> LedgerState:
+    store = SqliteStore(path, pipeline="p", server_id="tool")
     try:
-        return store.open(now_ms=0)
+        return store.peek()
     finally:
         store.close()
-
-
-def change(path: Path, *statements: str) -> None:
-    with closing(sqlite3.connect(path, isolation_level=None)) as db:
-        for statement in statements:
-            db.execute(statement)
 
 
 def test_the_file_is_what_its_documentation_says(store: SqliteStore, path: Path) -> None:
     store.register(Flush((), dead_letters=(letter(1),)), now_ms=7)
     with closing(sqlite3.connect(path)) as db:
         assert db.execute("PRAGMA application_id").fetchone() == (schema.APPLICATION_ID,)
-        assert db.execute("SELECT * FROM meta").fetchone() == (1, 1, "p", 5, 0, None, 0, 0, None)
+        assert db.execute("SELECT * FROM meta").fetchone() == (
+            *(1, 2, "p", 5, 0, None, 0, 0, None),
+            *(1, 1, 4, 0),
+        )
         assert db.execute(
             "SELECT sequence, typeof(sequence), typeof(sub_sequence) FROM shards"
         ).fetchone() == (
@@ -82,24 +81,16 @@ def test_commits_reach_the_disk_before_they_return(store: SqliteStore) -> None:
     assert db.execute("PRAGMA foreign_keys").fetchone()[0] == 1
 
 
-def test_a_transaction_takes_the_write_lock_before_it_reads(store: SqliteStore) -> None:
+def test_a_transaction_that_writes_takes_the_write_lock_before_it_reads(store: SqliteStore) -> None:
     db = store._db
     assert db is not None
     statements: list[str] = []
     db.set_trace_callback(statements.append)
-    store.register(Flush((move(),)), now_ms=7)
+    store.register(Flush((move(previous=HUGE),)), now_ms=7)
     assert (statements[0], statements[-1]) == ("BEGIN IMMEDIATE", "COMMIT")
-
-
-def test_folders_on_the_way_are_made(tmp_path: Path) -> None:
-    assert state_of(tmp_path / "out" / "_mldserver" / "ledger.sqlite") == LedgerState()
-
-
-@pytest.mark.parametrize("statements", [(), ("PRAGMA journal_mode = WAL",)])
-def test_a_creation_that_was_interrupted_starts_again(path: Path, statements: tuple[str, ...]) -> None:
-    path.touch()
-    change(path, *statements)
-    assert state_of(path) == LedgerState()
+    statements.clear()
+    store.peek()
+    assert (statements[0], statements[-1]) == ("BEGIN", "COMMIT")
 
 
 def test_a_store_is_opened_once_and_used_while_it_is_open(store: SqliteStore) -> None:
@@ -109,6 +100,8 @@ def test_a_store_is_opened_once_and_used_while_it_is_open(store: SqliteStore) ->
     store.close()
     store.close()
     with pytest.raises(InternalError, match="not open"):
+        store.dead_letters()
+    with pytest.raises(InternalError, match="not open"):
         store.open_shard("a")
 
 
@@ -117,107 +110,21 @@ def test_a_closed_store_opens_again(store: SqliteStore) -> None:
     assert store.open(now_ms=9).windows[W1].segments == (seg("s1"),)
 
 
-def refused(path: Path, error: type[Exception], match: str) -> None:
-    """The file is refused, is as it was, and is not locked afterwards."""
-    before = path.read_bytes()
-    # Both are alive at the end: neither may keep the lock.
-    for store in [SqliteStore(path, pipeline="p") for _ in range(2)]:
-        with pytest.raises(error, match=match) as caught:
-            store.open(now_ms=0)
-        assert caught.type is error
-    assert path.read_bytes() == before
-
-
-def test_a_file_that_is_no_database_is_damaged(path: Path) -> None:
-    path.write_text("precious notes\n" * 100)
-    refused(path, LedgerError, "The ledger is damaged: file is not a database")
-
-
-def test_a_database_of_something_else_is_left_alone(path: Path) -> None:
-    change(path, "CREATE TABLE songs (title)")
-    refused(path, LedgerVersionError, "is an SQLite database, but no ledger")
-
-
-def test_a_newer_format_is_refused(store: SqliteStore, path: Path) -> None:
-    store.close()
-    change(path, "UPDATE meta SET format = 2", "DROP TABLE dead_letters")
-    refused(path, LedgerVersionError, "The ledger has format 2; this program knows format 1")
-
-
-def test_the_ledger_of_another_pipeline_is_refused(store: SqliteStore, path: Path) -> None:
-    store.close()
-    change(path, "UPDATE meta SET pipeline = 'q'")
-    refused(path, LedgerVersionError, "belongs to the pipeline 'q', not to 'p'")
-
-
-def test_a_damaged_page_is_found_at_the_start(store: SqliteStore, path: Path) -> None:
-    store.close()
-    content = bytearray(path.read_bytes())
-    content[8192 + 1 : 8192 + 200] = b"\xa5" * 199
-    path.write_bytes(content)
-    refused(path, LedgerError, "The ledger is damaged")
-
-
-@pytest.mark.parametrize(
-    ("statement", "match"),
-    [
-        ("UPDATE windows SET state = 'ajar'", "The ledger is damaged"),
-        ("UPDATE shards SET sequence = '12x'", "The ledger is damaged"),
-        ("UPDATE shards SET parents = '[1'", "damaged: its content cannot be read"),
-        ("UPDATE windows SET files = '{}'", r"damaged: its content cannot be read \('{}' is no list\)"),
-        ("DELETE FROM meta", "damaged: it does not say whose it is"),
-        ("DROP TABLE segments", "SQLite refused: no such table: segments"),
-    ],
-)
-def test_content_that_cannot_be_is_found_at_the_start(
-    store: SqliteStore, path: Path, statement: str, match: str
-) -> None:
-    store.close()
-    change(path, "PRAGMA ignore_check_constraints = ON", statement)
-    refused(path, LedgerError, match)
-
-
-def test_a_folder_in_the_place_of_the_file_is_told(path: Path) -> None:
-    path.mkdir()
-    with pytest.raises(LedgerError, match="cannot be opened for writing"):
-        state_of(path)
-
-
-def test_a_file_in_the_place_of_the_folder_is_told(path: Path) -> None:
-    path.touch()
-    with pytest.raises(OperatorError, match=r"The folder .* cannot be made: (File exists|Not a directory)"):
-        state_of(path / "ledger.sqlite")
-
-
-def test_a_file_system_without_shared_memory_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    connect = sqlite3.connect
-    # Locks by files: what SQLite does on file systems that have no better ones, and there it has no WAL.
-    monkeypatch.setattr(
-        sqlite3, "connect", lambda path, **more: connect(f"file:{path}?vfs=unix-dotfile", uri=True, **more)
-    )
-    with pytest.raises(LedgerError, match="cannot hold the ledger"):
-        state_of(path)
-
-
-def test_one_server_holds_a_ledger(store: SqliteStore, path: Path) -> None:
-    with pytest.raises(OperatorError, match=rf"Another mldserver \(process {os.getpid()}\)"):
-        state_of(path)
-    assert store.open_shard("a").epoch == 2
-
-
 def test_a_full_disk_rolls_back_and_the_next_call_works_when_there_is_room(
     store: SqliteStore, path: Path
 ) -> None:
     db = store._db
     assert db is not None
-    big = Flush((move(ended=True),), (seg("s2"),), (letter(1, data=bytes(100_000)),), clock=9)
+    big = Flush((move(ended=True, previous=HUGE),), (seg("s2"),), (letter(1, data=bytes(100_000)),), clock=9)
     pages = db.execute("PRAGMA page_count").fetchone()[0]
     db.execute(f"PRAGMA max_page_count = {pages + 1}")
     with pytest.raises(LedgerError, match=r"The disk that holds the ledger is full.*rolled back.*Make room"):
         store.register(big, now_ms=8)
     assert store.open_shard("a").epoch == 2
     db.execute("PRAGMA max_page_count = 1000000")
-    assert store.register(Flush((move(epoch=2),), big.segments, big.dead_letters), now_ms=8).registered
+    assert store.register(
+        Flush((move(epoch=2, previous=HUGE),), big.segments, big.dead_letters), now_ms=8
+    ).registered
     store.close()
     state = state_of(path)
     assert (state.clock, state.shards["a"].ended, state.dead_letters) == (0, False, 1)
@@ -238,7 +145,7 @@ def test_a_commit_that_fails_is_rolled_back(store: SqliteStore, path: Path) -> N
         store.register(Flush((), (seg("s2"),)), now_ms=8)
     assert not db.in_transaction
     db.set_authorizer(None)
-    assert store.cut((W1,))[0].segments == (seg("s1"),)
+    assert store.cut((W1,))[0].segments == (seg("s1", revision=1),)
 
 
 def test_a_ledger_that_cannot_be_written_is_told(store: SqliteStore) -> None:
@@ -263,3 +170,31 @@ def test_an_error_names_the_file_and_the_code(store: SqliteStore, path: Path) ->
     with pytest.raises(InternalError) as caught:
         store.register(Flush((), (seg("s1"),)), now_ms=8)
     assert caught.value.where == {"path": str(path), "sqlite": "SQLITE_CONSTRAINT_UNIQUE"}
+
+
+def test_a_beat_does_not_read_the_windows_that_did_not_change(store: SqliteStore) -> None:
+    for n in range(50):
+        store.register(Flush((), (Segment(f"w{n}", f"window-{n}", 1, 1),)), now_ms=7)
+    read: list[str] = []
+    told = ServerState("one", 9)
+    assert len(store.sync(told).windows) == 51
+    store.cut(("window-7",))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "read_changed", lambda *args: noted(read_changed(*args), read))
+        assert len(store.sync(told).windows) == 51
+    assert read == ["window-7"]
+
+
+def noted(entries: Iterator[WindowEntry], read: list[str]) -> Iterator[WindowEntry]:
+    for entry in entries:
+        read.append(entry.window_id)
+        yield entry
+
+
+def test_a_shared_file_that_is_changed_by_hand_is_found_at_the_next_beat(
+    store: SqliteStore, path: Path
+) -> None:
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("UPDATE shards SET parents = '[1'")
+    with pytest.raises(LedgerError, match="damaged: its content cannot be read"):
+        store.sync(ServerState("one", 9))

@@ -31,9 +31,9 @@ def child(path: Path, kill_at: int) -> subprocess.Popen[bytes]:
 
 
 def state_of(path: Path) -> LedgerState:
-    store = SqliteStore(path, pipeline="p")
+    store = SqliteStore(path, pipeline="p", server_id="tool")
     try:
-        return store.open(now_ms=0)
+        return store.peek()
     finally:
         store.close()
 
@@ -42,7 +42,7 @@ def expected(steps: int) -> LedgerState:
     """What a store holds after so many steps that nothing disturbed."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ledger.sqlite"
-        store = SqliteStore(path, pipeline="p")
+        store = SqliteStore(path, pipeline="p", server_id="one")
         store.open(now_ms=0)
         endless = (None for number in itertools.count() for _ in play(store, number))
         assert len(list(itertools.islice(endless, steps))) == steps
@@ -52,7 +52,7 @@ def expected(steps: int) -> LedgerState:
 
 def statements_by_step(path: Path) -> list[list[int]]:
     """The numbers of the statements of each step, found by playing the scenario once."""
-    store = SqliteStore(path, pipeline="p")
+    store = SqliteStore(path, pipeline="p", server_id="one")
     store.open(now_ms=0)
     assert store._db is not None
     numbers = itertools.count(1)
@@ -65,12 +65,14 @@ def statements_by_step(path: Path) -> list[list[int]]:
 
 def test_a_transaction_that_is_killed_before_its_commit_has_not_happened(tmp_path: Path) -> None:
     steps = statements_by_step(tmp_path / "counted.sqlite")
-    assert len(steps) == 8
-    flush, publishing = steps[1], steps[5]
+    assert len(steps) == 14
+    flush, second_cut, expiry = steps[1], steps[7], steps[11]
     # In the long transactions the middle and the last instant (COMMIT begins); in the others the last.
-    points = {(1, flush[len(flush) // 2]), (5, publishing[-2])} | {
-        (n, step[-1]) for n, step in enumerate(steps)
-    }
+    points = {
+        (1, flush[len(flush) // 2]),
+        (7, second_cut[len(second_cut) // 2]),
+        (11, expiry[-2]),
+    } | {(n, step[-1]) for n, step in enumerate(steps)}
     for done, kill_at in sorted(points):
         path = tmp_path / f"killed-{kill_at}.sqlite"
         with child(path, kill_at) as process:
@@ -80,7 +82,7 @@ def test_a_transaction_that_is_killed_before_its_commit_has_not_happened(tmp_pat
         assert state_of(path) == expected(done), f"killed at statement {kill_at}"
 
 
-@pytest.mark.parametrize("steps", [20, 61])
+@pytest.mark.parametrize("steps", [20, 67])
 def test_a_kill_from_outside_leaves_whole_transactions(tmp_path: Path, steps: int) -> None:
     path = tmp_path / "killed.sqlite"
     with child(path, 0) as process:

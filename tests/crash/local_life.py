@@ -1,4 +1,4 @@
-"""One life of a server in a process of its own, armed to end at a step. The process is forked from one that is warm."""
+"""A life of a server that costs a fraction of a second: forked from a warm process, without Spark."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import asyncio
 import multiprocessing
 import signal
 import sys
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from support.serving import quick
 
@@ -19,7 +18,8 @@ from mldserver.testing import LocalEngine
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
-    from pathlib import Path
+
+    from crash.lives import Plan
 
 _OVER: Final = "over"
 _WARM: Final = [
@@ -34,19 +34,8 @@ _WARM: Final = [
 """What every life needs: imported once, by the process that all of them are forked from."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a life needs to know."""
-
-    out: Path
-    handler: str
-    python_path: str
-    """The folder that holds the handler."""
-    settings: dict[str, Any] = field(default_factory=dict)
-
-
-class Life:
-    """A server's process, as the test sees it."""
+class LocalLife:
+    """A server with a small engine in Spark's place."""
 
     def __init__(self, plan: Plan, step: str | None) -> None:
         """Prepare a life that ends at ``step`` (``name`` or ``name:n``), or nowhere."""
