@@ -306,21 +306,26 @@ async def test_a_server_killed_with_sigkill_again_and_again_publishes_every_row_
     daemon = FakeMLD(
         stream, "", habits=Habits(seed=11, max_records=25), supervised=True, backoff_seconds=0.02
     )
-    async with asyncio.TaskGroup() as group:
-        process, daemon.address = await spawn(tmp_path)
-        playing = group.create_task(daemon.run())
-        for kill in range(1, 6):
-            async with asyncio.timeout(60):
-                await until(
-                    lambda target=kill * records // 6: daemon.records_sent >= target or playing.done()
-                )
+    process, daemon.address = await spawn(tmp_path)
+    try:
+        async with asyncio.TaskGroup() as group:
+            playing = group.create_task(daemon.run())
+            for kill in range(1, 6):
+                async with asyncio.timeout(60):
+                    await until(
+                        lambda target=kill * records // 6: daemon.records_sent >= target or playing.done()
+                    )
+                process.kill()
+                await process.wait()
+                process, daemon.address = await spawn(tmp_path)
+            async with asyncio.timeout(120):
+                await playing
+                await until(lambda: len(set(ids(tmp_path / "out"))) == records)
+            process.send_signal(signal.SIGTERM)
+            assert await process.wait() == EXIT_CLEAN
+    finally:
+        if process.returncode is None:
             process.kill()
             await process.wait()
-            process, daemon.address = await spawn(tmp_path)
-        async with asyncio.timeout(120):
-            await playing
-            await until(lambda: len(set(ids(tmp_path / "out"))) == records)
-        process.send_signal(signal.SIGTERM)
-        assert await process.wait() == EXIT_CLEAN
     assert beside_ends(daemon) == []
     exactly_once(tmp_path / "out", records)
