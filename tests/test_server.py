@@ -66,11 +66,9 @@ def filled(shards: int, records: int, *, seed: int = 0, reshard: bool = False) -
 
 
 def ids(folder: Path) -> list[int]:
-    if not folder.exists():
-        return []
-    return (
-        ds.dataset(folder, format="parquet", partitioning="hive").to_table(columns=["id"])["id"].to_pylist()
-    )
+    # Not the folder itself: Arrow would list the server's private files too, which come and go meanwhile.
+    files = [str(path) for path in folder.glob("window=*/*.parquet")]
+    return ds.dataset(files, format="parquet").to_table(columns=["id"])["id"].to_pylist() if files else []
 
 
 def exactly_once(out: Path, records: int) -> None:
