@@ -190,6 +190,8 @@ class FakeMLD:
         self._sessions.clear()
         self._die.clear()
         self._blocked.clear()
+        # A shard that was about to start when the JVM died was cancelled before it could take itself off.
+        self._sessions.clear()
         faults: list[Exit] = []
         hang: Exception | None = None
         try:

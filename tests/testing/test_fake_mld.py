@@ -343,3 +343,27 @@ async def test_as_silent_as_the_java_it_waits_when_told_not_to_raise(
         assert not run.done()
         mld.kill()
     assert run.result() == 137
+
+
+async def test_a_shard_whose_start_falls_into_the_death_of_the_jvm_starts_again_with_the_next_one(
+    tiny_server: TinyServer,
+) -> None:
+    stream = filled(1, 10)
+    stream.end()
+    mld = FakeMLD(stream, tiny_server.address, habits=QUICK, supervised=True, backoff_seconds=0.0)
+
+    class Dying(asyncio.TaskGroup):
+        def create_task(self, *args: Any, **kwargs: Any) -> asyncio.Task[Any]:
+            task = super().create_task(*args, **kwargs)
+            if mld.life == 1 and kwargs.get("name"):
+                # Another shard's connection failed in the same turn of the loop: this task never gets to run.
+                mld.kill()
+                task.cancel()
+            return task
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mldserver.testing.fake_mld.asyncio.TaskGroup", Dying)
+        async with asyncio.timeout(5):
+            assert await mld.run() == 0
+    assert mld.exits[0].reason == "killed"
+    assert tiny_server.received == expected(stream)
