@@ -47,11 +47,15 @@ class FakeDynamo:
         """Errors that answer the next transactions, which do not happen; None: this one does."""
         self.after: list[Exception | None] = []
         """Errors in place of the answers to the next transactions that did happen."""
-        self.largest = 0
+        self.clients = 0
 
     @contextlib.asynccontextmanager
     async def client(self, *_: Any, **__: Any) -> AsyncIterator[FakeDynamo]:
-        yield self
+        self.clients += 1
+        try:
+            yield self
+        finally:
+            self.clients -= 1
 
     def kinds(self, pipeline: str = "p") -> dict[str, int]:
         """How many items there are of each kind."""
@@ -64,18 +68,18 @@ class FakeDynamo:
     def _place(self, key: Item) -> tuple[dict[str, Item], str]:
         return self.items.setdefault(key["pipeline"]["S"], {}), key["item"]["S"]
 
-    async def get_item(self, *, TableName: str, Key: Item, ConsistentRead: bool) -> dict[str, Any]:
-        assert ConsistentRead
-        partition, name = self._place(Key)
+    async def get_item(self, **request: Any) -> dict[str, Any]:
+        assert request["ConsistentRead"]
+        partition, name = self._place(request["Key"])
         return {"Item": copy.deepcopy(partition[name])} if name in partition else {}
 
-    async def put_item(self, *, TableName: str, Item: Item, ConditionExpression: str = "") -> dict[str, Any]:
-        partition, name = self._place(Item)
-        if ConditionExpression:
-            assert ConditionExpression == "attribute_not_exists(pipeline)"
+    async def put_item(self, **request: Any) -> dict[str, Any]:
+        partition, name = self._place(request["Item"])
+        if "ConditionExpression" in request:
+            assert request["ConditionExpression"] == "attribute_not_exists(pipeline)"
             if name in partition:
                 raise client_error("ConditionalCheckFailedException", "PutItem")
-        self._put(Item)
+        self._put(request["Item"])
         return {}
 
     def _put(self, item: Item) -> None:
@@ -102,28 +106,27 @@ class FakeDynamo:
             page.append({each: item[each] for each in item if names == [""] or each in names})
         return {"Items": page}
 
-    async def batch_write_item(self, *, RequestItems: dict[str, list[Any]]) -> dict[str, Any]:
-        ((table, requests),) = RequestItems.items()
+    async def batch_write_item(self, **request: Any) -> dict[str, Any]:
+        ((table, requests),) = request["RequestItems"].items()
         assert len(requests) <= 25
         # Half of it, as under load, but always some.
         done = requests[: (len(requests) + 1) // 2]
-        for request in done:
-            partition, name = self._place(request["DeleteRequest"]["Key"])
+        for each in done:
+            partition, name = self._place(each["DeleteRequest"]["Key"])
             partition.pop(name, None)
         left = requests[len(done) :]
         return {"UnprocessedItems": {table: left} if left else {}}
 
-    async def transact_write_items(
-        self, *, TransactItems: list[dict[str, Any]], ClientRequestToken: str
-    ) -> dict[str, Any]:
-        assert 1 <= len(ClientRequestToken) <= 36
-        self._within_limits(TransactItems)
+    async def transact_write_items(self, **request: Any) -> dict[str, Any]:
+        assert 1 <= len(request["ClientRequestToken"]) <= 36
+        operations = request["TransactItems"]
+        self._within_limits(operations)
         if self.before and (error := self.before.pop(0)):
             raise error
-        for operation in TransactItems:
+        for operation in operations:
             if "Update" in operation and not self._holds(operation["Update"]):
                 raise canceled("None", "ConditionalCheckFailed")
-        for operation in TransactItems:
+        for operation in operations:
             ((kind, told),) = operation.items()
             getattr(self, f"_do_{kind.lower()}")(told)
         if self.after and (error := self.after.pop(0)):
@@ -139,7 +142,6 @@ class FakeDynamo:
             keys.append((told["Item"] if kind == "Put" else told["Key"])["item"]["S"])
             size += size_of(told.get("Item", {}))
         assert len(set(keys)) == len(keys)
-        self.largest = max(self.largest, size)
         assert size < 800_000
 
     def _holds(self, told: dict[str, Any]) -> bool:
