@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Address",
     "Kind",
+    "Late",
     "Level",
     "LogFormat",
-    "Late",
     "OnFailure",
     "TcpAddress",
     "UnixAddress",
