@@ -45,7 +45,7 @@ def show_ledger(*, where: Where = _NOWHERE, as_json: AsJson = False) -> int:
         if as_json:
             tell_json(_everything(held))
             return
-        tell(details(_facts(held)), "", _servers(held), _shards(held))
+        tell(details(_facts(held)), "", _servers(held), "", _shards(held))
 
     at_ledger(where, look)
     return 0

@@ -172,6 +172,15 @@ class SparkEngine:
             done = await life.compute(job, self._job_deadline)
         return WindowResult(done.files, done.rows, time.monotonic() - began)
 
+    @property
+    def group_limit(self) -> int:
+        """1: the user's ``on_window`` sees one window at a time, and the driver runs one job for each."""
+        return 1
+
+    async def compute_group(self, jobs: tuple[WindowJob, ...]) -> tuple[WindowResult, ...]:
+        """Run attempts one after the other, as jobs of their own. See ``Engine.compute_group``."""
+        return tuple([await self.compute(job) for job in jobs])
+
     async def close(self) -> None:
         """Stop the driver in good order within the grace, kill it beyond. No process is left on return."""
         self._closing.set()

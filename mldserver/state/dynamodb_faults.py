@@ -6,6 +6,7 @@ import enum
 from typing import Any, Final
 
 from botocore.exceptions import ClientError, HTTPClientError
+from botocore.exceptions import ConnectionError as NotConnectedError
 from botocore.parsers import ResponseParserError
 
 from mldserver.errors import LedgerError
@@ -56,6 +57,9 @@ _VERDICTS: Final = {
     "ResourceInUseException": Verdict.EXISTS,
 } | dict.fromkeys(_AGAIN, Verdict.AGAIN)
 
+_WIRE: Final = (HTTPClientError, NotConnectedError, ResponseParserError)
+"""No connection, or none any more, or half an answer."""
+
 _SERVER_FAULT: Final = 500
 """HTTP: from here on it is the server's fault, whatever the code."""
 
@@ -71,7 +75,7 @@ _ADVICE: Final = {
 def judge(error: Exception) -> Verdict:
     """Return what an error of a call means."""
     if not isinstance(error, ClientError):
-        return Verdict.AGAIN if isinstance(error, HTTPClientError | ResponseParserError) else Verdict.FATAL
+        return Verdict.AGAIN if isinstance(error, _WIRE) else Verdict.FATAL
     reasons = {reason.get("Code", "None") for reason in error.response.get("CancellationReasons", ())} - {
         "None"
     }

@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--only", action="append", choices=PARTS, help="this part; may be repeated")
     parser.add_argument("--rows", type=int, nargs="+", default=[1_000, 100_000, 1_000_000], help="of windows")
+    parser.add_argument("--pace", type=int, default=100_000, help="of these, rows a second; 0: unbounded")
     parser.add_argument("--per-row", type=int, default=200_000, help="rows of one flush")
     parser.add_argument("--seconds", type=int, default=3600, help="of the virtual stream of checkpoints")
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count")
@@ -89,10 +90,7 @@ def _windows(
     given: argparse.Namespace, folder: Path, progress: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     measured = asyncio.run(_with_engine(given, folder, progress))
-    return [
-        dataclasses.asdict(each) | {"rows_per_second": each.rows_per_second, "ratio": each.ratio}
-        for each in measured
-    ]
+    return [dataclasses.asdict(each) | {"rows_per_second": each.rows_per_second} for each in measured]
 
 
 async def _with_engine(
@@ -103,7 +101,9 @@ async def _with_engine(
         living = group.create_task(engine.run())
         try:
             await engine.ready()
-            return await windows.measure(engine, given.rows, given.rounds, folder, progress)
+            return await windows.measure(
+                engine, given.rows, rounds=given.rounds, pace=given.pace, folder=folder, progress=progress
+            )
         finally:
             await engine.close()
             await living

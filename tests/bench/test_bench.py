@@ -15,7 +15,19 @@ if TYPE_CHECKING:
 
 def test_every_benchmark_runs_at_a_tiny_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = tmp_path / "told.json"
-    arguments = ["--rows", "10", "3000", "--per-row", "3000", "--seconds", "40", "--rounds", "1"]
+    arguments = [
+        "--rows",
+        "10",
+        "3000",
+        "--per-row",
+        "3000",
+        "--seconds",
+        "40",
+        "--rounds",
+        "1",
+        "--pace",
+        "0",
+    ]
     assert main([*arguments, "--engine", "local", "--folder", str(tmp_path), "--json", str(told)]) == 0
     document = json.loads(told.read_text())
     assert [each["rows"] for each in document["windows"]] == [10, 3000]
@@ -33,7 +45,7 @@ def test_every_benchmark_runs_at_a_tiny_size(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.slow
 def test_windows_are_measured_on_spark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = tmp_path / "told.json"
-    arguments = ["--only", "windows", "--rows", "500", "--rounds", "1"]
+    arguments = ["--only", "windows", "--rows", "500", "--rounds", "1", "--pace", "0"]
     assert main([*arguments, "--folder", str(tmp_path), "--json", str(told)]) == 0
     (measured,) = json.loads(told.read_text())["windows"]
     assert measured["rows"] == 500

@@ -1,13 +1,17 @@
 """From the last record to the published window, against the same Spark job over one Parquet file that is ready.
 
-The window's rows come on three shards as fast as they are taken; what the flushes by size have left in memory when the
-last record comes is part of what is measured. So is everything after it: the flush, the cut, the job, the commit, the
-publication. Left out is the wait for the next flush, which is a setting (``flush_interval``).
+The window's rows come on three shards at the pace of a stream that is read from its beginning, and are flushed under
+the default settings meanwhile. What the flushes have left in memory when the last record comes is part of what is
+measured; how much that is depends on when the last flush was, so each round begins at another place in the interval.
+So is everything after it: the flush, the cut, the job, the commit, the publication. Left out is the wait for the next
+flush, which is a setting (``flush_interval``).
 """
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+import statistics
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,7 +19,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.parquet as pq
 from bench.deliveries import HOUR_MS, SHARDS, START_MS, Delivered, deliveries
-from bench.pipelines import living
+from bench.pipelines import Pipeline, living
 from bench.rounds import in_turn, medians
 
 from mldserver.clock import SystemClock
@@ -35,6 +39,7 @@ __all__ = ["Measured", "measure"]
 SPEC = Tumbling(HOUR_MS, on="scheduled")
 RULES = CoordinatorRules(watermark=WatermarkRules(on_arrival=False, settle_ms=0))
 ID = tumbling_id(START_MS)
+WARM_UP = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +55,13 @@ class Measured:
     """Of these, the engine's."""
     floor_seconds: float
     """The engine's for the same job over one file."""
+    ratio: float
+    """How much longer it takes than the floor of the same round, which had the same share of the machine."""
 
     @property
     def rows_per_second(self) -> float:
         """Rows a second from the last record on."""
         return self.rows / self.seconds
-
-    @property
-    def ratio(self) -> float:
-        """How much longer than the floor it takes."""
-        return self.seconds / self.floor_seconds
 
 
 class Bench:
@@ -96,16 +98,21 @@ class Bench:
         shutil.rmtree(staging)
         return seconds
 
-    async def pipeline(self) -> tuple[float, float]:
-        """Return the seconds from the last record to the cut, and to the published window."""
+    async def pipeline(self, pace: int, phase: float) -> tuple[float, float]:
+        """Return the seconds from the last record to the cut, and to the published window.
+
+        ``pace``: rows a second; 0: as fast as they are taken. ``phase``: the share of a flush interval that has
+        passed when the first row comes.
+        """
         self._attempts += 1
         out = self._folder / f"out-{self._attempts}"
         clock = SystemClock()
         async with living(
             out, spec=SPEC, rules=RULES, engine=self._engine, clock=clock, shards=SHARDS
         ) as running:
-            for each in self._deliveries[:-1]:
-                await running.give(each)
+            if pace:
+                await asyncio.sleep(phase * RULES.flush_interval_ms / 1000)
+            await self._feed(running, pace)
             began = time.perf_counter()
             await running.give(self._deliveries[-1])
             await running.coordinator.flush("bench")
@@ -115,6 +122,15 @@ class Bench:
         self._check(out)
         shutil.rmtree(out)
         return cut, seconds
+
+    async def _feed(self, running: Pipeline, pace: int) -> None:
+        """Deliver all but the last batch."""
+        began, given = time.perf_counter(), 0
+        for each in self._deliveries[:-1]:
+            await running.give(each)
+            given += each.outcome.outline.records
+            ahead = given / pace - (time.perf_counter() - began) if pace else 0.0
+            await asyncio.sleep(max(0.0, ahead))
 
     def _check(self, out: Path) -> None:
         files = sorted((out / f"window={ID}").glob("*.parquet"))
@@ -145,26 +161,35 @@ class Stopwatch:
 
 
 async def measure(
-    engine: Engine, sizes: Sequence[int], rounds: int, folder: Path, progress: Callable[[str], None]
+    engine: Engine,
+    sizes: Sequence[int],
+    *,
+    rounds: int,
+    pace: int,
+    folder: Path,
+    progress: Callable[[str], None],
 ) -> list[Measured]:
-    """Measure every size; pipeline and floor take turns on one engine. The first round warms up."""
+    """Measure every size; pipeline and floor take turns on one engine. Two rounds warm up."""
     found = []
     for rows in sizes:
         watch = Stopwatch(engine)
         bench = Bench(rows, folder / str(rows), watch)  # type: ignore[arg-type]  # it answers for the engine
         seconds: dict[str, list[float]] = {"all": [], "flush": [], "job": [], "floor": []}
-        for number, contender in enumerate(in_turn(("pipeline", "floor"), rounds + 1)):
-            counts = number > 1
+        for number, contender in enumerate(in_turn(("pipeline", "floor"), WARM_UP + rounds)):
+            counts = number >= 2 * WARM_UP
             if contender == "floor":
                 took = await bench.floor()
                 seconds["floor"] += [took] * counts
             else:
-                cut, took = await bench.pipeline()
+                cut, took = await bench.pipeline(pace, phase=(number // 2 % rounds + 0.5) / rounds)
                 seconds["all"] += [took] * counts
                 seconds["flush"] += [cut] * counts
                 seconds["job"] += [watch.seconds] * counts
             progress(f"{rows:>9,} rows, {contender}: {took:.3f} s{'' if counts else ' (warming up)'}")
         middle = medians(seconds)
-        found.append(Measured(rows, middle["all"], middle["flush"], middle["job"], middle["floor"]))
+        ratio = statistics.median(
+            took / floor for took, floor in zip(seconds["all"], seconds["floor"], strict=True)
+        )
+        found.append(Measured(rows, middle["all"], middle["flush"], middle["job"], middle["floor"], ratio))
         shutil.rmtree(folder / str(rows))
     return found

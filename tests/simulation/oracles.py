@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from mldserver.state.ledger import Flush
     from mldserver.testing.fake_stream import StreamRecord
 
+Key = tuple[str, tuple[int, int]]
+"""A record: its shard and its place there, (sequence number, sub-sequence number)."""
 BATCH_BYTES = 20_000
 """More than one decoded batch of a simulated shard takes."""
 
@@ -37,8 +39,9 @@ class Positions:
     ended: set[str] = field(default_factory=set)
     broken: list[str] = field(default_factory=list)
 
-    def deliver(self, shard: str, record: StreamRecord) -> None:
-        place = Sequence(int(record.sequence_number), record.sub_sequence_number)
+    def deliver(self, shard: str, record: StreamRecord, *, whole: bool) -> None:
+        """Note a record; ``whole``: with all that is aggregated in it."""
+        place = Sequence(int(record.sequence_number), 10**6 if whole else record.sub_sequence_number)
         self.delivered[shard] = max(self.delivered.get(shard, place), place)
 
     def register(self, flush: Flush) -> None:
@@ -72,7 +75,7 @@ class WatchedStream(FakeStream):
     def read(self, shard_id: str, after: Place, limit: int, *, raw: bool = False) -> Any:
         records, behind = super().read(shard_id, after, limit, raw=raw)
         for record in records[-1:]:
-            self.positions.deliver(shard_id, record)
+            self.positions.deliver(shard_id, record, whole=raw)
         return records, behind
 
 
@@ -110,9 +113,9 @@ def outputs(out: Path, pattern: str) -> list[dict[str, Any]]:
 
 def check_outputs(
     stream: FakeStream,
-    poison: set[int],
+    poison: set[tuple[int, int]],
     rows: list[dict[str, Any]],
-    letters: Iterable[tuple[str, int]],
+    letters: Iterable[Key],
     *,
     one_server: bool,
 ) -> list[str]:
@@ -122,12 +125,10 @@ def check_outputs(
     """
     broken = []
     expected = Counter(
-        (shard.id, int(record.sequence_number))
-        for shard in stream.shards.values()
-        for record in shard.records
+        (shard.id, record.order) for shard in stream.shards.values() for record in shard.records
     )
     bad = Counter({key: n for key, n in expected.items() if key[1] in poison})
-    found = Counter((row["_shard"], int(row["_sequence"])) for row in rows)
+    found = Counter(map(_key, rows))
     buried = Counter(letters)
     for name, have, want in (("rows", found, expected - bad), ("dead letters", buried, bad)):
         if missing := want - have:
@@ -139,14 +140,18 @@ def check_outputs(
     ties -= Counter(set(ties))
     if one_server and ties and not broken:
         broken.append(f"clock values are shared by several rows: {_some(ties)}")
-    return broken + _order(stream, [(row["_shard"], int(row["_sequence"])) for row in rows])
+    return broken + _order(stream, [_key(row) for row in rows])
 
 
-def _order(stream: FakeStream, order: list[tuple[str, int]]) -> list[str]:
+def _key(row: dict[str, Any]) -> Key:
+    return row["_shard"], (int(row["_sequence"]), row["_sub_sequence"])
+
+
+def _order(stream: FakeStream, order: list[Key]) -> list[str]:
     broken = []
     first: dict[str, int] = {}
     last: dict[str, int] = {}
-    before: dict[str, int] = {}
+    before: dict[str, tuple[int, int]] = {}
     for place, (shard, number) in enumerate(order):
         if number < before.get(shard, number):
             broken.append(f"{shard}: {number} comes after {before[shard]}")

@@ -43,6 +43,11 @@ class Plan:
     store_fails: float
     engine_fails: float
     engine_seconds: float
+    windows_a_job: int
+    jobs: int
+    """How many at a time."""
+    aggregates: float
+    """The share of KPL aggregates among the records."""
     kills: int
     """Of the server, at a moment of its own."""
     deaths: int
@@ -83,7 +88,7 @@ def make_plan(seed: int) -> Plan:
         late=dice.choice(("recompute", "recompute", "separate")),
         retention=dice.choice(("1 day", "10 s")),
         handler=dice.choice(HANDLERS),
-        form=dice.choice((Form.KCL3, Form.KCL3, Form.V2)),
+        form=dice.choice((Form.KCL3, Form.KCL3, Form.V2, Form.V1)),
         shards=dice.randint(1, 4),
         records=dice.randint(20, 120),
         seconds=dice.uniform(10, 40),
@@ -102,6 +107,9 @@ def make_plan(seed: int) -> Plan:
         store_fails=trouble * rate(0.15, 0.5),
         engine_fails=trouble * rate(0.3),
         engine_seconds=dice.choice((0.0, 0.5, 4.0)),
+        windows_a_job=dice.choice((1, 4)),
+        jobs=dice.choice((1, 2)),
+        aggregates=rate(0.3),
         kills=round(trouble * some(2, 0.4)),
         deaths=round(trouble * some(3, 0.5)),
         jvm_kills=round(trouble * some(2, 0.4)),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from simulation.oracles import Progress, Violated
 
+from mldserver.errors import OperatorError
 from mldserver.server import EXIT_CLEAN, Server
 from mldserver.testing import LocalEngine
 from mldserver.testing.virtual_process import VirtualProcess
@@ -73,7 +74,10 @@ class Supervised:
     async def _live(self, process: VirtualProcess) -> int | None:
         """Live once; return the exit code, None for a sudden death."""
         engine = LocalEngine(
-            fail=self.faults.fail_job, delay_seconds=self.plan.engine_seconds, clock=self.clock
+            fail=self.faults.fail_job,
+            delay_seconds=self.plan.engine_seconds,
+            group_limit=self.plan.windows_a_job,
+            clock=self.clock,
         )
         server = self.server = Server(
             replace(self.settings), engine=engine, clock=self.clock, seed=self.plan.seed
@@ -88,7 +92,8 @@ class Supervised:
         return None if life.cancelled() else life.result()
 
     async def _announce(self, server: Server) -> None:
-        self.address = await server.listening()
+        with contextlib.suppress(OperatorError):  # it was stopped before it listened
+            self.address = await server.listening()
 
     async def _watch(self, server: Server) -> None:
         progress, positions = Progress(self.plan.buffer_bytes), self.faults.positions

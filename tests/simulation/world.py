@@ -37,6 +37,7 @@ from mldserver.testing.virtual_process import VirtualExecutor, VirtualWorker, st
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from simulation.oracles import Key
     from simulation.plan import Plan
 
     from mldserver.config import Settings
@@ -69,7 +70,7 @@ class World:
     loop: VirtualLoop
     dice: random.Random
     positions: Positions = field(default_factory=Positions)
-    poison: set[int] = field(default_factory=set)
+    poison: set[tuple[int, int]] = field(default_factory=set)
     trace: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -109,6 +110,7 @@ class World:
             "quiet_time": "30 s",
             "window_retry_base": "500 ms",
             "window_retry_cap": "5 s",
+            "window_concurrency": str(plan.jobs),
             "retry_base": "50 ms",
             "server_id": f"{name}" if plan.fixed_name else None,
             "server_timeout": "8 s",
@@ -144,15 +146,29 @@ class World:
         self.stream.end()
 
     def _put(self, number: int) -> None:
-        dice, plan, now_ms = self.dice, self.plan, self.clock.now_ms()
-        bad = self.faults.hit(plan.poison)
-        fails = -1 if bad else dice.randint(1, 2) if self.faults.hit(plan.flaky) else 0
-        at = now_ms - dice.randint(0, dice.choice((100, 1500, 9000)))
-        slow = dice.choice((0.0, 0.0, 0.0, 0.01, 3.0))
-        data = orjson.dumps({"n": number, "at": at, "fails": fails, "slow": slow})
-        record = self.stream.put(data, f"key-{number}", arrival_ms=now_ms)
-        if bad:
-            self.poison.add(int(record.sequence_number))
+        now_ms, size = self.clock.now_ms(), 1
+        if self.faults.hit(self.plan.aggregates):
+            size = self.dice.randint(2, 4)
+        fates = [self._fate() for _ in range(size)]
+        users = [
+            (f"key-{number}", self._payload(10 * number + sub, fails)) for sub, fails in enumerate(fates)
+        ]
+        if size > 1:
+            records = self.stream.put_aggregate(users, arrival_ms=now_ms)
+        else:
+            records = (self.stream.put(users[0][1], users[0][0], arrival_ms=now_ms),)
+        self.poison |= {record.order for record, fails in zip(records, fates, strict=True) if fails < 0}
+
+    def _fate(self) -> int:
+        """How many calls for a record fail; -1: all."""
+        if self.faults.hit(self.plan.poison):
+            return -1
+        return self.dice.randint(1, 2) if self.faults.hit(self.plan.flaky) else 0
+
+    def _payload(self, number: int, fails: int) -> bytes:
+        at = self.clock.now_ms() - self.dice.randint(0, self.dice.choice((100, 1500, 9000)))
+        slow = self.dice.choice((0.0, 0.0, 0.0, 0.01, 3.0))
+        return orjson.dumps({"n": number, "at": at, "fails": fails, "slow": slow})
 
     # What goes wrong.
 
@@ -234,12 +250,12 @@ class World:
         if broken:
             raise Violated("; ".join(broken))
 
-    async def _ledger(self) -> tuple[LedgerState, list[tuple[str, int]]]:
+    async def _ledger(self) -> tuple[LedgerState, list[Key]]:
         ledger = mldserver.state.sqlite.SqliteLedger(
             self.folder / "out" / LEDGER, pipeline="world", server_id="judge", clock=self.clock
         )
         state = await ledger.peek()
-        letters = [(each.shard_id, each.sequence.number) for each in await ledger.dead_letters(100_000)]
+        letters = [(each.shard_id, tuple(each.sequence)) for each in await ledger.dead_letters(100_000)]
         await ledger.close()
         return state, letters
 

@@ -119,6 +119,17 @@ async def test_a_job_comes_back_with_its_files(
         assert result == WindowResult(("w.parquet",), 7, result.seconds)
     assert it.engine.phase == "closed"
     assert events(logged, "spark.ready")[0]["ui"] == "http://ui"
+
+
+async def test_several_jobs_come_back_in_their_order(bench: Callable[..., Bench]) -> None:
+    it = bench()
+    async with it.running():
+        results = await it.engine.compute_group((job("a", rows=1), job("b", rows=2)))
+        assert [(result.files, result.rows) for result in results] == [
+            (("a.parquet",), 1),
+            (("b.parquet",), 2),
+        ]
+        assert it.engine.group_limit == 1
     assert events(logged, "handler.output")[-1]["text"] == "stopping in order"
     assert not events(logged, "spark.lost")
 

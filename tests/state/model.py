@@ -329,7 +329,9 @@ class ModelServer:
         free: list[Segment] = []
         for window_id in window_ids:
             if not self.content.windows[window_id].pending:
-                free.extend(self.content.windows[window_id].segments)
+                gone = self.content.windows[window_id].segments
+                free.extend(gone)
+                self.content.paths.difference_update(each.path for each in gone)
                 self.content.window(window_id, retained=False, segments=())
         return tuple(free)
 

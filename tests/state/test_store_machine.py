@@ -120,7 +120,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def open_shard(self, server: int, shard_id: str, parents: tuple[str, ...]) -> None:
         self.both(server, "open_shard", shard_id, parents)
 
-    @rule(server=servers, shard_id=shards, now=likely)
+    @rule(server=servers, shard_id=shards, now=st.booleans())
     def release(self, server: int, shard_id: str, now: bool) -> None:
         epoch = self.content.shards.get(shard_id, ShardState(shard_id, 1)).epoch
         self.both(server, "release_shard", shard_id, epoch if now else epoch - 1)
@@ -183,18 +183,30 @@ class LedgerMachine(RuleBasedStateMachine):
     def cut(self, server: int, window_ids: tuple[str, ...]) -> None:
         self.both(server, "cut", window_ids)
 
-    @rule(server=servers, window_id=windows, retain=st.booleans())
-    def go_on(self, server: int, window_id: str, retain: bool) -> None:
-        """Take the window's likeliest next step, so that runs reach the end of its life."""
-        self.now += 1
+    @rule(server=servers, window_id=windows, hops=st.integers(1, 12), retain=likely)
+    def go_on(self, server: int, window_id: str, hops: int, retain: bool) -> None:
+        """Take the window's likeliest next steps, so that runs reach a revision, and the end of the window's life."""
+        if not self.models[server].lives():
+            self.restart(server)
+        for _ in range(hops):
+            self.now += 1
+            self.hop(server, window_id, retain=retain)
+
+    def hop(self, server: int, window_id: str, *, retain: bool) -> None:
         entry = self.content.windows.get(window_id)
-        if entry is None:
-            segment = Segment(f"g{self.now}", window_id, 1, 1, *WINDOWS[window_id])
+        if entry is None or (
+            entry.state is PUBLISHED and entry.retained and entry.revision == 1 and not entry.pending
+        ):
+            segment = self.segment(window_id)
             self.both(server, "register", Flush((), (segment,)), now_ms=self.now)
         elif entry.state is OPEN or (entry.state is PUBLISHED and entry.pending):
             self.both(server, "cut", (window_id,))
+        elif entry.state is PUBLISHED and entry.retained:
+            self.both(server, "expire", published_before_ms=self.now, keep_bytes=0)
         elif entry.state is SET_ASIDE:
             self.both(server, "retry", window_id)
+        elif entry.state is PUBLISHED:
+            self.both(server, "prune", windows_before_ms=self.now, shards_before_ms=0)
         elif entry.owner != "xy"[server]:
             self.both(server, "adopt")
         elif entry.state is CUT:

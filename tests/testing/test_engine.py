@@ -92,6 +92,28 @@ async def test_injected_failures_leave_wreckage_and_pass(tmp_path: Path) -> None
     assert (await compute(LocalEngine(fail=fail), job(tmp_path, attempt=2))).rows == 4
 
 
+async def test_several_windows_share_one_job(tmp_path: Path) -> None:
+    engine = LocalEngine(group_limit=2)
+    jobs = (job(tmp_path, attempt=1), job(tmp_path, attempt=2))
+    async with asyncio.TaskGroup() as group:
+        group.create_task(engine.run())
+        results = await engine.compute_group(jobs)
+        await engine.close()
+    assert [result.rows for result in results] == [4, 4]
+    assert (engine.jobs, engine.groups) == ([*jobs], [2])
+    files = [f"{each.staging}/{result.files[0]}" for each, result in zip(jobs, results, strict=True)]
+    assert [pq.read_table(file).num_rows for file in files] == [4, 4]
+    assert results[0].files != results[1].files, "readers must not take one attempt's files for another's"
+
+
+async def test_one_bad_window_fails_the_job_for_all(tmp_path: Path) -> None:
+    engine = LocalEngine(fail=lambda each: WindowFailed("bad") if each.attempt == 2 else None, group_limit=2)
+    with pytest.RaisesGroup(WindowFailed):
+        async with asyncio.TaskGroup() as group:
+            group.create_task(engine.run())
+            await engine.compute_group((job(tmp_path, attempt=1), job(tmp_path, attempt=2)))
+
+
 async def test_starts_and_delays_take_the_clocks_time(tmp_path: Path, virtual_clock: VirtualClock) -> None:
     engine = LocalEngine(start_seconds=20, delay_seconds=5, clock=virtual_clock)
     before = virtual_clock.now_ms()

@@ -1,0 +1,411 @@
+"""The DynamoDB ledger where it differs from others: racing servers, faults of the network, limits, snapshots, damage."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mldserver.errors import InternalError, LedgerError, LedgerVersionError
+from mldserver.records import Sequence
+from mldserver.state.dynamodb import DynamoLedger
+from mldserver.state.ledger import Flush, PositionUpdate, Segment, ServerState
+from tests.state.conftest import PatientClock
+from tests.state.dynamodb_emulator import CutConnection, refusal
+from tests.state.dynamodb_fake import FakeDynamo, canceled, client_error, lost_answer
+from tests.state.samples import letter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.state.dynamodb_emulator import Emulator
+
+    Factory = Callable[..., DynamoLedger]
+
+
+def flush(shard: str, number: int, *, files: int = 1, letters: tuple[Any, ...] = ()) -> Flush:
+    """The number-th flush of a shard (from 1), into one open window."""
+    before = Sequence(number - 1) if number > 1 else None
+    update = PositionUpdate(shard, 1, Sequence(number), None, None, previous=before)
+    # Random names: what is registered cannot be compressed away.
+    names = (f"{shard}/{number}/{n}-{os.urandom(40).hex()}" for n in range(files))
+    return Flush((update,), tuple(Segment(name, "w", 1, 9, 0, 10) for name in names), letters)
+
+
+async def hammer(ledger: DynamoLedger, shard: str, flushes: int) -> None:
+    """Register flushes as a server does: after an error the same again, after a refusal go on from the ledger."""
+    number = 1
+    while number <= flushes:
+        try:
+            result = await ledger.register(flush(shard, number))
+        except LedgerError:
+            continue
+        if not result.registered:
+            position = (await ledger.peek()).shards[shard].position
+            assert position == Sequence(number), "only what was registered under a lost answer is refused"
+        number += 1
+
+
+async def state_after_hammering(ledgers: dict[str, DynamoLedger], flushes: int) -> Any:
+    async with asyncio.TaskGroup() as group:
+        for shard, ledger in ledgers.items():
+            group.create_task(hammer(ledger, shard, flushes))
+    return await ledgers["a"].peek()
+
+
+def assert_each_flush_counts_once(state: Any, shards: str, flushes: int) -> None:
+    assert {shard: state.shards[shard].position for shard in shards} == dict.fromkeys(
+        shards, Sequence(flushes)
+    )
+    kept = sorted(each.path.rpartition("/")[0] for each in state.windows["w"].segments)
+    assert kept == sorted(f"{shard}/{n}" for shard in shards for n in range(1, flushes + 1))
+
+
+async def test_two_servers_hammering_one_table_lose_and_double_nothing(dynamodb: Factory) -> None:
+    ledgers = {shard: dynamodb(f"server-{shard}") for shard in "ab"}
+    for shard, ledger in ledgers.items():
+        await ledger.open()
+        await ledger.open_shard(shard)
+    state = await state_after_hammering(ledgers, 15)
+    assert_each_flush_counts_once(state, "ab", 15)
+    for ledger in ledgers.values():
+        await ledger.close()
+
+
+class Trouble:
+    """Every third transaction meets something else on the wire."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def before(self, operation: str, _: Any) -> Any:
+        if operation != "TransactWriteItems":
+            return None
+        self.count += 1
+        kinds = {3: "throttle", 6: "cut", 9: "conflict", 12: "broken"}
+        match kinds.get(self.count % 15):
+            case "throttle":
+                return refusal("ThrottlingException")
+            case "cut":
+                raise CutConnection
+            case "conflict":
+                return refusal(
+                    "TransactionCanceledException",
+                    CancellationReasons=[{"Code": "TransactionConflict"}, {"Code": "None"}],
+                )
+            case "broken":
+                return refusal("InternalServerError", 500)
+        return None
+
+    def after(self, operation: str, _: Any) -> None:
+        if operation == "TransactWriteItems" and self.count % 4 == 0:
+            raise CutConnection
+
+
+async def test_throttling_cut_connections_and_lost_answers_neither_lose_nor_double(
+    dynamodb: Factory, emulator: Emulator
+) -> None:
+    ledgers = {shard: dynamodb(f"server-{shard}") for shard in "ab"}
+    for shard, ledger in ledgers.items():
+        await ledger.open()
+        await ledger.open_shard(shard)
+    trouble = Trouble()
+    emulator.before, emulator.after = trouble.before, trouble.after
+    state = await state_after_hammering(ledgers, 15)
+    assert trouble.count > 40
+    assert_each_flush_counts_once(state, "ab", 15)
+    for ledger in ledgers.values():
+        await ledger.close()
+
+
+async def test_an_outage_is_told_after_bounded_retries_while_the_loop_goes_on(
+    dynamodb: Factory, emulator: Emulator
+) -> None:
+    ledger = dynamodb()
+    await ledger.open()
+    emulator.calls.clear()
+    emulator.before = lambda *_: refusal("ServiceUnavailable", 503)
+    turns = 0
+
+    async def tick() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as group:
+        ticking = group.create_task(tick())
+        with pytest.raises(LedgerError, match="out of reach"):
+            await ledger.open_shard("a")
+        ticking.cancel()
+    assert len(emulator.calls) == 6
+    assert turns > 20
+    emulator.before = None
+    assert (await ledger.open_shard("a")).epoch == 1
+    await ledger.close()
+
+
+async def test_a_table_that_is_not_there_is_named_and_not_made_unasked(dynamodb: Factory) -> None:
+    for call in ("open", "peek"):
+        ledger = dynamodb(create=False)
+        with pytest.raises(LedgerError, match=r"no table ledgers-.*mldserver ledger create"):
+            await getattr(ledger, call)()
+        await ledger.close()
+
+
+async def test_the_table_is_made_on_request_and_once(dynamodb: Factory, emulator: Emulator) -> None:
+    ledger = dynamodb(create=False)
+    await ledger.create_table()
+    await ledger.create_table()
+    made = [told for operation, told in emulator.calls if operation == "CreateTable"]
+    assert [told["BillingMode"] for told in made] == ["PAY_PER_REQUEST"] * 2
+    with pytest.raises(LedgerError, match="There is no ledger of the pipeline p"):
+        await ledger.peek()
+    await ledger.close()
+
+
+async def test_credentials_that_may_not_write_are_told(dynamodb: Factory, emulator: Emulator) -> None:
+    ledger = dynamodb()
+    await ledger.open()
+    emulator.before = lambda operation, _: (
+        refusal("AccessDeniedException") if operation == "TransactWriteItems" else None
+    )
+    with pytest.raises(LedgerError, match=r"AccessDenied.*permissions"):
+        await ledger.open_shard("a")
+    await ledger.close()
+
+
+async def test_a_flush_beyond_every_limit_of_a_transaction_is_registered_whole(dynamodb: Factory) -> None:
+    payloads = [os.urandom(3_000_000), os.urandom(2_000_000), b"small"]
+    letters = tuple(letter(n, data=data) for n, data in enumerate(payloads))
+    ledger = dynamodb()
+    await ledger.open()
+    await ledger.open_shard("a")
+    assert (await ledger.register(flush("a", 1, files=12_000, letters=letters))).registered
+    assert await ledger.dead_letters() == letters
+    await ledger.close()
+    fresh = dynamodb("tool")
+    state = await fresh.peek()
+    assert len(state.windows["w"].segments) == 12_000
+    assert state.dead_letters == 3
+    assert await fresh.dead_letters(1) == letters[:1]
+    await fresh.close()
+
+
+@pytest.fixture
+def dynamo() -> FakeDynamo:
+    return FakeDynamo()
+
+
+@pytest.fixture
+def ledger_on(dynamo: FakeDynamo, clock: Any) -> Factory:
+    def make(server_id: str = "one", **settings: Any) -> DynamoLedger:
+        usual = {"pipeline": "p", "clock": PatientClock(clock), "session": dynamo}
+        return DynamoLedger("table", server_id=server_id, **(usual | settings))
+
+    return make
+
+
+async def start(ledger: DynamoLedger, *shards: str) -> DynamoLedger:
+    await ledger.open()
+    for shard in shards:
+        await ledger.open_shard(shard)
+    return ledger
+
+
+async def beat(ledger: DynamoLedger, times: int = 1) -> Any:
+    for ms in range(times):
+        state = await ledger.sync(ServerState(ledger.server_id, ms, reason=os.urandom(50).hex()))
+    return state
+
+
+async def test_the_table_stays_small_whatever_is_written(ledger_on: Factory, dynamo: FakeDynamo) -> None:
+    ledger = await start(ledger_on(compact_bytes=5_000), "a")
+    sizes = set()
+    for number in range(1, 300):
+        await ledger.register(Flush(flush("a", number).positions))
+        await beat(ledger)
+        sizes.add(len(dynamo.items["p"]))
+    assert max(sizes) < 60
+    assert (await ledger_on("tool").peek()).shards["a"].position == Sequence(299)
+
+
+async def test_what_no_transaction_came_to_name_is_swept_and_nothing_else(
+    ledger_on: Factory, dynamo: FakeDynamo
+) -> None:
+    ledger = await start(ledger_on(compact_bytes=5_000), "a")
+    letters = (letter(1, data=os.urandom(1_000_000)),)
+    await ledger.register(flush("a", 1, files=10_000, letters=letters))
+    before = dynamo.kinds()
+    dynamo.before = [client_error("ValidationException", "TransactWriteItems")]
+    with pytest.raises(LedgerError, match="Validation"):
+        await ledger.register(flush("a", 2, files=10_000, letters=letters))
+    assert dynamo.kinds()["waste"] == 2
+    assert dynamo.kinds()["blob"] > before["blob"]
+    await beat(ledger, 200)
+    # Of the log nothing is kept apart any more; the dead letters and one snapshot (or two) are.
+    assert dynamo.kinds()["blob"] < before["blob"] + 6
+    assert dynamo.kinds().get("waste", 0) <= 1
+    state = await beat(ledger)
+    assert await ledger_on("tool").peek() == state
+    assert await ledger.dead_letters() == letters
+
+
+async def test_a_snapshot_that_another_was_faster_with_is_left(
+    ledger_on: Factory, dynamo: FakeDynamo
+) -> None:
+    ledger, other = await start(ledger_on(compact_bytes=1_000)), await start(ledger_on("two"))
+    kinds = dynamo.kinds()
+    while "blob" not in dynamo.kinds():
+        # The beat is written; the snapshot after it is not.
+        dynamo.before = [None, canceled("ConditionalCheckFailed")]
+        kinds = dynamo.kinds()
+        await beat(ledger)
+    assert "blob" not in kinds
+    assert dynamo.kinds()["waste"] == 1
+    dynamo.before = []
+    assert (await beat(ledger)).servers.keys() == {"one", "two"}
+    await beat(other)
+
+
+async def test_a_server_that_slept_through_two_snapshots_reads_everything_again(
+    ledger_on: Factory, dynamo: FakeDynamo
+) -> None:
+    sleeper = await start(ledger_on("sleeper"))
+    ledger = await start(ledger_on(compact_bytes=2_000), "a")
+    await beat(ledger, 100)
+    assert min(item for item in dynamo.items["p"] if item.startswith("log#")) > "log#00000000000000000010"
+    state = await beat(sleeper)
+    assert state.shards["a"].epoch == 1
+    assert state == await ledger.peek()
+
+
+async def test_an_answer_that_is_lost_for_good_is_found_by_the_next_call(
+    ledger_on: Factory, dynamo: FakeDynamo
+) -> None:
+    ledger = await start(ledger_on(), "a")
+    dynamo.after, dynamo.before = [lost_answer()], [None, *[lost_answer()] * 5]
+    with pytest.raises(LedgerError, match="not known whether"):
+        await ledger.register(flush("a", 1))
+    assert (await ledger.register(flush("a", 1))).lost_shards == {"a"}
+    assert (await ledger.peek()).shards["a"].position == Sequence(1)
+
+
+async def test_a_ledger_that_loses_every_race_says_so(ledger_on: Factory, dynamo: FakeDynamo) -> None:
+    ledger = await start(ledger_on(), "a")
+    dynamo.before = [canceled("ConditionalCheckFailed")] * 40
+    with pytest.raises(LedgerError, match="faster 40 times"):
+        await ledger.register(flush("a", 1))
+    assert (await ledger.register(flush("a", 1))).registered
+
+
+@pytest.mark.parametrize("where", ["meta", "log#00000000000000000003"])
+async def test_a_newer_format_is_refused_at_the_start_and_while_running(
+    ledger_on: Factory, dynamo: FakeDynamo, where: str
+) -> None:
+    ledger = await start(ledger_on(), "a")
+    other = await start(ledger_on("two"))
+    dynamo.items["p"][where]["format"] = {"N": "3"}
+    for call in (ledger.open_shard("b"), ledger_on("three").open(), ledger_on("tool").peek()):
+        with pytest.raises(LedgerVersionError, match="has format 3"):
+            await call
+    await other.close()
+
+
+async def test_a_table_that_was_rolled_back_is_refused(ledger_on: Factory, dynamo: FakeDynamo) -> None:
+    ledger = await start(ledger_on(), "a")
+    backup = {name: dict(item) for name, item in dynamo.items["p"].items()}
+    await ledger.register(flush("a", 1))
+    dynamo.items["p"] = backup
+    for _ in range(2):
+        with pytest.raises(LedgerError, match="went back from version 3 to 2"):
+            await ledger.register(flush("a", 2))
+
+
+async def test_a_table_that_was_emptied_is_refused(ledger_on: Factory, dynamo: FakeDynamo) -> None:
+    ledger = await start(ledger_on(), "a")
+    dynamo.items["p"].clear()
+    with pytest.raises(LedgerError, match="it is gone"):
+        await ledger.register(flush("a", 1))
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda items: items.pop("log#00000000000000000001"), "holes"),
+        (lambda items: items["log#00000000000000000001"].update(data={"B": b"x"}), "cannot be read"),
+        (lambda items: items["meta"].update(version={"N": "9"}), "holes"),
+    ],
+)
+async def test_a_damaged_ledger_is_refused(
+    ledger_on: Factory, dynamo: FakeDynamo, damage: Callable[[Any], Any], told: str
+) -> None:
+    await start(ledger_on(), "a")
+    damage(dynamo.items["p"])
+    with pytest.raises(LedgerError, match=f"damaged.*{told}"):
+        await ledger_on("two").open()
+
+
+@pytest.mark.parametrize("lost", ["blob", "data"])
+async def test_damaged_dead_letters_are_told(ledger_on: Factory, dynamo: FakeDynamo, lost: str) -> None:
+    ledger = await start(ledger_on(), "a")
+    size = 1_000_000 if lost == "blob" else 1
+    await ledger.register(flush("a", 1, letters=(letter(1, data=os.urandom(size)),)))
+    items = dynamo.items["p"]
+    if lost == "blob":
+        items.pop(max(name for name in items if name.startswith("blob#")))
+    else:
+        items["dead#00000000000000000003"]["data"] = {"B": b"x"}
+    with pytest.raises(LedgerError, match="damaged: dead letters"):
+        await ledger.dead_letters()
+    assert await ledger.dead_letters(0) == ()
+
+
+async def test_the_log_of_a_snapshot_whose_parts_are_gone_is_no_ledger(
+    ledger_on: Factory, dynamo: FakeDynamo
+) -> None:
+    ledger = await start(ledger_on(compact_bytes=1_000))
+    await beat(ledger, 30)
+    for name in [each for each in dynamo.items["p"] if each.startswith("blob#")]:
+        del dynamo.items["p"][name]
+    with pytest.raises(LedgerError, match="holes"):
+        await ledger_on("tool").peek()
+
+
+async def test_a_call_before_the_opening_or_a_second_opening_is_a_bug(ledger_on: Factory) -> None:
+    ledger = ledger_on()
+    for call in (ledger.cut(("w",)), ledger.sync(ServerState("one", 0)), ledger.leave(), ledger.retry("w")):
+        with pytest.raises(InternalError, match="not open"):
+            await call
+    await ledger.open()
+    with pytest.raises(InternalError, match="open already"):
+        await ledger.open()
+    with pytest.raises(InternalError, match="closed"):
+        await ledger.peek()
+
+
+async def test_closing_waits_for_the_calls_that_were_made_before(ledger_on: Factory) -> None:
+    ledger = await start(ledger_on(), "a")
+    async with asyncio.TaskGroup() as group:
+        calls = [group.create_task(ledger.open_shard("a")) for _ in range(5)]
+        await asyncio.sleep(0)
+        await ledger.close()
+    assert [call.result().epoch for call in calls] == [2, 3, 4, 5, 6]
+
+
+async def test_an_opening_that_is_cancelled_lets_the_client_go(
+    ledger_on: Factory, dynamo: FakeDynamo
+) -> None:
+    ledger = ledger_on()
+    opening = asyncio.create_task(ledger.open())
+    dynamo.before = [lost_answer()]
+    await asyncio.sleep(0)
+    assert dynamo.clients == 1
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert dynamo.clients == 0
+    with pytest.raises(InternalError, match="closed"):
+        await ledger.peek()
