@@ -155,15 +155,6 @@ class SparkEngine:
         """Return when a job would start at once. Raises DriverLost when the engine has ended."""
         await self._ready()
 
-    @property
-    def group_limit(self) -> int:
-        """One: each window is a Spark job of its own."""
-        return 1
-
-    async def compute_group(self, jobs: tuple[WindowJob, ...]) -> tuple[WindowResult, ...]:
-        """Run several attempts, one after the other."""
-        return tuple([await self.compute(job) for job in jobs])
-
     async def compute(self, job: WindowJob) -> WindowResult:
         """Run one attempt, waiting for a driver and for a free slot first. See ``Engine.compute``."""
         began = time.monotonic()

@@ -47,8 +47,7 @@ def assert_tidy(pipeline: Pipeline) -> None:
     """No file is left that the ledger does not name; without recomputing none at all."""
     assert pipeline.nameless_files() == []
     if not pipeline.policy.recompute:
-        # With recomputation the segments of published windows are retained.
-        assert recompute or pipeline.private_files() == []
+        assert pipeline.private_files() == []
 
 
 async def live(pipeline: Pipeline, daemon: Daemon) -> bool:
