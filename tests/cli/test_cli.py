@@ -51,7 +51,7 @@ def test_the_help_names_every_command_and_imports_none() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    for name in ("serve", "check", "sim", "demo", "logs", "kcl"):
+    for name in ("serve", "check", "sim", "demo", "logs", "kcl", "windows", "ledger"):
         assert f"│ {name} " in done.stdout
 
 
