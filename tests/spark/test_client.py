@@ -118,6 +118,8 @@ async def test_a_job_comes_back_with_its_files(
         assert result == WindowResult(("w.parquet",), 7, result.seconds)
     assert it.engine.phase == "closed"
     assert events(logged, "spark.ready")[0]["ui"] == "http://ui"
+    assert events(logged, "handler.output")[-1]["text"] == "stopping in order"
+    assert not events(logged, "spark.lost")
 
 
 async def test_several_jobs_come_back_in_their_order(bench: Callable[..., Bench]) -> None:
@@ -129,8 +131,6 @@ async def test_several_jobs_come_back_in_their_order(bench: Callable[..., Bench]
             (("b.parquet",), 2),
         ]
         assert it.engine.group_limit == 1
-    assert events(logged, "handler.output")[-1]["text"] == "stopping in order"
-    assert not events(logged, "spark.lost")
 
 
 async def test_a_job_asked_for_early_waits_for_the_driver(bench: Callable[..., Bench]) -> None:
