@@ -402,6 +402,18 @@ async def test_damaged_dead_letters_are_told(ledger_on: Factory, dynamo: FakeDyn
     assert await ledger.dead_letters(0) == ()
 
 
+async def test_a_transaction_whose_parts_are_gone_is_damage(
+    ledger_on: Factory, dynamo: FakeDynamo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mldserver.state.dynamodb_table.INLINE_BYTES", 500)
+    reader, ledger = await start(ledger_on("reader")), await start(ledger_on(), "a")
+    await ledger.register(flush("a", 1, files=20))
+    dynamo.items["p"].pop(max(name for name in dynamo.items["p"] if name.startswith("blob#")))
+    for _ in range(2):
+        with pytest.raises(LedgerError, match="holes"):
+            await reader.adopt()
+
+
 async def test_the_log_of_a_snapshot_whose_parts_are_gone_is_no_ledger(
     ledger_on: Factory, dynamo: FakeDynamo
 ) -> None:

@@ -112,6 +112,8 @@ def test_a_burial_lets_shards_and_windows_go(steps: Steps) -> None:
     assert steps(members.reset, {"a"}) == {"a"}
     assert [entry.owner for entry in steps(windows.adopt, "two")] == ["two"]
     assert steps(windows.adopt, "three") == ()
+    steps(members.leave, "four", steps(members.enter, "four", 1))
+    assert steps.book.windows[W1].owner == "two"
     assert steps(windows.begin_attempt, W1, "one") is None
     steps(windows.set_aside, W1, "no", "one")
     steps(members.leave, "one", steps.life)
