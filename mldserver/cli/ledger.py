@@ -1,4 +1,4 @@
-"""``mldserver ledger``: shows where shards and servers stand; resets shards; accepts a gap."""
+"""``mldserver ledger``: shows where shards and servers stand; resets shards; accepts a gap; creates a table."""
 
 from __future__ import annotations
 
@@ -8,14 +8,25 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cyclopts import App
 
-from mldserver.cli.looking import AsJson, Where, add, at_ledger, details, moment, table, tell, tell_json
+from mldserver.cli.looking import (
+    AsJson,
+    Where,
+    add,
+    at_ledger,
+    create_table,
+    details,
+    moment,
+    table,
+    tell,
+    tell_json,
+)
 from mldserver.errors import OperatorError
 from mldserver.state.ledger import WindowState
 
 if TYPE_CHECKING:
     from mldserver.state.ledger import Ledger, LedgerState, ServerState, ShardState
 
-__all__ = ["accept_gap", "app", "reset_shards", "show_ledger"]
+__all__ = ["accept_gap", "app", "create_ledger", "reset_shards", "show_ledger"]
 
 _HELP = """
 Show where shards and servers stand, reset shards, accept a gap. Servers that run are not disturbed.
@@ -25,6 +36,7 @@ mldserver ledger show --out out/departures
 mldserver ledger show --ledger 'dynamodb://mldserver?region=eu-central-1' --pipeline departures --json
 mldserver ledger accept-gap shardId-000000000003 --out out/departures
 mldserver ledger reset shardId-000000000003 --out out/departures
+mldserver ledger create --ledger 'dynamodb://mldserver?region=eu-central-1'
 ```
 
 In a folder the ledger is the SQLite file `_mldserver/ledger.sqlite`; `mldserver/state/schema.py` documents its format.
@@ -48,6 +60,16 @@ def show_ledger(*, where: Where = _NOWHERE, as_json: AsJson = False) -> int:
         tell(details(_facts(held)), "", _servers(held), "", _shards(held))
 
     at_ledger(where, look)
+    return 0
+
+
+@app.command(name="create")
+def create_ledger(*, where: Where = _NOWHERE) -> int:
+    """Create the table in DynamoDB that `--ledger` names, unless it is there: on-demand billing, for any pipelines.
+
+    `mldserver/state/dynamodb.py` lists the permissions that this and the servers need.
+    """
+    tell(f"The table {create_table(where)} is there.")
     return 0
 
 

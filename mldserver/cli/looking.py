@@ -28,7 +28,18 @@ if TYPE_CHECKING:
     from mldserver.config import Settings
     from mldserver.state.ledger import Ledger, LedgerState
 
-__all__ = ["AsJson", "Where", "add", "at_ledger", "details", "moment", "table", "tell", "tell_json"]
+__all__ = [
+    "AsJson",
+    "Where",
+    "add",
+    "at_ledger",
+    "create_table",
+    "details",
+    "moment",
+    "table",
+    "tell",
+    "tell_json",
+]
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _WIDE: Final = 1000
@@ -65,6 +76,44 @@ def at_ledger(where: Where, work: Callable[[Ledger, LedgerState], Awaitable[None
         raise OperatorError(error.what, did=error.did, advice=error.advice, **error.where) from error
 
 
+def create_table(where: Where) -> str:
+    """Create the DynamoDB table that a ledger is to be in, unless it is there; return its name.
+
+    Raises OperatorError when the ledger is to be in no table, or AWS does not make it.
+    """
+    from mldserver.clock import SystemClock  # noqa: PLC0415  # `--help` must not wait for it
+    from mldserver.config import SqlitePlace  # noqa: PLC0415  # see above
+    from mldserver.state.dynamodb import DynamoLedger  # noqa: PLC0415  # see above
+
+    settings = _resolved(where)
+    place = settings.ledger
+    if isinstance(place, SqlitePlace):
+        raise ConfigError(
+            "A ledger in SQLite needs no table.",
+            advice="Name one: --ledger 'dynamodb://TABLE?region=REGION'.",
+        )
+
+    async def create() -> None:
+        ledger = DynamoLedger(
+            place.table,
+            pipeline=settings.pipeline,
+            server_id=f"tool:{os.getpid()}",
+            clock=SystemClock(),
+            region=place.region or settings.region,
+            endpoint_url=place.endpoint_url,
+        )
+        try:
+            await ledger.create_table()
+        finally:
+            await ledger.close()
+
+    try:
+        asyncio.run(create())
+    except LedgerError as error:
+        raise OperatorError(error.what, did=error.did, advice=error.advice, **error.where) from error
+    return place.table
+
+
 async def _at(settings: Settings, work: Callable[[Ledger, LedgerState], Awaitable[None]]) -> None:
     from mldserver.assembly import ledger_of  # noqa: PLC0415  # `--help` must not wait for it
     from mldserver.clock import SystemClock  # noqa: PLC0415  # see above
@@ -76,19 +125,23 @@ async def _at(settings: Settings, work: Callable[[Ledger, LedgerState], Awaitabl
         await ledger.close()
 
 
-def _settings(where: Where) -> Settings:
-    from mldserver.config import SqlitePlace, resolve  # noqa: PLC0415  # `--help` must not wait for it
-    from mldserver.coordinator.layout import LEDGER  # noqa: PLC0415  # see above
-    from mldserver.state.whose import pipeline_of  # noqa: PLC0415  # see above
+def _resolved(where: Where) -> Settings:
+    from mldserver.config import resolve  # noqa: PLC0415  # `--help` must not wait for it
 
     given = {
         "out": None if where.out is None else str(where.out),
         "ledger": where.ledger,
         "pipeline": where.pipeline,
     }
-    settings = resolve(
-        given, environ=os.environ, folder=Path.cwd(), config=where.config, handler_required=False
-    )
+    return resolve(given, environ=os.environ, folder=Path.cwd(), config=where.config, handler_required=False)
+
+
+def _settings(where: Where) -> Settings:
+    from mldserver.config import SqlitePlace  # noqa: PLC0415  # `--help` must not wait for it
+    from mldserver.coordinator.layout import LEDGER  # noqa: PLC0415  # see above
+    from mldserver.state.whose import pipeline_of  # noqa: PLC0415  # see above
+
+    settings = _resolved(where)
     if isinstance(settings.ledger, SqlitePlace):
         pipeline = where.pipeline or pipeline_of(settings.out / LEDGER) or settings.pipeline
         return dataclasses.replace(settings, pipeline=pipeline)

@@ -29,7 +29,7 @@ from mldserver.coordinator.holding import Holding
 from mldserver.coordinator.layout import SEGMENTS, STAGING
 from mldserver.coordinator.lineage import Lineage
 from mldserver.coordinator.missing import MissingShards
-from mldserver.coordinator.recovery import recover, take_over
+from mldserver.coordinator.recovery import held_bytes, recover, take_over
 from mldserver.coordinator.rules import CoordinatorRules
 from mldserver.coordinator.shard_session import ShardSession
 from mldserver.coordinator.standing import Standing
@@ -213,6 +213,8 @@ class Coordinator:
         self._catch_up(state)
         self._fleet.learn(state)
         self._flusher.learn(state)
+        # Counted anew: other servers write and delete segments too.
+        self._holding.segment_bytes = held_bytes(state)
         buried = await self._fleet.bury()
         if self._runner is not None:
             await take_over(state, buried, working, self._ledger, self._store, self._runner)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mldserver.coordinator.window_runner import WindowRunner
     from mldserver.state.ledger import Ledger, LedgerState, Segment, WindowEntry
 
-__all__ = ["publish_late", "recover", "take_over"]
+__all__ = ["held_bytes", "publish_late", "recover", "take_over"]
 
 log = structlog.get_logger("mldserver")
 
@@ -54,7 +54,7 @@ async def recover(state: LedgerState, ledger: Ledger, store: OutputStore, runner
         files_deleted=deleted,
         clock=state.clock,
     )
-    return sum(segment.bytes for segment in _segments(state))
+    return held_bytes(state)
 
 
 async def take_over(
@@ -86,6 +86,11 @@ def _in_order(entries: Iterable[WindowEntry]) -> list[WindowEntry]:
         entries,
         key=lambda each: (each.state is not WindowState.COMMITTED, each.start_ms or 0, each.window_id),
     )
+
+
+def held_bytes(state: LedgerState) -> int:
+    """Return what the segments of all servers take: those that wait, and those that are retained."""
+    return sum(segment.bytes for segment in _segments(state))
 
 
 def _segments(state: LedgerState) -> list[Segment]:

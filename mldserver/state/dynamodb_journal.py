@@ -271,9 +271,8 @@ class Journal:
                 await self._table.delete_value(value)
         last = version_key("log", max(before - 1, 0))
         old = [item async for item in self._table.between("log#", last, names=("item", "blob", "parts"))]
-        for item in old:
-            if "blob" in item:
-                await self._table.delete_value(Value.of(item))
+        for value in (Value.of(item) for item in old if "blob" in item):
+            await self._table.delete_value(value)
         await self._table.delete_items([item["item"]["S"] for item in old])
 
     async def dead_letters(self, limit: int) -> tuple[DeadLetter, ...]:

@@ -25,6 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from mldserver.errors import LedgerError
 from mldserver.state.dynamodb_faults import Verdict, judge, translate
 
 if TYPE_CHECKING:
@@ -142,8 +143,13 @@ class Table:
             # For a moment AWS does not know the table that it has just agreed to make.
             answer = await self.send("describe_table", foreseen=Verdict.ABSENT, TableName=self._name)
             if answer is not None and answer["Table"]["TableStatus"] == "ACTIVE":
-                break
+                return
             await self._clock.sleep(1.0)
+        raise LedgerError(
+            f"The DynamoDB table {self._name} is not active after {_WAITS} s.",
+            advice="Look at it in the AWS console, and try again.",
+            table=self._name,
+        )
 
     def key(self, item: str) -> Item:
         """Return an item's key."""
@@ -257,25 +263,30 @@ class Table:
         ]
 
     async def delete_value(self, value: Value) -> None:
-        """Delete a value's parts, and then what says that it is waste."""
-        if value.blob is not None:
-            await self.delete_items([_part_key(value.blob, part) for part in range(value.parts)])
-            await self.delete_items([f"waste#{value.blob}"])
+        """Delete a value's parts, if it has any, and then what says that it is waste."""
+        parts = [_part_key(value.blob, part) for part in range(value.parts) if value.blob]
+        await self.delete_items(parts)
+        await self.delete_items([f"waste#{value.blob}"] if parts else [])
 
     async def delete_items(self, items: list[str]) -> None:
-        """Delete items; those that are gone do not matter."""
+        """Delete items; those that are gone do not matter. LedgerError when some are left: nothing relies on it."""
         for at in range(0, len(items), _BATCH):
             left = [{"DeleteRequest": {"Key": self.key(item)}} for item in items[at : at + _BATCH]]
             turn = 0
-            while left:
+            while True:
                 answer = await self._ask("batch_write_item", RequestItems={self._name: left})
                 left = answer.get("UnprocessedItems", {}).get(self._name, [])
-                if left:
-                    # Throttled in part. What stays after all turns goes with the next sweep.
-                    turn += 1
-                    if turn == _SENDINGS:
-                        break
-                    await self._clock.sleep(backoff_s(turn, self._jitter()))
+                if not left:
+                    break
+                # Throttled in part.
+                turn += 1
+                if turn == _SENDINGS:
+                    raise LedgerError(
+                        f"DynamoDB does not delete items of the table {self._name}: it is throttled.",
+                        did="The next sweep goes on with it.",
+                        table=self._name,
+                    )
+                await self._clock.sleep(backoff_s(turn, self._jitter()))
 
 
 def _part_key(blob: str, part: int) -> str:

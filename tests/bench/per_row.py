@@ -67,7 +67,7 @@ def heap(times_by_shard: list[list[int]]) -> list[tuple[int, int, int]]:
 
 
 def measure(rows: int, rounds: int, folder: Path) -> dict[str, float]:
-    """Return nanoseconds a row: ``merge``, ``heap``, ``write`` (synced), ``bare write`` with the same and own options."""
+    """Return nanoseconds a row: ``merge``, ``heap``, ``write`` (synced), ``bare write`` with zstd and with its defaults."""
     folder.mkdir(parents=True)
     delivered = deliveries(rows, batch=1000, closing=False)
     by_shard = [

@@ -153,7 +153,7 @@ async def test_a_call_that_fails_without_effect_costs_nothing(
     tmp_path: Path, spec: WindowSpec, recompute: bool
 ) -> None:
     total = 300
-    for place in range(1, total, 2 * STEPS[spec, recompute]):
+    for place in range(1, total, 2 + STEPS[spec, recompute]):
         pipeline, daemon = Pipeline(tmp_path / str(place), spec=spec, recompute=recompute), stream()
         failed = fail_once(pipeline.faults, place)
         assert await live(pipeline, daemon)

@@ -255,3 +255,20 @@ async def test_a_handler_without_rows_recovers_its_positions_only(
         assert (await pipeline.open("a", None)).after.number == 1
     assert told(logged)["shards"] == 1
     assert not (tmp_path / "_mldserver" / "segments").exists()
+
+
+async def test_the_segments_of_all_servers_count_and_no_longer_when_another_deletes_them(
+    tmp_path: Path,
+) -> None:
+    pipeline = Pipeline(tmp_path, recompute=True)
+    await first_life(pipeline)
+    async with pipeline.life():
+        before = pipeline.coordinator.status().segment_bytes
+        other = SqliteStore(tmp_path / LEDGER, pipeline="test", server_id="two")
+        other.open(now_ms=pipeline.clock.now_ms())
+        freed = other.expire(published_before_ms=2**40, keep_bytes=0)
+        assert sum(segment.bytes for segment in freed) > 0
+        await pipeline.cycle()
+        left = before - sum(segment.bytes for segment in freed)
+        assert pipeline.coordinator.status().segment_bytes == left > 0
+    other.close()

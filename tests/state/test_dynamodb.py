@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from werkzeug.wrappers import Response
 
 from mldserver.errors import InternalError, LedgerError, LedgerVersionError
 from mldserver.records import Sequence
@@ -166,6 +168,21 @@ async def test_the_table_is_made_on_request_and_once(dynamodb: Factory, emulator
     await ledger.close()
 
 
+async def test_a_new_table_is_waited_for_but_not_for_ever(dynamodb: Factory, emulator: Emulator) -> None:
+    creating = Response(json.dumps({"Table": {"TableStatus": "CREATING"}}))
+    answers = [refusal("ResourceNotFoundException"), creating]
+    emulator.before = lambda operation, _: (
+        answers.pop(0) if operation == "DescribeTable" and answers else None
+    )
+    ledger = dynamodb()
+    await ledger.create_table()
+    assert not answers
+    answers[:] = [creating] * 60
+    with pytest.raises(LedgerError, match="not active after 60 s"):
+        await ledger.create_table()
+    await ledger.close()
+
+
 async def test_credentials_that_may_not_write_are_told(dynamodb: Factory, emulator: Emulator) -> None:
     ledger = dynamodb()
     await ledger.open()
@@ -232,25 +249,47 @@ async def test_the_table_stays_small_whatever_is_written(ledger_on: Factory, dyn
     assert (await ledger_on("tool").peek()).shards["a"].position == Sequence(299)
 
 
-async def test_what_no_transaction_came_to_name_is_swept_and_nothing_else(
-    ledger_on: Factory, dynamo: FakeDynamo
+async def test_what_nothing_names_is_swept_and_nothing_else(
+    ledger_on: Factory, dynamo: FakeDynamo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ledger = await start(ledger_on(compact_bytes=5_000), "a")
-    letters = (letter(1, data=os.urandom(1_000_000)),)
-    await ledger.register(flush("a", 1, files=10_000, letters=letters))
-    before = dynamo.kinds()
+    monkeypatch.setattr("mldserver.state.dynamodb_table.INLINE_BYTES", 500)
+    ledger = await start(ledger_on(compact_bytes=2_000), "a")
+    letters = (letter(1, data=os.urandom(2_000)),)
+    await ledger.register(flush("a", 1, files=20, letters=letters))
     dynamo.before = [client_error("ValidationException", "TransactWriteItems")]
     with pytest.raises(LedgerError, match="Validation"):
-        await ledger.register(flush("a", 2, files=10_000, letters=letters))
+        await ledger.register(flush("a", 2, files=20, letters=letters))
+    ids = blob_ids(dynamo)
+    assert sorted(each[-1] for each in ids) == ["c", "c", "d", "d"]
     assert dynamo.kinds()["waste"] == 2
-    assert dynamo.kinds()["blob"] > before["blob"]
-    await beat(ledger, 200)
-    # Of the log nothing is kept apart any more; the dead letters and one snapshot (or two) are.
-    assert dynamo.kinds()["blob"] < before["blob"] + 6
-    assert dynamo.kinds().get("waste", 0) <= 1
-    state = await beat(ledger)
+    state = await beat(ledger, 100)
+    # The first flush's letters stay, with the last snapshot and the one before it, which is waste now.
+    assert blob_ids(dynamo) & ids == {next(item["blob"]["S"] for item in dead_items(dynamo))}
+    assert sorted(each[-1] for each in blob_ids(dynamo)) == ["d", "s", "s"]
+    assert dynamo.kinds()["waste"] == 1
     assert await ledger_on("tool").peek() == state
     assert await ledger.dead_letters() == letters
+
+
+def blob_ids(dynamo: FakeDynamo) -> set[str]:
+    return {name.split("#")[1] for name in dynamo.items["p"] if name.startswith("blob#")}
+
+
+def dead_items(dynamo: FakeDynamo) -> list[Any]:
+    return [item for name, item in dynamo.items["p"].items() if name.startswith("dead#")]
+
+
+async def test_a_sweep_that_is_throttled_is_told_and_made_good_by_the_next(
+    ledger_on: Factory, dynamo: FakeDynamo
+) -> None:
+    ledger = await start(ledger_on(compact_bytes=2_000))
+    dynamo.deletes_nothing = True
+    with pytest.raises(LedgerError, match="throttled"):
+        await beat(ledger, 100)
+    size = len(dynamo.items["p"])
+    dynamo.deletes_nothing = False
+    assert (await beat(ledger, 100)) == await ledger_on("tool").peek()
+    assert len(dynamo.items["p"]) < size
 
 
 async def test_a_snapshot_that_another_was_faster_with_is_left(
@@ -361,6 +400,18 @@ async def test_damaged_dead_letters_are_told(ledger_on: Factory, dynamo: FakeDyn
     with pytest.raises(LedgerError, match="damaged: dead letters"):
         await ledger.dead_letters()
     assert await ledger.dead_letters(0) == ()
+
+
+async def test_a_transaction_whose_parts_are_gone_is_damage(
+    ledger_on: Factory, dynamo: FakeDynamo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mldserver.state.dynamodb_table.INLINE_BYTES", 500)
+    reader, ledger = await start(ledger_on("reader")), await start(ledger_on(), "a")
+    await ledger.register(flush("a", 1, files=20))
+    dynamo.items["p"].pop(max(name for name in dynamo.items["p"] if name.startswith("blob#")))
+    for _ in range(2):
+        with pytest.raises(LedgerError, match="holes"):
+            await reader.adopt()
 
 
 async def test_the_log_of_a_snapshot_whose_parts_are_gone_is_no_ledger(

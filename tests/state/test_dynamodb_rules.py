@@ -1,0 +1,174 @@
+"""The rules of a flush, of servers and of windows over a draft, where the machine comes by too seldom."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mldserver.errors import InternalError, ServerBuried
+from mldserver.records import Sequence
+from mldserver.state import dynamodb_members as members
+from mldserver.state import dynamodb_windows as windows
+from mldserver.state.dynamodb_book import Book, Draft
+from mldserver.state.dynamodb_flushes import register
+from mldserver.state.ledger import Commit, Flush, Segment, SegmentKind, ServerState, WindowState
+from tests.state.samples import HUGE, W1, late, more, move, seg
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Steps:
+    """A book, and one server that goes on with it, rule by rule."""
+
+    def __init__(self) -> None:
+        self.book = Book()
+        self.life = self(members.enter, "one", 0)
+
+    def __call__(self, rule: Callable[..., Any], *args: Any, **fields: Any) -> Any:
+        draft = Draft(self.book)
+        told = rule(draft, *args, **fields)
+        if draft.changes():
+            self.book.apply(draft.changes())
+        return told
+
+    def to(self, state: WindowState) -> None:
+        self(register, Flush((), (seg("s1"),)), 1)
+        self(windows.cut, (W1,), "one")
+        attempt = self(windows.begin_attempt, W1, "one")
+        if state is WindowState.SET_ASIDE:
+            self(windows.set_aside, W1, "no", "one")
+        elif state is not WindowState.CUT:
+            self(windows.commit, (Commit(W1, attempt, "stage", ("f",), 1),), "one")
+        if state is WindowState.PUBLISHED:
+            self(windows.published, (W1,), retain=True, now_ms=5)
+
+
+@pytest.fixture
+def steps() -> Steps:
+    return Steps()
+
+
+@pytest.mark.parametrize(
+    ("segments", "told"),
+    [
+        ((seg("s0"),), "registered already"),
+        ((seg("s2"), seg("s2")), "registered already"),
+        ((late("l"), late("l")), "registered already"),
+        ((more("s2"),), "is open"),
+        ((Segment("s2", W1, 1, 1, 0, 5_000),), "other bounds"),
+    ],
+)
+def test_what_the_contract_forbids_is_a_bug_and_changes_nothing(
+    steps: Steps, segments: tuple[Segment, ...], told: str
+) -> None:
+    steps(register, Flush((), (seg("s0"),)), 1)
+    before = steps.book.state()
+    with pytest.raises(InternalError, match=told):
+        steps(register, Flush((), segments), 2)
+    assert steps.book.state() == before
+
+
+@pytest.mark.parametrize("position", [None, Sequence(1)])
+def test_a_position_that_would_go_down_is_a_bug(steps: Steps, position: Sequence | None) -> None:
+    steps(members.open_shard, "a", (), "one")
+    steps(register, Flush((move(),)), 1)
+    with pytest.raises(InternalError, match="go back"):
+        steps(register, Flush((move(position=position, previous=HUGE),)), 1)
+
+
+def test_every_reason_to_refuse_a_flush_is_told_at_once(steps: Steps) -> None:
+    steps.to(WindowState.PUBLISHED)
+    steps(windows.expire, published_before_ms=9, keep_bytes=0)
+    told = steps(register, Flush((move("z"),), (seg("s2"), more("s3"))), 1)
+    assert (told.lost_shards, told.cut_windows, told.expired_windows) == ({"z"}, {W1}, {W1})
+    assert steps(windows.prune, windows_before_ms=9, shards_before_ms=0) == 1
+    assert steps(register, Flush((), (seg("s2"), more("s3"))), 1).cut_windows == {W1}
+    assert steps(register, Flush((), (Segment("b", "batch-1", 1, 1),)), 1).registered
+
+
+def test_only_a_servers_own_life_counts(steps: Steps) -> None:
+    first = steps.life
+    second = steps(members.enter, "one", 1)
+    with pytest.raises(ServerBuried):
+        steps(members.require, "one", first)
+    steps(members.leave, "one", first)
+    steps(members.require, "one", second)
+    steps(members.beat, ServerState("one", 5), second)
+    assert steps(members.bury, {"one", "two"}, 5) == {"two"}
+    assert steps(members.bury, {"one", "two"}, 6) == {"one", "two"}
+    with pytest.raises(InternalError, match="told of"):
+        members.own(ServerState("two", 1), "one")
+
+
+def test_a_burial_lets_shards_and_windows_go(steps: Steps) -> None:
+    steps.to(WindowState.CUT)
+    for shard, server in (("a", "one"), ("b", "two")):
+        steps(members.open_shard, shard, (), server)
+    assert steps(members.reset, {"a", "z"}) == frozenset()
+    steps(members.leave, "one", steps.life)
+    assert {name: row.state.owner for name, row in steps.book.shards.items()} == {"a": None, "b": "two"}
+    assert steps(members.reset, {"a"}) == {"a"}
+    assert [entry.owner for entry in steps(windows.adopt, "two")] == ["two"]
+    assert steps(windows.adopt, "three") == ()
+    steps(members.leave, "four", steps(members.enter, "four", 1))
+    assert steps.book.windows[W1].owner == "two"
+    assert steps(windows.begin_attempt, W1, "one") is None
+    steps(windows.set_aside, W1, "no", "one")
+    steps(members.leave, "one", steps.life)
+    assert steps.book.windows[W1].state is WindowState.CUT
+
+
+def test_shards_that_nobody_knows_are_noted_or_passed_over(steps: Steps) -> None:
+    assert not steps(members.accept_gap, "a")
+    steps(members.release_shard, "a", 1)
+    steps(members.end_shards, ("a",), 5)
+    steps(members.end_shards, ("a",), 6)
+    assert steps.book.shards["a"].ended_ms == 5
+    assert steps(members.accept_gap, "a")
+    assert steps(windows.prune, windows_before_ms=0, shards_before_ms=6) == 1
+
+
+def test_windows_that_are_elsewhere_in_their_life_are_passed_over(steps: Steps) -> None:
+    assert steps(windows.cut, ("none",), "one") == ()
+    steps.to(WindowState.COMMITTED)
+    assert steps(windows.cut, (W1,), "one") == ()
+    assert steps(windows.commit, (Commit(W1, 1, "stage", (), 0),), "one") == frozenset()
+    assert not steps(windows.retry, W1)
+    assert steps(windows.published, (W1, "none"), retain=False, now_ms=1) == (seg("s1", revision=1),)
+    assert steps(windows.published, (W1,), retain=False, now_ms=1) == ()
+
+
+def test_a_window_that_was_put_aside_takes_late_rows_and_is_tried_again(steps: Steps) -> None:
+    steps.to(WindowState.SET_ASIDE)
+    assert steps(register, Flush((), (more("s2"), late("l"))), 1).registered
+    assert steps(windows.retry, W1)
+    steps(windows.late_published, ("l", "never-there"))
+    assert not steps.book.late
+    entry = steps.book.windows[W1]
+    assert (entry.state, entry.error, entry.pending) == (WindowState.CUT, None, (more("s2"),))
+
+
+def test_windows_with_rows_that_wait_are_kept_and_cut_again(steps: Steps) -> None:
+    steps.to(WindowState.PUBLISHED)
+    assert steps(windows.expire, published_before_ms=5, keep_bytes=10**6) == ()
+    steps(register, Flush((), (more("s2"),)), 1)
+    assert steps(windows.expire, published_before_ms=9, keep_bytes=0) == ()
+    (entry,) = steps(windows.cut, (W1,), "one")
+    assert (entry.revision, entry.segments) == (2, (seg("s1", revision=1), more("s2", revision=2)))
+    assert entry.segments[1].kind is SegmentKind.RECOMPUTE
+
+
+@pytest.mark.parametrize(("keep_bytes", "kept"), [(1_500, 3), (1_499, 2), (999, 1), (0, 0)])
+def test_retention_by_bytes_lets_the_oldest_go_first(steps: Steps, keep_bytes: int, kept: int) -> None:
+    for ms in range(3):
+        window_id = f"batch-{ms}"
+        steps(register, Flush((), (Segment(f"s{ms}", window_id, 1, 500),)), 1)
+        steps(windows.cut, (window_id,), "one")
+        steps(windows.begin_attempt, window_id, "one")
+        steps(windows.commit, (Commit(window_id, 1, "stage", (), 0),), "one")
+        steps(windows.published, (window_id,), retain=True, now_ms=ms)
+    gone = steps(windows.expire, published_before_ms=0, keep_bytes=keep_bytes)
+    assert [each.path for each in gone] == [f"s{ms}" for ms in range(3 - kept)]
+    assert steps.book.retained_bytes == kept * 500

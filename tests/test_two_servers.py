@@ -1,0 +1,236 @@
+"""Two whole servers on one ledger, over real sockets: wherever leases go and whoever dies, each row comes out once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.dataset as ds
+import pytest
+from support.serving import quick, serving, until
+from support.workers import NAMES, Application
+
+from mldserver.server import EXIT_CLEAN, EXIT_FAULT, Server
+from mldserver.state.store import SqliteStore
+from mldserver.testing import FakeStream, Habits, LocalEngine
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+HANDLER = '''
+"""One row for each record; ten-second windows over the record's own time."""
+from mldserver import tumbling
+
+schema = "id BIGINT NOT NULL, at TIMESTAMP"
+windows = tumbling("10 seconds", on="at", lateness="1 minute")
+
+
+def process_record(record):
+    event = record.json()
+    return event["id"], event["at"]
+'''
+
+
+@pytest.fixture
+def handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "ids_by_second.py").write_text(HANDLER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "ids_by_second"
+
+
+def filled(records: int, *, seed: int) -> FakeStream:
+    stream = FakeStream(4, seed=seed, start_ms=1_800_000_000_000)
+    for number in range(records):
+        if number == records // 3:
+            stream.split(stream.open_shards[0])
+        if number == 2 * records // 3:
+            stream.merge(*stream.adjacent_pairs()[0])
+        at = f"2027-01-15T08:{number // 600 % 60:02d}:{number // 10 % 60:02d}Z"
+        stream.put(json.dumps({"id": number, "at": at}).encode(), f"key-{number}")
+    stream.end()
+    return stream
+
+
+def ids(folder: Path) -> list[int]:
+    if not list(folder.glob("window=*/*.parquet")):
+        return []
+    table = ds.dataset(folder, format="parquet", partitioning="hive").to_table(columns=["id"])
+    found: list[int] = table["id"].to_pylist()
+    return found
+
+
+def exactly_once(out: Path, records: int) -> None:
+    assert Counter(ids(out)) + Counter(ids(out / "_late")) == Counter(range(records))
+
+
+def calm(out: Path, handler: str, **changes: Any) -> Any:
+    return quick(out, handler, quiet_time=600.0, idle_time=600.0, **changes)
+
+
+@contextlib.asynccontextmanager
+async def playing(application: Application) -> AsyncIterator[list[asyncio.Task[int]]]:
+    async with asyncio.TaskGroup() as group:
+        yield [group.create_task(daemon.run()) for daemon in application.daemons.values()]
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_leases_that_move_between_servers_neither_lose_nor_double_a_row(
+    seed: int, tmp_path: Path, handler: str
+) -> None:
+    records, out = 1500, tmp_path / "out"
+    application = Application(filled(records, seed=seed), seed=seed, habits=Habits(seed=seed, max_records=20))
+    async with serving(calm(out, handler)) as one, serving(calm(out, handler)) as two:
+        for daemon, server in zip(application.daemons.values(), (one, two), strict=True):
+            daemon.address = await server.listening()
+        async with asyncio.timeout(90), playing(application) as daemons:
+            while not all(daemon.done() for daemon in daemons):
+                application.move_any()
+                if application.random.random() < 0.02:
+                    application.daemons[application.random.choice(NAMES)].kill()
+                await asyncio.sleep(0.02)
+        async with asyncio.timeout(30):
+            await one.finished()
+            await two.finished()
+            await until(lambda: windows_waiting(out) == [])
+        assert one.status().rows_accepted
+        assert two.status().rows_accepted
+    assert application.moves > 10
+    assert application.violations() == []
+    exactly_once(out, records)
+
+
+def windows_waiting(out: Path) -> list[str]:
+    """Return the windows that are not published, or have late rows that wait."""
+    store = SqliteStore(out / "_mldserver" / "ledger.sqlite", pipeline="ids_by_second", server_id="tool")
+    store.peek()
+    try:
+        entries = store.peek().windows.values()
+        return [each.window_id for each in entries if each.state != "published" or each.pending]
+    finally:
+        store.close()
+
+
+async def test_a_server_that_was_taken_for_dead_exits_with_a_fault_and_its_daemon_with_it(
+    tmp_path: Path, handler: str, logged: list[dict[str, Any]]
+) -> None:
+    out = tmp_path / "out"
+    server = Server(calm(out, handler, server_id="one"), engine=LocalEngine())
+    async with asyncio.TaskGroup() as group, asyncio.timeout(20):
+        life = group.create_task(server.run())
+        await server.listening()
+        store = SqliteStore(out / "_mldserver" / "ledger.sqlite", pipeline=handler, server_id="two")
+        store.open(now_ms=0)
+        assert store.bury(frozenset({"one"}), beat_before_ms=2**60) == {"one"}
+        store.close()
+    assert life.result() == EXIT_FAULT
+    failed = next(entry for entry in logged if entry["event"] == "server.failed")
+    assert (failed["error"], failed["exit_code"]) == ("ServerBuried", EXIT_FAULT)
+    assert "exception" not in failed
+
+
+CHILD = """
+import asyncio, sys
+from pathlib import Path
+sys.path[:0] = sys.argv[2:4]
+from mldserver.observe.logging import logging_to
+from mldserver.server import Server
+from mldserver.testing import LocalEngine
+from support.serving import quick
+settings = quick(
+    Path(sys.argv[1]), "ids_by_second", quiet_time=600.0, idle_time=600.0, server_timeout=2.0, recompute_delay=0.1
+)
+with logging_to(settings):
+    sys.exit(asyncio.run(Server(settings, engine=LocalEngine()).run()))
+"""
+
+
+async def spawn(tmp_path: Path) -> tuple[asyncio.subprocess.Process, str]:
+    """Start a server process; return it with its address."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        CHILD,
+        *(str(tmp_path / "out"), str(tmp_path), str(Path(__file__).parent)),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+    )
+    assert process.stdout is not None
+    async with asyncio.timeout(30):
+        while True:
+            entry = json.loads(await process.stdout.readline())
+            if entry["event"] == "server.listening":
+                return process, entry["address"]
+
+
+async def drain(reader: asyncio.StreamReader) -> None:
+    """Read a server's log away: a pipe that nobody reads keeps even the end of its writer from being seen."""
+    while await reader.read(1 << 16):
+        pass
+
+
+class Servers:
+    """The server processes of an application, by the name of their worker."""
+
+    def __init__(self, application: Application, folder: Path, group: asyncio.TaskGroup) -> None:
+        self.processes: dict[str, asyncio.subprocess.Process] = {}
+        self._application = application
+        self._folder = folder
+        self._group = group
+
+    async def start(self, name: str) -> None:
+        process, self._application.daemons[name].address = await spawn(self._folder)
+        self.processes[name] = process
+        assert process.stdout is not None
+        self._group.create_task(drain(process.stdout))
+
+    async def kill(self, name: str) -> None:
+        self.processes[name].kill()
+        await self.processes[name].wait()
+
+    def kill_all(self) -> None:
+        for process in self.processes.values():
+            if process.returncode is None:
+                process.kill()
+
+
+@pytest.mark.usefixtures("handler")
+async def test_servers_killed_with_sigkill_are_replaced_by_each_other(tmp_path: Path) -> None:
+    records, out = 3000, tmp_path / "out"
+    application = Application(filled(records, seed=5), seed=5, habits=Habits(seed=5, max_records=15))
+    last, gone = NAMES
+    async with asyncio.timeout(100), asyncio.TaskGroup() as group:
+        servers = Servers(application, tmp_path, group)
+        try:
+            await servers.start(last)
+            await servers.start(gone)
+            async with playing(application) as daemons:
+                for kill in range(4):
+                    target = (kill + 1) * records // 6
+                    while application.records_sent < target and not application.finished:
+                        application.move_any()
+                        await asyncio.sleep(0.02)
+                    name = application.random.choice(NAMES)
+                    await servers.kill(name)
+                    await servers.start(name)
+                # One of them never comes back: the other ends the work.
+                await servers.kill(gone)
+                daemons[NAMES.index(gone)].cancel()
+                while not application.finished:
+                    for shard_id in application.stream.shards:
+                        if application.owner(shard_id) == gone:
+                            application.pass_on(shard_id)
+                    await asyncio.sleep(0.05)
+            await until(lambda: set(ids(out)) | set(ids(out / "_late")) == set(range(records)))
+            await until(lambda: windows_waiting(out) == [])
+            servers.processes[last].send_signal(signal.SIGTERM)
+            assert await servers.processes[last].wait() == EXIT_CLEAN
+        finally:
+            servers.kill_all()
+    exactly_once(out, records)
