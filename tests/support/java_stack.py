@@ -222,10 +222,11 @@ class Stack:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of every published window, as any reader of Parquet sees them."""
-        if not self.out.exists():
-            return []
-        found = ds.dataset(self.out, format="parquet", partitioning="hive", ignore_prefixes=["_", "."])
-        rows: list[dict[str, Any]] = found.to_table().to_pylist()
+        # Not the folder itself: Arrow would list the server's private files too, which come and go meanwhile.
+        files = [str(path) for path in self.out.glob("window=*/*.parquet")]
+        rows: list[dict[str, Any]] = (
+            ds.dataset(files, format="parquet").to_table().to_pylist() if files else []
+        )
         return rows
 
     async def _sample(self) -> None:
