@@ -8,12 +8,12 @@ Limits (AWS: 100 items and 4 MB a transaction, 400 KB an item, no item twice). A
 belong to several shards at once. Whatever it holds, its transaction has at most 5 items and 0.8 MB: ``meta``, its
 changes (compressed), its dead letters (compressed), and the marks of what is kept apart. Of changes, or dead letters,
 that take more than 350 KB compressed, all is written before the transaction in items of 350 KB under its unique id, and
-named by it; what no transaction came to name is swept later. Window entries with their segments take some 20 to 60
-bytes a segment there: a flush of more than 5,000 files is kept apart.
+named by it; what no transaction came to name is swept later. A segment in a window of its own takes some 37 bytes: a
+flush is kept apart from some 9,000 files on.
 
-Cost: a transaction writes some 1 KB in 2 to 3 items, transactional: about 8 write units; each call reads the news
-first: 1 read unit when there are none. A partition takes 1,000 write units a second: some 100 transactions a second for
-all servers of a pipeline.
+Cost: a flush of ten shards and ten files takes 0.6 KB. A transaction writes 2 or 3 items of less than 1 KB, each 2
+write units; each call reads the news first: 1 read unit when there are none. A partition takes 1,000 write units a
+second: some 200 transactions a second for all servers of a pipeline together.
 
 Throttling, lost connections and conflicts are retried with jittered pauses on the injected clock; then LedgerError. One
 request is sent at most 6 times (some 5 s of refusals; half a minute of silence), one decision is taken at most 40

@@ -84,9 +84,13 @@ def test_the_world_that_is_asked_for() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug: str) -> None:
-    worlds = told(start(0, SOON, 1, bug))
-    assert worlds[-1]["why"] is not None
-    assert "Violated" in worlds[-1]["why"]
+    # A ledger without fences is rarely seen: the coordinator's own checks stand before it.
+    first = 100 if bug == "a ledger without fences" else 1
+    found = told(start(first, first + SOON, 1, bug))[-1]
+    assert found["why"] is not None
+    assert "Violated" in found["why"]
+    [without_it] = told(start(found["seed"], found["seed"] + 1))
+    assert without_it["why"] is None
 
 
 def test_a_seed_is_the_same_world_every_time() -> None:

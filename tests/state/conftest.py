@@ -13,6 +13,7 @@ import pytest
 from mldserver.state.dynamodb import DynamoLedger
 from mldserver.state.sqlite import SqliteLedger
 from tests.state.dynamodb_emulator import Emulator
+from tests.state.dynamodb_fake import FakeDynamo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -77,6 +78,20 @@ def dynamodb(emulator: Emulator, clock: HandClock) -> Callable[..., DynamoLedger
     def make(server_id: str = "one", pipeline: str = "p", **settings: Any) -> DynamoLedger:
         usual = {"pipeline": pipeline, "server_id": server_id, "clock": patient, "create": True}
         return DynamoLedger(table, endpoint_url=emulator.url, session=session, **(usual | settings))
+
+    return make
+
+
+@pytest.fixture
+def dynamo() -> FakeDynamo:
+    return FakeDynamo()
+
+
+@pytest.fixture
+def ledger_on(dynamo: FakeDynamo, clock: Any) -> Callable[..., DynamoLedger]:
+    def make(server_id: str = "one", **settings: Any) -> DynamoLedger:
+        usual = {"pipeline": "p", "clock": PatientClock(clock), "session": dynamo}
+        return DynamoLedger("table", server_id=server_id, **(usual | settings))
 
     return make
 

@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 from typing import TYPE_CHECKING, Any
 
 from botocore.exceptions import ClientError, ReadTimeoutError
 
+from mldserver.records import Sequence
+from mldserver.state.ledger import Flush, PositionUpdate, Segment, ServerState
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from mldserver.state.dynamodb import DynamoLedger
 
     Item = dict[str, Any]
 
@@ -165,3 +171,25 @@ class FakeDynamo:
             field, value = assignment.split(" = ")
             attribute = told["ExpressionAttributeNames"][field]
             partition[name][attribute] = told["ExpressionAttributeValues"][value]
+
+
+def flush(shard: str, number: int, *, files: int = 1, letters: tuple[Any, ...] = ()) -> Flush:
+    """The number-th flush of a shard (from 1), into one open window."""
+    before = Sequence(number - 1) if number > 1 else None
+    update = PositionUpdate(shard, 1, Sequence(number), None, None, previous=before)
+    # Random names: what is registered cannot be compressed away.
+    names = (f"{shard}/{number}/{n}-{os.urandom(40).hex()}" for n in range(files))
+    return Flush((update,), tuple(Segment(name, "w", 1, 9, 0, 10) for name in names), letters)
+
+
+async def start(ledger: DynamoLedger, *shards: str) -> DynamoLedger:
+    await ledger.open()
+    for shard in shards:
+        await ledger.open_shard(shard)
+    return ledger
+
+
+async def beat(ledger: DynamoLedger, times: int = 1) -> Any:
+    for ms in range(times):
+        state = await ledger.sync(ServerState(ledger.server_id, ms, reason=os.urandom(50).hex()))
+    return state
