@@ -38,6 +38,7 @@ __all__ = [
     "ServerBuried",
     "SparkError",
     "WindowFailed",
+    "told_of",
 ]
 
 
@@ -76,6 +77,17 @@ class MldserverError(Exception):
     def __str__(self) -> str:
         """Return one paragraph: what happened, what was done, what to do."""
         return " ".join(part for part in (self.what, self.did, self.advice) if part)
+
+
+def told_of(error: MldserverError | OSError) -> dict[str, Any]:
+    """Return an error of ours, or of the output folder's disk, as fields that any event may carry."""
+    if isinstance(error, MldserverError):
+        return error.told()
+    return {
+        "what": str(error),
+        "did": "Rows stay where they are and are tried again; no position moves.",
+        "advice": "Make room on the output folder's disk, or mend what the error names.",
+    }
 
 
 class PeerError(MldserverError):

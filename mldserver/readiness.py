@@ -24,7 +24,7 @@ class Readiness:
     def __init__(self) -> None:
         """Start red, silently: a server that starts is not broken."""
         self._green = asyncio.Event()
-        self._was_green = False
+        self._told_red = False
 
     @property
     def is_green(self) -> bool:
@@ -37,27 +37,38 @@ class Readiness:
 
     def look(self, parts: Parts) -> Change | None:
         """Look at the parts; return a change, if there is one worth telling."""
-        reason = _reason(parts)
-        if reason is None:
+        found = _reason(parts)
+        if found is None:
             if self._green.is_set():
                 return None
             self._green.set()
-            self._was_green = True
+            self._told_red = False
             return Change(ready=True, reason="")
-        if not self._green.is_set():
-            return None
+        # Spark that is still starting is no news; what is broken before the first green is.
+        news = self._green.is_set() or (found.broken and not self._told_red)
         self._green.clear()
-        return Change(ready=False, reason=reason)
+        if not news:
+            return None
+        self._told_red = True
+        return Change(ready=False, reason=found.reason)
 
 
-def _reason(parts: Parts) -> str | None:
+class _Red(NamedTuple):
+    reason: str
+    broken: bool
+    """Whether it is more than a part that has not started yet."""
+
+
+def _reason(parts: Parts) -> _Red | None:
     status = parts.coordinator.status()
     if not parts.listener.is_listening:
-        return "no address is listened on"
-    if parts.engine is not None and not parts.engine.is_ready:
-        return "Spark is not running: windows wait for it, rows go on being stored"
+        return _Red("no address is listened on", broken=False)
     if status.windows_halted:
-        return f"window {status.windows_halted[0]} keeps failing and every other waits for it"
+        return _Red(
+            f"window {status.windows_halted[0]} keeps failing and every other waits for it", broken=True
+        )
     if status.flush_failing:
-        return "rows cannot be made durable: see the latest flush.failed"
+        return _Red("rows cannot be made durable: see the latest flush.failed", broken=True)
+    if parts.engine is not None and not parts.engine.is_ready:
+        return _Red("Spark is not running: windows wait for it, rows go on being stored", broken=False)
     return None

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mldserver import errors
-from mldserver.errors import FramingError, MldserverError, PeerError
+from mldserver.errors import FramingError, MldserverError, PeerError, told_of
 
 
 def test_an_error_is_one_paragraph_what_was_done_and_what_to_do() -> None:
@@ -63,3 +63,10 @@ def test_told_keeps_the_place_in_one_field_and_the_traceback_in_its_own() -> Non
         "traceback": "Traceback …",
     }
     assert MldserverError("It broke.").told() == {"error": "MldserverError", "what": "It broke."}
+
+
+def test_an_error_of_the_disk_is_told_with_what_to_do() -> None:
+    told = told_of(OSError(28, "No space left on device"))
+    assert set(told) == {"what", "did", "advice"}
+    assert "No space left" in told["what"]
+    assert told_of(MldserverError("x", did="y")) == {"error": "MldserverError", "what": "x", "did": "y"}

@@ -36,7 +36,7 @@ from mldserver.coordinator.standing import Standing
 from mldserver.coordinator.status import CoordinatorStatus
 from mldserver.coordinator.watermark import View, Watermark
 from mldserver.coordinator.windows import OpenWindows
-from mldserver.errors import LedgerError, MldserverError, ServerBuried
+from mldserver.errors import LedgerError, ServerBuried, told_of
 from mldserver.faults import kill_point
 
 if TYPE_CHECKING:
@@ -160,8 +160,7 @@ class Coordinator:
                 failures += 1
                 self._waiters = waiters + self._waiters
                 delay = min(30.0, 0.5 * 2.0**failures)
-                told = error.told() if isinstance(error, MldserverError) else {"what": str(error)}
-                log.error("flush.failed", attempt=failures, delay_seconds=delay, **told)
+                log.error("flush.failed", attempt=failures, delay_seconds=delay, **told_of(error))
                 self._holding.failing = self._flusher.failing = True
                 await self._holding.release()
                 await self.clock.sleep(delay)

@@ -34,7 +34,7 @@ __all__ = ["InlineRuntime"]
 
 log = structlog.get_logger("mldserver")
 
-_CLOSE_SECONDS = 5.0
+_CLOSE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)

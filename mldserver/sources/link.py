@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mldserver.errors import MldserverError
     from mldserver.protocol.connection import ConnectionLimits
     from mldserver.protocol.messages import RequestMessage
+    from mldserver.protocol.states import State
     from mldserver.records import Sequence
     from mldserver.sources.budget import ReadBudget
 
@@ -70,6 +71,7 @@ class Link(asyncio.Protocol):
         self._requests: asyncio.Queue[RequestMessage | None] = asyncio.Queue()
         self._reply: asyncio.Future[CheckpointOutcome] | None = None
         self._initialized = False
+        self._state_before: State | None = None
         self._asked_at = 0.0
         self._closed = asyncio.Event()
         self._gone = asyncio.Event()
@@ -231,6 +233,7 @@ class Link(asyncio.Protocol):
                 if (timer := self._timers.pop(name, None)) is not None:
                     timer.cancel()
             case ev.StateChanged(before, after, on):
+                self._state_before = before
                 self.log.debug("connection.state", from_state=str(before), to_state=str(after), on=str(on))
 
     def _deliver(self, message: RequestMessage) -> None:
@@ -250,7 +253,11 @@ class Link(asyncio.Protocol):
         level = "error" if self._initialized or not isinstance(error, PeerError) else "warning"
         trace = error if isinstance(error, InternalError) else None
         # What the core found wrong has closed the connection already: it says so where the error does not.
-        told = {"state": str(self._core.state), "peer": self.peer, "did": _CLOSED} | error.fields()
+        told = {
+            "state": str(self._state_before or self._core.state),
+            "peer": self.peer,
+            "did": _CLOSED,
+        } | error.fields()
         if not self._initialized and isinstance(error, DecodeError):
             told.setdefault("advice", _STRANGER)
         getattr(self.log, level)("connection.failed", exc_info=trace, **told)
