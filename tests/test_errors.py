@@ -33,7 +33,7 @@ def test_fields_may_hold_what_cannot_be_hashed() -> None:
     assert FramingError("x", shards=["a"], counts={"a": 1}).fields()["shards"] == ["a"]
 
 
-@pytest.mark.parametrize("name", errors.__all__)
+@pytest.mark.parametrize("name", [name for name in errors.__all__ if name[0].isupper()])
 def test_every_error_hangs_in_the_tree_and_says_what_it_stands_for(name: str) -> None:
     error = getattr(errors, name)
     assert issubclass(error, MldserverError)

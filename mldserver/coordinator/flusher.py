@@ -13,7 +13,7 @@ import structlog
 
 from mldserver.coordinator.flush import BufferedBatch, FlushPlan, plan
 from mldserver.coordinator.late import CutWindows, LateRules
-from mldserver.coordinator.layout import segment_path, server_tag
+from mldserver.coordinator.layout import segment_path, server_tag, tag_of
 from mldserver.coordinator.recovery import publish_late
 from mldserver.coordinator.windows import OpenWindows, WindowKey, fits
 from mldserver.errors import LedgerError, OperatorError
@@ -106,6 +106,8 @@ class Flusher:
         The clock above all: a shard that comes from another server goes on behind the rows that it has there.
         """
         self._merge_clock = max(self._merge_clock, state.clock)
+        # Also those of a registration whose answer was lost.
+        self._late = tuple(each for each in state.late_segments if tag_of(each.path) == self._tag)
         if self.open_windows is None:
             return
         if state.batch_progress.number >= self.open_windows.progress.number:
