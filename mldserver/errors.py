@@ -14,7 +14,10 @@ Every error carries, beside its sentence, what the server did about it (``did``)
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 __all__ = [
     "ConfigError",
@@ -62,6 +65,12 @@ class MldserverError(Exception):
         """Return the error as fields of a log event."""
         told = {"error": self.name, "what": self.what, "did": self.did, "advice": self.advice, **self.where}
         return {key: value for key, value in told.items() if value is not None and value != ""}
+
+    def fields_for(self, known: Collection[str]) -> dict[str, Any]:
+        """Return the error as fields of an event that has ``known`` fields; where else it was is in ``where``."""
+        fields = self.fields()
+        others = {key: fields.pop(key) for key in tuple(fields) if key not in known}
+        return fields | ({"where": others} if others else {})
 
     def told(self) -> dict[str, Any]:
         """Return the error as fields that any event may carry; where it was is one field, ``where``.

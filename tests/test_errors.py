@@ -70,3 +70,16 @@ def test_an_error_of_the_disk_is_told_with_what_to_do() -> None:
     assert set(told) == {"what", "did", "advice"}
     assert "No space left" in told["what"]
     assert told_of(MldserverError("x", did="y")) == {"error": "MldserverError", "what": "x", "did": "y"}
+
+
+def test_an_error_fits_an_event_whatever_it_carries() -> None:
+    error = PeerError("x", shard="s", server="one", excerpt="e")
+    told = error.fields_for({"error", "what", "shard", "excerpt"})
+    assert told == {
+        "error": "PeerError",
+        "what": "x",
+        "shard": "s",
+        "excerpt": "e",
+        "where": {"server": "one"},
+    }
+    assert "where" not in PeerError("x").fields_for({"error", "what"})

@@ -257,7 +257,7 @@ class Link(asyncio.Protocol):
             "state": str(self._state_before or self._core.state),
             "peer": self.peer,
             "did": _CLOSED,
-        } | error.fields()
+        } | error.fields_for(_FLAT_FIELDS)
         if not self._initialized and isinstance(error, DecodeError):
             told.setdefault("advice", _STRANGER)
         getattr(self.log, level)("connection.failed", exc_info=trace, **told)
@@ -293,6 +293,11 @@ class Link(asyncio.Protocol):
         self._pump()
 
 
+_FLAT_FIELDS: Final = frozenset(
+    {"error", "what", "did", "advice", "pipeline", "shard", "excerpt", "state"}
+    | {"handler", "hook", "sequence", "attempts", "traceback"}
+)
+"""What ``connection.failed`` tells as fields of its own; where else an error was is in ``where``."""
 _CLOSED: Final = "The connection was closed."
 _MID_REQUEST: Final = "The daemon closed while a request was being worked on; it will be delivered again."
 _CUT: Final = "The server stops and cut the connection; what was not checkpointed will be delivered again."
