@@ -74,9 +74,11 @@ def _missing(path: Path) -> LedgerError:
 
 def _is_new(db: sqlite3.Connection, path: Path) -> bool:
     """Whether there is nothing yet: no file, or one whose creation did not get to its only transaction."""
+    # Tables before the mark: who sees another server's tables in between also sees its mark, never the tables alone.
+    tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
     if db.execute("PRAGMA application_id").fetchone()[0] == schema.APPLICATION_ID:
         return False
-    if db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+    if tables:
         raise LedgerVersionError(
             f"{path} is an SQLite database, but no ledger.",
             advice="Give this server an output folder of its own.",
