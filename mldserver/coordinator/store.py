@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["OutputStore"]
 
+_DELETE_TRIES = 5
+
 
 class OutputStore:
     """A pipeline's output folder. Paths are relative to it; OSError says what the file system says."""
@@ -153,8 +155,18 @@ class OutputStore:
             return bytes(stream.read())
 
     def delete(self, path: str) -> None:
-        """Delete a file or a folder with all in it; one that is gone already is fine."""
-        target = self._absolute(path)
+        """Delete a file or a folder with all in it; one that is gone already, or goes meanwhile, is fine."""
+        for left in reversed(range(_DELETE_TRIES)):
+            try:
+                self._delete_now(self._absolute(path))
+            except OSError:
+                # Servers that start together may clean up after the same dead one.
+                if not left:
+                    raise
+            else:
+                return
+
+    def _delete_now(self, target: str) -> None:
         kind = self._fs.get_file_info(target).type
         if kind == pafs.FileType.Directory:
             self._fs.delete_dir(target)

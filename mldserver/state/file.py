@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+import time
 from typing import TYPE_CHECKING
 
 from mldserver.errors import LedgerError, LedgerVersionError, OperatorError
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = ["create_or_open", "open_existing"]
+
+_WAL_TRIES = 100
+_WAL_PAUSE_SECONDS = 0.02
 
 
 def create_or_open(path: Path, *, pipeline: str, busy_timeout_ms: int, now_ms: int) -> sqlite3.Connection:
@@ -133,10 +137,25 @@ def _configure(db: sqlite3.Connection, path: Path) -> None:
     db.execute("PRAGMA foreign_keys = ON")
     # A commit returns when its log is on the disk itself: a checkpoint at the daemon depends on it.
     db.execute("PRAGMA synchronous = FULL")
-    mode = db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+    mode = _into_wal(db)
     if mode != "wal":
         raise LedgerError(
             f"The file system under {path} cannot hold the ledger: no shared memory for SQLite's WAL.",
             advice="Put the output folder on a local disk.",
             path=str(path),
         )
+
+
+def _into_wal(db: sqlite3.Connection) -> str:
+    """Switch to the write-ahead log, and return the mode that it came to.
+
+    SQLite's busy time-out does not cover the switch: while another server makes the same file, it is tried again.
+    """
+    for left in reversed(range(_WAL_TRIES)):
+        try:
+            return str(db.execute("PRAGMA journal_mode = WAL").fetchone()[0])
+        except sqlite3.OperationalError as error:
+            if not left or error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+                raise
+            time.sleep(_WAL_PAUSE_SECONDS)
+    raise AssertionError("the last try raises")

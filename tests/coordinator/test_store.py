@@ -159,3 +159,31 @@ def test_what_cannot_be_written_says_why(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(OSError, match="file"):
         OutputStore(str(tmp_path / "file")).write("a/one.parquet", ROWS)
+
+
+def test_a_folder_that_another_server_deletes_at_the_same_time_is_gone_for_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = OutputStore(str(tmp_path))
+    store.prepare("doomed")
+    delete = store._delete_now
+
+    def overtaken(target: str) -> None:
+        if store.exists("doomed"):
+            delete(target)
+            raise FileNotFoundError(target)
+        delete(target)
+
+    monkeypatch.setattr(store, "_delete_now", overtaken)
+    store.delete("doomed")
+    assert not store.exists("doomed")
+
+
+def test_what_cannot_be_deleted_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_target: str) -> None:
+        raise PermissionError("no")
+
+    store = OutputStore(str(tmp_path))
+    monkeypatch.setattr(store, "_delete_now", refuse)
+    with pytest.raises(PermissionError):
+        store.delete("x")
