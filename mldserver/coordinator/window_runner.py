@@ -1,6 +1,6 @@
 """From a cut window to a published one: groups of windows, attempts, and what follows failures.
 
-    cut ──begin_attempt──▶ engine ──commit (the only moment that counts)──▶ rename ──▶ published ──▶ segments freed
+    cut ──begin_attempts──▶ engine ──commit (the only moment that counts)──▶ rename ──▶ published ──▶ segments freed
 
 Windows that are ready together share one job and one commit, where the engine allows it. When that fails each runs
 alone, so that one bad window costs the others time, and nothing else. Every step can be repeated: what a crash or a dead

@@ -107,10 +107,11 @@ class WindowSteps:
         return await self._commit(begun, results)
 
     async def _begin(self, entries: Sequence[WindowEntry]) -> tuple[_Begun, ...]:
+        began_ms = self._clock.now_ms()
+        attempts = await self._ledger.begin_attempts(tuple(entry.window_id for entry in entries))
         begun = []
         for entry in entries:
-            began_ms = self._clock.now_ms()
-            attempt = await self._ledger.begin_attempt(entry.window_id)
+            attempt = attempts.get(entry.window_id)
             if attempt is None:
                 log.debug("window.dropped", window=entry.window_id, revision=entry.revision)
             else:

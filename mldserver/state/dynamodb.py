@@ -287,9 +287,9 @@ class DynamoLedger:
         """Own every cut or committed window without an owner."""
         return await self._member(lambda draft: windows.adopt(draft, self._server_id))
 
-    async def begin_attempt(self, window_id: str) -> int | None:
-        """Count an attempt at a cut window of this server."""
-        return await self._member(lambda draft: windows.begin_attempt(draft, window_id, self._server_id))
+    async def begin_attempts(self, window_ids: tuple[str, ...]) -> dict[str, int]:
+        """Count an attempt at each cut window of this server, together."""
+        return await self._member(lambda draft: windows.begin_attempts(draft, window_ids, self._server_id))
 
     async def commit(self, commits: tuple[Commit, ...]) -> frozenset[str]:
         """Make attempts' outputs count, together."""

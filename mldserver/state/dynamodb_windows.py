@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "adopt",
-    "begin_attempt",
+    "begin_attempts",
     "commit",
     "cut",
     "expire",
@@ -77,13 +77,15 @@ def _cut_and_owned(draft: Draft, window_id: str, server_id: str) -> WindowEntry 
     return entry if ours else None
 
 
-def begin_attempt(draft: Draft, window_id: str, server_id: str) -> int | None:
-    """Count an attempt and return its number; None unless the window is cut and this server's."""
-    entry = _cut_and_owned(draft, window_id, server_id)
-    if entry is None:
-        return None
-    draft.windows.put(window_id, replace(entry, attempt=entry.attempt + 1))
-    return entry.attempt + 1
+def begin_attempts(draft: Draft, window_ids: Iterable[str], server_id: str) -> dict[str, int]:
+    """Count an attempt at each window that is cut and this server's; return their numbers."""
+    begun: dict[str, int] = {}
+    for window_id in window_ids:
+        entry = _cut_and_owned(draft, window_id, server_id)
+        if entry is not None:
+            begun[window_id] = entry.attempt + 1
+            draft.windows.put(window_id, replace(entry, attempt=entry.attempt + 1))
+    return begun
 
 
 def commit(draft: Draft, commits: Iterable[Commit], server_id: str) -> frozenset[str]:

@@ -322,8 +322,11 @@ class Ledger(Protocol):
         """Own every CUT or COMMITTED window that has no owner, and return them."""
         ...
 
-    async def begin_attempt(self, window_id: str) -> int | None:
-        """Count an attempt at a CUT window of this server; None: the window is not ours, or not CUT, any more."""
+    async def begin_attempts(self, window_ids: tuple[str, ...]) -> dict[str, int]:
+        """Count an attempt at each of these CUT windows of this server, together; return the attempts' numbers.
+
+        Left out are windows that are not ours, or not CUT, any more.
+        """
         ...
 
     async def commit(self, commits: tuple[Commit, ...]) -> frozenset[str]:

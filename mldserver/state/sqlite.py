@@ -118,9 +118,9 @@ class SqliteLedger:
         """Own every cut or committed window without an owner."""
         return await self._call(self._store.adopt)
 
-    async def begin_attempt(self, window_id: str) -> int | None:
-        """Count an attempt and return its number; None: the window is not ours."""
-        return await self._call(self._store.begin_attempt, window_id)
+    async def begin_attempts(self, window_ids: tuple[str, ...]) -> dict[str, int]:
+        """Count an attempt at each window that is ours and cut; return their numbers."""
+        return await self._call(self._store.begin_attempts, window_ids)
 
     async def commit(self, commits: tuple[Commit, ...]) -> frozenset[str]:
         """Make attempts' outputs count, together."""

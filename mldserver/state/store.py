@@ -211,10 +211,10 @@ class SqliteStore:
         with self._serving() as db:
             return windows.adopt(db, self.server_id)
 
-    def begin_attempt(self, window_id: str) -> int | None:
-        """Count an attempt and return its number; None: the window is not cut, or not ours."""
+    def begin_attempts(self, window_ids: tuple[str, ...]) -> dict[str, int]:
+        """Count an attempt at each window that is cut and ours; return their numbers."""
         with self._serving() as db:
-            return windows.begin_attempt(db, window_id, self.server_id)
+            return windows.begin_attempts(db, window_ids, self.server_id)
 
     def commit(self, commits: tuple[Commit, ...]) -> frozenset[str]:
         """Make attempts' outputs count; return the windows for which it happened."""

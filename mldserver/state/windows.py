@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "adopt",
-    "begin_attempt",
+    "begin_attempts",
     "commit",
     "cut",
     "expire",
@@ -75,14 +75,18 @@ def adopt(db: sqlite3.Connection, server_id: str) -> tuple[WindowEntry, ...]:
     return tuple(_entry(db, each) for each in orphans)
 
 
-def begin_attempt(db: sqlite3.Connection, window_id: str, server_id: str) -> int | None:
-    """Count an attempt and return its number; None unless the window is cut and this server's."""
-    row = db.execute(
-        "UPDATE windows SET attempt = attempt + 1, changed = (SELECT version FROM meta)"
-        " WHERE window_id = ? AND state = 'cut' AND owner = ? RETURNING attempt",
-        (window_id, server_id),
-    ).fetchone()
-    return None if row is None else row["attempt"]
+def begin_attempts(db: sqlite3.Connection, window_ids: Iterable[str], server_id: str) -> dict[str, int]:
+    """Count an attempt at each window that is cut and this server's; return their numbers."""
+    begun: dict[str, int] = {}
+    for window_id in window_ids:
+        row = db.execute(
+            "UPDATE windows SET attempt = attempt + 1, changed = (SELECT version FROM meta)"
+            " WHERE window_id = ? AND state = 'cut' AND owner = ? RETURNING attempt",
+            (window_id, server_id),
+        ).fetchone()
+        if row is not None:
+            begun[window_id] = row["attempt"]
+    return begun
 
 
 def commit(db: sqlite3.Connection, commits: Iterable[Commit], server_id: str) -> frozenset[str]:

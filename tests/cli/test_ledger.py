@@ -97,7 +97,7 @@ def test_an_idle_server_and_what_was_forgotten_are_told(
     server.register(Flush((), (segment,)), now_ms=1)
     server.cut(("w",))
     server.sync(ServerState("one", 1, idle=True))
-    server.begin_attempt("w")
+    server.begin_attempts(("w",))
     server.commit((Commit("w", 1, "s", (), 0),))
     server.published(("w",), retain=False, now_ms=1)
     server.prune(windows_before_ms=10, shards_before_ms=0)

@@ -49,10 +49,9 @@ def server(tmp_path: Path) -> Iterator[SqliteStore]:
     move = PositionUpdate("a", 1, Sequence(10**50, 2), 5, 5)
     store.register(Flush((move,), tuple(segment(hour) for hour in range(4)), clock=9), now_ms=1)
     store.cut((SET_ASIDE, PUBLISHED, CUT))
-    store.begin_attempt(SET_ASIDE)
+    store.begin_attempts((SET_ASIDE,))
     store.set_aside(SET_ASIDE, "ValueError: [red]no\x1b[0m\n  at line 3")
-    attempt = store.begin_attempt(PUBLISHED)
-    assert attempt is not None
+    attempt = store.begin_attempts((PUBLISHED,))[PUBLISHED]
     store.commit((Commit(PUBLISHED, attempt, "staging/x", ("part-0.parquet",), 7),))
     store.published((PUBLISHED,), retain=True, now_ms=3 * HOUR)
     store.register(Flush((), (segment(1, kind=SegmentKind.RECOMPUTE),)), now_ms=4)

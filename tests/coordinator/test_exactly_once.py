@@ -79,7 +79,7 @@ async def test_a_stream_with_a_split_comes_out_exactly_once(
     assert_tidy(pipeline)
     # The sweeps below mean something only while all of these are in it.
     assert Counter(pipeline.faults.calls).keys() >= {
-        *("open", "open_shard", "register", "cut", "begin_attempt", "commit", "published"),
+        *("open", "open_shard", "register", "cut", "begin_attempts", "commit", "published"),
         *("write", "rename", "delete"),
         *(("late_published",) if not recompute else ()),
     }

@@ -125,7 +125,7 @@ async def test_a_window_of_the_group_that_lost_its_claim_is_computed_alone(tmp_p
 
     def steal(name: str, after: bool) -> None:
         if name == "commit" and not after and not claims:
-            claims.append(pipeline.ledger.store.begin_attempt(W[1]))
+            claims.extend(pipeline.ledger.store.begin_attempts((W[1],)).values())
 
     pipeline = shared(tmp_path)
     pipeline.faults.hook = steal
@@ -142,7 +142,7 @@ async def test_windows_that_another_server_has_taken_are_dropped_in_silence(
     taken: list[str] = []
 
     def take(name: str, after: bool) -> None:
-        if name == "begin_attempt" and not after and not taken:
+        if name == "begin_attempts" and not after and not taken:
             taken.append(name)
             pipeline.ledger.store._db.execute("UPDATE windows SET owner = 'two' WHERE state = 'cut'")
 

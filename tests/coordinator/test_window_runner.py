@@ -231,7 +231,7 @@ async def test_an_attempt_that_lost_its_claim_is_thrown_away_and_done_again(
 
     def steal(name: str, after: bool) -> None:
         if name == "commit" and not after and not claims:
-            claims.append(pipeline.ledger.store.begin_attempt(W[0]))
+            claims.extend(pipeline.ledger.store.begin_attempts((W[0],)).values())
 
     pipeline = make(tmp_path)
     pipeline.faults.hook = steal

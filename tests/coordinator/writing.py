@@ -93,6 +93,6 @@ def zero(clock: int) -> str:
 
 async def publish(writing: Writing, window_id: str, *, retain: bool = False) -> None:
     """See a cut window through, without any output."""
-    attempt = await writing.ledger.begin_attempt(window_id)
+    attempt = (await writing.ledger.begin_attempts((window_id,)))[window_id]
     await writing.ledger.commit((Commit(window_id, attempt, "s", (), 0),))
     await writing.ledger.published((window_id,), retain=retain)

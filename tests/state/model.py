@@ -294,12 +294,14 @@ class ModelServer:
         content = self.serving()
         return content.in_state(window_id, CUT) and content.windows[window_id].owner == self.server_id
 
-    def begin_attempt(self, window_id: str) -> int | None:
-        if not self.ours(window_id):
-            return None
-        attempt = self.content.windows[window_id].attempt + 1
-        self.content.window(window_id, attempt=attempt)
-        return attempt
+    def begin_attempts(self, window_ids: tuple[str, ...]) -> dict[str, int]:
+        self.serving()
+        begun: dict[str, int] = {}
+        for window_id in window_ids:
+            if self.ours(window_id):
+                begun[window_id] = self.content.windows[window_id].attempt + 1
+                self.content.window(window_id, attempt=begun[window_id])
+        return begun
 
     def commit(self, commits: tuple[Commit, ...]) -> frozenset[str]:
         self.serving()

@@ -106,8 +106,7 @@ async def entry(factory: Factory, window_id: str = W1) -> WindowEntry:
 
 async def attempted(ledger: Ledger, window_id: str = W1) -> Commit:
     """Begin an attempt; return what it would commit."""
-    attempt = await ledger.begin_attempt(window_id)
-    assert attempt is not None
+    attempt = (await ledger.begin_attempts((window_id,)))[window_id]
     return Commit(window_id, attempt, f"stage/{attempt}", ("f1", "f2"), 2)
 
 
@@ -145,7 +144,7 @@ def play(store: SqliteStore, number: int = 0) -> Iterator[None]:
     for revision in (1, 2):
         store.cut((window,))
         yield
-        store.begin_attempt(window)
+        store.begin_attempts((window,))
         yield
         store.commit((Commit(window, revision, "stage", ("f",), 1),))
         yield

@@ -128,7 +128,7 @@ async def test_several_servers_fill_one_window_and_one_of_them_wins_the_cut(ledg
         ((winner,),) = [cut for cut in cuts if cut]
         assert winner.segments == (seg("s1", revision=1), seg("s2", revision=1))
         loser = other if winner.owner == "one" else one
-        assert await loser.begin_attempt(W1) is None
+        assert await loser.begin_attempts((W1,)) == {}
         assert (await loser.register(Flush((), (seg("s3"),)))).cut_windows == {W1}
 
 
@@ -136,7 +136,7 @@ async def test_only_the_owner_of_a_window_computes_it(ledger_factory: Factory) -
     async with two(ledger_factory) as (one, other):
         await bring_to(one, WindowState.CUT)
         output = await attempted(one)
-        assert await other.begin_attempt(W1) is None
+        assert await other.begin_attempts((W1,)) == {}
         assert await other.adopt() == ()
         await other.set_aside(W1, "no")
         assert await other.commit((output,)) == frozenset()
@@ -187,7 +187,7 @@ async def test_a_server_that_does_not_beat_is_buried_and_its_windows_are_adopted
         assert await other.adopt() == ()
         with pytest.raises(ServerBuried):
             await one.commit((output,))
-        assert await other.begin_attempt(W1) == 2
+        assert await other.begin_attempts((W1,)) == {W1: 2}
         await other.published((W2,))
     assert (await entry(ledger_factory, W2)).state is WindowState.PUBLISHED
 
@@ -209,7 +209,7 @@ def writing_calls(ledger: Ledger) -> dict[str, Callable[[], Awaitable[Any]]]:
         "register": lambda: ledger.register(Flush((move(),), (seg("s9", W2),), clock=9)),
         "cut": lambda: ledger.cut((W1,)),
         "adopt": ledger.adopt,
-        "begin_attempt": lambda: ledger.begin_attempt(W1),
+        "begin_attempts": lambda: ledger.begin_attempts((W1,)),
         "commit": lambda: ledger.commit(()),
         "published": lambda: ledger.published((BATCH,)),
         "expire": lambda: ledger.expire(published_before_ms=10**9, keep_bytes=0),
@@ -257,9 +257,9 @@ async def test_a_server_under_the_id_of_another_buries_it(ledger_factory: Factor
             assert (state.shards["a"].owner, state.windows[W1].owner) == (None, None)
             await new.adopt()
             with pytest.raises(ServerBuried):
-                await old.begin_attempt(W1)
+                await old.begin_attempts((W1,))
             await old.leave()
-            assert await new.begin_attempt(W1) == 1
+            assert await new.begin_attempts((W1,)) == {W1: 1}
             assert set(await servers(ledger_factory)) == {"one"}
 
 
@@ -269,7 +269,7 @@ async def test_a_tool_looks_without_being_a_server(ledger_factory: Factory) -> N
         async with peeked(ledger_factory) as (tool, state):
             assert set(state.servers) == {"one"}
             assert state.windows[W1].owner == "one"
-            await one.begin_attempt(W1)
+            await one.begin_attempts((W1,))
             assert (await tool.peek()).windows[W1].attempt == 1
             with pytest.raises(InternalError):
                 await tool.register(Flush((), (seg("s2", W2),)))

@@ -86,11 +86,26 @@ async def test_a_cut_fixes_the_segments_and_leaves_out_windows_that_are_not_open
 async def test_attempts_are_counted_across_restarts(ledger_factory: Factory) -> None:
     async with opened(ledger_factory) as (ledger, _):
         await bring_to(ledger, WindowState.CUT)
-        assert [await ledger.begin_attempt(W1), await ledger.begin_attempt(W1)] == [1, 2]
+        await ledger.begin_attempts((W1,))
+        assert await ledger.begin_attempts((W1,)) == {W1: 2}
     async with opened(ledger_factory) as (ledger, state):
         assert state.windows[W1].attempt == 2
         await ledger.adopt()
-        assert await ledger.begin_attempt(W1) == 3
+        assert await ledger.begin_attempts((W1,)) == {W1: 3}
+
+
+async def test_attempts_at_a_group_are_counted_together_those_that_cannot_be_are_left_out(
+    ledger_factory: Factory,
+) -> None:
+    async with opened(ledger_factory) as (ledger, _):
+        for window, path in ((W1, "s1"), (W2, "s2")):
+            await bring_to(ledger, WindowState.CUT, window, path)
+        await bring_to(ledger, WindowState.OPEN, BATCH, "s3")
+        await ledger.begin_attempts((W2,))
+        assert await ledger.begin_attempts((W1, BATCH, "none", W2)) == {W1: 1, W2: 2}
+        assert await ledger.begin_attempts(()) == {}
+        windows = (await held(ledger_factory)).windows
+        assert [windows[each].attempt for each in (W1, W2, BATCH)] == [1, 2, 0]
 
 
 @pytest.mark.parametrize("state", [None, *(state for state in WindowState if state is not WindowState.CUT)])
@@ -101,7 +116,7 @@ async def test_an_attempt_needs_a_window_that_is_cut(
         if state:
             await bring_to(ledger, state)
         before = (await held(ledger_factory)).windows
-        assert await ledger.begin_attempt(W1) is None
+        assert await ledger.begin_attempts((W1,)) == {}
         await ledger.set_aside(W1, "no")
         assert (await held(ledger_factory)).windows == before
 
@@ -115,8 +130,8 @@ async def test_only_the_latest_attempt_at_a_cut_window_commits(ledger_factory: F
         await bring_to(ledger, WindowState.OPEN)
         assert not await ledger.commit(output(0))
         await ledger.cut((W1,))
-        await ledger.begin_attempt(W1)
-        await ledger.begin_attempt(W1)
+        await ledger.begin_attempts((W1,))
+        await ledger.begin_attempts((W1,))
         assert not await ledger.commit(output(1))
         assert not await ledger.commit(output(3))
         assert await ledger.commit(output(2)) == {W1}
@@ -145,7 +160,7 @@ async def test_windows_commit_and_are_published_together_but_for_those_that_cann
         await bring_to(ledger, WindowState.CUT, BATCH, "s3")
         stale = await attempted(ledger, W2)
         outputs = (await attempted(ledger, W1), stale, await attempted(ledger, BATCH))
-        await ledger.begin_attempt(W2)
+        await ledger.begin_attempts((W2,))
         assert await ledger.commit(outputs) == {W1, BATCH}
         assert await ledger.commit(()) == frozenset()
         assert await ledger.published((W2, BATCH, "unknown", W1)) == ()
@@ -212,7 +227,7 @@ async def test_a_window_that_was_set_aside_is_run_again_on_request(ledger_factor
     async with opened(ledger_factory) as (ledger, _):
         await bring_to(ledger, WindowState.CUT)
         assert not await ledger.retry(W1)
-        await ledger.begin_attempt(W1)
+        await ledger.begin_attempts((W1,))
         await ledger.set_aside(W1, "Boom: no \udcff")
         aside = await entry(ledger_factory)
         assert (aside.state, aside.error, aside.owner) == (WindowState.SET_ASIDE, "Boom: no \\udcff", None)
@@ -224,7 +239,7 @@ async def test_a_window_that_was_set_aside_is_run_again_on_request(ledger_factor
         assert not await ledger.retry("unknown")
         (again,) = await ledger.adopt()
         assert (again.state, again.attempt, again.error, again.owner) == (WindowState.CUT, 1, None, "one")
-        assert await ledger.begin_attempt(W1) == 2
+        assert await ledger.begin_attempts((W1,)) == {W1: 2}
 
 
 async def test_pruned_windows_stay_cut_for_rows_that_still_come(ledger_factory: Factory, clock: Any) -> None:

@@ -36,7 +36,7 @@ class Steps:
     def to(self, state: WindowState) -> None:
         self(register, Flush((), (seg("s1"),)), 1)
         self(windows.cut, (W1,), "one")
-        attempt = self(windows.begin_attempt, W1, "one")
+        attempt = self(windows.begin_attempts, (W1,), "one").get(W1)
         if state is WindowState.SET_ASIDE:
             self(windows.set_aside, W1, "no", "one")
         elif state is not WindowState.CUT:
@@ -114,7 +114,7 @@ def test_a_burial_lets_shards_and_windows_go(steps: Steps) -> None:
     assert steps(windows.adopt, "three") == ()
     steps(members.leave, "four", steps(members.enter, "four", 1))
     assert steps.book.windows[W1].owner == "two"
-    assert steps(windows.begin_attempt, W1, "one") is None
+    assert steps(windows.begin_attempts, (W1,), "one") == {}
     steps(windows.set_aside, W1, "no", "one")
     steps(members.leave, "one", steps.life)
     assert steps.book.windows[W1].state is WindowState.CUT
@@ -166,7 +166,7 @@ def test_retention_by_bytes_lets_the_oldest_go_first(steps: Steps, keep_bytes: i
         window_id = f"batch-{ms}"
         steps(register, Flush((), (Segment(f"s{ms}", window_id, 1, 500),)), 1)
         steps(windows.cut, (window_id,), "one")
-        steps(windows.begin_attempt, window_id, "one")
+        steps(windows.begin_attempts, (window_id,), "one")
         steps(windows.commit, (Commit(window_id, 1, "stage", (), 0),), "one")
         steps(windows.published, (window_id,), retain=True, now_ms=ms)
     gone = steps(windows.expire, published_before_ms=0, keep_bytes=keep_bytes)

@@ -210,7 +210,7 @@ class LedgerMachine(RuleBasedStateMachine):
         elif entry.owner != "xy"[server]:
             self.both(server, "adopt")
         elif entry.state is CUT:
-            self.both(server, "begin_attempt", window_id)
+            self.both(server, "begin_attempts", (window_id,))
             self.both(server, "commit", (Commit(window_id, entry.attempt + 1, "stage", ("f",), 7),))
         else:
             self.both(server, "published", (window_id,), retain=retain, now_ms=self.now)
@@ -219,9 +219,9 @@ class LedgerMachine(RuleBasedStateMachine):
     def adopt(self, server: int) -> None:
         self.both(server, "adopt")
 
-    @rule(server=servers, window_id=windows)
-    def begin_attempt(self, server: int, window_id: str) -> None:
-        self.both(server, "begin_attempt", window_id)
+    @rule(server=servers, window_ids=some_windows)
+    def begin_attempts(self, server: int, window_ids: tuple[str, ...]) -> None:
+        self.both(server, "begin_attempts", window_ids)
 
     @rule(server=servers, window_ids=some_windows, latest=likely, files=st.lists(st.text("ab/", min_size=1)))
     def commit(self, server: int, window_ids: tuple[str, ...], latest: bool, files: list[str]) -> None:
