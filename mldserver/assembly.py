@@ -8,15 +8,16 @@ import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mldserver.config import SqlitePlace, UnixAddress
+from mldserver.config import RemoteOut, SqlitePlace, UnixAddress, home, ledger_file
 from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
 from mldserver.coordinator.late import LateRules
-from mldserver.coordinator.layout import LEDGER, SERVERS, SPARK, server_tag
+from mldserver.coordinator.layout import SERVERS, SPARK, server_tag
 from mldserver.coordinator.lives import LifeLocks
 from mldserver.coordinator.store import OutputStore
 from mldserver.coordinator.watermark import WatermarkRules
 from mldserver.coordinator.window_runner import WindowPolicy, WindowRunner
 from mldserver.coordinator.windows import Tumbling
+from mldserver.errors import OperatorError
 from mldserver.protocol.connection import ConnectionLimits
 from mldserver.runtime.failure import FailurePolicy, OnFailure
 from mldserver.runtime.inline import InlineRuntime
@@ -53,11 +54,11 @@ class Parts:
 
 
 def ledger_of(settings: Settings, *, server_id: str, clock: Clock) -> Ledger:
-    """Return the ledger that the settings name; nothing is opened yet."""
+    """Return the ledger that the settings name; nothing is opened yet. Raises ConfigError where it cannot be."""
     place = settings.ledger
     if isinstance(place, SqlitePlace):
         return SqliteLedger(
-            settings.out / LEDGER, pipeline=settings.pipeline, server_id=server_id, clock=clock
+            ledger_file(settings), pipeline=settings.pipeline, server_id=server_id, clock=clock
         )
     from mldserver.state.dynamodb import DynamoLedger  # noqa: PLC0415  # most servers never need AWS's client
 
@@ -82,10 +83,11 @@ async def assemble(
     """Load the handler and build every part; nothing is opened yet but the handler's module.
 
     ``engine`` takes the place of Spark; ``rng`` gives floats in [0, 1) for jitter; ``unique`` gives file name parts.
-    Raises HandlerError when the handler cannot be loaded, JavaError when Spark could never start.
+    Raises HandlerError when the handler cannot be loaded, JavaError when Spark could never start, OperatorError when
+    no ledger can be where the settings say, or the output's file system cannot be had.
     """
     spec = await asyncio.to_thread(load_spec, settings.handler)
-    store = OutputStore(str(settings.out))
+    store = await asyncio.to_thread(_store, settings)
     server_id = settings.server_id or f"{socket.gethostname()}:{os.getpid()}:{unique()}"
     ledger = ledger_of(settings, server_id=server_id, clock=clock)
     runner: WindowRunner | None = None
@@ -115,7 +117,7 @@ async def assemble(
         runner=runner,
         clock=clock,
         unique=unique,
-        locks=LifeLocks(settings.out / SERVERS),
+        locks=_locks(settings),
     )
     runtime = InlineRuntime(
         spec,
@@ -138,6 +140,29 @@ async def assemble(
     return Parts(spec, ledger, runtime, coordinator, listener, engine, runner)
 
 
+def _store(settings: Settings) -> OutputStore:
+    out = settings.out
+    try:
+        return OutputStore(out.uri if isinstance(out, RemoteOut) else str(out), home=home(settings))
+    except (OSError, ValueError, NotImplementedError) as error:
+        raise OperatorError(
+            f"The output folder {out} cannot be reached: {error}.",
+            advice="Check the URI: its name, and the options after the question mark, are those of "
+            "pyarrow.fs.FileSystem.from_uri.",
+            path=str(out),
+        ) from error
+
+
+def _locks(settings: Settings) -> LifeLocks | None:
+    """Return where lives are shown; None where that could show a living server as dead.
+
+    Where each host has a folder of its own, the lock of a server that moved to another host is still here, and free.
+    Names that the server made up are never used again; given ones may be.
+    """
+    shared = not isinstance(settings.out, RemoteOut) or isinstance(settings.ledger, SqlitePlace)
+    return LifeLocks(home(settings) / SERVERS) if shared or settings.server_id is None else None
+
+
 def _spark(settings: Settings, spec: HandlerSpec, clock: Clock, tag: str) -> Engine:
     from mldserver.spark.client import SparkEngine  # noqa: PLC0415  # not needed where another engine stands in
 
@@ -150,7 +175,7 @@ def _spark(settings: Settings, spec: HandlerSpec, clock: Clock, tag: str) -> Eng
         ui=settings.spark_ui,
         java_home=str(settings.java_home) if settings.java_home else None,
         cache_dir=settings.cache_dir,
-        work_dir=settings.out / SPARK / tag,
+        work_dir=home(settings) / SPARK / tag,
         concurrency=settings.window_concurrency,
         job_deadline=settings.window_deadline,
         clock=clock,

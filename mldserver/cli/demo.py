@@ -47,7 +47,7 @@ app = App(name="demo", help=_HELP, help_format="markdown")
 def demo(
     *,
     out: Annotated[
-        Path | None, Parameter(help="Folder for the output; new or empty. [default: a temporary one]")
+        str | None, Parameter(help="Local folder for the output; new or empty. [default: a temporary one]")
     ] = None,
 ) -> int:
     """Run the demonstration and return the exit code."""
@@ -57,7 +57,7 @@ def demo(
     return play(Console(file=sys.stdout, highlight=False), out)
 
 
-def play(console: Console, out: Path | None, *, engine: Engine | None = None) -> int:
+def play(console: Console, out: str | Path | None, *, engine: Engine | None = None) -> int:
     """Play the departures; ``engine`` takes Spark's place (tests). Raises OperatorError."""
     import uvloop  # noqa: PLC0415  # `--help` must not wait for the server's imports
 

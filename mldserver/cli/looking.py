@@ -53,10 +53,10 @@ AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="One JSON do
 class Where:
     """Names a ledger, in the words of the server's settings; these count too, from variables and settings file."""
 
-    out: Path | None = None
-    """Folder of output, segments and ledger. [default: as for `mldserver serve`]"""
+    out: str | None = None
+    """Folder of output, segments and ledger: a path or a URI. [default: as for `mldserver serve`]"""
     ledger: str | None = None
-    """`sqlite`, or `dynamodb://TABLE?region=REGION`. [default: as for `mldserver serve`]"""
+    """`sqlite`, `sqlite:PATH`, or `dynamodb://TABLE?region=REGION`. [default: as for `mldserver serve`]"""
     pipeline: str | None = None
     """The pipeline's name. [default: what the ledger in the folder says; else as for `mldserver serve`]"""
     config: Path | None = None
@@ -129,7 +129,7 @@ def _resolved(where: Where) -> Settings:
     from mldserver.config import resolve  # noqa: PLC0415  # `--help` must not wait for it
 
     given = {
-        "out": None if where.out is None else str(where.out),
+        "out": where.out,
         "ledger": where.ledger,
         "pipeline": where.pipeline,
     }
@@ -137,13 +137,12 @@ def _resolved(where: Where) -> Settings:
 
 
 def _settings(where: Where) -> Settings:
-    from mldserver.config import SqlitePlace  # noqa: PLC0415  # `--help` must not wait for it
-    from mldserver.coordinator.layout import LEDGER  # noqa: PLC0415  # see above
+    from mldserver.config import SqlitePlace, ledger_file  # noqa: PLC0415  # `--help` must not wait for it
     from mldserver.state.whose import pipeline_of  # noqa: PLC0415  # see above
 
     settings = _resolved(where)
     if isinstance(settings.ledger, SqlitePlace):
-        pipeline = where.pipeline or pipeline_of(settings.out / LEDGER) or settings.pipeline
+        pipeline = where.pipeline or pipeline_of(ledger_file(settings)) or settings.pipeline
         return dataclasses.replace(settings, pipeline=pipeline)
     if not {"pipeline", "handler"} & settings.origins.keys():
         raise ConfigError(

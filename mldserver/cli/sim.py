@@ -50,7 +50,8 @@ def sim(
         int | None, Parameter(help="Play this many lines at most.", validator=Number(gte=1))
     ] = None,
     out: Annotated[
-        Path | None, Parameter(help="Folder for output and ledger; new or empty. [default: a temporary one]")
+        str | None,
+        Parameter(help="Local folder for output and ledger; new or empty. [default: a temporary one]"),
     ] = None,
     shards: Annotated[int, Parameter(help="Shards at the beginning.", validator=Number(gte=1))] = 3,
     seed: Annotated[int, Parameter(help="Decides sequence numbers, batch borders, splits and faults.")] = 0,

@@ -4,8 +4,17 @@
 says what values may look like; ``resolve.py`` puts the sources in order and remembers where each value came from.
 """
 
+from mldserver.config import places
 from mldserver.config.kinds import Address, Level, LogFormat, OnFailure, TcpAddress, UnixAddress
-from mldserver.config.places import DynamoPlace, LedgerPlace, SqlitePlace
+from mldserver.config.places import (
+    DynamoPlace,
+    LedgerPlace,
+    OutPlace,
+    RemoteOut,
+    SqlitePlace,
+    home,
+    ledger_file,
+)
 from mldserver.config.resolve import resolve
 from mldserver.config.settings import Settings, Spec, specs
 from mldserver.config.table import settings_table
@@ -17,11 +26,16 @@ __all__ = [
     "Level",
     "LogFormat",
     "OnFailure",
+    "OutPlace",
+    "RemoteOut",
     "Settings",
     "Spec",
     "SqlitePlace",
     "TcpAddress",
     "UnixAddress",
+    "home",
+    "ledger_file",
+    "places",
     "resolve",
     "settings_table",
     "specs",

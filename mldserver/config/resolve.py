@@ -8,6 +8,7 @@ import tomllib
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mldserver.config.kinds import show_duration, show_size
+from mldserver.config.places import SqlitePlace, ledger_file
 from mldserver.config.settings import ENV_PREFIX, Settings, cache_folder, specs
 from mldserver.errors import ConfigError
 from mldserver.faults import KILL_VARIABLE
@@ -156,3 +157,5 @@ def _check(settings: Settings) -> None:
                 f"{high} = {show(high_value)} ({settings.origin(high)}).",
                 advice=f"Lower {low} or raise {high}.",
             )
+    if isinstance(settings.ledger, SqlitePlace):
+        ledger_file(settings)

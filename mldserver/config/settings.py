@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from mldserver.config import kinds, places
 from mldserver.config.kinds import Address, Kind, Late, Level, LogFormat, OnFailure, TcpAddress
-from mldserver.config.places import LedgerPlace, SqlitePlace
+from mldserver.config.places import LedgerPlace, OutPlace, SqlitePlace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -110,13 +110,17 @@ class Settings:
         "The pipeline's name, in logs and in the ledger.",
         _PIPELINE,
     )
-    out: Path = _made(
-        kinds.folder(), lambda: _DERIVED, "out/PIPELINE", "Folder of output, segments and ledger.", _PIPELINE
+    out: OutPlace = _made(
+        places.out(),
+        lambda: _DERIVED,
+        "out/PIPELINE",
+        "Folder of output and segments: a path, or a URI that pyarrow and Spark both reach.",
+        _PIPELINE,
     )
     ledger: LedgerPlace = _setting(
         places.ledger(),
         SqlitePlace(),
-        "Where positions, segments and windows are kept: a file in `out`, or a table that several hosts share.",
+        "Where positions and windows are kept: a file (in a local `out`, or at PATH), or a table for several hosts.",
         _PIPELINE,
     )
     server_id: str | None = _setting(

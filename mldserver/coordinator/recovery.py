@@ -7,17 +7,19 @@ that no entry names are deleted, but for those of servers that live: these may b
 from __future__ import annotations
 
 import asyncio
+import shutil
 from typing import TYPE_CHECKING
 
 import structlog
 
-from mldserver.coordinator.layout import SEGMENTS, SPARK, late_path, server_tag, tag_of
+from mldserver.coordinator.layout import SEGMENTS, late_path, server_tag, tag_of
 from mldserver.coordinator.publish import Publisher
 from mldserver.faults import kill_point
 from mldserver.state.ledger import WindowState
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
+    from pathlib import Path
 
     from mldserver.coordinator.store import OutputStore
     from mldserver.coordinator.window_runner import WindowRunner
@@ -105,7 +107,7 @@ async def _inherit(ledger: Ledger, store: OutputStore, *, own: bool) -> tuple[in
     """
     publisher = Publisher(store)
     found = await asyncio.to_thread(_files, store, publisher)
-    scratch = await asyncio.to_thread(lambda: list(store.folders(SPARK)))
+    scratch = await asyncio.to_thread(store.scratch)
     state = await ledger.peek()
     alive = {server_tag(each) for each in state.servers if own or each != ledger.server_id}
     late = tuple(segment for segment in state.late_segments if tag_of(segment.path) not in alive)
@@ -115,7 +117,7 @@ async def _inherit(ledger: Ledger, store: OutputStore, *, own: bool) -> tuple[in
     gone = [path for path in found if path not in named and tag_of(path) not in alive]
     kill_point("recovery.sweeping")
     await asyncio.to_thread(_delete, store, gone)
-    await asyncio.to_thread(_delete_scratch, store, scratch, alive)
+    await asyncio.to_thread(_delete_scratch, scratch, alive)
     kill_point("recovery.swept")
     return len(late), len(gone)
 
@@ -131,11 +133,11 @@ def _delete(store: OutputStore, paths: list[str]) -> None:
         store.drop_empty(folder)
 
 
-def _delete_scratch(store: OutputStore, folders: list[str], alive: set[str]) -> None:
-    """Delete what the Spark drivers of dead servers left."""
+def _delete_scratch(folders: list[Path], alive: set[str]) -> None:
+    """Delete what the Spark drivers of dead servers left; another server may be at it too."""
     for folder in folders:
-        if folder.rpartition("/")[2] not in alive:
-            store.delete(folder)
+        if folder.name not in alive:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 async def publish_late(segments: tuple[Segment, ...], ledger: Ledger, store: OutputStore) -> None:

@@ -16,6 +16,8 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from mldserver.coordinator.exchange import exchange
+from mldserver.coordinator.layout import SPARK
+from mldserver.remote import opened, spark_uri
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -30,18 +32,24 @@ _DELETE_TRIES = 5
 class OutputStore:
     """A pipeline's output folder. Paths are relative to it; OSError says what the file system says."""
 
-    def __init__(self, out: str) -> None:
-        """``out``: a local path or a URI that pyarrow.fs understands."""
+    def __init__(self, out: str, *, home: Path | None = None) -> None:
+        """``out``: a local path or a URI that pyarrow.fs understands; ``home``: where scratch space is, if elsewhere.
+
+        Blocking for a URI, and then raises OSError, ValueError and NotImplementedError, as pyarrow does.
+        """
         if "://" in out:
-            self._fs, self._base = pafs.FileSystem.from_uri(out)
+            self._fs, self._base = opened(out)
         else:
             self._fs, self._base = pafs.LocalFileSystem(), str(Path(out).absolute())
         self.local = isinstance(self._fs, pafs.LocalFileSystem)
-        self._scheme = "" if self.local else out.split("://", 1)[0] + "://"
+        self.place = "" if self.local else out
+        """The folder's URI as pyarrow takes it, options and credentials included; empty for a local folder."""
+        self._root = self._base if self.local else spark_uri(out)
+        self._home = home or (Path(self._base) if self.local else None)
 
     def uri(self, path: str = "") -> str:
-        """Return the absolute path, or for remote file systems the URI, of ``path``."""
-        return f"{self._scheme}{self._absolute(path)}"
+        """Return the absolute path, or for remote file systems the URI as Spark knows it, of ``path``."""
+        return f"{self._root}/{path}" if path else self._root
 
     def _absolute(self, path: str) -> str:
         return f"{self._base}/{path}" if path else self._base
@@ -185,6 +193,12 @@ class OutputStore:
         for info in self._fs.get_file_info(selector):
             if info.type == pafs.FileType.File:
                 yield info.path.removeprefix(self._base).lstrip("/"), int(info.size)
+
+    def scratch(self) -> list[Path]:
+        """Return the folders that servers of this host gave their Spark drivers."""
+        return (
+            [] if self._home is None else [each for each in (self._home / SPARK).glob("*") if each.is_dir()]
+        )
 
     def folders(self, folder: str) -> Iterator[str]:
         """Yield the paths of the folders directly in a folder."""

@@ -139,6 +139,7 @@ class WindowSteps:
             self._store.uri(begun.staging),
             sum(segment.rows for segment in entry.segments),
             sum(segment.bytes for segment in entry.segments),
+            self._store.place,
         )
 
     def _settle(self, begun: Sequence[_Begun], results: Sequence[WindowResult]) -> None:

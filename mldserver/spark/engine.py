@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ class WindowJob:
     """Rows in the segments."""
     bytes: int
     """Bytes of the segments: what the number of partitions is chosen from."""
+    out: str = field(default="", repr=False)
+    """The output folder's URI as pyarrow takes it, with options and credentials; empty where paths are local."""
 
 
 @dataclass(frozen=True, slots=True)

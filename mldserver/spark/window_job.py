@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pyarrow.parquet as pq
 from pyarrow import fs
 
+from mldserver.remote import reach
 from mldserver.spark.handler import Pipeline
 
 if TYPE_CHECKING:
@@ -80,9 +81,12 @@ def write(result: DataFrame, job: WindowJob, cores: int) -> None:
     )
 
 
-def inspect_output(staging: str) -> Output:
-    """List the data files of a finished attempt and count their rows from the Parquet footers. Raises OSError."""
-    filesystem, root = fs.FileSystem.from_uri(staging)
+def inspect_output(staging: str, out: str = "") -> Output:
+    """List the data files of a finished attempt and count their rows from the Parquet footers. Raises OSError.
+
+    ``out``: ``WindowJob.out``, where ``staging`` is no local path.
+    """
+    filesystem, root = reach(staging, out)
     found = filesystem.get_file_info(fs.FileSelector(root, recursive=True))
     files, rows = [], 0
     for info in sorted(found, key=lambda entry: str(entry.path)):
@@ -100,7 +104,7 @@ def run_window(spark: SparkSession, schema: str, pipeline: Pipeline, job: Window
     if result is None:
         return Output((), 0)
     write(result, job, cores)
-    return inspect_output(job.staging)
+    return inspect_output(job.staging, job.out)
 
 
 def warm_up(spark: SparkSession, schema: str, job: WindowJob, cores: int) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from mldserver.clock import SystemClock
 from mldserver.errors import WindowFailed
 from mldserver.faults import kill_point
+from mldserver.remote import reach
 from mldserver.spark.engine import WindowResult
 
 if TYPE_CHECKING:
@@ -104,9 +104,10 @@ def _file(job: WindowJob) -> str:
 
 
 def _leave_wreckage(job: WindowJob) -> None:
-    staging = Path(job.staging)
-    staging.mkdir(parents=True, exist_ok=True)
-    (staging / f"{_file(job)}.crashed").write_bytes(b"PAR1 half a file")
+    filesystem, staging = reach(job.staging, job.out)
+    filesystem.create_dir(staging, recursive=True)
+    with filesystem.open_output_stream(f"{staging}/{_file(job)}.crashed") as stream:
+        stream.write(b"PAR1 half a file")
 
 
 def _compute_all(jobs: tuple[WindowJob, ...], on_table: OnTable | None) -> list[int]:
@@ -116,8 +117,9 @@ def _compute_all(jobs: tuple[WindowJob, ...], on_table: OnTable | None) -> list[
 def _compute(job: WindowJob, on_table: OnTable | None) -> int:
     import pyarrow as pa  # noqa: PLC0415  # the plugin's users may never compute a window
     import pyarrow.parquet as pq  # noqa: PLC0415  # see above
+    from pyarrow.fs import FileType  # noqa: PLC0415  # see above
 
-    rows = pa.concat_tables([pq.read_table(path) for path in job.segments], promote_options="default")
+    rows = pa.concat_tables([_read(path, job) for path in job.segments], promote_options="default")
     order = [(name, "ascending") for name in _ORDER if name in rows.column_names]
     rows = rows.sort_by(order) if order else rows
     try:
@@ -127,10 +129,18 @@ def _compute(job: WindowJob, on_table: OnTable | None) -> int:
             f"The function failed on window {job.window.id}: {type(error).__name__}: {error}"
         ) from error
     kill_point("job.running")
-    staging = Path(job.staging)
-    try:
-        staging.mkdir(parents=True)
-    except FileExistsError as error:
-        raise WindowFailed(f"The staging directory {staging} exists already") from error
-    pq.write_table(output, staging / _file(job))
+    filesystem, staging = reach(job.staging, job.out)
+    if filesystem.get_file_info(staging).type != FileType.NotFound:
+        raise WindowFailed(f"The staging directory {job.staging} exists already")
+    filesystem.create_dir(staging, recursive=True)
+    pq.write_table(output, f"{staging}/{_file(job)}", filesystem=filesystem)
     return int(output.num_rows)
+
+
+def _read(path: str, job: WindowJob) -> pa.Table:
+    import pyarrow.parquet as pq  # noqa: PLC0415  # see above
+
+    filesystem, file = reach(path, job.out)
+    # Not `read_table`, which would take the names of the folders on the way for columns.
+    with filesystem.open_input_file(file) as source:
+        return pq.ParquetFile(source).read()

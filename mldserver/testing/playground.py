@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from mldserver.config import resolve
+from mldserver.config import RemoteOut, home, places, resolve
 from mldserver.coordinator.layout import SPARK
 from mldserver.errors import ConfigError
 from mldserver.runtime.inspection import load_spec
@@ -62,13 +62,15 @@ def _bundled() -> Path:
     return Path(spec.origin).parent / "data" / DEPARTURES
 
 
-def fresh_folder(wanted: Path | None, name: str) -> Path:
-    """Return ``wanted``, made if need be, or a new temporary folder. Raises ConfigError when it holds something.
+def fresh_folder(wanted: str | Path | None, name: str) -> Path:
+    """Return ``wanted``, made if need be, or a new temporary folder.
 
-    A run needs a ledger of its own: over an old one every record would be a duplicate.
+    Raises ConfigError when it holds something, or is not local. A run needs a ledger of its own (over an old one every
+    record would be a duplicate), and its log and its results are read from the disk.
     """
     if wanted is None:
         return Path(tempfile.mkdtemp(prefix=f"mldserver-{name}-"))
+    wanted = _local(wanted, name)
     try:
         wanted.mkdir(parents=True, exist_ok=True)
         taken = any(wanted.iterdir())
@@ -77,6 +79,19 @@ def fresh_folder(wanted: Path | None, name: str) -> Path:
     if taken:
         raise ConfigError(f"{wanted} is not empty.", advice="Name a folder that is new, or empty it.")
     return wanted.resolve()
+
+
+def _local(wanted: str | Path, name: str) -> Path:
+    try:
+        place = places.out().parse(wanted)
+    except ValueError as error:
+        raise ConfigError(f"{wanted} cannot be used: {error}.", advice="Choose another folder.") from error
+    if isinstance(place, RemoteOut):
+        raise ConfigError(
+            f"{place} is not on this machine, and `mldserver {name}` keeps ledger, log and output in one folder.",
+            advice="Name a local folder; `mldserver serve` writes to other file systems.",
+        )
+    return place
 
 
 def play_settings(handler: str, out: Path, *, environ: Mapping[str, str], folder: Path) -> Settings:
@@ -111,7 +126,7 @@ def quick_spark(settings: Settings) -> Engine | None:
         cache_dir=settings.cache_dir,
         concurrency=settings.window_concurrency,
         job_deadline=settings.window_deadline,
-        work_dir=settings.out / SPARK,
+        work_dir=home(settings) / SPARK,
         quick=True,
         archive_after=None,
     )

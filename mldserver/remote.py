@@ -1,0 +1,81 @@
+"""URIs of output folders on other file systems: as pyarrow takes them, as Spark does, and as a log may show them.
+
+pyarrow's URIs carry options as their query (``s3://bucket/prefix?endpoint_override=…``), and credentials as user and
+password. Spark's are names only: ``s3://bucket/prefix/x``, and how they are reached is said in its configuration.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
+
+if TYPE_CHECKING:
+    from pyarrow.fs import FileSystem
+
+__all__ = ["SCHEMES", "opened", "reach", "redacted", "spark_uri"]
+
+SCHEMES: Final = frozenset({"s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss"})
+"""What ``pyarrow.fs.FileSystem.from_uri`` understands, beside ``file``."""
+
+_CONTAINERS: Final = frozenset({"abfs", "abfss"})
+"""Where the user's place in a URI names a container, for Hadoop as for pyarrow."""
+
+_SECRET: Final = re.compile(r"secret|password|token|key|credential", re.IGNORECASE)
+_HIDDEN: Final = "…"
+
+
+def redacted(uri: str) -> str:
+    """Return a URI without what opens it: user and password, and values of the query that look like secrets."""
+    found = urlsplit(uri)
+    user, at, host = found.netloc.rpartition("@")
+    if found.scheme not in _CONTAINERS:
+        user = _HIDDEN
+    elif ":" in user:
+        user = f"{user.partition(':')[0]}:{_HIDDEN}"
+    query = urlencode(
+        [(key, _HIDDEN if _SECRET.search(key) else value) for key, value in parse_qsl(found.query)],
+        safe=f":/{_HIDDEN}",
+    )
+    return found._replace(netloc=f"{user}{at}{host}" if at else host, query=query).geturl()
+
+
+def spark_uri(uri: str) -> str:
+    """Return the name that Spark knows a place by: no query, no password, nothing escaped, no slash at its end."""
+    found = urlsplit(uri)
+    user, at, host = found.netloc.rpartition("@")
+    kept = f"{user.partition(':')[0]}{at}" if found.scheme in _CONTAINERS else ""
+    return f"{found.scheme}://{kept}{host}{unquote(found.path)}".rstrip("/")
+
+
+def opened(uri: str) -> tuple[FileSystem, str]:
+    """Return a file system and the place's path in it, without a slash at its end. Blocking; S3 may be asked for the region.
+
+    Raises OSError; ValueError and NotImplementedError for what pyarrow does not take.
+    """
+    from pyarrow import fs  # noqa: PLC0415  # settings name places long before one is opened
+
+    filesystem, base = fs.FileSystem.from_uri(uri)
+    return filesystem, base.rstrip("/")
+
+
+# Two jobs need not make the client of an object store, and ask for its region, twice.
+_opened_once = lru_cache(maxsize=8)(opened)
+
+
+def reach(place: str, out: str) -> tuple[FileSystem, str]:
+    """Return the file system that a path lies in, and its path there; ``out`` is empty for local paths.
+
+    Otherwise ``out`` is the URI of the output folder and ``place`` the Spark name of something in it. Raises as
+    ``opened`` does, and ValueError when ``place`` lies elsewhere.
+    """
+    if not out:
+        from pyarrow import fs  # noqa: PLC0415  # see above
+
+        return fs.LocalFileSystem(), place
+    root = spark_uri(out)
+    if not place.startswith(f"{root}/"):
+        raise ValueError(f"{place} does not lie in {root}")
+    filesystem, base = _opened_once(out)
+    return filesystem, base + place.removeprefix(root)
