@@ -142,11 +142,13 @@ async def assemble(
 
 def _store(settings: Settings) -> OutputStore:
     out = settings.out
+    uri = out.uri if isinstance(out, RemoteOut) else str(out)
     try:
-        return OutputStore(out.uri if isinstance(out, RemoteOut) else str(out), home=home(settings))
+        return OutputStore(uri, home=home(settings))
     except (OSError, ValueError, NotImplementedError) as error:
+        told = str(error).replace(uri, str(out))  # pyarrow repeats what it cannot read, secrets and all
         raise OperatorError(
-            f"The output folder {out} cannot be reached: {error}.",
+            f"The output folder {out} cannot be reached: {told}.",
             advice="Check the URI: its name, and the options after the question mark, are those of "
             "pyarrow.fs.FileSystem.from_uri.",
             path=str(out),

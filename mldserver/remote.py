@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
-from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
+from urllib.parse import unquote, urlsplit
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -28,17 +28,19 @@ _HIDDEN: Final = "…"
 
 def redacted(uri: str) -> str:
     """Return a URI without what opens it: user and password, and values of the query that look like secrets."""
-    found = urlsplit(uri)
-    user, at, host = found.netloc.rpartition("@")
-    if found.scheme not in _CONTAINERS:
-        user = _HIDDEN
-    elif ":" in user:
-        user = f"{user.partition(':')[0]}:{_HIDDEN}"
-    query = urlencode(
-        [(key, _HIDDEN if _SECRET.search(key) else value) for key, value in parse_qsl(found.query)],
-        safe=f":/{_HIDDEN}",
-    )
-    return found._replace(netloc=f"{user}{at}{host}" if at else host, query=query).geturl()
+    place, mark, query = uri.partition("?")
+    scheme, colon, rest = place.partition("://")
+    authority, slash, path = rest.partition("/")
+    user, at, host = authority.rpartition("@")
+    name, word, _ = user.partition(":")
+    if at:
+        user = f"{name}{word}{_HIDDEN if word else ''}" if scheme in _CONTAINERS else _HIDDEN
+    return f"{scheme}{colon}{user}{at}{host}{slash}{path}{mark}{'&'.join(map(_shown, query.split('&')))}"
+
+
+def _shown(option: str) -> str:
+    key, equals, value = option.partition("=")
+    return f"{key}{equals}{_HIDDEN if _SECRET.search(key) else value}"
 
 
 def spark_uri(uri: str) -> str:

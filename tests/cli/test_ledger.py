@@ -79,6 +79,16 @@ def test_show_tells_where_shards_and_servers_stand(
     assert ["c", "-", "-", "0", "-", "a"] in lines
 
 
+def test_a_ledger_in_a_file_of_its_own_is_found_beside_an_output_elsewhere(
+    server: SqliteStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere = ["ledger", "show", "--out", "s3://bucket/x", "--ledger"]
+    assert cli.run([*elsewhere, f"sqlite:out/{LEDGER}"]) == 0
+    assert "trips" in capsys.readouterr().out
+    assert cli.run([*elsewhere, "sqlite"]) == 2
+    assert "ledger = sqlite:PATH" in capsys.readouterr().err
+
+
 def test_show_as_json_keeps_every_digit(server: SqliteStore, capsys: pytest.CaptureFixture[str]) -> None:
     found = documents(capsys, "show")
     assert found["shards"][0]["position"] == str(FAR)

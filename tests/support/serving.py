@@ -13,7 +13,8 @@ from mldserver.testing import LocalEngine
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
+
+    from mldserver.config import OutPlace
 
 KEEP_EVERYTHING = '''
 """Keeps every record as a row."""
@@ -28,7 +29,7 @@ def process_record(record):
 '''
 
 
-def quick(out: Path, handler: str, **changes: Any) -> Settings:
+def quick(out: OutPlace, handler: str, **changes: Any) -> Settings:
     """Return settings under which nothing waits longer than a test needs."""
     values: dict[str, Any] = {
         "listen": TcpAddress("127.0.0.1", 0),

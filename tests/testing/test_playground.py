@@ -60,6 +60,14 @@ def test_a_temporary_folder_is_named_after_the_command(
     assert fresh_folder(None, "sim").name.startswith("mldserver-sim-")
 
 
+def test_a_playground_is_on_this_machine(tmp_path: Path) -> None:
+    assert fresh_folder(f"file://{tmp_path}/x", "sim") == tmp_path / "x"
+    with pytest.raises(ConfigError, match="`mldserver demo` keeps ledger, log and output in one folder"):
+        fresh_folder("s3://bucket/x", "demo")
+    with pytest.raises(ConfigError, match="cannot be used: ftp: is no file system"):
+        fresh_folder("ftp://host/x", "demo")
+
+
 def test_the_users_settings_count_but_not_for_address_output_and_stream(tmp_path: Path) -> None:
     (tmp_path / "mldserver.toml").write_text('stream = "real"\nattempts = 7\nlisten = "0.0.0.0:1"\n')
     settings = play_settings("a.b", tmp_path, environ={"MLDSERVER_RETRY_BASE": "1 s"}, folder=tmp_path)

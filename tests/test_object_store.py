@@ -1,0 +1,220 @@
+"""A whole server whose output lies on an object store, killed and started again: S3 is moto's, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.parquet as pq
+import pytest
+from support.s3 import bucket
+from support.serving import serving, until
+
+from mldserver.cli.looking import Where, create_table
+from mldserver.config import RemoteOut, resolve
+from mldserver.coordinator.layout import OUTPUTS, SEGMENTS
+from mldserver.coordinator.store import OutputStore
+from mldserver.manifest import MANIFESTS, current_files
+from mldserver.server import EXIT_OPERATOR, Server
+from mldserver.testing import FakeMLD, FakeStream, Habits, LocalEngine
+from tests.state.dynamodb_emulator import Emulator
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from mldserver.config import Settings
+
+HANDLER = '''
+"""One row for each record; ten-second windows over the record's own time."""
+from mldserver import tumbling
+
+schema = "id BIGINT NOT NULL, at TIMESTAMP"
+windows = tumbling("10 seconds", on="at", lateness="1 second")
+
+
+def process_record(record):
+    event = record.json()
+    return event["id"], event["at"]
+'''
+
+CHILD = """
+import asyncio, json, sys
+from pathlib import Path
+from mldserver.config import resolve
+from mldserver.observe.logging import logging_to
+from mldserver.server import Server
+from mldserver.testing import LocalEngine
+sys.path.insert(0, sys.argv[1])
+settings = resolve(json.loads(sys.argv[2]), environ={}, folder=Path(sys.argv[1]))
+with logging_to(settings):
+    sys.exit(asyncio.run(Server(settings, engine=LocalEngine()).run()))
+"""
+START_MS = 1_800_000_000_000
+RECORDS = 400
+LATE = RECORDS
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    with bucket("lake") as query:
+        yield query
+
+
+@pytest.fixture(params=["sqlite", "dynamodb"])
+def given(
+    request: pytest.FixtureRequest, s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dict[str, str]]:
+    """The settings of a server, as text."""
+    (tmp_path / "ids_by_time.py").write_text(HANDLER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    told = {
+        "handler": "ids_by_time",
+        "out": f"s3://key:secret@lake/{tmp_path.name}/my%20rows?{s3}",
+        "ledger": f"sqlite:{tmp_path / 'ledger.sqlite'}",
+        "cache_dir": str(tmp_path / "cache"),
+        "listen": "127.0.0.1:0",
+        "flush_interval": "50 ms",
+        "settle_time": "200 ms",
+        "idle_time": "400 ms",
+        "quiet_time": "600 ms",
+        "recompute_delay": "100 ms",
+    }
+    if request.param == "sqlite":
+        yield told
+        return
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "emulated")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "emulated")
+    emulator = Emulator()
+    with emulator.running():
+        told["ledger"] = f"dynamodb://positions?region=us-east-1&endpoint_url={emulator.url}"
+        create_table(Where(ledger=told["ledger"], pipeline="ids_by_time"))
+        yield told
+
+
+def event(number: int) -> bytes:
+    """A record of which ten fall into a second; the late one into the first."""
+    second = 0 if number == LATE else number // 10
+    return json.dumps({"id": number, "at": f"2027-01-15T08:00:{second:02d}Z"}).encode()
+
+
+def settings_of(given: dict[str, str], folder: Path) -> Settings:
+    return resolve(given, environ={}, folder=folder)
+
+
+def shown(out: str) -> dict[str, list[int]]:
+    """The ids of each window that readers see."""
+    found = current_files(out)
+    told: dict[str, list[int]] = {}
+    for path in found.paths:
+        with found.filesystem.open_input_file(path) as source:
+            ids = pq.ParquetFile(source).read(columns=["id"])["id"].to_pylist()
+        window = path.rpartition("/")[0].rpartition("/")[0].rpartition("/")[2]
+        told.setdefault(window, []).extend(ids)
+    return told
+
+
+def wanted(*, late: bool) -> dict[str, Counter[int]]:
+    told: dict[str, Counter[int]] = {}
+    for number in range(RECORDS + late):
+        second = 0 if number == LATE else number // 10
+        told.setdefault(f"2027-01-15T08-00-{second // 10 * 10:02d}Z", Counter())[number] += 1
+    return told
+
+
+async def killed_at(step: str, given: dict[str, str], folder: Path, daemon: FakeMLD) -> None:
+    """Let a server process live until it comes to a step."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        CHILD,
+        *(str(folder), json.dumps(given)),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "MLDSERVER_KILL_AT": step, "PYTHONWARNINGS": "ignore"},
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(60):
+            async for line in process.stdout:
+                told = json.loads(line)
+                assert b"secret" not in line
+                if told["event"] == "server.listening":
+                    daemon.address = told["address"]
+            assert await process.wait() == -signal.SIGKILL
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def test_every_row_is_shown_once_on_an_object_store_after_kills_and_with_a_late_row(
+    given: dict[str, str], tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    stream = FakeStream(2, start_ms=START_MS)
+    for number in range(RECORDS):
+        stream.put(event(number), f"key-{number}")
+    daemon = FakeMLD(
+        stream, "127.0.0.1:1", habits=Habits(max_records=40), supervised=True, backoff_seconds=0.05
+    )
+    store = OutputStore(given["out"])
+    async with asyncio.TaskGroup() as group:
+        playing = group.create_task(daemon.run())
+        await killed_at("segment.written:2", given, tmp_path, daemon)
+        await killed_at("attempt.staged", given, tmp_path, daemon)
+        orphans = {path.rpartition("/")[0] for path, _ in store.files(OUTPUTS)}
+        assert orphans
+        async with serving(settings_of(given, tmp_path)) as server:
+            daemon.address = await server.listening()
+            async with asyncio.timeout(60):
+                await until(lambda: len(list(store.files(MANIFESTS))) == 4)
+                assert {k: Counter(v) for k, v in shown(given["out"]).items()} == wanted(late=False)
+                stream.put(event(LATE), "key")
+                await until(lambda: sum(map(len, shown(given["out"]).values())) == RECORDS + 1)
+                stream.end()
+                await playing
+                await server.finished()
+    assert {k: Counter(v) for k, v in shown(given["out"]).items()} == wanted(late=True)
+    assert [path for path, _ in store.files(MANIFESTS) if path.endswith("/000002.json")] == [
+        f"{MANIFESTS}/2027-01-15T08-00-00Z/000002.json"
+    ]
+    assert not list(store.files("_late"))
+    async with serving(
+        settings_of(given, tmp_path)
+    ):  # a revision that was replaced is deleted later, or by a start
+        pass
+    left = {path.rpartition("/")[0] for path, _ in store.files(OUTPUTS)}
+    assert len(left) == 4, "an attempt that counts for nothing was left behind"
+    assert not orphans & left
+    assert next(each for each in logged if each["event"] == "recovery.done")["files_deleted"] > 0
+    # Retained for late rows; whatever the kills left beside them is gone.
+    assert sum(rows_in(store, path) for path, _ in store.files(SEGMENTS)) == RECORDS + 1
+
+
+def rows_in(store: OutputStore, path: str) -> int:
+    with store._fs.open_input_file(store._absolute(path)) as source:
+        return int(pq.ParquetFile(source).metadata.num_rows)
+
+
+async def test_what_is_wrong_with_an_output_on_another_file_system_is_said_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[dict[str, Any]]
+) -> None:
+    (tmp_path / "ids_by_time.py").write_text(HANDLER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    given = {
+        "handler": "ids_by_time",
+        "out": "s3://key:secret@lake/x?region=us-east-1&colour=blue",
+        "ledger": f"sqlite:{tmp_path / 'ledger.sqlite'}",
+    }
+    settings = settings_of(given, tmp_path)
+    assert isinstance(settings.out, RemoteOut)
+    assert await Server(settings, engine=LocalEngine()).run() == EXIT_OPERATOR
+    failed = next(entry for entry in logged if entry["event"] == "server.failed")
+    assert failed["what"].startswith(
+        "The output folder s3://…@lake/x?region=us-east-1&colour=blue cannot be reached: "
+    )
+    assert "secret" not in str(logged)

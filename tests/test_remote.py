@@ -1,0 +1,70 @@
+"""URIs as settings give them, as Spark and logs get them, and where they lead."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pytest
+from pyarrow import fs
+
+from mldserver.remote import SCHEMES, opened, reach, redacted, spark_uri
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+URI = "s3://key:secret@bucket/a%20b/?endpoint_override=127.0.0.1:1&scheme=http&region=us-east-1"
+
+
+@pytest.mark.parametrize(
+    ("uri", "name"),
+    [
+        (URI, "s3://bucket/a b"),
+        ("s3://bucket", "s3://bucket"),
+        ("gs://anonymous@bucket/x", "gs://bucket/x"),
+        ("hdfs://user@host:9000/a/b?replication=1", "hdfs://host:9000/a/b"),
+        ("abfss://box:word@me.dfs.core.windows.net/x", "abfss://box@me.dfs.core.windows.net/x"),
+        ("abfs://me.dfs.core.windows.net/box/x", "abfs://me.dfs.core.windows.net/box/x"),
+    ],
+)
+def test_spark_gets_names_without_options_and_credentials(uri: str, name: str) -> None:
+    assert spark_uri(uri) == name
+
+
+@pytest.mark.parametrize(
+    ("uri", "shown"),
+    [
+        (URI, "s3://…@bucket/a%20b/?endpoint_override=127.0.0.1:1&scheme=http&region=us-east-1"),
+        ("s3://bucket/x?secret_key=abc&region=r", "s3://bucket/x?secret_key=…&region=r"),
+        ("abfs://box:word@me/x", "abfs://box:…@me/x"),
+        ("abfs://box@me/x", "abfs://box@me/x"),
+        ("hdfs:///x", "hdfs:///x"),
+    ],
+)
+def test_logs_get_no_secrets(uri: str, shown: str) -> None:
+    assert redacted(uri) == shown
+
+
+@pytest.mark.parametrize("scheme", sorted(SCHEMES))
+def test_pyarrow_knows_every_scheme(scheme: str) -> None:
+    told = ""
+    try:
+        opened(f"{scheme}://box/x?region=us-east-1" if scheme == "s3" else f"{scheme}://box/x")
+    except (OSError, pa.ArrowInvalid) as error:  # Hadoop's library is not here; an account is missing
+        told = str(error)
+    assert "Unrecognized filesystem" not in told
+
+
+def test_a_place_is_reached_through_the_output_folder_it_lies_in() -> None:
+    filesystem, path = reach("s3://bucket/a b/c=1/x.parquet", URI)
+    assert isinstance(filesystem, fs.S3FileSystem)
+    assert path == "bucket/a b/c=1/x.parquet"
+    assert reach("s3://bucket/a b/y", URI)[0] is filesystem
+    with pytest.raises(ValueError, match="does not lie in s3://bucket/a b"):
+        reach("s3://bucket/a bc", URI)
+
+
+def test_a_local_place_is_itself(tmp_path: Path) -> None:
+    filesystem, path = reach(str(tmp_path / "[1]"), "")
+    assert isinstance(filesystem, fs.LocalFileSystem)
+    assert path == str(tmp_path / "[1]")
