@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support.s3 import bucket
 
+from mldserver.remote import opened
 from mldserver.runtime.base import META_COLUMNS
 from mldserver.spark.window_job import META_DDL, Output, columns_ddl, inspect_output, partitions, read
 
@@ -47,6 +49,15 @@ def test_output_is_what_the_parquet_footers_say(tmp_path: Path) -> None:
     (out / "_SUCCESS").touch()
     (out / ".part-1.parquet.crc").touch()
     assert inspect_output(str(out)) == Output(("carrier=AA/part-0.parquet", "part-1.parquet"), 4)
+
+
+def test_output_on_an_object_store_is_inspected_by_way_of_the_output_folders_own_options() -> None:
+    with bucket("lake") as query:
+        out = f"s3://key:secret@lake/my%20rows?{query}"
+        filesystem, base = opened(out)
+        filesystem.create_dir(f"{base}/w/0001-x", recursive=True)
+        pq.write_table(pa.table({"a": [1, 2]}), f"{base}/w/0001-x/part-1.parquet", filesystem=filesystem)
+        assert inspect_output("s3://lake/my rows/w/0001-x", out) == Output(("part-1.parquet",), 2)
 
 
 def test_an_output_that_is_not_there_is_an_error(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ BATCH = Window("batch-000000000007", None, None, revision=2, pipeline="departure
 MESSAGES = [
     wire.Start("handlers.x", "a INT", "local[*]", "/scratch", {"spark.x": "ü"}, ("/here", "/there"), ui=True),
     wire.Run(1, WindowJob(HOUR, 3, ("/a.parquet", "/b.parquet"), "/staging/3", 10, 2048)),
-    wire.Run(2, WindowJob(BATCH, 1, (), "s3://bucket/staging", 0, 0)),
+    wire.Run(2, WindowJob(BATCH, 1, (), "s3://bucket/staging", 0, 0, "s3://bucket?region=r")),
     wire.Cancel(1),
     wire.Stop(),
     wire.Started("4.3.0", None),
