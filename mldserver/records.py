@@ -5,8 +5,7 @@ Everything else in the package may import this module; it imports nothing of the
 
 from __future__ import annotations
 
-import base64
-import binascii
+from abc import ABCMeta
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
@@ -14,11 +13,12 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import orjson
+import pybase64
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["Batch", "Record", "Sequence", "Shard"]
+__all__ = ["Batch", "Record", "RecordMethods", "Sequence", "Shard", "decode_payload"]
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -47,10 +47,82 @@ class Shard:
     """Where the daemon starts: digits, ``TRIM_HORIZON``, ``LATEST``, ``AT_TIMESTAMP``, ``SHARD_END``; None in V1."""
 
 
-class Record:
-    """One record of a shard. Made lazily: data, times and numbers are decoded when they are first read."""
+class RecordMethods:
+    """What is the same for every kind of record: what is read from its fields when it is asked for."""
 
-    __slots__ = ("_arrival_ms", "_data", "_number", "partition_key", "shard_id", "sub_sequence_number")
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+        shard_id: str
+        data: Any
+        partition_key: str | None
+        sequence_text: str
+        sub_sequence_number: int
+        arrival_ms: int | None
+
+    def text(self, encoding: str = "utf-8") -> str:
+        """Return the payload as text."""
+        return str(self.data, encoding)
+
+    def json(self) -> Any:
+        """Return the payload as parsed JSON. Raises ValueError (orjson's) when it is none."""
+        return orjson.loads(self.data)
+
+    @property
+    def sequence_number(self) -> int:
+        """The sequence number as an integer."""
+        return int(self.sequence_text)
+
+    @property
+    def sequence(self) -> Sequence:
+        """Sequence number and sub-sequence number, comparable inside one shard."""
+        return Sequence(int(self.sequence_text), self.sub_sequence_number)
+
+    @property
+    def approximate_arrival_timestamp(self) -> datetime | None:
+        """Approximate arrival time as an aware UTC datetime; None when the daemon does not say (V1)."""
+        ms = self.arrival_ms
+        return None if ms is None else _EPOCH + timedelta(milliseconds=ms)
+
+    @property
+    def raw_data(self) -> str | bytes | None:
+        """The payload as it came, or as it was decoded since: what is left to keep of damaged base64."""
+        return self.data  # type: ignore[no-any-return]  # kinds that decode at once have nothing else
+
+    def __repr__(self) -> str:
+        """Name the record without its payload."""
+        return f"<Record {self.shard_id} {self.sequence} key={self.partition_key!r}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle as a plain Record: the classes of the wire's records are made while the server runs."""
+        return _rebuild, (
+            self.shard_id,
+            self.sequence_text,
+            self.sub_sequence_number,
+            self.raw_data,
+            self.partition_key,
+            self.arrival_ms,
+        )
+
+
+class Record(RecordMethods, metaclass=ABCMeta):
+    """One record of a shard. Made lazily: times and numbers are made of the wire's digits when they are first read.
+
+    The records of a batch are of other classes (``protocol/wire_records.py``), which count as subclasses of this one
+    and look the same.
+    """
+
+    __slots__ = ("_data", "arrival_ms", "partition_key", "sequence_text", "shard_id", "sub_sequence_number")
+
+    shard_id: str
+    """The shard's id."""
+    partition_key: str | None
+    """None for null (always in DynamoDB Streams)."""
+    sequence_text: str
+    """The sequence number in the digits of the wire."""
+    sub_sequence_number: int
+    arrival_ms: int | None
+    """Approximate arrival time in milliseconds since the epoch; None when the daemon does not say (V1)."""
 
     def __init__(
         self,
@@ -64,11 +136,11 @@ class Record:
     ) -> None:
         """Take the wire's own forms: ``data`` as base64 text (or plain bytes), ``sequence_number`` as digits."""
         self.shard_id = shard_id
-        self._number = sequence_number
+        self.sequence_text = sequence_number
         self.sub_sequence_number = sub_sequence_number
         self._data = data
         self.partition_key = partition_key
-        self._arrival_ms = arrival_ms
+        self.arrival_ms = arrival_ms
 
     @property
     def data(self) -> bytes:
@@ -78,11 +150,7 @@ class Record:
         """
         data = self._data
         if type(data) is str:
-            try:
-                data = base64.b64decode(data, validate=True)
-            except binascii.Error as error:
-                raise ValueError(f"record {self.sequence}: data is not base64: {error}") from error
-            self._data = data
+            data = self._data = decode_payload(self, data)
         return data or b""  # type: ignore[return-value]  # str was replaced above
 
     @property
@@ -90,43 +158,26 @@ class Record:
         """The payload as it came, or as it was decoded since: what is left to keep of damaged base64."""
         return self._data
 
-    def text(self, encoding: str = "utf-8") -> str:
-        """Return the payload as text."""
-        return self.data.decode(encoding)
 
-    def json(self) -> Any:
-        """Return the payload as parsed JSON. Raises ValueError (orjson's) when it is none."""
-        return orjson.loads(self.data)
+def decode_payload(record: RecordMethods, text: str) -> bytes:
+    """Return a payload of base64. Raises ValueError, naming the record, when it is damaged."""
+    try:
+        return pybase64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise ValueError(f"record {record.sequence}: data is not base64: {error}") from error
 
-    @property
-    def sequence_number(self) -> int:
-        """The sequence number as an integer."""
-        return int(self._number)
 
-    @property
-    def sequence(self) -> Sequence:
-        """Sequence number and sub-sequence number, comparable inside one shard."""
-        return Sequence(int(self._number), self.sub_sequence_number)
-
-    @property
-    def sequence_text(self) -> str:
-        """The sequence number in the digits of the wire."""
-        return self._number
-
-    @property
-    def arrival_ms(self) -> int | None:
-        """Approximate arrival time in milliseconds since the epoch; None when the daemon does not say (V1)."""
-        return self._arrival_ms
-
-    @property
-    def approximate_arrival_timestamp(self) -> datetime | None:
-        """Approximate arrival time as an aware UTC datetime; None when the daemon does not say (V1)."""
-        ms = self._arrival_ms
-        return None if ms is None else _EPOCH + timedelta(milliseconds=ms)
-
-    def __repr__(self) -> str:
-        """Name the record without its payload."""
-        return f"<Record {self.shard_id} {self.sequence} key={self.partition_key!r}>"
+def _rebuild(
+    shard_id: str, number: str, sub: int, data: str | bytes | None, key: str | None, arrival_ms: int | None
+) -> Record:
+    return Record(
+        shard_id=shard_id,
+        sequence_number=number,
+        sub_sequence_number=sub,
+        data=data,
+        partition_key=key,
+        arrival_ms=arrival_ms,
+    )
 
 
 class Batch(SequenceABC[Record]):

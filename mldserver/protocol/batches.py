@@ -1,4 +1,4 @@
-"""One ``processRecords`` line to records: the full validation that the fast path leaves out.
+"""One ``processRecords`` line to records, with a full validation that names what is wrong.
 
 Keys that come twice are read as orjson reads them: the last one counts.
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import base64
 import binascii
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import orjson
 
 from mldserver.errors import DecodeError, ProtocolViolation
 from mldserver.protocol.fields import (
+    MAX_ARRIVAL_MS,
     MAX_LONG,
     MAX_SEQUENCE_DIGITS,
     excerpt,
@@ -23,27 +23,34 @@ from mldserver.protocol.fields import (
 )
 from mldserver.protocol.kpl import MAGIC_BASE64, deaggregate
 from mldserver.protocol.messages import Version
+from mldserver.protocol.wire_records import DecodedBatch, FastDecoder
 from mldserver.records import Record
 
-__all__ = ["MAX_ARRIVAL_MS", "DecodedBatch", "decode_records"]
-
-MAX_ARRIVAL_MS: Final = 253_370_764_799_999
-"""The last millisecond of the year 9998: a datetime, and so is the end of any window around it."""
+__all__ = ["BatchDecoder", "DecodedBatch", "decode_records"]
 
 _Order = tuple[int, str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class DecodedBatch:
-    """The records of one line, in shard order."""
+class BatchDecoder:
+    """Decodes one shard's lines: fast where they are as KCL writes them, with care where they are not."""
 
-    records: list[Record]
-    millis_behind_latest: int | None
-    """None when the daemon said null, or nothing (V1)."""
+    __slots__ = ("_fast", "_shard_id", "_version")
+
+    def __init__(self, shard_id: str, version: Version) -> None:
+        """Decode lines of ``version`` from here on."""
+        self._shard_id = shard_id
+        self._version = version
+        # V1 has no arrival times, and aggregates that are still whole.
+        self._fast = FastDecoder(shard_id) if version is Version.V2 else None
+
+    def decode(self, line: bytes | memoryview) -> DecodedBatch:
+        """Decode a line. Raises as ``decode_records``."""
+        fast = None if self._fast is None else self._fast.decode(line)
+        return fast or decode_records(line, version=self._version, shard_id=self._shard_id)
 
 
-def decode_records(line: bytes, *, version: Version, shard_id: str) -> DecodedBatch:
-    """Decode a ``processRecords`` line; V1 data that is a KPL aggregate becomes its user records.
+def decode_records(line: bytes | memoryview, *, version: Version, shard_id: str) -> DecodedBatch:
+    """Decode a ``processRecords`` line field by field; V1 data that is a KPL aggregate becomes its user records.
 
     Payloads stay base64 text until they are read. Raises DecodeError (naming the field and the record's index) for a
     wrong type or range, ProtocolViolation when sequences go down inside the batch.

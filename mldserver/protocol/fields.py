@@ -10,6 +10,7 @@ from typing import Any, Final, TypeGuard
 from mldserver.errors import DecodeError
 
 __all__ = [
+    "MAX_ARRIVAL_MS",
     "MAX_LONG",
     "MAX_SEQUENCE_DIGITS",
     "SENTINELS",
@@ -21,6 +22,8 @@ __all__ = [
     "wrong",
 ]
 
+MAX_ARRIVAL_MS: Final = 253_370_764_799_999
+"""The last millisecond of the year 9998: a datetime, and so is the end of any window around it."""
 MAX_LONG: Final = 2**63 - 1
 MAX_SEQUENCE_DIGITS: Final = 129
 """AWS limit: a sequence number matches ``0|([1-9]\\d{0,128})`` (Kinesis API; DynamoDB Streams: 21 to 40)."""
@@ -29,9 +32,9 @@ SENTINELS: Final = frozenset({"TRIM_HORIZON", "LATEST", "AT_TIMESTAMP", "SHARD_E
 _EXCERPT: Final = 80
 
 
-def excerpt(line: bytes) -> str:
+def excerpt(line: bytes | memoryview) -> str:
     """Return the start of a peer's line in a form that is safe to log."""
-    return line[:_EXCERPT].decode("ascii", "backslashreplace")
+    return bytes(line[:_EXCERPT]).decode("ascii", "backslashreplace")
 
 
 def wrong(name: str, value: object, wanted: str, *, where: str = "") -> DecodeError:

@@ -7,13 +7,14 @@ that ends the interpreter (``os._exit``, a crash in C) ends the server, whose le
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from mldserver.errors import HandlerHalted, InternalError
+from mldserver.protocol.batches import BatchDecoder
 from mldserver.runtime.calls import BoundHook, Caller
 from mldserver.runtime.failure import Failure, FailurePolicy, OnFailure
 from mldserver.runtime.inspection import load_spec
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mldserver.clock import Clock
+    from mldserver.protocol.messages import Version
     from mldserver.records import Shard
     from mldserver.runtime.base import BatchOutcome, Delivery, Hook
 
@@ -43,6 +45,14 @@ class _OpenShard:
 
     shard: Shard
     hooks: dict[str, BoundHook]
+    decoders: dict[Version, BatchDecoder] = field(default_factory=dict)
+
+    def decoder(self, version: Version) -> BatchDecoder:
+        """Return what decodes the shard's lines."""
+        decoder = self.decoders.get(version)
+        if decoder is None:
+            decoder = self.decoders[version] = BatchDecoder(self.shard.id, version)
+        return decoder
 
 
 class InlineRuntime:
@@ -117,7 +127,7 @@ class InlineRuntime:
     async def process(self, delivery: Delivery) -> BatchOutcome:
         """Decode a line and run the handler over its records (see ``Runtime.process``)."""
         opened = self._opened(delivery.shard_id)
-        taken = await self._thread.run(partial(take, delivery))
+        taken = await self._thread.run(partial(take, delivery, opened.decoder(delivery.version)))
         tools = self._ready()
         hook = opened.hooks[tools.spec.record_hook]
         return await BatchWork(tools, hook, taken, delivery.shard_id).run()

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from mldserver.protocol.codec import decode_records
 from mldserver.runtime.base import BatchOutline, DeadLetter
 from mldserver.runtime.failure import Dead, Failure, describe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mldserver.protocol.batches import BatchDecoder
     from mldserver.records import Record
     from mldserver.runtime.base import Delivery
     from mldserver.runtime.rows import Built
@@ -30,29 +30,42 @@ class Taken:
     fresh: Sequence[Record]
     """The records that the handler is to see, in shard order: those after ``Delivery.after``."""
     outline: BatchOutline
-    times_ms: Any
-    """For each fresh record its ``_time`` (numpy, int64): the running maximum of arrival times in the message."""
+    arrivals_ms: Sequence[int]
+    """The arrival times of all records of the message, duplicates too; the time of receipt where there is none."""
+
+    def times_ms(self) -> Any:
+        """Return for each fresh record its ``_time`` (numpy, int64): the running maximum of the arrival times."""
+        times_ms = np.maximum.accumulate(np.array(self.arrivals_ms, np.int64))
+        return times_ms[len(times_ms) - len(self.fresh) :]
 
 
-def take(delivery: Delivery) -> Taken:
+def take(delivery: Delivery, decoder: BatchDecoder) -> Taken:
     """Decode a line and drop what was accepted earlier. Raises PeerError for a line that is no batch."""
-    batch = decode_records(delivery.line, version=delivery.version, shard_id=delivery.shard_id)
+    batch = decoder.decode(delivery.line)
     records = batch.records
-    received = delivery.received_ms
+    if not records:
+        return Taken((), BatchOutline(0, 0, None, None, None, batch.millis_behind_latest), ())
+    first, after = records[0].sequence, delivery.after
     duplicates = 0
-    if delivery.after is not None:
-        duplicates = bisect_right(records, delivery.after, key=lambda record: record.sequence)
-    arrivals = [received if record.arrival_ms is None else record.arrival_ms for record in records]
-    times_ms = np.maximum.accumulate(np.array(arrivals, np.int64))
+    if after is not None and first <= after:
+        duplicates = bisect_right(records, after, key=lambda record: record.sequence)
+    arrivals = _arrivals(records, delivery.received_ms)
     outline = BatchOutline(
         records=len(records),
         duplicates=duplicates,
-        first=records[0].sequence if records else None,
-        last=records[-1].sequence if records else None,
-        latest_arrival_ms=int(times_ms[-1]) if records else None,
+        first=first,
+        last=records[-1].sequence,
+        latest_arrival_ms=max(arrivals),
         millis_behind_latest=batch.millis_behind_latest,
     )
-    return Taken(records[duplicates:], outline, times_ms[duplicates:])
+    return Taken(records[duplicates:] if duplicates else records, outline, arrivals)
+
+
+def _arrivals(records: Sequence[Record], received_ms: int) -> list[int]:
+    arrivals = [record.arrival_ms for record in records]
+    if None in arrivals:
+        return [received_ms if arrival is None else arrival for arrival in arrivals]
+    return arrivals  # type: ignore[return-value]  # no None is left
 
 
 def damaged(records: Sequence[Record]) -> dict[int, Failure]:
@@ -81,7 +94,7 @@ def join_rows(parts: Sequence[Built], taken: Taken, *, shard_id: str) -> Any:
         index, table = index[order], table.take(pa.array(order))
     records = [taken.fresh[place] for place in index.tolist()]
     meta = {
-        "_time": pa.array(taken.times_ms[index], pa.int64()),
+        "_time": pa.array(taken.times_ms()[index], pa.int64()),
         "_shard": pa.repeat(pa.scalar(shard_id, pa.string()), len(records)),
         "_sequence": pa.array([record.sequence_text for record in records], pa.string()),
         "_sub_sequence": pa.array([record.sub_sequence_number for record in records], pa.int64()),

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mldserver.errors import DecodeError, PeerError, ProtocolViolation
-from mldserver.protocol.batches import MAX_ARRIVAL_MS, DecodedBatch, decode_records
+from mldserver.protocol.batches import DecodedBatch, decode_records
+from mldserver.protocol.fields import MAX_ARRIVAL_MS
 from mldserver.protocol.messages import Version
 from mldserver.records import Sequence
 from tests.protocol.test_kpl import aggregate
