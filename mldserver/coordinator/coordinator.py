@@ -24,12 +24,14 @@ from mldserver.coordinator.buffer import Buffer
 from mldserver.coordinator.fleet import Fleet
 from mldserver.coordinator.flush import buffered, shard_end
 from mldserver.coordinator.flusher import Flusher
-from mldserver.coordinator.gap import find_gap
+from mldserver.coordinator.gap import refuse_gap
 from mldserver.coordinator.holding import Holding
 from mldserver.coordinator.layout import SEGMENTS, STAGING
 from mldserver.coordinator.lineage import Lineage
 from mldserver.coordinator.missing import MissingShards
-from mldserver.coordinator.recovery import held_bytes, recover, take_over
+from mldserver.coordinator.picture import Picture
+from mldserver.coordinator.recovery import recover, take_over
+from mldserver.coordinator.retention import Retention
 from mldserver.coordinator.rules import CoordinatorRules
 from mldserver.coordinator.shard_session import ShardSession
 from mldserver.coordinator.standing import Standing
@@ -48,7 +50,6 @@ if TYPE_CHECKING:
     from mldserver.coordinator.store import OutputStore
     from mldserver.coordinator.window_runner import WindowRunner
     from mldserver.coordinator.windows import WindowSpec
-    from mldserver.records import Sequence
     from mldserver.runtime.base import BatchOutcome
     from mldserver.sources.base import ShardOpening
     from mldserver.state.ledger import Ledger, LedgerState, ShardState
@@ -91,9 +92,10 @@ class Coordinator:
         self._flusher = Flusher(
             spec=spec, ledger=ledger, store=store, clock=clock, unique=unique, late=rules.late
         )
+        self._picture = Picture()
         self._view = self.watermark.view(now_ms)
         self._standing = Standing(self._view, now_ms)
-        self._pruned_ms = now_ms
+        self._retention = Retention(rules=rules, flusher=self._flusher, lineage=self.lineage, now_ms=now_ms)
         self._missing = MissingShards(
             self.lineage, settle_ms=rules.watermark.settle_ms, limit_ms=rules.missing_limit_ms
         )
@@ -122,7 +124,9 @@ class Coordinator:
         state = await self._fleet.join()
         open_windows = OpenWindows(self._spec, state.batch_progress) if self._spec else None
         self._flusher.restore(state, open_windows)
-        self._holding.segment_bytes = await recover(state, self._ledger, self._store, self._runner)
+        self._picture.learn(state)
+        self._holding.segment_bytes = self._picture.segment_bytes
+        await recover(state, self._ledger, self._store, self._runner)
 
     async def run(self) -> None:
         """Turn the cycle until cancelled: at every interval, and at once when something asks for it.
@@ -201,9 +205,7 @@ class Coordinator:
         self._holding.holder = view.holder.shard_id
         self._standing.note(view, now_ms, waiting=bool(self._flusher.open_windows))
         await self._cut(view)
-        expired = await self._flusher.expire(now_ms - self.rules.retention_ms, self._holding.segment_bytes)
-        self._holding.segment_bytes -= expired
-        await self._prune(now_ms)
+        await self._let_go(now_ms)
 
     async def _sync(self) -> None:
         """Beat, learn what the ledger holds, and take over what dead servers left."""
@@ -212,11 +214,15 @@ class Coordinator:
         self._catch_up(state)
         self._fleet.learn(state)
         self._flusher.learn(state)
+        self._picture.learn(state)
         # Counted anew: other servers write and delete segments too.
-        self._holding.segment_bytes = held_bytes(state)
+        self._holding.segment_bytes = self._picture.segment_bytes + self._flusher.doomed_bytes
+        if self._runner is not None:
+            self._holding.segment_bytes += self._runner.doomed_bytes
         buried = await self._fleet.bury()
         if self._runner is not None:
-            await take_over(state, buried, working, self._ledger, self._store, self._runner)
+            under_way = tuple(self._picture.under_way.values())
+            await take_over(under_way, buried, working, self._ledger, self._store, self._runner)
 
     def _catch_up(self, state: LedgerState) -> None:
         """See what became of this server's sessions in the ledger: opened elsewhere, or further than was heard."""
@@ -265,12 +271,13 @@ class Coordinator:
             log.info("stream.ended", shards=len(self.lineage))
             self._over.set()
 
-    async def _prune(self, now_ms: int) -> None:
-        if now_ms - self._pruned_ms >= 3_600_000:  # noqa: PLR2004  # an hour
-            self._pruned_ms = now_ms
-            shards_before_ms = now_ms - self.rules.shard_retention_ms
-            await self._flusher.prune(now_ms - self.rules.retention_ms, shards_before_ms)
-            self.lineage.forget_ended(shards_before_ms)
+    async def _let_go(self, now_ms: int) -> None:
+        step = await self._retention.step(now_ms, self._holding.segment_bytes)
+        self._holding.segment_bytes -= step.bytes
+        for shard_id in step.shards:
+            self._sessions.pop(shard_id, None)
+        if step.more:
+            self._wake.set()
 
     # What sources ask.
 
@@ -280,7 +287,7 @@ class Coordinator:
         live = self._sessions.get(shard_id)
         if live is not None and live.alive and not self.rules.accept_gap:
             # Before the epoch is raised: a connection that is refused must not cost the live one its shard.
-            self._refuse_gap(opening, live.position.durable, ended=False, accepted=False)
+            refuse_gap(opening, live.position.durable, ended=False, accepted=False)
         with self._fleet.opening():
             return await self._open(opening)
 
@@ -289,7 +296,8 @@ class Coordinator:
         # Parents that only ListShards names are kept with the shard: after a restart they order it all the same.
         parents = opening.parents or self.parents(shard_id)
         state = await self._ledger.open_shard(shard_id, parents)
-        self._refuse_gap(opening, state.position, ended=state.ended, accepted=state.gap_accepted)
+        accepted = state.gap_accepted or self.rules.accept_gap
+        refuse_gap(opening, state.position, ended=state.ended, accepted=accepted)
         await self._fleet.learn_parents(state)
         now_ms = self.clock.now_ms()
         new = self.lineage.know(shard_id, now_ms, parents=state.parents)
@@ -333,20 +341,6 @@ class Coordinator:
         if state.event_ms is None and self.rules.watermark.on_arrival:
             return self.lineage.floor_ms(state.shard_id)
         return state.event_ms
-
-    def _refuse_gap(
-        self, opening: ShardOpening, position: Sequence | None, *, ended: bool, accepted: bool
-    ) -> None:
-        gap = find_gap(opening, position, ended=ended)
-        if gap is not None and not (accepted or self.rules.accept_gap):
-            raise gap
-        if gap is not None:
-            log.error(
-                "shard.gap_accepted",
-                shard=opening.shard_id,
-                start=str(opening.start),
-                position=str(position) if position else None,
-            )
 
     def know(self, listing: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
         """Learn the shards that the stream lists, with their parents; return the new ones."""

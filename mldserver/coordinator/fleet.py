@@ -59,6 +59,8 @@ class Fleet:
         self._opening = 0
         self._beat_ms = 0
         self._joined = False
+        self._version = 0
+        """Of the ledger's state that was learned last: beats ask for what happened since."""
         self._released: dict[str, int] = {}
 
     # What others learn.
@@ -107,13 +109,16 @@ class Fleet:
         kill_point("server.joined")
         self.learn(state)
         if await self.bury():
-            state = await self.sync()
+            state = await self._ledger.sync(self._statement())
             self.learn(state)
         return state
 
     async def sync(self) -> LedgerState:
-        """Beat, and return what the ledger holds. Raises LedgerError, and ServerBuried when this server was buried."""
-        return await self._ledger.sync(self._statement())
+        """Beat, and return what the ledger holds; of windows the news since the state that was learned last.
+
+        Raises LedgerError, and ServerBuried when this server was buried.
+        """
+        return await self._ledger.sync(self._statement(), self._version)
 
     async def beat(self) -> None:
         """Beat for ever whenever nothing else has for a while: a cycle may take long. Raises ServerBuried."""
@@ -148,6 +153,7 @@ class Fleet:
     def learn(self, state: LedgerState) -> bool:
         """Take in the shards and servers of a ledger; True when it named a shard, or a shard's end, that is news."""
         now_ms = self._clock.now_ms()
+        self._version = state.version
         self.peers.learn(state.servers, state.shards, now_ms)
         news = [self._learn_shard(shard, now_ms) for shard in state.shards.values()]
         for shard_id in state.shards:

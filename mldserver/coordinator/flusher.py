@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from mldserver.coordinator.doomed import Doomed
 from mldserver.coordinator.flush import BufferedBatch, FlushPlan, plan
 from mldserver.coordinator.late import CutWindows, LateRules
 from mldserver.coordinator.layout import segment_path, server_tag, tag_of
@@ -21,7 +22,7 @@ from mldserver.faults import kill_point
 from mldserver.state.ledger import BatchProgress, Flush, PositionUpdate, Segment, SegmentKind, WindowState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from mldserver.clock import Clock
     from mldserver.coordinator.store import OutputStore
@@ -35,6 +36,12 @@ log = structlog.get_logger("mldserver")
 
 _EXPIRE_MS = 60_000
 """How often the ledger is asked for windows to expire while their segments take less than their share of the disk."""
+
+_EXPIRED = 500
+"""How many windows expire at a time: a server that comes back after a day must not delete for minutes in one cycle."""
+
+_PRUNED = 5000
+"""How many windows are forgotten at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +80,30 @@ class Flusher:
         self._merge_clock = 0
         self._cut = CutWindows(self._rules)
         self._expired_ms = clock.now_ms()
+        self._expiring = self._pruning = False
         self._late: tuple[Segment, ...] = ()
-        self._doubtful: tuple[str, ...] = ()
+        self._doubtful: tuple[Segment, ...] = ()
+        self._doomed = Doomed(store)
         self.open_windows: OpenWindows | None = None
         self.failing = False
         self.rows_durable = 0
         self.rows_late = 0
         self.dead_letters = 0
+
+    @property
+    def doomed_bytes(self) -> int:
+        """What files take on disk that are of no use, and could not be deleted yet."""
+        return self._doomed.bytes + sum(segment.bytes for segment in self._doubtful)
+
+    @property
+    def expiring(self) -> bool:
+        """Whether more windows may have to expire now."""
+        return self._expiring
+
+    @property
+    def pruning(self) -> bool:
+        """Whether more windows may have to be forgotten now."""
+        return self._pruning
 
     @property
     def recomputing(self) -> int:
@@ -145,11 +169,11 @@ class Flusher:
                     Flush(planned.positions, segments, planned.dead_letters, planned.clock, planned.progress)
                 )
             except LedgerError:
-                self._doubtful = tuple(segment.path for segment in segments)
+                self._doubtful = segments
                 raise
             if result.registered:
                 break
-            await asyncio.to_thread(self._discard, [segment.path for segment in segments])
+            await self._discard(segments)
             lost |= result.lost_shards
             self._refused(result)
         kill_point("flush.registered")
@@ -179,8 +203,9 @@ class Flusher:
             named = {segment.path for segment in state.late_segments}
             for entry in state.windows.values():
                 named.update(segment.path for segment in (*entry.segments, *entry.pending))
-            await asyncio.to_thread(self._discard, [path for path in self._doubtful if path not in named])
+            self._doomed.add(segment for segment in self._doubtful if segment.path not in named)
             self._doubtful = ()
+        await self._doomed.delete()
 
     def _refused(self, result: FlushResult) -> None:
         self._cut.refused(result)
@@ -214,15 +239,16 @@ class Flusher:
                 size = await asyncio.to_thread(self._store.write, path, file.rows)
             except OSError:
                 # A full disk must not fill further with what no ledger entry will ever name.
-                await asyncio.to_thread(self._discard, [path, *(segment.path for segment in segments)])
+                self._doomed.add_unfinished(path)
+                await self._discard(segments)
                 raise
             kill_point("segment.written")
             segments.append(Segment(path, key.id, len(file.rows), size, key.start_ms, key.end_ms, file.kind))
         return tuple(segments)
 
-    def _discard(self, paths: list[str]) -> None:
-        for path in paths:
-            self._store.delete(path)
+    async def _discard(self, segments: Iterable[Segment]) -> None:
+        self._doomed.add(segments)
+        await self._doomed.delete()
 
     def _registered(self, planned: FlushPlan, segments: tuple[Segment, ...]) -> None:
         self._merge_clock = planned.clock
@@ -278,20 +304,21 @@ class Flusher:
         ``held_bytes``: what all segments take. Asks the ledger only now and then while that is little.
         """
         now_ms = self._clock.now_ms()
-        if held_bytes <= self._rules.retained_bytes and now_ms - self._expired_ms < _EXPIRE_MS:
-            return 0
+        soon = held_bytes > self._rules.retained_bytes or self._expiring
+        if not soon and now_ms - self._expired_ms < _EXPIRE_MS:
+            return await self._doomed.delete()
         self._expired_ms = now_ms
         free = await self._ledger.expire(
-            published_before_ms=published_before_ms, keep_bytes=self._rules.retained_bytes
+            published_before_ms=published_before_ms, keep_bytes=self._rules.retained_bytes, limit=_EXPIRED
         )
         kill_point("window.expired")
-        await asyncio.to_thread(self._discard, [segment.path for segment in free])
+        windows = dict.fromkeys(segment.window_id for segment in free)
+        self._expiring = len(windows) >= _EXPIRED
+        self._cut.expired(windows)
         if free:
-            self._cut.expired({segment.window_id for segment in free})
-            log.debug(
-                "window.expired", windows=len({segment.window_id for segment in free}), segments=len(free)
-            )
-        return sum(segment.bytes for segment in free)
+            log.debug("window.expired", windows=len(windows), segments=len(free))
+        self._doomed.add(free)
+        return await self._doomed.delete()
 
     async def prune(self, windows_before_ms: int, shards_before_ms: int) -> None:
         """Forget what is older than its retention."""
@@ -301,4 +328,7 @@ class Flusher:
             await self._ledger.register(
                 Flush((), clock=self._merge_clock, batch_progress=self.open_windows.progress)
             )
-        await self._ledger.prune(windows_before_ms=windows_before_ms, shards_before_ms=shards_before_ms)
+        pruned = await self._ledger.prune(
+            windows_before_ms=windows_before_ms, shards_before_ms=shards_before_ms, limit=_PRUNED
+        )
+        self._pruning = pruned >= _PRUNED

@@ -1,8 +1,10 @@
-"""The one place where a daemon is refused: when it starts beyond what the ledger has. Synchronous, no state."""
+"""The one place where a daemon is refused: when it starts beyond what the ledger has. No state."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+import structlog
 
 from mldserver.coordinator.positions import Start, judge_start
 from mldserver.errors import GapRefused
@@ -11,14 +13,24 @@ if TYPE_CHECKING:
     from mldserver.records import Sequence
     from mldserver.sources.base import ShardOpening
 
-__all__ = ["find_gap"]
+__all__ = ["refuse_gap"]
+
+log = structlog.get_logger("mldserver")
 
 
-def find_gap(opening: ShardOpening, position: Sequence | None, *, ended: bool) -> GapRefused | None:
-    """Return why a daemon must not start where it starts, or None when no record can be skipped."""
+def refuse_gap(opening: ShardOpening, position: Sequence | None, *, ended: bool, accepted: bool) -> None:
+    """Raise GapRefused when a daemon starts where records would be skipped; log it when that is accepted."""
     if judge_start(opening.start, position, ended=ended) is not Start.BEYOND:
-        return None
-    return GapRefused(
+        return
+    if accepted:
+        log.error(
+            "shard.gap_accepted",
+            shard=opening.shard_id,
+            start=str(opening.start),
+            position=str(position) if position else None,
+        )
+        return
+    raise GapRefused(
         f"The daemon starts shard {opening.shard_id} at {opening.start}, beyond the ledger's position "
         f"({position or 'none'}): records between the two would never be processed.",
         did="The connection was closed.",

@@ -7,6 +7,7 @@ what is retained (another server may have done either): what is held here is a p
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from mldserver.coordinator.windows import WindowKey
-    from mldserver.state.ledger import FlushResult, LedgerState
+    from mldserver.state.ledger import FlushResult, LedgerState, WindowEntry
 
 __all__ = ["CutWindows", "LateRules"]
 
@@ -43,8 +44,10 @@ class CutWindows:
     def __init__(self, rules: LateRules) -> None:
         """Know of none yet."""
         self._rules = rules
-        self._retained: dict[str, bool] = {}
-        """Every window known to be cut, and whether late rows still lead to a revision."""
+        self._retained: dict[str, None] = {}
+        """Windows known to be cut whose late rows still lead to a revision."""
+        self._over: dict[str, None] = {}
+        """Windows known to be cut that are not retained any more, those known longest first."""
         self._cut_below_ms: int | None = None
         self._due_ms: dict[str, int] = {}
         """Windows with rows that wait for the next revision, and when they shall be computed again."""
@@ -55,47 +58,61 @@ class CutWindows:
         return len(self._due_ms)
 
     def learn(self, state: LedgerState, now_ms: int) -> None:
-        """Take over what the ledger holds now."""
+        """Take over what the ledger holds now: all of it, or the news since the last time."""
         self._cut_below_ms = state.cut_below_ms
-        # Windows that were published and are not retained are not told any more, but rows may come for them still.
-        gone = [window_id for window_id in self._retained if window_id not in state.windows]
-        self._retained = dict.fromkeys(gone[-_REMEMBERED:], False)
-        waiting = self._due_ms
-        self._due_ms = {}
+        if not state.since:
+            # Windows that were published and are not retained are not told, but rows may come for them still.
+            known = self._retained | dict.fromkeys(self._due_ms)
+            self.expired([window_id for window_id in known if window_id not in state.windows])
         for entry in state.windows.values():
-            if entry.state is WindowState.OPEN:
-                continue
-            self._retained[entry.window_id] = entry.retained
-            # A window that was set aside waits for a person, and its late rows with it.
-            if entry.pending and entry.state is not WindowState.SET_ASIDE:
-                due_ms = waiting.get(entry.window_id, now_ms + self._rules.delay_ms)
-                self._due_ms[entry.window_id] = due_ms
+            if entry.state is not WindowState.OPEN:
+                self._learn(entry, now_ms)
+
+    def _learn(self, entry: WindowEntry, now_ms: int) -> None:
+        if not entry.retained:
+            self.expired([entry.window_id])
+            return
+        self._retained[entry.window_id] = None
+        # A window that was set aside waits for a person, and its late rows with it.
+        if entry.pending and entry.state is not WindowState.SET_ASIDE:
+            self.registered([entry.window_id], now_ms)
+        else:
+            self._due_ms.pop(entry.window_id, None)
 
     def kind(self, key: WindowKey) -> SegmentKind:
         """Return what rows for a window that is not known to be open are for."""
-        retained = self._retained.get(key.id)
-        if retained is None:
-            below = self._cut_below_ms
-            forgotten = below is not None and key.end_ms is not None and key.end_ms <= below
-            return SegmentKind.LATE if forgotten else SegmentKind.WINDOW
-        return SegmentKind.RECOMPUTE if retained and self._rules.recompute else SegmentKind.LATE
+        if key.id in self._retained and self._rules.recompute:
+            return SegmentKind.RECOMPUTE
+        if key.id in self._retained or key.id in self._over:
+            return SegmentKind.LATE
+        below = self._cut_below_ms
+        forgotten = below is not None and key.end_ms is not None and key.end_ms <= below
+        return SegmentKind.LATE if forgotten else SegmentKind.WINDOW
 
     def cut(self, window_ids: Iterable[str]) -> None:
         """Note windows that were cut: they take up what waited for them."""
         for window_id in window_ids:
-            self._retained.setdefault(window_id, True)
+            self._note(window_id)
             self._due_ms.pop(window_id, None)
+
+    def _note(self, window_id: str) -> None:
+        if window_id not in self._over:
+            self._retained[window_id] = None
 
     def refused(self, result: FlushResult) -> None:
         """Note what a refusal of the ledger says of windows."""
         for window_id in result.cut_windows:
-            self._retained.setdefault(window_id, True)
+            self._note(window_id)
         self.expired(result.expired_windows)
 
     def expired(self, window_ids: Iterable[str]) -> None:
         """Note windows that are not retained any more."""
         for window_id in window_ids:
-            self._retained[window_id] = False
+            self._retained.pop(window_id, None)
+            self._due_ms.pop(window_id, None)
+            self._over[window_id] = None
+        for window_id in list(itertools.islice(self._over, max(0, len(self._over) - _REMEMBERED))):
+            del self._over[window_id]
 
     def registered(self, window_ids: Iterable[str], now_ms: int) -> None:
         """Note windows that have rows in the ledger for their next revision."""

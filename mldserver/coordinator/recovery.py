@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from mldserver.coordinator.window_runner import WindowRunner
     from mldserver.state.ledger import Ledger, LedgerState, Segment, WindowEntry
 
-__all__ = ["held_bytes", "publish_late", "recover", "take_over"]
+__all__ = ["publish_late", "recover", "take_over"]
 
 log = structlog.get_logger("mldserver")
 
-_UNDER_WAY = frozenset({WindowState.CUT, WindowState.COMMITTED})
 
-
-async def recover(state: LedgerState, ledger: Ledger, store: OutputStore, runner: WindowRunner | None) -> int:
+async def recover(
+    state: LedgerState, ledger: Ledger, store: OutputStore, runner: WindowRunner | None
+) -> None:
     """At a start, before anything of this server runs: take over what nobody does, and clean up.
 
-    Return the bytes of the segments that stay. ``runner`` is None for pipelines without rows. Raises LedgerError,
-    OSError, and OperatorError when late rows are to be recomputed where outputs cannot be replaced.
+    ``runner`` is None for pipelines without rows. Raises LedgerError, OSError, and OperatorError when late rows are to
+    be recomputed where outputs cannot be replaced.
     """
     adopted: tuple[WindowEntry, ...] = ()
     if runner is not None:
@@ -56,11 +56,10 @@ async def recover(state: LedgerState, ledger: Ledger, store: OutputStore, runner
         files_deleted=deleted,
         clock=state.clock,
     )
-    return held_bytes(state)
 
 
 async def take_over(
-    state: LedgerState,
+    under_way: Collection[WindowEntry],
     buried: Collection[str],
     working: Collection[str],
     ledger: Ledger,
@@ -69,12 +68,12 @@ async def take_over(
 ) -> None:
     """While the server runs: adopt windows that lost their server, and clean up after those that were buried.
 
-    ``working``: the windows that the runner had before ``state`` was read. One that is this server's and not among them
-    was cut by a call whose answer was lost. Raises LedgerError and OSError; repeatable.
+    ``under_way``: what the ledger has cut or committed. ``working``: the windows that the runner had before that was
+    read. One that is this server's and not among them was cut by a call whose answer was lost. Raises LedgerError and
+    OSError; repeatable.
     """
-    entries = [each for each in state.windows.values() if each.state in _UNDER_WAY]
-    mine = [each for each in entries if each.owner == ledger.server_id and each.window_id not in working]
-    if buried or any(each.owner is None for each in entries):
+    mine = [each for each in under_way if each.owner == ledger.server_id and each.window_id not in working]
+    if buried or any(each.owner is None for each in under_way):
         mine += await ledger.adopt()
         kill_point("windows.adopted")
     runner.submit(_in_order(mine))
@@ -88,11 +87,6 @@ def _in_order(entries: Iterable[WindowEntry]) -> list[WindowEntry]:
         entries,
         key=lambda each: (each.state is not WindowState.COMMITTED, each.start_ms or 0, each.window_id),
     )
-
-
-def held_bytes(state: LedgerState) -> int:
-    """Return what the segments of all servers take: those that wait, and those that are retained."""
-    return sum(segment.bytes for segment in _segments(state))
 
 
 def _segments(state: LedgerState) -> list[Segment]:
@@ -140,10 +134,15 @@ def _delete_scratch(folders: list[Path], alive: set[str]) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def _show_late(store: OutputStore, path: str) -> None:
+    store.publish(path, late_path(path))
+    store.drop_empty(path.rpartition("/")[0])
+
+
 async def publish_late(segments: tuple[Segment, ...], ledger: Ledger, store: OutputStore) -> None:
     """Move registered files of the late dataset to where readers see them. Repeatable."""
     for segment in segments:
-        await asyncio.to_thread(store.publish, segment.path, late_path(segment.path))
+        await asyncio.to_thread(_show_late, store, segment.path)
     if segments:
         kill_point("late.moved")
         await ledger.late_published(tuple(segment.path for segment in segments))

@@ -99,6 +99,11 @@ class WindowRunner:
         return len(self._unfinished)
 
     @property
+    def doomed_bytes(self) -> int:
+        """What segments take that are of no use, and could not be deleted yet."""
+        return self._steps.doomed_bytes
+
+    @property
     def unfinished(self) -> frozenset[str]:
         """The windows that wait or run."""
         return frozenset(window_id for window_id, _ in self._unfinished)

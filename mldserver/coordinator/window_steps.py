@@ -87,6 +87,11 @@ class WindowSteps:
         """Segments that the ledger names no more and that are not deleted yet."""
         self._replaced: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
 
+    @property
+    def doomed_bytes(self) -> int:
+        """What segments take that the ledger names no more and that could not be deleted yet."""
+        return sum(segment.bytes for segment in self._freeing.values())
+
     async def compute(self, entries: Sequence[WindowEntry]) -> tuple[Committed, ...] | None:
         """Begin an attempt at each window, run all as one job, and commit those that are still this server's.
 
@@ -172,7 +177,7 @@ class WindowSteps:
 
         So it is after a commit whose answer was lost, after a crash, and after another server's death.
         """
-        found = (await self._ledger.peek()).windows.get(entry.window_id)
+        found = next(iter(await self._ledger.find((entry.window_id,))), None)
         if (
             found is None
             or found.staging is None

@@ -191,8 +191,8 @@ class DynamoLedger:
             raise InternalError("The ledger is not open.", table=self._name)
         return self._journal
 
-    def _held(self) -> LedgerState:
-        return self._reached().book.state()
+    def _held(self, since: int = 0) -> LedgerState:
+        return self._reached().book.state(since)
 
     async def _decide(self, rule: Callable[[Draft], _T]) -> _T:
         """Run a rule over the latest version and write what it changes, until nobody else was faster."""
@@ -235,7 +235,7 @@ class DynamoLedger:
             raise InternalError("The ledger was not opened by a server.", table=self._name)
         return self._life
 
-    async def sync(self, told: ServerState) -> LedgerState:
+    async def sync(self, told: ServerState, since: int = 0) -> LedgerState:
         """Beat, and return what the ledger holds now. Shortens the log when it is long."""
         members.own(told, self._server_id)
         async with self._taking_turns():
@@ -244,7 +244,14 @@ class DynamoLedger:
             journal = self._reached()
             if journal.long(self._compact_bytes):
                 await journal.compact()
-            return self._held()
+            return self._held(since)
+
+    async def find(self, window_ids: tuple[str, ...]) -> tuple[WindowEntry, ...]:
+        """Return windows as they are."""
+        async with self._taking_turns():
+            await self._reached().refresh()
+            windows = self._reached().book.windows
+            return tuple(windows[each] for each in window_ids if each in windows)
 
     async def bury(self, server_ids: frozenset[str], *, beat_before_ms: int) -> frozenset[str]:
         """Remove servers that have not beaten since a time; return those that are gone."""
@@ -302,11 +309,13 @@ class DynamoLedger:
             lambda draft: windows.published(draft, window_ids, retain=retain, now_ms=now_ms)
         )
 
-    async def expire(self, *, published_before_ms: int, keep_bytes: int) -> tuple[Segment, ...]:
+    async def expire(
+        self, *, published_before_ms: int, keep_bytes: int, limit: int = 1000
+    ) -> tuple[Segment, ...]:
         """Stop retaining windows by age, then by size; return the segments to delete."""
         return await self._member(
             lambda draft: windows.expire(
-                draft, published_before_ms=published_before_ms, keep_bytes=keep_bytes
+                draft, published_before_ms=published_before_ms, keep_bytes=keep_bytes, limit=limit
             )
         )
 
@@ -330,11 +339,11 @@ class DynamoLedger:
         """Forget where shards without an owner stand; return which those were."""
         return await self._tool(lambda draft: members.reset(draft, shard_ids))
 
-    async def prune(self, *, windows_before_ms: int, shards_before_ms: int) -> int:
+    async def prune(self, *, windows_before_ms: int, shards_before_ms: int, limit: int = 10_000) -> int:
         """Forget windows published and not retained, and shards ended, before those times (ms)."""
         return await self._member(
             lambda draft: windows.prune(
-                draft, windows_before_ms=windows_before_ms, shards_before_ms=shards_before_ms
+                draft, windows_before_ms=windows_before_ms, shards_before_ms=shards_before_ms, limit=limit
             )
         )
 

@@ -7,13 +7,15 @@ brings every server's book to the next version. A draft that is thrown away has 
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from mldserver.state.ledger import BatchProgress, LedgerState, WindowState
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from mldserver.runtime.base import DeadLetter
     from mldserver.state.ledger import Segment, ServerState, ShardState, WindowEntry
@@ -67,12 +69,42 @@ class Changes:
         return self.totals is not None or bool(self.shards or self.windows or self.servers or self.late)
 
 
+class Ages:
+    """Published windows, those published longest ago first."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._sorted: list[tuple[int, str]] = []
+
+    def add(self, entry: WindowEntry) -> None:
+        """Take a published window in; the latest, which is nearly every one, at no cost."""
+        bisect.insort(self._sorted, _age(entry))
+
+    def drop(self, entry: WindowEntry) -> None:
+        """Take a window out that is in."""
+        del self._sorted[bisect.bisect_left(self._sorted, _age(entry))]
+
+    def oldest(self, before_ms: int | None = None) -> Iterator[str]:
+        """Yield the windows published before a time (ms; None: all)."""
+        for published_ms, window_id in self._sorted:
+            if before_ms is not None and published_ms >= before_ms:
+                return
+            yield window_id
+
+
+def _age(entry: WindowEntry) -> tuple[int, str]:
+    assert entry.published_ms is not None, "it is published"
+    return entry.published_ms, entry.window_id
+
+
 class Book:
     """What a ledger holds at one version."""
 
     def __init__(self) -> None:
         """Start with nothing, at version 0."""
         self.version = 0
+        self.news_from = 0
+        """Who has read less than this version must read everything: of older changes not all are known."""
         self.totals = Totals()
         self.shards: dict[str, ShardRow] = {}
         self.windows: dict[str, WindowEntry] = {}
@@ -80,6 +112,12 @@ class Book:
         self.late: dict[str, Segment] = {}
         self.current: dict[str, WindowEntry] = {}
         """Windows but those that are published and not retained: what ``LedgerState`` tells of."""
+        self.changed: dict[str, int] = {}
+        """The version that changed each window last, in order of versions."""
+        self.retained = Ages()
+        """Published windows that are retained."""
+        self.over = Ages()
+        """Published windows that are not retained."""
         self.paths: set[str] = set()
         """Of every segment of every window."""
         self.unfinished: set[str] = set()
@@ -93,11 +131,24 @@ class Book:
         self.totals = changes.totals or self.totals
         for window_id, entry in changes.windows.items():
             self._forget(self.windows.get(window_id))
+            self._changed(window_id, entry)
             self._learn(entry)
         _update(self.windows, changes.windows)
         _update(self.shards, changes.shards)
         _update(self.servers, changes.servers)
         _update(self.late, changes.late)
+
+    def _changed(self, window_id: str, entry: WindowEntry | None) -> None:
+        before = self.changed.pop(window_id, 0)
+        if entry is None:
+            self.news_from = max(self.news_from, before)
+        else:
+            self.changed[window_id] = self.version
+
+    def restored(self, version: int) -> None:
+        """Be of a version without having seen those before it."""
+        self.version = self.news_from = version
+        self.changed = dict.fromkeys(self.changed, version)
 
     def _forget(self, entry: WindowEntry | None) -> None:
         if entry is None:
@@ -105,6 +156,8 @@ class Book:
         self.paths.difference_update(each.path for each in (*entry.segments, *entry.pending))
         self.unfinished.discard(entry.window_id)
         self.current.pop(entry.window_id, None)
+        if entry.state is WindowState.PUBLISHED:
+            (self.retained if entry.retained else self.over).drop(entry)
         self.retained_bytes -= _retained_bytes(entry)
 
     def _learn(self, entry: WindowEntry | None) -> None:
@@ -115,6 +168,8 @@ class Book:
             self.unfinished.add(entry.window_id)
         if entry.retained or entry.state is not WindowState.PUBLISHED:
             self.current[entry.window_id] = entry
+        if entry.state is WindowState.PUBLISHED:
+            (self.retained if entry.retained else self.over).add(entry)
         self.retained_bytes += _retained_bytes(entry)
 
     def everything(self) -> Changes:
@@ -123,18 +178,27 @@ class Book:
             self.totals, self.shards.copy(), self.windows.copy(), self.servers.copy(), self.late.copy()
         )
 
-    def state(self) -> LedgerState:
-        """Return what the ledger holds, in collections that are the caller's."""
+    def state(self, since: int = 0) -> LedgerState:
+        """Return what the ledger holds, in collections that are the caller's; of windows the news since a version."""
+        if not self.news_from <= since <= self.version:
+            since = 0
         return LedgerState(
             shards={shard_id: row.state for shard_id, row in self.shards.items()},
-            windows=self.current.copy(),
+            windows=self._news(since) if since else self.current.copy(),
             late_segments=tuple(self.late.values()),
             clock=self.totals.clock,
             batch_progress=self.totals.batch_progress,
             dead_letters=self.totals.dead_letters,
             servers={server_id: row.state for server_id, row in self.servers.items()},
             cut_below_ms=self.totals.cut_below_ms,
+            version=self.version,
+            since=since,
         )
+
+    def _news(self, since: int) -> dict[str, WindowEntry]:
+        latest = reversed(self.changed.items())
+        names = [window_id for window_id, _ in itertools.takewhile(lambda each: each[1] > since, latest)]
+        return {window_id: self.windows[window_id] for window_id in reversed(names)}
 
 
 def segment_bytes(entry: WindowEntry) -> int:

@@ -134,7 +134,7 @@ class Journal:
                 return False
             book.apply(await self._unpacked(data, {}, off_loop=True))
         before, self.book = self.book, book
-        book.version = snapshot.version
+        book.restored(snapshot.version)
         self._snapshot, self._tail_bytes = snapshot, 0
         whole = await self._read_news() and book.version >= version
         if not whole or book.version < before.version:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -132,26 +133,20 @@ def _let_go(draft: Draft, entry: WindowEntry) -> tuple[Segment, ...]:
     return entry.segments
 
 
-def expire(draft: Draft, *, published_before_ms: int, keep_bytes: int) -> tuple[Segment, ...]:
+def expire(draft: Draft, *, published_before_ms: int, keep_bytes: int, limit: int) -> tuple[Segment, ...]:
     """Stop retaining windows by age, then by size; return the segments to delete."""
-    kept = draft.book.retained_bytes
+    book, kept, left = draft.book, draft.book.retained_bytes, limit
     free: list[Segment] = []
-    over = kept > keep_bytes
-    found = [
-        (entry.published_ms, entry.window_id, entry)
-        for entry in draft.book.windows.values()
-        if entry.retained
-        and entry.state is WindowState.PUBLISHED
-        and entry.published_ms is not None
-        and (over or entry.published_ms < published_before_ms)
-    ]
-    found.sort(key=lambda each: each[:2])
-    for published_ms, _, entry in found:
-        if published_ms >= published_before_ms and kept <= keep_bytes:
+    for window_id in book.retained.oldest(None if kept > keep_bytes else published_before_ms):
+        entry = book.windows[window_id]
+        old = entry.published_ms is not None and entry.published_ms < published_before_ms
+        if not left or not (old or kept > keep_bytes):
             break
         gone = _let_go(draft, entry)
-        kept -= segment_bytes(entry) if gone else 0
-        free.extend(gone)
+        if gone:
+            left -= 1
+            kept -= segment_bytes(entry)
+            free.extend(gone)
     return tuple(free)
 
 
@@ -179,26 +174,20 @@ def retry(draft: Draft, window_id: str) -> bool:
     return True
 
 
-def prune(draft: Draft, *, windows_before_ms: int, shards_before_ms: int) -> int:
+def prune(draft: Draft, *, windows_before_ms: int, shards_before_ms: int, limit: int) -> int:
     """Forget windows that were published and are not retained, and shards that ended; return how many."""
-    windows = [
-        entry
-        for entry in draft.book.windows.values()
-        if entry.state is WindowState.PUBLISHED
-        and not entry.retained
-        and entry.published_ms is not None
-        and entry.published_ms < windows_before_ms
-    ]
+    book = draft.book
+    over = [book.windows[each] for each in itertools.islice(book.over.oldest(windows_before_ms), limit)]
     shards = [
         shard_id
-        for shard_id, row in draft.book.shards.items()
+        for shard_id, row in book.shards.items()
         if row.ended_ms is not None and row.ended_ms < shards_before_ms
     ]
-    ends = [entry.end_ms for entry in windows] + [draft.totals.cut_below_ms]
+    ends = [entry.end_ms for entry in over] + [draft.totals.cut_below_ms]
     below = max((end for end in ends if end is not None), default=None)
     draft.totals = replace(draft.totals, cut_below_ms=below)
-    for entry in windows:
+    for entry in over:
         draft.windows.drop(entry.window_id)
     for shard_id in shards:
         draft.shards.drop(shard_id)
-    return len(windows) + len(shards)
+    return len(over) + len(shards)

@@ -223,7 +223,7 @@ class LedgerState:
 
     shards: dict[str, ShardState] = field(default_factory=dict)
     windows: dict[str, WindowEntry] = field(default_factory=dict)
-    """Windows that are not yet published, and retained ones that are."""
+    """Windows that are not yet published, and retained ones that are; or the news of windows (``since``)."""
     late_segments: tuple[Segment, ...] = ()
     """Registered files of the late dataset that may not be visible yet."""
     clock: int = 0
@@ -232,6 +232,11 @@ class LedgerState:
     servers: dict[str, ServerState] = field(default_factory=dict)
     cut_below_ms: int | None = None
     """Event-time windows that end at or before it and have no entry any more were cut: their rows are late."""
+    version: int = field(default=0, compare=False)
+    """Rises with every change of the ledger: what to ask for the next news with."""
+    since: int = field(default=0, compare=False)
+    """0: ``windows`` is complete. Else it holds only those that changed after this version, also those that are
+    published and not retained since; all others are as they were then, or gone after having been told of so."""
 
 
 class Ledger(Protocol):
@@ -257,11 +262,17 @@ class Ledger(Protocol):
         """
         ...
 
-    async def sync(self, told: ServerState) -> LedgerState:
+    async def sync(self, told: ServerState, since: int = 0) -> LedgerState:
         """Beat: keep what the server tells (``beat_ms`` too), and return what the ledger holds now.
 
-        Cheap however many windows are retained. Raises InternalError when ``told`` is of another server.
+        ``since``: the ``version`` of a state that the caller has already: of windows only the news are returned, unless
+        some that it may not have heard of are gone; the answer's ``since`` says which. So it is cheap however many
+        windows are retained. Raises InternalError when ``told`` is of another server.
         """
+        ...
+
+    async def find(self, window_ids: tuple[str, ...]) -> tuple[WindowEntry, ...]:
+        """Return windows as they are, also those that are published and not retained; unknown ones are left out."""
         ...
 
     async def bury(self, server_ids: frozenset[str], *, beat_before_ms: int) -> frozenset[str]:
@@ -344,11 +355,14 @@ class Ledger(Protocol):
         """
         ...
 
-    async def expire(self, *, published_before_ms: int, keep_bytes: int) -> tuple[Segment, ...]:
+    async def expire(
+        self, *, published_before_ms: int, keep_bytes: int, limit: int = 1000
+    ) -> tuple[Segment, ...]:
         """Stop retaining PUBLISHED windows, and return the segments to delete.
 
         First all published before a time, then those published longest ago until the segments of all PUBLISHED
-        windows take at most ``keep_bytes``. Windows with pending segments stay.
+        windows take at most ``keep_bytes``. Windows with pending segments stay. At most ``limit`` windows a call: when
+        the answer is of so many, more may follow.
         """
         ...
 
@@ -378,10 +392,11 @@ class Ledger(Protocol):
         """
         ...
 
-    async def prune(self, *, windows_before_ms: int, shards_before_ms: int) -> int:
+    async def prune(self, *, windows_before_ms: int, shards_before_ms: int, limit: int = 10_000) -> int:
         """Forget windows published and not retained, and shards ended, before those times (ms).
 
-        Returns how many rows went. Windows that are retained stay (``expire`` them first).
+        Returns how many rows went. At most ``limit`` windows a call, those published longest ago: when so many rows
+        went, more may follow. Windows that are retained stay (``expire`` them first).
         ``shards_before_ms`` must lie further back than the stream keeps records: a pruned shard that comes back
         is a new one.
         """

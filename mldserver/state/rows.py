@@ -22,14 +22,14 @@ from mldserver.state.ledger import (
 
 if TYPE_CHECKING:
     import sqlite3
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
 __all__ = [
     "dead_letter",
     "dead_letter_row",
-    "is_over",
     "names_text",
     "read_changed",
+    "read_current",
     "read_sequence",
     "read_state",
     "read_window",
@@ -139,38 +139,50 @@ def _window(row: sqlite3.Row, segments: list[Segment]) -> WindowEntry:
     )
 
 
-def is_over(entry: WindowEntry) -> bool:
-    """Whether nothing can happen to a window any more: it is no part of the ledger's state."""
-    return entry.state is WindowState.PUBLISHED and not entry.retained
-
-
-_SEGMENTS = "SELECT segments.*, start_ms, end_ms FROM segments JOIN windows USING (window_id)"
+_WINDOWS = "SELECT * FROM windows"
+# CROSS JOIN: windows first, by their index. Else SQLite reads every segment, to have them in order of their ids.
+_SEGMENTS = "SELECT segments.*, start_ms, end_ms FROM windows CROSS JOIN segments USING (window_id)"
 
 
 def read_window(db: sqlite3.Connection, window_id: str) -> WindowEntry | None:
     """Return a window with its segments in order of registration; None when there is no such row."""
-    row = db.execute("SELECT * FROM windows WHERE window_id = ?", (window_id,)).fetchone()
+    row = db.execute(f"{_WINDOWS} WHERE window_id = ?", (window_id,)).fetchone()
     if row is None:
         return None
     found = db.execute(f"{_SEGMENTS} WHERE window_id = ? ORDER BY id", (window_id,))
     return _window(row, [segment(each) for each in found])
 
 
-def read_changed(db: sqlite3.Connection, version: int) -> Iterator[WindowEntry]:
-    """Yield the windows that changed after a version of the ledger, oldest window first."""
+def read_changed(db: sqlite3.Connection, version: int) -> dict[str, WindowEntry]:
+    """Return the windows that changed after a version of the ledger, oldest window first."""
+    return _read_windows(db, "changed > ?", version)
+
+
+def read_current(db: sqlite3.Connection) -> dict[str, WindowEntry]:
+    """Return all windows but those to which nothing can happen any more, oldest window first."""
+    return _read_windows(db, "state <> 'published' OR retained = 1")
+
+
+def _read_windows(db: sqlite3.Connection, which: str, *values: int) -> dict[str, WindowEntry]:
     segments: defaultdict[str, list[Segment]] = defaultdict(list)
-    for row in db.execute(f"{_SEGMENTS} WHERE changed > ? ORDER BY id", (version,)):
+    for row in db.execute(f"{_SEGMENTS} WHERE {which} ORDER BY id", values):
         segments[row["window_id"]].append(segment(row))
-    for row in db.execute("SELECT * FROM windows WHERE changed > ? ORDER BY start_ms, window_id", (version,)):
-        yield _window(row, segments[row["window_id"]])
+    found = db.execute(f"{_WINDOWS} WHERE {which} ORDER BY start_ms, window_id", values)
+    return {row["window_id"]: _window(row, segments[row["window_id"]]) for row in found}
 
 
-def read_state(db: sqlite3.Connection, windows: dict[str, WindowEntry]) -> LedgerState:
-    """Return what the ledger holds, with these windows. Raises ValueError for content that cannot be."""
+def read_state(db: sqlite3.Connection, since: int) -> LedgerState:
+    """Return what the ledger holds, of windows the news since a version (or all, when these would not be all news).
+
+    Raises ValueError for content that cannot be.
+    """
     meta = db.execute("SELECT * FROM meta").fetchone()
+    # Else windows may be gone whose last change was never read; or the ledger is another one than that time.
+    if not meta["pruned_version"] <= since <= meta["version"]:
+        since = 0
     return LedgerState(
         shards={row["shard_id"]: shard(row) for row in db.execute("SELECT * FROM shards ORDER BY shard_id")},
-        windows=windows,
+        windows=read_changed(db, since) if since else read_current(db),
         late_segments=tuple(
             _late_segment(row) for row in db.execute("SELECT * FROM late_segments ORDER BY id")
         ),
@@ -181,6 +193,8 @@ def read_state(db: sqlite3.Connection, windows: dict[str, WindowEntry]) -> Ledge
             row["server_id"]: _server(row) for row in db.execute("SELECT * FROM servers ORDER BY server_id")
         },
         cut_below_ms=meta["cut_below_ms"],
+        version=meta["version"],
+        since=since,
     )
 
 

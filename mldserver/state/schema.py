@@ -1,9 +1,9 @@
-"""The ledger's file format: one SQLite database for one pipeline, format 2.
+"""The ledger's file format: one SQLite database for one pipeline, format 3.
 
 The database is in WAL mode and carries ``APPLICATION_ID`` in its header. All times are milliseconds since the Unix
 epoch (UTC). Sequence numbers have 21 to 60 digits, more than an INTEGER holds: they are TEXT in decimal digits and
 are compared as integers by the program, never by SQL. Lists are JSON arrays of strings. A file without tables is a
-ledger that was never created: creation is one transaction. Format 1, of one server only, was never released.
+ledger that was never created: creation is one transaction. Formats 1 and 2 were never released.
 
 ``meta``, exactly one row (id 1)
     ``format``, ``pipeline``: readable in every format to come, so that an older program can say what it found.
@@ -12,7 +12,8 @@ ledger that was never created: creation is one transaction. Format 1, of one ser
     ``batch_number``, ``batch_rows``, ``batch_opened_ms``: where the open ``batches`` window stands; the number
     never falls. ``dead_letters``: how many were stored. ``lives``: how often a server has registered.
     ``version``: raised by each transaction that writes. ``pruned_version``: the latest ``changed`` of all pruned
-    windows: who has read less must read everything.
+    windows: who has read less must read everything. ``retained_bytes``: of all segments of published windows that
+    are retained; kept by triggers.
 ``servers``, one row for each server that lives, or is not buried yet
     ``life``: which registration it is; a server that finds another, or no row, was buried. ``beat_ms``,
     ``watermark_ms``, ``idle``, ``held_by``, ``reason``: as it last told.
@@ -44,7 +45,7 @@ from typing import Final
 
 __all__ = ["APPLICATION_ID", "DDL", "FORMAT"]
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 
 APPLICATION_ID: Final = int.from_bytes(b"MLDS", "big")
 """Stands in the database's header: what tells a ledger from any other SQLite file."""
@@ -64,7 +65,8 @@ DDL: Final = (
         dead_letters    INTEGER NOT NULL DEFAULT 0,
         lives           INTEGER NOT NULL DEFAULT 0,
         version         INTEGER NOT NULL DEFAULT 0,
-        pruned_version  INTEGER NOT NULL DEFAULT 0
+        pruned_version  INTEGER NOT NULL DEFAULT 0,
+        retained_bytes  INTEGER NOT NULL DEFAULT 0
     )
     """,
     """
@@ -126,6 +128,24 @@ DDL: Final = (
     )
     """,
     "CREATE INDEX segments_by_window ON segments (window_id, revision)",
+    """
+    CREATE TRIGGER window_retained_bytes AFTER UPDATE OF state, retained ON windows
+    WHEN (OLD.state = 'published' AND OLD.retained) <> (NEW.state = 'published' AND NEW.retained)
+    BEGIN
+        UPDATE meta SET retained_bytes = retained_bytes
+            + CASE WHEN NEW.state = 'published' AND NEW.retained THEN 1 ELSE -1 END
+            * (SELECT COALESCE(sum(bytes), 0) FROM segments WHERE window_id = NEW.window_id);
+    END
+    """,
+    """
+    CREATE TRIGGER segment_retained_bytes AFTER INSERT ON segments
+    WHEN EXISTS (
+        SELECT 1 FROM windows WHERE window_id = NEW.window_id AND state = 'published' AND retained
+    )
+    BEGIN
+        UPDATE meta SET retained_bytes = retained_bytes + NEW.bytes;
+    END
+    """,
     """
     CREATE TABLE late_segments (
         id        INTEGER PRIMARY KEY,

@@ -78,9 +78,13 @@ class SqliteLedger:
         """Return what the ledger holds without registering; close it afterwards, also after an error."""
         return await self._call(self._store.peek)
 
-    async def sync(self, told: ServerState) -> LedgerState:
-        """Beat, and return what the ledger holds now."""
-        return await self._call(self._store.sync, told)
+    async def sync(self, told: ServerState, since: int = 0) -> LedgerState:
+        """Beat, and return what the ledger holds now, of windows the news since a version."""
+        return await self._call(self._store.sync, told, since)
+
+    async def find(self, window_ids: tuple[str, ...]) -> tuple[WindowEntry, ...]:
+        """Return windows as they are; unknown ones are left out."""
+        return await self._call(self._store.find, window_ids)
 
     async def bury(self, server_ids: frozenset[str], *, beat_before_ms: int) -> frozenset[str]:
         """Remove servers that have not beaten since a time; return those that are gone."""
@@ -130,10 +134,12 @@ class SqliteLedger:
         """Note that outputs are visible; return the segments that are free to delete."""
         return await self._call(self._store.published, window_ids, retain=retain, now_ms=self._clock.now_ms())
 
-    async def expire(self, *, published_before_ms: int, keep_bytes: int) -> tuple[Segment, ...]:
+    async def expire(
+        self, *, published_before_ms: int, keep_bytes: int, limit: int = 1000
+    ) -> tuple[Segment, ...]:
         """Stop retaining windows by age, then by size; return the segments to delete."""
         return await self._call(
-            self._store.expire, published_before_ms=published_before_ms, keep_bytes=keep_bytes
+            self._store.expire, published_before_ms=published_before_ms, keep_bytes=keep_bytes, limit=limit
         )
 
     async def late_published(self, paths: tuple[str, ...]) -> None:
@@ -156,10 +162,13 @@ class SqliteLedger:
         """Forget where shards without an owner stand; return those."""
         return await self._call(self._store.reset, shard_ids)
 
-    async def prune(self, *, windows_before_ms: int, shards_before_ms: int) -> int:
+    async def prune(self, *, windows_before_ms: int, shards_before_ms: int, limit: int = 10_000) -> int:
         """Forget windows published and not retained, and shards ended, before those times (ms)."""
         return await self._call(
-            self._store.prune, windows_before_ms=windows_before_ms, shards_before_ms=shards_before_ms
+            self._store.prune,
+            windows_before_ms=windows_before_ms,
+            shards_before_ms=shards_before_ms,
+            limit=limit,
         )
 
     async def dead_letters(self, limit: int = 100) -> tuple[DeadLetter, ...]:

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SqliteStore"]
 
-_NOTHING_READ = -1
-
 
 class SqliteStore:
     """One pipeline's ledger file. Methods mean what ``Ledger`` says; LedgerError leaves the ledger as it was."""
@@ -48,9 +46,6 @@ class SqliteStore:
         self._busy_timeout_ms = busy_timeout_ms
         self._db: sqlite3.Connection | None = None
         self._life: int | None = None
-        # The windows as they were at a version of the ledger: a beat reads only those that changed since.
-        self._windows: dict[str, WindowEntry] = {}
-        self._read_version = _NOTHING_READ
 
     def open(self, *, now_ms: int) -> LedgerState:
         """Open or create the file, register the server, and return what the ledger holds.
@@ -84,7 +79,6 @@ class SqliteStore:
     def close(self) -> None:
         """Close the file; without effect when it is closed."""
         db, self._db, self._life = self._db, None, None
-        self._windows, self._read_version = {}, _NOTHING_READ
         if db is not None:
             db.close()
 
@@ -128,32 +122,29 @@ class SqliteStore:
             )
         return self._life
 
-    def _state(self, db: sqlite3.Connection) -> LedgerState:
-        """Read what changed since the last reading. Raises LedgerError for content that cannot be."""
-        version, pruned = db.execute("SELECT version, pruned_version FROM meta").fetchone()
-        if pruned > self._read_version:
-            # Windows may be gone whose last change was never read.
-            self._windows, self._read_version = {}, _NOTHING_READ
+    def _state(self, db: sqlite3.Connection, since: int = 0) -> LedgerState:
+        """Read what the ledger holds. Raises LedgerError for content that cannot be."""
+        with self._sound():
+            return rows.read_state(db, since)
+
+    @contextlib.contextmanager
+    def _sound(self) -> Iterator[None]:
         try:
-            for entry in rows.read_changed(db, self._read_version):
-                self._keep(entry)
-            state = rows.read_state(db, dict(self._windows))
+            yield
         except ValueError as error:
             raise damaged(f"its content cannot be read ({error})", self._path) from error
-        self._read_version = version
-        return state
 
-    def _keep(self, entry: WindowEntry) -> None:
-        if rows.is_over(entry):
-            self._windows.pop(entry.window_id, None)
-        else:
-            self._windows[entry.window_id] = entry
-
-    def sync(self, told: ServerState) -> LedgerState:
-        """Beat, and return what the ledger holds now."""
+    def sync(self, told: ServerState, since: int = 0) -> LedgerState:
+        """Beat, and return what the ledger holds now, of windows the news since a version."""
         with self._serving() as db:
             members.beat(db, self.server_id, told)
-            return self._state(db)
+            return self._state(db, since)
+
+    def find(self, window_ids: tuple[str, ...]) -> tuple[WindowEntry, ...]:
+        """Return windows as they are; unknown ones are left out."""
+        with self._transaction("BEGIN") as db, self._sound():
+            found = [rows.read_window(db, each) for each in window_ids]
+        return tuple(entry for entry in found if entry is not None)
 
     def bury(self, server_ids: frozenset[str], *, beat_before_ms: int) -> frozenset[str]:
         """Remove servers that have not beaten since a time; return those that are gone."""
@@ -228,10 +219,12 @@ class SqliteStore:
         with self._serving() as db:
             return windows.published(db, window_ids, retain=retain, now_ms=now_ms)
 
-    def expire(self, *, published_before_ms: int, keep_bytes: int) -> tuple[Segment, ...]:
+    def expire(self, *, published_before_ms: int, keep_bytes: int, limit: int = 1000) -> tuple[Segment, ...]:
         """Stop retaining windows by age, then by size; return the segments to delete."""
         with self._serving() as db:
-            return windows.expire(db, published_before_ms=published_before_ms, keep_bytes=keep_bytes)
+            return windows.expire(
+                db, published_before_ms=published_before_ms, keep_bytes=keep_bytes, limit=limit
+            )
 
     def set_aside(self, window_id: str, error: str) -> None:
         """Put a cut window of this server aside with its segments."""
@@ -253,10 +246,12 @@ class SqliteStore:
         with self._writing() as db:
             return members.reset(db, shard_ids)
 
-    def prune(self, *, windows_before_ms: int, shards_before_ms: int) -> int:
+    def prune(self, *, windows_before_ms: int, shards_before_ms: int, limit: int = 10_000) -> int:
         """Forget windows published and not retained, and shards ended, before those times; return how many."""
         with self._serving() as db:
-            return windows.prune(db, windows_before_ms=windows_before_ms, shards_before_ms=shards_before_ms)
+            return windows.prune(
+                db, windows_before_ms=windows_before_ms, shards_before_ms=shards_before_ms, limit=limit
+            )
 
     def dead_letters(self, limit: int = 100) -> tuple[DeadLetter, ...]:
         """Return at most ``limit`` dead letters, oldest first."""

@@ -24,6 +24,8 @@ __all__ = [
     "set_aside",
 ]
 
+_LAST_MS = 2**63 - 1
+
 
 def cut(db: sqlite3.Connection, window_ids: Iterable[str], server_id: str) -> tuple[WindowEntry, ...]:
     """Fix the segments of windows that are open, or published with more waiting; return those, in order."""
@@ -141,14 +143,19 @@ def _let_go(db: sqlite3.Connection, window_id: str) -> tuple[Segment, ...]:
     return free
 
 
-def expire(db: sqlite3.Connection, *, published_before_ms: int, keep_bytes: int) -> tuple[Segment, ...]:
+def expire(
+    db: sqlite3.Connection, *, published_before_ms: int, keep_bytes: int, limit: int
+) -> tuple[Segment, ...]:
     """Stop retaining windows by age, then by size; return the segments to delete."""
+    kept: int = db.execute("SELECT retained_bytes FROM meta").fetchone()[0]
+    # A bound in the index, not a condition on each row: most windows are neither old nor in the way.
+    before_ms = published_before_ms if kept <= keep_bytes else _LAST_MS
     found = db.execute(
-        "SELECT window_id, published_ms,"
-        " (SELECT sum(bytes) FROM segments WHERE segments.window_id = windows.window_id) AS bytes"
-        " FROM windows WHERE state = 'published' AND retained = 1 ORDER BY published_ms, window_id"
+        "SELECT window_id, published_ms FROM windows WHERE state = 'published' AND retained = 1 AND published_ms < ?"
+        " AND NOT EXISTS (SELECT 1 FROM segments AS s WHERE s.window_id = windows.window_id AND s.revision = 0)"
+        " ORDER BY published_ms, window_id LIMIT ?",
+        (before_ms, limit),
     ).fetchall()
-    kept = sum(row["bytes"] for row in found)
     gone: list[Segment] = []
     for row in found:
         if row["published_ms"] >= published_before_ms and kept <= keep_bytes:
@@ -179,21 +186,18 @@ def retry(db: sqlite3.Connection, window_id: str) -> bool:
     )
 
 
-def prune(db: sqlite3.Connection, *, windows_before_ms: int, shards_before_ms: int) -> int:
+def prune(db: sqlite3.Connection, *, windows_before_ms: int, shards_before_ms: int, limit: int) -> int:
     """Forget windows that were published and are not retained, and shards that ended; return how many."""
-    end_ms, changed = db.execute(
-        "SELECT max(end_ms), max(changed) FROM windows"
-        " WHERE state = 'published' AND retained = 0 AND published_ms < ?",
-        (windows_before_ms,),
-    ).fetchone()
-    if changed is None:
-        gone = 0
-    else:
+    over = db.execute(
+        "SELECT window_id, end_ms, changed FROM windows WHERE state = 'published' AND retained = 0"
+        " AND published_ms < ? ORDER BY published_ms, window_id LIMIT ?",
+        (windows_before_ms, limit),
+    ).fetchall()
+    db.executemany("DELETE FROM windows WHERE window_id = ?", [(row["window_id"],) for row in over])
+    if over:
+        changed = max(row["changed"] for row in over)
         db.execute("UPDATE meta SET pruned_version = max(pruned_version, ?)", (changed,))
-        gone = db.execute(
-            "DELETE FROM windows WHERE state = 'published' AND retained = 0 AND published_ms < ?",
-            (windows_before_ms,),
-        ).rowcount
+    end_ms = max((row["end_ms"] for row in over if row["end_ms"] is not None), default=None)
     if end_ms is not None:
         db.execute("UPDATE meta SET cut_below_ms = max(COALESCE(cut_below_ms, ?1), ?1)", (end_ms,))
-    return gone + db.execute("DELETE FROM shards WHERE ended_ms < ?", (shards_before_ms,)).rowcount
+    return len(over) + db.execute("DELETE FROM shards WHERE ended_ms < ?", (shards_before_ms,)).rowcount

@@ -128,6 +128,7 @@ class ModelServer:
         return self.content.state()
 
     def sync(self, told: ServerState) -> LedgerState:
+        """Tell everything: what the news come to is the callers' to compare."""
         self.serving().servers[self.server_id] = told
         return self.content.state()
 
@@ -337,9 +338,12 @@ class ModelServer:
                 self.content.window(window_id, retained=False, segments=())
         return tuple(free)
 
-    def expire(self, *, published_before_ms: int, keep_bytes: int) -> tuple[Segment, ...]:
+    def find(self, window_ids: tuple[str, ...]) -> tuple[WindowEntry, ...]:
+        return tuple(self.content.windows[each] for each in window_ids if each in self.content.windows)
+
+    def expire(self, *, published_before_ms: int, keep_bytes: int, limit: int = 1000) -> tuple[Segment, ...]:
         content, free = self.serving(), list[Segment]()
-        while True:
+        for _ in range(limit):
             published = [each for each in content.windows.values() if each.state is PUBLISHED]
             total = sum(s.bytes for each in published for s in (*each.segments, *each.pending))
             oldest = min(
@@ -350,6 +354,7 @@ class ModelServer:
             if oldest is None or (oldest.published_ms >= published_before_ms and total <= keep_bytes):
                 return tuple(free)
             free += self.let_go([oldest.window_id])
+        return tuple(free)
 
     def set_aside(self, window_id: str, error: str) -> None:
         if self.ours(window_id):
@@ -361,13 +366,14 @@ class ModelServer:
             self.content.window(window_id, state=CUT, error=None)
         return found
 
-    def prune(self, *, windows_before_ms: int, shards_before_ms: int) -> int:
+    def prune(self, *, windows_before_ms: int, shards_before_ms: int, limit: int = 10_000) -> int:
         content = self.serving()
         old = [
             each
             for each in content.windows.values()
             if each.state is PUBLISHED and not each.retained and each.published_ms < windows_before_ms
         ]
+        old = sorted(old, key=lambda each: (each.published_ms, each.window_id))[:limit]
         gone = [each for each, ms in content.ended_ms.items() if ms < shards_before_ms]
         for each in old:
             del content.windows[each.window_id]

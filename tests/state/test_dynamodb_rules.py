@@ -80,10 +80,10 @@ def test_a_position_that_would_go_down_is_a_bug(steps: Steps, position: Sequence
 
 def test_every_reason_to_refuse_a_flush_is_told_at_once(steps: Steps) -> None:
     steps.to(WindowState.PUBLISHED)
-    steps(windows.expire, published_before_ms=9, keep_bytes=0)
+    steps(windows.expire, published_before_ms=9, keep_bytes=0, limit=9)
     told = steps(register, Flush((move("z"),), (seg("s2"), more("s3"))), 1)
     assert (told.lost_shards, told.cut_windows, told.expired_windows) == ({"z"}, {W1}, {W1})
-    assert steps(windows.prune, windows_before_ms=9, shards_before_ms=0) == 1
+    assert steps(windows.prune, windows_before_ms=9, shards_before_ms=0, limit=9) == 1
     assert steps(register, Flush((), (seg("s2"), more("s3"))), 1).cut_windows == {W1}
     assert steps(register, Flush((), (Segment("b", "batch-1", 1, 1),)), 1).registered
 
@@ -127,7 +127,7 @@ def test_shards_that_nobody_knows_are_noted_or_passed_over(steps: Steps) -> None
     steps(members.end_shards, ("a",), 6)
     assert steps.book.shards["a"].ended_ms == 5
     assert steps(members.accept_gap, "a")
-    assert steps(windows.prune, windows_before_ms=0, shards_before_ms=6) == 1
+    assert steps(windows.prune, windows_before_ms=0, shards_before_ms=6, limit=9) == 1
 
 
 def test_windows_that_are_elsewhere_in_their_life_are_passed_over(steps: Steps) -> None:
@@ -152,9 +152,9 @@ def test_a_window_that_was_put_aside_takes_late_rows_and_is_tried_again(steps: S
 
 def test_windows_with_rows_that_wait_are_kept_and_cut_again(steps: Steps) -> None:
     steps.to(WindowState.PUBLISHED)
-    assert steps(windows.expire, published_before_ms=5, keep_bytes=10**6) == ()
+    assert steps(windows.expire, published_before_ms=5, keep_bytes=10**6, limit=9) == ()
     steps(register, Flush((), (more("s2"),)), 1)
-    assert steps(windows.expire, published_before_ms=9, keep_bytes=0) == ()
+    assert steps(windows.expire, published_before_ms=9, keep_bytes=0, limit=9) == ()
     (entry,) = steps(windows.cut, (W1,), "one")
     assert (entry.revision, entry.segments) == (2, (seg("s1", revision=1), more("s2", revision=2)))
     assert entry.segments[1].kind is SegmentKind.RECOMPUTE
@@ -169,6 +169,6 @@ def test_retention_by_bytes_lets_the_oldest_go_first(steps: Steps, keep_bytes: i
         steps(windows.begin_attempts, (window_id,), "one")
         steps(windows.commit, (Commit(window_id, 1, "stage", (), 0),), "one")
         steps(windows.published, (window_id,), retain=True, now_ms=ms)
-    gone = steps(windows.expire, published_before_ms=0, keep_bytes=keep_bytes)
+    gone = steps(windows.expire, published_before_ms=0, keep_bytes=keep_bytes, limit=9)
     assert [each.path for each in gone] == [f"s{ms}" for ms in range(3 - kept)]
     assert steps.book.retained_bytes == kept * 500

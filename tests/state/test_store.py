@@ -9,17 +9,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mldserver.errors import InternalError, LedgerError
-from mldserver.state import rows, schema
-from mldserver.state.ledger import Flush, LedgerState, Segment, ServerState
-from mldserver.state.rows import read_changed
+from mldserver.state import schema
+from mldserver.state.ledger import Flush, LedgerState, ServerState
 from mldserver.state.store import SqliteStore
 from tests.state.samples import HUGE, W1, letter, move, seg
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-    from mldserver.state.ledger import WindowEntry
 
 
 @pytest.fixture
@@ -51,8 +48,8 @@ def test_the_file_is_what_its_documentation_says(store: SqliteStore, path: Path)
     with closing(sqlite3.connect(path)) as db:
         assert db.execute("PRAGMA application_id").fetchone() == (schema.APPLICATION_ID,)
         assert db.execute("SELECT * FROM meta").fetchone() == (
-            *(1, 2, "p", 5, 0, None, 0, 0, None),
-            *(1, 1, 4, 0),
+            *(1, 3, "p", 5, 0, None, 0, 0, None),
+            *(1, 1, 4, 0, 0),
         )
         assert db.execute(
             "SELECT sequence, typeof(sequence), typeof(sub_sequence) FROM shards"
@@ -170,25 +167,6 @@ def test_an_error_names_the_file_and_the_code(store: SqliteStore, path: Path) ->
     with pytest.raises(InternalError) as caught:
         store.register(Flush((), (seg("s1"),)), now_ms=8)
     assert caught.value.where == {"path": str(path), "sqlite": "SQLITE_CONSTRAINT_UNIQUE"}
-
-
-def test_a_beat_does_not_read_the_windows_that_did_not_change(store: SqliteStore) -> None:
-    for n in range(50):
-        store.register(Flush((), (Segment(f"w{n}", f"window-{n}", 1, 1),)), now_ms=7)
-    read: list[str] = []
-    told = ServerState("one", 9)
-    assert len(store.sync(told).windows) == 51
-    store.cut(("window-7",))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows, "read_changed", lambda *args: noted(read_changed(*args), read))
-        assert len(store.sync(told).windows) == 51
-    assert read == ["window-7"]
-
-
-def noted(entries: Iterator[WindowEntry], read: list[str]) -> Iterator[WindowEntry]:
-    for entry in entries:
-        read.append(entry.window_id)
-        yield entry
 
 
 def test_a_shared_file_that_is_changed_by_hand_is_found_at_the_next_beat(

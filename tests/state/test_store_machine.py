@@ -20,11 +20,13 @@ from mldserver.state.ledger import (
     BatchProgress,
     Commit,
     Flush,
+    LedgerState,
     PositionUpdate,
     Segment,
     SegmentKind,
     ServerState,
     ShardState,
+    WindowEntry,
 )
 from mldserver.state.store import SqliteStore
 from tests.state.model import CUT, OPEN, PUBLISHED, SET_ASIDE, Content, ModelServer
@@ -40,7 +42,25 @@ times = st.none() | st.integers(0, 50)
 ages = st.integers(-1, 12)
 # Few digits and many, so that an order of texts would differ from the order of numbers.
 steps = st.sampled_from([0, 0, 1, 5, 10**30])
+limits = st.sampled_from([1000, 1000, 2, 1])
 likely = st.sampled_from([True] * 9 + [False])
+
+
+class Heard:
+    """A server's picture of the windows, kept up by news."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.windows: dict[str, WindowEntry] = {}
+
+    def learn(self, state: LedgerState) -> None:
+        if not state.since:
+            self.windows = {}
+        self.version = state.version
+        self.windows |= state.windows
+        for window_id, entry in state.windows.items():
+            if entry.state is PUBLISHED and not entry.retained:
+                del self.windows[window_id]
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -50,6 +70,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.now = self.files = 0
         shared = [Content()]
         self.models = [ModelServer(shared, name) for name in "xy"]
+        self.heard = [Heard(), Heard()]
         self.stores = [self.store(name) for name in "xy"]
         for server in (0, 1):
             self.both(server, "open", now_ms=0)
@@ -101,7 +122,14 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(server=servers, age=ages, watermark=times, idle=st.booleans())
     def sync(self, server: int, age: int, watermark: int | None, idle: bool) -> None:
         told = ServerState("xy"[server], self.now - age, watermark, idle, None if idle else "a", "so")
-        self.both(server, "sync", told)
+        if self.both(server, "sync", told) is not ServerBuried:
+            heard = self.heard[server]
+            heard.learn(self.stores[server].sync(told, heard.version))
+            assert heard.windows == self.content.state().windows
+
+    @rule(server=servers, window_ids=some_windows)
+    def find(self, server: int, window_ids: tuple[str, ...]) -> None:
+        self.both(server, "find", window_ids)
 
     @rule(server=servers)
     def peek(self, server: int) -> None:
@@ -240,9 +268,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.now += 1
         self.both(server, "published", window_ids, retain=retain, now_ms=self.now)
 
-    @rule(server=servers, age=ages, keep_bytes=st.sampled_from([0, 5, 50, 10**9]))
-    def expire(self, server: int, age: int, keep_bytes: int) -> None:
-        self.both(server, "expire", published_before_ms=self.now - age, keep_bytes=keep_bytes)
+    @rule(server=servers, age=ages, keep_bytes=st.sampled_from([0, 5, 50, 10**9]), limit=limits)
+    def expire(self, server: int, age: int, keep_bytes: int, limit: int) -> None:
+        self.both(server, "expire", published_before_ms=self.now - age, keep_bytes=keep_bytes, limit=limit)
 
     @rule(server=servers, window_id=windows)
     def set_aside(self, server: int, window_id: str) -> None:
@@ -257,9 +285,10 @@ class LedgerMachine(RuleBasedStateMachine):
         visible = data.draw(st.lists(st.sampled_from([each.path for each in self.content.late] or ["none"])))
         self.both(server, "late_published", tuple(visible))
 
-    @rule(server=servers, age=ages, shard_age=ages)
-    def prune(self, server: int, age: int, shard_age: int) -> None:
-        self.both(server, "prune", windows_before_ms=self.now - age, shards_before_ms=self.now - shard_age)
+    @rule(server=servers, age=ages, shard_age=ages, limit=limits)
+    def prune(self, server: int, age: int, shard_age: int, limit: int) -> None:
+        before = {"windows_before_ms": self.now - age, "shards_before_ms": self.now - shard_age}
+        self.both(server, "prune", limit=limit, **before)
 
 
 LedgerMachine.TestCase.settings = settings(

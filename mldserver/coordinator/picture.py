@@ -1,0 +1,43 @@
+"""What the ledger holds of windows, kept up by its news: a synchronous core.
+
+A day of one-second windows is 86,400 retained ones. What a cycle must know of them all (what their segments take, which
+of them are under way) is kept here and changed by what changed, so that a cycle costs what happened since the last one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from mldserver.state.ledger import WindowState
+
+if TYPE_CHECKING:
+    from mldserver.state.ledger import LedgerState, WindowEntry
+
+__all__ = ["Picture"]
+
+_UNDER_WAY: Final = frozenset({WindowState.CUT, WindowState.COMMITTED})
+
+
+class Picture:
+    """The windows of all servers, as of the latest news."""
+
+    def __init__(self) -> None:
+        """Know of none yet."""
+        self.segment_bytes = 0
+        """What the segments take that windows wait for, or retain."""
+        self.under_way: dict[str, WindowEntry] = {}
+        """Windows that are cut or committed."""
+        self._bytes: dict[str, int] = {}
+
+    def learn(self, state: LedgerState) -> None:
+        """Take in a state of the ledger: everything, or the news since the last one."""
+        if not state.since:
+            self.segment_bytes, self.under_way, self._bytes = 0, {}, {}
+        for entry in state.windows.values():
+            size = sum(segment.bytes for segment in (*entry.segments, *entry.pending))
+            self.segment_bytes += size - self._bytes.pop(entry.window_id, 0)
+            if size:
+                self._bytes[entry.window_id] = size
+            self.under_way.pop(entry.window_id, None)
+            if entry.state in _UNDER_WAY:
+                self.under_way[entry.window_id] = entry

@@ -1,0 +1,60 @@
+"""What is let go of, and when: segments of old windows, then the windows, then the shards that ended.
+
+A step a cycle, so that nothing waits long for what a server finds that comes back after a day.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from mldserver.coordinator.flusher import Flusher
+    from mldserver.coordinator.lineage import Lineage
+    from mldserver.coordinator.rules import CoordinatorRules
+
+__all__ = ["LetGo", "Retention"]
+
+_PRUNE_MS: Final = 3_600_000
+"""How often the ledger is asked to forget what is old."""
+
+_HEARD_MS: Final = 600_000
+"""How much longer than it is retained a window is remembered: by then every server has heard that it is over, and need
+not read the whole ledger anew because news of it are gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class LetGo:
+    """What one step came to."""
+
+    bytes: int
+    """Of files deleted."""
+    shards: tuple[str, ...]
+    """Ended shards that were forgotten."""
+    more: bool
+    """Whether the next step should follow at once."""
+
+
+class Retention:
+    """When what was let go of last."""
+
+    def __init__(self, *, rules: CoordinatorRules, flusher: Flusher, lineage: Lineage, now_ms: int) -> None:
+        """Forget nothing within the first hour."""
+        self._rules = rules
+        self._flusher = flusher
+        self._lineage = lineage
+        self._pruned_ms = now_ms
+
+    async def step(self, now_ms: int, held_bytes: int) -> LetGo:
+        """Let go of what is past its retention. ``held_bytes``: what all segments take.
+
+        Raises LedgerError and OSError; repeatable.
+        """
+        deleted = await self._flusher.expire(now_ms - self._rules.retention_ms, held_bytes)
+        shards: tuple[str, ...] = ()
+        if self._flusher.pruning or now_ms - self._pruned_ms >= _PRUNE_MS:
+            shards_before_ms = now_ms - self._rules.shard_retention_ms
+            await self._flusher.prune(now_ms - self._rules.retention_ms - _HEARD_MS, shards_before_ms)
+            self._pruned_ms = now_ms
+            shards = self._lineage.forget_ended(shards_before_ms)
+        return LetGo(deleted, shards, self._flusher.expiring or self._flusher.pruning)
