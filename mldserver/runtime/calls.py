@@ -12,21 +12,23 @@ import asyncio
 import inspect
 from dataclasses import dataclass, field
 from types import GeneratorType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
 from mldserver.runtime.failure import Failure, describe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from mldserver.clock import Clock
     from mldserver.runtime.thread import WorkerThread
 
-__all__ = ["BoundHook", "Caller", "Returned"]
+__all__ = ["BoundHook", "Caller", "Returned", "Watch"]
 
 log = structlog.get_logger("mldserver")
+
+_T = TypeVar("_T")
 
 _PLAIN = frozenset({type(None), tuple, dict, list})
 
@@ -50,7 +52,7 @@ class Returned:
 
 
 @dataclass(slots=True)
-class _Watch:
+class Watch:
     """Seen from both sides: since when the present call runs, whether anyone still wants it, whether it was cancelled."""
 
     started_ms: int | None = None
@@ -76,18 +78,31 @@ class Caller:
         An asynchronous call beyond its deadline is cancelled and has failed. A synchronous one cannot be stopped:
         it is told in the log (``handler.slow``) for as long as it runs.
         """
-        watch = _Watch()
         if hook.is_async:
-            return await self._run_async(hook, arguments, watch, shard)
+            return await self._run_async(hook, arguments, Watch(), shard)
+        return await self.on_thread(lambda watch: self.call_sync(hook, arguments, watch), hook, shard=shard)
+
+    async def on_thread(self, function: Callable[[Watch], _T], hook: BoundHook, *, shard: str) -> _T:
+        """Return what ``function`` returns, run on the worker thread; it may call the synchronous ``hook`` there.
+
+        One hop to the thread costs more than a small batch does: whoever has more to do there does it in one.
+        """
+        watch = Watch()
+        if self._deadline is None:
+            try:
+                return await self._thread.run(lambda: function(watch))
+            finally:
+                watch.abandoned = True
         async with asyncio.TaskGroup() as group:
             warner = group.create_task(self._warn(hook, watch, shard))
             try:
-                return await self._thread.run(lambda: self._run_sync(hook, arguments, watch))
+                return await self._thread.run(lambda: function(watch))
             finally:
                 watch.abandoned = True
                 warner.cancel()
 
-    def _run_sync(self, hook: BoundHook, arguments: Sequence[Any], watch: _Watch) -> Returned:
+    def call_sync(self, hook: BoundHook, arguments: Iterable[Any], watch: Watch) -> Returned:
+        """Do as ``run`` does, for a synchronous hook, on the thread where this is called."""
         returned, function, now_ms = Returned(), hook.function, self._clock.now_ms
         values = returned.values
         try:
@@ -103,7 +118,7 @@ class Caller:
         return returned
 
     async def _run_async(
-        self, hook: BoundHook, arguments: Sequence[Any], watch: _Watch, shard: str
+        self, hook: BoundHook, arguments: Sequence[Any], watch: Watch, shard: str
     ) -> Returned:
         returned, task = Returned(), asyncio.current_task()
         assert task is not None, "coroutines of the runtime run in tasks"
@@ -128,7 +143,7 @@ class Caller:
         return returned
 
     async def _call_each(
-        self, hook: BoundHook, arguments: Sequence[Any], watch: _Watch, returned: Returned
+        self, hook: BoundHook, arguments: Sequence[Any], watch: Watch, returned: Returned
     ) -> None:
         for argument in arguments:
             watch.started_ms = self._clock.now_ms()
@@ -150,14 +165,14 @@ class Caller:
         text = describe(error).traceback if error else ""
         return Failure(f"TimeoutError: it took longer than {self._deadline} s", text)
 
-    async def _warn(self, hook: BoundHook, watch: _Watch, shard: str) -> None:
+    async def _warn(self, hook: BoundHook, watch: Watch, shard: str) -> None:
         """Tell of each deadline that a synchronous call runs past."""
         while self._deadline is not None:
             await self._overdue(watch, self._deadline)
             self._tell_slow(hook, watch, shard)
             await self._clock.sleep(self._deadline)
 
-    async def _expire(self, hook: BoundHook, watch: _Watch, limit: asyncio.Timeout, shard: str) -> None:
+    async def _expire(self, hook: BoundHook, watch: Watch, limit: asyncio.Timeout, shard: str) -> None:
         """Cancel an asynchronous call at its deadline; tell when it does not let itself be cancelled."""
         if self._deadline is None:
             return
@@ -167,16 +182,16 @@ class Caller:
         await self._clock.sleep(self._deadline)
         await self._warn(hook, watch, shard)
 
-    async def _overdue(self, watch: _Watch, deadline: float) -> None:
+    async def _overdue(self, watch: Watch, deadline: float) -> None:
         """Return when the running call has run for ``deadline`` seconds of the clock."""
         while (left := deadline - self._running(watch)) > 0:
             await self._clock.sleep(left)
 
-    def _running(self, watch: _Watch) -> float:
+    def _running(self, watch: Watch) -> float:
         started = watch.started_ms
         return 0.0 if started is None else (self._clock.now_ms() - started) / 1000
 
-    def _tell_slow(self, hook: BoundHook, watch: _Watch, shard: str) -> None:
+    def _tell_slow(self, hook: BoundHook, watch: Watch, shard: str) -> None:
         log.warning(
             "handler.slow",
             shard=shard,

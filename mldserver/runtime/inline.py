@@ -18,7 +18,6 @@ from mldserver.protocol.batches import BatchDecoder
 from mldserver.runtime.calls import BoundHook, Caller
 from mldserver.runtime.failure import Failure, FailurePolicy, OnFailure
 from mldserver.runtime.inspection import load_spec
-from mldserver.runtime.outcome import take
 from mldserver.runtime.rows import RowBuilder
 from mldserver.runtime.spec import HandlerKind, HandlerSpec, windows_text
 from mldserver.runtime.thread import WorkerThread
@@ -127,10 +126,9 @@ class InlineRuntime:
     async def process(self, delivery: Delivery) -> BatchOutcome:
         """Decode a line and run the handler over its records (see ``Runtime.process``)."""
         opened = self._opened(delivery.shard_id)
-        taken = await self._thread.run(partial(take, delivery, opened.decoder(delivery.version)))
         tools = self._ready()
         hook = opened.hooks[tools.spec.record_hook]
-        return await BatchWork(tools, hook, taken, delivery.shard_id).run()
+        return await BatchWork(tools, hook, delivery, opened.decoder(delivery.version)).run()
 
     async def notify(self, shard_id: str, hook: Hook) -> None:
         """Run a life-cycle hook, if the handler has it. Its failures are retried, then logged, never raised."""

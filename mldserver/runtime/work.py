@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
@@ -12,18 +12,20 @@ from mldserver.errors import HandlerHalted
 from mldserver.records import Batch
 from mldserver.runtime.base import BatchOutcome
 from mldserver.runtime.calls import BoundHook
-from mldserver.runtime.failure import BatchPlan, Failure, Retry, Step
-from mldserver.runtime.outcome import Taken, damaged, dead_letter, join_rows
+from mldserver.runtime.failure import BatchPlan, Failure, Retry, Step, describe
+from mldserver.runtime.outcome import Taken, damaged, dead_letter, join_rows, take
 from mldserver.runtime.spec import HandlerSpec, RecordHook
 from mldserver.runtime.tables import take_table
 from mldserver.runtime.values import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from mldserver.clock import Clock
-    from mldserver.runtime.base import DeadLetter
-    from mldserver.runtime.calls import Caller, Returned
+    from mldserver.protocol.batches import BatchDecoder
+    from mldserver.records import Record
+    from mldserver.runtime.base import DeadLetter, Delivery
+    from mldserver.runtime.calls import Caller, Returned, Watch
     from mldserver.runtime.failure import FailurePolicy
     from mldserver.runtime.rows import Built, RowBuilder
     from mldserver.runtime.thread import WorkerThread
@@ -46,38 +48,90 @@ class Tools:
     rows: RowBuilder
 
 
+_SMALL_BYTES: Final = 64 * 1024
+"""A line that is decoded, and its rows built, in a fraction of a millisecond: not worth a hop to another thread."""
+
+
 @dataclass(slots=True)
 class BatchWork:
-    """The state of one batch while the handler works on it."""
+    """The state of one batch while the handler works on it.
+
+    A batch of a synchronous hook stays on the worker thread from its line to its rows, unless a call fails; a batch of
+    an asynchronous hook stays on the event loop, unless it is large.
+    """
 
     tools: Tools
     hook: BoundHook
-    taken: Taken
-    shard_id: str
+    delivery: Delivery
+    decoder: BatchDecoder
+    taken: Taken = field(init=False)
     plan: BatchPlan = field(init=False)
+    rows: Any = None
     parts: list[Built] = field(default_factory=list)
     retries: list[Retry] = field(default_factory=list)
     """Failures that are not told yet: their line waits for the delay of the next call."""
 
-    def __post_init__(self) -> None:
-        """Plan one call for all records."""
-        self.plan = BatchPlan(len(self.taken.fresh), self.tools.policy)
-
     async def run(self) -> BatchOutcome:
-        """Work until every record is decided. Raises HandlerHalted under the policy ``halt``."""
-        tools, taken = self.tools, self.taken
-        if tools.spec.record_hook is RecordHook.TABLE:
-            faults = await tools.thread.run(partial(damaged, taken.fresh))
-            if faults:
-                self.plan.condemn(faults)
-        while (step := self.plan.step()) is not None:
-            await self._pause(step)
-            await _CALLS[tools.spec.record_hook](self, step)
+        """Work until every record is decided.
+
+        Raises PeerError for a line that is no batch, HandlerHalted under the policy ``halt``.
+        """
+        await (self._run_async() if self.hook.is_async else self._run_sync())
         if self.plan.halted is not None:
             raise self._halted(self.plan.halted)
         letters = tuple(self._bury(index) for index in sorted(self.plan.dead))
-        rows = await tools.thread.run(partial(join_rows, self.parts, taken, shard_id=self.shard_id))
-        return BatchOutcome(taken.outline, rows, letters, self.plan.attempts)
+        return BatchOutcome(self.taken.outline, self.rows, letters, self.plan.attempts)
+
+    async def _run_sync(self) -> None:
+        step = await self._on_thread(self._begin)
+        while step is not None:
+            await self._pause(step)
+            step = await self._on_thread(partial(self._advance, step))
+
+    async def _on_thread(self, function: Callable[[Watch], Step | None]) -> Step | None:
+        return await self.tools.caller.on_thread(function, self.hook, shard=self.delivery.shard_id)
+
+    def _begin(self, watch: Watch) -> Step | None:
+        self._take_line()
+        return self._advance(self.plan.step(), watch)
+
+    def _advance(self, step: Step | None, watch: Watch) -> Step | None:
+        """Make calls, this one first; return the one that a pause or a line in the log must come before."""
+        while step is not None:
+            hook, arguments = self._call(step)
+            self._settle(step, self.tools.caller.call_sync(hook, arguments, watch))
+            step = self.plan.step()
+            if step is not None and (step.delayed or self.retries):
+                return step
+        self._join()
+        return None
+
+    async def _run_async(self) -> None:
+        await self._near(self._take_line)
+        while (step := self.plan.step()) is not None:
+            await self._pause(step)
+            hook, arguments = self._call(step)
+            returned = await self.tools.caller.run(hook, arguments, shard=self.delivery.shard_id)
+            await self._near(partial(self._settle, step, returned))
+        await self._near(self._join)
+
+    async def _near(self, function: Callable[[], None]) -> None:
+        """Run something whose time grows with the batch where it holds up nobody."""
+        if len(self.delivery.line) <= _SMALL_BYTES:
+            function()
+        else:
+            await self.tools.thread.run(function)
+
+    def _take_line(self) -> None:
+        """Decode the line, and plan one call for all records."""
+        self.taken = take(self.delivery, self.decoder)
+        self.plan = BatchPlan(len(self.taken.fresh), self.tools.policy)
+        if self.tools.spec.record_hook is RecordHook.TABLE and (faults := damaged(self.taken.fresh)):
+            self.plan.condemn(faults)
+
+    def _join(self) -> None:
+        if self.plan.halted is None:
+            self.rows = join_rows(self.parts, self.taken, shard_id=self.delivery.shard_id)
 
     async def _pause(self, step: Step) -> None:
         """Tell of failures before this call, and wait for its back-off."""
@@ -89,21 +143,33 @@ class BatchWork:
         if step.delayed:
             await tools.clock.sleep(delay)
 
-    async def _call_each(self, step: Step) -> None:
-        """``process_record``: one call a record, up to the first that fails."""
-        records = [self.taken.fresh[index] for index in step.indices]
-        returned = await self.tools.caller.run(self.hook, records, shard=self.shard_id)
+    def _call(self, step: Step) -> tuple[BoundHook, Sequence[Any]]:
+        """Return what a step calls: one call a record, or one for all of them."""
+        match self.tools.spec.record_hook:
+            case RecordHook.RECORD:
+                return self.hook, self._records(step)
+            case RecordHook.RECORDS:
+                return self.hook, [self._batch(step)]
+            case RecordHook.TABLE:
+                table_hook = self.hook.function
+                hook = BoundHook(
+                    self.hook.name, lambda batch: table_hook(batch.to_arrow()), self.hook.is_async
+                )
+                return hook, [self._batch(step)]
+
+    def _settle(self, step: Step, returned: Returned) -> None:
+        """Take what a step's calls came to: rows into ``parts``, failures into the plan."""
+        _SETTLE[self.tools.spec.record_hook](self, step, returned)
+
+    def _settle_each(self, step: Step, returned: Returned) -> None:
         done = len(returned.values)
-        built = await self._build(
-            partial(self.tools.rows.build, zip(step.indices, returned.values, strict=False))
-        )
         if returned.failure is not None:
             self._note(self.plan.failed_at(step, done, returned.failure))
-        self._take(Step(step.indices[:done], step.failures), built)
+            step = Step(step.indices[:done], step.failures)
+        self._take(step, partial(self.tools.rows.build, zip(step.indices, returned.values, strict=True)))
 
-    async def _call_batch(self, step: Step) -> None:
-        """``process_records``: one call for all; it returns one item a record, or nothing at all."""
-        returned = await self.tools.caller.run(self.hook, [self._batch(step)], shard=self.shard_id)
+    def _settle_batch(self, step: Step, returned: Returned) -> None:
+        """``process_records`` returns one item a record, or nothing at all."""
         if returned.failure is not None:
             self._note(self.plan.failed(step, returned.failure))
             return
@@ -113,15 +179,9 @@ class BatchWork:
         if not isinstance(items, list | tuple) or len(items) != len(step.indices):
             self._note(self.plan.failed(step, Failure(_uneven(items, len(step.indices)))))
             return
-        pairs = list(zip(step.indices, items, strict=True))
-        self._take(step, await self._build(partial(self.tools.rows.build, pairs)))
+        self._take(step, partial(self.tools.rows.build, list(zip(step.indices, items, strict=True))))
 
-    async def _call_table(self, step: Step) -> None:
-        """``process_table``: one call for all, Arrow in and Arrow out."""
-        hook = BoundHook(
-            self.hook.name, lambda batch: self.hook.function(batch.to_arrow()), self.hook.is_async
-        )
-        returned = await self.tools.caller.run(hook, [self._batch(step)], shard=self.shard_id)
+    def _settle_table(self, step: Step, returned: Returned) -> None:
         if returned.failure is not None:
             self._note(self.plan.failed(step, returned.failure))
             return
@@ -133,25 +193,26 @@ class BatchWork:
             time_column=spec.time_column,
             indices=step.indices,
         )
-        self._take(step, await self._build(build))
+        self._take(step, build)
+
+    def _records(self, step: Step) -> Sequence[Record]:
+        fresh = self.taken.fresh
+        return fresh if len(step.indices) == len(fresh) else [fresh[index] for index in step.indices]
 
     def _batch(self, step: Step) -> Batch:
         return Batch(
-            [self.taken.fresh[index] for index in step.indices],
-            shard_id=self.shard_id,
+            self._records(step),
+            shard_id=self.delivery.shard_id,
             millis_behind_latest=self.taken.outline.millis_behind_latest,
         )
 
-    async def _build(self, build: Callable[[], Built]) -> Returned:
-        """Build rows where user code runs: values may have code of their own, which may fail in any way."""
-        hook = BoundHook(self.hook.name, lambda _: build(), is_async=False)
-        return await self.tools.caller.run(hook, [None], shard=self.shard_id)
-
-    def _take(self, step: Step, returned: Returned) -> None:
-        if returned.failure is not None:
-            self._note(self.plan.failed(step, returned.failure))
+    def _take(self, step: Step, build: Callable[[], Built]) -> None:
+        """Build a step's rows: values may have code of their own, which may fail in any way."""
+        try:
+            built = build()
+        except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, here too
+            self._note(self.plan.failed(step, describe(error)))
             return
-        built: Built = returned.values[0]
         self.parts.append(built)
         if built.faults:
             faults = {index: Failure(f"BadRow: {text}") for index, text in built.faults.items()}
@@ -163,7 +224,7 @@ class BatchWork:
 
     def _where(self, retry: Retry) -> dict[str, Any]:
         return {
-            "shard": self.shard_id,
+            "shard": self.delivery.shard_id,
             "handler": self.tools.spec.path,
             "hook": self.hook.name,
             "sequence": str(self.taken.fresh[retry.index].sequence),
@@ -176,7 +237,7 @@ class BatchWork:
         letter = dead_letter(record, dead, handler=path, at_ms=self.tools.clock.now_ms())
         log.error(
             "handler.dead_letter",
-            shard=self.shard_id,
+            shard=self.delivery.shard_id,
             handler=path,
             sequence=str(letter.sequence),
             partition_key=letter.partition_key,
@@ -199,10 +260,10 @@ class BatchWork:
         )
 
 
-_CALLS = {
-    RecordHook.RECORD: BatchWork._call_each,  # noqa: SLF001  # the table of its own methods
-    RecordHook.RECORDS: BatchWork._call_batch,  # noqa: SLF001  # see above
-    RecordHook.TABLE: BatchWork._call_table,  # noqa: SLF001  # see above
+_SETTLE = {
+    RecordHook.RECORD: BatchWork._settle_each,  # noqa: SLF001  # the table of its own methods
+    RecordHook.RECORDS: BatchWork._settle_batch,  # noqa: SLF001  # see above
+    RecordHook.TABLE: BatchWork._settle_table,  # noqa: SLF001  # see above
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mldserver.runtime.calls import BoundHook, Caller, Returned, _Watch
+from mldserver.runtime.calls import BoundHook, Caller, Returned, Watch
 from mldserver.runtime.thread import WorkerThread
 from mldserver.testing.clock import VirtualClock
 
@@ -93,7 +93,7 @@ async def test_ctrl_c_on_the_loops_thread_is_the_operators(bench: Any) -> None:
         raise KeyboardInterrupt
 
     # Not in a task of its own: one that is interrupted ends the loop with it.
-    call = bench.caller()._call_each(BoundHook("hook", hook, is_async=True), [None], _Watch(), Returned())
+    call = bench.caller()._call_each(BoundHook("hook", hook, is_async=True), [None], Watch(), Returned())
     with pytest.raises(KeyboardInterrupt):
         await call
 
