@@ -191,7 +191,9 @@ EVENTS: Final[dict[str, EventSpec]] = {
         "error", (), "SIGHUP: the log file could not be opened again; the old one stays in use."
     ),
     "log.lost": EventSpec(
-        "warning", ("lines",), "So many lines could not be written before this one (disk full, reader gone)."
+        "warning",
+        ("lines", "since"),
+        "So many lines are missing here, the first from `since`: the disk was full, or the reader stalled or gone.",
     ),
     "handler.output": EventSpec("info", ("stream", "text"), "What the handler printed."),
     "flush.done": EventSpec(

@@ -18,41 +18,33 @@ from mldserver.errors import ConfigError
 from mldserver.observe.caught import caught_output
 from mldserver.observe.output import LogOutput
 from mldserver.observe.render import as_json, as_text
+from mldserver.observe.writer import LogWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, MutableMapping
 
     from mldserver.config import Level, LogFormat, Settings
+    from mldserver.observe.writer import Lost
 
 __all__ = ["LibraryHandler", "configure", "logging_to", "reopen"]
 
 _LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 
 _log = structlog.get_logger("mldserver")
-_current: LogOutput | None = None
+_current: LogWriter | None = None
 
 
 class _LineLogger:
-    """What structlog calls at the end of its chain: every method writes the finished line."""
+    """What structlog calls at the end of its chain: every method hands over the finished line."""
 
-    def __init__(self, output: LogOutput, render: Callable[[MutableMapping[str, Any]], bytes]) -> None:
-        self._output = output
+    def __init__(self, writer: LogWriter, render: Callable[[MutableMapping[str, Any]], bytes]) -> None:
+        self._writer = writer
         self._render = render
 
     def msg(self, event: MutableMapping[str, Any]) -> None:
-        """Write an event, and before it how many were lost."""
-        output = self._output
-        if output.lost:
-            lost = {
-                "level": "warning",
-                "event": "log.lost",
-                "timestamp": event["timestamp"],
-                "lines": output.lost,
-            }
-            if not output.line(self._render(lost)):  # counted: this event is lost in its place
-                return
-            output.lost = 0
-        output.line(self._render(event))
+        """Hand over an event."""
+        urgent = _LEVELS[event["level"]] >= _LEVELS["warning"]
+        self._writer.line(self._render(event), stamp=event["timestamp"], urgent=urgent)
 
     debug = info = warning = warn = error = exception = critical = fatal = log = msg
 
@@ -68,8 +60,11 @@ def _hand_over(
     return (event,), {}
 
 
-def configure(output: LogOutput, *, level: Level = "info", log_format: LogFormat = "auto") -> None:
-    """Send structlog's events from ``level`` on to ``output``; ``auto`` is pretty on a terminal, else JSON."""
+def configure(output: LogOutput, *, level: Level = "info", log_format: LogFormat = "auto") -> LogWriter:
+    """Send structlog's events from ``level`` on to ``output``; ``auto`` is pretty on a terminal, else JSON.
+
+    Return what writes them, in a thread, until it is closed.
+    """
     terminal = output.is_terminal
     pretty = log_format == "pretty" or (log_format == "auto" and terminal)
     colours = terminal and not os.environ.get("NO_COLOR")
@@ -79,7 +74,12 @@ def configure(output: LogOutput, *, level: Level = "info", log_format: LogFormat
             return as_text(event, colours=colours).encode("utf-8", "backslashreplace")
         return as_json(event)
 
-    logger = _LineLogger(output, render)
+    def render_lost(lost: Lost) -> bytes:
+        told = {"level": "warning", "event": "log.lost", "lines": lost.lines, "since": lost.since}
+        return render({"timestamp": lost.until, **told})
+
+    writer = LogWriter(output, render_lost)
+    logger = _LineLogger(writer, render)
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -93,6 +93,7 @@ def configure(output: LogOutput, *, level: Level = "info", log_format: LogFormat
         # Proxies at module level must follow when tests configure again; a log call costs microseconds either way.
         cache_logger_on_first_use=False,
     )
+    return writer
 
 
 class LibraryHandler(logging.Handler):
@@ -144,8 +145,10 @@ def _stdout_for_the_log() -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def logging_to(settings: Settings) -> Iterator[LogOutput]:
+def logging_to(settings: Settings) -> Iterator[LogWriter]:
     """Log as the settings say, for as long as the context lasts, prints and library logs included.
+
+    Its end waits a few seconds at most until everything is written.
 
     Raises ConfigError when the log file cannot be opened.
     """
@@ -155,16 +158,16 @@ def logging_to(settings: Settings) -> Iterator[LogOutput]:
             output = LogOutput.to_stream(stack.enter_context(_stdout_for_the_log()))
         else:
             output = LogOutput.to_file(settings.log_file)
-        stack.callback(output.close)
-        configure(output, level=settings.log_level, log_format=settings.log_format)
+        writer = configure(output, level=settings.log_level, log_format=settings.log_format)
+        stack.callback(writer.close)
         stack.callback(structlog.reset_defaults)
         stack.enter_context(_libraries_through_us())
         stack.enter_context(
             caught_output(lambda stream, text: _log.info("handler.output", stream=stream, text=text))
         )
-        _current = output
+        _current = writer
         try:
-            yield output
+            yield writer
         finally:
             _current = None
 
@@ -174,11 +177,11 @@ def reopen() -> None:
 
     When it cannot be opened the log goes on in the old file, and says so.
     """
-    if _current is None or _current.path is None:
+    if _current is None or (path := _current.path) is None:
         return
     try:
         _current.reopen()
     except ConfigError as error:
         _log.error("log.reopen_failed", **error.fields())
     else:
-        _log.info("log.reopened", path=str(_current.path))
+        _log.info("log.reopened", path=str(path))

@@ -1,7 +1,7 @@
 """Where log lines go: a file that can be opened again, or a stream that the process was given.
 
-Lines are written with one ``write`` call each, unbuffered: what was logged before a crash is there after it. The call
-blocks for as long as the kernel takes; a log that loses lines to spare a few microseconds would be no log.
+Lines are written with one ``write`` call each, unbuffered. The call blocks for as long as the kernel takes, which is
+for ever where a pipe's reader stalls: ``writer.py`` does it in a thread of its own.
 """
 
 from __future__ import annotations
@@ -26,19 +26,17 @@ _MODE = 0o644
 
 
 class LogOutput:
-    """Takes whole lines from any thread. A line that cannot be written is counted, never raised."""
+    """Takes whole lines from any thread. That a line cannot be written is told, never raised."""
 
     def __init__(
         self, fd: int, *, path: Path | None = None, write: Callable[[int, Buffer], int] = os.write
     ) -> None:
-        """Own ``fd`` from now on; ``path`` is what ``reopen`` opens. Tests pass their own ``write``."""
+        """Own ``fd`` from now on; ``path`` is what ``opened`` opens. Tests pass their own ``write``."""
         self._fd = fd
         self.path = path
         self._write = write
         # A signal handler may log while the same thread writes: with a plain lock it would wait for itself.
         self._lock = threading.RLock()
-        self.lost = 0
-        """Lines that could not be written since the last one that could."""
 
     @classmethod
     def to_file(cls, path: Path) -> LogOutput:
@@ -61,7 +59,6 @@ class LogOutput:
             try:
                 self._write_all(line + b"\n")
             except OSError:
-                self.lost += 1
                 return False
             return True
 
@@ -76,14 +73,15 @@ class LogOutput:
                 continue
             view = view[written:]
 
-    def reopen(self) -> None:
-        """Open the file again (after logrotate moved it). No line is lost: the new one is open before the old closes.
+    def opened(self) -> int | None:
+        """Open the file again (after logrotate moved it), for ``swap``; None without a file.
 
-        Without a file it does nothing. Raises ConfigError when it cannot be opened; the old one stays in use then.
+        Raises ConfigError when it cannot be opened.
         """
-        if self.path is None:
-            return
-        fresh = _open(self.path)
+        return None if self.path is None else _open(self.path)
+
+    def swap(self, fresh: int) -> None:
+        """Write to another descriptor from now on, and close the old one."""
         with self._lock:
             old, self._fd = self._fd, fresh
         os.close(old)

@@ -43,9 +43,10 @@ def output(tmp_path: Path) -> Iterator[LogOutput]:
 
 
 def test_an_event_is_one_line_of_json(tmp_path: Path, output: LogOutput) -> None:
-    configure(output)
+    writer = configure(output)
     with structlog.contextvars.bound_contextvars(shard="s1"):
         log.info("batch.done", records=3)
+    writer.close()
     (event,) = lines_of(tmp_path / "m.log")
     assert list(event)[:3] == ["timestamp", "level", "event"]
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", event.pop("timestamp"))
@@ -53,11 +54,12 @@ def test_an_event_is_one_line_of_json(tmp_path: Path, output: LogOutput) -> None
 
 
 def test_exceptions_are_a_field(tmp_path: Path, output: LogOutput) -> None:
-    configure(output)
+    writer = configure(output)
     try:
         int("broken")
     except ValueError:
         log.exception("flush.failed", attempt=1)
+    writer.close()
     (event,) = lines_of(tmp_path / "m.log")
     assert event["level"] == "error"
     assert event["exception"].startswith("Traceback")
@@ -65,15 +67,17 @@ def test_exceptions_are_a_field(tmp_path: Path, output: LogOutput) -> None:
 
 
 def test_lower_levels_are_not_logged(tmp_path: Path, output: LogOutput) -> None:
-    configure(output, level="warning")
+    writer = configure(output, level="warning")
     log.info("server.ready")
     log.warning("shard.disconnected")
+    writer.close()
     assert [event["event"] for event in lines_of(tmp_path / "m.log")] == ["shard.disconnected"]
 
 
 def test_pretty_is_for_people(tmp_path: Path, output: LogOutput) -> None:
-    configure(output, log_format="pretty")
+    writer = configure(output, log_format="pretty")
     log.info("server.ready", seconds=1.5)
+    writer.close()
     assert (tmp_path / "m.log").read_text().endswith("info     server.ready           seconds=1.5\n")
 
 
@@ -82,10 +86,10 @@ def test_auto_is_pretty_on_a_terminal(monkeypatch: pytest.MonkeyPatch, no_color:
     monkeypatch.setenv("NO_COLOR", no_color)
     master, slave = pty.openpty()
     output = LogOutput(slave)
-    configure(output)
+    writer = configure(output)
     log.info("server.ready")
     shown = os.read(master, 1000)
-    output.close()
+    writer.close()
     os.close(master)
     assert b"server.ready" in shown
     assert not shown.startswith(b"{")
@@ -101,16 +105,18 @@ def test_lost_lines_are_told_of_once_lines_can_be_written_again(tmp_path: Path) 
         return os.write(fd, data)
 
     fd = os.open(tmp_path / "m.log", os.O_WRONLY | os.O_CREAT)
-    output = LogOutput(fd, write=write)  # type: ignore[arg-type]  # it is called with memoryviews only
-    configure(output)
+    writer = configure(LogOutput(fd, write=write))  # type: ignore[arg-type]  # it is called with memoryviews only
     for _ in range(3):
         log.info("server.ready")
+    assert writer.flush()
     full[0] = False
     log.info("server.stopped")
     log.info("server.stopped")
-    output.close()
-    told = [(event["event"], event.get("lines")) for event in lines_of(tmp_path / "m.log")]
-    assert told == [("log.lost", 3), ("server.stopped", None), ("server.stopped", None)]
+    writer.close()
+    lost, *others = lines_of(tmp_path / "m.log")
+    assert (lost["event"], lost["level"], lost["lines"]) == ("log.lost", "warning", 3)
+    assert lost["since"] < lost["timestamp"] < others[0]["timestamp"]
+    assert [event["event"] for event in others] == ["server.stopped", "server.stopped"]
 
 
 def test_prints_library_logs_and_warnings_become_events(tmp_path: Path, settings: Settings) -> None:
@@ -243,3 +249,62 @@ def test_standard_output_stays_pure_whoever_writes_to_it() -> None:
         ("server.stopped", None),
     ]
     assert done.stderr.splitlines() == ["from a subprocess", "from a library in C"]
+
+
+STALLED = """
+import asyncio, os, sys, time, structlog
+from mldserver.config import Settings
+from mldserver.observe.logging import logging_to
+log = structlog.get_logger("mldserver")
+
+async def main():
+    longest = 0.0
+    for number in range(20_000):
+        began = time.monotonic()
+        log.info("handler.output", stream="stdout", text="x" * 500)
+        await asyncio.sleep(0)
+        longest = max(longest, time.monotonic() - began)
+    log.warning("server.beat_failed")
+    return longest
+
+with logging_to(Settings(handler="a.b")):
+    longest = asyncio.run(main())
+    sys.__stderr__.write(f"{longest}\\n")
+    sys.__stderr__.flush()
+    if len(sys.argv) == 1:
+        sys.__stdin__.readline()
+"""
+
+
+def test_a_log_that_nobody_reads_does_not_hold_the_event_loop_and_tells_what_it_lost() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", STALLED],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin
+        assert process.stdout
+        assert process.stderr
+        assert (
+            float(process.stderr.readline()) < 2
+        )  # it was never held: what is left is the machine's own noise
+        process.stdin.write("\n")
+        process.stdin.close()
+        told = [orjson.loads(line) for line in process.stdout]
+        assert process.wait() == 0
+    kinds = [event["event"] for event in told]
+    lost = told[kinds.index("log.lost")]
+    assert kinds.count("log.lost") == 1
+    assert lost["lines"] + kinds.count("handler.output") == 20_000
+    assert kinds[-2:] == ["log.lost", "server.beat_failed"]
+    stamps = [event["timestamp"] for event in told]
+    assert stamps == sorted(stamps)
+
+
+def test_a_server_whose_log_nobody_reads_still_exits() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", STALLED, "at once"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.wait(30) == 0

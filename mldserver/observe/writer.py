@@ -1,0 +1,186 @@
+"""Writes log lines in a thread of its own: a reader that stalls must not stall the server.
+
+Whoever logs puts a line into a queue and goes on. When the queue is full (a pipe that nobody reads, a terminal that
+was stopped, a disk that hangs) lines are dropped and counted, and where they are missing a ``log.lost`` says how many,
+as soon as somebody reads again. What is urgent, warnings and above, has some room of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mldserver.observe.output import LogOutput
+
+__all__ = ["CLOSE_SECONDS", "LogWriter", "Lost"]
+
+ROOM: Final = 4 * 1024 * 1024
+"""Bytes that wait at most: about ten thousand lines, a second of a very busy server's debugging."""
+
+RESERVE: Final = 1024 * 1024
+"""Bytes beyond ``ROOM`` for urgent lines."""
+
+CLOSE_SECONDS: Final = 3.0
+"""How long the end waits for a reader that stalls."""
+
+_PER_LINE: Final = 200
+"""Bytes that a line takes in memory beside its own."""
+
+
+class _Line(NamedTuple):
+    data: bytes
+    stamp: str
+
+
+class _Reopened(NamedTuple):
+    fd: int
+
+
+@dataclass(slots=True)
+class Lost:
+    """Lines that are missing at one place of the log."""
+
+    lines: int
+    since: str
+    """The first one's timestamp."""
+    until: str
+    """The last one's timestamp."""
+
+    def and_more(self, other: Lost) -> None:
+        """Take in lines that were lost right behind these."""
+        self.lines += other.lines
+        self.until = other.until
+
+
+class LogWriter:
+    """Takes lines from any thread, without waiting, and writes them in order."""
+
+    def __init__(
+        self,
+        output: LogOutput,
+        render_lost: Callable[[Lost], bytes],
+        *,
+        room: int = ROOM,
+        reserve: int = RESERVE,
+    ) -> None:
+        """Own ``output`` from now on. ``render_lost`` makes the line that tells of lost ones."""
+        self._output = output
+        self._render_lost = render_lost
+        self._room = room
+        self._reserve = reserve
+        # A signal handler may log while the same thread does: with a plain lock it would wait for itself.
+        self._changed = threading.Condition(threading.RLock())
+        self._queue: deque[_Line | Lost | _Reopened] = deque()
+        self._bytes = 0
+        self._busy = False
+        self._closing = False
+        self._missing: Lost | None = None
+        # A daemon: it may hang in a write for ever, and the process must still end.
+        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
+        self._thread.start()
+
+    @property
+    def path(self) -> Path | None:
+        """The log file, if it is one."""
+        return self._output.path
+
+    def line(self, data: bytes, *, stamp: str, urgent: bool = False) -> bool:
+        """Queue a line, given without its end. Returns False when there is no room: it is lost, and counted."""
+        size = len(data) + _PER_LINE
+        with self._changed:
+            room = self._room + (self._reserve if urgent else 0)
+            # Alone, a line may be of any length.
+            taken = not self._closing and (not self._bytes or self._bytes + size <= room)
+            if taken:
+                self._bytes += size
+                self._queue.append(_Line(data, stamp))
+            else:
+                self._lose(Lost(1, stamp, stamp))
+            self._changed.notify_all()
+        return taken
+
+    def _lose(self, lost: Lost) -> None:
+        last = self._queue[-1] if self._queue else None
+        if isinstance(last, Lost):
+            last.and_more(lost)
+        elif not self._closing:
+            self._queue.append(lost)
+
+    def reopen(self) -> None:
+        """Open the file again: lines queued so far go to the old one. Raises ConfigError; the old one stays then."""
+        fresh = self._output.opened()
+        if fresh is None:
+            return
+        with self._changed:
+            self._queue.append(_Reopened(fresh))
+            self._changed.notify_all()
+
+    def flush(self, seconds: float = CLOSE_SECONDS) -> bool:
+        """Wait until everything is written; False when that takes longer."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._queue and not self._busy, seconds)
+
+    def close(self, seconds: float = CLOSE_SECONDS) -> bool:
+        """Write what is queued, for so long at most, and close the output. Returns False when lines were left."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(seconds)
+        if not self._thread.is_alive():
+            return True
+        with self._changed:
+            # Should its write ever return, the thread closes the output and ends.
+            self._queue.clear()
+        return False
+
+    # The thread's own.
+
+    def _run(self) -> None:
+        try:
+            while (item := self._next()) is not None:
+                self._handle(item)
+        finally:
+            self._output.close()
+
+    def _next(self) -> _Line | Lost | _Reopened | None:
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._queue or self._closing)
+            if not self._queue:
+                return None
+            item = self._queue.popleft()
+            if isinstance(item, _Line):
+                self._bytes -= len(item.data) + _PER_LINE
+            self._busy = True
+            return item
+
+    def _handle(self, item: _Line | Lost | _Reopened) -> None:
+        if isinstance(item, _Reopened):
+            self._output.swap(item.fd)
+        elif isinstance(item, Lost):
+            self._miss(item)
+            self._tell_missing()
+        elif not (self._tell_missing() and self._output.line(item.data)):
+            # The disk is full, or the reader has gone: the next line finds out whether it still is.
+            self._miss(Lost(1, item.stamp, item.stamp))
+
+    def _miss(self, lost: Lost) -> None:
+        if self._missing is None:
+            self._missing = lost
+        else:
+            self._missing.and_more(lost)
+
+    def _tell_missing(self) -> bool:
+        """Tell of lines that are missing here; False when that cannot be written either."""
+        if self._missing is not None:
+            if not self._output.line(self._render_lost(self._missing)):
+                return False
+            self._missing = None
+        return True
