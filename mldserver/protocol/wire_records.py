@@ -41,6 +41,8 @@ _NAMES: Final = {
     "arrival_ms": "approximateArrivalTimestamp",
     "sub_sequence_number": "subSequenceNumber",
 }
+_FEW: Final = 16
+"""Records for which numpy costs more than it saves."""
 _ZERO: Final = np.uint8(ord("0"))
 _NINE: Final = 9
 _LF: Final = ord("\n")
@@ -175,6 +177,8 @@ def _rising(numbers: list[str], records: list[Any]) -> bool:
 
 def _are_digits(numbers: list[str]) -> bool:
     """Whether each is a text of 1 to 129 ASCII digits: looked at as one array of bytes, not one by one."""
+    if len(numbers) < _FEW:
+        return all(map(is_sequence, numbers))
     width = len(numbers[0])
     table = np.frombuffer(("\n".join(numbers) + "\n").encode(), np.uint8)
     if 0 < width <= MAX_SEQUENCE_DIGITS and len(table) == len(numbers) * (width + 1):

@@ -112,6 +112,23 @@ def test_sequences_that_go_up_as_numbers_need_no_care(numbers: list[str]) -> Non
     assert [each.sequence_text for each in batch.records] == numbers
 
 
+@pytest.mark.parametrize("wrong", ["x", "", "1\n2", "1" * 130, "٣", "100", "1 "])
+@pytest.mark.parametrize("place", [0, 7, 39])
+def test_a_number_that_is_none_is_found_among_many(wrong: str, place: int) -> None:
+    numbers = [str(number) for number in range(10, 50)]
+    decoder = FastDecoder("s")
+    assert decoder.decode(line(*map(record, numbers))) is not None
+    numbers[place] = wrong
+    assert decoder.decode(line(*map(record, numbers))) is None
+
+
+@pytest.mark.parametrize("first", [90, 999_990])
+def test_many_numbers_may_grow_by_a_digit(first: int) -> None:
+    batch = FastDecoder("s").decode(line(*map(record, range(first, first + 20))))
+    assert batch is not None
+    assert len(batch.records) == 20
+
+
 def test_the_user_records_of_an_aggregate_are_in_order_by_their_sub_sequences() -> None:
     batch = FastDecoder("s").decode(line(*(record("5", subSequenceNumber=sub) for sub in range(3))))
     assert batch is not None
