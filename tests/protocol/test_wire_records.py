@@ -112,7 +112,7 @@ def test_sequences_that_go_up_as_numbers_need_no_care(numbers: list[str]) -> Non
     assert [each.sequence_text for each in batch.records] == numbers
 
 
-@pytest.mark.parametrize("wrong", ["x", "", "1\n2", "1" * 130, "٣", "100", "1 "])
+@pytest.mark.parametrize("wrong", ["x", "", "1\n2", "1" * 130, "٣", "1 "])
 @pytest.mark.parametrize("place", [0, 7, 39])
 def test_a_number_that_is_none_is_found_among_many(wrong: str, place: int) -> None:
     numbers = [str(number) for number in range(10, 50)]
