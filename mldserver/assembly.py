@@ -6,9 +6,11 @@ import asyncio
 import os
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mldserver.config import RemoteOut, SqlitePlace, UnixAddress, home, ledger_file
+from mldserver.coordinator.claim import claim
 from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
 from mldserver.coordinator.late import LateRules
 from mldserver.coordinator.layout import SERVERS, SPARK, server_tag
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from mldserver.spark.engine import Engine
     from mldserver.state.ledger import Ledger
 
-__all__ = ["Parts", "assemble", "ledger_of"]
+__all__ = ["Parts", "assemble", "claim_output", "ledger_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class Parts:
     """One pipeline's parts, not started yet."""
 
     spec: HandlerSpec
+    store: OutputStore
     ledger: Ledger
     runtime: Runtime
     coordinator: Coordinator
@@ -51,6 +54,21 @@ class Parts:
     engine: Engine | None
     runner: WindowRunner | None
     """Engine and runner are None for a handler without rows."""
+
+
+def claim_output(settings: Settings, store: OutputStore) -> None:
+    """Make the output folder the pipeline's own. Blocking. Raises OperatorError when it is another's, and OSError."""
+    place = settings.ledger
+    if isinstance(place, SqlitePlace):
+        named = None if isinstance(settings.out, Path) and place.path is None else str(_absolute(place))
+    else:
+        # Not its region or address, which one server may take from its settings and another from its environment.
+        named = f"dynamodb://{place.table}"
+    claim(store, pipeline=settings.pipeline, ledger=named)
+
+
+def _absolute(place: SqlitePlace) -> SqlitePlace:
+    return place if place.path is None else SqlitePlace(place.path.absolute())
 
 
 def ledger_of(settings: Settings, *, server_id: str, clock: Clock) -> Ledger:
@@ -137,7 +155,7 @@ async def assemble(
         clock=clock,
         random=rng,
     )
-    return Parts(spec, ledger, runtime, coordinator, listener, engine, runner)
+    return Parts(spec, store, ledger, runtime, coordinator, listener, engine, runner)
 
 
 def _store(settings: Settings) -> OutputStore:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from mldserver import __version__
-from mldserver.assembly import Parts, assemble
+from mldserver.assembly import Parts, assemble, claim_output
 from mldserver.clock import SystemClock
 from mldserver.errors import HandlerError, LedgerError, MldserverError, OperatorError, ServerBuried
 from mldserver.observe.logging import reopen
@@ -134,6 +134,7 @@ class Server:
 
     async def _open(self, parts: Parts) -> None:
         try:
+            await asyncio.to_thread(claim_output, self.settings, parts.store)
             await parts.coordinator.start()
         except OSError as error:
             raise OperatorError(

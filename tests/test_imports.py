@@ -66,6 +66,7 @@ ABOVE = {
 
 CORES = ("records", "errors", "protocol", "coordinator")
 SHELLS = (
+    "coordinator.claim",
     "coordinator.coordinator",
     "coordinator.exchange",
     "coordinator.fleet",

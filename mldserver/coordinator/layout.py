@@ -3,6 +3,7 @@
     <out>/window=<id>/part-….parquet            published windows: what readers read
     <out>/_late/window=<id>/….parquet           the late dataset (hidden from readers of <out>, as all below)
     <out>/_mldserver/ledger.sqlite              the ledger
+    <out>/_mldserver/owner.json                 whose the folder is, where the ledger lies elsewhere
     <out>/_mldserver/servers/<tag>.lock         held by each server that lives
     <out>/_mldserver/segments/<id>/             rows of windows that are not published yet, or retained
     <out>/_mldserver/staging/<id>/<n>-<tag>/    the n-th attempt's output
@@ -13,6 +14,8 @@ which one counts.
 
     <out>/_mldserver/outputs/<id>/<n>-<tag>/    the n-th attempt's output
     <out>/_mldserver/manifest/<id>/<r>.json     what readers read of the window's r-th revision
+
+Where the output is not local, the ledger's file, locks and scratch space lie on the host's own disk (``config/places.py``).
 
 Names that begin with an underscore are invisible to Spark's and Arrow's dataset readers. Every segment and every attempt
 carries the tag of the server that wrote it, so that what a dead one left can be told from what a live one is about to
@@ -30,6 +33,7 @@ __all__ = [
     "LATE",
     "LEDGER",
     "OUTPUTS",
+    "OWNER",
     "PUBLISH_LOCK",
     "SEGMENTS",
     "SERVERS",
@@ -46,6 +50,7 @@ __all__ = [
 
 PRIVATE = "_mldserver"
 LEDGER = f"{PRIVATE}/ledger.sqlite"
+OWNER = f"{PRIVATE}/owner.json"
 SEGMENTS = f"{PRIVATE}/segments"
 STAGING = f"{PRIVATE}/staging"
 OUTPUTS = f"{PRIVATE}/outputs"
