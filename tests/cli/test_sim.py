@@ -92,9 +92,20 @@ def test_wrong_arguments_are_the_operators_error(
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("java") is None, reason="Spark needs Java")
 def test_with_spark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
+    out = tmp_path / "out put"
     assert (
-        run(["sim", "handlers.departures_daily", "--limit", "2000", "--lost-leases", "1", "--out", str(out)])
+        run(
+            [
+                "sim",
+                "handlers.departures_daily",
+                "--limit",
+                "2000",
+                "--lost-leases",
+                "1",
+                "--out",
+                out.as_uri(),
+            ]
+        )
         == 0
     )
     assert "2000 durable" in capsys.readouterr().out
