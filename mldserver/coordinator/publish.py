@@ -150,12 +150,33 @@ class Publisher:
 
     def attempts(self) -> Iterator[str]:
         """Yield the folders of attempts that readers do not read."""
-        current: set[str] = set()
         if not self._store.local:
-            for path in latest(path for path, _ in self._store.files(MANIFESTS)).values():
-                files = Manifest.decode(self._store.get(path)).files
-                current |= {file.rsplit("/", 1)[0] for file in files}
+            yield from self._nameless()
+            return
         for window in self._store.folders(self._root):
-            for folder in self._store.folders(window):
-                if not any(each == folder or each.startswith(f"{folder}/") for each in current):
-                    yield folder
+            yield from self._store.folders(window)
+
+    def _nameless(self) -> Iterator[str]:
+        """Yield the folders that no manifest names.
+
+        Every window that was ever published is listed, a thousand files in a request; what its manifest names is read
+        only where that is not plain: one folder and a manifest that names something fit together.
+        """
+        folders: dict[str, set[str]] = {}
+        for path, _ in self._store.files(self._root):
+            window, attempt = path.removeprefix(f"{self._root}/").split("/")[:2]
+            folders.setdefault(window, set()).add(f"{self._root}/{window}/{attempt}")
+        sizes = dict(self._store.files(MANIFESTS))
+        manifests = latest(sizes)
+        for window, found in folders.items():
+            manifest = manifests.get(window)
+            if manifest is None:
+                yield from sorted(found)
+            elif len(found) > 1 or sizes[manifest] <= _largest_empty(window):
+                files = Manifest.decode(self._store.get(manifest)).files
+                yield from sorted(each for each in found if not any(f.startswith(f"{each}/") for f in files))
+
+
+def _largest_empty(window: str) -> int:
+    """Return the size, in bytes, up to which a window's manifest may name no file at all."""
+    return len(Manifest(window, 10**9, (), 10**18).encode())

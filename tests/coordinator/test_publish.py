@@ -76,6 +76,11 @@ def local(tmp_path: Path) -> Shop:
     return Shop(str(tmp_path / "out"))
 
 
+@pytest.fixture
+def remote() -> Shop:
+    return Shop("mock://bucket/out")
+
+
 def test_first_revisions_appear_together(shop: Shop) -> None:
     outputs = [shop.make("a", 1, 1, 2), shop.make("b", 1, 3)]
     assert shop.shown() == []
@@ -168,6 +173,32 @@ def test_what_readers_read_is_no_attempt_to_be_cleaned_up(shop: Shop) -> None:
     shop.make("b", 1, 2)
     assert shop.attempts() == [f"0001-{TAG}"]
     assert next(iter(shop.publisher.attempts())).split("/")[-2] == "b"
+
+
+def test_an_attempt_beside_a_revision_without_output_is_to_be_cleaned_up(shop: Shop) -> None:
+    shop.make("a", 1, 1, attempt=1)
+    shop.publisher.publish([shop.make("a", 1, attempt=2)])
+    assert f"0001-{TAG}" in shop.attempts()
+    assert shop.shown() == []
+
+
+def test_a_start_reads_no_manifest_of_a_window_whose_only_attempt_it_is(
+    remote: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(10):
+        remote.replace(remote.make(f"w{number}", 1, number))
+    again = remote.make("w3", 2, 33)
+    remote.publisher.publish([again])
+    asked: list[str] = []
+    get = remote.store.get
+
+    def counted(path: str) -> bytes:
+        asked.append(path)
+        return get(path)
+
+    monkeypatch.setattr(remote.store, "get", counted)
+    assert remote.attempts() == [f"0001-{TAG}"]
+    assert [path.rpartition("/")[2] for path in asked] == ["000002.json"]
 
 
 def test_it_is_told_where_readers_find_a_window(local: Shop) -> None:
