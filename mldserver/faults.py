@@ -77,17 +77,19 @@ STEPS: Final[Mapping[str, str]] = {
 class _Target:
     """Where the process ends, and how often it still passes."""
 
-    def __init__(self, step: str, times: int) -> None:
+    def __init__(self, step: str, times: int, number: signal.Signals) -> None:
         self.step = step
         self.left = times
+        self.number = number
 
 
 _target: _Target | None = None
 
 
-def arm(told: str | None) -> None:
+def arm(told: str | None, number: signal.Signals = signal.SIGKILL) -> None:
     """Set where this process ends: ``step``, ``step:n`` (n from 1), or None for nowhere.
 
+    ``number`` is the signal that it sends itself there: with SIGSTOP it hangs, until it is told to go on.
     Raises ValueError for a step that is not in ``STEPS`` and for an impossible n.
     """
     global _target  # noqa: PLW0603  # one process, one end
@@ -99,7 +101,7 @@ def arm(told: str | None) -> None:
         raise ValueError(f"{KILL_VARIABLE}={told}: there is no step {step!r}")
     if times and not (times.isascii() and times.isdigit() and int(times) > 0):
         raise ValueError(f"{KILL_VARIABLE}={told}: {times!r} is no count")
-    _target = _Target(step, int(times or "1"))
+    _target = _Target(step, int(times or "1"), number)
 
 
 def kill_point(step: str) -> None:
@@ -107,7 +109,7 @@ def kill_point(step: str) -> None:
     if _target is not None and _target.step == step:
         _target.left -= 1
         if _target.left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), _target.number)
 
 
 arm(os.environ.get(KILL_VARIABLE))

@@ -67,6 +67,13 @@ def test_the_process_ends_the_nth_time_it_comes_to_its_step_and_at_no_other(kill
     assert killed == [signal.SIGKILL] * 2
 
 
+def test_a_process_may_hang_at_its_step_instead(killed: list[int]) -> None:
+    faults.arm("window.cut", signal.SIGSTOP)
+    faults.kill_point("window.cut")
+    faults.kill_point("window.cut")
+    assert killed == [signal.SIGSTOP]
+
+
 @pytest.mark.parametrize("told", ["window.shut", "window.cut:0", "window.cut:-1", "window.cut:x", ":1"])
 def test_a_step_that_is_none_is_refused_with_its_name(told: str) -> None:
     with pytest.raises(ValueError, match=f"MLDSERVER_KILL_AT={told}: "):
