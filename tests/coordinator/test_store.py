@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from mldserver.coordinator.layout import SPARK
 from mldserver.coordinator.store import OutputStore
 
 if TYPE_CHECKING:
@@ -46,6 +47,24 @@ def test_a_remote_folder_keeps_its_scheme_and_is_not_synced() -> None:
     assert [path for path, _ in store.files("")] == ["window=2/a.parquet"]
     store.drop_empty("window=1")
     store.sync("window=2")
+
+
+def test_spark_gets_names_without_the_options_that_pyarrow_needs(tmp_path: Path) -> None:
+    out = "s3://key:secret@lake/my%20rows/?region=us-east-1&endpoint_override=127.0.0.1:1"
+    store = OutputStore(out, home=tmp_path)
+    assert store.uri("window=1/x") == "s3://lake/my rows/window=1/x"
+    assert store.uri() == "s3://lake/my rows"
+    assert store.place == out
+    assert OutputStore(str(tmp_path)).place == ""
+
+
+def test_scratch_space_is_found_on_the_hosts_own_disk(tmp_path: Path) -> None:
+    assert OutputStore("mock://base").scratch() == []
+    assert OutputStore(str(tmp_path)).scratch() == []
+    (tmp_path / SPARK / "12345678").mkdir(parents=True)
+    (tmp_path / SPARK / "file").touch()
+    for store in (OutputStore(str(tmp_path)), OutputStore("mock://base", home=tmp_path)):
+        assert store.scratch() == [tmp_path / SPARK / "12345678"]
 
 
 def test_preparing_makes_the_folders_and_may_be_repeated(store: OutputStore, tmp_path: Path) -> None:
