@@ -125,7 +125,7 @@ class Coordinator:
         open_windows = OpenWindows(self._spec, state.batch_progress) if self._spec else None
         self._flusher.restore(state, open_windows)
         self._picture.learn(state)
-        self._holding.segment_bytes = self._picture.segment_bytes
+        self._count_segments()
         await recover(state, self._ledger, self._store, self._runner)
 
     async def run(self) -> None:
@@ -165,12 +165,12 @@ class Coordinator:
                 self._waiters = waiters + self._waiters
                 delay = min(30.0, 0.5 * 2.0**failures)
                 log.error("flush.failed", attempt=failures, delay_seconds=delay, **told_of(error))
-                self._holding.failing = self._flusher.failing = True
+                self._flusher.failing = True
                 await self._holding.release()
                 await self.clock.sleep(delay)
                 self._wake.set()
                 continue
-            failures, self._holding.failing, self._flusher.failing = 0, False, False
+            failures, self._flusher.failing = 0, False
             for _, waiter in waiters:
                 if not waiter.done():
                     waiter.set_result(None)
@@ -215,14 +215,19 @@ class Coordinator:
         self._fleet.learn(state)
         self._flusher.learn(state)
         self._picture.learn(state)
-        # Counted anew: other servers write and delete segments too.
-        self._holding.segment_bytes = self._picture.segment_bytes + self._flusher.doomed_bytes
-        if self._runner is not None:
-            self._holding.segment_bytes += self._runner.doomed_bytes
+        self._count_segments()
         buried = await self._fleet.bury()
         if self._runner is not None:
             under_way = tuple(self._picture.under_way.values())
             await take_over(under_way, buried, working, self._ledger, self._store, self._runner)
+
+    def _count_segments(self) -> None:
+        """Count what is on disk anew: other servers write and delete segments too."""
+        picture, holding = self._picture, self._holding
+        doomed = self._flusher.doomed_bytes + (0 if self._runner is None else self._runner.doomed_bytes)
+        holding.segment_bytes = picture.segment_bytes + doomed
+        holding.settled_bytes = holding.segment_bytes - picture.open_bytes
+        holding.computing = bool(picture.under_way)
 
     def _catch_up(self, state: LedgerState) -> None:
         """See what became of this server's sessions in the ledger: opened elsewhere, or further than was heard."""

@@ -1,4 +1,11 @@
-"""Holds shards back while memory or disk is short: the answers to their daemons wait."""
+"""Holds shards back while memory or disk is short: the answers to their daemons wait.
+
+Memory is freed by the flush that is asked for at the same time, whoever holds the watermark: everyone waits for it.
+
+Disk is freed by windows. While one is being computed, or what is there belongs to none that is open, nobody's progress
+frees anything, and everyone waits. Else it takes the watermark to close the next one: whoever holds it goes on, and those
+ahead of it wait.
+"""
 
 from __future__ import annotations
 
@@ -38,30 +45,24 @@ class Holding:
         self._changed = asyncio.Condition()
         self.segment_bytes = 0
         """What the segments on disk take."""
+        self.settled_bytes = 0
+        """What those of them take whose windows are not open: closing windows frees none of it."""
+        self.computing = False
+        """Whether a window is being computed, or waits for that."""
         self.holder: str | None = None
-        """The shard that holds the watermark, and is never held back itself."""
-        self.failing = False
-        """A flush that keeps failing frees nothing, whoever holds the watermark: then everyone waits."""
+        """The shard that holds the watermark."""
 
     def weigh(self) -> None:
         """Decide anew who waits."""
-        loads = [
-            Load(node.id, self._buffer.shard_bytes(node.id), self._watermark.shard_ms(node.id))
-            for node in self._lineage.connected()
-        ]
-        memory = shards_to_hold(
-            loads,
-            used=self._buffer.bytes,
-            budget=self._rules.buffer_bytes,
-            holder=None if self.failing else self.holder,
-        )
-        disk = shards_to_hold(
-            [load._replace(bytes=0) for load in loads],
-            used=self.segment_bytes,
-            budget=self._rules.segment_bytes,
-            holder=self.holder,
-        )
-        self._held = memory | disk
+        budget = self._rules.segment_bytes
+        loads = [Load(node.id, self._watermark.shard_ms(node.id)) for node in self._lineage.connected()]
+        if self._buffer.bytes > self._rules.buffer_bytes:
+            self._held = frozenset(load.shard_id for load in loads)
+        elif self.segment_bytes <= budget:
+            self._held = frozenset()
+        else:
+            in_vain = self.computing or self.settled_bytes > budget
+            self._held = shards_to_hold(loads, holder=None if in_vain else self.holder)
 
     def is_held(self, session: ShardSession) -> bool:
         """Whether the session's shard must wait."""

@@ -25,19 +25,29 @@ class Picture:
         """Know of none yet."""
         self.segment_bytes = 0
         """What the segments take that windows wait for, or retain."""
+        self.open_bytes = 0
+        """What those take whose windows are open."""
         self.under_way: dict[str, WindowEntry] = {}
         """Windows that are cut or committed."""
-        self._bytes: dict[str, int] = {}
+        self._bytes: dict[str, tuple[int, int]] = {}
+        """Of each window with segments what these take, and what while it is open."""
 
     def learn(self, state: LedgerState) -> None:
         """Take in a state of the ledger: everything, or the news since the last one."""
         if not state.since:
-            self.segment_bytes, self.under_way, self._bytes = 0, {}, {}
+            self.segment_bytes = self.open_bytes = 0
+            self.under_way, self._bytes = {}, {}
         for entry in state.windows.values():
-            size = sum(segment.bytes for segment in (*entry.segments, *entry.pending))
-            self.segment_bytes += size - self._bytes.pop(entry.window_id, 0)
-            if size:
-                self._bytes[entry.window_id] = size
+            self._count(entry)
             self.under_way.pop(entry.window_id, None)
             if entry.state in _UNDER_WAY:
                 self.under_way[entry.window_id] = entry
+
+    def _count(self, entry: WindowEntry) -> None:
+        size = sum(segment.bytes for segment in (*entry.segments, *entry.pending))
+        opened = size if entry.state is WindowState.OPEN else 0
+        before, opened_before = self._bytes.pop(entry.window_id, (0, 0))
+        self.segment_bytes += size - before
+        self.open_bytes += opened - opened_before
+        if size:
+            self._bytes[entry.window_id] = size, opened
