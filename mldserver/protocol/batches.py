@@ -43,13 +43,13 @@ class BatchDecoder:
         # V1 has no arrival times, and aggregates that are still whole.
         self._fast = FastDecoder(shard_id) if version is Version.V2 else None
 
-    def decode(self, line: bytes | memoryview) -> DecodedBatch:
+    def decode(self, line: bytes | bytearray | memoryview) -> DecodedBatch:
         """Decode a line. Raises as ``decode_records``."""
         fast = None if self._fast is None else self._fast.decode(line)
         return fast or decode_records(line, version=self._version, shard_id=self._shard_id)
 
 
-def decode_records(line: bytes | memoryview, *, version: Version, shard_id: str) -> DecodedBatch:
+def decode_records(line: bytes | bytearray | memoryview, *, version: Version, shard_id: str) -> DecodedBatch:
     """Decode a ``processRecords`` line field by field; V1 data that is a KPL aggregate becomes its user records.
 
     Payloads stay base64 text until they are read. Raises DecodeError (naming the field and the record's index) for a

@@ -31,7 +31,7 @@ from mldserver.protocol.messages import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mldserver.protocol.messages import CheckpointRequest
+    from mldserver.protocol.messages import CheckpointRequest, Line
 
 __all__ = ["CONTROL_LIMIT", "DecodedBatch", "decode", "decode_records", "encode"]
 
@@ -42,7 +42,7 @@ _MAX_SHARD_ID: Final = 128
 _BATCH: Final = re.compile(rb'\s*\{\s*"action"\s*:\s*"processRecords"')
 
 
-def decode(line: bytes) -> PeerMessage:
+def decode(line: Line) -> PeerMessage:
     """Return the message on a line. Raises DecodeError, and nothing else, for what is none.
 
     A batch is told by its start (MLD writes ``action`` first, KCL 3.1.3) and passed on as it came; ``decode_records``

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mldserver.errors import MldserverError
-    from mldserver.protocol.messages import PeerMessage, RequestMessage
+    from mldserver.protocol.messages import Line, PeerMessage, RequestMessage
     from mldserver.records import Sequence
 
 __all__ = ["ConnectionLimits", "MLDConnection"]
@@ -130,11 +130,14 @@ class MLDConnection:
         happened, self._events = self._events, []
         return happened
 
-    def receive_data(self, data: bytes | bytearray | memoryview) -> None:
-        """Take bytes from the peer. Never raises: what is wrong with them ends this connection, with Failed."""
+    def receive_data(self, data: bytes | bytearray, size: int | None = None) -> None:
+        """Take the first ``size`` bytes (default: all) of ``data`` from the peer; ``data`` may be used again afterwards.
+
+        Never raises: what is wrong with them ends this connection, with Failed.
+        """
         if self._state is State.CLOSED:
             return
-        lines = self._framer.feed(data)
+        lines = self._framer.feed(data, size)
         if lines:
             self._cancel(Timer.PARTIAL_LINE)
         for line in lines:
@@ -203,7 +206,7 @@ class MLDConnection:
         """Close on purpose, without an error. Raises InternalError when already closed."""
         self._command(Input.CLOSE)
 
-    def _receive_line(self, line: bytes) -> None:
+    def _receive_line(self, line: Line) -> None:
         if self._state is State.CLOSED:  # an earlier line of the same bytes ended it
             return
         try:
@@ -239,7 +242,7 @@ class MLDConnection:
     def _policy(self, asked_in: State) -> RetryPolicy:
         return self._limits.end_retries if asked_in is State.ENDING_CHECKPOINT else self._limits.retries
 
-    def _violation(self, happened: Input, line: bytes) -> None:
+    def _violation(self, happened: Input, line: Line) -> None:
         if self._state in _TURNS:
             what = f"{happened} came in state {self._state}, where it is not allowed."
         else:

@@ -32,7 +32,7 @@ SENTINELS: Final = frozenset({"TRIM_HORIZON", "LATEST", "AT_TIMESTAMP", "SHARD_E
 _EXCERPT: Final = 80
 
 
-def excerpt(line: bytes | memoryview) -> str:
+def excerpt(line: bytes | bytearray | memoryview) -> str:
     """Return the start of a peer's line in a form that is safe to log."""
     return bytes(line[:_EXCERPT]).decode("ascii", "backslashreplace")
 

@@ -1,14 +1,18 @@
 """Lines out of bytes: any chunking, no quadratic joins, one bound on memory.
 
 A line ends with LF; CRLF is accepted; blank lines are skipped (the Java skips them too, KCL 3.1.3). Each byte is
-searched once for a line end, and copied at most twice: into the line that is still incomplete, and out of it.
+searched once for a line end, and copied once: into its line. A large line's first copy costs more than all else that is
+done with it here (its memory is touched for the first time), so there is no second one.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from mldserver.errors import FramingError
+
+if TYPE_CHECKING:
+    from mldserver.protocol.messages import Line
 
 __all__ = ["DEFAULT_LINE_LIMIT", "LineFramer"]
 
@@ -43,25 +47,26 @@ class LineFramer:
         """The start of the incomplete line, for a log."""
         return bytes(self._partial[:_EXCERPT])
 
-    def feed(self, data: bytes | bytearray | memoryview) -> list[bytes]:
-        """Take bytes; return the lines they complete, without their ends.
+    def feed(self, data: bytes | bytearray, size: int | None = None) -> list[Line]:
+        """Take the first ``size`` bytes of ``data`` (default: all); return the lines they complete, without their ends.
 
-        Never raises: a line above the limit sets ``error``. The lines before it are returned.
+        ``data`` may be used again afterwards. Never raises: a line above the limit sets ``error``; the lines before it
+        are returned.
         """
+        lines: list[Line] = []
         if self.error is not None:
-            return []
-        chunk = bytes(data)
-        lines: list[bytes] = []
-        start = 0
-        while (end := chunk.find(b"\n", start)) >= 0:
-            if not self._fits(end - start, chunk[start : start + _EXCERPT]):
-                return lines
-            line = self._complete(chunk[start:end])
-            if line and not line.isspace():
-                lines.append(line)
-            start = end + 1
-        if self._fits(len(chunk) - start, chunk[start : start + _EXCERPT]):
-            self._partial += chunk[start:]
+            return lines
+        stop, start = len(data) if size is None else size, 0
+        with memoryview(data) as view:
+            while (end := data.find(b"\n", start, stop)) >= 0:
+                if not self._fits(end - start, view[start:]):
+                    return lines
+                line = self._complete(view[start:end])
+                if line and not line.isspace():
+                    lines.append(line)
+                start = end + 1
+            if self._fits(stop - start, view[start:stop]):
+                self._partial += view[start:stop]
         return lines
 
     def feed_eof(self) -> int:
@@ -73,11 +78,11 @@ class LineFramer:
         self._partial = bytearray()
         return cut_off
 
-    def _fits(self, more: int, excerpt: bytes) -> bool:
+    def _fits(self, more: int, rest: memoryview) -> bool:
         size = len(self._partial) + more
         if size <= self._limit:
             return True
-        shown = (self.excerpt + excerpt)[:_EXCERPT]
+        shown = (self.excerpt + bytes(rest[: min(more, _EXCERPT)]))[:_EXCERPT]
         self.error = FramingError(
             f"A line is longer than the limit of {self._limit} bytes.",
             did="The connection was closed.",
@@ -87,10 +92,12 @@ class LineFramer:
         self._partial = bytearray()
         return False
 
-    def _complete(self, rest: bytes) -> bytes:
+    def _complete(self, rest: memoryview) -> Line:
         if not self._partial:
-            return rest.removesuffix(b"\r")
+            return bytes(rest).removesuffix(b"\r")
         self._partial += rest
         # A fresh buffer each time: one huge line must not leave its memory with an idle connection.
         whole, self._partial = self._partial, bytearray()
-        return bytes(whole).removesuffix(b"\r")
+        if whole.endswith(b"\r"):
+            del whole[-1:]
+        return whole

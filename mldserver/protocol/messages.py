@@ -13,6 +13,7 @@ __all__ = [
     "CheckpointRequest",
     "Initialize",
     "LeaseLost",
+    "Line",
     "PeerMessage",
     "ProcessRecords",
     "RequestMessage",
@@ -23,6 +24,10 @@ __all__ = [
     "Status",
     "Version",
 ]
+
+
+Line = bytes | bytearray
+"""A line without its end. One that came in pieces is what they were collected in: a copy would cost more than all else."""
 
 
 class Version(enum.IntEnum):
@@ -60,7 +65,7 @@ class Initialize:
 class ProcessRecords:
     """A batch. Its line is passed on as it came: only the handler's runtime decodes it."""
 
-    line: bytes
+    line: Line
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,7 @@ class FastDecoder:
         self._reads = False
         """Whether the handler was seen to read payloads."""
 
-    def decode(self, line: bytes | memoryview) -> DecodedBatch | None:
+    def decode(self, line: bytes | bytearray | memoryview) -> DecodedBatch | None:
         """Return the records of a line; None when it must be read with more care (or is wrong)."""
         if self._last is not None and type(self._last._text) is bytes:  # noqa: SLF001  # of this module
             self._reads, self._last = True, None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from mldserver.protocol.messages import Version
+    from mldserver.protocol.messages import Line, Version
     from mldserver.records import Sequence, Shard
 
 __all__ = ["META_COLUMNS", "BatchOutcome", "BatchOutline", "DeadLetter", "Delivery", "Hook", "Runtime"]
@@ -34,7 +34,7 @@ class Delivery:
     """One ``processRecords`` line on its way to a handler."""
 
     shard_id: str
-    line: bytes
+    line: Line
     """The message as it came, without its line end."""
     version: Version
     received_ms: int

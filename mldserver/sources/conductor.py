@@ -29,7 +29,7 @@ from mldserver.sources.owners import Superseded
 
 if TYPE_CHECKING:
     from mldserver.clock import Clock
-    from mldserver.protocol.messages import RequestMessage
+    from mldserver.protocol.messages import Line, RequestMessage
     from mldserver.runtime.base import BatchOutcome, Runtime
     from mldserver.sources.base import Intake, ShardIntake
     from mldserver.sources.link import Link
@@ -139,7 +139,7 @@ class Conductor:
             self._link.log.warning("shard.taken_over", peer=self._link.peer)
         if isinstance(message, ProcessRecords):
             self._link.processed()
-        if message in {ShardEnded(), Shutdown(ShutdownReason.TERMINATE)}:
+        if message == ShardEnded() or message == Shutdown(ShutdownReason.TERMINATE):
             raise self._owned_elsewhere()
         self._link.answer()
 
@@ -155,7 +155,7 @@ class Conductor:
             await self._runtime.open(Shard(message.shard_id, message.sequence_number))
         self._link.answer()
 
-    async def _process(self, line: bytes) -> None:
+    async def _process(self, line: Line) -> None:
         shard, claim = self._opened()
         began = self._clock.now_ms()
         delivery = Delivery(self._shard_id, line, self._version, received_ms=began, after=shard.after)

@@ -45,7 +45,7 @@ class CheckpointOutcome(enum.Enum):
     """The connection is."""
 
 
-class Link(asyncio.Protocol):
+class Link(asyncio.BufferedProtocol):
     """The shell around one MLDConnection."""
 
     def __init__(
@@ -56,8 +56,12 @@ class Link(asyncio.Protocol):
         limits: ConnectionLimits,
         random: Callable[[], float],
         budget: ReadBudget,
+        buffer: bytearray,
     ) -> None:
-        """``name`` and ``peer`` are for the log; must be made on the loop that it will live on."""
+        """``name`` and ``peer`` are for the log; must be made on the loop that it will live on.
+
+        ``buffer`` is received into; all connections of a loop may share one, of which they keep nothing.
+        """
         self.peer = peer
         self.log = log.bind(connection=name)
         self.close_reason: CloseReason | None = None
@@ -65,6 +69,7 @@ class Link(asyncio.Protocol):
         self._close_seconds = limits.close_seconds
         self._partial_seconds = limits.partial_line_seconds
         self._budget = budget
+        self._buffer = buffer
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._timers: dict[Timer, asyncio.TimerHandle] = {}
@@ -84,9 +89,13 @@ class Link(asyncio.Protocol):
         self.log.debug("connection.opened", peer=self.peer)
         self._pump()
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> bytearray:  # noqa: ARG002  # the loop's wish; all of it is offered
+        """Offer the buffer that all connections share: the loop fills it and tells of it in one go."""
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
         """Pass bytes on to the core."""
-        self._core.receive_data(data)
+        self._core.receive_data(self._buffer, nbytes)
         self._pump()
         self._budget.set_partial(self, self._core.buffered)
 

@@ -41,6 +41,8 @@ Address = tuple[str, int] | tuple[Path]
 DEFAULT_READ_BYTES: Final = 512 * 1024 * 1024
 """Unread lines of all connections together."""
 
+_RECEIVE_BYTES: Final = 256 * 1024
+"""Of the one buffer that all connections receive into: larger gains nothing, smaller costs system calls."""
 _BACKLOG: Final = 128
 _SOCKET_MODE: Final = 0o600
 _ACCEPT_PAUSE_SECONDS: Final = 0.5
@@ -75,6 +77,7 @@ class MLDListener:
         self._connection_limit = connection_limit
         self._random = random
         self._budget = ReadBudget(read_bytes)
+        self._buffer = bytearray(_RECEIVE_BYTES)
         self._owners = ShardOwners()
         self._slots = asyncio.Semaphore(connection_limit)
         self._numbers = itertools.count(1)
@@ -220,7 +223,9 @@ class MLDListener:
         name = f"c{next(self._numbers)}"
         # The peer of a Unix socket has no name.
         shown = _shown((peer[0], peer[1])) if isinstance(peer, tuple) else "unix"
-        link = Link(name, shown, limits=self._limits, random=self._random, budget=self._budget)
+        link = Link(
+            name, shown, limits=self._limits, random=self._random, budget=self._budget, buffer=self._buffer
+        )
         conductor = Conductor(
             link, runtime=self._runtime, intake=self._intake, owners=self._owners, clock=self._clock
         )

@@ -59,7 +59,7 @@ class MemoryTransport(asyncio.Transport):
         self.peer: MemoryTransport
         self._loop = loop
         self._latency = latency
-        self._protocol: asyncio.Protocol | None = None
+        self._protocol: asyncio.Protocol | asyncio.BufferedProtocol | None = None
         self._inbox: deque[bytes | None] = deque()
         self._paused = False
         self._closing = False
@@ -82,7 +82,7 @@ class MemoryTransport(asyncio.Transport):
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         """Hand the connection over."""
-        assert isinstance(protocol, asyncio.Protocol)
+        assert isinstance(protocol, asyncio.Protocol | asyncio.BufferedProtocol)
         self._protocol = protocol
 
     def is_closing(self) -> bool:
@@ -173,7 +173,7 @@ class MemoryTransport(asyncio.Transport):
         while self._inbox and self._protocol is not None and not (self._paused or self._closing):
             piece = self._inbox.popleft()
             if piece is not None:
-                self._protocol.data_received(piece)
+                _hand_over(self._protocol, piece)
             elif not self._protocol.eof_received():
                 self.close()
 
@@ -188,6 +188,19 @@ class MemoryTransport(asyncio.Transport):
         self._inbox.clear()
         if self._protocol is not None:
             self._protocol.connection_lost(error)
+
+
+def _hand_over(protocol: asyncio.Protocol | asyncio.BufferedProtocol, piece: bytes) -> None:
+    """Give received bytes to a protocol of either kind."""
+    if isinstance(protocol, asyncio.Protocol):
+        protocol.data_received(piece)
+        return
+    while piece:
+        with memoryview(protocol.get_buffer(len(piece))) as buffer:
+            size = min(len(buffer), len(piece))
+            buffer[:size] = piece[:size]
+        piece = piece[size:]
+        protocol.buffer_updated(size)
 
 
 @dataclass(slots=True)
@@ -249,6 +262,6 @@ def _join(
     factory: Callable[[], asyncio.BaseProtocol], transport: MemoryTransport
 ) -> tuple[asyncio.Transport, asyncio.BaseProtocol]:
     protocol = factory()
-    assert isinstance(protocol, asyncio.Protocol)
+    assert isinstance(protocol, asyncio.Protocol | asyncio.BufferedProtocol)
     transport.join(protocol)
     return transport, protocol

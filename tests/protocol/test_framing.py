@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,13 +28,22 @@ def test_a_line_may_come_byte_by_byte() -> None:
     assert lines == [b"one", b"two"]
 
 
-@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-def test_any_buffer_is_taken_and_not_kept(kind: type[bytes | bytearray | memoryview]) -> None:
+def test_a_buffer_is_taken_as_far_as_it_is_filled_and_may_be_filled_again() -> None:
     framer = LineFramer()
-    data = bytearray(b"on")
-    framer.feed(kind(data))
-    data[:] = b"xx"
-    assert framer.feed(b"e\n") == [b"one"]
+    data = bytearray(b"zero\nonxx\n")
+    (zero,) = framer.feed(data, 7)
+    data[:] = b"e\n" + b"\n" * 8
+    (one,) = framer.feed(data, 2)
+    data[:] = b"?" * 10
+    assert (zero, one) == (b"zero", b"one")
+    data.append(0)  # nothing holds on to it
+
+
+def test_a_line_that_came_in_pieces_is_handed_over_in_what_it_was_collected_in() -> None:
+    framer = LineFramer()
+    framer.feed(b"on")
+    (line,) = framer.feed(b"e\r\n")
+    assert (type(line), line, framer.pending) == (bytearray, b"one", 0)
 
 
 def test_what_is_held_of_an_incomplete_line_is_known() -> None:

@@ -52,9 +52,17 @@ class Transport(asyncio.Transport):
         self.done.append("resume")
 
 
+def heard(link: Link, data: bytes) -> None:
+    buffer = link.get_buffer(-1)
+    buffer[: len(data)] = data
+    link.buffer_updated(len(data))
+
+
 def made(budget: int = 1000, **limits: Any) -> tuple[Link, Transport]:
     transport = Transport()
-    shown = Link("c1", "peer", limits=QUICK, random=lambda: 0.5, budget=ReadBudget(budget))
+    shown = Link(
+        "c1", "peer", limits=QUICK, random=lambda: 0.5, budget=ReadBudget(budget), buffer=bytearray(1000)
+    )
     transport.link = shown
     shown._close_seconds = limits.get("close_seconds", 5)
     shown.connection_made(transport)
@@ -63,7 +71,7 @@ def made(budget: int = 1000, **limits: Any) -> tuple[Link, Transport]:
 
 def initialized(budget: int = 1000) -> tuple[Link, Transport]:
     link, transport = made(budget)
-    link.data_received(INITIALIZE)
+    heard(link, INITIALIZE)
     link.answer()
     transport.done.clear()
     return link, transport
@@ -87,7 +95,7 @@ async def test_a_peer_that_takes_it_is_waited_for() -> None:
 
 async def test_once_closed_every_command_does_nothing() -> None:
     link, transport = initialized()
-    link.data_received(BATCH + b"\n")
+    heard(link, BATCH + b"\n")
     link.eof_received()
     transport.done.clear()
     link.answer()
@@ -100,7 +108,7 @@ async def test_once_closed_every_command_does_nothing() -> None:
 
 
 async def test_a_link_that_never_got_its_transport_can_be_cut() -> None:
-    link = Link("c1", "peer", limits=QUICK, random=lambda: 0.5, budget=ReadBudget(10))
+    link = Link("c1", "peer", limits=QUICK, random=lambda: 0.5, budget=ReadBudget(10), buffer=bytearray(10))
     link.cut()
     link.pause()
     link.resume()
@@ -110,7 +118,7 @@ async def test_a_link_that_never_got_its_transport_can_be_cut() -> None:
 
 async def test_a_checkpoint_that_is_outstanding_when_the_peer_goes_is_told_closed() -> None:
     link, _ = initialized()
-    link.data_received(BATCH + b"\n")
+    heard(link, BATCH + b"\n")
     asking = asyncio.create_task(link.checkpoint(Sequence(5)))
     await asyncio.sleep(0)
     link.connection_lost(ConnectionResetError())
@@ -119,19 +127,19 @@ async def test_a_checkpoint_that_is_outstanding_when_the_peer_goes_is_told_close
 
 async def test_a_checkpoint_that_nobody_waits_for_any_more_may_still_be_answered() -> None:
     link, _ = initialized()
-    link.data_received(BATCH + b"\n")
+    heard(link, BATCH + b"\n")
     asking = asyncio.create_task(link.checkpoint(Sequence(5)))
     await asyncio.sleep(0)
     asking.cancel()
     await asyncio.sleep(0)
-    link.data_received(b'{"action":"checkpoint","sequenceNumber":"5","subSequenceNumber":0,"error":null}\n')
+    heard(link, b'{"action":"checkpoint","sequenceNumber":"5","subSequenceNumber":0,"error":null}\n')
     link.answer()
     assert not link.closed
 
 
 async def test_the_deadline_of_a_line_waits_while_the_budget_makes_the_peer_wait() -> None:
     link, transport = initialized()
-    link.data_received(b'{"action"')
+    heard(link, b'{"action"')
     assert set(link._timers) == {"partial_line"}
     link.pause()
     assert (transport.done, link._timers) == (["pause"], {})
@@ -143,7 +151,7 @@ async def test_the_deadline_of_a_line_waits_while_the_budget_makes_the_peer_wait
 
 async def test_a_batchs_line_counts_until_it_is_processed() -> None:
     link, _ = initialized()
-    link.data_received(BATCH + b"\n")
+    heard(link, BATCH + b"\n")
     assert await link.request() is not None
     assert await link.request() == ProcessRecords(BATCH)
     assert link._budget.held == len(BATCH)
@@ -153,7 +161,7 @@ async def test_a_batchs_line_counts_until_it_is_processed() -> None:
 
 async def test_nothing_is_written_to_a_transport_that_is_closing() -> None:
     link, transport = initialized()
-    link.data_received(b'{"action":"leaseLost"}\n')
+    heard(link, b'{"action":"leaseLost"}\n')
     transport.closing = True
     link.answer()
     link.pause()
@@ -165,9 +173,9 @@ async def test_a_stranger_on_the_port_is_told_apart_from_a_daemon_that_breaks_th
     logged: Any,
 ) -> None:
     stranger, _ = made()
-    stranger.data_received(b"GET / HTTP/1.1\r\n\r\n")
+    heard(stranger, b"GET / HTTP/1.1\r\n\r\n")
     daemon, _ = initialized()
-    daemon.data_received(b'{"action":"dance"}\n')
+    heard(daemon, b'{"action":"dance"}\n')
     first, second = (event for event in logged if event["event"] == "connection.failed")
     assert (first["level"], first["did"]) == ("warning", "The connection was closed.")
     assert "does not speak as a MultiLangDaemon" in first["advice"]
@@ -177,7 +185,7 @@ async def test_a_stranger_on_the_port_is_told_apart_from_a_daemon_that_breaks_th
 
 async def test_a_connection_that_the_server_cuts_is_not_blamed_on_the_daemon(logged: Any) -> None:
     link, transport = initialized()
-    link.data_received(BATCH + b"\n")
+    heard(link, BATCH + b"\n")
     link.cut()
     assert link.close_reason is CloseReason.CLOSED
     assert transport.done == ["close", "abort"]

@@ -89,6 +89,31 @@ def test_bytes_keep_their_order_and_come_in_pieces() -> None:
     connected(act)
 
 
+class Filled(asyncio.BufferedProtocol):
+    """Receives into a small buffer of its own."""
+
+    def __init__(self) -> None:
+        self.buffer = bytearray(8)
+        self.data = b""
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self.buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data += self.buffer[:nbytes]
+
+
+def test_a_buffered_protocol_gets_its_bytes_in_its_buffer() -> None:
+    async def act(client: Heard, server: Heard, _process: VirtualProcess) -> None:
+        filled = Filled()
+        server.transport.set_protocol(filled)
+        client.transport.write(b"more than its buffer holds")
+        await settle()
+        assert filled.data == b"more than its buffer holds"
+
+    connected(act)
+
+
 def test_an_orderly_close_arrives_behind_the_bytes() -> None:
     async def act(client: Heard, server: Heard, _process: VirtualProcess) -> None:
         client.transport.write(b"last words")
