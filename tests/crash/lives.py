@@ -18,6 +18,9 @@ class Plan:
     python_path: str
     """The folder that holds the handler."""
     settings: dict[str, Any] = field(default_factory=dict)
+    environ: dict[str, str] = field(default_factory=dict)
+    hangs: bool = False
+    """Whether a life hangs at its step instead of ending there."""
 
 
 class Life(Protocol):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
+import os
 import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from support.serving import quick
@@ -23,12 +26,14 @@ if TYPE_CHECKING:
 
 _OVER: Final = "over"
 _WARM: Final = [
+    "aioboto3",
     "asyncio",
     "pyarrow.parquet",
     "pytest",
     "mldserver.assembly",
     "mldserver.observe.logging",
     "mldserver.server",
+    "mldserver.state.dynamodb",
     "mldserver.testing.engine",
 ]
 """What every life needs: imported once, by the process that all of them are forked from."""
@@ -52,11 +57,35 @@ class LocalLife:
 
     def stream_is_over(self) -> None:
         """Let it end in good order once all is published."""
-        self._ours.send(_OVER)
+        with contextlib.suppress(BrokenPipeError):  # it has just died
+            self._ours.send(_OVER)
 
     def kill(self) -> None:
         """Kill it from outside."""
         self._process.kill()
+
+    def stop(self) -> None:
+        """Let it hang."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """End its hanging."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None
+        # It may have ended: the pid is not another's, for who forked it has not been told yet.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, number)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether it was stopped."""
+        try:
+            told = Path(f"/proc/{self._process.pid}/stat").read_text("utf-8", "replace")
+        except OSError:  # it has ended
+            return False
+        return told.rpartition(")")[2].split()[0] == "T"
 
     async def ended(self) -> int:
         """Return its exit code (minus the signal's number) once it is gone."""
@@ -74,7 +103,8 @@ class LocalLife:
 
 
 def _live(plan: Plan, step: str | None, told: Connection) -> None:
-    arm(step)
+    arm(step, signal.SIGSTOP if plan.hangs else signal.SIGKILL)
+    os.environ.update(plan.environ)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.path.insert(0, plan.python_path)
     settings = quick(plan.out, plan.handler, **plan.settings)

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import random
-import sqlite3
 from collections import Counter
-from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
@@ -22,6 +20,8 @@ from mldserver.testing import FakeStream
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from crash.held import Held
 
 START: Final = datetime(2027, 1, 15, 8, tzinfo=UTC)
 SIZE: Final = timedelta(seconds=10)
@@ -159,38 +159,28 @@ def published(out: Path) -> Iterator[Row]:
                 )
 
 
-def dead_letters(out: Path) -> Counter[int]:
-    """Return the ids in the dead letters."""
-    return Counter(json.loads(data)["id"] for (data,) in _ledger(out, "SELECT data FROM dead_letters"))
-
-
-def _ledger(out: Path, query: str) -> list[tuple[Any, ...]]:
-    """Ask the ledger's file itself; its format is documented."""
-    with closing(sqlite3.connect(out / "_mldserver" / "ledger.sqlite")) as db:
-        return db.execute(query).fetchall()
-
-
-def nameless(out: Path) -> set[str]:
+def nameless(out: Path, held: Held) -> set[str]:
     """Return files of segments and attempts that nothing will ever name or delete."""
     private = out / "_mldserver"
     files = [
         file for part in ("segments", "staging") for file in (private / part).rglob("*") if file.is_file()
     ]
-    named = {path for (path,) in _ledger(out, "SELECT path FROM segments")}
     # What a revision replaced stays for some seconds, for readers that are about to list it, or until the next start.
-    again = {window for (window,) in _ledger(out, "SELECT window_id FROM windows WHERE revision > 1")}
-    kept = {file for file in files if file.parents[2].name == "staging" and file.parents[1].name in again}
-    return {str(file.relative_to(out)) for file in {*files} - kept} - named
+    kept = {
+        file for file in files if file.parents[2].name == "staging" and file.parents[1].name in held.revised
+    }
+    return {str(file.relative_to(out)) for file in {*files} - kept} - held.segments
 
 
-def check(story: Story, out: Path) -> None:
+def check(story: Story, out: Path, held: Held) -> None:
     """Compare everything that came out with what must; each difference is named."""
     rows = list(published(out))
     found = Counter(row.id for row in rows)
     assert found == story.rows, f"lost: {story.rows - found}; doubled or foreign: {found - story.rows}"
-    letters = dead_letters(out)
+    letters = held.letters
     assert letters == story.poisoned, f"lost: {story.poisoned - letters}; doubled: {letters - story.poisoned}"
-    assert not nameless(out), f"left behind: {nameless(out)}"
+    left = nameless(out, held)
+    assert not left, f"left behind: {left}"
     kind = KINDS[story.kind]
     assert kind.late or not any(row.late for row in rows)
     for row in rows:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import signal
 import tempfile
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from crash.held import in_sqlite
 from crash.lives import Plan
 from crash.local_life import LocalLife
 from crash.stories import KINDS, Story, check, told, write_handler
@@ -19,7 +21,7 @@ from mldserver.config.kinds import UnixAddress
 from mldserver.testing import FakeMLD, Habits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Awaitable, Callable, Iterable
 
     from crash.lives import Life
 
@@ -34,6 +36,8 @@ class Death:
     step: str = ""
     times: int = 1
     after_seconds: float = 0.0
+    hangs: bool = False
+    """It is stopped there, and goes on when others have taken it for dead."""
     misses: int = 0
 
     def __str__(self) -> str:
@@ -57,7 +61,7 @@ class Toll:
         """A story ended before the death came: it is tried again in another, at its first occasion."""
         assert death.misses < MISSES, f"{death.step} was not reached in {MISSES} stories"
         times = death.times if death.misses == 0 else 1
-        self.ahead.append(Death(death.step, min(times, 2), death.after_seconds, death.misses + 1))
+        self.ahead.append(replace(death, times=min(times, 2), misses=death.misses + 1))
 
 
 class World:
@@ -132,7 +136,7 @@ class World:
                 daemon = group.create_task(self._mld.run(), name="daemon")
                 while not await self._live(daemon):
                     pass
-        check(self.story, self._out)
+        check(self.story, self._out, in_sqlite(self._out))
         serious = [told for told in self._mld.violations if "EOF" not in told and "reset" not in told]
         assert not serious, f"the daemon complains: {serious}"
         assert self._mld.finished, f"not every shard's end is checkpointed: {self._mld.checkpoints}"
@@ -191,9 +195,22 @@ async def _kill_after(life: Life, seconds: float) -> None:
         life.kill()
 
 
-async def play_all(root: Path, toll: Toll, seed: int, *, kills_per_story: int = 12, at_once: int = 2) -> int:
-    """Play stories, ``at_once`` at a time, until every death was died; return how many stories that took."""
-    stories = iter(range(1_000_000))
+async def play_all(
+    root: Path,
+    toll: Toll,
+    seed: int,
+    *,
+    kills_per_story: int = 12,
+    at_once: int = 2,
+    play: Callable[[Path, Story, Toll, int], Awaitable[None]] | None = None,
+    kind_for: Callable[[Toll, str], str] = lambda _toll, usual: usual,
+) -> int:
+    """Play stories, ``at_once`` at a time, until every death was died; return how many stories that took.
+
+    ``play`` plays one story in a folder with so many kills, in the place of ``World``; ``kind_for`` may choose a
+    story's kind by what is ahead.
+    """
+    stories = itertools.count()
     played = 0
 
     async def worker() -> None:
@@ -202,10 +219,13 @@ async def play_all(root: Path, toll: Toll, seed: int, *, kills_per_story: int = 
             number = next(stories)
             folder = root / f"{number}"
             folder.mkdir()
-            kind = list(KINDS)[number % len(KINDS)]
+            kind = kind_for(toll, list(KINDS)[number % len(KINDS)])
             story = told(seed * 1000 + number, kind=kind, records=RECORDS)
             try:
-                await World(folder, story, toll, kills=kills_per_story).play()
+                if play is None:
+                    await World(folder, story, toll, kills=kills_per_story).play()
+                else:
+                    await play(folder, story, toll, kills_per_story)
             except BaseException:
                 print(f"crash story {story.seed} ({kind}) failed; its files: {folder}")
                 raise

@@ -1,0 +1,68 @@
+"""What a ledger holds in the end, read from its own storage: a file that is documented, or a table."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections import Counter
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mldserver.clock import SystemClock
+from mldserver.state.dynamodb import DynamoLedger
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mldserver.config import DynamoPlace
+
+_PLENTY = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What the test asks of a ledger."""
+
+    letters: Counter[int]
+    """The ids in the dead letters."""
+    segments: frozenset[str]
+    """Paths of the files that windows are computed from."""
+    revised: frozenset[str]
+    """Windows that have more than one revision."""
+
+
+def in_sqlite(out: Path) -> Held:
+    """Ask the file itself."""
+    with closing(sqlite3.connect(out / "_mldserver" / "ledger.sqlite")) as db:
+        letters = db.execute("SELECT data FROM dead_letters").fetchall()
+        segments = db.execute("SELECT path FROM segments").fetchall()
+        revised = db.execute("SELECT window_id FROM windows WHERE revision > 1").fetchall()
+    return Held(
+        Counter(json.loads(data)["id"] for (data,) in letters),
+        frozenset(path for (path,) in segments),
+        frozenset(window for (window,) in revised),
+    )
+
+
+async def in_dynamodb(place: DynamoPlace, pipeline: str) -> Held:
+    """Ask the table by way of the ledger: its rows are journals, compressed."""
+    ledger = DynamoLedger(
+        place.table,
+        pipeline=pipeline,
+        server_id="reader",
+        clock=SystemClock(),
+        region=place.region,
+        endpoint_url=place.endpoint_url,
+    )
+    try:
+        state = await ledger.peek()
+        letters = await ledger.dead_letters(_PLENTY)
+    finally:
+        await ledger.close()
+    windows = state.windows.values()
+    return Held(
+        Counter(json.loads(letter.data)["id"] for letter in letters),
+        frozenset(each.path for entry in windows for each in (*entry.segments, *entry.pending)),
+        frozenset(entry.window_id for entry in windows if entry.revision > 1),
+    )
