@@ -25,6 +25,7 @@ from mldserver.runtime.failure import FailurePolicy, OnFailure
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.runtime.inspection import load_spec
 from mldserver.sources.mld import MLDListener
+from mldserver.spark.sinks.base import SinkSpec
 from mldserver.state.sqlite import SqliteLedger
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ async def assemble(
             clock=clock,
             random=rng,
             freed=freed,
+            table=_table(settings),
         )
     coordinator = Coordinator(
         rules=_rules(settings, spec.windows),
@@ -199,7 +201,22 @@ def _spark(settings: Settings, spec: HandlerSpec, clock: Clock, tag: str) -> Eng
         concurrency=settings.window_concurrency,
         job_deadline=settings.window_deadline,
         clock=clock,
+        sink=_sink(settings),
     )
+
+
+def _sink(settings: Settings) -> SinkSpec | None:
+    sink = settings.sink
+    if sink is None:
+        return None
+    return SinkSpec(sink.format, sink.target, settings.sink_table or "", dict(settings.sink_options))
+
+
+def _table(settings: Settings) -> str | None:
+    """Return what a log calls the table that windows are published into."""
+    if settings.sink is None:
+        return None
+    return f"{settings.sink} {settings.sink_table or ''}".rstrip()
 
 
 def _rules(settings: Settings, spec: WindowSpec | None) -> CoordinatorRules:

@@ -46,6 +46,8 @@ STEPS: Final[Mapping[str, str]] = {
     "attempt.computed": "the engine has written the output; it is not synced to disk",
     "attempt.staged": "the output is safe on disk; it does not count yet",
     "window.committed": "the output counts; it is not visible",
+    "sink.writing": "the output is on its way into the table; perhaps it is there",
+    "sink.written": "the table holds the first window of a group, perhaps not the others",
     "window.renamed": "the first revision of a window is visible, of others of its group perhaps not",
     "window.visible": "readers see it; the ledger does not know it",
     "window.published": "the ledger knows it; what it has replaced is still there",

@@ -107,7 +107,7 @@ NOT_IN_CORES = frozenset(
 
 ONLY_IN = {
     "pyspark": ("spark",),
-    "sqlite3": ("state",),
+    "sqlite3": ("state", "testing"),
     "cyclopts": ("cli",),
     "aws_kinesis_agg": ("protocol", "testing"),
     "kclpy_ext": ("kcl",),

@@ -17,6 +17,7 @@ from mldserver.config.places import (
 )
 from mldserver.config.resolve import resolve
 from mldserver.config.settings import Settings, Spec, specs
+from mldserver.config.sinks import TableSink
 from mldserver.config.table import settings_table
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "Settings",
     "Spec",
     "SqlitePlace",
+    "TableSink",
     "TcpAddress",
     "UnixAddress",
     "home",

@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from mldserver.config import kinds, places
+from mldserver.config import kinds, places, sinks
 from mldserver.config.kinds import Address, Kind, Late, Level, LogFormat, OnFailure, TcpAddress
 from mldserver.config.places import LedgerPlace, OutPlace, SqlitePlace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from mldserver.config.sinks import TableSink
 
 __all__ = ["ENV_PREFIX", "Settings", "Spec", "cache_folder", "default_pipeline", "specs"]
 
@@ -121,6 +123,22 @@ class Settings:
         places.ledger(),
         SqlitePlace(),
         "Where positions and windows are kept: a file (in a local `out`, or at PATH), or a table for several hosts.",
+        _PIPELINE,
+    )
+    sink: TableSink | None = _setting(
+        sinks.sink(),
+        None,
+        "What readers read: Parquet files in `out`, or a table that Spark writes into.",
+        _PIPELINE,
+    )
+    sink_table: str | None = _setting(
+        kinds.optional(sinks.table_name()), None, "The table of a JDBC sink.", _PIPELINE
+    )
+    sink_options: Mapping[str, str] = _made(
+        kinds.pairs(),
+        dict,
+        "none",
+        "Options of Spark's writer into the table; for JDBC also user, password, driver; may be repeated.",
         _PIPELINE,
     )
     server_id: str | None = _setting(
@@ -330,7 +348,7 @@ class Settings:
 
 
 def _shown(name: str, value: Any) -> str:
-    if name == "spark_conf":
+    if name in {"spark_conf", "sink_options"}:
         value = {key: "…" if _SECRET.search(key) else item for key, item in value.items()}
     return specs()[name].kind.show(value)
 

@@ -56,9 +56,10 @@ class Output:
 class Publisher:
     """Publishes into one output folder."""
 
-    def __init__(self, store: OutputStore) -> None:
-        """``store``: the output folder."""
+    def __init__(self, store: OutputStore, table: str | None = None) -> None:
+        """``store``: the output folder. ``table``: what outputs are written into instead, as a log may show it."""
         self._store = store
+        self.table = table
         self._root = STAGING if store.local else OUTPUTS
 
     def attempt(self, window_id: str, attempt: int, tag: str) -> str:
@@ -66,12 +67,14 @@ class Publisher:
         return attempt_path(self._root, window_id, attempt, tag)
 
     def shown(self, window_id: str) -> str:
-        """Return the path (or URI) under which readers find a window."""
+        """Return the path (or URI) under which readers find a window, or the table that holds it."""
+        if self.table is not None:
+            return self.table
         return self._store.uri(window_path(window_id) if self._store.local else f"{MANIFESTS}/{window_id}")
 
     def check(self) -> None:
         """Raise OperatorError where a revision could not replace another in one step."""
-        if not self._store.local:
+        if not self._store.local or self.table is not None:
             return
         probes = [f"{STAGING}/.exchange-{name}" for name in ("one", "other")]
         self._store.prepare(*probes)
@@ -89,6 +92,11 @@ class Publisher:
         finally:
             for probe in probes:
                 self._store.delete(probe)
+
+    def require(self, output: Output) -> None:
+        """Raise FileNotFoundError when a table's output is gone: it was published, by whoever, and deleted."""
+        if output.files and not self._store.exists(f"{output.staging}/{output.files[0]}"):
+            raise FileNotFoundError(errno.ENOENT, f"{output.staging} does not hold the window's output")
 
     def publish(self, outputs: Iterable[Output]) -> None:
         """Make outputs visible, together; repeatable.
@@ -136,10 +144,11 @@ class Publisher:
             for folder in list(self._store.folders(f"{self._root}/{each.window_id}")):
                 # Attempts behind the published one may be under way already.
                 old = attempt_number(folder) <= last
-                if old and (self._store.local or folder != each.staging):
+                shown = not self._store.local and self.table is None and folder == each.staging
+                if old and not shown:
                     self._store.delete(folder)
             self._store.drop_empty(f"{self._root}/{each.window_id}")
-            if not self._store.local:
+            if not self._store.local and self.table is None:
                 self._forget(each)
 
     def _forget(self, output: Output) -> None:

@@ -63,8 +63,12 @@ class WindowRunner:
         clock: Clock,
         random: Callable[[], float],
         freed: Callable[[int], None],
+        table: str | None = None,
     ) -> None:
-        """``random`` gives [0, 1) for jitter; ``freed`` is told the bytes of deleted segments."""
+        """``random`` gives [0, 1) for jitter; ``freed`` is told the bytes of deleted segments.
+
+        ``table``: what a log calls the table that the engine publishes into; None: outputs are published as files.
+        """
         self.recompute = policy.recompute
         self._pipeline = pipeline
         self._policy = policy
@@ -80,6 +84,7 @@ class WindowRunner:
             clock=clock,
             retain=policy.recompute,
             freed=freed,
+            table=table,
         )
         self.publisher = self._steps.publisher
         self._queue: asyncio.Queue[WindowEntry] = asyncio.Queue()
@@ -176,7 +181,7 @@ class WindowRunner:
         alone |= {each.entry.window_id: each for each in done or ()}
         try:
             await self._publish(done or ())
-        except (LedgerError, OSError) as error:
+        except (SparkError, LedgerError, OSError) as error:
             log.warning("window.group_failed", windows=len(done or ()), **_told(error))
             return alone
         for each in done or ():
@@ -201,7 +206,9 @@ class WindowRunner:
                     await self._publish([committed])
             except (SparkError, LedgerError, OSError) as error:
                 failures += 1
-                if await self._failed(entry, error, failures):
+                # An output that counts cannot be set aside: only publishing it is left, and tried for ever.
+                computing = committed is None
+                if await self._failed(entry, error, failures, may_set_aside=computing):
                     return
                 if committed is not None and isinstance(error, FileNotFoundError):
                     # Somebody else may have published it, and the next revision too: the ledger knows.
@@ -243,11 +250,14 @@ class WindowRunner:
             path=self.publisher.shown(entry.window_id) if output.files else None,
         )
 
-    async def _failed(self, entry: WindowEntry, error: Exception, failures: int) -> bool:
+    async def _failed(
+        self, entry: WindowEntry, error: Exception, failures: int, *, may_set_aside: bool
+    ) -> bool:
         """Apply the policy to a failed attempt; True when the window is done with."""
         told = _told(error)
         last = failures >= self._policy.attempts
-        if last and self._policy.on_failure == "dead_letter" and isinstance(error, WindowFailed | DriverLost):
+        aside = may_set_aside and self._policy.on_failure == "dead_letter"
+        if last and aside and isinstance(error, WindowFailed | DriverLost):
             try:
                 await self._ledger.set_aside(entry.window_id, str(error))
             except LedgerError as refused:

@@ -17,7 +17,7 @@ from mldserver.coordinator.layout import SEGMENTS, server_tag
 from mldserver.coordinator.publish import Output, Publisher
 from mldserver.coordinator.windows import as_window
 from mldserver.faults import kill_point
-from mldserver.spark.engine import WindowJob, WindowResult
+from mldserver.spark.engine import PublishJob, WindowJob, WindowResult
 from mldserver.state.ledger import Commit, WindowState
 
 if TYPE_CHECKING:
@@ -72,9 +72,13 @@ class WindowSteps:
         clock: Clock,
         retain: bool,
         freed: Callable[[int], None],
+        table: str | None = None,
     ) -> None:
-        """``retain``: whether segments are kept for late rows; ``freed`` is told the bytes of deleted ones."""
-        self.publisher = Publisher(store)
+        """``retain``: whether segments are kept for late rows; ``freed`` is told the bytes of deleted ones.
+
+        ``table``: what a log calls the table that the engine publishes into; None: outputs are published as files.
+        """
+        self.publisher = Publisher(store, table)
         self._pipeline = pipeline
         self._ledger = ledger
         self._store = store
@@ -192,27 +196,49 @@ class WindowSteps:
     async def publish(self, committed: Sequence[Committed]) -> None:
         """Make committed windows visible, and free what is not needed any more. Repeatable.
 
-        Raises OSError and LedgerError.
+        Raises OSError and LedgerError; for a table also what the engine raises.
         """
         outputs = tuple(each.output for each in committed)
-        await asyncio.to_thread(self.publisher.publish, outputs)
+        if self.publisher.table is None:
+            await asyncio.to_thread(self.publisher.publish, outputs)
+        else:
+            await self._into_table(committed)
         kill_point("window.visible")
         free = await self._ledger.published(
             tuple(output.window_id for output in outputs), retain=self._retain
         )
         kill_point("window.published")
-        first = tuple(output for output in outputs if output.revision == 1)
+        # Readers of a table do not read files that a revision replaces.
+        at_once = tuple(
+            output for output in outputs if output.revision == 1 or self.publisher.table is not None
+        )
         # The ledger tells them once: when they cannot be deleted now, publishing is tried again and deletes them then.
         self._freeing.update((segment.path, segment) for segment in free)
         freed = tuple(self._freeing.values())
-        await asyncio.to_thread(self._clean, first, freed)
+        await asyncio.to_thread(self._clean, at_once, freed)
         for segment in freed:
             self._freeing.pop(segment.path, None)
         for output in outputs:
-            if output.revision > 1:
+            if output not in at_once:
                 self._replaced.put_nowait((self._clock.now_ms() + _READING_MS, output))
         kill_point("window.cleaned")
         self._freed(sum(segment.bytes for segment in freed))
+
+    async def _into_table(self, committed: Sequence[Committed]) -> None:
+        for each in committed:
+            entry, output = each.entry, each.output
+            await asyncio.to_thread(self.publisher.require, output)
+            window = as_window(
+                entry.window_id,
+                entry.start_ms,
+                entry.end_ms,
+                revision=entry.revision,
+                pipeline=self._pipeline,
+            )
+            staging = self._store.uri(output.staging)
+            await self._engine.publish(
+                PublishJob(window, staging, output.files, output.rows, self._store.place)
+            )
 
     async def clean_up(self) -> None:
         """Delete what revisions have replaced, each a while after that, until cancelled."""

@@ -23,7 +23,7 @@ import structlog
 from mldserver.clock import Clock, SystemClock
 from mldserver.errors import DriverLost, HandlerInvalid, OperatorError
 from mldserver.spark import archive
-from mldserver.spark.engine import WindowJob, WindowResult
+from mldserver.spark.engine import PublishJob, WindowJob, WindowResult
 from mldserver.spark.java import Java, probe
 from mldserver.spark.life import Life, happens
 from mldserver.spark.process import DriverProcess, driver_command
@@ -33,6 +33,8 @@ from mldserver.spark.wire import Start, StartFailed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from mldserver.spark.sinks.base import SinkSpec
 
 __all__ = ["SparkEngine"]
 
@@ -72,6 +74,7 @@ class SparkEngine:
         archive_after: float | None = 60,
         clock: Clock | None = None,
         command: Sequence[str] | None = None,
+        sink: SinkSpec | None = None,
     ) -> None:
         """Take plain settings; nothing is started. Times are in seconds.
 
@@ -81,7 +84,7 @@ class SparkEngine:
         ``python_path``: folders that are importable in the driver and in Spark's workers; default: the working
         directory. ``job_deadline``: what a window's job may take; None: for ever. ``quick``: see ``session.py``.
         ``archive_after``: how long the driver must have been ready until a class archive is made where none is yet;
-        None: never. ``command``: what is started instead of our driver.
+        None: never. ``command``: what is started instead of our driver. ``sink``: the table to publish into, if any.
         """
         self._handler = handler_path
         self._schema = schema_ddl
@@ -101,6 +104,7 @@ class SparkEngine:
         self._archive_after = archive_after
         self._clock: Clock = clock or SystemClock()
         self._command = list(command) if command is not None else driver_command()
+        self._sink = sink
         self._slots = asyncio.Semaphore(concurrency)
         self._changed = asyncio.Event()
         """Set and replaced at each change of ``_ready_life`` or ``_over``."""
@@ -171,6 +175,12 @@ class SparkEngine:
     async def compute_group(self, jobs: tuple[WindowJob, ...]) -> tuple[WindowResult, ...]:
         """Run attempts one after the other, as jobs of their own. See ``Engine.compute_group``."""
         return tuple([await self.compute(job) for job in jobs])
+
+    async def publish(self, job: PublishJob) -> None:
+        """Write an output into the table, waiting for a driver and for a free slot first. See ``Engine.publish``."""
+        async with self._slots:
+            life = await self._ready()
+            await life.publish(job, self._job_deadline)
 
     async def close(self) -> None:
         """Stop the driver in good order within the grace, kill it beyond. No process is left on return."""
@@ -296,6 +306,7 @@ class SparkEngine:
             archive=archived,
             train=train,
             concurrency=self._concurrency,
+            sink=None if train else self._sink,
         )
 
     def _environment(self, start: Start, java: Java | None) -> dict[str, str]:
@@ -309,6 +320,8 @@ class SparkEngine:
 
 
 def _cannot_start(failed: StartFailed, master: str) -> OperatorError:
+    if failed.error == OperatorError.__name__:
+        return OperatorError(failed.message)  # it has said all there is, and what to do
     advice = "Look at the settings spark_master and spark_conf."
     if failed.error == "PySparkImportError" or "grpc" in failed.message:
         advice = "Spark Connect needs more packages: pip install 'mldserver[connect]'."

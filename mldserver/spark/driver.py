@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,11 +30,14 @@ from mldserver.spark.engine import WindowJob
 from mldserver.spark.faults import describe
 from mldserver.spark.handler import Pipeline, pipeline_of
 from mldserver.spark.session import Session, is_local, open_session
+from mldserver.spark.sinks import dispatch
+from mldserver.spark.sinks.base import check_result
 from mldserver.spark.wire import (
     Cancel,
     Decoder,
     Log,
     Message,
+    Publish,
     Run,
     Start,
     Started,
@@ -84,7 +88,7 @@ class Driver:
             case Start():
                 self._start = message
                 threading.Thread(target=self._open, args=(message,), name="start", daemon=True).start()
-            case Run() if self._jobs is not None:
+            case Run() | Publish() if self._jobs is not None:
                 self._jobs.start(message)
             case Cancel() if self._jobs is not None:
                 # In a thread: py4j waits for the JVM's answer, and this thread must go on reading.
@@ -116,12 +120,18 @@ class Driver:
         if start.train:
             os.nice(19)
         pipeline = _load(start)
+        if start.sink is not None:
+            pipeline = replace(pipeline, check=check_result)
         session = self._session = open_session(start)
         if session.jvm is not None:
             threading.Thread(target=self._watch_jvm, args=(session,), name="jvm", daemon=True).start()
         self.send(Started(session.spark.version, session.ui))
         self._warm_up(session, start)
-        return Jobs(session, start.schema, pipeline, self.send, concurrency=start.concurrency)
+        if start.sink is not None:
+            dispatch.check(session.spark, start.sink)
+        return Jobs(
+            session, start.schema, pipeline, self.send, concurrency=start.concurrency, sink=start.sink
+        )
 
     def _warm_up(self, session: Session, start: Start) -> None:
         from mldserver.spark.window_job import warm_up  # noqa: PLC0415  # imports belong to what may fail

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from mldserver.coordinator.windows import Window
 
-__all__ = ["Engine", "WindowJob", "WindowResult"]
+__all__ = ["Engine", "PublishJob", "WindowJob", "WindowResult"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,20 @@ class WindowResult:
     rows: int
     seconds: float
     """From the job's arrival at the engine to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishJob:
+    """One committed output, to be written into the table that windows are published into."""
+
+    window: Window
+    staging: str
+    """Absolute path (or URI) of the directory that holds the output."""
+    files: tuple[str, ...]
+    """Names of its data files, relative to ``staging``; empty for a revision that has nothing to show."""
+    rows: int
+    out: str = field(default="", repr=False)
+    """As in WindowJob."""
 
 
 class Engine(Protocol):
@@ -80,6 +94,15 @@ class Engine(Protocol):
 
         Each window's output is in its own ``staging``, as after ``compute``. Raises as ``compute`` does, for all of
         them together: the caller then runs each alone, so that one bad window cannot hold others.
+        """
+        ...
+
+    async def publish(self, job: PublishJob) -> None:
+        """Write a committed output into the table (setting ``sink``), in place of what lower revisions wrote.
+
+        Repeatable any number of times, by any server: a table that has the revision, or a later one, stays as it is.
+        Readers of the table never see half a window. Waits while the engine is not ready. Raises WindowFailed when
+        nothing was written, and DriverLost when the engine died and that is not known; cancelling the call cancels it.
         """
         ...
 

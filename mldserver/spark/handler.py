@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mldserver.errors import HandlerInvalid
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterable
 
     from pyspark.sql import DataFrame
 
@@ -31,6 +31,8 @@ class Pipeline:
 
     on_window: OnWindow | None
     """None: rows are written as they are."""
+    check: Callable[[Iterable[str]], None] | None = None
+    """Called with the names of the result's columns; what it raises fails the window."""
 
     def apply(self, rows: DataFrame, window: Window) -> DataFrame | None:
         """Return the window's result; None when the pipeline wrote for itself.
@@ -40,12 +42,14 @@ class Pipeline:
         """
         from pyspark.sql import DataFrame  # noqa: PLC0415  # only the driver's process pays for pyspark
 
-        if self.on_window is None:
-            return rows
-        result = self.on_window(rows, window)
+        result: object = rows if self.on_window is None else self.on_window(rows, window)
         if inspect.isawaitable(result):
             result = asyncio.run(_finish(result))
-        if result is None or isinstance(result, DataFrame):
+        if result is None:
+            return None
+        if isinstance(result, DataFrame):
+            if self.check is not None:
+                self.check(result.columns)
             return result
         raise HandlerInvalid(
             f"on_window returned {_article(type(result).__name__)}, not a Spark DataFrame.",

@@ -14,14 +14,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mldserver.spark.faults import describe, lost_connection
+from mldserver.spark.sinks import dispatch
 from mldserver.spark.window_job import Output, run_window
-from mldserver.spark.wire import Done, FailedJob, Message, Progress, Run
+from mldserver.spark.wire import Done, FailedJob, Message, Progress, Publish, Run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mldserver.spark.handler import Pipeline
     from mldserver.spark.session import Session
+    from mldserver.spark.sinks.base import SinkSpec
 
 __all__ = ["Jobs"]
 
@@ -33,7 +35,7 @@ _DEATH_SECONDS = 5
 
 @dataclass(slots=True)
 class _Job:
-    run: Run
+    run: Run | Publish
     group: str
     """Never used twice: Spark remembers cancelled groups and refuses their later jobs."""
     cancelled: bool = False
@@ -53,19 +55,21 @@ class Jobs:
         send: Callable[[Message], None],
         *,
         concurrency: int,
+        sink: SinkSpec | None = None,
     ) -> None:
-        """Use ``send`` from any thread."""
+        """Use ``send`` from any thread. ``sink``: where outputs are published, if that is a table."""
         self._session = session
         self._schema = schema
         self._pipeline = pipeline
         self._send = send
+        self._sink = sink
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="window")
         self._lock = threading.Lock()
         self._jobs: dict[int, _Job] = {}
 
-    def start(self, run: Run) -> None:
+    def start(self, run: Run | Publish) -> None:
         """Take a job; it begins when a thread is free."""
-        job = _Job(run, f"mldserver-{run.id}-{run.job.window.id}-{run.job.attempt}")
+        job = _Job(run, f"mldserver-{run.id}-{run.job.window.id}")
         with self._lock:
             self._jobs[run.id] = job
         self._pool.submit(self._run, job)
@@ -122,19 +126,26 @@ class Jobs:
         return FailedJob(job.run.id, "Cancelled", "The job was cancelled before it began.", cancelled=True)
 
     def _compute(self, job: _Job) -> Output:
-        spark, window_job = self._session.spark, job.run.job
+        spark, window = self._session.spark, job.run.job.window
         if self._session.connect:
             spark.addTag(job.group)
         else:
             # No interruption of threads on cancelling: HDFS marks nodes as dead when it is interrupted.
-            spark.sparkContext.setJobGroup(
-                job.group, f"window {window_job.window.id}", interruptOnCancel=False
-            )
+            spark.sparkContext.setJobGroup(job.group, f"window {window.id}", interruptOnCancel=False)
         try:
-            return run_window(spark, self._schema, self._pipeline, window_job, self._session.cores)
+            return self._do(job.run)
         finally:
             if self._session.connect:
                 spark.removeTag(job.group)
+
+    def _do(self, run: Run | Publish) -> Output:
+        spark = self._session.spark
+        if isinstance(run, Run):
+            return run_window(spark, self._schema, self._pipeline, run.job, self._session.cores)
+        if self._sink is None:
+            raise ValueError("no table was named to publish into")
+        dispatch.publish(spark, self._sink, run.job)
+        return Output((), run.job.rows)
 
     def watch(self) -> None:
         """Send the progress of running jobs whenever it changes; for a thread of its own, never returns."""

@@ -20,6 +20,7 @@ from mldserver.spark.wire import (
     Log,
     Message,
     Progress,
+    Publish,
     Run,
     Start,
     Started,
@@ -30,8 +31,10 @@ from mldserver.spark.wire import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mldserver.clock import Clock
-    from mldserver.spark.engine import WindowJob
+    from mldserver.spark.engine import PublishJob, WindowJob
     from mldserver.spark.process import DriverProcess
 
 __all__ = ["Life", "happens"]
@@ -67,7 +70,7 @@ class Life:
         self._clock = clock
         self._cancel_grace = cancel_grace
         self._ids = itertools.count(1)
-        self._waiting: dict[int, tuple[WindowJob, asyncio.Future[Done]]] = {}
+        self._waiting: dict[int, tuple[WindowJob | PublishJob, asyncio.Future[Done]]] = {}
         self._cancelling: dict[int, asyncio.Event] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
@@ -137,14 +140,22 @@ class Life:
         Raises WindowFailed when it fails or takes longer than ``deadline`` seconds, DriverLost when the driver dies.
         Cancelling this call cancels the job; a job that goes on all the same costs the driver its life.
         """
+        return await self._ask(lambda job_id: Run(job_id, job), deadline)
+
+    async def publish(self, job: PublishJob, deadline: float | None) -> None:
+        """Write an output into the table. Raises as ``compute`` does, and is cancelled as it."""
+        await self._ask(lambda job_id: Publish(job_id, job), deadline)
+
+    async def _ask(self, make: Callable[[int], Run | Publish], deadline: float | None) -> Done:
         if self._over:
             raise self._lost()
         job_id = next(self._ids)
+        asked = make(job_id)
         answer: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
-        self._waiting[job_id] = (job, answer)
+        self._waiting[job_id] = (asked.job, answer)
         try:
-            self._process.send(Run(job_id, job))
-            kill_point("job.running")
+            self._process.send(asked)
+            kill_point("job.running" if isinstance(asked, Run) else "sink.writing")
             async with asyncio.timeout(deadline) as limit:
                 return await answer
         except TimeoutError:
@@ -154,7 +165,7 @@ class Life:
             raise WindowFailed(
                 f"The job ran longer than its deadline of {deadline:g} seconds.",
                 did="It was cancelled.",
-                window=job.window.id,
+                window=asked.job.window.id,
             ) from None
         except asyncio.CancelledError:
             self._cancel(job_id)

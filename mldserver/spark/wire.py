@@ -3,9 +3,9 @@
 A message is a frozen dataclass; on the socket pair it is a length (4 bytes, big-endian) and that many bytes of JSON:
 an object with the fields and ``type``, the class's name.
 
-    server → driver    Start, then any number of Run and Cancel, then Stop (or just the end of the socket)
-    driver → server    Started, Warm (or StartFailed), then Progress, and Done or FailedJob once for each Run; Log at
-                       any time
+    server → driver    Start, then any number of Run, Publish and Cancel, then Stop (or just the end of the socket)
+    driver → server    Started, Warm (or StartFailed), then Progress, and Done or FailedJob once for each Run and
+                       Publish; Log at any time
 
 Each side believes that the other is the same program; bytes that do not fit raise WireError and end the driver.
 """
@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from mldserver.coordinator.windows import Window
-from mldserver.spark.engine import WindowJob
+from mldserver.spark.engine import PublishJob, WindowJob
+from mldserver.spark.sinks.base import SinkSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +34,7 @@ __all__ = [
     "Log",
     "Message",
     "Progress",
+    "Publish",
     "Run",
     "Start",
     "StartFailed",
@@ -75,6 +77,8 @@ class Start:
     train: bool = False
     """True: this life only writes ``archive``: no handler is loaded, other processes come first."""
     concurrency: int = 1
+    sink: SinkSpec | None = None
+    """The table that Publish writes into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,14 @@ class Run:
 
     id: int
     job: WindowJob
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Write a committed output into the table, under an id of the same kind."""
+
+    id: int
+    job: PublishJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +146,11 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The job's output is complete in its staging directory."""
+    """The job's output is complete in its staging directory; or in the table, for a Publish."""
 
     id: int
     files: tuple[str, ...]
-    """Names relative to the staging directory; empty when the pipeline wrote for itself."""
+    """Names relative to the staging directory; empty when the pipeline wrote for itself, and for a Publish."""
     rows: int
 
 
@@ -164,11 +176,13 @@ class Log:
     text: str
 
 
-Message = Start | Run | Cancel | Stop | Started | Warm | StartFailed | Progress | Done | FailedJob | Log
+Message = (
+    Start | Run | Publish | Cancel | Stop | Started | Warm | StartFailed | Progress | Done | FailedJob | Log
+)
 
 _TYPES: dict[str, type[Message]] = {
     cls.__name__: cls
-    for cls in (Start, Run, Cancel, Stop, Started, Warm, StartFailed, Progress, Done, FailedJob, Log)
+    for cls in (Start, Run, Publish, Cancel, Stop, Started, Warm, StartFailed, Progress, Done, FailedJob, Log)
 }
 
 
@@ -187,9 +201,19 @@ def _job(told: dict[str, Any]) -> WindowJob:
     return WindowJob(**{**told, "window": _window(told["window"]), "segments": tuple(told["segments"])})
 
 
+def _publish_job(told: dict[str, Any]) -> PublishJob:
+    return PublishJob(**{**told, "window": _window(told["window"]), "files": tuple(told["files"])})
+
+
+def _sink(told: dict[str, Any] | None) -> SinkSpec | None:
+    return None if told is None else SinkSpec(**told)
+
+
 _FROM_JSON: dict[tuple[type[Message], str], Callable[[Any], Any]] = {
     (Run, "job"): _job,
+    (Publish, "job"): _publish_job,
     (Start, "python_path"): tuple,
+    (Start, "sink"): _sink,
     (Done, "files"): tuple,
 }
 """Fields that JSON holds in another form than the class."""

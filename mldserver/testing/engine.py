@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -12,15 +13,17 @@ from mldserver.errors import WindowFailed
 from mldserver.faults import kill_point
 from mldserver.remote import reach
 from mldserver.spark.engine import WindowResult
+from mldserver.testing.table import publish_into
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     import pyarrow as pa
 
     from mldserver.clock import Clock
     from mldserver.coordinator.windows import Window
-    from mldserver.spark.engine import WindowJob
+    from mldserver.spark.engine import PublishJob, WindowJob
 
     OnTable = Callable[[pa.Table, Window], pa.Table]
 
@@ -51,6 +54,8 @@ class LocalEngine:
     """Every attempt, in the order in which they began."""
     groups: list[int] = field(default_factory=list)
     """How many windows each job had."""
+    table: Path | None = None
+    """A file that windows are published into where the setting ``sink`` names a table (``table.py``)."""
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
     _closed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -92,6 +97,16 @@ class LocalEngine:
         return tuple(
             WindowResult((_file(job),), count, seconds) for job, count in zip(jobs, rows, strict=True)
         )
+
+    async def publish(self, job: PublishJob) -> None:
+        """Write an output into ``table``. Raises WindowFailed where there is none, or it cannot be written."""
+        await self._ready.wait()
+        if self.table is None:
+            raise WindowFailed("The engine was given no table to publish into")
+        try:
+            await asyncio.to_thread(publish_into, self.table, job)
+        except (OSError, sqlite3.Error) as error:
+            raise WindowFailed(f"Window {job.window.id} could not be published: {error}") from error
 
     async def close(self) -> None:
         """Let ``run`` return."""

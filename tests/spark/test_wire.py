@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from mldserver.coordinator.windows import Window
 from mldserver.spark import wire
-from mldserver.spark.engine import WindowJob
+from mldserver.spark.engine import PublishJob, WindowJob
+from mldserver.spark.sinks.base import SinkSpec
 
 HOUR = Window(
     "2013-01-01T10-00-00Z", datetime(2013, 1, 1, 10, tzinfo=UTC), datetime(2013, 1, 1, 11, tzinfo=UTC)
@@ -17,8 +18,11 @@ HOUR = Window(
 BATCH = Window("batch-000000000007", None, None, revision=2, pipeline="departures")
 MESSAGES = [
     wire.Start("handlers.x", "a INT", "local[*]", "/scratch", {"spark.x": "ü"}, ("/here", "/there"), ui=True),
+    wire.Start("x", "", "local", "/s", sink=SinkSpec("jdbc", "jdbc:derby:x", "t", {"user": "me"})),
     wire.Run(1, WindowJob(HOUR, 3, ("/a.parquet", "/b.parquet"), "/staging/3", 10, 2048)),
     wire.Run(2, WindowJob(BATCH, 1, (), "s3://bucket/staging", 0, 0, "s3://bucket?region=r")),
+    wire.Publish(3, PublishJob(BATCH, "s3://bucket/staging", ("part-0.parquet",), 7, "s3://bucket?region=r")),
+    wire.Publish(4, PublishJob(HOUR, "/staging/4", (), 0)),
     wire.Cancel(1),
     wire.Stop(),
     wire.Started("4.3.0", None),

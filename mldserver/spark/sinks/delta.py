@@ -1,0 +1,88 @@
+"""Delta Lake: a window is a partition, replaced by one commit of the table's log.
+
+Delta skips a write whose ``txnVersion`` is not above the last one of its ``txnAppId`` (Delta protocol, "Transaction
+Identifiers"). Windows may be published in any order, so each has an application id of its own, and its revision is the
+version: a write that is repeated, or comes from a server that was taken for dead, changes nothing. Both are given to
+the writer, not to the session, where they would hold for every write that comes after.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from mldserver.errors import OperatorError
+from mldserver.spark.sinks.base import WINDOW, check_made_here, condition, staged
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+    from mldserver.spark.engine import PublishJob
+    from mldserver.spark.sinks.base import SinkSpec
+
+__all__ = ["check", "publish"]
+
+_ABSENT: Final = "DATA_SOURCE_NOT_FOUND"
+_UNCONFIGURED: Final = "DELTA_CONFIGURE_SPARK_SESSION_WITH_EXTENSION_AND_CATALOG"
+_NO_TABLE: Final = frozenset(
+    {
+        "DELTA_MISSING_DELTA_TABLE",
+        "DELTA_PATH_DOES_NOT_EXIST",
+        "DELTA_READ_TABLE_WITHOUT_COLUMNS",
+        "DELTA_SCHEMA_NOT_SET",
+        "DELTA_TABLE_NOT_FOUND",
+        "PATH_NOT_FOUND",
+    }
+)
+"""What Delta, and Spark before it, say of a place where no table is yet."""
+
+_ADVICE: Final = (
+    "Give Spark Delta Lake of its own version: spark_conf spark.jars.packages=io.delta:delta-spark_2.13:VERSION, "
+    "spark.sql.extensions=io.delta.sql.DeltaSparkSessionExtension and "
+    "spark.sql.catalog.spark_catalog=org.apache.spark.sql.delta.catalog.DeltaCatalog."
+)
+
+
+def check(spark: SparkSession, sink: SinkSpec) -> None:
+    """Raise OperatorError when Spark has no Delta Lake, or the table is not one of ours."""
+    table = _table(spark, sink)
+    if table is not None:
+        check_made_here(table.columns, sink.target)
+
+
+def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:
+    """Replace the window's rows in the table by those of its revision, unless it has them, or later ones, already."""
+    if job.files:
+        rows = staged(spark, job)
+    else:
+        table = _table(spark, sink)
+        if table is None:
+            return
+        rows = table.limit(0)
+    (
+        rows.write.format("delta")
+        .mode("overwrite")
+        .options(**sink.options)
+        .option("replaceWhere", f"{WINDOW} = '{job.window.id}'")
+        .option("txnAppId", f"{job.window.pipeline}/{job.window.id}")
+        .option("txnVersion", str(job.window.revision))
+        .partitionBy(WINDOW)
+        .save(sink.target)
+    )
+
+
+def _table(spark: SparkSession, sink: SinkSpec) -> DataFrame | None:
+    """Return the table, None when there is none yet. Raises OperatorError without Delta Lake."""
+    try:
+        table = spark.read.format("delta").load(sink.target)
+        # On Spark Connect nothing is asked before.
+        table.schema  # noqa: B018  # see above
+    except Exception as error:  # Java's own exceptions are of many classes
+        told = condition(error)
+        if told == _ABSENT:
+            raise OperatorError("This Spark session knows no format delta.", advice=_ADVICE) from error
+        if told == _UNCONFIGURED:
+            raise OperatorError("This Spark session is not set up for Delta Lake.", advice=_ADVICE) from error
+        if told in _NO_TABLE:
+            return None
+        raise
+    return table

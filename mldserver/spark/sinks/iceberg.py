@@ -1,0 +1,123 @@
+"""Apache Iceberg: a window is a partition, replaced by one snapshot.
+
+Each snapshot's summary holds the pipeline, window and revision that it wrote. A write looks for its own first, and
+tells Iceberg from which snapshot on nobody else may have touched the partition: so a write that is repeated, or that
+comes late from a server that was taken for dead, cannot take back a later revision. (Snapshots may expire; a revision
+that is published again after its snapshot is gone replaces the same rows by themselves.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from mldserver.errors import OperatorError
+from mldserver.spark.sinks.base import WINDOW, check_made_here, condition, staged
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+    from mldserver.spark.engine import PublishJob
+    from mldserver.spark.sinks.base import SinkSpec
+
+__all__ = ["check", "publish"]
+
+_PROPERTY: Final = "mldserver"
+_NO_TABLE: Final = frozenset({"TABLE_OR_VIEW_NOT_FOUND", "SCHEMA_NOT_FOUND"})
+_NO_CLASS: Final = "CANNOT_LOAD_CATALOG.PLUGIN_CLASS_NOT_FOUND"
+
+_ADVICE: Final = (
+    "Give Spark Iceberg of its own version and a catalog: spark_conf "
+    "spark.jars.packages=org.apache.iceberg:iceberg-spark-runtime-SPARK_2.13:VERSION, "
+    "spark.sql.catalog.{catalog}=org.apache.iceberg.spark.SparkCatalog, and that catalog's own properties, such as "
+    "spark.sql.catalog.{catalog}.type."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What the table's history tells."""
+
+    last: int | None
+    """The id of the last snapshot; None: there is none."""
+    revision: int
+    """The highest revision of the window that was written; 0: none."""
+
+
+def check(spark: SparkSession, sink: SinkSpec) -> None:
+    """Raise OperatorError when the catalog cannot be had, or the table is not one of ours."""
+    catalog = sink.target.partition(".")[0]
+    if spark.conf.get(f"spark.sql.catalog.{catalog}", None) is None:
+        raise OperatorError(
+            f"This Spark session has no catalog {catalog}, which sink = iceberg:{sink.target} names.",
+            advice=_ADVICE.format(catalog=catalog),
+        )
+    table = _table(spark, sink)
+    if table is not None:
+        check_made_here(table.columns, sink.target)
+
+
+def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:
+    """Replace the window's rows in the table by those of its revision, unless it has them, or later ones, already.
+
+    Raises what Spark raises; when the partition was written to meanwhile, too: the next try sees by whom.
+    """
+    from pyspark.sql import functions as F  # noqa: N812, PLC0415  # its usual name; only the driver pays for pyspark
+
+    table = _table(spark, sink)
+    seen = _Seen(None, 0) if table is None else _history(spark, sink, job)
+    if seen.revision >= job.window.revision or (table is None and not job.files):
+        return
+    rows = staged(spark, job) if job.files or table is None else table.limit(0)
+    writer = rows.writeTo(sink.target).options(**sink.options)
+    for name, value in _noted(job).items():
+        writer = writer.option(f"snapshot-property.{_PROPERTY}.{name}", value)
+    if table is None:
+        writer.using("iceberg").partitionedBy(F.col(WINDOW)).create()
+        return
+    if seen.last is not None:
+        writer = writer.option("isolation-level", "serializable")
+        writer = writer.option("validate-from-snapshot-id", str(seen.last))
+    writer.overwrite(F.col(WINDOW) == F.lit(job.window.id))
+
+
+def _noted(job: PublishJob) -> dict[str, str]:
+    return {
+        "pipeline": job.window.pipeline,
+        "window": job.window.id,
+        "revision": str(job.window.revision),
+    }
+
+
+def _history(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> _Seen:
+    """Read the table's snapshots: their metadata only."""
+    told = {name: f"{_PROPERTY}.{name}" for name in _noted(job)}
+    snapshots = spark.table(f"{sink.target}.snapshots").select("committed_at", "snapshot_id", "summary")
+    last, revision = None, 0
+    for row in sorted(snapshots.collect(), key=lambda each: each["committed_at"]):
+        last = int(row["snapshot_id"])
+        summary = row["summary"] or {}
+        mine = summary.get(told["pipeline"]) == job.window.pipeline
+        if mine and summary.get(told["window"]) == job.window.id:
+            revision = max(revision, int(summary.get(told["revision"]) or 0))
+    return _Seen(last, revision)
+
+
+def _table(spark: SparkSession, sink: SinkSpec) -> DataFrame | None:
+    """Return the table, None when there is none yet. Raises OperatorError without Iceberg."""
+    try:
+        table = spark.table(sink.target)
+        # On Spark Connect nothing is asked before.
+        table.schema  # noqa: B018  # see above
+    except Exception as error:  # Java's own exceptions are of many classes
+        told = condition(error)
+        if told in _NO_TABLE:
+            return None
+        if told == _NO_CLASS:
+            catalog = sink.target.partition(".")[0]
+            raise OperatorError(
+                f"Spark does not find the class of its catalog {catalog}.",
+                advice=_ADVICE.format(catalog=catalog),
+            ) from error
+        raise
+    return table

@@ -1,0 +1,194 @@
+"""JDBC: Spark writes a window into a stage table, one transaction moves it into the table.
+
+Beside the table lie ``<table>__windows``, with the revision of each window that the table holds, and for a while
+``<table>__stage_<random>``, one for each try: Spark's tasks commit one by one, so nobody may read what they write.
+The steps, each of which may be the last of a process:
+
+    claim     the window's line names this try's stage (and the stage of a try that died is dropped)
+    fill      Spark writes the stage
+    move      one transaction: the line takes the revision, if it still names this stage; the window's rows go, the
+              stage's come
+    clear     the stage is dropped, the line names none
+
+Whoever claims later, on this server or another, wins: the transaction of the earlier one finds its stage named no more.
+Classic Spark only: Spark Connect gives no access to ``java.sql``.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from mldserver.errors import OperatorError
+from mldserver.spark.sinks.base import WINDOW, check_made_here, staged
+from mldserver.spark.sinks.database import connected, suffixed
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+    from mldserver.spark.engine import PublishJob
+    from mldserver.spark.sinks.base import SinkSpec
+    from mldserver.spark.sinks.database import Database
+
+__all__ = ["Try", "check", "claim", "clear", "fill", "move", "publish"]
+
+_NONE: Final = "none"
+"""Stage of a window that has none. (Not an empty text: Oracle takes that for NULL.)"""
+
+_COLUMN_TYPES: Final = f"`{WINDOW}` VARCHAR(64)"
+"""Databases make strings large objects, which cannot be compared, unless they are told a length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Try:
+    """One try to write one output."""
+
+    job: PublishJob
+    table: str
+    stage: str
+
+    @property
+    def windows(self) -> str:
+        """The table of windows and revisions."""
+        return suffixed(self.table, "__windows")
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What a line of it is found by."""
+        return self.job.window.pipeline, self.job.window.id
+
+
+def check(spark: SparkSession, sink: SinkSpec) -> None:
+    """Raise OperatorError where there is no driver, are no transactions, or the table is not one of ours."""
+    if type(spark).__module__.startswith("pyspark.sql.connect"):
+        raise OperatorError(
+            "Spark Connect gives no access to JDBC transactions.",
+            advice="Set spark_master to a Spark of the server's own, such as local[*], or choose another sink.",
+        )
+    with connected(spark, sink) as database:
+        if not database.has_transactions():
+            raise OperatorError("The database of sink has no transactions.", advice="Choose another sink.")
+        columns = database.columns(sink.table)
+    if columns is not None:
+        check_made_here(columns, sink.table)
+
+
+def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:
+    """Replace the window's rows in the table by those of its revision, unless it has them, or later ones, already."""
+    attempt = Try(job, sink.table, suffixed(sink.table, f"__stage_{secrets.token_hex(6)}"))
+    with connected(spark, sink) as database:
+        if not claim(database, attempt):
+            return
+    if job.files:
+        fill(staged(spark, job), sink, attempt)
+    with connected(spark, sink) as database:
+        try:
+            move(database, attempt)
+        finally:
+            clear(database, attempt)
+
+
+def claim(database: Database, attempt: Try) -> bool:
+    """Name this try's stage as the window's, and drop that of a try that died. False: the table has the revision."""
+    windows, revision = attempt.windows, attempt.job.window.revision
+    if database.columns(windows) is None:
+        database.change(
+            f"CREATE TABLE {windows} (pipeline VARCHAR(255) NOT NULL, window_id VARCHAR(64) NOT NULL,"
+            " revision INTEGER NOT NULL, stage VARCHAR(255) NOT NULL, PRIMARY KEY (pipeline, window_id))"
+        )
+    found = database.first(
+        f"SELECT revision, stage FROM {windows} WHERE pipeline = ? AND window_id = ?",  # noqa: S608  # the operator's own name
+        *attempt.key,
+    )
+    if found is None:
+        database.change(f"INSERT INTO {windows} VALUES (?, ?, 0, ?)", *attempt.key, attempt.stage)  # noqa: S608  # see above
+        return True
+    noted, left = int(found[0]), found[1]
+    due = noted < revision
+    changed = database.change(
+        f"UPDATE {windows} SET stage = ? WHERE pipeline = ? AND window_id = ? AND revision = ? AND stage = ?",  # noqa: S608  # see above
+        attempt.stage if due else left,
+        *attempt.key,
+        noted,
+        left,
+    )
+    if not changed:
+        raise RuntimeError(f"another server writes window {attempt.job.window.id} at the same time")
+    if left != _NONE:
+        database.drop(left)
+        if not due:
+            _name_none(database, attempt, left)
+    return due
+
+
+def fill(rows: DataFrame, sink: SinkSpec, attempt: Try) -> None:
+    """Let Spark write the stage; and the table, when there is none yet, without rows."""
+    told = {name.lower(): value for name, value in sink.options.items()}
+    types = ", ".join(filter(None, [told.get("createtablecolumntypes"), _COLUMN_TYPES]))
+    options = sink.options | {"url": sink.target, "createTableColumnTypes": types}
+    rows.limit(0).write.format("jdbc").options(**options).option("dbtable", attempt.table).mode(
+        "append"
+    ).save()
+    # Spark's default mode is wanted: a table of this name is none of this try's.
+    rows.write.format("jdbc").options(**options).option("dbtable", attempt.stage).save()
+
+
+def move(database: Database, attempt: Try) -> None:
+    """Replace the window's rows by the stage's, in one transaction.
+
+    Raises RuntimeError when another try has claimed the window, or a task's rows are missing or there twice.
+    """
+    job, table = attempt.job, attempt.table
+    columns = database.columns(table)
+    stage = database.columns(attempt.stage) if job.files else {}
+    if stage is None or (columns is None and job.files):
+        raise RuntimeError(f"the stage of window {job.window.id} is gone: another server writes the window")
+    with database.together():
+        # First, so that whoever else writes this window waits here.
+        changed = database.change(
+            f"UPDATE {attempt.windows} SET revision = ? WHERE pipeline = ? AND window_id = ? AND stage = ?"  # noqa: S608  # the operator's own name
+            " AND revision < ?",
+            job.window.revision,
+            *attempt.key,
+            attempt.stage,
+            job.window.revision,
+        )
+        if not changed:
+            raise RuntimeError(f"another server has claimed window {job.window.id}")
+        if columns is not None:
+            window = database.quoted(columns[WINDOW])
+            database.change(f"DELETE FROM {table} WHERE {window} = ?", job.window.id)  # noqa: S608  # see above
+        if columns is not None and stage:
+            _insert(database, attempt, columns, stage)
+
+
+def _insert(database: Database, attempt: Try, columns: dict[str, str], stage: dict[str, str]) -> None:
+    foreign = sorted(stage.keys() - columns.keys())
+    if foreign:
+        raise RuntimeError(f"the table {attempt.table} has no column {', '.join(foreign)}")
+    into = ", ".join(database.quoted(columns[name]) for name in stage)
+    source = ", ".join(database.quoted(name) for name in stage.values())
+    inserted = database.change(
+        f"INSERT INTO {attempt.table} ({into}) SELECT {source} FROM {attempt.stage}"  # noqa: S608  # the operator's own names
+    )
+    # A task that ran twice on a cluster may have written twice (Spark's JDBC writer commits each task for itself).
+    if inserted != attempt.job.rows:
+        raise RuntimeError(
+            f"the stage of window {attempt.job.window.id} holds {inserted} rows, not {attempt.job.rows}"
+        )
+
+
+def clear(database: Database, attempt: Try) -> None:
+    """Drop this try's stage, and name none. Repeatable."""
+    database.drop(attempt.stage)
+    _name_none(database, attempt, attempt.stage)
+
+
+def _name_none(database: Database, attempt: Try, stage: str) -> None:
+    database.change(
+        f"UPDATE {attempt.windows} SET stage = ? WHERE pipeline = ? AND window_id = ? AND stage = ?",  # noqa: S608  # the operator's own name
+        _NONE,
+        *attempt.key,
+        stage,
+    )
