@@ -218,12 +218,11 @@ class Coordinator:
         self._count_segments()
         buried = await self._fleet.bury()
         if self._runner is not None:
-            under_way = tuple(self._picture.under_way.values())
-            await take_over(under_way, buried, working, self._ledger, self._store, self._runner)
+            await take_over(self._picture.under_way, buried, working, self._ledger, self._store, self._runner)
 
     def _count_segments(self) -> None:
         """Count what is on disk anew: other servers write and delete segments too."""
-        picture, holding = self._picture, self._holding
+        holding, picture = self._holding, self._picture
         doomed = self._flusher.doomed_bytes + (0 if self._runner is None else self._runner.doomed_bytes)
         holding.segment_bytes = picture.segment_bytes + doomed
         holding.settled_bytes = holding.segment_bytes - picture.open_bytes
@@ -269,6 +268,7 @@ class Coordinator:
         if self._runner is not None:
             entries = await self._flusher.cut(view.watermark_ms, close_all=view.over or view.quiet)
             self._runner.submit(entries)
+            self._holding.computing |= bool(entries)
             if entries and view.quiet:
                 log.info("stream.quiet", seconds=self.rules.watermark.quiet_ms / 1000)
         # Rows accepted while this cycle ran are cut by the next one.

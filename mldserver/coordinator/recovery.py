@@ -18,7 +18,7 @@ from mldserver.faults import kill_point
 from mldserver.state.ledger import WindowState
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Mapping
     from pathlib import Path
 
     from mldserver.coordinator.store import OutputStore
@@ -59,7 +59,7 @@ async def recover(
 
 
 async def take_over(
-    under_way: Collection[WindowEntry],
+    under_way: Mapping[str, WindowEntry],
     buried: Collection[str],
     working: Collection[str],
     ledger: Ledger,
@@ -72,8 +72,9 @@ async def take_over(
     read. One that is this server's and not among them was cut by a call whose answer was lost. Raises LedgerError and
     OSError; repeatable.
     """
-    mine = [each for each in under_way if each.owner == ledger.server_id and each.window_id not in working]
-    if buried or any(each.owner is None for each in under_way):
+    entries = under_way.values()
+    mine = [each for each in entries if each.owner == ledger.server_id and each.window_id not in working]
+    if buried or any(each.owner is None for each in entries):
         mine += await ledger.adopt()
         kill_point("windows.adopted")
     runner.submit(_in_order(mine))

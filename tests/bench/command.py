@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import structlog
-from bench import checkpoints, per_row, windows
+from bench import catch_up, checkpoints, per_row, retained, windows
 from rich.console import Console
 from rich.table import Table
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("windows", "per_row", "checkpoints")
+PARTS = ("windows", "per_row", "checkpoints", "retained", "catch_up")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,6 +61,12 @@ def _run(given: argparse.Namespace) -> int:
         if "checkpoints" in parts:
             document["checkpoints"] = checkpoints.measure(given.seconds, folder / "checkpoints")
             console.print(checkpoints_table(document["checkpoints"], given.seconds))
+        if "retained" in parts:
+            document["retained"] = retained.measure(given.retained, folder / "retained")
+            console.print(retained_table(document["retained"]))
+        if "catch_up" in parts:
+            document["catch_up"] = catch_up.measure(given.disk << 20, folder / "catch_up")
+            console.print(catch_up_table(document["catch_up"]))
     if given.json is not None:
         given.json.write_text(json.dumps(document, indent=2) + "\n")
     return 0
@@ -75,6 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pace", type=int, default=100_000, help="of these, rows a second; 0: unbounded")
     parser.add_argument("--per-row", type=int, default=200_000, help="rows of one flush")
     parser.add_argument("--seconds", type=int, default=3600, help="of the virtual stream of checkpoints")
+    parser.add_argument("--retained", type=int, default=86_400, help="windows that are retained")
+    parser.add_argument("--disk", type=int, default=32, help="budget of segments of the catch-up, in MiB")
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count")
     parser.add_argument("--engine", choices=("spark", "local"), default="spark", help="what computes windows")
     parser.add_argument("--folder", type=Path, help="where files go; default: the temporary directory")
@@ -168,3 +176,39 @@ def checkpoints_table(measured: dict[str, float], seconds: int) -> Table:
         str(measured["windows"]),
     )
     return table
+
+
+def retained_table(measured: dict[str, dict[str, float]]) -> Table:
+    """Show what retained windows cost a start and a cycle."""
+    table = Table(title="Retained windows, in SQLite", title_justify="left")
+    for name in ("windows", "start", "cycle", "memory"):
+        table.add_column(name, justify="right")
+    for held, each in measured.items():
+        table.add_row(
+            f"{int(held):,}",
+            f"{each['start_seconds']:.2f} s",
+            f"{each['cycle_seconds'] * 1000:.1f} ms",
+            f"{_mib(each['grown_bytes'])} MiB",
+        )
+    return table
+
+
+def catch_up_table(measured: dict[str, float]) -> Table:
+    """Show what a catch-up held at most."""
+    title = (
+        f"Catch-up over {_mib(measured['stream_bytes'])} MiB in {measured['seconds']:.1f} s,"
+        f" {measured['windows']:,} windows"
+    )
+    table = Table(title=title, title_justify="left")
+    for name in ("what", "budget", "at most"):
+        table.add_column(name, justify="left" if name == "what" else "right")
+    buffered, counted = _mib(measured["buffered_bytes"]), _mib(measured["segment_bytes"])
+    table.add_row("buffered rows", f"{_mib(measured['buffer_bytes'])} MiB", f"{buffered} MiB")
+    table.add_row("segments, as counted", f"{_mib(measured['disk_bytes'])} MiB", f"{counted} MiB")
+    table.add_row("segments, as files", "", f"{_mib(measured['files_bytes'])} MiB")
+    table.add_row("process grew by", "", f"{_mib(measured['grown_bytes'])} MiB")
+    return table
+
+
+def _mib(size: float) -> str:
+    return f"{size / (1 << 20):.1f}"

@@ -5,6 +5,8 @@ They assert results, never times. Each module says what it measures:
 * ``windows.py``: from the last record to the published window, against the same Spark job over one ready file.
 * ``per_row.py``: merging and writing, against a heap of single records and pyarrow's bare write.
 * ``checkpoints.py``: how far checkpoints lag while windows take an hour to close.
+* ``retained.py``: what a day of one-second windows costs a start and a cycle.
+* ``catch_up.py``: what a catch-up over far more than the budgets holds at most.
 """
 
 import sys

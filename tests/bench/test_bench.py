@@ -27,6 +27,10 @@ def test_every_benchmark_runs_at_a_tiny_size(tmp_path: Path, capsys: pytest.Capt
         "1",
         "--pace",
         "0",
+        "--retained",
+        "300",
+        "--disk",
+        "2",
     ]
     assert main([*arguments, "--engine", "local", "--folder", str(tmp_path), "--json", str(told)]) == 0
     document = json.loads(told.read_text())
@@ -37,6 +41,10 @@ def test_every_benchmark_runs_at_a_tiny_size(tmp_path: Path, capsys: pytest.Capt
     assert document["checkpoints"]["windows"] == 0
     # On a virtual clock this is no matter of speed: the flush interval of 5 s, and the next request.
     assert 0 < document["checkpoints"]["median_seconds"] <= document["checkpoints"]["longest_seconds"] <= 8
+    assert set(document["retained"]) == {"100", "300"}
+    caught = document["catch_up"]
+    assert caught["stream_bytes"] == 10 * caught["disk_bytes"]
+    assert caught["buffered_bytes"] <= caught["buffer_bytes"] + 4 * 300_000
     printed = capsys.readouterr().out
     assert "ns a row" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["told.json"]
