@@ -80,8 +80,9 @@ def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:
     with connected(spark, sink) as database:
         if not claim(database, attempt):
             return
+        create = database.columns(sink.table) is None
     if job.files:
-        fill(staged(spark, job), sink, attempt)
+        fill(staged(spark, job), sink, attempt, create=create)
     with connected(spark, sink) as database:
         try:
             move(database, attempt)
@@ -122,14 +123,15 @@ def claim(database: Database, attempt: Try) -> bool:
     return due
 
 
-def fill(rows: DataFrame, sink: SinkSpec, attempt: Try) -> None:
-    """Let Spark write the stage; and the table, when there is none yet, without rows."""
+def fill(rows: DataFrame, sink: SinkSpec, attempt: Try, *, create: bool) -> None:
+    """Let Spark write the stage; and the table, without rows, when it is to ``create`` it."""
     told = {name.lower(): value for name, value in sink.options.items()}
     types = ", ".join(filter(None, [told.get("createtablecolumntypes"), _COLUMN_TYPES]))
     options = sink.options | {"url": sink.target, "createTableColumnTypes": types}
-    rows.limit(0).write.format("jdbc").options(**options).option("dbtable", attempt.table).mode(
-        "append"
-    ).save()
+    if create:
+        # Appended, since another server may have made it meanwhile.
+        table = rows.limit(0).write.format("jdbc").options(**options).option("dbtable", attempt.table)
+        table.mode("append").save()
     # Spark's default mode is wanted: a table of this name is none of this try's.
     rows.write.format("jdbc").options(**options).option("dbtable", attempt.stage).save()
 

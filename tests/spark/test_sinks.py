@@ -1,0 +1,374 @@
+"""Table sinks on a real Spark: JDBC against Derby, which Spark brings; what Delta and Iceberg are handed.
+
+Their jars are not here. A session that notes what is done with it stands for one that has them: it shows what is asked,
+not what Delta and Iceberg make of it.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mldserver.coordinator.windows import Window
+from mldserver.errors import OperatorError
+from mldserver.spark.engine import PublishJob
+from mldserver.spark.sinks import jdbc
+from mldserver.spark.sinks.base import SinkSpec, staged
+from mldserver.spark.sinks.database import connected
+from mldserver.spark.sinks.dispatch import check, publish
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from pyspark.sql import SparkSession
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+NOW = datetime(2027, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture(scope="module")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    from pyspark.sql import SparkSession
+
+    place = tmp_path_factory.mktemp("spark")
+    builder: Any = SparkSession.builder
+    conf = {
+        "spark.ui.enabled": "false",
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.sql.warehouse.dir": str(place / "warehouse"),
+        "spark.driver.extraJavaOptions": f"-XX:TieredStopAtLevel=1 -Dderby.system.home={place}",
+        "spark.sql.catalog.lake": "org.apache.iceberg.spark.SparkCatalog",
+    }
+    for name, value in conf.items():
+        builder = builder.config(name, value)
+    session: SparkSession = builder.master("local[2]").getOrCreate()
+    gateway = session.sparkContext._gateway
+    yield session
+    session.stop()
+    gateway.shutdown()
+    gateway.proc.stdin.close()
+    gateway.proc.wait(30)
+    # Other tests of this process may want a session of their own.
+    from pyspark import SparkContext
+
+    SparkContext._gateway = SparkContext._jvm = None
+
+
+class Place:
+    """Outputs of windows, staged as attempts do."""
+
+    def __init__(self, spark: SparkSession, root: Path) -> None:
+        self.spark = spark
+        self.root = root
+        self.sink = SinkSpec("jdbc", f"jdbc:derby:{root}/db;create=true", "events")
+
+    def output(
+        self, names: list[str] | None, *, revision: int = 1, window: str = "w1", column: str = "name"
+    ) -> PublishJob:
+        """Stage rows with these names; None: an output that has nothing to show."""
+        staging = self.root / f"out [{window}]" / f"{revision}"
+        about = Window(window, None, None, revision, "flights")
+        if names is None:
+            return PublishJob(about, str(staging), (), 0)
+        rows = [(name, number, NOW) for number, name in enumerate(names)]
+        frame = self.spark.createDataFrame(rows, f"{column} STRING, n BIGINT, at TIMESTAMP")
+        frame.coalesce(1).write.mode("overwrite").parquet(str(staging))
+        files = tuple(path.name for path in staging.glob("part-*.parquet"))
+        return PublishJob(about, str(staging), files, len(rows))
+
+    def query(self, text: str) -> list[tuple[Any, ...]]:
+        reader = self.spark.read.format("jdbc").options(url=self.sink.target, query=text)
+        return sorted(tuple(row) for row in reader.load().collect())
+
+    def rows(self) -> list[tuple[Any, ...]]:
+        """Each row's name, window and revision."""
+        return self.query('SELECT "name", "_window", "_revision" FROM events')
+
+    def windows(self) -> list[tuple[Any, ...]]:
+        return self.query("SELECT * FROM events__windows")
+
+    def stages(self) -> list[tuple[Any, ...]]:
+        return self.query("SELECT TABLENAME FROM SYS.SYSTABLES WHERE TABLENAME LIKE '%STAGE%'")
+
+    def attempt(self, job: PublishJob, name: str) -> jdbc.Try:
+        return jdbc.Try(job, "events", f"events__stage_{name}")
+
+
+@pytest.fixture
+def place(spark: SparkSession, tmp_path: Path) -> Place:
+    return Place(spark, tmp_path)
+
+
+def test_jdbc_makes_its_tables_and_a_repeated_write_changes_nothing(place: Place) -> None:
+    check(place.spark, place.sink)
+    for _ in range(2):
+        publish(place.spark, place.sink, place.output(["a", "b"]))
+    publish(place.spark, place.sink, place.output(["z"], window="w2"))
+    assert place.rows() == [("a", "w1", 1), ("b", "w1", 1), ("z", "w2", 1)]
+    assert place.windows() == [("flights", "w1", 1, "none"), ("flights", "w2", 1, "none")]
+    assert place.stages() == []
+    check(place.spark, place.sink)
+
+
+def test_jdbc_a_revision_replaces_the_one_before_and_never_the_other_way_round(place: Place) -> None:
+    publish(place.spark, place.sink, place.output(["a", "b"]))
+    publish(place.spark, place.sink, place.output(["a", "b", "late"], revision=2))
+    publish(place.spark, place.sink, place.output(["a", "b"]))
+    assert place.rows() == [("a", "w1", 2), ("b", "w1", 2), ("late", "w1", 2)]
+    publish(place.spark, place.sink, place.output(None, revision=3))
+    publish(place.spark, place.sink, place.output(["a"], revision=2))
+    assert place.rows() == []
+    publish(place.spark, place.sink, place.output([], revision=4))
+    publish(place.spark, place.sink, place.output(None, window="w2"))
+    assert (place.rows(), place.stages()) == ([], [])
+    assert place.windows() == [("flights", "w1", 4, "none"), ("flights", "w2", 1, "none")]
+
+
+@pytest.mark.parametrize("steps", range(5))
+def test_jdbc_a_try_that_ends_after_any_step_is_made_again_from_the_start(place: Place, steps: int) -> None:
+    publish(place.spark, place.sink, place.output(["old"]))
+    job = place.output(["a", "b"], revision=2)
+    died = place.attempt(job, "died")
+    with connected(place.spark, place.sink) as database:
+        if steps > 0:
+            assert jdbc.claim(database, died)
+        if steps > 1:
+            jdbc.fill(staged(place.spark, job), place.sink, died, create=False)
+        if steps > 2:
+            jdbc.move(database, died)
+        if steps > 3:
+            database.drop(died.stage)
+    whole = [("a", "w1", 2), ("b", "w1", 2)]
+    assert place.rows() == (whole if steps > 2 else [("old", "w1", 1)])
+    publish(place.spark, place.sink, job)
+    assert (place.rows(), place.stages()) == (whole, [])
+    assert place.windows() == [("flights", "w1", 2, "none")]
+
+
+def test_jdbc_readers_see_the_old_rows_when_the_transaction_fails_in_its_middle(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(place.spark, place.sink, place.output(["old"]))
+    job = place.output(["a", "b"], revision=2)
+
+    def breaks(*_: object) -> None:
+        raise ConnectionError("the network")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(jdbc, "_insert", breaks)
+        with pytest.raises(ConnectionError, match="the network"):
+            publish(place.spark, place.sink, job)
+    assert place.rows() == [("old", "w1", 1)]
+    assert place.windows() == [("flights", "w1", 1, "none")]
+    publish(place.spark, place.sink, job)
+    assert (place.rows(), place.stages()) == ([("a", "w1", 2), ("b", "w1", 2)], [])
+
+
+def test_jdbc_of_two_servers_that_write_a_window_the_one_that_claimed_last_wins(place: Place) -> None:
+    job = place.output(["a", "b"])
+    first, second = place.attempt(job, "first"), place.attempt(job, "second")
+    with connected(place.spark, place.sink) as one, connected(place.spark, place.sink) as other:
+        assert jdbc.claim(one, first)
+        jdbc.fill(staged(place.spark, job), place.sink, first, create=True)
+        assert jdbc.claim(other, second)
+        with pytest.raises(RuntimeError, match="the stage of window w1 is gone"):
+            jdbc.move(one, first)
+        jdbc.fill(staged(place.spark, job), place.sink, first, create=True)
+        with pytest.raises(RuntimeError, match="another server has claimed window w1"):
+            jdbc.move(one, first)
+        jdbc.clear(one, first)
+        jdbc.fill(staged(place.spark, job), place.sink, second, create=True)
+        jdbc.move(other, second)
+        jdbc.clear(other, second)
+        assert not jdbc.claim(one, first)
+    assert place.rows() == [("a", "w1", 1), ("b", "w1", 1)]
+    assert (place.windows(), place.stages()) == ([("flights", "w1", 1, "none")], [])
+
+
+def test_jdbc_rows_that_a_task_wrote_twice_are_not_published(place: Place) -> None:
+    job = place.output(["a", "b"])
+    twice = place.attempt(job, "twice")
+    with connected(place.spark, place.sink) as database:
+        jdbc.claim(database, twice)
+        jdbc.fill(staged(place.spark, job), place.sink, twice, create=True)
+        database.change(f"INSERT INTO {twice.stage} SELECT * FROM {twice.stage}")
+        with pytest.raises(RuntimeError, match="the stage of window w1 holds 4 rows, not 2"):
+            jdbc.move(database, twice)
+        jdbc.clear(database, twice)
+    assert place.rows() == []
+
+
+def test_jdbc_a_column_that_the_table_has_not_is_named(place: Place) -> None:
+    publish(place.spark, place.sink, place.output(["a"]))
+    with pytest.raises(RuntimeError, match="the table events has no column other"):
+        publish(place.spark, place.sink, place.output(["b"], revision=2, column="other"))
+    assert (place.rows(), place.stages()) == ([("a", "w1", 1)], [])
+
+
+def test_jdbc_takes_a_schema_quotes_and_a_driver_by_name(place: Place) -> None:
+    options = {"driver": "org.apache.derby.jdbc.EmbeddedDriver", "batchsize": "10", "user": "me"}
+    sink = SinkSpec("jdbc", place.sink.target, 'ME."my events"', options)
+    with connected(place.spark, sink) as database:
+        database.change("CREATE SCHEMA ME")
+    publish(place.spark, sink, place.output(["a"]))
+    assert place.query('SELECT "name" FROM ME."my events"') == [("a",)]
+    assert place.query('SELECT REVISION FROM ME."my events__windows"') == [(1,)]
+
+
+@pytest.mark.parametrize(
+    ("sink", "told"),
+    [
+        (
+            SinkSpec("delta", "/nowhere"),
+            "no format delta.*spark.jars.packages=io.delta.*spark.sql.extensions",
+        ),
+        (
+            SinkSpec("iceberg", "lake.db.t"),
+            "class of its catalog lake.*spark.jars.packages=org.apache.iceberg",
+        ),
+        (SinkSpec("iceberg", "pond.db.t"), "no catalog pond.*spark.sql.catalog.pond="),
+        (SinkSpec("jdbc", "jdbc:nothing:x", "t"), "no driver for the URL.*sink_options driver=CLASS"),
+        (SinkSpec("jdbc", "jdbc:derby:x", "t", {"driver": "no.Driver"}), "no class no.Driver.*spark.jars"),
+        (
+            SinkSpec("jdbc", "jdbc:other:x", "t", {"driver": "org.apache.derby.jdbc.EmbeddedDriver"}),
+            "no driver for the URL",
+        ),
+    ],
+)
+def test_what_spark_lacks_is_said_at_the_start_with_the_setting(
+    place: Place, sink: SinkSpec, told: str
+) -> None:
+    with pytest.raises(OperatorError, match=told):
+        check(place.spark, sink)
+
+
+def test_a_table_of_somebody_else_is_refused(place: Place) -> None:
+    with connected(place.spark, place.sink) as database:
+        database.change("CREATE TABLE events (name VARCHAR(10))")
+    with pytest.raises(
+        OperatorError, match=r"The table events exists and has no column _revision and _window"
+    ):
+        check(place.spark, place.sink)
+
+
+class Recorder:
+    """Stands for a session, a frame and a writer: notes every call and returns itself."""
+
+    def __init__(self, snapshots: list[dict[str, Any]] | None = None) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.read = self.write = self
+        self.schema = None
+        self.columns = ["name", "_window", "_revision"]
+        self.snapshots = snapshots
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*values: Any, **named: Any) -> Recorder:
+            self.calls.append((name, *map(str, values), *([named] if named else [])))
+            return self
+
+        return call
+
+    def table(self, name: str) -> Any:
+        if self.snapshots is None:
+            raise LookupError("[TABLE_OR_VIEW_NOT_FOUND] The table cannot be found.")
+        if not name.endswith(".snapshots"):
+            return self
+        rows = SimpleNamespace(collect=lambda: self.snapshots)
+        return SimpleNamespace(select=lambda *_: rows)
+
+    def called(self, *names: str) -> list[tuple[Any, ...]]:
+        return [call for call in self.calls if call[0] in names]
+
+
+ABOUT = Window("w1", None, None, 2, "flights")
+HANDED = PublishJob(ABOUT, "/staging/w1/3", ("part-0.parquet",), 7)
+EMPTY = PublishJob(ABOUT, "/staging/w1/3", (), 0)
+
+
+@pytest.mark.usefixtures("spark")
+def test_delta_is_asked_to_replace_one_window_in_a_transaction_of_its_own() -> None:
+    lake = Recorder()
+    sink = SinkSpec("delta", "/lake/events", options={"mergeSchema": "true"})
+    publish(lake, sink, HANDED)  # type: ignore[arg-type]  # stands for a session
+    assert lake.called("parquet", "format", "mode", "options", "option", "partitionBy", "save") == [
+        ("parquet", "/staging/w1/3/part-0.parquet"),
+        ("format", "delta"),
+        ("mode", "overwrite"),
+        ("options", {"mergeSchema": "true"}),
+        ("option", "replaceWhere", "_window = 'w1'"),
+        ("option", "txnAppId", "flights/w1"),
+        ("option", "txnVersion", "2"),
+        ("partitionBy", "_window"),
+        ("save", "/lake/events"),
+    ]
+
+
+def test_delta_replaces_a_window_by_no_rows_of_the_table_itself() -> None:
+    lake = Recorder()
+    publish(lake, SinkSpec("delta", "/lake/events"), EMPTY)  # type: ignore[arg-type]  # stands for a session
+    assert lake.called("load", "limit", "parquet", "save") == [
+        ("load", "/lake/events"),
+        ("limit", "0"),
+        ("save", "/lake/events"),
+    ]
+
+
+def snapshot(number: int, revision: int, window: str = "w1") -> dict[str, Any]:
+    noted = {"mldserver.pipeline": "flights", "mldserver.window": window, "mldserver.revision": str(revision)}
+    return {"committed_at": number, "snapshot_id": number, "summary": noted}
+
+
+ICEBERG = SinkSpec("iceberg", "lake.db.events")
+
+
+@pytest.mark.usefixtures("spark")
+def test_iceberg_is_asked_to_overwrite_one_window_since_the_last_snapshot() -> None:
+    lake = Recorder([snapshot(9, 5, "w2"), snapshot(8, 1), {**snapshot(7, 0), "summary": None}])
+    publish(lake, ICEBERG, HANDED)  # type: ignore[arg-type]  # stands for a session
+    assert lake.called("writeTo", "option", "overwrite", "create") == [
+        ("writeTo", "lake.db.events"),
+        ("option", "snapshot-property.mldserver.pipeline", "flights"),
+        ("option", "snapshot-property.mldserver.window", "w1"),
+        ("option", "snapshot-property.mldserver.revision", "2"),
+        ("option", "isolation-level", "serializable"),
+        ("option", "validate-from-snapshot-id", "9"),
+        ("overwrite", "Column<'=(_window, 'w1')'>"),
+    ]
+
+
+@pytest.mark.usefixtures("spark")
+def test_iceberg_makes_the_table_partitioned_by_window() -> None:
+    lake = Recorder()
+    publish(lake, ICEBERG, HANDED)  # type: ignore[arg-type]  # stands for a session
+    assert lake.called("using", "partitionedBy", "create", "overwrite") == [
+        ("using", "iceberg"),
+        ("partitionedBy", "Column<'_window'>"),
+        ("create",),
+    ]
+
+
+@pytest.mark.usefixtures("spark")
+@pytest.mark.parametrize(
+    ("job", "snapshots"),
+    [(HANDED, [snapshot(8, 2)]), (HANDED, [snapshot(8, 3)]), (EMPTY, None)],
+    ids=["the same revision", "a later one", "nothing, and no table"],
+)
+def test_iceberg_is_asked_for_nothing_when_the_table_has_it(
+    job: PublishJob, snapshots: list[dict[str, Any]] | None
+) -> None:
+    lake = Recorder(snapshots)
+    publish(lake, ICEBERG, job)  # type: ignore[arg-type]  # stands for a session
+    assert lake.called("writeTo") == []
+
+
+@pytest.mark.usefixtures("spark")
+def test_iceberg_replaces_a_window_by_no_rows_of_the_table_itself() -> None:
+    lake = Recorder([])
+    publish(lake, ICEBERG, EMPTY)  # type: ignore[arg-type]  # stands for a session
+    assert [call[0] for call in lake.called("limit", "parquet", "overwrite")] == ["limit", "overwrite"]
