@@ -200,6 +200,8 @@ def _spark(settings: Settings, spec: HandlerSpec, clock: Clock, tag: str) -> Eng
         work_dir=home(settings) / SPARK / tag,
         concurrency=settings.window_concurrency,
         job_deadline=settings.window_deadline,
+        # A shared job's files are renamed from one directory into others, which object stores cannot.
+        group_limit=1 if isinstance(settings.out, RemoteOut) else settings.window_group,
         clock=clock,
         sink=_sink(settings),
     )

@@ -286,6 +286,12 @@ class Settings:
     window_concurrency: int = _setting(
         kinds.count(at_least=1), 1, "Windows that Spark computes at a time.", _WINDOWS
     )
+    window_group: int = _setting(
+        kinds.count(at_least=1),
+        16,
+        "Small windows that are ready together share one Spark job, up to so many; 1: each has its own.",
+        _WINDOWS,
+    )
 
     stream: str | None = _setting(
         kinds.optional(kinds.text("a Kinesis stream's name")),

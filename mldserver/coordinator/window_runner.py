@@ -31,6 +31,9 @@ __all__ = ["WindowPolicy", "WindowRunner"]
 
 log = structlog.get_logger("mldserver")
 
+_GROUP_BYTES = 64 * 1024 * 1024
+"""A group takes no more windows once its segments have so many bytes; so at most its last window is a large one."""
+
 
 @dataclass(frozen=True, slots=True)
 class WindowPolicy:
@@ -155,9 +158,11 @@ class WindowRunner:
 
     def _with_others(self, first: WindowEntry) -> list[WindowEntry]:
         """Return a window with those behind it that may share its job, as far as they wait already."""
-        group = [first]
-        while len(group) < self._engine.group_limit and not self._queue.empty():
+        group, size = [first], _bytes(first)
+        # Large windows gain nothing by a shared job, and each would wait for all the others' outputs.
+        while len(group) < self._engine.group_limit and not self._queue.empty() and size <= _GROUP_BYTES:
             group.append(self._queue.get_nowait())
+            size += _bytes(group[-1])
         return group
 
     def _done(self, entry: WindowEntry) -> None:
@@ -293,6 +298,10 @@ class WindowRunner:
 
 def _key(entry: WindowEntry) -> tuple[str, int]:
     return entry.window_id, entry.revision
+
+
+def _bytes(entry: WindowEntry) -> int:
+    return sum(segment.bytes for segment in entry.segments)
 
 
 def _told(error: Exception) -> dict[str, Any]:

@@ -75,6 +75,7 @@ class SparkEngine:
         clock: Clock | None = None,
         command: Sequence[str] | None = None,
         sink: SinkSpec | None = None,
+        group_limit: int = 1,
     ) -> None:
         """Take plain settings; nothing is started. Times are in seconds.
 
@@ -85,6 +86,8 @@ class SparkEngine:
         directory. ``job_deadline``: what a window's job may take; None: for ever. ``quick``: see ``session.py``.
         ``archive_after``: how long the driver must have been ready until a class archive is made where none is yet;
         None: never. ``command``: what is started instead of our driver. ``sink``: the table to publish into, if any.
+        ``group_limit``: how many windows share one Spark job at most; on Spark Connect always 1 (``group_job.py``), and
+        it must be 1 where staging is not on a local file system.
         """
         self._handler = handler_path
         self._schema = schema_ddl
@@ -105,6 +108,7 @@ class SparkEngine:
         self._clock: Clock = clock or SystemClock()
         self._command = list(command) if command is not None else driver_command()
         self._sink = sink
+        self._group_limit = 1 if is_connect(master) else group_limit
         self._slots = asyncio.Semaphore(concurrency)
         self._changed = asyncio.Event()
         """Set and replaced at each change of ``_ready_life`` or ``_over``."""
@@ -169,12 +173,18 @@ class SparkEngine:
 
     @property
     def group_limit(self) -> int:
-        """1: the user's ``on_window`` sees one window at a time, and the driver runs one job for each."""
-        return 1
+        """As many as the settings say; 1 on Spark Connect."""
+        return self._group_limit
 
     async def compute_group(self, jobs: tuple[WindowJob, ...]) -> tuple[WindowResult, ...]:
-        """Run attempts one after the other, as jobs of their own. See ``Engine.compute_group``."""
-        return tuple([await self.compute(job) for job in jobs])
+        """Run attempts as one Spark job, which may take as long as all of them. See ``Engine.compute_group``."""
+        began = time.monotonic()
+        deadline = None if self._job_deadline is None else self._job_deadline * len(jobs)
+        async with self._slots:
+            life = await self._ready()
+            outputs = await life.compute_group(jobs, deadline)
+        seconds = time.monotonic() - began
+        return tuple(WindowResult(output.files, output.rows, seconds) for output in outputs)
 
     async def publish(self, job: PublishJob) -> None:
         """Write an output into the table, waiting for a driver and for a free slot first. See ``Engine.publish``."""

@@ -39,6 +39,7 @@ from mldserver.spark.wire import (
     Message,
     Publish,
     Run,
+    RunGroup,
     Start,
     Started,
     StartFailed,
@@ -88,7 +89,7 @@ class Driver:
             case Start():
                 self._start = message
                 threading.Thread(target=self._open, args=(message,), name="start", daemon=True).start()
-            case Run() | Publish() if self._jobs is not None:
+            case Run() | RunGroup() | Publish() if self._jobs is not None:
                 self._jobs.start(message)
             case Cancel() if self._jobs is not None:
                 # In a thread: py4j waits for the JVM's answer, and this thread must go on reading.

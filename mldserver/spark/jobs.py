@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mldserver.spark.faults import describe, lost_connection
+from mldserver.spark.group_job import run_group
 from mldserver.spark.sinks import dispatch
-from mldserver.spark.window_job import Output, run_window
-from mldserver.spark.wire import Done, FailedJob, Message, Progress, Publish, Run
+from mldserver.spark.window_job import run_window
+from mldserver.spark.wire import Done, DoneGroup, FailedJob, Message, Progress, Publish, Run, RunGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,7 +36,7 @@ _DEATH_SECONDS = 5
 
 @dataclass(slots=True)
 class _Job:
-    run: Run | Publish
+    run: Run | RunGroup | Publish
     group: str
     """Never used twice: Spark remembers cancelled groups and refuses their later jobs."""
     cancelled: bool = False
@@ -67,7 +68,7 @@ class Jobs:
         self._lock = threading.Lock()
         self._jobs: dict[int, _Job] = {}
 
-    def start(self, run: Run | Publish) -> None:
+    def start(self, run: Run | RunGroup | Publish) -> None:
         """Take a job; it begins when a thread is free."""
         job = _Job(run, f"mldserver-{run.id}-{run.job.window.id}")
         with self._lock:
@@ -96,7 +97,7 @@ class Jobs:
             job.running = not job.cancelled
         answer: Message
         try:
-            answer = self._done(job, self._compute(job)) if job.running else self._cancelled(job)
+            answer = self._compute(job) if job.running else self._cancelled(job)
         except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit included
             if self._jvm_is_gone(error):
                 return  # not the job's failure: whoever watches the JVM ends this process, and so the job
@@ -119,33 +120,34 @@ class Jobs:
             return False
         return True
 
-    def _done(self, job: _Job, output: Output) -> Done:
-        return Done(job.run.id, output.files, output.rows)
-
     def _cancelled(self, job: _Job) -> FailedJob:
         return FailedJob(job.run.id, "Cancelled", "The job was cancelled before it began.", cancelled=True)
 
-    def _compute(self, job: _Job) -> Output:
+    def _compute(self, job: _Job) -> Done | DoneGroup:
         spark, window = self._session.spark, job.run.job.window
         if self._session.connect:
             spark.addTag(job.group)
         else:
             # No interruption of threads on cancelling: HDFS marks nodes as dead when it is interrupted.
-            spark.sparkContext.setJobGroup(job.group, f"window {window.id}", interruptOnCancel=False)
+            others = f" and {len(job.run.jobs) - 1} more" if isinstance(job.run, RunGroup) else ""
+            spark.sparkContext.setJobGroup(job.group, f"window {window.id}{others}", interruptOnCancel=False)
         try:
             return self._do(job.run)
         finally:
             if self._session.connect:
                 spark.removeTag(job.group)
 
-    def _do(self, run: Run | Publish) -> Output:
-        spark = self._session.spark
+    def _do(self, run: Run | RunGroup | Publish) -> Done | DoneGroup:
+        spark, cores = self._session.spark, self._session.cores
+        if isinstance(run, RunGroup):
+            return DoneGroup(run.id, run_group(spark, self._schema, self._pipeline, run.jobs, cores))
         if isinstance(run, Run):
-            return run_window(spark, self._schema, self._pipeline, run.job, self._session.cores)
+            output = run_window(spark, self._schema, self._pipeline, run.job, cores)
+            return Done(run.id, output.files, output.rows)
         if self._sink is None:
             raise ValueError("no table was named to publish into")
         dispatch.publish(spark, self._sink, run.job)
-        return Output((), run.job.rows)
+        return Done(run.id, (), run.job.rows)
 
     def watch(self) -> None:
         """Send the progress of running jobs whenever it changes; for a thread of its own, never returns."""

@@ -16,12 +16,15 @@ from mldserver.spark import spark_log
 from mldserver.spark.wire import (
     Cancel,
     Done,
+    DoneGroup,
     FailedJob,
     Log,
     Message,
+    Output,
     Progress,
     Publish,
     Run,
+    RunGroup,
     Start,
     Started,
     StartFailed,
@@ -70,7 +73,7 @@ class Life:
         self._clock = clock
         self._cancel_grace = cancel_grace
         self._ids = itertools.count(1)
-        self._waiting: dict[int, tuple[WindowJob | PublishJob, asyncio.Future[Done]]] = {}
+        self._waiting: dict[int, tuple[Run | RunGroup | Publish, asyncio.Future[Done | DoneGroup]]] = {}
         self._cancelling: dict[int, asyncio.Event] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
@@ -140,22 +143,32 @@ class Life:
         Raises WindowFailed when it fails or takes longer than ``deadline`` seconds, DriverLost when the driver dies.
         Cancelling this call cancels the job; a job that goes on all the same costs the driver its life.
         """
-        return await self._ask(lambda job_id: Run(job_id, job), deadline)
+        done = await self._ask(lambda job_id: Run(job_id, job), deadline)
+        assert isinstance(done, Done), "what a driver answers to a Run"
+        return done
+
+    async def compute_group(self, jobs: tuple[WindowJob, ...], deadline: float | None) -> tuple[Output, ...]:
+        """Run several jobs as one and return their outputs; ``deadline`` is for all. Else as ``compute``."""
+        done = await self._ask(lambda job_id: RunGroup(job_id, jobs), deadline)
+        assert isinstance(done, DoneGroup), "what a driver answers to a RunGroup"
+        return done.outputs
 
     async def publish(self, job: PublishJob, deadline: float | None) -> None:
         """Write an output into the table. Raises as ``compute`` does, and is cancelled as it."""
         await self._ask(lambda job_id: Publish(job_id, job), deadline)
 
-    async def _ask(self, make: Callable[[int], Run | Publish], deadline: float | None) -> Done:
+    async def _ask(
+        self, make: Callable[[int], Run | RunGroup | Publish], deadline: float | None
+    ) -> Done | DoneGroup:
         if self._over:
             raise self._lost()
         job_id = next(self._ids)
         asked = make(job_id)
-        answer: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
-        self._waiting[job_id] = (asked.job, answer)
+        answer: asyncio.Future[Done | DoneGroup] = asyncio.get_running_loop().create_future()
+        self._waiting[job_id] = (asked, answer)
         try:
             self._process.send(asked)
-            kill_point("job.running" if isinstance(asked, Run) else "sink.writing")
+            kill_point("sink.writing" if isinstance(asked, Publish) else "job.running")
             async with asyncio.timeout(deadline) as limit:
                 return await answer
         except TimeoutError:
@@ -165,7 +178,7 @@ class Life:
             raise WindowFailed(
                 f"The job ran longer than its deadline of {deadline:g} seconds.",
                 did="It was cancelled.",
-                window=asked.job.window.id,
+                **_window_of(asked),
             ) from None
         except asyncio.CancelledError:
             self._cancel(job_id)
@@ -200,13 +213,13 @@ class Life:
                 self.warm.set()
             case StartFailed():
                 self.failed = message
-            case Done() | FailedJob():
+            case Done() | DoneGroup() | FailedJob():
                 self._answer(message)
             case Progress() if message.id in self._waiting:
-                job = self._waiting[message.id][0]
+                asked = self._waiting[message.id][0]
                 log.debug(
                     "spark.progress",
-                    window=job.window.id,
+                    window=asked.job.window.id,
                     job=message.id,
                     stages=message.stages,
                     tasks=message.tasks,
@@ -219,21 +232,21 @@ class Life:
             case _:
                 raise WireError(f"{type(message).__name__} does not come from a driver")
 
-    def _answer(self, message: Done | FailedJob) -> None:
+    def _answer(self, message: Done | DoneGroup | FailedJob) -> None:
         if message.id in self._cancelling:
             self._cancelling.pop(message.id).set()
-        job, answer = self._waiting.get(message.id, (None, None))
-        if job is None or answer is None or answer.done():
+        asked, answer = self._waiting.get(message.id, (None, None))
+        if asked is None or answer is None or answer.done():
             return
-        if isinstance(message, Done):
+        if not isinstance(message, FailedJob):
             self.jobs_done += 1
             answer.set_result(message)
             return
         answer.set_exception(
             WindowFailed(
                 f"{message.error}: {message.message}",
-                window=job.window.id,
                 traceback=message.traceback,
+                **_window_of(asked),
             )
         )
 
@@ -259,3 +272,8 @@ class Life:
     def _log(self, entry: spark_log.Entry) -> None:
         told = {"logger": entry.logger, "text": entry.text, "exception": entry.exception}
         getattr(log, entry.level)("spark.log", **{name: value for name, value in told.items() if value})
+
+
+def _window_of(asked: Run | RunGroup | Publish) -> dict[str, str]:
+    """Return the window that an error is about; of a group nobody knows which it is."""
+    return {} if isinstance(asked, RunGroup) else {"window": asked.job.window.id}

@@ -56,6 +56,8 @@ _LOCAL = {
     # Checksum files beside every output file would need publishing too; Parquet has checksums of its own.
     "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
     "spark.hadoop.fs.AbstractFileSystem.file.impl": "org.apache.hadoop.fs.local.RawLocalFs",
+    # A window of more than 32 segments would cost a job just to look at its files.
+    "spark.sql.sources.parallelPartitionDiscovery.threshold": "10000",
 }
 
 LOG_SETTINGS = "log4j2.properties"

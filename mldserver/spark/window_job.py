@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pyarrow.parquet as pq
@@ -16,6 +15,7 @@ from pyarrow import fs
 
 from mldserver.remote import reach
 from mldserver.spark.handler import Pipeline
+from mldserver.spark.wire import Output
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -37,15 +37,6 @@ _TASK_BYTES = 8 * 1024 * 1024
 
 _FILE_BYTES = 128 * 1024 * 1024
 """What a task and a file have at most, as Spark itself reads (spark.sql.files.maxPartitionBytes)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """What an attempt wrote."""
-
-    files: tuple[str, ...]
-    """Names of the data files, relative to the staging directory."""
-    rows: int
 
 
 def partitions(size: int, cores: int) -> int:

@@ -3,9 +3,10 @@
 A message is a frozen dataclass; on the socket pair it is a length (4 bytes, big-endian) and that many bytes of JSON:
 an object with the fields and ``type``, the class's name.
 
-    server → driver    Start, then any number of Run, Publish and Cancel, then Stop (or just the end of the socket)
-    driver → server    Started, Warm (or StartFailed), then Progress, and Done or FailedJob once for each Run and
-                       Publish; Log at any time
+    server → driver    Start, then any number of Run, RunGroup, Publish and Cancel, then Stop (or just the end of the
+                       socket)
+    driver → server    Started, Warm (or StartFailed), then Progress, and for each Run and Publish once Done, for each
+                       RunGroup once DoneGroup, or for any of them FailedJob; Log at any time
 
 Each side believes that the other is the same program; bytes that do not fit raise WireError and end the driver.
 """
@@ -30,12 +31,15 @@ __all__ = [
     "Cancel",
     "Decoder",
     "Done",
+    "DoneGroup",
     "FailedJob",
     "Log",
     "Message",
+    "Output",
     "Progress",
     "Publish",
     "Run",
+    "RunGroup",
     "Start",
     "StartFailed",
     "Started",
@@ -87,6 +91,19 @@ class Run:
 
     id: int
     job: WindowJob
+
+
+@dataclass(frozen=True, slots=True)
+class RunGroup:
+    """Run one attempt at each of several windows, as one job."""
+
+    id: int
+    jobs: tuple[WindowJob, ...]
+
+    @property
+    def job(self) -> WindowJob:
+        """The first: what the group is named after."""
+        return self.jobs[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +172,23 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
+class Output:
+    """What an attempt wrote."""
+
+    files: tuple[str, ...]
+    """Names of the data files, relative to the staging directory."""
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class DoneGroup:
+    """Every output of a group is complete, each in its own staging directory; in the order of the jobs."""
+
+    id: int
+    outputs: tuple[Output, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class FailedJob:
     """The job failed or was cancelled; its staging directory may hold anything."""
 
@@ -177,12 +211,18 @@ class Log:
 
 
 Message = (
-    Start | Run | Publish | Cancel | Stop | Started | Warm | StartFailed | Progress | Done | FailedJob | Log
+    Start
+    | (Run | RunGroup | Publish)
+    | (Cancel | Stop | Started | Warm | StartFailed | Progress)
+    | (Done | DoneGroup | FailedJob | Log)
 )
 
 _TYPES: dict[str, type[Message]] = {
     cls.__name__: cls
-    for cls in (Start, Run, Publish, Cancel, Stop, Started, Warm, StartFailed, Progress, Done, FailedJob, Log)
+    for cls in (
+        *(Start, Run, RunGroup, Publish, Cancel, Stop),
+        *(Started, Warm, StartFailed, Progress, Done, DoneGroup, FailedJob, Log),
+    )
 }
 
 
@@ -201,6 +241,14 @@ def _job(told: dict[str, Any]) -> WindowJob:
     return WindowJob(**{**told, "window": _window(told["window"]), "segments": tuple(told["segments"])})
 
 
+def _jobs(told: list[dict[str, Any]]) -> tuple[WindowJob, ...]:
+    return tuple(map(_job, told))
+
+
+def _outputs(told: list[dict[str, Any]]) -> tuple[Output, ...]:
+    return tuple(Output(tuple(each["files"]), each["rows"]) for each in told)
+
+
 def _publish_job(told: dict[str, Any]) -> PublishJob:
     return PublishJob(**{**told, "window": _window(told["window"]), "files": tuple(told["files"])})
 
@@ -211,10 +259,12 @@ def _sink(told: dict[str, Any] | None) -> SinkSpec | None:
 
 _FROM_JSON: dict[tuple[type[Message], str], Callable[[Any], Any]] = {
     (Run, "job"): _job,
+    (RunGroup, "jobs"): _jobs,
     (Publish, "job"): _publish_job,
     (Start, "python_path"): tuple,
     (Start, "sink"): _sink,
     (Done, "files"): tuple,
+    (DoneGroup, "outputs"): _outputs,
 }
 """Fields that JSON holds in another form than the class."""
 

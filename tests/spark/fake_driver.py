@@ -35,6 +35,8 @@ class FakeDriver:
                 self.begin(message)
             case wire.Run():
                 self.run(message)
+            case wire.RunGroup():
+                self.run_group(message)
             case wire.Cancel() if self.script != "deaf":
                 self.send(wire.FailedJob(message.id, "Cancelled", "cancelled", cancelled=True))
             case wire.Stop() if self.script == "trains":
@@ -88,6 +90,16 @@ class FakeDriver:
             self.send(wire.Done(run.id, (), 0))
         elif name != "hangs":
             self.send(wire.Done(999, (), 0), wire.Done(run.id, (f"{name}.parquet",), run.job.rows))
+
+    def run_group(self, run: wire.RunGroup) -> None:
+        names = {job.window.id for job in run.jobs}
+        if "fails" in names:
+            self.send(wire.FailedJob(run.id, "ValueError", "no good", "File my.py"))
+        elif "dies" in names:
+            os._exit(9)
+        elif "hangs" not in names:
+            outputs = tuple(wire.Output((f"{job.window.id}.parquet",), job.rows) for job in run.jobs)
+            self.send(wire.DoneGroup(run.id, outputs))
 
 
 if __name__ == "__main__":

@@ -134,6 +134,34 @@ async def test_several_jobs_come_back_in_their_order(bench: Callable[..., Bench]
         assert it.engine.group_limit == 1
 
 
+async def test_a_group_fails_dies_and_ends_at_its_deadline_as_a_whole(bench: Callable[..., Bench]) -> None:
+    it = bench(job_deadline=0.05)
+    async with it.running():
+        with pytest.raises(WindowFailed, match="ValueError: no good") as caught:
+            await it.engine.compute_group((job("a"), job("fails")))
+        assert caught.value.where == {"traceback": "File my.py"}
+        with pytest.raises(WindowFailed, match=r"deadline of 0\.1 seconds"):
+            await it.engine.compute_group((job("a"), job("hangs")))
+        assert len(await it.engine.compute_group((job("a"), job("b")))) == 2
+    it = bench()
+    async with it.running():
+        with pytest.raises(DriverLost):
+            await it.engine.compute_group((job("dies"), job("b")))
+        await it.clock.end_sleep()
+        call = asyncio.ensure_future(it.engine.compute_group((job("a"), job("hangs"))))
+        await it.engine.ready()
+        await asyncio.wait({call}, timeout=0.05)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert len(await it.engine.compute_group((job("a"), job("b")))) == 2
+
+
+@pytest.mark.parametrize(("master", "limit"), [("local[2]", 16), ("sc://nowhere", 1)])
+def test_windows_share_a_job_where_plans_are_fixed_when_the_hook_returns(master: str, limit: int) -> None:
+    assert SparkEngine("handlers.x", "a INT", master=master, group_limit=16).group_limit == limit
+
+
 async def test_a_job_asked_for_early_waits_for_the_driver(bench: Callable[..., Bench]) -> None:
     it = bench()
     async with asyncio.TaskGroup() as tasks, it.running():

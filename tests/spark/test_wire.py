@@ -23,6 +23,8 @@ MESSAGES = [
     wire.Run(2, WindowJob(BATCH, 1, (), "s3://bucket/staging", 0, 0, "s3://bucket?region=r")),
     wire.Publish(3, PublishJob(BATCH, "s3://bucket/staging", ("part-0.parquet",), 7, "s3://bucket?region=r")),
     wire.Publish(4, PublishJob(HOUR, "/staging/4", (), 0)),
+    wire.RunGroup(4, (WindowJob(HOUR, 3, ("/a.parquet",), "/s", 1, 1), WindowJob(BATCH, 1, (), "/t", 0, 0))),
+    wire.DoneGroup(4, (wire.Output(("part-0.parquet",), 7), wire.Output((), 0))),
     wire.Cancel(1),
     wire.Stop(),
     wire.Started("4.3.0", None),

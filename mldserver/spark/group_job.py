@@ -1,0 +1,105 @@
+"""Several small windows as one Spark job: their results are written together, then sorted into each one's own directory.
+
+A job costs about as much for sixteen small windows as for two. ``on_window`` is called for every window before any is
+computed; where it fails, and where the job fails, all of them have failed: the server then runs each alone.
+
+Runs in the driver's process. Files are renamed from one directory to another, so that staging must be on a local file
+system; and plans must be fixed once the hook has returned, as they are in classic Spark: on Spark Connect a temporary
+view that the next call of the hook replaces would change what the last one returned.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mldserver.spark.window_job import Output, inspect_output, partitions, read, write
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from pyspark.sql import DataFrame, SparkSession
+
+    from mldserver.spark.engine import WindowJob
+    from mldserver.spark.handler import Pipeline
+
+__all__ = ["free_name", "run_group"]
+
+_TOGETHER = "_together"
+"""Where a group is written, in the first one's staging directory: gone with it, whatever happens."""
+
+
+def run_group(
+    spark: SparkSession, schema: str, pipeline: Pipeline, jobs: Sequence[WindowJob], cores: int
+) -> tuple[Output, ...]:
+    """Compute attempts together; outputs in the order of ``jobs``. Raises as ``run_window`` does."""
+    results = [pipeline.apply(read(spark, schema, job, cores), job.window) for job in jobs]
+    alike: dict[str, list[tuple[DataFrame, WindowJob]]] = {}
+    for result, job in zip(results, jobs, strict=True):
+        if result is not None:
+            alike.setdefault(result.schema.json(), []).append((result, job))
+    for members in alike.values():
+        if len(members) == 1:
+            write(*members[0], cores)
+        else:
+            _write_together(members, cores)
+    return tuple(
+        Output((), 0) if result is None else inspect_output(job.staging, job.out)
+        for result, job in zip(results, jobs, strict=True)
+    )
+
+
+def free_name(columns: Iterable[str]) -> str:
+    """Return a name that none of these columns has: Spark's names do not tell capitals from small letters."""
+    taken = {column.lower() for column in columns}
+    names = (f"_window{number or ''}" for number in itertools.count())
+    return next(name for name in names if name not in taken)
+
+
+def _write_together(members: Sequence[tuple[DataFrame, WindowJob]], cores: int) -> None:
+    from pyspark.sql import functions as F  # noqa: N812, PLC0415  # its usual name; only the driver pays for pyspark
+
+    tag = free_name(members[0][0].columns)
+    # Texts, which generated code refers to, where it would hold a number: it is compiled once, not for each window.
+    tagged = [result.withColumn(tag, F.lit(f"w{number}")) for number, (result, _) in enumerate(members)]
+    union = functools.reduce(lambda left, right: left.unionAll(right), tagged)
+    place = Path(members[0][1].staging) / _TOGETHER
+    (
+        union.coalesce(partitions(sum(job.bytes for _, job in members), cores))
+        .write.option("mapreduce.fileoutputcommitter.marksuccessfuljobs", "false")
+        .partitionBy(tag)
+        .parquet(str(place))
+    )
+    empty = [
+        member
+        for number, member in enumerate(members)
+        if not _sort_in(place / f"{tag}=w{number}", Path(member[1].staging))
+    ]
+    shutil.rmtree(place)
+    _write_empty(empty, cores)
+
+
+def _sort_in(part: Path, staging: Path) -> bool:
+    """Move a window's files into its own directory. False: it has none."""
+    files = [file for file in part.glob("*") if not file.name.startswith(("_", "."))]
+    if files:
+        staging.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        file.rename(staging / file.name)
+    return bool(files)
+
+
+def _write_empty(members: Sequence[tuple[DataFrame, WindowJob]], cores: int) -> None:
+    """Give windows without rows a file that has the columns, as windows that run alone have it."""
+    if not members:
+        return
+    result, first = members[0]
+    source = Path(first.staging)
+    if source.exists():
+        source.rmdir()  # it held the group
+    write(result.limit(0), first, cores)
+    for _, job in members[1:]:
+        shutil.copytree(source, job.staging)
