@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from mldserver.testing import FakeStream
     from mldserver.testing.leases import Place
 
-TIMEOUT_SECONDS: Final = 1.2
-"""``server_timeout``."""
 _FILES: Final = tuple(kind for kind in KINDS if kind != "table")
 ONLY_IN: Final = {
     "window.renamed": _FILES,
@@ -55,6 +53,10 @@ class Ground:
     """Where the ledger is, if not in a file."""
     environ: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    pace: float = 1.0
+    """How long leases stay where they are, beside what a ledger in a file allows."""
+    timeout_seconds: float = 1.2
+    """``server_timeout``."""
     apart: bool = False
     """Whether they are on hosts of their own: now and then the lock of a dead server cannot be seen."""
 
@@ -76,13 +78,13 @@ class Movers(Application):
             self.table._leases[shard_id].place = self.random.choice(seen)
         seen.append(place)
 
-    async def run(self) -> None:
+    async def run(self, pace: float) -> None:
         """Move leases until every shard's end is checkpointed; now and then a daemon dies."""
         while not self.finished:
             self.move_any()
             if self.random.random() < 0.03:
                 self.daemons[self.random.choice(NAMES)].kill()
-            await asyncio.sleep(0.02 + self.random.random() * 0.08)
+            await asyncio.sleep(pace * (0.02 + self.random.random() * 0.08))
 
 
 class Pair:
@@ -135,7 +137,7 @@ class Pair:
             "log_format": "json",
             "pipeline": self._pipeline,
             "server_id": server_id,
-            "server_timeout": TIMEOUT_SECONDS,
+            "server_timeout": self._ground.timeout_seconds,
             "flush_interval": 0.03,
             "settle_time": 0.08,
             "quiet_time": 600.0,
@@ -154,7 +156,7 @@ class Pair:
         with self._sockets:
             async with asyncio.TaskGroup() as group:
                 daemons = [group.create_task(each.run()) for each in self._movers.daemons.values()]
-                group.create_task(self._movers.run())
+                group.create_task(self._movers.run(self._ground.pace))
                 for name in NAMES:
                     group.create_task(self._serve(name, daemons))
         place = self._ground.dynamodb
@@ -241,7 +243,7 @@ class Pair:
         if death.hangs:
             while not life.hangs:  # noqa: ASYNC110  # another process has no event to wait on
                 await asyncio.sleep(0.02)
-            await asyncio.sleep(TIMEOUT_SECONDS * self._dice.uniform(1.2, 2.2))
+            await asyncio.sleep(self._ground.timeout_seconds * self._dice.uniform(1.2, 2.2))
             life.go_on()
 
     def _told(self, name: str) -> str:

@@ -166,10 +166,15 @@ def nameless(out: Path, held: Held) -> set[str]:
         file for part in ("segments", "staging") for file in (private / part).rglob("*") if file.is_file()
     ]
     # What a revision replaced stays for some seconds, for readers that are about to list it, or until the next start.
-    kept = {
-        file for file in files if file.parents[2].name == "staging" and file.parents[1].name in held.revised
-    }
+    kept = {file for file in files if file.parents[2].name == "staging" and _replaced(file, held)}
     return {str(file.relative_to(out)) for file in {*files} - kept} - held.segments
+
+
+def _replaced(file: Path, held: Held) -> bool:
+    """Whether an attempt's folder holds what its revision has replaced; retention may have forgotten the window."""
+    number = file.parent.name.partition("-")[0]
+    exchanged = file.name.startswith("part-00000-") and file.stem != f"part-00000-{number}"
+    return exchanged or file.parents[1].name in held.revised
 
 
 def check(story: Story, out: Path, held: Held) -> None:

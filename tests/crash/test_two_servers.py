@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import random
+import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import aioboto3
 import pytest
-from crash.pair import Ground, Pair, kind_for
+from crash.pair import ONLY_IN, Ground, Pair, kind_for
 from crash.world import Death, Toll, play_all
 
+from mldserver.clock import SystemClock
+from mldserver.config import DynamoPlace
 from mldserver.faults import STEPS
+from mldserver.state.dynamodb import DynamoLedger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
+    from collections.abc import AsyncIterator, Callable, Iterable
+    from contextlib import AbstractAsyncContextManager
 
     from crash.stories import Story
 
 pytestmark = pytest.mark.timeout(600)
 
 EVERY = sorted(STEPS)
+SHARED = sorted(
+    step
+    for step in EVERY
+    if step.startswith(("server.", "recovery.", "windows.", "ledger.", "flush.", "shard.", "window."))
+    and step not in ONLY_IN
+)
+"""Where a ledger has something to say."""
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "emulated", "AWS_SECRET_ACCESS_KEY": "emulated"}
 HANGS_AT = (
     "segment.written",
     "flush.registering",
@@ -49,12 +67,15 @@ def fates(dice: random.Random, steps: Iterable[str], *, instants: int, hangs: in
     return Toll.of(deaths)
 
 
-async def play_pairs(folder: Path, seed: int, toll: Toll, ground: Ground) -> None:
-    """Play until every death was died, and tell what that took."""
+async def play_pairs(
+    folder: Path, seed: int, toll: Toll, grounds: Callable[[], AbstractAsyncContextManager[Ground]]
+) -> None:
+    """Play until every death was died, each story on a ground of its own, and tell what that took."""
     steps = {death.step for death in toll.ahead if not death.hangs}
 
     async def play(root: Path, story: Story, toll: Toll, kills: int) -> None:
-        await Pair(root, story, toll, ground, kills=kills).play()
+        async with grounds() as ground:
+            await Pair(root, story, toll, ground, kills=kills).play()
 
     began = time.monotonic()
     wanted = len(toll.ahead)
@@ -68,9 +89,68 @@ async def play_pairs(folder: Path, seed: int, toll: Toll, ground: Ground) -> Non
     assert steps <= toll.died.keys()
 
 
+@contextlib.asynccontextmanager
+async def a_file() -> AsyncIterator[Ground]:
+    """Give a ledger in a file, as it is without any setting."""
+    yield Ground()
+
+
 async def test_two_servers_on_a_file_killed_while_leases_move_lose_and_double_nothing(
     tmp_path: Path, seed: int
 ) -> None:
     print(f"MLDSERVER_CRASH_SEED={seed}")
     toll = fates(random.Random(seed), EVERY, instants=100 - len(EVERY), hangs=4)
-    await play_pairs(tmp_path, seed, toll, Ground())
+    await play_pairs(tmp_path, seed, toll, a_file)
+
+
+@contextlib.asynccontextmanager
+async def a_table() -> AsyncIterator[Ground]:
+    """Give a ledger in DynamoDB.
+
+    The emulator copies all that it holds at each transaction: every story has one, in a process of its own.
+    """
+    script = Path(__file__).parents[1] / "support" / "emulator.py"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        descriptor = listener.fileno()
+        emulator = await asyncio.create_subprocess_exec(
+            sys.executable, str(script), str(descriptor), pass_fds=(descriptor,), stderr=subprocess.DEVNULL
+        )
+        try:
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            place = DynamoPlace("positions", "us-east-1", url)
+            await create(place)
+            yield Ground(
+                place, CREDENTIALS, {"flush_interval": 0.1}, pace=4.0, timeout_seconds=2.0, apart=True
+            )
+        finally:
+            emulator.kill()
+            await emulator.wait()
+
+
+async def test_two_servers_on_a_table_killed_while_leases_move_lose_and_double_nothing(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    print(f"MLDSERVER_CRASH_SEED={seed}")
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    toll = fates(random.Random(seed), SHARED, instants=58 - len(SHARED), hangs=2)
+    await play_pairs(tmp_path, seed, toll, a_table)
+
+
+async def create(place: DynamoPlace) -> None:
+    """Make the table."""
+    session = aioboto3.Session("emulated", "emulated", region_name=place.region)
+    maker = DynamoLedger(
+        place.table,
+        pipeline="nobody",
+        server_id="maker",
+        clock=SystemClock(),
+        endpoint_url=place.endpoint_url,
+        session=session,
+        create=True,
+    )
+    try:
+        await maker.open()
+        await maker.leave()
+    finally:
+        await maker.close()
