@@ -53,6 +53,10 @@ class Faults:
     calls: list[str] = field(default_factory=list)
     dead: bool = False
 
+    async def pause(self) -> None:
+        """Give way to others before and after each call to the ledger."""
+        await asyncio.sleep(0)
+
     def before(self, name: str) -> None:
         if self.dead:
             raise Crash(name)
@@ -84,13 +88,13 @@ class InlineLedger:
         timed = name in {"open", "end_shards", "register", "published"}
 
         async def call(*args: Any, **named: Any) -> Any:
-            await asyncio.sleep(0)
+            await self._faults.pause()
             self._faults.before(name)
             result = method(*args, **named, **({"now_ms": self._clock.now_ms()} if timed else {}))
             if name == "open":
                 self.store._db.execute("PRAGMA synchronous = OFF")
             self._faults.done(name)
-            await asyncio.sleep(0)
+            await self._faults.pause()
             return result
 
         return call

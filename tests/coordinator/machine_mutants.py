@@ -1,0 +1,61 @@
+"""Bugs to be planted in the server: what each takes away is a rule that the machines must miss."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from mldserver.coordinator.coordinator import Coordinator
+from mldserver.coordinator.shard_session import ShardSession
+from mldserver.state.store import SqliteStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pytest
+
+    from mldserver.records import Sequence
+    from mldserver.state.ledger import Flush, FlushResult
+
+
+def register_without_fences(patch: pytest.MonkeyPatch) -> None:
+    """Positions move whoever has the shard, and wherever it stands."""
+    register = SqliteStore.register
+
+    def unfenced(store: SqliteStore, flush: Flush, *, now_ms: int) -> FlushResult:
+        shards = store.peek().shards
+        positions = tuple(
+            replace(each, epoch=shards[each.shard_id].epoch, previous=shards[each.shard_id].position)
+            for each in flush.positions
+        )
+        return register(store, replace(flush, positions=positions), now_ms=now_ms)
+
+    patch.setattr(SqliteStore, "register", unfenced)
+
+
+def checkpoint_before_register(patch: pytest.MonkeyPatch) -> None:
+    """What is in memory is checkpointed."""
+
+    def ahead(session: ShardSession) -> Sequence | None:
+        return session.position.accepted if session.alive and session.position.delivered else None
+
+    patch.setattr(ShardSession, "checkpoint_due", ahead)
+
+
+def await_between_check_and_act(patch: pytest.MonkeyPatch) -> None:
+    """All that is buffered is durable; then others run; then the buffer is emptied."""
+    flush: Callable[..., Any] = Coordinator._flush
+
+    async def late(coordinator: Coordinator, *args: Any) -> bool:
+        complete: bool = await flush(coordinator, *args)
+        await coordinator.clock.sleep(0.01)
+        if complete:
+            coordinator.buffer.remove(coordinator.buffer.snapshot())
+        return complete
+
+    patch.setattr(Coordinator, "_flush", late)
+
+
+def deliver_twice(patch: pytest.MonkeyPatch) -> None:
+    """What is delivered again is taken for new."""
+    patch.setattr(ShardSession, "after", None)
