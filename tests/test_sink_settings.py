@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mldserver.config import Settings, TableSink, resolve
+from mldserver.errors import ConfigError
+
+URL = "jdbc:postgresql://db/flights"
+
+
+def settings(**given: Any) -> Settings:
+    return resolve({"handler": "h", **given}, environ={}, folder=Path("/"))
+
+
+def test_files_are_what_readers_read_unless_a_table_is_named() -> None:
+    assert settings().sink is None
+    assert settings(sink=" Parquet ").sink is None
+    assert settings(sink="parquet").given()["sink"].startswith("parquet (")
+
+
+@pytest.mark.parametrize(
+    ("told", "sink"),
+    [
+        ("delta:/lake/events", TableSink("delta", "/lake/events")),
+        ("delta:events", TableSink("delta", str(Path("events").absolute()))),
+        ("delta:s3a://bucket/events", TableSink("delta", "s3a://bucket/events")),
+        ("iceberg:lake.air.`my flights`", TableSink("iceberg", "lake.air.`my flights`")),
+    ],
+)
+def test_a_table_is_named_by_its_format_and_place(told: str, sink: TableSink) -> None:
+    given = settings(sink=told, sink_options=["mergeSchema=true"])
+    assert (given.sink, given.sink_options) == (sink, {"mergeSchema": "true"})
+    assert settings(sink=str(sink)).sink == sink
+    assert settings(sink=sink).sink is sink
+
+
+@pytest.mark.parametrize(
+    "table", ["flights", "air.flights", '"my air"."flights"', "[air].[flights]", "`a b`"]
+)
+def test_a_database_is_named_by_its_url_and_the_table_in_it(table: str) -> None:
+    given = settings(sink=URL, sink_table=f" {table} ")
+    assert (given.sink, given.sink_table) == (TableSink("jdbc", URL), table)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("jdbc:postgresql://me:geheim@db/x", "jdbc:postgresql://me:…@db/x"),
+        (
+            "jdbc:postgresql://db/x?user=me&password=geheim&a=b",
+            "jdbc:postgresql://db/x?user=me&password=…&a=b",
+        ),
+        ("jdbc:sqlserver://db;password=geheim;a=b", "jdbc:sqlserver://db;password=…;a=b"),
+        ("jdbc:oracle:thin:me/geheim@db:1521/x", "jdbc:oracle:thin:me/…@db:1521/x"),
+        (URL, URL),
+    ],
+)
+def test_a_password_is_not_told(url: str, shown: str) -> None:
+    given = settings(sink=url, sink_table="t", sink_options=["user=me", "password=geheim"])
+    assert given.sink is not None
+    assert given.sink.target == url
+    assert (str(given.sink), repr(given.sink)) == (shown, shown)
+    assert "geheim" not in str(given.given())
+    assert given.given()["sink_options"].startswith("user=me; password=… (")
+
+
+@pytest.mark.parametrize(
+    ("sink", "told"),
+    [
+        ("avro:/x", "it names no format of these"),
+        ("parquet:/x", "it names no format of these"),
+        ("delta:", "after delta: comes a path or a URI"),
+        ("delta:/", "after delta: comes a path or a URI"),
+        ("iceberg:db.table", "after iceberg: comes CATALOG.DATABASE.TABLE"),
+        ("iceberg:a.b.c; DROP", "after iceberg: comes CATALOG.DATABASE.TABLE"),
+        ("jdbc:x", "it is no JDBC URL"),
+        (7, "it is not text"),
+    ],
+)
+def test_what_names_no_table_is_refused(sink: object, told: str) -> None:
+    with pytest.raises(ConfigError, match=f"sink = .* is not possible: {told}"):
+        settings(sink=sink)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"sink": URL}, "names a database, and no table in it. Set sink_table"),
+        ({"sink": "delta:/x", "sink_table": "t"}, "sink_table = t .* is for a JDBC sink only"),
+        ({"sink_table": "t"}, "sink_table = t .* is for a JDBC sink only"),
+        ({"sink_options": ["a=b"]}, "sink_options .* are for a sink that is a table"),
+        ({"sink": URL, "sink_table": "t; DROP"}, "it is no table's name"),
+    ],
+)
+def test_settings_of_a_sink_that_do_not_fit_together_are_refused(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        settings(**given)
