@@ -1,0 +1,112 @@
+"""From a committed output into a table, over an engine whose table fails on purpose."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from coordinator.pipeline import Pipeline
+
+from mldserver.coordinator.window_runner import WindowPolicy
+from mldserver.coordinator.windows import Tumbling, tumbling_id
+from mldserver.errors import DriverLost, WindowFailed
+from mldserver.state.ledger import WindowState
+from mldserver.testing import LocalEngine
+from mldserver.testing.table import read_table
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mldserver.coordinator.coordinator import Coordinator
+    from mldserver.spark.engine import PublishJob
+
+W = [tumbling_id(start) for start in range(0, 40_000, 10_000)]
+
+
+class Failing(LocalEngine):
+    """Its table fails as often as there are errors left."""
+
+    def __init__(self, table: Path, errors: list[Exception]) -> None:
+        super().__init__(table=table)
+        self.errors = errors
+
+    async def publish(self, job: PublishJob) -> None:
+        if self.errors:
+            raise self.errors.pop()
+        await super().publish(job)
+
+
+class Tables(Pipeline):
+    """A pipeline whose windows go into a table."""
+
+    def __init__(self, root: Path, errors: list[Exception] | None = None, **policy: Any) -> None:
+        self.table = root / "table.sqlite"
+        super().__init__(
+            root / "out",
+            spec=Tumbling(10_000),
+            policy=WindowPolicy(retry_base_seconds=1.0, **policy),
+            engine=lambda: Failing(self.table, errors or []),
+        )
+
+    def build(self) -> Coordinator:
+        coordinator = super().build()
+        assert self.runner is not None
+        self.runner.publisher.table = "delta:/lake"
+        return coordinator
+
+    def rows(self) -> dict[str, tuple[int, int]]:
+        """The revision and the number of rows of each window."""
+        found = read_table(self.table)
+        return {each: (revision, sum(map(len, tables))) for each, (revision, tables) in found.items()}
+
+    def staged(self) -> list[Path]:
+        return list((self.out / "_mldserver" / "staging").rglob("part-*"))
+
+
+async def three_windows(pipeline: Pipeline) -> None:
+    session = await pipeline.open("a")
+    records = [(n, 5000 * n) for n in range(6)]
+    await pipeline.give(session, [*((n + 1, ms) for n, ms in records), (9, 30_000)])
+    for _ in range(2):
+        await pipeline.cycle()
+
+
+def named(logged: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    return [event for event in logged if event["event"] == name]
+
+
+async def test_windows_go_into_the_table_and_their_staged_files_go(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    pipeline = Tables(tmp_path)
+    async with pipeline.life():
+        await three_windows(pipeline)
+        assert pipeline.rows() == dict.fromkeys(W[:3], (1, 2))
+        assert (pipeline.published(), pipeline.staged()) == ({}, [])
+    assert {event["path"] for event in named(logged, "window.done")} == {"delta:/lake"}
+
+
+async def test_a_table_that_fails_is_written_again_and_the_window_is_neither_computed_again_nor_set_aside(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    errors = [WindowFailed("no quota"), DriverLost("gone"), WindowFailed("no quota")]
+    pipeline = Tables(tmp_path, errors, attempts=2, on_failure="dead_letter")
+    async with pipeline.life():
+        await three_windows(pipeline)
+        assert pipeline.state().windows[W[0]].state is WindowState.COMMITTED
+        await pipeline.clock.advance(200)
+        assert pipeline.rows() == {**dict.fromkeys(W[:3], (1, 2)), W[3]: (1, 1)}
+        assert [job.window.id for job in pipeline.engine.jobs] == W
+        assert pipeline.runner is not None
+        assert (pipeline.runner.set_aside, pipeline.staged()) == (0, [])
+    assert named(logged, "window.set_aside") == []
+    assert len(named(logged, "window.halted")) == 1
+
+
+async def test_an_engine_that_was_given_no_table_says_so(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    pipeline = Tables(tmp_path)
+    pipeline.make_engine = LocalEngine
+    async with pipeline.life():
+        await three_windows(pipeline)
+    assert "no table" in named(logged, "window.failed")[0]["what"]
