@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from crash.stories import TABLE
 from support.serving import quick
 
 from mldserver.faults import arm
@@ -108,8 +109,9 @@ def _live(plan: Plan, step: str | None, told: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.path.insert(0, plan.python_path)
     settings = quick(plan.out, plan.handler, **plan.settings)
+    engine = LocalEngine(table=plan.out / TABLE)
     with logging_to(settings):
-        code = asyncio.run(_serve(Server(settings, engine=LocalEngine()), told))
+        code = asyncio.run(_serve(Server(settings, engine=engine), told))
     sys.exit(code)
 
 

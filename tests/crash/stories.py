@@ -15,16 +15,21 @@ from typing import TYPE_CHECKING, Any, Final
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
+from mldserver.config import TableSink
 from mldserver.testing import FakeStream
+from mldserver.testing.table import read_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    import pyarrow as pa
     from crash.held import Held
 
 START: Final = datetime(2027, 1, 15, 8, tzinfo=UTC)
 SIZE: Final = timedelta(seconds=10)
+TABLE: Final = "_table.sqlite"
+"""In the output folder: where the small engine publishes windows, when a story's sink is a table."""
 TWICE: Final = 1_000_000
 """Added to the id of a record's second row."""
 
@@ -63,6 +68,7 @@ class Kind:
 
 KINDS: Final = {
     "recompute": Kind(_BY_COLUMN, column=True),
+    "table": Kind(_BY_COLUMN, {"sink": TableSink("delta", "in the engine's own file")}, column=True),
     "separate": Kind(_BY_COLUMN, {"late": "separate"}, column=True, late=True),
     "forgetful": Kind(_BY_COLUMN, {"retention_bytes": 1}, column=True, late=True),
     "arrival": Kind('tumbling("10 seconds")'),
@@ -146,17 +152,24 @@ def published(out: Path) -> Iterator[Row]:
     for late, folder in ((False, out), (True, out / "_late")):
         for file in ds.dataset(folder, format="parquet").files if folder.exists() else ():
             window = file.rsplit("/", 2)[1].removeprefix("window=")
-            for row in pq.ParquetFile(file).read().to_pylist():
-                yield Row(
-                    row["id"],
-                    window,
-                    late,
-                    _ms(row["at"].replace(tzinfo=UTC) if row["at"].tzinfo is None else row["at"]),
-                    row["arrived"],
-                    (row["_time"], row["_clock"]),
-                    row["_shard"],
-                    int(row["_sequence"]),
-                )
+            yield from _rows(pq.ParquetFile(file).read(), window, late=late)
+    for window, (_, tables) in read_table(out / TABLE).items():
+        for table in tables:
+            yield from _rows(table, window, late=False)
+
+
+def _rows(table: pa.Table, window: str, *, late: bool) -> Iterator[Row]:
+    for row in table.to_pylist():
+        yield Row(
+            row["id"],
+            window,
+            late,
+            _ms(row["at"].replace(tzinfo=UTC) if row["at"].tzinfo is None else row["at"]),
+            row["arrived"],
+            (row["_time"], row["_clock"]),
+            row["_shard"],
+            int(row["_sequence"]),
+        )
 
 
 def nameless(out: Path, held: Held) -> set[str]:
