@@ -57,6 +57,13 @@ class Toll:
         """Begin with these deaths."""
         return cls(deque(deaths))
 
+    def next(self, kind: str) -> Death | None:
+        """Take the next death that a story of this kind can come to; only one with a table comes to a sink's steps."""
+        found = next((each for each in self.ahead if kind == "table" or "sink." not in each.step), None)
+        if found is not None:
+            self.ahead.remove(found)
+        return found
+
     def missed(self, death: Death) -> None:
         """A story ended before the death came: it is tried again in another, at its first occasion."""
         assert death.misses < MISSES, f"{death.step} was not reached in {MISSES} stories"
@@ -143,7 +150,7 @@ class World:
 
     async def _live(self, daemon: asyncio.Task[int]) -> bool:
         """See one life of the server through; True when it was the last."""
-        death = self._toll.ahead.popleft() if self._kills > 0 and self._toll.ahead else None
+        death = self._toll.next(self.story.kind) if self._kills > 0 else None
         life = self._life(self._plan, str(death) if death is not None and death.step else None)
         await life.start()
         try:
