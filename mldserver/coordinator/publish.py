@@ -10,6 +10,7 @@ On a local file system readers read ``window=<id>`` folders:
 
 Each is decided by where the output's first file lies, under a lock: it may be repeated, by a process that takes over
 too. On object stores, which cannot rename, outputs stay where they are and a manifest names them (``manifest.py``).
+Where a table is published into, that is the engine's work; here its staged files are looked after.
 """
 
 from __future__ import annotations

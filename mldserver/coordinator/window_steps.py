@@ -1,5 +1,7 @@
 """The steps of a window's life, each for several windows at a time: attempt, commit, publish.
 
+Publishing is a rename, a manifest, or the engine's write into a table.
+
 Windows that are ready together share what costs the same for one as for many: the engine's job, the ledger's commit,
 the syncs of the disk, and the hop to a thread for each of these.
 """
