@@ -41,7 +41,7 @@ async def test_windows_that_are_ready_together_share_one_job_one_commit_and_one_
         assert pipeline.engine.groups == [3]
         assert (pipeline.runner.published, pipeline.runner.waiting) == (3, 0)
     calls = pipeline.faults.calls
-    assert (calls.count("commit"), calls.count("published")) == (1, 1)
+    assert [calls.count(call) for call in ("begin_attempts", "commit", "published")] == [1, 1, 1]
     assert [(event["window"], event["rows_out"]) for event in named(logged, "window.done")] == [
         (W[0], 2),
         (W[1], 2),
@@ -55,6 +55,15 @@ async def test_no_more_windows_share_a_job_than_the_engine_allows(tmp_path: Path
         await three_windows(pipeline)
         assert len(pipeline.published()) == 3
         assert pipeline.engine.groups == [2, 1]
+
+
+async def test_large_windows_share_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mldserver.coordinator.window_runner._GROUP_BYTES", 1)
+    pipeline = shared(tmp_path)
+    async with pipeline.life():
+        await three_windows(pipeline)
+        assert len(pipeline.published()) == 3
+        assert pipeline.engine.groups == [1, 1, 1]
 
 
 @pytest.mark.parametrize("error", [WindowFailed, DriverLost])
