@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 def engine(root: Path, sink: SinkSpec) -> SparkEngine:
     settings: dict[str, Any] = {"work_dir": root / "work", "cache_dir": root / "cache", "quick": True}
+    settings["conf"] = {"spark.driver.extraJavaOptions": f"-Dderby.stream.error.file={root}/derby.log"}
     return SparkEngine("", "name STRING", archive_after=None, sink=sink, python_path=(), **settings)
 
 
