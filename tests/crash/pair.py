@@ -205,7 +205,10 @@ class Pair:
         """Note how a life ended; True when it was in good order."""
         buried = code == EXIT_FAULT and '"ServerBuried"' in told
         if code == EXIT_CLEAN:
-            if death is not None:
+            if death is not None and death.hangs:
+                # Nobody took it for dead: the other was at its own end, or waited for a lock that this one held.
+                self._toll.died["outlived"] += 1
+            elif death is not None:
                 self._toll.missed(death)
             return True
         if death is not None and death.hangs and buried:
