@@ -154,6 +154,7 @@ async def assemble(
         intake=coordinator,
         limits=_limits(settings),
         connection_limit=settings.connection_limit,
+        answer_deadline=settings.answer_deadline,
         clock=clock,
         random=rng,
     )

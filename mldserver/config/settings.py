@@ -208,6 +208,12 @@ class Settings:
     attempts: int = _setting(kinds.count(at_least=1), 3, "Calls of the handler for one record.", _HANDLER)
     retry_base: float = _setting(kinds.duration(), 0.1, "First wait between calls; it doubles.", _HANDLER)
     retry_cap: float = _setting(kinds.duration(), 10.0, "Longest wait between calls.", _HANDLER)
+    answer_deadline: float | None = _setting(
+        kinds.optional(kinds.duration()),
+        20.0,
+        "A batch that takes longer is answered while the handler works on; its checkpoint waits.",
+        _CONNECTIONS,
+    )
     handler_timeout: float = _setting(
         kinds.duration(), 60.0, "A hook that runs longer has failed (`async`) or is logged as slow.", _HANDLER
     )

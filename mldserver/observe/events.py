@@ -141,7 +141,17 @@ EVENTS: Final[dict[str, EventSpec]] = {
             "checkpoint",
             "seconds",
         ),
-        "The one line of a batch, when it was answered (debug: an empty one).",
+        "The one line of a batch, when it is done (debug: an empty one).",
+    ),
+    "batch.answered_early": EventSpec(
+        "warning",
+        ("seconds", "batches", "bytes"),
+        "The daemon was answered after the answer deadline; so many batches, and bytes of lines, are still worked on.",
+    ),
+    "batch.given_up": EventSpec(
+        "warning",
+        ("batches",),
+        "The lease goes elsewhere: batches that were answered early are dropped, and delivered again there.",
     ),
     "checkpoint.done": EventSpec("debug", ("sequence", "seconds"), "The daemon stored a checkpoint."),
     "checkpoint.retried": EventSpec(

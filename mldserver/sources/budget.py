@@ -40,6 +40,11 @@ class ReadBudget:
         """Bytes held in all."""
         return self._held
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the limit is not reached."""
+        return self._held < self._limit
+
     def set_partial(self, reader: Reader, size: int) -> None:
         """Note the size of a reader's incomplete line; 0: it has none."""
         self._set(self._partial, reader, size)

@@ -1,12 +1,14 @@
 """One task for each connection: takes the daemon's requests one by one through handler and coordinator.
 
 Every request runs the same way: what must be durable is made durable, a checkpoint follows where one is due, and only
-then the status goes out. EOF cancels whatever is in progress; the daemon delivers it again.
+then the status goes out. A batch that takes long is answered before it is done (``under_way.py``). EOF cancels whatever
+is in progress; the daemon delivers it again.
 """
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mldserver.errors import InternalError, MldserverError, PeerError
@@ -26,8 +28,11 @@ from mldserver.runtime.base import Delivery, Hook
 from mldserver.sources.base import ShardOpening
 from mldserver.sources.link import CheckpointOutcome
 from mldserver.sources.owners import Superseded
+from mldserver.sources.under_way import Batch, UnderWay
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from mldserver.clock import Clock
     from mldserver.protocol.messages import Line, RequestMessage
     from mldserver.runtime.base import BatchOutcome, Runtime
@@ -38,13 +43,36 @@ if TYPE_CHECKING:
 __all__ = ["Conductor"]
 
 
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """What became of a batch, and when (ms)."""
+
+    outcome: BatchOutcome
+    bytes: int
+    received_ms: int
+    began_ms: int
+    handled_ms: int
+    answerable_ms: int
+
+
 class Conductor:
     """Drives one connection from ``initialize`` to its end."""
 
     def __init__(
-        self, link: Link, *, runtime: Runtime, intake: Intake, owners: ShardOwners, clock: Clock
+        self,
+        link: Link,
+        *,
+        runtime: Runtime,
+        intake: Intake,
+        owners: ShardOwners,
+        clock: Clock,
+        answer_deadline: float | None = None,
     ) -> None:
-        """Take the parts that the requests run through."""
+        """Take the parts that the requests run through.
+
+        ``answer_deadline``: seconds after which a batch is answered though its records are still worked on; None:
+        never.
+        """
         self._link = link
         self._runtime = runtime
         self._intake = intake
@@ -58,6 +86,15 @@ class Conductor:
         self._told_taken_over = False
         self._finishing = False
         self._quiet = asyncio.Event()
+        self._deadline = answer_deadline
+        self._under_way = UnderWay(
+            self._work,
+            late=self._done_late,
+            failed=self._abort,
+            has_room=link.has_room,
+            clock=clock,
+            deadline_seconds=answer_deadline,
+        )
         self._batches = 0
         self._records = 0
 
@@ -71,9 +108,10 @@ class Conductor:
         began = self._clock.now_ms()
         try:
             async with asyncio.TaskGroup() as group:
-                work = group.create_task(self._serve())
+                tasks = [group.create_task(self._serve()), group.create_task(self._under_way.run())]
                 await self._link.wait_closed()
-                work.cancel()
+                for task in tasks:
+                    task.cancel()
         finally:
             await self._let_go()
         if self._link.close_reason not in {CloseReason.FAILED, CloseReason.EOF_IN_REQUEST}:
@@ -86,9 +124,10 @@ class Conductor:
             )
 
     async def finish(self) -> None:
-        """Take no more requests; return when the one that is outstanding is answered."""
+        """Take no more requests; return when the one that is outstanding is answered, and no batch is under way."""
         self._finishing = True
         await self._quiet.wait()
+        await self._under_way.idle()
 
     async def _serve(self) -> None:
         try:
@@ -99,16 +138,21 @@ class Conductor:
                     return
                 self._quiet.clear()
                 await self._take(message)
-        except MldserverError as error:
-            self._link.abort(error)
         except Exception as error:  # noqa: BLE001  # whatever it is, only this connection may end by it
+            self._abort(error)
+        finally:
+            self._quiet.set()
+
+    def _abort(self, error: Exception) -> None:
+        if isinstance(error, Superseded):
+            return  # what is still asked for here is answered unread
+        if not isinstance(error, MldserverError):
             fault = InternalError(
                 f"Unexpected {type(error).__name__}: {error}", did="The connection was closed."
             )
             fault.__cause__ = error
-            self._link.abort(fault)
-        finally:
-            self._quiet.set()
+            error = fault
+        self._link.abort(error)
 
     async def _take(self, message: RequestMessage) -> None:
         if self._claim is not None and not self._claim.current:
@@ -138,7 +182,7 @@ class Conductor:
             self._told_taken_over = True
             self._link.log.warning("shard.taken_over", peer=self._link.peer)
         if isinstance(message, ProcessRecords):
-            self._link.processed()
+            self._link.processed(len(message.line))
         if message == ShardEnded() or message == Shutdown(ShutdownReason.TERMINATE):
             raise self._owned_elsewhere()
         self._link.answer()
@@ -156,19 +200,40 @@ class Conductor:
         self._link.answer()
 
     async def _process(self, line: Line) -> None:
+        shard, _ = self._opened()
+        kill_point("batch.received")
+        try:
+            done = await self._under_way.submit(line)
+        except PeerError as error:
+            self._link.reject(error)
+            return
+        checkpoint = await self._checkpoint(shard)
+        self._link.answer()
+        kill_point("batch.answered")
+        if done is not None:
+            self._tell_batch(done, checkpoint)
+        else:
+            self._link.log.warning(
+                "batch.answered_early",
+                seconds=self._deadline,
+                batches=len(self._under_way),
+                bytes=self._under_way.bytes,
+            )
+
+    async def _work(self, batch: Batch[_Done]) -> _Done:
+        """Take one batch through handler and coordinator; return when the daemon may be answered."""
         shard, claim = self._opened()
         began = self._clock.now_ms()
-        delivery = Delivery(self._shard_id, line, self._version, received_ms=began, after=shard.after)
         async with claim.work():
             shard.began()
-            kill_point("batch.received")
+            delivery = Delivery(
+                self._shard_id, batch.line, self._version, received_ms=batch.received_ms, after=shard.after
+            )
             try:
                 outcome = await self._runtime.process(delivery)
-            except PeerError as error:
-                self._link.reject(error)
-                return
             finally:
-                self._link.processed()
+                self._link.processed(len(batch.line))
+            batch.handled = True
             kill_point("batch.handled")
             handled = self._clock.now_ms()
             await shard.accept(outcome)
@@ -176,14 +241,19 @@ class Conductor:
             answerable = self._clock.now_ms()
             if self._finishing:
                 await shard.drain()
-        checkpoint = await self._checkpoint(shard)
-        self._link.answer()
-        kill_point("batch.answered")
-        self._tell_batch(outcome, len(line), checkpoint, (began, handled, answerable))
+        return _Done(outcome, len(batch.line), batch.received_ms, began, handled, answerable)
+
+    def _done_late(self, _batch: Batch[_Done], done: _Done) -> None:
+        self._tell_batch(done, None)
 
     async def _drain(self) -> None:
-        """``shutdownRequested``: one chance to checkpoint everything, since another worker goes on from there."""
+        """``shutdownRequested``: one chance to checkpoint everything, since another worker goes on from there.
+
+        What is not done within the answer deadline is given up: it is delivered again to whoever reads on.
+        """
         shard, claim = self._opened()
+        await self._within_deadline(self._under_way.idle())
+        await self._give_up()
         async with claim.work():
             await self._runtime.notify(self._shard_id, Hook.SHUTDOWN_REQUESTED)
             await shard.drain()
@@ -192,8 +262,23 @@ class Conductor:
         await self._checkpoint(shard)
         self._link.answer()
 
+    async def _within_deadline(self, wait: Coroutine[None, None, None]) -> None:
+        """Wait for the answer deadline at most."""
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(wait)
+            if self._deadline is not None:
+                timer = group.create_task(self._clock.sleep(self._deadline))
+                await asyncio.wait({task, timer}, return_when=asyncio.FIRST_COMPLETED)
+                timer.cancel()
+                task.cancel()
+
+    async def _give_up(self) -> None:
+        if dropped := await self._under_way.drop():
+            self._link.log.warning("batch.given_up", batches=dropped)
+
     async def _lose(self) -> None:
         shard, claim = self._opened()
+        await self._give_up()
         async with claim.work():
             await self._runtime.notify(self._shard_id, Hook.LEASE_LOST)
             await shard.lost()
@@ -205,6 +290,7 @@ class Conductor:
     async def _end(self) -> None:
         """The shard's end. Without its checkpoint there is no status: see ``protocol/states.py``."""
         shard, claim = self._opened()
+        await self._under_way.idle()
         async with claim.work():
             await self._runtime.notify(self._shard_id, Hook.SHARD_ENDED)
             self._settled = await shard.end()
@@ -254,11 +340,8 @@ class Conductor:
             return
         self._owners.release(self._shard_id, self._claim)
 
-    def _tell_batch(
-        self, outcome: BatchOutcome, size: int, checkpoint: Sequence | None, times: tuple[int, int, int]
-    ) -> None:
-        began, handled, answerable = times
-        outline = outcome.outline
+    def _tell_batch(self, done: _Done, checkpoint: Sequence | None) -> None:
+        outcome, outline = done.outcome, done.outcome.outline
         self._batches += 1
         self._records += outline.records
         # An idle shard sends an empty batch a second: a line of each would bury the others.
@@ -269,15 +352,15 @@ class Conductor:
             rows=0 if outcome.rows is None else outcome.rows.num_rows,
             duplicates=outline.duplicates,
             dead_letters=len(outcome.dead_letters),
-            bytes=size,
+            bytes=done.bytes,
             first=_shown(outline.first),
             last=_shown(outline.last),
             millis_behind_latest=outline.millis_behind_latest,
             attempts=outcome.attempts,
-            handler_seconds=(handled - began) / 1000,
-            held_seconds=(answerable - handled) / 1000,
+            handler_seconds=(done.handled_ms - done.began_ms) / 1000,
+            held_seconds=(done.answerable_ms - done.handled_ms) / 1000,
             checkpoint=_shown(checkpoint),
-            seconds=(self._clock.now_ms() - began) / 1000,
+            seconds=(self._clock.now_ms() - done.received_ms) / 1000,
         )
 
 

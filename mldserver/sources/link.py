@@ -76,6 +76,8 @@ class Link(asyncio.BufferedProtocol):
         self._requests: asyncio.Queue[RequestMessage | None] = asyncio.Queue()
         self._reply: asyncio.Future[CheckpointOutcome] | None = None
         self._initialized = False
+        self._held = 0
+        """Bytes of the batches that are worked on."""
         self._state_before: State | None = None
         self._asked_at = 0.0
         self._closed = asyncio.Event()
@@ -154,9 +156,15 @@ class Link(asyncio.BufferedProtocol):
             self._core.answer()
             self._pump()
 
-    def processed(self) -> None:
-        """Note that the batch's line is no longer held."""
-        self._budget.set_whole(self, 0)
+    def processed(self, size: int) -> None:
+        """Note that the line of a batch, of ``size`` bytes, is no longer held."""
+        self._held -= size
+        if not self._gone.is_set():
+            self._budget.set_whole(self, self._held)
+
+    def has_room(self) -> bool:
+        """Whether more lines may be held while those that are there are worked on."""
+        return self._budget.has_room
 
     def reject(self, error: PeerError) -> None:
         """Close because the batch is no valid message."""
@@ -250,7 +258,8 @@ class Link(asyncio.BufferedProtocol):
             self._initialized = True
             self.log = self.log.bind(shard=message.shard_id)
         elif isinstance(message, ProcessRecords):
-            self._budget.set_whole(self, len(message.line))
+            self._held += len(message.line)
+            self._budget.set_whole(self, self._held)
         self._requests.put_nowait(message)
 
     def _resolve(self, outcome: CheckpointOutcome) -> None:

@@ -62,12 +62,13 @@ class MLDListener:
         limits: ConnectionLimits | None = None,
         connection_limit: int = 1024,
         read_bytes: int = DEFAULT_READ_BYTES,
+        answer_deadline: float | None = None,
         random: Callable[[], float] = _random.random,
     ) -> None:
         """Listen at ``address`` once ``run`` is called.
 
         At ``connection_limit`` connections, peers wait in the kernel's queue; beyond ``read_bytes`` of unread lines,
-        all connections but one wait with theirs.
+        all connections but one wait with theirs. ``answer_deadline``: see ``Conductor``.
         """
         self._address = address
         self._runtime = runtime
@@ -75,6 +76,7 @@ class MLDListener:
         self._clock = clock
         self._limits = limits or ConnectionLimits()
         self._connection_limit = connection_limit
+        self._answer_deadline = answer_deadline
         self._random = random
         self._budget = ReadBudget(read_bytes)
         self._buffer = bytearray(_RECEIVE_BYTES)
@@ -227,7 +229,12 @@ class MLDListener:
             name, shown, limits=self._limits, random=self._random, budget=self._budget, buffer=self._buffer
         )
         conductor = Conductor(
-            link, runtime=self._runtime, intake=self._intake, owners=self._owners, clock=self._clock
+            link,
+            runtime=self._runtime,
+            intake=self._intake,
+            owners=self._owners,
+            clock=self._clock,
+            answer_deadline=self._answer_deadline,
         )
         self._serving[link] = conductor
         self._empty.clear()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
+    from mldserver.clock import Clock
     from mldserver.records import Sequence, Shard
     from mldserver.runtime.base import Delivery, Hook
     from mldserver.sources.base import ShardOpening
@@ -258,6 +259,8 @@ async def serving(
     *,
     connection_limit: int = 100,
     read_bytes: int = 2**20,
+    clock: Clock | None = None,
+    answer_deadline: float | None = None,
     **limits: Any,
 ) -> AsyncIterator[House]:
     runtime, intake = FakeRuntime(), FakeIntake()
@@ -265,7 +268,8 @@ async def serving(
         address,
         runtime=runtime,
         intake=intake,
-        clock=SystemClock(),
+        clock=clock or SystemClock(),
+        answer_deadline=answer_deadline,
         limits=replace(QUICK, **limits),
         connection_limit=connection_limit,
         read_bytes=read_bytes,

@@ -155,7 +155,7 @@ async def test_a_batchs_line_counts_until_it_is_processed() -> None:
     assert await link.request() is not None
     assert await link.request() == ProcessRecords(BATCH)
     assert link._budget.held == len(BATCH)
-    link.processed()
+    link.processed(len(BATCH))
     assert link._budget.held == 0
 
 

@@ -1,0 +1,173 @@
+"""The batches of one connection that are being worked on, in order, and when the daemon is answered for them.
+
+The daemon waits for an answer to each batch before it says anything else, be it that the lease is lost. So a batch that
+takes longer than the answer deadline is answered while the work on it goes on; the next one waits its turn behind it,
+and is answered after its own deadline. What is answered early is held in memory, within the reader's budget; nothing of
+it is checkpointed before it is durable. A shard that is *held back* for want of room is not answered early: holding the
+answer is what slows its daemon down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from mldserver.clock import Clock
+    from mldserver.protocol.messages import Line
+
+__all__ = ["Batch", "UnderWay"]
+
+_T = TypeVar("_T")
+
+_AGAIN_SECONDS: Final = 1.0
+"""How soon it is looked again at a batch that is due for an early answer but may not get one yet."""
+
+
+@dataclass(slots=True, eq=False)
+class Batch(Generic[_T]):
+    """A batch from its receipt until its work is done."""
+
+    line: Line
+    received_ms: int
+    answer: asyncio.Future[_T | None]
+    """Resolved when the daemon may be answered: with what the work came to, or with None when it goes on."""
+    handled: bool = False
+    """Whether the handler is done with it: what it still waits for is room."""
+
+    @property
+    def answered(self) -> bool:
+        """Whether the daemon was, or is being, answered."""
+        return self.answer.done()
+
+
+class UnderWay(Generic[_T]):
+    """Works on batches one after the other; says when each may be answered."""
+
+    def __init__(
+        self,
+        work: Callable[[Batch[_T]], Awaitable[_T]],
+        *,
+        late: Callable[[Batch[_T], _T], None],
+        failed: Callable[[Exception], None],
+        has_room: Callable[[], bool],
+        clock: Clock,
+        deadline_seconds: float | None,
+    ) -> None:
+        """``work`` does all that a batch needs and sets ``handled`` on the way.
+
+        ``late`` is told what came of a batch that was answered early, ``failed`` why its work failed; of the others
+        ``submit`` returns or raises it. ``has_room``: whether more may be held in memory. ``deadline_seconds``: None:
+        never answer early.
+        """
+        self._work = work
+        self._late = late
+        self._failed = failed
+        self._has_room = has_room
+        self._clock = clock
+        self._deadline = deadline_seconds
+        self._batches: deque[Batch[_T]] = deque()
+        self._come = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._worker: asyncio.Task[None] | None = None
+        self._dropped = False
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    @property
+    def bytes(self) -> int:
+        """What the lines of all batches take."""
+        return sum(len(batch.line) for batch in self._batches)
+
+    async def submit(self, line: Line) -> _T | None:
+        """Work on a batch behind those before it.
+
+        Returns what the work came to, or None when the daemon is to be answered while it goes on. Raises what the
+        work raises, and RuntimeError after ``drop``.
+        """
+        if self._dropped:
+            raise RuntimeError("batches were dropped: none may follow them")
+        batch: Batch[_T] = Batch(line, self._clock.now_ms(), asyncio.get_running_loop().create_future())
+        self._batches.append(batch)
+        self._idle.clear()
+        self._come.set()
+        return await batch.answer
+
+    async def run(self) -> None:
+        """Work until cancelled, or until everything was dropped."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._worker = group.create_task(self._work_on())
+                watch = group.create_task(self._watch(self._deadline)) if self._deadline is not None else None
+                await asyncio.wait({self._worker})
+                if watch is not None:
+                    watch.cancel()
+        finally:
+            self._idle.set()
+
+    async def idle(self) -> None:
+        """Return when no batch is under way."""
+        await self._idle.wait()
+
+    async def drop(self) -> int:
+        """Give up all that is under way, unaccepted; return how many batches that were. None may follow."""
+        self._dropped = True
+        dropped = len(self._batches)
+        if self._worker is not None:
+            self._worker.cancel()
+            await asyncio.wait({self._worker})
+        for batch in self._batches:
+            batch.answer.cancel()
+        self._batches.clear()
+        self._idle.set()
+        return dropped
+
+    async def _work_on(self) -> None:
+        while True:
+            await self._come.wait()
+            while self._batches:
+                await self._see_to(self._batches[0])
+                self._batches.popleft()
+            self._come.clear()
+            self._idle.set()
+
+    async def _see_to(self, batch: Batch[_T]) -> None:
+        try:
+            result = await self._work(batch)
+        except Exception as error:  # noqa: BLE001  # passed on to whoever can end the connection by it
+            if batch.answered:
+                self._failed(error)
+            else:
+                batch.answer.set_exception(error)
+        else:
+            if batch.answered:
+                self._late(batch, result)
+            else:
+                batch.answer.set_result(result)
+
+    async def _watch(self, deadline: float) -> None:
+        """Answer batches early. Sleeps through all that are done in time: it costs them nothing."""
+        while True:
+            await self._come.wait()
+            batch = self._unanswered()
+            if batch is None:
+                # The last one waits for work that was answered: there is none to answer until the next comes.
+                await self._clock.sleep(min(_AGAIN_SECONDS, deadline))
+                continue
+            left = deadline - (self._clock.now_ms() - batch.received_ms) / 1000
+            if left > 0:
+                await self._clock.sleep(left)
+            elif self._batches[0].handled or not self._has_room():
+                await self._clock.sleep(_AGAIN_SECONDS)
+            else:
+                batch.answer.set_result(None)
+
+    def _unanswered(self) -> Batch[_T] | None:
+        last = self._batches[-1] if self._batches else None
+        return None if last is None or last.answered else last
