@@ -67,7 +67,7 @@ class MemoryTransport(asyncio.Transport):
         self._out_ended = False
         self._due = 0.0
 
-    def join(self, protocol: asyncio.Protocol) -> None:
+    def join(self, protocol: asyncio.Protocol | asyncio.BufferedProtocol) -> None:
         """Give the connection to a protocol."""
         self._protocol = protocol
         protocol.connection_made(self)
