@@ -78,10 +78,14 @@ class Publisher:
         if not self._store.local or self.table is not None:
             return
         probes = [f"{STAGING}/.exchange-{name}" for name in ("one", "other")]
+        # Not two servers at once: one would take away what the other tries it with.
+        with self._store.alone(PUBLISH_LOCK):
+            self._try_exchange(probes)
+
+    def _try_exchange(self, probes: list[str]) -> None:
         self._store.prepare(*probes)
         try:
-            with self._store.alone(PUBLISH_LOCK):
-                self._store.exchange(*probes)
+            self._store.exchange(*probes)
         except OSError as error:
             if error.errno not in _NO_EXCHANGE:
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -221,6 +222,15 @@ def test_a_late_file_is_moved_once(shop: Shop) -> None:
 def test_a_folder_where_outputs_can_be_replaced_passes_and_keeps_nothing(shop: Shop) -> None:
     shop.publisher.check()
     assert [path for path, _ in shop.store.files("") if "exchange" in path] == []
+
+
+def test_servers_that_try_a_folder_at_the_same_time_do_not_take_each_other_s_away(local: Shop) -> None:
+    def check(_: int) -> None:
+        for _ in range(20):
+            local.publisher.check()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(check, range(4)))
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.EINVAL])
