@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from mldserver.testing import FakeStream
     from mldserver.testing.leases import Place
 
+PATIENCE: Final = 4
+"""In how many stories a server may hang without being taken for dead before that is left at that."""
 _FILES: Final = tuple(kind for kind in KINDS if kind != "table")
 ONLY_IN: Final = {
     "window.renamed": _FILES,
@@ -205,7 +207,7 @@ class Pair:
         """Note how a life ended; True when it was in good order."""
         buried = code == EXIT_FAULT and '"ServerBuried"' in told
         if code == EXIT_CLEAN:
-            if death is not None and death.hangs:
+            if death is not None and death.hangs and death.misses == PATIENCE:
                 # Nobody took it for dead: the other was at its own end, or waited for a lock that this one held.
                 self._toll.died["outlived"] += 1
             elif death is not None:

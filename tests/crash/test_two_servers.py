@@ -61,9 +61,10 @@ def fates(dice: random.Random, steps: Iterable[str], *, instants: int, hangs: in
     deaths = [Death(step, dice.randint(1, 3)) for step in steps]
     deaths += [Death(after_seconds=0.02 + dice.random() * 0.7) for _ in range(instants)]
     stopped = dice.sample(HANGS_AT, hangs - 1)
-    deaths += [Death(step, dice.randint(1, 3), hangs=True) for step in stopped]
-    deaths += [Death(after_seconds=0.3 + dice.random() * 0.5, hangs=True)]
     dice.shuffle(deaths)
+    # Not at the end: only a story with much before it has somebody who misses a server that hangs.
+    deaths[:0] = [Death(step, hangs=True) for step in stopped]
+    deaths.insert(12, Death(after_seconds=0.3 + dice.random() * 0.5, hangs=True))
     return Toll.of(deaths)
 
 
