@@ -15,6 +15,7 @@ from crash.held import in_dynamodb, in_sqlite
 from crash.lives import Plan
 from crash.local_life import LocalLife
 from crash.stories import KINDS, check, write_handler
+from crash.world import Death
 from support.workers import NAMES, Application
 
 from mldserver.config.kinds import UnixAddress
@@ -24,12 +25,15 @@ from mldserver.testing import Habits
 
 if TYPE_CHECKING:
     from crash.stories import Story
-    from crash.world import Death, Toll
+    from crash.world import Toll
 
     from mldserver.config import DynamoPlace
     from mldserver.testing import FakeStream
     from mldserver.testing.leases import Place
 
+EXTRA: Final = 4
+"""How many deaths more than those that were asked for a story has at its end."""
+_EXTRA: Final = -1
 PATIENCE: Final = 4
 """In how many stories a server may hang without being taken for dead before that is left at that."""
 _FILES: Final = tuple(kind for kind in KINDS if kind != "table")
@@ -196,12 +200,15 @@ class Pair:
     def _next_death(self) -> Death | None:
         if self._kills <= 0:
             return None
+        self._kills -= 1
         kind = self.story.kind
         death = next((each for each in self._toll.ahead if kind in ONLY_IN.get(each.step, KINDS)), None)
         if death is not None:
-            self._kills -= 1
             self._toll.ahead.remove(death)
-        return death
+            return death
+        # What the other server is armed for may need a companion that dies.
+        self._kills = min(self._kills, EXTRA)
+        return Death(after_seconds=0.4 + self._dice.random() * 0.8, misses=_EXTRA)
 
     def _count(self, death: Death | None, code: int, told: str) -> bool:
         """Note how a life ended; True when it was in good order."""
@@ -210,7 +217,7 @@ class Pair:
             if death is not None and death.hangs and death.misses == PATIENCE:
                 # Nobody took it for dead: the other was at its own end, or waited for a lock that this one held.
                 self._toll.died["outlived"] += 1
-            elif death is not None:
+            elif death is not None and death.misses != _EXTRA:
                 self._toll.missed(death)
             return True
         if death is not None and death.hangs and buried:

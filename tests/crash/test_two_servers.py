@@ -65,7 +65,9 @@ def fates(dice: random.Random, steps: Iterable[str], *, instants: int, hangs: in
     # Not at the end: only a story with much before it has somebody who misses a server that hangs.
     deaths[:0] = [Death(step, hangs=True) for step in stopped]
     deaths.insert(12, Death(after_seconds=0.3 + dice.random() * 0.5, hangs=True))
-    return Toll.of(deaths)
+    toll = Toll.of(deaths)
+    toll.patience = 40
+    return toll
 
 
 async def play_pairs(

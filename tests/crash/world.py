@@ -51,6 +51,8 @@ class Toll:
     ahead: deque[Death]
     died: Counter[str] = field(default_factory=Counter)
     """Kills by step; the key of random instants is the empty text."""
+    patience: int = MISSES
+    """In how many stories a death may be missed."""
 
     @classmethod
     def of(cls, deaths: Iterable[Death]) -> Toll:
@@ -66,7 +68,7 @@ class Toll:
 
     def missed(self, death: Death) -> None:
         """A story ended before the death came: it is tried again in another, at its first occasion."""
-        assert death.misses < MISSES, f"{death.step} was not reached in {MISSES} stories"
+        assert death.misses < self.patience, f"{death.step} was not reached in {self.patience} stories"
         times = death.times if death.misses == 0 else 1
         self.ahead.append(replace(death, times=min(times, 2), misses=death.misses + 1))
 
