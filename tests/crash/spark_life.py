@@ -1,0 +1,116 @@
+"""A life of a server as users start it: ``mldserver serve``, with Spark."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sqlite3
+import sys
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mldserver.faults import KILL_VARIABLE
+
+if TYPE_CHECKING:
+    from crash.lives import Plan
+
+_UNDONE = """
+SELECT (SELECT count(*) FROM windows WHERE state <> 'published')
+     + (SELECT count(*) FROM segments WHERE revision = 0)
+     + (SELECT count(*) FROM late_segments)
+"""
+
+
+class SparkLife:
+    """``mldserver serve`` in a process of its own."""
+
+    def __init__(self, plan: Plan, step: str | None) -> None:
+        """Prepare a life that ends at ``step``, or nowhere."""
+        self._plan = plan
+        self._step = step
+        self._process: asyncio.subprocess.Process | None = None
+        self._over = asyncio.Event()
+
+    @property
+    def armed(self) -> bool:
+        """Whether it will end by itself at a step."""
+        return self._step is not None
+
+    async def start(self) -> None:
+        """Start the server."""
+        told = {f"MLDSERVER_{name.upper()}": _shown(value) for name, value in self._plan.settings.items()}
+        known = [self._plan.python_path, *filter(None, [os.environ.get("PYTHONPATH")])]
+        environ = os.environ | told | {"PYTHONPATH": os.pathsep.join(known)}
+        if self._step is not None:
+            environ[KILL_VARIABLE] = self._step
+        arguments = ["serve", self._plan.handler, "--out", str(self._plan.out)]
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "mldserver", *arguments, env=environ, cwd=self._plan.python_path
+        )
+
+    def stream_is_over(self) -> None:
+        """Stop it once the ledger says that all is published."""
+        self._over.set()
+
+    def kill(self) -> None:
+        """Kill the server; Spark must notice by itself."""
+        self._send(self._running.pid, signal.SIGKILL)
+
+    @property
+    def computes(self) -> bool:
+        """Whether Spark works on a window: an attempt's folder is there, and its output is not visible yet."""
+        staging = self._plan.out / "_mldserver" / "staging"
+        return any(folder.is_dir() for folder in staging.glob("*/*")) if staging.exists() else False
+
+    def kill_spark(self, *, jvm: bool) -> bool:
+        """Kill Spark's driver, or only its JVM; False when there is none now."""
+        drivers = _children(self._running.pid)
+        found = [child for driver in drivers for child in _children(driver)] if jvm else drivers
+        for pid in found:
+            self._send(pid, signal.SIGKILL)
+        return bool(found)
+
+    async def ended(self) -> int:
+        """Return the exit code."""
+        async with asyncio.TaskGroup() as group:
+            stopping = group.create_task(self._stop_when_done())
+            code = await self._running.wait()
+            stopping.cancel()
+        return code
+
+    async def _stop_when_done(self) -> None:
+        await self._over.wait()
+        while self._undone():  # noqa: ASYNC110  # another process's ledger has no event to wait on
+            await asyncio.sleep(0.1)
+        self._send(self._running.pid, signal.SIGTERM)
+
+    def _undone(self) -> int:
+        ledger = self._plan.out / "_mldserver" / "ledger.sqlite"
+        with closing(sqlite3.connect(ledger, timeout=30)) as db:
+            return int(db.execute(_UNDONE).fetchone()[0])
+
+    @property
+    def _running(self) -> asyncio.subprocess.Process:
+        assert self._process is not None
+        return self._process
+
+    def _send(self, pid: int, number: signal.Signals) -> None:
+        if self._running.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def _shown(value: Any) -> str:
+    return f"{value * 1000:g} ms" if isinstance(value, float) else str(value)
+
+
+def _children(pid: int) -> list[int]:
+    with suppress(OSError):
+        return [
+            int(child)
+            for task in Path(f"/proc/{pid}/task").iterdir()
+            for child in (task / "children").read_text().split()
+        ]
+    return []

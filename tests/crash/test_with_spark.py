@@ -1,0 +1,113 @@
+"""The server as users start it, with Spark: killed at the steps of a window's life, and Spark killed under it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+from crash.spark_life import SparkLife
+from crash.world import Death, Toll, World, play_all
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from crash.lives import Life, Plan
+    from crash.stories import Story
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+STEPS: Final = (
+    "attempt.begun",
+    "attempt.computed",
+    "attempt.staged",
+    "window.committed",
+    "window.renamed",
+    "window.visible",
+    "window.published",
+    "window.cleaned",
+    "revision.exchanged",
+    "revision.cut",
+)
+"""Where the server dies: the steps that a real job, and a real output, lie between."""
+INSTANTS: Final = 3
+"""How often the server dies at some instant, with Spark starting, idle or at work."""
+SPARK_KILLS: Final = 3
+"""How often in each story the driver is killed, and how often the JVM alone, at most."""
+QUICK: Final = {"spark_conf": "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
+
+
+class SparkWorld(World):
+    """A world in which Spark dies too, while it works on windows."""
+
+    def __init__(self, *args: Any, dice: random.Random, **options: Any) -> None:
+        super().__init__(*args, life=self._made, **options)
+        self.spark_ahead = ["driver", "jvm"] * SPARK_KILLS
+        self.spark_died: Counter[str] = Counter()
+        self._spark_dice = dice
+        self._now: SparkLife | None = None
+
+    def _made(self, plan: Plan, step: str | None) -> Life:
+        self._now = SparkLife(plan, step)
+        return self._now
+
+    async def play(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            killing = group.create_task(self._kill_spark())
+            await super().play()
+            killing.cancel()
+
+    async def _kill_spark(self) -> None:
+        """Kill Spark some moments after a job began, again and again; a server that is armed has its own turn."""
+        while self.spark_ahead:
+            await asyncio.sleep(self._spark_dice.random() * 0.3)
+            life = self._now
+            if life is None or life.armed or not life.computes:
+                continue
+            what = self.spark_ahead[0]
+            if life.kill_spark(jvm=what == "jvm"):
+                del self.spark_ahead[0]
+                self.spark_died[what] += 1
+                await asyncio.sleep(1)
+
+
+async def test_a_server_with_spark_killed_again_and_again_loses_and_doubles_nothing(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    seed = int(os.environ.get("MLDSERVER_CRASH_SEED") or random.SystemRandom().randrange(1_000_000))
+    print(f"MLDSERVER_CRASH_SEED={seed}")
+    dice = random.Random(seed)
+    deaths = [Death(step, dice.randint(1, 2)) for step in STEPS]
+    deaths += [Death(after_seconds=5 + dice.random() * 10) for _ in range(INSTANTS)]
+    dice.shuffle(deaths)
+    toll = Toll.of(deaths)
+    cache = tmp_path_factory.mktemp("cache")
+    began = time.monotonic()
+    worlds = []
+
+    async def play(folder: Path, story: Story, toll: Toll, kills: int) -> None:
+        world = SparkWorld(
+            folder,
+            story,
+            toll,
+            kills=kills,
+            dice=random.Random(story.seed),
+            settings={**QUICK, "cache_dir": cache, "window_retry_base": 0.05, "window_retry_cap": 0.5},
+            patience_seconds=180,
+        )
+        worlds.append(world)
+        await world.play()
+
+    stories = await play_all(tmp_path, toll, seed, play=play, kind_for=lambda _toll, _usual: "recompute")
+    spark = sum((world.spark_died for world in worlds), Counter[str]())
+    seconds = time.monotonic() - began
+    print(
+        f"{toll.died.total()} kills of servers, {dict(spark)} of Spark in {stories} stories, {seconds:.0f} s"
+    )
+    assert [step for step in STEPS if not toll.died[step]] == []
+    assert toll.died.total() + spark.total() >= 15
+    assert min(spark["driver"], spark["jvm"]) >= 1
