@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import random
 import signal
 from collections import Counter
 from datetime import UTC, datetime, timedelta
@@ -114,6 +116,44 @@ async def test_no_row_is_lost_or_doubled_while_server_and_daemon_are_restarted(s
         await stack.until("all windows published", lambda: all_published(stack, hours), limit=200)
         last = await stack.last_sequences()
         assert min(last.values()) > 0
+        await stack.until_checkpointed({shard: str(number) for shard, number in last.items()})
+        assert await stack.end(stack.daemon) == 0
+        assert await stack.end(stack.server) == 0
+    assert published(stack) == computed(everything)
+    no_rows_beside(stack)
+    assert stack.samples.taken > 20
+    assert stack.samples.ahead == []
+
+
+async def test_server_and_jvm_killed_again_and_again_lose_and_double_nothing(stack: Stack) -> None:
+    seed = int(os.environ.get("MLDSERVER_CRASH_SEED") or random.SystemRandom().randrange(1_000_000))
+    print(f"MLDSERVER_CRASH_SEED={seed}")
+    dice = random.Random(seed)
+    hours = 4
+    everything = orders(0, hours * PER_HOUR)
+    kills = ["server", "jvm"] * 3
+    dice.shuffle(kills)
+    pieces = len(kills) + 1
+    size = -(-len(everything) // pieces)
+    async with stack.running(shards=2):
+        stack.start_server(quiet_time="15 s", idle_time="15 s")
+        stack.start_daemon()
+        await stack.put(everything[:size])
+        await stack.until_durable()
+        for number, what in enumerate(kills, start=1):
+            before = stack.positions()
+            await stack.put(everything[number * size : (number + 1) * size])
+            if dice.random() < 0.5:
+                # In the middle of the work; else before anything of it has come.
+                await stack.until("something is durable", lambda before=before: stack.positions() != before)
+            if what == "server":
+                await stack.end(stack.server, signal.SIGKILL)
+                stack.start_server(quiet_time="15 s", idle_time="15 s")
+            else:
+                await stack.until("there is a JVM", stack.kill_jvm)
+        await stack.until_durable()
+        await stack.until("all windows published", lambda: all_published(stack, hours), limit=200)
+        last = await stack.last_sequences()
         await stack.until_checkpointed({shard: str(number) for shard, number in last.items()})
         assert await stack.end(stack.daemon) == 0
         assert await stack.end(stack.server) == 0

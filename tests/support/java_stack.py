@@ -166,6 +166,15 @@ class Stack:
         process.send_signal(number)
         return await asyncio.to_thread(process.wait, 90)
 
+    def kill_jvm(self) -> bool:
+        """Kill the daemon's JVM, which its supervisor brings back; False when there is none now."""
+        assert self.daemon is not None
+        found = [pid for pid in _descendants(self.daemon.pid) if _name(pid) == "java"]
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return bool(found)
+
     # Input.
 
     async def put(self, rows: Iterable[dict[str, Any]]) -> None:
@@ -275,6 +284,22 @@ class Stack:
         """Return the ends of the logs."""
         logs = (self.folder / f"{name}.log" for name in ("server", "daemon", "emulator"))
         return "\n".join(f"== {log.name}\n{log.read_text()[-6000:]}" for log in logs if log.exists())
+
+
+def _descendants(pid: int) -> list[int]:
+    found = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in map(int, (task / "children").read_text().split()):
+                found += [child, *_descendants(child)]
+    return found
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text("utf-8", "replace").strip()
+    except OSError:
+        return ""
 
 
 def _free_port() -> int:
