@@ -7,6 +7,7 @@ every rename is synced to disk before the ledger may name it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -60,13 +61,19 @@ class OutputStore:
             self._fs.create_dir(self._absolute(folder), recursive=True)
 
     def write(self, path: str, rows: pa.Table) -> int:
-        """Write rows as one Parquet file and return its size in bytes once it is safe on disk."""
+        """Write rows as one Parquet file and return its size in bytes once it is safe on disk.
+
+        Raises OSError: FileNotFoundError when it is gone at once, taken away by a server that buried this one.
+        """
         target = self._absolute(path)
         with self._open(target) as stream:
             # zstd: a third smaller than snappy on JSON-like rows, and as fast to read.
             pq.write_table(rows, stream, compression="zstd", compression_level=1)
         self.sync(path)
-        return int(self._fs.get_file_info(target).size)
+        size = self._fs.get_file_info(target).size
+        if size is None:
+            raise FileNotFoundError(errno.ENOENT, "it is gone as soon as it was written", path)
+        return int(size)
 
     def _open(self, target: str) -> Any:
         folder = target.rpartition("/")[0]

@@ -124,6 +124,14 @@ def test_a_folder_that_vanishes_before_the_file_is_opened_is_made_again(
     assert store.exists("seg/w/one.parquet")
 
 
+def test_a_file_that_another_server_takes_away_as_it_is_written_is_no_file(
+    store: OutputStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "sync", lambda path: (tmp_path / "out" / path).unlink())
+    with pytest.raises(FileNotFoundError, match="gone as soon as it was written"):
+        store.write("segments/w/1.parquet", pa.table({"v": [1]}))
+
+
 def test_publishing_renames_files_and_folders_and_may_be_repeated(store: OutputStore, tmp_path: Path) -> None:
     store.write("staging/w/1/part.parquet", ROWS)
     assert store.publish("staging/w/1", "window=w")
