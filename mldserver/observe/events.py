@@ -295,8 +295,8 @@ EVENTS: Final[dict[str, EventSpec]] = {
     "spark.log": EventSpec("debug|info|warning|error", ("logger", "text"), "A line of Spark's own log."),
     "spark.lost": EventSpec(
         "error",
-        ("reason", "exit_code", "delay_seconds"),
-        "The driver process or its JVM died; a fresh one starts.",
+        ("who", "reason", "exit_code", "delay_seconds"),
+        "The driver process died (who: driver), or its JVM did and took it along (who: jvm); a fresh one starts.",
     ),
     "kcl.starting": EventSpec(
         "info", ("command", "start", "properties", "java"), "The Java MultiLangDaemon starts."

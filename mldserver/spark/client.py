@@ -222,7 +222,7 @@ class SparkEngine:
     async def _keep_alive(self, java: Java | None) -> None:
         delay = _BACKOFF_SECONDS
         while not self._closing.is_set():
-            reason, exit_code = "", None
+            reason, exit_code, who = "", None, "driver"
             try:
                 life = await self._one_life(java)
             except OSError as error:
@@ -233,7 +233,9 @@ class SparkEngine:
                 self._give_up(life)
                 delay = _BACKOFF_SECONDS if life.jobs_done else delay
                 reason, exit_code = life.reason(), life.exit_code
-            log.error("spark.lost", reason=reason, exit_code=exit_code, delay_seconds=delay)
+                if life.jvm_exit_code is not None:
+                    who, exit_code = "jvm", life.jvm_exit_code
+            log.error("spark.lost", who=who, reason=reason, exit_code=exit_code, delay_seconds=delay)
             await happens(self._closing, self._clock, delay)
             delay = min(_BACKOFF_CAP_SECONDS, delay * 2)
 

@@ -35,6 +35,7 @@ from mldserver.spark.sinks.base import check_result
 from mldserver.spark.wire import (
     Cancel,
     Decoder,
+    JvmGone,
     Log,
     Message,
     Publish,
@@ -166,7 +167,7 @@ class Driver:
         assert session.jvm is not None
         code = session.jvm.wait()
         if not self._stopping:
-            self.send(Log("error", f"The JVM is gone (exit code {code})."))
+            self.send(JvmGone(code))
             self.die()
 
     def _stop(self) -> None:

@@ -18,6 +18,7 @@ from mldserver.spark.wire import (
     Done,
     DoneGroup,
     FailedJob,
+    JvmGone,
     Log,
     Message,
     Output,
@@ -85,6 +86,8 @@ class Life:
         self.failed: StartFailed | None = None
         """Why there was no session, when the driver said so."""
         self.jobs_done = 0
+        self.jvm_exit_code: int | None = None
+        """Set when the JVM died before its driver."""
 
     @property
     def exit_code(self) -> int | None:
@@ -96,9 +99,12 @@ class Life:
         if self._reason:
             return self._reason
         said = f" It said last: {' | '.join(self._last_lines)}" if self._last_lines else ""
+        if self.jvm_exit_code is not None:
+            return f"The JVM died ({_ending(self.jvm_exit_code)}), and its driver with it.{said}"
         if self.failed is not None:
             return f"The start failed: {self.failed.error}: {self.failed.message}{said}"
-        return f"The process ended.{said}"
+        code = self.exit_code
+        return f"The driver's process died{'' if code is None else f' ({_ending(code)})'}.{said}"
 
     async def live(self, start_deadline: float) -> None:
         """Run the life; return when the driver is dead. ``start_deadline``: seconds until it must be warm."""
@@ -227,6 +233,8 @@ class Life:
                 )
             case Progress():
                 pass  # the last words of a job that nobody waits for
+            case JvmGone():
+                self.jvm_exit_code = message.exit_code
             case Log():
                 self._log(spark_log.Entry(message.level, message.text, "mldserver.spark.driver"))
             case _:
@@ -272,6 +280,10 @@ class Life:
     def _log(self, entry: spark_log.Entry) -> None:
         told = {"logger": entry.logger, "text": entry.text, "exception": entry.exception}
         getattr(log, entry.level)("spark.log", **{name: value for name, value in told.items() if value})
+
+
+def _ending(exit_code: int) -> str:
+    return f"killed by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
 
 
 def _window_of(asked: Run | RunGroup | Publish) -> dict[str, str]:

@@ -6,7 +6,7 @@ an object with the fields and ``type``, the class's name.
     server → driver    Start, then any number of Run, RunGroup, Publish and Cancel, then Stop (or just the end of the
                        socket)
     driver → server    Started, Warm (or StartFailed), then Progress, and for each Run and Publish once Done, for each
-                       RunGroup once DoneGroup, or for any of them FailedJob; Log at any time
+                       RunGroup once DoneGroup, or for any of them FailedJob; Log at any time, JvmGone at the end
 
 Each side believes that the other is the same program; bytes that do not fit raise WireError and end the driver.
 """
@@ -33,6 +33,7 @@ __all__ = [
     "Done",
     "DoneGroup",
     "FailedJob",
+    "JvmGone",
     "Log",
     "Message",
     "Output",
@@ -203,6 +204,14 @@ class FailedJob:
 
 
 @dataclass(frozen=True, slots=True)
+class JvmGone:
+    """The driver's last words when its JVM has died under it."""
+
+    exit_code: int
+    """Minus the signal's number, where it was killed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Log:
     """A line for the log from the driver itself."""
 
@@ -214,14 +223,14 @@ Message = (
     Start
     | (Run | RunGroup | Publish)
     | (Cancel | Stop | Started | Warm | StartFailed | Progress)
-    | (Done | DoneGroup | FailedJob | Log)
+    | (Done | DoneGroup | FailedJob | JvmGone | Log)
 )
 
 _TYPES: dict[str, type[Message]] = {
     cls.__name__: cls
     for cls in (
         *(Start, Run, RunGroup, Publish, Cancel, Stop),
-        *(Started, Warm, StartFailed, Progress, Done, DoneGroup, FailedJob, Log),
+        *(Started, Warm, StartFailed, Progress, Done, DoneGroup, FailedJob, JvmGone, Log),
     )
 }
 

@@ -74,6 +74,9 @@ class FakeDriver:
             self.send(wire.FailedJob(run.id, "ValueError", "no good", "File my.py"))
         elif name == "dies":
             os._exit(9)
+        elif name == "jvm dies":
+            self.send(wire.JvmGone(-9))
+            os.kill(os.getpid(), signal.SIGKILL)
         elif name == "garbage":
             self.sock.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
         elif name == "wrong":

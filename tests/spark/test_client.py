@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -192,7 +193,7 @@ async def test_a_failed_job_is_told_with_the_users_traceback(bench: Callable[...
 @pytest.mark.parametrize(
     ("death", "reason"),
     [
-        ("dies", "The process ended"),
+        ("dies", r"process died \(exit code 9\)"),
         ("garbage", "cannot be read"),
         ("wrong", "Stop does not come from a driver"),
     ],
@@ -207,7 +208,7 @@ async def test_a_driver_that_dies_or_lies_under_a_job_is_replaced(
         assert await it.clock.end_sleep() == 1
         assert (await it.engine.compute(job("w"))).files == ("w.parquet",)
     assert len(it.lives) == 2
-    assert reason in events(logged, "spark.lost")[0]["reason"]
+    assert re.search(reason, events(logged, "spark.lost")[0]["reason"])
 
 
 async def test_back_off_doubles_until_a_job_has_succeeded(bench: Callable[..., Bench]) -> None:
@@ -233,7 +234,22 @@ async def test_the_last_words_of_a_driver_are_told(
         await it.engine.ready()
     lost = events(logged, "spark.lost")[0]
     assert lost["exit_code"] == 3
-    assert lost["reason"] == "The process ended. It said last: java: command not understood"
+    assert lost["who"] == "driver"
+    assert lost["reason"] == (
+        "The driver's process died (exit code 3). It said last: java: command not understood"
+    )
+
+
+async def test_a_jvm_that_dies_under_its_driver_is_named(
+    bench: Callable[..., Bench], logged: list[dict[str, Any]]
+) -> None:
+    it = bench()
+    async with it.running():
+        with pytest.raises(DriverLost, match=r"The JVM died \(killed by signal 9\), and its driver with it"):
+            await it.engine.compute(job("jvm dies"))
+        await it.clock.end_sleep()
+    lost = events(logged, "spark.lost")[0]
+    assert (lost["who"], lost["exit_code"]) == ("jvm", -9)
 
 
 async def test_closing_does_not_wait_for_the_back_off(bench: Callable[..., Bench]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support.spark_here import end
 
 from mldserver.coordinator.windows import Window
 from mldserver.spark.engine import WindowJob
@@ -65,9 +66,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     os.environ.update(environment(start, os.environ, java_home=os.environ.get("JAVA_HOME")))
     session = open_session(start)
     yield session
-    session.stop()
-    assert session.jvm is not None
-    session.jvm.wait(30)
+    end(session.spark)
     os.environ.clear()
     os.environ.update(before)
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.spark_here import end
 
 from mldserver.coordinator.windows import Window
 from mldserver.errors import OperatorError
@@ -48,16 +49,8 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     for name, value in conf.items():
         builder = builder.config(name, value)
     session: SparkSession = builder.master("local[2]").getOrCreate()
-    gateway = session.sparkContext._gateway
     yield session
-    session.stop()
-    gateway.shutdown()
-    gateway.proc.stdin.close()
-    gateway.proc.wait(30)
-    # Other tests of this process may want a session of their own.
-    from pyspark import SparkContext
-
-    SparkContext._gateway = SparkContext._jvm = None
+    end(session)
 
 
 class Place:

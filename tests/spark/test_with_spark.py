@@ -236,10 +236,9 @@ async def test_a_killed_jvm_fails_its_job_and_is_replaced(world: World, logged: 
     async with asyncio.timeout(200):
         assert (await world.engine.compute(world.job("identity", attempt=9))).rows == 3 * ROWS
     await until_gone(driver)
-    assert [event["event"] for event in logged if event["event"] in {"spark.lost", "spark.ready"}] == [
-        "spark.lost",
-        "spark.ready",
-    ]
+    told = [event for event in logged if event["event"] in {"spark.lost", "spark.ready"}]
+    assert [event["event"] for event in told] == ["spark.lost", "spark.ready"]
+    assert (told[0]["who"], told[0]["exit_code"]) == ("jvm", -9)
 
 
 SERVER = """

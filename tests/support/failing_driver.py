@@ -1,0 +1,88 @@
+"""A driver that speaks the real wire, computes with pyarrow, and fails as a plan says: ``fail,die,ok`` for three jobs.
+
+    fail    the job fails                       hang    it never ends, but lets itself be cancelled
+    die     the process dies under it           deaf    it never ends, whatever it is told
+    jvm     its JVM dies, and takes it along    full    the output disk is full in the middle of the output
+
+After the plan every job succeeds; with ``…`` at its end the last one is repeated for ever. How far the plan is, is kept
+in a file, over the lives of the drivers.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from mldserver.errors import WindowFailed
+from mldserver.spark import wire
+from mldserver.testing.engine import _compute, _file
+
+
+class FailingDriver:
+    def __init__(self, plan: str, state: Path, sock: socket.socket) -> None:
+        self.repeats = plan.endswith("…")
+        self.plan = plan.removesuffix("…").split(",")
+        self.state = state
+        self.sock = sock
+        self.last = ""
+
+    def send(self, *messages: wire.Message) -> None:
+        self.sock.sendall(b"".join(map(wire.encode, messages)))
+
+    def serve(self) -> None:
+        decoder = wire.Decoder()
+        while data := self.sock.recv(1 << 16):
+            for message in decoder.feed(data):
+                self.take(message)
+
+    def take(self, message: wire.Message) -> None:
+        match message:
+            case wire.Start():
+                self.send(wire.Started("4.3.0", None), wire.Warm())
+            case wire.Run() if self.last != "deaf":  # its one thread is never free again
+                self.run(message, self.next())
+            case wire.Cancel():
+                if self.last != "deaf":
+                    self.send(wire.FailedJob(message.id, "Cancelled", "It was cancelled.", cancelled=True))
+            case wire.Stop():
+                os._exit(0)
+
+    def next(self) -> str:
+        with self.state.open("a") as file:
+            file.write("x")
+        number = self.state.stat().st_size
+        if number <= len(self.plan):
+            self.last = self.plan[number - 1]
+        else:
+            self.last = self.plan[-1] if self.repeats else "ok"
+        return self.last
+
+    def run(self, run: wire.Run, what: str) -> None:
+        match what:
+            case "fail":
+                self.send(wire.FailedJob(run.id, "ValueError", "no good", "File my.py"))
+            case "full":
+                staging = Path(run.job.staging)
+                staging.mkdir(parents=True)
+                (staging / "part-00000-half.parquet").write_bytes(b"PAR1 half a file")
+                self.send(wire.FailedJob(run.id, "IOException", "No space left on device"))
+            case "die":
+                os._exit(9)
+            case "jvm":
+                self.send(wire.JvmGone(-9))
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "ok":
+                try:
+                    rows = _compute(run.job, None)
+                except WindowFailed as error:
+                    self.send(wire.FailedJob(run.id, type(error).__name__, str(error)))
+                else:
+                    self.send(wire.Done(run.id, (_file(run.job),), rows))
+
+
+if __name__ == "__main__":
+    fd = int(sys.argv[sys.argv.index("--fd") + 1])
+    FailingDriver(sys.argv[1], Path(sys.argv[2]), socket.socket(fileno=fd)).serve()

@@ -1,0 +1,174 @@
+"""Whatever becomes of Spark: rows go on, connections live, and each window comes out once when Spark is back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.dataset as ds
+import pytest
+from support.serving import quick, serving, until
+
+from mldserver import cli
+from mldserver.spark.client import SparkEngine
+from mldserver.testing import FakeMLD, FakeStream, Habits, LocalEngine
+
+if TYPE_CHECKING:
+    from mldserver.server import Server
+
+HANDLER = '''
+"""One row for each record; ten-second windows over the record's own time."""
+from mldserver import tumbling
+
+schema = "id BIGINT NOT NULL, at TIMESTAMP"
+windows = tumbling("10 seconds", on="at", lateness="1 minute")
+
+
+def process_record(record):
+    event = record.json()
+    return event["id"], event["at"]
+'''
+DRIVER = Path(__file__).parent / "support" / "failing_driver.py"
+RECORDS = 300
+WINDOWS = 3
+
+
+@pytest.fixture
+def handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "ids_by_second.py").write_text(HANDLER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "ids_by_second"
+
+
+def engine(folder: Path, plan: str, **settings: Any) -> SparkEngine:
+    return SparkEngine(
+        "ids_by_second",
+        "id BIGINT NOT NULL, at TIMESTAMP",
+        master="sc://nowhere",
+        work_dir=folder / "work",
+        cache_dir=folder / "cache",
+        command=[sys.executable, str(DRIVER), plan, str(folder / "plan")],
+        cancel_grace=0.2,
+        **settings,
+    )
+
+
+def stream() -> FakeStream:
+    made = FakeStream(2, seed=1, start_ms=1_800_000_000_000)
+    for number in range(RECORDS):
+        at = f"2027-01-15T08:00:{number // 10:02d}Z"
+        made.put(json.dumps({"id": number, "at": at}).encode(), f"key-{number}")
+    made.end()
+    return made
+
+
+async def read_all(server: Server) -> None:
+    """Play the stream to its end: every row is durable then, every shard's end checkpointed, whatever Spark does."""
+    daemon = FakeMLD(stream(), await server.listening(), habits=Habits(max_records=30))
+    async with asyncio.timeout(60):
+        await daemon.run()
+    assert (daemon.violations, daemon.life, daemon.finished) == ([], 1, True)
+
+
+def ids(out: Path) -> Counter[int]:
+    files = [str(path) for path in out.glob("window=*/*.parquet")]
+    return Counter(ds.dataset(files, format="parquet").to_table()["id"].to_pylist() if files else [])
+
+
+def told(logged: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
+    return [event for event in logged if event["event"] in names]
+
+
+@pytest.mark.parametrize(
+    ("plan", "failures", "lost"),
+    [
+        ("fail", 1, []),
+        ("full", 1, []),
+        ("hang", 1, []),
+        ("deaf", 2, ["driver"]),  # the next window's job goes down with it
+        ("die", 1, ["driver"]),
+        ("jvm", 1, ["jvm"]),
+        ("fail,die,full", 3, ["driver"]),
+    ],
+)
+async def test_a_window_whose_job_fails_is_tried_again_and_comes_out_once(
+    tmp_path: Path, handler: str, logged: list[dict[str, Any]], plan: str, failures: int, lost: list[str]
+) -> None:
+    settings = quick(tmp_path / "out", handler, quiet_time=600.0, idle_time=600.0, window_attempts=5)
+    spark = engine(tmp_path, plan, job_deadline=1.0)
+    async with serving(settings, engine=spark) as server:
+        await read_all(server)
+        async with asyncio.timeout(60):
+            await server.finished()
+        assert server.status().windows_published == WINDOWS
+        async with asyncio.timeout(10):
+            await until(lambda: server.is_ready)
+    assert ids(tmp_path / "out") == Counter(range(RECORDS))
+    assert [event["who"] for event in told(logged, "spark.lost")] == lost
+    assert len(told(logged, "window.failed")) == failures
+    assert told(logged, "connection.failed") == []
+
+
+async def test_readiness_is_red_while_spark_is_away_and_green_again_afterwards(
+    tmp_path: Path, handler: str, logged: list[dict[str, Any]]
+) -> None:
+    settings = quick(tmp_path / "out", handler, quiet_time=600.0, idle_time=600.0, window_attempts=5)
+    async with serving(settings, engine=engine(tmp_path, "die")) as server:
+        async with asyncio.timeout(30):
+            await server.ready()
+        await read_all(server)
+        async with asyncio.timeout(60):
+            await server.finished()
+            await until(lambda: server.is_ready)
+    changes = [event["event"] for event in told(logged, "server.ready", "server.unready")]
+    assert changes == ["server.ready", "server.unready", "server.ready"]
+
+
+async def test_under_halt_the_server_says_so_goes_on_reading_and_goes_on_trying(
+    tmp_path: Path, handler: str, logged: list[dict[str, Any]]
+) -> None:
+    settings = quick(tmp_path / "out", handler, quiet_time=600.0, idle_time=600.0, window_attempts=2)
+    async with serving(settings, engine=engine(tmp_path, "fail,fail,fail,fail")) as server:
+        await read_all(server)
+        async with asyncio.timeout(60):
+            await server.finished()
+            await until(lambda: server.is_ready)
+    assert ids(tmp_path / "out") == Counter(range(RECORDS))
+    assert len(told(logged, "window.halted")) == 1
+
+
+async def test_windows_that_were_set_aside_are_listed_and_run_again(
+    tmp_path: Path, handler: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    settings = quick(
+        out,
+        handler,
+        quiet_time=600.0,
+        idle_time=600.0,
+        window_attempts=2,
+        window_on_failure="dead_letter",
+    )
+    async with serving(settings, engine=engine(tmp_path, "fail…")) as server:
+        await read_all(server)
+        async with asyncio.timeout(60):
+            await server.finished()
+    assert ids(out) == Counter()
+
+    def windows(*arguments: str) -> str:
+        place = ["--out", str(out), "--pipeline", settings.pipeline]
+        assert cli.run(["windows", *arguments, *place]) == 0
+        return capsys.readouterr().out
+
+    listed = json.loads(await asyncio.to_thread(windows, "list", "--state", "set_aside", "--json"))
+    assert len(listed) == WINDOWS
+    assert "ValueError: no good" in await asyncio.to_thread(windows, "show", "2027-01-15T08-00-00Z")
+    await asyncio.to_thread(windows, "retry", *(each["window"] for each in listed))
+    async with serving(settings, engine=LocalEngine()) as server:
+        async with asyncio.timeout(60):
+            await until(lambda: server.status().windows_published == WINDOWS)
+    assert ids(out) == Counter(range(RECORDS))
