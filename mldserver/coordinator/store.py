@@ -30,6 +30,14 @@ __all__ = ["OutputStore"]
 _DELETE_TRIES = 5
 
 
+_DELTA = {
+    **dict.fromkeys(("_time", "_clock", "_arrival", "_sub_sequence"), "DELTA_BINARY_PACKED"),
+    "_sequence": "DELTA_BYTE_ARRAY",
+}
+"""What hardly differs from row to row, as differences: half the bytes and half the time of the default, which tries a
+dictionary of values that never come twice. Spark's vectorised reader knows both (Spark 3.3)."""
+
+
 class OutputStore:
     """A pipeline's output folder. Paths are relative to it; OSError says what the file system says."""
 
@@ -68,7 +76,7 @@ class OutputStore:
         target = self._absolute(path)
         with self._open(target) as stream:
             # zstd: a third smaller than snappy on JSON-like rows, and as fast to read.
-            pq.write_table(rows, stream, compression="zstd", compression_level=1)
+            pq.write_table(rows, stream, compression="zstd", compression_level=1, **_encodings(rows))
         self.sync(path)
         size = self._fs.get_file_info(target).size
         if size is None:
@@ -213,3 +221,11 @@ class OutputStore:
         for info in self._fs.get_file_info(selector):
             if info.type == pafs.FileType.Directory:
                 yield info.path.removeprefix(self._base).lstrip("/")
+
+
+def _encodings(rows: pa.Table) -> dict[str, Any]:
+    names = rows.column_names
+    return {
+        "use_dictionary": [name for name in names if name not in _DELTA],
+        "column_encoding": {name: encoding for name, encoding in _DELTA.items() if name in names},
+    }

@@ -80,6 +80,23 @@ def test_rows_are_written_with_their_size_told(store: OutputStore, tmp_path: Pat
     assert pq.read_table(path).equals(ROWS)
 
 
+def test_positions_and_times_are_written_as_differences(store: OutputStore, tmp_path: Path) -> None:
+    rows = pa.table(
+        {
+            "name": pa.array(["a", "b"]),
+            "_time": pa.array([1, 2], pa.int64()),
+            "_sequence": pa.array(["4959033827149025660", "4959033827149025661"]),
+        }
+    )
+    store.write("segments/w/1.parquet", rows)
+    file = pq.ParquetFile(tmp_path / "out" / "segments" / "w" / "1.parquet")
+    assert file.read().equals(rows)
+    columns = [file.metadata.row_group(0).column(number) for number in range(3)]
+    assert "RLE_DICTIONARY" in columns[0].encodings
+    assert "DELTA_BINARY_PACKED" in columns[1].encodings
+    assert "DELTA_BYTE_ARRAY" in columns[2].encodings
+
+
 def test_a_file_and_every_folder_above_it_are_on_disk_before_write_returns(
     store: OutputStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
