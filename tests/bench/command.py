@@ -11,11 +11,11 @@ import os
 import platform
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 import structlog
-from bench import catch_up, checkpoints, per_row, retained, windows
+from bench import catch_up, checkpoints, per_row, retained, small_windows, windows
 from rich.console import Console
 from rich.table import Table
 
@@ -23,15 +23,17 @@ from mldserver.spark.client import SparkEngine
 from mldserver.testing import LocalEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from mldserver.coordinator.windows import Window
     from mldserver.spark.engine import Engine
 
 __all__ = ["main"]
 
+T = TypeVar("T")
+
 ROOT = Path(__file__).parents[2]
-PARTS = ("windows", "per_row", "checkpoints", "retained", "catch_up")
+PARTS = ("windows", "small_windows", "per_row", "checkpoints", "retained", "catch_up")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,6 +57,9 @@ def _run(given: argparse.Namespace) -> int:
         if "windows" in parts:
             document["windows"] = _windows(given, folder / "windows", hush.print)
             console.print(windows_table(document["windows"], given.engine))
+        if "small_windows" in parts:
+            document["small_windows"] = _small_windows(given, folder / "small_windows", hush.print)
+            console.print(small_windows_table(document["small_windows"], given.engine))
         if "per_row" in parts:
             document["per_row"] = per_row.measure(given.per_row, given.rounds, folder / "per_row")
             console.print(per_row_table(document["per_row"], given.per_row))
@@ -79,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", action="append", choices=PARTS, help="this part; may be repeated")
     parser.add_argument("--rows", type=int, nargs="+", default=[1_000, 100_000, 1_000_000], help="of windows")
     parser.add_argument("--pace", type=int, default=100_000, help="of these, rows a second; 0: unbounded")
+    parser.add_argument("--small-windows", type=int, default=120, help="windows that are ready together")
     parser.add_argument("--per-row", type=int, default=200_000, help="rows of one flush")
     parser.add_argument("--seconds", type=int, default=3600, help="of the virtual stream of checkpoints")
     parser.add_argument("--retained", type=int, default=86_400, help="windows that are retained")
@@ -97,21 +103,33 @@ def _machine() -> dict[str, Any]:
 def _windows(
     given: argparse.Namespace, folder: Path, progress: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    measured = asyncio.run(_with_engine(given, folder, progress))
+    async def measure(engine: Engine) -> list[windows.Measured]:
+        return await windows.measure(
+            engine, given.rows, rounds=given.rounds, pace=given.pace, folder=folder, progress=progress
+        )
+
+    measured = asyncio.run(_with_engine(given, measure))
     return [dataclasses.asdict(each) | {"rows_per_second": each.rows_per_second} for each in measured]
 
 
-async def _with_engine(
+def _small_windows(
     given: argparse.Namespace, folder: Path, progress: Callable[[str], None]
-) -> list[windows.Measured]:
+) -> dict[str, float]:
+    async def measure(engine: Engine) -> dict[str, float]:
+        return await small_windows.measure(
+            engine, given.small_windows, rounds=given.rounds, folder=folder, progress=progress
+        )
+
+    return asyncio.run(_with_engine(given, measure))
+
+
+async def _with_engine(given: argparse.Namespace, measure: Callable[[Engine], Awaitable[T]]) -> T:
     engine: Engine = LocalEngine(count) if given.engine == "local" else _spark()
     async with asyncio.TaskGroup() as group:
         living = group.create_task(engine.run())
         try:
             await engine.ready()
-            return await windows.measure(
-                engine, given.rows, rounds=given.rounds, pace=given.pace, folder=folder, progress=progress
-            )
+            return await measure(engine)
         finally:
             await engine.close()
             await living
@@ -120,7 +138,9 @@ async def _with_engine(
 def _spark() -> SparkEngine:
     from handlers import departures
 
-    return SparkEngine("handlers.departures", departures.schema, python_path=(str(ROOT),), archive_after=None)
+    return SparkEngine(
+        "handlers.departures", departures.schema, python_path=(str(ROOT),), archive_after=None, group_limit=16
+    )
 
 
 def count(rows: pa.Table, window: Window) -> pa.Table:
@@ -144,6 +164,19 @@ def windows_table(measured: list[dict[str, Any]], engine: str) -> Table:
             f"{each['floor_seconds']:.3f}",
             f"{each['ratio']:.2f}",
         )
+    return table
+
+
+def small_windows_table(measured: dict[str, float], engine: str) -> Table:
+    """Show windows a second, which for windows of a second is how many times faster than real time they are."""
+    title = f"Small windows of {small_windows.ROWS_A_WINDOW} rows ({engine})"
+    table = Table(title=title, title_justify="left")
+    table.add_column("windows")
+    table.add_column("a second", justify="right")
+    table.add_column("against", justify="right")
+    together, singly = measured["together"], measured["singly"]
+    table.add_row("in shared jobs", f"{together:.1f}", f"{together / singly:.1f} x singly")
+    table.add_row("a job for each", f"{singly:.1f}", "")
     return table
 
 
