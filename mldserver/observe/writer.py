@@ -29,6 +29,10 @@ RESERVE: Final = 1024 * 1024
 CLOSE_SECONDS: Final = 3.0
 """How long the end waits for a reader that stalls."""
 
+LINGER_SECONDS: Final = 0.02
+"""How long lines that are not urgent may wait for more: waking the thread for each would cost the event loop more than
+the line itself, for then both want the interpreter at the same time."""
+
 _PER_LINE: Final = 200
 """Bytes that a line takes in memory beside its own."""
 
@@ -79,6 +83,9 @@ class LogWriter:
         self._queue: deque[_Line | Lost | _Reopened] = deque()
         self._bytes = 0
         self._busy = False
+        self._idle = False
+        """The thread waits for a line, however long."""
+        self._flushing = 0
         self._closing = False
         self._missing: Lost | None = None
         # A daemon: it may hang in a write for ever, and the process must still end.
@@ -102,7 +109,8 @@ class LogWriter:
                 self._queue.append(_Line(data, stamp))
             else:
                 self._lose(Lost(1, stamp, stamp))
-            self._changed.notify_all()
+            if self._idle or urgent:
+                self._changed.notify_all()
         return taken
 
     def _lose(self, lost: Lost) -> None:
@@ -124,7 +132,12 @@ class LogWriter:
     def flush(self, seconds: float = CLOSE_SECONDS) -> bool:
         """Wait until everything is written; False when that takes longer."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._queue and not self._busy, seconds)
+            self._flushing += 1
+            self._changed.notify_all()
+            try:
+                return self._changed.wait_for(lambda: not self._queue and not self._busy, seconds)
+            finally:
+                self._flushing -= 1
 
     def close(self, seconds: float = CLOSE_SECONDS) -> bool:
         """Write what is queued, for so long at most, and close the output. Returns False when lines were left."""
@@ -150,9 +163,8 @@ class LogWriter:
 
     def _next(self) -> _Line | Lost | _Reopened | None:
         with self._changed:
-            self._busy = False
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._queue or self._closing)
+            if not self._queue:
+                self._rest()
             if not self._queue:
                 return None
             item = self._queue.popleft()
@@ -160,6 +172,16 @@ class LogWriter:
                 self._bytes -= len(item.data) + _PER_LINE
             self._busy = True
             return item
+
+    def _rest(self) -> None:
+        self._busy = False
+        if self._flushing:
+            self._changed.notify_all()
+        elif not self._closing:
+            self._changed.wait(LINGER_SECONDS)
+        self._idle = True
+        self._changed.wait_for(lambda: self._queue or self._closing)
+        self._idle = False
 
     def _handle(self, item: _Line | Lost | _Reopened) -> None:
         if isinstance(item, _Reopened):
