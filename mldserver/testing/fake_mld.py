@@ -177,9 +177,14 @@ class FakeMLD:
 
         Raises DaemonHangs where the real one would never return.
         """
+        task = asyncio.current_task()
+        assert task is not None
         while True:
             ended = await self._live()
             self.exits.append(ended)
+            if task.cancelling():
+                # A group whose member fails in the same moment tells of that alone (TaskGroup, Python 3.11).
+                raise asyncio.CancelledError
             if ended.code in {0, EXIT_TERMINATED} or not self._supervised:
                 return ended.code
             await self._clock.sleep(self._backoff)

@@ -367,3 +367,18 @@ async def test_a_shard_whose_start_falls_into_the_death_of_the_jvm_starts_again_
             assert await mld.run() == 0
     assert mld.exits[0].reason == "killed"
     assert tiny_server.received == expected(stream)
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_test_that_gives_up_ends_it_even_as_the_jvm_dies(tiny_server: TinyServer, turns: int) -> None:
+    mld = FakeMLD(filled(), tiny_server.address, supervised=True, backoff_seconds=0.0)
+    running = asyncio.create_task(mld.run())
+    while not mld.records_sent:  # noqa: ASYNC110  # there is no event for it
+        await asyncio.sleep(0.001)
+    mld.kill()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    running.cancel()
+    async with asyncio.timeout(10):
+        with pytest.raises(asyncio.CancelledError):
+            await running
