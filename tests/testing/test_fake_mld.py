@@ -379,6 +379,5 @@ async def test_a_test_that_gives_up_ends_it_even_as_the_jvm_dies(tiny_server: Ti
     for _ in range(turns):
         await asyncio.sleep(0)
     running.cancel()
-    async with asyncio.timeout(10):
-        with pytest.raises(asyncio.CancelledError):
-            await running
+    await asyncio.wait({running}, timeout=5)
+    assert running.cancelled()
