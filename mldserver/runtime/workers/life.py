@@ -1,0 +1,113 @@
+"""When a worker is replaced, and how soon: a pure core. Times are milliseconds of any clock that does not run back.
+
+The numbers are those of Couchbase Eventing's supervisors: a count of deaths that halves every 30 s, and a pause of
+15 s above five.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+__all__ = ["Beat", "Cause", "Deaths", "Limits", "Restarts", "judge"]
+
+
+@dataclass(frozen=True, slots=True)
+class Restarts:
+    """How a worker's deaths are counted."""
+
+    half_life_ms: int = 30_000
+    base_ms: int = 200
+    """The wait after a third death; it doubles with each further one."""
+    free: int = 2
+    """Deaths, as they count now, after which the next life begins at once."""
+    pause_above: int = 5
+    pause_ms: int = 15_000
+    failed_after: int = 8
+    """Lives in a row that came to nothing, after which the worker counts as failed."""
+
+
+@dataclass(slots=True)
+class Deaths:
+    """The deaths of one worker."""
+
+    rules: Restarts = field(default_factory=Restarts)
+    useless: int = 0
+    """Lives in a row in which no batch was done."""
+    _count: float = 0.0
+    _at_ms: int = 0
+
+    def died(self, now_ms: int, *, useful: bool) -> int:
+        """Count a death; return how long the next life must wait. ``useful``: a batch was done, or a culprit found."""
+        self.useless = 0 if useful else self.useless + 1
+        self._count = self.count(now_ms) + 1
+        self._at_ms = now_ms
+        rules = self.rules
+        if self.useless >= rules.failed_after or (not useful and self._count > rules.pause_above):
+            return rules.pause_ms
+        beyond = self._count - rules.free
+        # A life that did some work is worth another at once: whoever kills it would only gain by a wait.
+        if useful or beyond <= 0:
+            return 0
+        return min(rules.pause_ms, round(rules.base_ms * 2 ** (beyond - 1)))
+
+    def worked(self) -> None:
+        """A batch was done."""
+        self.useless = 0
+
+    def count(self, now_ms: int) -> float:
+        """Return how many deaths count now."""
+        return float(self._count * 0.5 ** ((now_ms - self._at_ms) / self.rules.half_life_ms))
+
+    @property
+    def failed(self) -> bool:
+        """Whether a person should look: it keeps dying before it does anything."""
+        return self.useless >= self.rules.failed_after
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a worker may do."""
+
+    kill_after_ms: int | None
+    """How long a call may run, or the loop be blocked, or beats be missing; None: any time."""
+    memory_bytes: int | None
+    """Beyond it the worker is replaced between batches, and killed beyond one and a half times that; None: any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a worker says of itself twice a second, from a thread of its own: a busy worker is not a dead one."""
+
+    running_ms: int
+    """How long the present synchronous call has run; 0: there is none."""
+    blocked_ms: int
+    """How long its event loop has not turned."""
+    resident_bytes: int
+
+
+class Cause(enum.StrEnum):
+    """Why a worker must go."""
+
+    CALL = "a call of the handler takes too long"
+    BLOCKED = "the handler blocks the worker's event loop"
+    SILENT = "it does not beat"
+    MEMORY = "it takes too much memory"
+    GROWN = "it has grown beyond its memory limit"
+    """It may finish what it has begun."""
+
+
+def judge(beat: Beat | None, silent_ms: int, limits: Limits) -> Cause | None:
+    """Return why a worker must go, None when it may stay. ``silent_ms``: since the last beat, or since the start."""
+    longest = limits.kill_after_ms
+    if longest is not None and silent_ms > longest:
+        return Cause.SILENT
+    if beat is None:
+        return None
+    if longest is not None and beat.running_ms > longest:
+        return Cause.CALL
+    if longest is not None and beat.blocked_ms > longest:
+        return Cause.BLOCKED
+    if limits.memory_bytes is not None and beat.resident_bytes > limits.memory_bytes:
+        return Cause.MEMORY if beat.resident_bytes > limits.memory_bytes * 3 // 2 else Cause.GROWN
+    return None

@@ -1,0 +1,48 @@
+"""Room in shared memory."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mldserver.runtime.workers.arena import Arena
+
+
+@given(st.lists(st.one_of(st.integers(0, 700), st.integers(0, 30).map(lambda n: -1 - n)), max_size=80))
+def test_what_is_taken_never_overlaps_and_all_of_it_comes_back(script: list[int]) -> None:
+    arena = Arena(2048)
+    taken: list[tuple[int, int]] = []
+    for step in script:
+        if step < 0:
+            if taken:
+                arena.give_back(taken.pop(-step % len(taken))[0])
+            continue
+        offset = arena.take(step)
+        if offset is None:
+            assert arena.free < 2048
+            continue
+        assert 0 <= offset <= offset + step <= 2048
+        assert all(offset + step <= other or other + size <= offset for other, size in taken)
+        taken.append((offset, step))
+    for offset, _ in taken:
+        arena.give_back(offset)
+    assert arena.free == 2048
+    assert arena.take(2048) == 0
+
+
+def test_the_first_room_is_used_again() -> None:
+    arena = Arena(1024)
+    first = arena.take(100)
+    arena.take(100)
+    assert first is not None
+    arena.give_back(first)
+    assert arena.take(64) == first
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    arena = Arena(128)
+    assert arena.take(129) is None
+    assert Arena(0).take(1) is None
+    with pytest.raises(KeyError):
+        arena.give_back(0)

@@ -1,0 +1,61 @@
+"""When workers are replaced."""
+
+from __future__ import annotations
+
+import pytest
+
+from mldserver.runtime.workers.life import Beat, Cause, Deaths, Limits, judge
+
+LIMITS = Limits(kill_after_ms=1000, memory_bytes=100)
+
+
+def test_first_deaths_are_replaced_at_once_and_later_ones_wait_longer_and_longer() -> None:
+    deaths = Deaths()
+    assert [deaths.died(0, useful=False) for _ in range(6)] == [0, 0, 200, 400, 800, 15_000]
+
+
+def test_deaths_are_forgotten_with_a_half_life() -> None:
+    deaths = Deaths()
+    for _ in range(5):
+        deaths.died(0, useful=False)
+    assert deaths.count(30_000) == 2.5
+    assert deaths.died(300_000, useful=False) == 0
+
+
+def test_a_worker_that_works_between_its_deaths_never_waits_and_never_counts_as_failed() -> None:
+    deaths = Deaths()
+    assert {deaths.died(now, useful=True) for now in range(100)} == {0}
+    assert not deaths.failed
+
+
+def test_lives_that_come_to_nothing_make_it_failed_until_one_works() -> None:
+    deaths = Deaths()
+    for number in range(8):
+        assert not deaths.failed
+        deaths.died(number * 1_000_000, useful=False)
+    assert deaths.failed
+    assert deaths.died(9_000_000, useful=False) == 15_000
+    deaths.worked()
+    assert not deaths.failed
+
+
+@pytest.mark.parametrize(
+    ("beat", "silent", "cause"),
+    [
+        (None, 1000, None),
+        (None, 1001, Cause.SILENT),
+        (Beat(1000, 1000, 100), 0, None),
+        (Beat(1001, 0, 0), 0, Cause.CALL),
+        (Beat(0, 1001, 0), 0, Cause.BLOCKED),
+        (Beat(0, 0, 101), 0, Cause.GROWN),
+        (Beat(0, 0, 151), 0, Cause.MEMORY),
+    ],
+)
+def test_what_a_worker_must_go_for(beat: Beat | None, silent: int, cause: Cause | None) -> None:
+    assert judge(beat, silent, LIMITS) is cause
+
+
+def test_without_limits_anything_goes() -> None:
+    limits = Limits(None, None)
+    assert judge(None, 10**9, limits) is None
+    assert judge(Beat(10**9, 10**9, 10**12), 10**9, limits) is None
