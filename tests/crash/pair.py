@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from crash.held import in_dynamodb, in_sqlite
 from crash.lives import Plan
 from crash.local_life import LocalLife
-from crash.stories import KINDS, check, write_handler
+from crash.stories import KINDS, ONLY_IN, check, write_handler
 from crash.world import Death
 from support.workers import NAMES, Application
 
@@ -31,19 +31,6 @@ if TYPE_CHECKING:
     from mldserver.testing import FakeStream
     from mldserver.testing.leases import Place
 
-_FILES: Final = tuple(kind for kind in KINDS if kind != "table")
-ONLY_IN: Final = {
-    "window.renamed": _FILES,
-    "sink.writing": ("table",),
-    "sink.written": ("table",),
-    "late.moved": ("separate", "forgetful"),
-    "late.published": ("separate", "forgetful"),
-    "revision.cutting": ("recompute",),
-    "revision.cut": ("recompute",),
-    "revision.exchanged": ("recompute",),
-    "window.expired": ("forgetful",),
-}
-"""Steps that some kinds of story come to, and others do not, or seldom."""
 SELDOM: Final = frozenset(
     step for step in ONLY_IN if step.startswith(("late.", "revision.", "window.expired"))
 )
@@ -279,9 +266,3 @@ class Pair:
 async def _tell_over(life: LocalLife, daemons: list[asyncio.Task[int]]) -> None:
     await asyncio.wait(daemons)
     life.stream_is_over()
-
-
-def kind_for(toll: Toll, usual: str) -> str:
-    """Return the kind of story that the first of what is ahead needs."""
-    kinds = ONLY_IN.get(toll.ahead[0].step, (usual,))
-    return usual if usual in kinds else kinds[0]

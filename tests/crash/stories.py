@@ -76,6 +76,21 @@ KINDS: Final = {
 }
 
 
+_FILES: Final = tuple(kind for kind in KINDS if kind != "table")
+ONLY_IN: Final = {
+    "window.renamed": _FILES,
+    "sink.writing": ("table",),
+    "sink.written": ("table",),
+    "late.moved": ("separate", "forgetful"),
+    "late.published": ("separate", "forgetful"),
+    "revision.cutting": ("recompute",),
+    "revision.cut": ("recompute",),
+    "revision.exchanged": ("recompute",),
+    "window.expired": ("forgetful",),
+}
+"""Steps that some kinds of story come to, and others do not, or seldom."""
+
+
 @dataclass(frozen=True, slots=True)
 class Story:
     """One stream and the handler that reads it."""

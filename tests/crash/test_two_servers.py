@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import aioboto3
 import pytest
-from crash.pair import ONLY_IN, SELDOM, Ground, Pair, kind_for
+from crash.pair import SELDOM, Ground, Pair
+from crash.stories import ONLY_IN
 from crash.world import Death, Toll, play_all
 
 from mldserver.clock import SystemClock
@@ -82,7 +83,7 @@ async def play_pairs(
 
     began = time.monotonic()
     wanted = len(toll.ahead)
-    stories = await play_all(folder, toll, seed, kills_per_story=20, play=play, kind_for=kind_for)
+    stories = await play_all(folder, toll, seed, kills_per_story=20, play=play)
     seconds = time.monotonic() - began
     died = toll.died.total() - toll.died["silent"]
     print(
