@@ -22,7 +22,7 @@ CONTRACTS = (
 """What parts say about each other: vocabulary and protocols without code that does anything."""
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
-    "": ("records", "coordinator.windows"),
+    "": ("records", "coordinator.windows", "runtime.control"),
     "__main__": ("cli",),
     "records": (),
     "errors": (),
@@ -41,7 +41,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "manifest": (),
     "remote": (),
     "state": ("records", "errors", "clock", "faults", "runtime.base"),
-    "runtime": ("records", "errors", "clock", "protocol", "coordinator.windows"),
+    "runtime": ("records", "errors", "clock", "protocol", "coordinator.windows", "kclpy"),
+    # What record processors of amazon_kclpy see, whether that is installed or not.
+    "kclpy": ("records",),
     "sources": ("records", "errors", "clock", "faults", "protocol", "runtime.base"),
     # The driver process imports the user's handler by the same rules as the runtime does.
     "spark": ("errors", "clock", "faults", "remote", "coordinator.windows", "runtime.loader"),

@@ -371,8 +371,7 @@ class Coordinator:
         )
         if batch.effective_ms is not None:
             self.lineage[shard_id].effective_ms = batch.effective_ms
-        outline = outcome.outline
-        session.position.deliver(batch.last)
+        outline, batch = outcome.outline, session.settle(outcome, batch)
         fresh = outline.records - outline.duplicates
         self.watermark.observed(
             shard_id,
@@ -381,8 +380,7 @@ class Coordinator:
             lag_ms=outline.millis_behind_latest,
             event_ms=batch.latest_event_ms if fresh else None,
         )
-        if fresh:
-            session.position.accept(batch.last)
+        if fresh or batch.last is not None:
             self.buffer.add(batch)
             self._rows_accepted += 0 if batch.rows is None else len(batch.rows)
         if self.buffer.bytes >= self.rules.flush_bytes:

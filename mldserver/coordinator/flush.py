@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mldserver.records import Sequence
     from mldserver.runtime.base import BatchOutcome, DeadLetter
 
-__all__ = ["BufferedBatch", "FlushPlan", "WindowRows", "buffered", "plan", "shard_end"]
+__all__ = ["BufferedBatch", "FlushPlan", "WindowRows", "buffered", "moved", "plan", "shard_end"]
 
 _NO_TIMES = np.empty(0, np.int64)
 _PER_MS = {"ms": 1, "us": 1_000, "ns": 1_000_000}
@@ -43,7 +43,7 @@ class BufferedBatch:
     event_ms: NDArray[np.int64]
     """Event time of each row."""
     last: Sequence | None
-    """Last sequence of the batch; None when it was empty."""
+    """How far its shard's position moves with it: its last sequence; None when it stays where it is."""
     effective_ms: int | None
     """Effective time of its last record."""
     latest_event_ms: int | None
@@ -118,6 +118,11 @@ def shard_end(shard_id: str, epoch: int, last: Sequence | None) -> BufferedBatch
     return BufferedBatch(shard_id, epoch, None, _NO_TIMES, last, None, None, 0, ends_shard=True)
 
 
+def moved(shard_id: str, epoch: int, position: Sequence) -> BufferedBatch:
+    """Return what moves a shard's position, without records: a handler's checkpoint between two batches."""
+    return BufferedBatch(shard_id, epoch, None, _NO_TIMES, position, None, None, 0)
+
+
 def _milliseconds(column: pa.ChunkedArray) -> NDArray[np.int64]:
     """Return a timestamp column of any unit as whole milliseconds, rounded down, also before 1970."""
     ticks: NDArray[np.int64] = column.cast(pa.int64()).to_numpy()
@@ -188,15 +193,19 @@ def _split(
 def _positions(
     batches: Iterable[BufferedBatch], durable: Mapping[str, Sequence | None]
 ) -> tuple[PositionUpdate, ...]:
-    """Return one update a shard: batches of a shard stand in its order, so the last word wins."""
+    """Return one update a shard: batches of a shard stand in its order, so the last word wins.
+
+    Where none of them moves the position it stays: that of a handler which has not checkpointed.
+    """
     merged: dict[str, PositionUpdate] = {}
     for batch in batches:
         known = merged.get(batch.shard_id)
         events = (known.event_ms if known else None, batch.latest_event_ms)
+        stands = known.position if known else durable.get(batch.shard_id)
         merged[batch.shard_id] = PositionUpdate(
             batch.shard_id,
             batch.epoch,
-            batch.last if batch.last is not None or known is None else known.position,
+            stands if batch.last is None else batch.last,
             batch.effective_ms if batch.effective_ms is not None or known is None else known.effective_ms,
             max((ms for ms in events if ms is not None), default=None),
             ended=batch.ends_shard or (known is not None and known.ended),

@@ -53,11 +53,12 @@ def judge_start(start: Sequence | str | None, position: Sequence | None, *, ende
 class ShardPosition:
     """One shard's progress under one connection."""
 
-    __slots__ = ("accepted", "checkpointed", "delivered", "durable")
+    __slots__ = ("accepted", "checkpointed", "claimed", "delivered", "durable")
 
     def __init__(self, durable: Sequence | None) -> None:
         """Start from the ledger's position: all before it was accepted in an earlier life."""
         self.accepted = durable
+        self.claimed = durable
         self.delivered: Sequence | None = None
         self.durable = durable
         self.checkpointed: Sequence | None = None
@@ -71,6 +72,20 @@ class ShardPosition:
         """Note that every record up to ``last`` is taken care of; None (an empty batch) changes nothing."""
         if last is not None and (self.accepted is None or last > self.accepted):
             self.accepted = last
+
+    def claim(self, position: Sequence | None) -> Sequence | None:
+        """Return how far the durable position is to move, now that a handler is done with all up to ``position``.
+
+        For handlers that keep their position: accepted records wait in no buffer here, but are not done before the
+        handler says so. Never beyond what was accepted; None: no further than what was claimed before.
+        """
+        if position is None or self.accepted is None:
+            return None
+        position = min(position, self.accepted)
+        if self.claimed is not None and position <= self.claimed:
+            return None
+        self.claimed = position
+        return position
 
     def register(self, position: Sequence | None) -> None:
         """Note that the ledger moved the position. Raises InternalError when it is beyond what was accepted."""

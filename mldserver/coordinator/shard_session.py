@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from mldserver.coordinator.flush import moved
 from mldserver.coordinator.positions import ShardPosition
 
 if TYPE_CHECKING:
     from mldserver.coordinator.coordinator import Coordinator
+    from mldserver.coordinator.flush import BufferedBatch
     from mldserver.records import Sequence
     from mldserver.runtime.base import BatchOutcome
     from mldserver.state.ledger import ShardState
@@ -44,6 +47,21 @@ class ShardSession:
         await self._coordinator.admit(self)
         if self.alive:
             self._coordinator.watermark.answered(self.shard_id, self._coordinator.clock.now_ms())
+
+    def settle(self, outcome: BatchOutcome, batch: BufferedBatch) -> BufferedBatch:
+        """Count a batch as accepted; return it with the end of what it makes durable."""
+        outline = outcome.outline
+        self.position.deliver(outline.last)
+        if outline.records > outline.duplicates:
+            self.position.accept(outline.last)
+        last = self.position.claim(outcome.position if outcome.keeps_position else outline.last)
+        return batch if last == batch.last else replace(batch, last=last)
+
+    def advance(self, position: Sequence) -> None:
+        """Note that a handler which keeps its position has checkpointed so far in a hook of its own."""
+        last = self.position.claim(position) if self.alive else None
+        if last is not None:
+            self._coordinator.buffer.add(moved(self.shard_id, self.epoch, last))
 
     def checkpoint_due(self) -> Sequence | None:
         """Return the durable position when it is ahead of the last checkpoint, else None."""

@@ -188,6 +188,16 @@ EVENTS: Final[dict[str, EventSpec]] = {
         ("handler", "hook", "sequence", "attempts", "traceback"),
         "A record failed for good under the policy halt.",
     ),
+    "handler.not_checkpointing": EventSpec(
+        "warning",
+        ("handler", "seconds", "position"),
+        "A record processor of amazon_kclpy takes records, but has not checkpointed for so long.",
+    ),
+    "handler.end_not_checkpointed": EventSpec(
+        "warning",
+        ("handler",),
+        "A record processor of amazon_kclpy did not checkpoint its shard's end; the server does.",
+    ),
     "handler.slow": EventSpec(
         "warning",
         ("handler", "hook", "seconds"),

@@ -75,11 +75,14 @@ class DeadLetter:
     traceback: str
     handler: str
     at_ms: int
+    parked_behind: Sequence | None = None
+    """The dead letter of the same partition key that it waits behind (``on_key_failure = park``); the handler was
+    then not called with it, unless ``attempts`` says so."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchOutcome:
-    """What became of a batch: every record is in rows, in dead letters, a duplicate, or wanted no row."""
+    """What became of a batch: every record is in rows, in dead letters, skipped, a duplicate, or wanted no row."""
 
     outline: BatchOutline
     rows: pa.Table | None
@@ -87,6 +90,14 @@ class BatchOutcome:
     dead_letters: tuple[DeadLetter, ...] = ()
     attempts: int = 1
     """The most calls that any record of the batch took."""
+    skipped: int = 0
+    """Records that failed for good and of which nothing is kept (``on_failure = skip``)."""
+    discarded: int = 0
+    """Records that the handler discarded (``Discard``)."""
+    keeps_position: bool = False
+    """The handler says itself how far it is done (``position``): the shard's position moves no further than that."""
+    position: Sequence | None = None
+    """What such a handler has checkpointed so far, perhaps long before this batch; None: nothing yet."""
 
 
 class Hook(enum.StrEnum):
@@ -121,8 +132,11 @@ class Runtime(Protocol):
         """
         ...
 
-    async def notify(self, shard_id: str, hook: Hook) -> None:
-        """Run a life-cycle hook, if the handler has it. Its failures are retried, then logged, never raised."""
+    async def notify(self, shard_id: str, hook: Hook) -> Sequence | None:
+        """Run a life-cycle hook, if the handler has it. Its failures are retried, then logged, never raised.
+
+        Returns what a handler that keeps its position (``BatchOutcome``) has checkpointed by then; None for others.
+        """
         ...
 
     async def forget(self, shard_id: str) -> None:

@@ -16,7 +16,7 @@ import orjson
 from mldserver.errors import HandlerError
 from mldserver.runtime.inspection import inspect_handler
 from mldserver.runtime.loader import load, relative
-from mldserver.runtime.spec import Finding, HandlerSpec, windows_text
+from mldserver.runtime.spec import Finding, HandlerKind, HandlerSpec, windows_text
 
 __all__ = ["main", "report"]
 
@@ -46,19 +46,21 @@ def _plain(finding: Finding) -> dict[str, Any]:
 def _summary(spec: HandlerSpec) -> list[tuple[str, str]]:
     """Return what was found, as (name, text) lines."""
     hooks = [f"async {hook.name}" if hook.is_async else hook.name for hook in spec.hooks.values()]
-    lines = [
-        (
-            "kind",
-            f"{spec.kind}{', made once per shard' if spec.kind == 'class' else ', shared by all shards'}",
-        )
-    ]
-    lines += [("hooks", ", ".join(hooks))]
+    lines = [("kind", _kind(spec)), ("hooks", ", ".join(hooks))]
     if spec.schema is None:
         return [*lines, ("schema", "none: it has only side effects")]
     for place, column in enumerate(spec.schema.columns):
         null = "" if column.nullable else " NOT NULL"
         lines.append(("" if place else "schema", f"{column.name} {column.sql}{null}"))
     return [*lines, ("windows", windows_text(spec.windows))]
+
+
+def _kind(spec: HandlerSpec) -> str:
+    if spec.kind is HandlerKind.PROCESSOR:
+        return f"record processor of amazon_kclpy, version {spec.target.version}, made once per shard"
+    return (
+        f"{spec.kind}, {'made once per shard' if spec.kind is HandlerKind.CLASS else 'shared by all shards'}"
+    )
 
 
 def main(arguments: list[str]) -> None:

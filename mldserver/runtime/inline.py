@@ -7,19 +7,22 @@ that ends the interpreter (``os._exit``, a crash in C) ends the server, whose le
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from mldserver.errors import HandlerHalted, InternalError
+from mldserver.kclpy.processor import Processor
 from mldserver.protocol.batches import BatchDecoder
+from mldserver.records import Batch
+from mldserver.runtime.base import Hook
 from mldserver.runtime.calls import BoundHook, Caller
 from mldserver.runtime.failure import Failure, FailurePolicy, OnFailure
 from mldserver.runtime.inspection import load_spec
 from mldserver.runtime.rows import RowBuilder
-from mldserver.runtime.spec import HandlerKind, HandlerSpec, windows_text
+from mldserver.runtime.spec import HandlerKind, HandlerSpec, RecordHook, windows_text
 from mldserver.runtime.thread import WorkerThread
 from mldserver.runtime.work import BatchWork, Tools
 
@@ -28,8 +31,8 @@ if TYPE_CHECKING:
 
     from mldserver.clock import Clock
     from mldserver.protocol.messages import Version
-    from mldserver.records import Shard
-    from mldserver.runtime.base import BatchOutcome, Delivery, Hook
+    from mldserver.records import Sequence, Shard
+    from mldserver.runtime.base import BatchOutcome, Delivery
 
 __all__ = ["InlineRuntime"]
 
@@ -44,6 +47,8 @@ class _OpenShard:
 
     shard: Shard
     hooks: dict[str, BoundHook]
+    processor: Processor | None = None
+    """Of amazon_kclpy, if it is one."""
     decoders: dict[Version, BatchDecoder] = field(default_factory=dict)
 
     def decoder(self, version: Version) -> BatchDecoder:
@@ -52,6 +57,11 @@ class _OpenShard:
         if decoder is None:
             decoder = self.decoders[version] = BatchDecoder(self.shard.id, version)
         return decoder
+
+    def close(self) -> None:
+        """Make sure that a hook which still runs cannot checkpoint any more."""
+        if self.processor is not None:
+            self.processor.close()
 
 
 class InlineRuntime:
@@ -93,7 +103,7 @@ class InlineRuntime:
         self._tools = Tools(
             spec=spec,
             caller=caller,
-            thread=self._thread,
+            threads=(self._thread,),
             clock=self._clock,
             policy=self._policy,
             random=self._random,
@@ -114,7 +124,7 @@ class InlineRuntime:
         Under the policy ``halt`` it raises HandlerHalted after the policy's attempts; otherwise the shard waits, since
         there is no record yet that could be set aside, and from then on its failures are logged as errors.
         """
-        self._shards.pop(shard.id, None)
+        await self.forget(shard.id)
         failures = 0
         while (failed := await self._try_open(shard)) is not None:
             hook, failure = failed
@@ -128,14 +138,29 @@ class InlineRuntime:
         opened = self._opened(delivery.shard_id)
         tools = self._ready()
         hook = opened.hooks[tools.spec.record_hook]
-        return await BatchWork(tools, hook, delivery, opened.decoder(delivery.version)).run()
+        outcome = await BatchWork(tools, hook, delivery, opened.decoder(delivery.version)).run()
+        return outcome if opened.processor is None else await self._kept(outcome, opened, opened.processor)
 
-    async def notify(self, shard_id: str, hook: Hook) -> None:
+    async def notify(self, shard_id: str, hook: Hook) -> Sequence | None:
         """Run a life-cycle hook, if the handler has it. Its failures are retried, then logged, never raised."""
         opened = self._opened(shard_id)
-        bound = opened.hooks.get(hook)
-        if bound is None:
-            return
+        bound, processor = opened.hooks.get(hook), opened.processor
+        if bound is not None:
+            await self._notify(opened, bound)
+        if processor is None:
+            return None
+        if hook is Hook.SHARD_ENDED and not processor.progress.end_checkpointed:
+            log.warning(
+                "handler.end_not_checkpointed",
+                shard=shard_id,
+                handler=self._ready().spec.path,
+                did="The server checkpoints the end, so that the shard's children can begin.",
+                advice="amazon_kclpy demands checkpoint() there; without it the shard is never done.",
+            )
+        return processor.position
+
+    async def _notify(self, opened: _OpenShard, bound: BoundHook) -> None:
+        shard_id = opened.shard.id
         for attempt in range(1, self._policy.attempts + 1):
             returned = await self._ready().caller.run(bound, [opened.shard], shard=shard_id)
             if returned.failure is None:
@@ -149,7 +174,9 @@ class InlineRuntime:
 
     async def forget(self, shard_id: str) -> None:
         """Drop the shard's handler."""
-        self._shards.pop(shard_id, None)
+        opened = self._shards.pop(shard_id, None)
+        if opened is not None:
+            opened.close()
 
     async def close(self) -> None:
         """Stop the worker thread; a hook that hangs is left behind after a few seconds."""
@@ -160,7 +187,7 @@ class InlineRuntime:
         """Make a handler and run ``initialize``; return the hook that failed, and why."""
         tools = self._ready()
         instance: Any = tools.spec.target
-        if tools.spec.kind is HandlerKind.CLASS:
+        if tools.spec.kind is not HandlerKind.MODULE:
             # The instance comes back in a list of one: hooks may not return objects of their own to the runtime.
             make = BoundHook("__init__", lambda _: [tools.spec.target()], is_async=False)
             made = await tools.caller.run(make, [shard], shard=shard.id)
@@ -176,8 +203,38 @@ class InlineRuntime:
             returned = await tools.caller.run(initialize, [shard], shard=shard.id)
             if returned.failure is not None:
                 return initialize.name, returned.failure
-        self._shards[shard.id] = _OpenShard(shard, hooks)
+        processor = instance if isinstance(instance, Processor) else None
+        self._shards[shard.id] = _OpenShard(shard, hooks, processor)
         return None
+
+    async def _kept(self, outcome: BatchOutcome, opened: _OpenShard, processor: Processor) -> BatchOutcome:
+        """Return the outcome of a batch that moves its shard's position only as far as the processor has checkpointed."""
+        shard, outline = opened.shard, outcome.outline
+        if not outline.records:
+            # Some processors do on every call what is due by the clock, so they are called without records too.
+            empty = Batch((), shard_id=shard.id, millis_behind_latest=outline.millis_behind_latest)
+            hook = opened.hooks[RecordHook.RECORDS]
+            returned = await self._ready().caller.run(hook, [empty], shard=shard.id)
+            if returned.failure is not None:
+                log.error(
+                    "handler.hook_failed", **self._where(shard.id, hook.name, returned.failure), attempts=1
+                )
+        processor.progress.settle()
+        self._remind(shard, processor)
+        return replace(outcome, keeps_position=True, position=processor.position)
+
+    def _remind(self, shard: Shard, processor: Processor) -> None:
+        """Tell of a processor that takes records and never says that it is done with them."""
+        late_ms = processor.overdue.look(processor.progress, self._clock.now_ms())
+        if late_ms is not None:
+            log.warning(
+                "handler.not_checkpointing",
+                shard=shard.id,
+                handler=self._ready().spec.path,
+                seconds=late_ms / 1000,
+                position=None if processor.position is None else str(processor.position),
+                advice="Records are delivered again from there after a restart: call checkpointer.checkpoint().",
+            )
 
     async def _wait(
         self, shard: Shard, hook: str, failure: Failure, failures: int, *, grave: bool = False

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mldserver.coordinator.windows import Batches, Tumbling, WindowSpec, batches
 from mldserver.errors import HandlerInvalid
+from mldserver.kclpy.recognition import problems, processor_class, recognised, written
+from mldserver.kclpy.standin import PACKAGE
 from mldserver.runtime.base import Hook
 from mldserver.runtime.loader import Loaded, load
 from mldserver.runtime.schema import Schema, SchemaError, parse_schema
@@ -71,6 +73,9 @@ class _Inspection:
         kind = HandlerKind.CLASS if isinstance(target, type) else HandlerKind.MODULE
         if isinstance(target, type):
             self._check_constructor(target)
+            version = recognised(target)
+            if version is not None:
+                return self._processor(target, version)
         hooks = {name: hook for name in _ARGUMENTS if (hook := self._hook(name)) is not None}
         record_hook = self._record_hook(hooks)
         schema = self._schema()
@@ -81,6 +86,23 @@ class _Inspection:
             return None
         warnings = tuple(self.findings)
         return HandlerSpec(self.loaded.path, kind, target, record_hook, hooks, schema, windows, warnings)
+
+    def _processor(self, cls: type, version: int) -> HandlerSpec | None:
+        """Return the spec of a record processor of amazon_kclpy, whose hooks are not the server's own."""
+        for text, name, is_error in problems(cls, version):
+            self._find(text, name or None, is_error=is_error)
+        if any(finding.is_error for finding in self.findings):
+            return None
+        return HandlerSpec(
+            self.loaded.path,
+            HandlerKind.PROCESSOR,
+            processor_class(cls, version),
+            RecordHook.RECORDS,
+            {name: HookSpec(name, is_async=False) for name in written(cls, version)},
+            schema=None,
+            windows=None,
+            warnings=tuple(self.findings),
+        )
 
     def _find(self, text: str, name: str | None = None, *, is_error: bool = True) -> None:
         file, line = self.source.place(name, self._attribute(name) if name else None)
@@ -131,7 +153,7 @@ class _Inspection:
         if not isinstance(self.loaded.target, ModuleType):
             return ""
         for name, value in vars(self.loaded.target).items():
-            if isinstance(value, type) and any(hasattr(value, hook) for hook in _RECORD_HOOKS):
+            if _is_handler(value):
                 return f", but its class {name} has one: write {self.loaded.path}:{name}"
         return ""
 
@@ -206,6 +228,13 @@ class _Inspection:
                 if close in _RECORD_HOOKS and has_record_hook:
                     continue
                 self._find(f"{name} is never called or read; did you mean {close}?", name, is_error=False)
+
+
+def _is_handler(value: object) -> bool:
+    """Tell whether a class can be a handler; amazon_kclpy's base classes cannot, but look like it."""
+    if not isinstance(value, type) or value.__module__.partition(".")[0] == PACKAGE:
+        return False
+    return any(hasattr(value, hook) for hook in _RECORD_HOOKS)
 
 
 def _accepts(function: Any, count: int) -> bool:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from mldserver.errors import HandlerInvalid, HandlerNotFound
+from mldserver.kclpy.standin import standing_in
 from mldserver.runtime.failure import describe
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ def _search_first(directory: str) -> None:
 
 def _import(module_name: str, path: str) -> ModuleType:
     try:
-        return importlib.import_module(module_name)
+        with standing_in():
+            return importlib.import_module(module_name)
     except KeyboardInterrupt:
         raise
     except ModuleNotFoundError as error:

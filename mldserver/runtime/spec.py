@@ -21,6 +21,8 @@ class HandlerKind(enum.StrEnum):
 
     MODULE = "module"
     CLASS = "class"
+    PROCESSOR = "processor"
+    """A record processor class of amazon_kclpy: made for each shard, and keeps its shard's position itself."""
 
 
 class RecordHook(enum.StrEnum):
@@ -63,7 +65,7 @@ class HandlerSpec:
     """The dotted path it was found by."""
     kind: HandlerKind
     target: Any
-    """The module, or the class."""
+    """The module, or the class (what makes instances: a ``ProcessorClass`` for processors)."""
     record_hook: RecordHook
     hooks: Mapping[str, HookSpec]
     """Every hook it has (record, life-cycle, ``on_window``) by name."""

@@ -41,6 +41,10 @@ class ShardIntake(Protocol):
         """Take a batch's rows. Returns when the daemon may be answered: at once, or later when the shard is held back."""
         ...
 
+    def advance(self, position: Sequence) -> None:
+        """Note that a handler which keeps its position has checkpointed so far in a hook; the next flush moves it."""
+        ...
+
     def checkpoint_due(self) -> Sequence | None:
         """Return the durable position when it is ahead of the last checkpoint, else None."""
         ...

@@ -255,7 +255,9 @@ class Conductor:
         await self._within_deadline(self._under_way.idle())
         await self._give_up()
         async with claim.work():
-            await self._runtime.notify(self._shard_id, Hook.SHUTDOWN_REQUESTED)
+            position = await self._runtime.notify(self._shard_id, Hook.SHUTDOWN_REQUESTED)
+            if position is not None:
+                shard.advance(position)
             await shard.drain()
         kill_point("shard.drained")
         self._link.log.info("shard.shutdown_requested", position=_shown(shard.after))

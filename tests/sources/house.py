@@ -109,6 +109,9 @@ class FakeShard:
         if self.eager:
             self.durable = self.after
 
+    def advance(self, position: Sequence) -> None:
+        self.calls.append(f"advance {position}")
+
     def checkpoint_due(self) -> Sequence | None:
         return self.durable if self.durable and self.durable not in self.stored else None
 
