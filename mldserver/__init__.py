@@ -12,7 +12,21 @@ test against; ``config``, ``server`` and ``cli`` put it all together.
 
 from mldserver.coordinator.windows import Window, batches, tumbling
 from mldserver.records import Batch, Record, Sequence, Shard
+from mldserver.runtime.control import BatchResult, Discard, Fatal, Retry
 
-__all__ = ["Batch", "Record", "Sequence", "Shard", "Window", "__version__", "batches", "tumbling"]
+__all__ = [
+    "Batch",
+    "BatchResult",
+    "Discard",
+    "Fatal",
+    "Record",
+    "Retry",
+    "Sequence",
+    "Shard",
+    "Window",
+    "__version__",
+    "batches",
+    "tumbling",
+]
 
 __version__ = "0.1.0"

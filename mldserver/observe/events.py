@@ -131,6 +131,8 @@ EVENTS: Final[dict[str, EventSpec]] = {
             "rows",
             "duplicates",
             "dead_letters",
+            "skipped",
+            "discarded",
             "bytes",
             "first",
             "last",
@@ -178,6 +180,16 @@ EVENTS: Final[dict[str, EventSpec]] = {
         ("handler", "sequence", "partition_key", "attempts", "traceback"),
         "A record failed for good and is a dead letter.",
     ),
+    "handler.skipped": EventSpec(
+        "warning",
+        ("handler", "sequence", "partition_key", "attempts", "traceback"),
+        "A record failed for good and is skipped: nothing of it is kept.",
+    ),
+    "handler.discarded": EventSpec(
+        "debug",
+        ("handler", "sequence", "partition_key", "attempts"),
+        "The handler discarded a record.",
+    ),
     "handler.hook_failed": EventSpec(
         "error",
         ("handler", "hook", "attempts", "traceback"),
@@ -186,7 +198,7 @@ EVENTS: Final[dict[str, EventSpec]] = {
     "handler.halted": EventSpec(
         "critical",
         ("handler", "hook", "sequence", "attempts", "traceback"),
-        "A record failed for good under the policy halt.",
+        "A record failed for good, and the policy or a rule says halt.",
     ),
     "handler.not_checkpointing": EventSpec(
         "warning",

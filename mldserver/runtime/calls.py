@@ -31,6 +31,7 @@ log = structlog.get_logger("mldserver")
 _T = TypeVar("_T")
 
 _PLAIN = frozenset({type(None), tuple, dict, list})
+_TIMEOUT = ("builtins.TimeoutError", "builtins.OSError", "builtins.Exception", "builtins.BaseException")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,21 +83,28 @@ class Caller:
             return await self._run_async(hook, arguments, Watch(), shard)
         return await self.on_thread(lambda watch: self.call_sync(hook, arguments, watch), hook, shard=shard)
 
-    async def on_thread(self, function: Callable[[Watch], _T], hook: BoundHook, *, shard: str) -> _T:
-        """Return what ``function`` returns, run on the worker thread; it may call the synchronous ``hook`` there.
+    async def on_thread(
+        self,
+        function: Callable[[Watch], _T],
+        hook: BoundHook,
+        *,
+        shard: str,
+        thread: WorkerThread | None = None,
+    ) -> _T:
+        """Return what ``function`` returns, run on a worker thread; it may call the synchronous ``hook`` there.
 
         One hop to the thread costs more than a small batch does: whoever has more to do there does it in one.
         """
-        watch = Watch()
+        watch, thread = Watch(), thread or self._thread
         if self._deadline is None:
             try:
-                return await self._thread.run(lambda: function(watch))
+                return await thread.run(lambda: function(watch))
             finally:
                 watch.abandoned = True
         async with asyncio.TaskGroup() as group:
             warner = group.create_task(self._warn(hook, watch, shard))
             try:
-                return await self._thread.run(lambda: function(watch))
+                return await thread.run(lambda: function(watch))
             finally:
                 watch.abandoned = True
                 warner.cancel()
@@ -163,7 +171,7 @@ class Caller:
 
     def _too_slow(self, error: BaseException | None) -> Failure:
         text = describe(error).traceback if error else ""
-        return Failure(f"TimeoutError: it took longer than {self._deadline} s", text)
+        return Failure(f"TimeoutError: it took longer than {self._deadline} s", text, _TIMEOUT)
 
     async def _warn(self, hook: BoundHook, watch: Watch, shard: str) -> None:
         """Tell of each deadline that a synchronous call runs past."""

@@ -1,34 +1,46 @@
-"""What happens when a handler fails: a synchronous core that only decides.
+"""What a failure is, and what a pipeline's policy makes of it. Pure: no clock, no randomness, no I/O.
 
-The shell asks the plan for the next call (``BatchPlan.step``), makes it, and tells what came of it. The rules:
+Of each failed call the policy says whether the record is called again, and if not, how it ends. In this order:
 
-* One record a call (``process_record``): the failing record alone is called again, up to ``attempts`` times; then it
-  is a dead letter and the plan goes on behind it. The handler never sees a later record before that is decided.
-* A whole batch a call (``process_records``, ``process_table``): the batch is called again up to ``attempts`` times,
-  then halved and halved again until the failing records stand alone. A part that succeeds is done: no record is
-  processed successfully twice because of another one, once the halving has begun.
-* Rows that cannot be taken (a value of a wrong type) name their records: the others are done at once, only the
-  records at fault are called again, then they are dead letters.
-* Under the policy ``halt`` nothing is halved and nothing becomes a dead letter: the first failure that would,
-  stops the shard.
+1. ``Discard`` was raised: no row, no dead letter.
+2. A rule for the error's class (or the nearest of its bases that has one) names an end: that end, at once.
+3. ``Fatal`` was raised: the end that ``on_failure`` names, at once.
+4. The record is older than ``max_age``, or was called ``attempts`` times (a rule may give another number): likewise.
+5. Otherwise it is called again, after the back-off, or after what ``Retry(after=…)`` says.
 """
 
 from __future__ import annotations
 
 import enum
+import re
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
+
+from mldserver.runtime.control import Discard, Fatal, Retry, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable
     from types import TracebackType
 
-__all__ = ["BatchPlan", "Dead", "Failure", "FailurePolicy", "OnFailure", "Retry", "Step", "describe"]
+__all__ = [
+    "Ending",
+    "Failure",
+    "FailurePolicy",
+    "FailureRule",
+    "OnFailure",
+    "OnKeyFailure",
+    "Wish",
+    "describe",
+    "failure_rule",
+]
 
 _TRACEBACK_LIMIT = 20_000
 _OWN_FOLDER = str(Path(__file__).parent)
+_IDENTIFIER: Final = r"[^\W\d]\w*"
+_CLASS_NAME = re.compile(rf"{_IDENTIFIER}(\.{_IDENTIFIER})*")
+_RETRY = re.compile(r"retry(?::(?P<attempts>[1-9]\d{0,8}))?")
 
 
 class OnFailure(enum.StrEnum):
@@ -36,34 +48,36 @@ class OnFailure(enum.StrEnum):
 
     DEAD_LETTER = "dead_letter"
     """It is stored with its error, and the shard goes on."""
+    SKIP = "skip"
+    """It is counted and logged, nothing of it is kept, and the shard goes on."""
     HALT = "halt"
     """The shard's connection is closed on purpose."""
 
 
-@dataclass(frozen=True, slots=True)
-class FailurePolicy:
-    """How often, how fast, and what then."""
+class OnKeyFailure(enum.StrEnum):
+    """What becomes of the later records of a partition key, once one of its records is a dead letter."""
 
-    attempts: int = 3
-    """Calls in all, at least 1."""
-    base_seconds: float = 0.1
-    cap_seconds: float = 10.0
-    on_failure: OnFailure = OnFailure.DEAD_LETTER
+    CONTINUE = "continue"
+    """They are processed."""
+    PARK = "park"
+    """They become dead letters too, without a call, so that none overtakes."""
 
-    def __post_init__(self) -> None:
-        """Refuse impossible numbers with ValueError."""
-        if self.attempts < 1:
-            raise ValueError("attempts must be at least 1")
-        if not 0 <= self.base_seconds <= self.cap_seconds:
-            raise ValueError("the back-off's base must lie between 0 and its cap")
 
-    def delay(self, failures: int, random: float) -> float:
-        """Return the seconds to wait after so many ``failures`` in a row; ``random`` lies in [0, 1).
+class Ending(enum.StrEnum):
+    """How a record can end that has no rows."""
 
-        Doubles from the base to the cap; jitter takes away up to half, so that shards do not retry in step.
-        """
-        span = min(self.cap_seconds, self.base_seconds * 2.0 ** min(failures - 1, 60))
-        return span * (0.5 + random / 2)
+    DEAD_LETTER = "dead_letter"
+    SKIP = "skip"
+    HALT = "halt"
+    DISCARD = "discard"
+
+
+class Wish(enum.StrEnum):
+    """What the handler asked for, by the exception that it raised."""
+
+    RETRY = "retry"
+    DISCARD = "discard"
+    FATAL = "fatal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,129 +88,114 @@ class Failure:
     """``ExceptionType: message``."""
     traceback: str = ""
     """The user's part of it; empty when the server refused what was returned."""
+    names: tuple[str, ...] = ()
+    """The dotted names of the error's class and of its bases, nearest first: what rules are held against."""
+    wish: Wish | None = None
+    after_seconds: float | None = None
+    """With RETRY: how long to wait; None: as long as the back-off says."""
+    records: tuple[Any, ...] | None = None
+    """With DISCARD and FATAL: the records that are meant, as the handler named them; None: all of the call."""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """The next call: for these records of the batch, in this order."""
+class FailureRule:
+    """What to do about errors of one class."""
 
-    indices: Sequence[int]
-    failures: int = 0
-    """How often the call has failed before."""
-    delayed: bool = False
-    """True when the call is to wait for the back-off of ``failures``."""
-    halved: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Retry:
-    """A failure that will be tried again."""
-
-    index: int
-    """The failing record, or the first of the failing part."""
-    failure: Failure
-    attempt: int
-    """Which call failed, from 1."""
-
-
-@dataclass(frozen=True, slots=True)
-class Dead:
-    """A record that failed for good."""
-
-    failure: Failure
-    attempts: int
-    """Calls that it was part of and that failed."""
-
-
-@dataclass(slots=True)
-class BatchPlan:
-    """Decides, for one batch, what is called next and what becomes of failures."""
-
-    count: int
-    policy: FailurePolicy
-    dead: dict[int, Dead] = field(default_factory=dict)
-    halted: Retry | None = None
-    """Under ``halt``: the failure that ends it all."""
-    _todo: list[Step] = field(default_factory=list)
-    _calls: dict[int, int] = field(default_factory=dict)
-    """Failed calls of each record that has any."""
+    name: str
+    """A class's name (``KeyError``), or a dotted one (``requests.Timeout``): its name and how its module begins."""
+    on_failure: OnFailure | None = None
+    """How the record ends, without further attempts; None: it is called again."""
+    attempts: int | None = None
+    """Calls in all; None: as many as the policy says."""
 
     def __post_init__(self) -> None:
-        """Begin with one call for all records."""
-        if self.count:
-            self._todo.append(Step(range(self.count)))
+        """Refuse with ValueError what no class can be named, and impossible numbers."""
+        if not _CLASS_NAME.fullmatch(self.name):
+            raise ValueError(f"{self.name!r} is no name of a class")
+        if self.attempts is not None and (self.attempts < 1 or self.on_failure is not None):
+            raise ValueError("attempts must be at least 1, and are only for errors that are tried again")
+
+    def __str__(self) -> str:
+        """Return the rule as ``failure_rule`` reads it: ``name=action``."""
+        retry = "retry" if self.attempts is None else f"retry:{self.attempts}"
+        return f"{self.name}={self.on_failure or retry}"
+
+    def matches(self, dotted: str) -> bool:
+        """Whether the rule is about a class of this full dotted name."""
+        prefix, _, last = self.name.rpartition(".")
+        return dotted.rpartition(".")[2] == last and (not prefix or dotted.startswith(f"{prefix}."))
+
+
+def failure_rule(text: str) -> FailureRule:
+    """Read ``CLASS=dead_letter | skip | halt | retry | retry:N``. Raises ValueError."""
+    name, equals, action = (part.strip() for part in text.partition("="))
+    retry = _RETRY.fullmatch(action)
+    if not equals or (retry is None and action not in list(OnFailure)):
+        raise ValueError(f"{text.strip()!r} is not CLASS=dead_letter, skip, halt, retry or retry:N")
+    if retry is None:
+        return FailureRule(name, OnFailure(action))
+    return FailureRule(name, attempts=int(retry["attempts"]) if retry["attempts"] else None)
+
+
+@dataclass(frozen=True, slots=True)
+class FailurePolicy:
+    """How often, how fast, and what then. Plain values only: it travels to worker processes."""
+
+    attempts: int = 3
+    """Calls in all, at least 1."""
+    base_seconds: float = 0.1
+    cap_seconds: float = 10.0
+    on_failure: OnFailure = OnFailure.DEAD_LETTER
+    max_age_ms: int | None = None
+    """A failed record that arrived (``approximateArrivalTimestamp``; in V1 its receipt) so long ago is not called
+    again. Every record is called once, however old it is."""
+    rules: tuple[FailureRule, ...] = ()
+    on_key_failure: OnKeyFailure = OnKeyFailure.CONTINUE
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values with ValueError."""
+        if self.attempts < 1:
+            raise ValueError("attempts must be at least 1")
+        if not 0 <= self.base_seconds <= self.cap_seconds:
+            raise ValueError("the back-off's base must lie between 0 and its cap")
+        if self.max_age_ms is not None and self.max_age_ms < 1:
+            raise ValueError("the maximal age must be at least 1 ms")
+        if len({rule.name for rule in self.rules}) < len(self.rules):
+            raise ValueError("a class must not have two rules")
 
     @property
-    def attempts(self) -> int:
-        """The most calls that any record took: its failed ones, and the one that succeeded unless it is dead."""
-        return max((calls + (index not in self.dead) for index, calls in self._calls.items()), default=1)
+    def parks(self) -> bool:
+        """Whether records wait behind dead letters of their key."""
+        return self.on_key_failure is OnKeyFailure.PARK
 
-    def step(self) -> Step | None:
-        """Take the next call out of the plan; None when every record is decided, or the policy stops."""
-        return self._todo.pop() if self._todo and self.halted is None else None
+    def delay(self, failures: int, random: float) -> float:
+        """Return the seconds to wait after so many ``failures`` in a row; ``random`` lies in [0, 1).
 
-    def condemn(self, faults: Mapping[int, Failure]) -> None:
-        """Records that cannot be called at all are dead (or halt) before the first call."""
-        self._todo = [Step([index for index in range(self.count) if index not in faults])]
-        if len(faults) == self.count:
-            self._todo.clear()
-        for index, failure in faults.items():
-            self._count((index,))
-            self._give_up(index, failure)
-
-    def failed_at(self, step: Step, place: int, failure: Failure) -> Retry | None:
-        """The call for one record of a step failed; those before it are done, those behind it were not called.
-
-        Returns what will be tried again, or None when the record is dead (or the policy halts).
+        Doubles from the base to the cap; jitter takes away up to half, so that shards do not retry in step.
         """
-        rest = step.indices[place + 1 :]
-        if rest:
-            self._todo.append(Step(rest, step.failures))
-        return self.failed(Step(step.indices[place : place + 1], step.failures), failure)
+        span = min(self.cap_seconds, self.base_seconds * 2.0 ** min(failures - 1, 60))
+        return span * (0.5 + random / 2)
 
-    def failed(self, step: Step, failure: Failure) -> Retry | None:
-        """A call for all records of a step failed as a whole.
+    def ending(self, failure: Failure, *, calls: int, age_ms: int) -> Ending | None:
+        """Return how a record ends whose ``calls`` so far have all failed, now with ``failure``; None: call it again."""
+        if failure.wish is Wish.DISCARD:
+            return Ending.DISCARD
+        rule = self.rule_for(failure.names)
+        if rule is not None and rule.on_failure is not None:
+            return Ending(rule.on_failure)
+        attempts = self.attempts if rule is None or rule.attempts is None else rule.attempts
+        too_old = self.max_age_ms is not None and age_ms >= self.max_age_ms
+        if failure.wish is Wish.FATAL or calls >= attempts or too_old:
+            return Ending(self.on_failure)
+        return None
 
-        Returns what will be tried again (the step, or its halves), or None when its one record is dead (or the
-        policy halts).
-        """
-        self._count(step.indices)
-        first, failures = step.indices[0], step.failures + 1
-        retry = Retry(first, failure, self._calls[first])
-        if not step.halved and failures < self.policy.attempts:
-            self._todo.append(Step(step.indices, failures, delayed=True))
-            return retry
-        if len(step.indices) == 1 or self.policy.on_failure is OnFailure.HALT:
-            self._give_up(first, failure)
-            return None
-        middle = len(step.indices) // 2
-        self._todo.append(Step(step.indices[middle:], halved=True))
-        self._todo.append(Step(step.indices[:middle], halved=True))
-        return retry
-
-    def faulty(self, step: Step, faults: Mapping[int, Failure]) -> list[Retry]:
-        """A call succeeded, but what it returned for some records cannot be taken; the others are done.
-
-        Returns what will be tried again.
-        """
-        indices = sorted(faults)
-        self._count(indices)
-        if not step.halved and step.failures + 1 < self.policy.attempts:
-            self._todo.append(Step(indices, step.failures + 1, delayed=True))
-            return [Retry(index, faults[index], self._calls[index]) for index in indices]
-        for index in indices:
-            self._give_up(index, faults[index])
-        return []
-
-    def _count(self, indices: Sequence[int]) -> None:
-        for index in indices:
-            self._calls[index] = self._calls.get(index, 0) + 1
-
-    def _give_up(self, index: int, failure: Failure) -> None:
-        if self.policy.on_failure is OnFailure.HALT:
-            self.halted = self.halted or Retry(index, failure, self._calls[index])
-        else:
-            self.dead[index] = Dead(failure, self._calls[index])
+    def rule_for(self, names: Iterable[str]) -> FailureRule | None:
+        """Return the rule of the nearest class; of two that name the same class, the one that says more of it."""
+        for dotted in names:
+            found = [rule for rule in self.rules if rule.matches(dotted)]
+            if found:
+                return max(found, key=lambda rule: rule.name.count("."))
+        return None
 
 
 def describe(error: BaseException) -> Failure:
@@ -214,7 +213,19 @@ def describe(error: BaseException) -> Failure:
     if len(text) > _TRACEBACK_LIMIT:
         half = _TRACEBACK_LIMIT // 2
         text = f"{text[:half]}\n…\n{text[-half:]}"
-    return Failure(f"{name}: {message}" if message else name, text)
+    names = tuple(f"{cls.__module__}.{cls.__qualname__}" for cls in type(error).__mro__[:-1])
+    told = f"{name}: {message}" if message else name
+    if not isinstance(error, Verdict):
+        return Failure(told, text, names)
+    after = error.after if isinstance(error, Retry) else None
+    return Failure(told, text, names, _wish(error), after, error.records)
+
+
+def _wish(error: Verdict) -> Wish | None:
+    for kind, wish in ((Retry, Wish.RETRY), (Discard, Wish.DISCARD), (Fatal, Wish.FATAL)):
+        if isinstance(error, kind):
+            return wish
+    return None
 
 
 def _users_part(tb: TracebackType | None) -> TracebackType | None:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
 from mldserver.runtime.base import BatchOutline, DeadLetter
-from mldserver.runtime.failure import Dead, Failure, describe
+from mldserver.runtime.failure import describe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mldserver import records
     from mldserver.protocol.batches import BatchDecoder
     from mldserver.records import Record
     from mldserver.runtime.base import Delivery
+    from mldserver.runtime.failure import Failure
+    from mldserver.runtime.plan import End
     from mldserver.runtime.rows import Built
 
 __all__ = ["Taken", "damaged", "dead_letter", "join_rows", "take"]
@@ -37,6 +40,18 @@ class Taken:
         """Return for each fresh record its ``_time`` (numpy, int64): the running maximum of the arrival times."""
         times_ms = np.maximum.accumulate(np.array(self.arrivals_ms, np.int64))
         return times_ms[len(times_ms) - len(self.fresh) :]
+
+    def arrival_ms(self, index: int) -> int:
+        """Return when a fresh record arrived; the time of receipt where the daemon does not say."""
+        return self.arrivals_ms[len(self.arrivals_ms) - len(self.fresh) + index]
+
+    def key(self, index: int) -> str | None:
+        """Return a fresh record's partition key."""
+        return self.fresh[index].partition_key
+
+    def sequence(self, index: int) -> records.Sequence:
+        """Return a fresh record's place in its shard."""
+        return self.fresh[index].sequence
 
 
 def take(delivery: Delivery, decoder: BatchDecoder) -> Taken:
@@ -75,7 +90,7 @@ def damaged(records: Sequence[Record]) -> dict[int, Failure]:
         try:
             record.data  # noqa: B018  # reading it decodes it
         except ValueError as error:
-            faults[index] = Failure(describe(error).error)
+            faults[index] = replace(describe(error), traceback="")
     return faults
 
 
@@ -105,7 +120,7 @@ def join_rows(parts: Sequence[Built], taken: Taken, *, shard_id: str) -> Any:
     return table.combine_chunks()
 
 
-def dead_letter(record: Record, dead: Dead, *, handler: str, at_ms: int) -> DeadLetter:
+def dead_letter(record: Record, end: End, *, handler: str, at_ms: int) -> DeadLetter:
     """Return a record that failed for good; damaged base64 is kept as it came."""
     try:
         data = record.data
@@ -117,9 +132,10 @@ def dead_letter(record: Record, dead: Dead, *, handler: str, at_ms: int) -> Dead
         partition_key=record.partition_key,
         data=data,
         arrival_ms=record.arrival_ms,
-        attempts=dead.attempts,
-        error=dead.failure.error,
-        traceback=dead.failure.traceback,
+        attempts=end.attempts,
+        error=end.failure.error,
+        traceback=end.failure.traceback,
         handler=handler,
         at_ms=at_ms,
+        parked_behind=end.behind,
     )

@@ -27,10 +27,16 @@ class TableMismatch(ValueError):
 
 
 def take_table(
-    returned: Any, *, schema: Schema | None, time_column: str | None, indices: Sequence[int]
+    returned: Any,
+    *,
+    schema: Schema | None,
+    time_column: str | None,
+    indices: Sequence[int],
+    without: frozenset[int] = frozenset(),
 ) -> Built:
     """Return the rows of a table that was returned for the records ``indices``.
 
+    Rows of the records at the places ``without`` are left out, whatever they hold.
     Raises TableMismatch when no single record is at fault; values that do not fit the schema are faults of
     their records.
     """
@@ -39,6 +45,9 @@ def take_table(
     table = _as_table(returned, schema)
     assert schema is not None, "_as_table refuses tables without a schema"
     places, table = _places(table, len(indices))
+    if without:
+        wanted = [row for row, place in enumerate(places) if place not in without]
+        places, table = [places[row] for row in wanted], table.take(pa.array(wanted, pa.int64()))
     unknown = [name for name in table.column_names if schema.column(name) is None]
     if unknown:
         raise TableMismatch(unknown_columns(unknown, schema.names))

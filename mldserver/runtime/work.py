@@ -1,7 +1,9 @@
-"""One batch through one handler: calls, retries, rows. What to do next is decided by ``failure.BatchPlan``."""
+"""One batch through one handler, in one lane or several: from its line to its outcome."""
 
 from __future__ import annotations
 
+import asyncio
+import zlib
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -9,83 +11,83 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from mldserver.errors import HandlerHalted
-from mldserver.records import Batch
 from mldserver.runtime.base import BatchOutcome
-from mldserver.runtime.calls import BoundHook
-from mldserver.runtime.failure import BatchPlan, Failure, Retry, Step, describe
+from mldserver.runtime.failure import Ending
+from mldserver.runtime.lane import Lane, Tools
 from mldserver.runtime.outcome import Taken, damaged, dead_letter, join_rows, take
-from mldserver.runtime.spec import HandlerSpec, RecordHook
-from mldserver.runtime.tables import take_table
-from mldserver.runtime.values import shown
+from mldserver.runtime.plan import BatchPlan, End
+from mldserver.runtime.spec import RecordHook
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-    from mldserver.clock import Clock
+    from mldserver import records
     from mldserver.protocol.batches import BatchDecoder
-    from mldserver.records import Record
     from mldserver.runtime.base import DeadLetter, Delivery
-    from mldserver.runtime.calls import Caller, Returned, Watch
-    from mldserver.runtime.failure import FailurePolicy
-    from mldserver.runtime.rows import Built, RowBuilder
-    from mldserver.runtime.thread import WorkerThread
+    from mldserver.runtime.calls import BoundHook, Watch
+    from mldserver.runtime.plan import Again, Step
 
-__all__ = ["BatchWork", "Tools"]
+__all__ = ["BatchWork", "Tools", "lane_of"]
 
 log = structlog.get_logger("mldserver")
 
-
-@dataclass(frozen=True, slots=True)
-class Tools:
-    """What all batches of a pipeline share."""
-
-    spec: HandlerSpec
-    caller: Caller
-    thread: WorkerThread
-    clock: Clock
-    policy: FailurePolicy
-    random: Callable[[], float]
-    rows: RowBuilder
-
-
 _SMALL_BYTES: Final = 64 * 1024
 """A line that is decoded, and its rows built, in a fraction of a millisecond: not worth a hop to another thread."""
+
+
+class _Halted(Exception):
+    """A lane stopped the shard: the other lanes of the batch are cancelled."""
 
 
 @dataclass(slots=True)
 class BatchWork:
     """The state of one batch while the handler works on it.
 
-    A batch of a synchronous hook stays on the worker thread from its line to its rows, unless a call fails; a batch of
-    an asynchronous hook stays on the event loop, unless it is large.
+    A batch of a synchronous hook stays on the worker thread from its line to its rows, unless a call fails or it has
+    lanes; a batch of an asynchronous hook stays on the event loop, unless it is large.
     """
 
     tools: Tools
     hook: BoundHook
     delivery: Delivery
     decoder: BatchDecoder
+    parked: Mapping[str, records.Sequence] = field(default_factory=dict)
+    """The shard's keys with dead letters, and the sequence of one: their records are dead letters at once."""
     taken: Taken = field(init=False)
-    plan: BatchPlan = field(init=False)
+    lanes: list[Lane] = field(default_factory=list)
     rows: Any = None
-    parts: list[Built] = field(default_factory=list)
-    retries: list[Retry] = field(default_factory=list)
-    """Failures that are not told yet: their line waits for the delay of the next call."""
 
     async def run(self) -> BatchOutcome:
         """Work until every record is decided.
 
-        Raises PeerError for a line that is no batch, HandlerHalted under the policy ``halt``.
+        Raises PeerError for a line that is no batch, HandlerHalted when a failure stops the shard.
         """
         await (self._run_async() if self.hook.is_async else self._run_sync())
-        if self.plan.halted is not None:
-            raise self._halted(self.plan.halted)
-        letters = tuple(self._bury(index) for index in sorted(self.plan.dead))
-        return BatchOutcome(self.taken.outline, self.rows, letters, self.plan.attempts)
+        for lane in self.lanes:
+            if lane.plan.halted is not None:
+                raise self._halted(lane, lane.plan.halted)
+        ends = self._ends()
+        letters = tuple([self._bury(index, end) for index, end in ends if end.ending is Ending.DEAD_LETTER])
+        return BatchOutcome(
+            self.taken.outline,
+            self.rows,
+            letters,
+            max(lane.plan.attempts for lane in self.lanes),
+            skipped=sum(end.ending is Ending.SKIP for _, end in ends),
+            discarded=sum(end.ending is Ending.DISCARD for _, end in ends),
+        )
+
+    def newly_parked(self) -> dict[str, records.Sequence]:
+        """Return the keys whose records are to wait behind dead letters of this batch."""
+        return {key: sequence for lane in self.lanes for key, sequence in lane.plan.parked.items()}
 
     async def _run_sync(self) -> None:
         step = await self._on_thread(self._begin)
+        if len(self.lanes) > 1:
+            await self._together(Lane.run_sync)
+            await self._near(self._join)
         while step is not None:
-            await self._pause(step)
+            await self.lanes[0].pause(step)
             step = await self._on_thread(partial(self._advance, step))
 
     async def _on_thread(self, function: Callable[[Watch], Step | None]) -> Step | None:
@@ -93,181 +95,127 @@ class BatchWork:
 
     def _begin(self, watch: Watch) -> Step | None:
         self._take_line()
-        return self._advance(self.plan.step(), watch)
+        return None if len(self.lanes) > 1 else self._advance(self.lanes[0].plan.step(), watch)
 
     def _advance(self, step: Step | None, watch: Watch) -> Step | None:
-        """Make calls, this one first; return the one that a pause or a line in the log must come before."""
-        while step is not None:
-            hook, arguments = self._call(step)
-            self._settle(step, self.tools.caller.call_sync(hook, arguments, watch))
-            step = self.plan.step()
-            if step is not None and (step.delayed or self.retries):
-                return step
-        self._join()
-        return None
+        step = self.lanes[0].advance(step, watch)
+        if step is None:
+            self._join()
+        return step
 
     async def _run_async(self) -> None:
         await self._near(self._take_line)
-        while (step := self.plan.step()) is not None:
-            await self._pause(step)
-            hook, arguments = self._call(step)
-            returned = await self.tools.caller.run(hook, arguments, shard=self.delivery.shard_id)
-            await self._near(partial(self._settle, step, returned))
+        await self._together(partial(Lane.run_async, near=self._near))
         await self._near(self._join)
+
+    async def _together(self, run: Callable[[Lane], Awaitable[None]]) -> None:
+        """Work on all lanes at the same time; once one stops the shard, the others are cancelled."""
+        if len(self.lanes) == 1:
+            await run(self.lanes[0])
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                for lane in self.lanes:
+                    group.create_task(_to_the_end(lane, run))
+        except* _Halted:
+            pass  # the lane's plan says why
 
     async def _near(self, function: Callable[[], None]) -> None:
         """Run something whose time grows with the batch where it holds up nobody."""
         if len(self.delivery.line) <= _SMALL_BYTES:
             function()
         else:
-            await self.tools.thread.run(function)
+            await self.tools.threads[0].run(function)
 
     def _take_line(self) -> None:
-        """Decode the line, and plan one call for all records."""
+        """Decode the line, and plan one call for all records, or one a lane."""
         self.taken = take(self.delivery, self.decoder)
-        self.plan = BatchPlan(len(self.taken.fresh), self.tools.policy)
+        self.lanes = [self._lane(place, indices) for place, indices in self._split()]
         if self.tools.spec.record_hook is RecordHook.TABLE and (faults := damaged(self.taken.fresh)):
-            self.plan.condemn(faults)
+            self.lanes[0].plan.condemn(faults, self.tools.clock.now_ms())
+        if self.parked:
+            for lane in self.lanes:
+                lane.plan.park(self.parked)
+
+    def _split(self) -> list[tuple[int, Sequence[int]]]:
+        """Return for each lane that has records its place and their indices, in order."""
+        fresh, count = self.taken.fresh, self.tools.lanes
+        if count == 1 or len(fresh) <= 1:
+            return [(0, range(len(fresh)))]
+        lanes: dict[int, list[int]] = {}
+        for index, record in enumerate(fresh):
+            lanes.setdefault(lane_of(record.partition_key, count), []).append(index)
+        return sorted(lanes.items())
+
+    def _lane(self, place: int, indices: Sequence[int]) -> Lane:
+        tools = self.tools
+        return Lane(
+            tools,
+            self.hook,
+            self.taken,
+            BatchPlan(indices, tools.policy, self.taken),
+            self.delivery.shard_id,
+            tools.threads[place % len(tools.threads)],
+        )
 
     def _join(self) -> None:
-        if self.plan.halted is None:
-            self.rows = join_rows(self.parts, self.taken, shard_id=self.delivery.shard_id)
+        if all(lane.plan.halted is None for lane in self.lanes):
+            parts = [part for lane in self.lanes for part in lane.parts]
+            self.rows = join_rows(parts, self.taken, shard_id=self.delivery.shard_id)
 
-    async def _pause(self, step: Step) -> None:
-        """Tell of failures before this call, and wait for its back-off."""
-        tools = self.tools
-        delay = tools.policy.delay(step.failures, tools.random()) if step.delayed else 0.0
-        for retry in self.retries:
-            log.warning("handler.failed", **self._where(retry), attempt=retry.attempt, delay_seconds=delay)
-        self.retries.clear()
-        if step.delayed:
-            await tools.clock.sleep(delay)
-
-    def _call(self, step: Step) -> tuple[BoundHook, Sequence[Any]]:
-        """Return what a step calls: one call a record, or one for all of them."""
-        match self.tools.spec.record_hook:
-            case RecordHook.RECORD:
-                return self.hook, self._records(step)
-            case RecordHook.RECORDS:
-                return self.hook, [self._batch(step)]
-            case RecordHook.TABLE:
-                table_hook = self.hook.function
-                hook = BoundHook(
-                    self.hook.name, lambda batch: table_hook(batch.to_arrow()), self.hook.is_async
-                )
-                return hook, [self._batch(step)]
-
-    def _settle(self, step: Step, returned: Returned) -> None:
-        """Take what a step's calls came to: rows into ``parts``, failures into the plan."""
-        _SETTLE[self.tools.spec.record_hook](self, step, returned)
-
-    def _settle_each(self, step: Step, returned: Returned) -> None:
-        done = len(returned.values)
-        if returned.failure is not None:
-            self._note(self.plan.failed_at(step, done, returned.failure))
-            step = Step(step.indices[:done], step.failures)
-        self._take(step, partial(self.tools.rows.build, zip(step.indices, returned.values, strict=True)))
-
-    def _settle_batch(self, step: Step, returned: Returned) -> None:
-        """``process_records`` returns one item a record, or nothing at all."""
-        if returned.failure is not None:
-            self._note(self.plan.failed(step, returned.failure))
-            return
-        items = returned.values[0]
-        if items is None or (isinstance(items, list | tuple) and not items):
-            return
-        if not isinstance(items, list | tuple) or len(items) != len(step.indices):
-            self._note(self.plan.failed(step, Failure(_uneven(items, len(step.indices)))))
-            return
-        self._take(step, partial(self.tools.rows.build, list(zip(step.indices, items, strict=True))))
-
-    def _settle_table(self, step: Step, returned: Returned) -> None:
-        if returned.failure is not None:
-            self._note(self.plan.failed(step, returned.failure))
-            return
-        spec = self.tools.spec
-        build = partial(
-            take_table,
-            returned.values[0],
-            schema=spec.schema,
-            time_column=spec.time_column,
-            indices=step.indices,
+    def _ends(self) -> list[tuple[int, End]]:
+        """Return, in shard order, the records that have no rows because of what happened to them; tell of them."""
+        ends = sorted(
+            [item for lane in self.lanes for item in lane.plan.ends.items()], key=lambda item: item[0]
         )
-        self._take(step, build)
+        for index, end in ends:
+            self._tell(index, end)
+        return ends
 
-    def _records(self, step: Step) -> Sequence[Record]:
-        fresh = self.taken.fresh
-        return fresh if len(step.indices) == len(fresh) else [fresh[index] for index in step.indices]
-
-    def _batch(self, step: Step) -> Batch:
-        return Batch(
-            self._records(step),
-            shard_id=self.delivery.shard_id,
-            millis_behind_latest=self.taken.outline.millis_behind_latest,
-        )
-
-    def _take(self, step: Step, build: Callable[[], Built]) -> None:
-        """Build a step's rows: values may have code of their own, which may fail in any way."""
-        try:
-            built = build()
-        except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, here too
-            self._note(self.plan.failed(step, describe(error)))
-            return
-        self.parts.append(built)
-        if built.faults:
-            faults = {index: Failure(f"BadRow: {text}") for index, text in built.faults.items()}
-            self.retries += self.plan.faulty(step, faults)
-
-    def _note(self, retry: Retry | None) -> None:
-        if retry is not None:
-            self.retries.append(retry)
-
-    def _where(self, retry: Retry) -> dict[str, Any]:
-        return {
-            "shard": self.delivery.shard_id,
-            "handler": self.tools.spec.path,
-            "hook": self.hook.name,
-            "sequence": str(self.taken.fresh[retry.index].sequence),
-            "what": retry.failure.error,
-            "traceback": retry.failure.traceback,
-        }
-
-    def _bury(self, index: int) -> DeadLetter:
-        record, dead, path = self.taken.fresh[index], self.plan.dead[index], self.tools.spec.path
-        letter = dead_letter(record, dead, handler=path, at_ms=self.tools.clock.now_ms())
-        log.error(
-            "handler.dead_letter",
+    def _tell(self, index: int, end: End) -> None:
+        record, failure = self.taken.fresh[index], end.failure
+        level, event = _EVENTS[end.ending]
+        getattr(log, level)(
+            event,
             shard=self.delivery.shard_id,
-            handler=path,
-            sequence=str(letter.sequence),
-            partition_key=letter.partition_key,
-            attempts=letter.attempts,
-            what=letter.error,
-            traceback=letter.traceback,
+            handler=self.tools.spec.path,
+            sequence=str(record.sequence),
+            partition_key=record.partition_key,
+            attempts=end.attempts,
+            what=failure.error,
+            **({"traceback": failure.traceback} if end.ending is not Ending.DISCARD else {}),
         )
-        return letter
 
-    def _halted(self, retry: Retry) -> HandlerHalted:
-        where = self._where(retry)
-        log.critical("handler.halted", **where, attempts=retry.attempt)
+    def _bury(self, index: int, end: End) -> DeadLetter:
+        path, now_ms = self.tools.spec.path, self.tools.clock.now_ms()
+        return dead_letter(self.taken.fresh[index], end, handler=path, at_ms=now_ms)
+
+    def _halted(self, lane: Lane, again: Again) -> HandlerHalted:
+        where = lane.where(again)
+        log.critical("handler.halted", **where, attempts=again.attempt)
         what = where.pop("what")
         return HandlerHalted(
             f"{self.hook.name} failed for good: {what}.",
             did="The shard is stopped; nothing after this record was accepted.",
             advice="Mend the handler and start again, or let such records become dead letters.",
             **where,
-            attempts=retry.attempt,
+            attempts=again.attempt,
         )
 
 
-_SETTLE = {
-    RecordHook.RECORD: BatchWork._settle_each,  # noqa: SLF001  # the table of its own methods
-    RecordHook.RECORDS: BatchWork._settle_batch,  # noqa: SLF001  # see above
-    RecordHook.TABLE: BatchWork._settle_table,  # noqa: SLF001  # see above
+_EVENTS: Final = {
+    Ending.DEAD_LETTER: ("error", "handler.dead_letter"),
+    Ending.SKIP: ("warning", "handler.skipped"),
+    Ending.DISCARD: ("debug", "handler.discarded"),
 }
 
 
-def _uneven(items: Any, records: int) -> str:
-    if not isinstance(items, list | tuple):
-        return f"BadRows: {shown(items)} is not a list with one item a record"
-    return f"BadRows: returned {len(items)} items for {records} records; give each record one (None: no row)"
+def lane_of(key: str | None, lanes: int) -> int:
+    """Return a partition key's lane: the same in every process. Records without a key share the first."""
+    return 0 if key is None else zlib.crc32(key.encode("utf-8", "surrogatepass")) % lanes
+
+
+async def _to_the_end(lane: Lane, run: Callable[[Lane], Awaitable[None]]) -> None:
+    await run(lane)
+    if lane.plan.halted is not None:
+        raise _Halted

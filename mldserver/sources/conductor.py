@@ -354,6 +354,8 @@ class Conductor:
             rows=0 if outcome.rows is None else outcome.rows.num_rows,
             duplicates=outline.duplicates,
             dead_letters=len(outcome.dead_letters),
+            skipped=outcome.skipped,
+            discarded=outcome.discarded,
             bytes=done.bytes,
             first=_shown(outline.first),
             last=_shown(outline.last),

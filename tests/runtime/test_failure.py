@@ -1,30 +1,22 @@
-"""The failure policy's core: what is called next, and what becomes of failures."""
+"""The failure policy: which failures are tried again, how others end, and what is told of an error."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from mldserver import Discard, Fatal, Retry
+from mldserver.runtime.control import Verdict
 from mldserver.runtime.failure import (
-    BatchPlan,
-    Dead,
-    Failure,
+    Ending,
     FailurePolicy,
+    FailureRule,
     OnFailure,
-    Retry,
-    Step,
+    Wish,
     describe,
+    failure_rule,
 )
-
-BOOM = Failure("ValueError: boom")
-HALT = FailurePolicy(on_failure=OnFailure.HALT)
-
-
-def plan(count: Any, **policy: Any) -> Any:
-    return BatchPlan(count, FailurePolicy(**policy))
 
 
 def test_delays_double_from_the_base_to_the_cap_and_jitter_takes_away_up_to_half() -> None:
@@ -34,130 +26,164 @@ def test_delays_double_from_the_base_to_the_cap_and_jitter_takes_away_up_to_half
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"attempts": 0}, {"base_seconds": -1}, {"base_seconds": 2, "cap_seconds": 1}]
+    "wrong",
+    [
+        {"attempts": 0},
+        {"base_seconds": -1},
+        {"base_seconds": 2, "cap_seconds": 1},
+        {"max_age_ms": 0},
+        {"rules": (failure_rule("KeyError=skip"), failure_rule("KeyError=halt"))},
+    ],
 )
 def test_impossible_policies_are_refused(wrong: Any) -> None:
     with pytest.raises(ValueError, match="must"):
         FailurePolicy(**wrong)
 
 
-def test_an_empty_batch_needs_no_call() -> None:
-    empty = plan(0)
-    assert (empty.step(), empty.attempts) == (None, 1)
+def end(policy: Any, error: Any, *, calls: int = 1, age_ms: int = 0) -> Any:
+    return policy.ending(describe(raised(error)), calls=calls, age_ms=age_ms)
 
 
-def test_a_batch_without_failures_is_one_call() -> None:
-    calls = plan(3)
-    assert calls.step() == Step(range(3))
-    assert calls.step() is None
-    assert calls.attempts == 1
+@pytest.mark.parametrize("on_failure", list(OnFailure))
+def test_a_record_is_called_so_many_times_and_then_ends_as_the_policy_says(on_failure: Any) -> None:
+    policy = FailurePolicy(attempts=2, on_failure=on_failure)
+    assert end(policy, ValueError()) is None
+    assert end(policy, ValueError(), calls=2) == Ending(on_failure)
 
 
-def test_a_failing_record_alone_is_called_again_and_the_rest_follows_it() -> None:
-    calls = plan(4)
-    step = calls.step()
-    assert calls.failed_at(step, 1, BOOM) == Retry(1, BOOM, 1)
-    assert calls.step() == Step(range(1, 2), 1, delayed=True)
-    assert calls.step() == Step(range(2, 4))
-    assert calls.step() is None
-    assert (calls.dead, calls.attempts) == ({}, 2)
+def test_a_record_that_is_too_old_is_not_called_again() -> None:
+    policy = FailurePolicy(max_age_ms=1_000)
+    assert end(policy, ValueError(), age_ms=999) is None
+    assert end(policy, ValueError(), age_ms=1_000) is Ending.DEAD_LETTER
 
 
-def test_a_record_that_keeps_failing_is_dead_after_its_attempts_and_the_rest_goes_on() -> None:
-    calls = plan(2, attempts=2)
-    assert calls.failed_at(calls.step(), 0, BOOM) == Retry(0, BOOM, 1)
-    assert calls.failed_at(calls.step(), 0, BOOM) is None
-    assert calls.dead == {0: Dead(BOOM, 2)}
-    assert calls.step() == Step(range(1, 2))
-    assert calls.attempts == 2
+@pytest.mark.parametrize("on_failure", list(OnFailure))
+def test_fatal_ends_at_once_as_the_policy_says_and_discard_without_a_trace(on_failure: Any) -> None:
+    policy = FailurePolicy(attempts=9, on_failure=on_failure)
+    assert end(policy, Fatal("no")) == Ending(on_failure)
+    assert end(policy, Discard()) is Ending.DISCARD
+    assert end(policy, Retry(after=1)) is None
+    assert end(policy, Retry(), calls=9) == Ending(on_failure)
 
 
-def test_a_failing_batch_is_called_again_and_then_halved_down_to_the_failing_record() -> None:
-    calls, seen = plan(4, attempts=2), []
-    while (step := calls.step()) is not None:
-        seen.append((list(step.indices), step.delayed))
-        if 2 in step.indices:
-            calls.failed(step, BOOM)
-    assert seen == [
-        ([0, 1, 2, 3], False),
-        ([0, 1, 2, 3], True),
-        ([0, 1], False),
-        ([2, 3], False),
-        ([2], False),
-        ([3], False),
-    ]
-    assert calls.dead == {2: Dead(BOOM, 4)}
-    assert calls.attempts == 4
+class Timeout(OSError):
+    __module__ = "requests.exceptions"
 
 
-def test_records_whose_rows_cannot_be_taken_are_called_again_together_then_dead() -> None:
-    calls = plan(4, attempts=2)
-    assert calls.faulty(calls.step(), {3: BOOM, 1: BOOM}) == [Retry(1, BOOM, 1), Retry(3, BOOM, 1)]
-    step = calls.step()
-    assert step == Step([1, 3], 1, delayed=True)
-    assert calls.faulty(step, {3: BOOM}) == []
-    assert calls.step() is None
-    assert (calls.dead, calls.attempts) == ({3: Dead(BOOM, 2)}, 2)
+RULES = ("OSError=dead_letter", "requests.Timeout=retry:10", "KeyError=skip", "LookupError=halt")
+RULED = FailurePolicy(rules=tuple(map(failure_rule, RULES)))
 
 
-def test_records_at_fault_in_a_half_are_dead_at_once() -> None:
-    calls = plan(2, attempts=1)
-    calls.failed(calls.step(), BOOM)
-    assert calls.faulty(calls.step(), {0: BOOM}) == []
-    assert calls.dead == {0: Dead(BOOM, 2)}
+@pytest.mark.parametrize(
+    ("error", "calls", "ending"),
+    [
+        (ConnectionResetError(), 1, Ending.DEAD_LETTER),
+        (Timeout(), 9, None),
+        (Timeout(), 10, Ending.DEAD_LETTER),
+        (KeyError("x"), 1, Ending.SKIP),
+        (IndexError("x"), 1, Ending.HALT),
+        (ValueError("x"), 2, None),
+    ],
+)
+def test_the_rule_of_the_nearest_class_decides(error: Any, calls: int, ending: Any) -> None:
+    assert end(RULED, error, calls=calls) is ending
 
 
-def test_records_that_cannot_be_called_at_all_are_dead_before_the_first_call() -> None:
-    calls = plan(3)
-    calls.condemn({1: BOOM})
-    assert calls.step() == Step([0, 2])
-    assert calls.dead == {1: Dead(BOOM, 1)}
-    none_left = plan(1)
-    none_left.condemn({0: BOOM})
-    assert none_left.step() is None
+def test_the_rule_that_says_more_of_a_class_wins() -> None:
+    rules = tuple(
+        map(failure_rule, ("Timeout=skip", "requests.exceptions.Timeout=halt", "requests.Timeout=retry"))
+    )
+    assert end(FailurePolicy(rules=rules), Timeout()) is Ending.HALT
 
 
-@pytest.mark.parametrize("how", ["failed", "failed_at", "faulty"])
-def test_under_halt_nothing_dies_and_the_first_failure_for_good_ends_the_plan(how: Any) -> None:
-    calls = BatchPlan(3, HALT)
-    for attempt in (1, 2, 3):
-        step = calls.step()
-        assert step is not None
-        if how == "failed":
-            calls.failed(step, BOOM)
-        elif how == "failed_at":
-            calls.failed_at(step, 0, BOOM)
-        else:
-            calls.faulty(step, {0: BOOM, 1: BOOM})
-        assert (calls.halted is None) == (attempt < 3)
-    assert calls.step() is None
-    assert (calls.halted, calls.dead) == (Retry(0, BOOM, 3), {})
+def test_rules_are_for_what_handlers_raise_on_purpose_too() -> None:
+    policy = FailurePolicy(
+        attempts=2, rules=(failure_rule("mldserver.Retry=retry:5"), failure_rule("Fatal=skip"))
+    )
+    assert end(policy, Retry(), calls=4) is None
+    assert end(policy, Fatal()) is Ending.SKIP
 
 
-def test_under_halt_a_record_that_cannot_be_called_ends_the_plan() -> None:
-    calls = BatchPlan(2, HALT)
-    calls.condemn({1: BOOM})
-    assert (calls.step(), calls.halted) == (None, Retry(1, BOOM, 1))
+@pytest.mark.parametrize(
+    ("name", "dotted", "matches"),
+    [
+        ("Timeout", "requests.exceptions.Timeout", True),
+        ("requests.Timeout", "requests.exceptions.Timeout", True),
+        ("requests.exceptions.Timeout", "requests.exceptions.Timeout", True),
+        ("exceptions.Timeout", "requests.exceptions.Timeout", False),
+        ("req.Timeout", "requests.exceptions.Timeout", False),
+        ("requests.ReadTimeout", "requests.exceptions.Timeout", False),
+        ("meout", "requests.exceptions.Timeout", False),
+    ],
+)
+def test_a_rule_names_a_class_and_how_its_module_begins(name: Any, dotted: Any, matches: bool) -> None:
+    assert FailureRule(name, OnFailure.SKIP).matches(dotted) is matches
 
 
-@given(st.integers(1, 40), st.sets(st.integers(0, 39)), st.integers(1, 4), st.booleans())
-def test_exactly_the_failing_records_die_and_every_other_succeeds_exactly_once(
-    count: Any, bad: Any, attempts: Any, whole: Any
-) -> None:
-    calls = plan(count, attempts=attempts)
-    succeeded = []
-    while (step := calls.step()) is not None:
-        failing = [place for place, index in enumerate(step.indices) if index in bad]
-        if whole and failing:
-            calls.failed(step, BOOM)
-        elif failing:
-            succeeded += step.indices[: failing[0]]
-            calls.failed_at(step, failing[0], BOOM)
-        else:
-            succeeded += step.indices
-    assert set(calls.dead) == bad & set(range(count))
-    assert succeeded == [index for index in range(count) if index not in bad]
-    assert all(dead.attempts >= attempts for dead in calls.dead.values())
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("KeyError=skip", FailureRule("KeyError", OnFailure.SKIP)),
+        (" a.b.C = dead_letter ", FailureRule("a.b.C", OnFailure.DEAD_LETTER)),
+        ("X=halt", FailureRule("X", OnFailure.HALT)),
+        ("X=retry", FailureRule("X")),
+        ("X=retry:10", FailureRule("X", attempts=10)),
+    ],
+)
+def test_rules_are_read_from_text_and_written_so_again(text: Any, rule: Any) -> None:
+    assert failure_rule(text) == rule
+    assert failure_rule(str(rule)) == rule
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "KeyError",
+        "KeyError=ignore",
+        "=skip",
+        "Key Error=skip",
+        "1a=skip",
+        "X=retry:0",
+        "X=retry:-1",
+        "X=skip:2",
+    ],
+)
+def test_what_is_no_rule_is_refused(text: Any) -> None:
+    with pytest.raises(ValueError, match=r"is not CLASS=|is no name"):
+        failure_rule(text)
+
+
+@pytest.mark.parametrize("wrong", [{"attempts": 0}, {"attempts": 2, "on_failure": OnFailure.SKIP}])
+def test_impossible_rules_are_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="attempts must"):
+        FailureRule("X", **wrong)
+
+
+@pytest.mark.parametrize("after", [-1, float("nan"), float("inf")])
+def test_a_retry_after_no_time_at_all_is_refused(after: Any) -> None:
+    with pytest.raises(ValueError, match="number of seconds"):
+        Retry(after=after)
+
+
+def test_what_a_handler_asks_for_is_in_its_failure() -> None:
+    retry, discard = describe(raised(Retry("busy", after=5))), describe(Discard("old", records=[1]))
+    assert (retry.error, retry.wish, retry.after_seconds, retry.records) == (
+        "Retry: busy",
+        Wish.RETRY,
+        5,
+        None,
+    )
+    assert (discard.wish, discard.records, describe(Fatal()).error) == (Wish.DISCARD, (1,), "Fatal")
+    assert describe(Verdict("what?")).wish is None
+
+
+def test_the_names_of_an_error_go_from_its_class_to_its_bases() -> None:
+    assert describe(Timeout()).names == (
+        "requests.exceptions.Timeout",
+        "builtins.OSError",
+        "builtins.Exception",
+        "builtins.BaseException",
+    )
 
 
 def raised(error: Any) -> Any:

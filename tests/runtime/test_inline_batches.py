@@ -69,7 +69,7 @@ async def test_a_failing_batch_is_halved_down_to_the_failing_record(kit: Any, co
         schema=SCHEMA,
         process_records=hooks[hook],
     )
-    assert calls == [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2], [3, 4], [3], [4]]
+    assert calls == [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2], [3], [4]]
     assert column(outcome, "n") == [1, 2, 4]
     assert kit.dead(outcome) == [3]
     assert kit.clock.slept == [0.1]

@@ -15,8 +15,9 @@ from mldserver.protocol.messages import Version
 from mldserver.records import Record, Sequence
 from mldserver.runtime import outcome
 from mldserver.runtime.base import META_COLUMNS, BatchOutline
-from mldserver.runtime.failure import Dead, Failure
+from mldserver.runtime.failure import Ending, Failure
 from mldserver.runtime.outcome import Taken, damaged, dead_letter, join_rows
+from mldserver.runtime.plan import End
 from mldserver.runtime.rows import Built
 
 
@@ -128,7 +129,9 @@ def test_a_dead_letter_holds_all_that_is_known(data: Any, kept: Any) -> None:
     record = Record(
         shard_id="s", sequence_number="9", sub_sequence_number=2, data=data, partition_key="k", arrival_ms=4
     )
-    letter = dead_letter(record, Dead(Failure("E: x", "tb"), 3), handler="h", at_ms=99)
+    end = End(Ending.DEAD_LETTER, Failure("E: x", "tb"), 3, Sequence(7))
+    letter = dead_letter(record, end, handler="h", at_ms=99)
+    assert letter.parked_behind == Sequence(7)
     assert (letter.data, letter.sequence, letter.partition_key, letter.arrival_ms) == (
         kept,
         Sequence(9, 2),

@@ -1,0 +1,284 @@
+"""Which calls a batch takes when some fail: a synchronous core that only decides.
+
+The shell asks the plan for the next call (``BatchPlan.step``), makes it, and tells what came of it. The rules, where
+``FailurePolicy.ending`` says whether a failed record is called again:
+
+* One record a call (``process_record``): the failing record alone is called again until it succeeds or ends; then the
+  plan goes on behind it. The handler never sees a later record before that is decided.
+* A whole batch a call (``process_records``, ``process_table``): the batch is called again, and when that is over the
+  failing record is searched by halving. A part that succeeds is done: no record is processed successfully twice because
+  of another one. A half is not called when it is known to hold the failure (the other one succeeded), and what lies
+  behind the first record that was found is called in one piece. So one bad record among n costs ``attempts`` calls
+  of the batch, ceil(log2 n) to find it, at most one of its own, and at most one for what is left.
+* Records that are named (rows that cannot be taken, ``BatchResult``, ``Fatal(records=…)``): the others are done or
+  called again without them; only those are tried again, or end.
+* Where the end of a part would be ``halt``, nothing is searched: the shard stops.
+* When keys are parked, the records behind a dead letter of their key that were not handed over yet are dead letters too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
+
+from mldserver.runtime.failure import Ending, Failure
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from mldserver import records
+    from mldserver.runtime.failure import FailurePolicy
+
+__all__ = ["Again", "BatchPlan", "End", "Facts", "Step"]
+
+
+class Facts(Protocol):
+    """What a plan must know of a batch's records, by their index; asked only when something failed."""
+
+    def arrival_ms(self, index: int) -> int:
+        """Return when the record arrived."""
+        ...
+
+    def key(self, index: int) -> str | None:
+        """Return its partition key."""
+        ...
+
+    def sequence(self, index: int) -> records.Sequence:
+        """Return its place in the shard."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The next call: for these records of the batch, in this order."""
+
+    indices: Sequence[int]
+    failures: int = 0
+    """How often it has failed in a row: the call is to wait. 0: it need not wait."""
+    after_seconds: float | None = None
+    """How long it is to wait; None: the back-off of ``failures``."""
+    halved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """A failure that will be tried again, or that stops the shard."""
+
+    index: int
+    """The failing record, or the first of the failing part."""
+    failure: Failure
+    attempt: int
+    """Which call failed, from 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a record ended that has no rows."""
+
+    ending: Ending
+    failure: Failure
+    attempts: int
+    """Calls that it was part of and that failed."""
+    behind: records.Sequence | None = None
+    """It is parked: the dead letter of its key that it must not overtake."""
+
+
+@dataclass(slots=True)
+class BatchPlan:
+    """Decides, for the records ``indices`` of one batch, what is called next and what becomes of failures."""
+
+    indices: Sequence[int]
+    policy: FailurePolicy
+    facts: Facts
+    ends: dict[int, End] = field(default_factory=dict)
+    """The records that ended without rows."""
+    halted: Again | None = None
+    """The failure that stops the shard."""
+    parked: dict[str, records.Sequence] = field(default_factory=dict)
+    """The keys with a dead letter of this batch, with its sequence; only when keys are parked."""
+    _todo: list[Step] = field(default_factory=list)
+    """A stack: the next call is the last."""
+    _calls: dict[int, int] = field(default_factory=dict)
+    """Failed calls of each record that has any."""
+    _suspect: Step | None = None
+    """The right half of what failed last: it holds the failure when the left half succeeds."""
+    _merging: bool = True
+    """Whether no second bad record was seen: what lies behind the first is then called in one piece."""
+    _merged: Step | None = None
+    _by_key: dict[str | None, list[int]] | None = None
+
+    def __post_init__(self) -> None:
+        """Begin with one call for all records."""
+        if self.indices:
+            self._todo.append(Step(self.indices))
+
+    @property
+    def attempts(self) -> int:
+        """The most calls that any record took: its failed ones, and the one that succeeded unless it ended."""
+        return max((calls + (index not in self.ends) for index, calls in self._calls.items()), default=1)
+
+    def step(self) -> Step | None:
+        """Take the next call out of the plan; None when every record is decided, or the shard stops."""
+        if self.halted is not None:
+            return None
+        while self._todo:
+            step = self._todo.pop()
+            if step is not self._suspect or len(step.indices) == 1:
+                return step
+            self._halve(step)
+        return None
+
+    def condemn(self, faults: Mapping[int, Failure], now_ms: int) -> None:
+        """Records that cannot be called at all end before the first call: trying again cannot help, whatever a rule says."""
+        self._drop(faults)
+        for index, failure in faults.items():
+            self._count((index,))
+            ending = self.policy.ending(
+                failure, calls=self.policy.attempts, age_ms=self._age((index,), now_ms)
+            )
+            # Trying again cannot help, whatever a rule says.
+            self._end(index, ending or Ending(self.policy.on_failure), failure)
+
+    def park(self, keys: Mapping[str, records.Sequence]) -> None:
+        """Records of keys that have a dead letter from earlier are dead letters too, before the first call."""
+        for key, sequence in keys.items():
+            self._park(self._of_key(key), sequence)
+
+    def failed_at(self, step: Step, place: int, failure: Failure, now_ms: int) -> Again | None:
+        """The call for one record of a step failed; those before it are done, those behind it were not called.
+
+        Returns what will be tried again, or None when the record ended (or the shard stops).
+        """
+        rest = step.indices[place + 1 :]
+        if rest:
+            self._todo.append(Step(rest))
+        return self.failed(Step(step.indices[place : place + 1]), failure, now_ms)
+
+    def failed(self, step: Step, failure: Failure, now_ms: int) -> Again | None:
+        """A call for all records of a step failed as a whole.
+
+        Returns what will be tried again (the step, or its halves), or None when its one record ended (or the shard
+        stops).
+        """
+        self._suspect = None
+        if step is self._merged:
+            self._merging = False
+        indices, first = step.indices, step.indices[0]
+        self._count(indices)
+        again = Again(first, failure, self._calls[first])
+        ending = self.policy.ending(failure, calls=again.attempt, age_ms=self._age(indices, now_ms))
+        if ending is None and (len(indices) == 1 or not step.halved):
+            self._todo.append(Step(indices, again.attempt, failure.after_seconds, step.halved))
+            return again
+        if ending is Ending.HALT:
+            self.halted = again
+            return None
+        if len(indices) == 1:
+            assert ending is not None, "a single record without an end was called again above"
+            self._end(first, ending, failure)
+            if step.halved:
+                self._merge()
+            return None
+        self._halve(step)
+        return again
+
+    def named(self, step: Step, indices: Iterable[int], failure: Failure, now_ms: int) -> list[Again]:
+        """A call failed because of these records of it; the others were not taken, and are called without them."""
+        named = sorted(set(indices))
+        rest = [index for index in step.indices if index not in set(named)]
+        if rest:
+            self._todo.append(Step(rest, halved=step.halved))
+        return self.faulty(step, dict.fromkeys(named, failure), now_ms)
+
+    def faulty(self, step: Step, faults: Mapping[int, Failure], now_ms: int) -> list[Again]:
+        """A call succeeded but for some of its records; the others are done.
+
+        Returns what will be tried again.
+        """
+        indices, self._suspect = sorted(faults), None
+        self._count(indices)
+        endings = {
+            index: self.policy.ending(
+                faults[index], calls=self._calls[index], age_ms=self._age((index,), now_ms)
+            )
+            for index in indices
+        }
+        again = [
+            Again(index, faults[index], self._calls[index]) for index in indices if endings[index] is None
+        ]
+        if again:
+            waits = [one.failure.after_seconds for one in again if one.failure.after_seconds is not None]
+            failures = max(one.attempt for one in again)
+            after = max(waits) if len(waits) == len(again) else None
+            self._todo.append(Step([one.index for one in again], failures, after, step.halved))
+        for index, ending in endings.items():
+            if ending is not None:
+                self._end(index, ending, faults[index])
+        return [one for one in again if one.index not in self.ends]
+
+    def _halve(self, step: Step) -> None:
+        """Plan two calls in place of one that failed, or would."""
+        middle = len(step.indices) // 2
+        self._suspect = Step(step.indices[middle:], halved=True)
+        self._todo += [self._suspect, Step(step.indices[:middle], halved=True)]
+
+    def _merge(self) -> None:
+        """A bad record was found: what is left of the search may well be good, all of it."""
+        if not self._merging:
+            return
+        rest: list[int] = []
+        while self._todo and self._todo[-1].halved and not self._todo[-1].failures:
+            rest += self._todo.pop().indices
+        if rest:
+            self._merged = Step(rest, halved=True)
+            self._todo.append(self._merged)
+
+    def _count(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            self._calls[index] = self._calls.get(index, 0) + 1
+
+    def _age(self, indices: Iterable[int], now_ms: int) -> int:
+        """Return the age of the oldest; not looked at when it does not matter."""
+        if self.policy.max_age_ms is None:
+            return 0
+        return now_ms - min(map(self.facts.arrival_ms, indices))
+
+    def _end(self, index: int, ending: Ending, failure: Failure) -> None:
+        if ending is Ending.HALT:
+            self.halted = self.halted or Again(index, failure, self._calls[index])
+            return
+        self.ends[index] = End(ending, failure, self._calls[index])
+        if ending is Ending.DEAD_LETTER and self.policy.parks:
+            key = self.facts.key(index)
+            if key is not None:
+                sequence = self.facts.sequence(index)
+                self.parked.setdefault(key, sequence)
+                self._park([other for other in self._of_key(key) if other > index], sequence)
+
+    def _of_key(self, key: str | None) -> list[int]:
+        if self._by_key is None:
+            self._by_key = {}
+            for index in self.indices:
+                self._by_key.setdefault(self.facts.key(index), []).append(index)
+        return self._by_key.get(key, [])
+
+    def _park(self, indices: Sequence[int], behind: records.Sequence) -> None:
+        for index in self._drop(indices):
+            failure = Failure(f"Parked: it waits behind {behind}, a dead letter of its partition key")
+            self.ends[index] = End(Ending.DEAD_LETTER, failure, self._calls.get(index, 0), behind)
+
+    def _drop(self, indices: Iterable[int]) -> list[int]:
+        """Take records out of the calls that are planned; return those that were there."""
+        unwanted, found = set(indices), list[int]()
+        if not unwanted:
+            return found
+        kept = []
+        for step in self._todo:
+            found += [index for index in step.indices if index in unwanted]
+            left = [index for index in step.indices if index not in unwanted]
+            if left:
+                # A copy is no suspect any more: the failure may have been of what was taken out.
+                same = len(left) == len(step.indices)
+                kept.append(step if same else replace(step, indices=left))
+        self._todo = kept
+        return found
