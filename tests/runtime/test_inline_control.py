@@ -1,0 +1,289 @@
+"""What handlers say about their own failures, through the inline runtime: sync and async, each kind of hook."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from mldserver import BatchResult, Discard, Fatal, Retry
+from mldserver.errors import HandlerHalted
+from mldserver.records import Record
+from mldserver.runtime.failure import FailurePolicy, OnFailure, failure_rule
+
+ONE = FailurePolicy(attempts=1)
+SKIP = FailurePolicy(on_failure=OnFailure.SKIP)
+HALT = FailurePolicy(on_failure=OnFailure.HALT)
+SCHEMA = "n INT"
+
+
+@pytest.fixture(params=["sync", "async"])
+def kind(request: Any) -> Any:
+    """Return what makes a hook of a function: itself, or a coroutine function."""
+
+    def of(function: Any) -> Any:
+        async def coroutine(argument: Any) -> Any:
+            return function(argument)
+
+        return function if request.param == "sync" else coroutine
+
+    return of
+
+
+def events(logged: Any, name: str) -> Any:
+    return [event for event in logged if event["event"] == name]
+
+
+class Once:
+    """Raises for a record the first time."""
+
+    def __init__(self, number: int, error: Any) -> None:
+        self.number, self.error, self.calls = number, error, []
+
+    def __call__(self, record: Any) -> Any:
+        n = record.json()
+        self.calls.append(n)
+        if n == self.number and self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        return (n,)
+
+
+async def test_a_record_is_called_again_when_the_handler_says(
+    kit: Any, column: Any, kind: Any, logged: Any
+) -> None:
+    hook = Once(2, Retry("busy", after=42))
+    outcome = await kit.run(1, 2, 3, schema=SCHEMA, process_record=kind(hook.__call__))
+    assert (hook.calls, column(outcome, "n"), kit.clock.slept) == ([1, 2, 2, 3], [1, 2, 3], [42])
+    (failed,) = events(logged, "handler.failed")
+    assert (failed["what"], failed["delay_seconds"], failed["attempt"]) == ("Retry: busy", 42, 1)
+
+
+async def test_a_discarded_record_leaves_no_row_and_no_letter_and_is_counted(
+    kit: Any, column: Any, kind: Any, logged: Any
+) -> None:
+    outcome = await kit.run(1, 2, 3, schema=SCHEMA, process_record=kind(Once(2, Discard("a test")).__call__))
+    assert (column(outcome, "n"), outcome.dead_letters, outcome.discarded) == ([1, 3], (), 1)
+    (event,) = events(logged, "handler.discarded")
+    assert (event["level"], event["sequence"], event["what"]) == ("debug", "2", "Discard: a test")
+    assert kit.clock.slept == []
+
+
+async def test_a_fatal_record_has_no_more_attempts(kit: Any, column: Any, kind: Any) -> None:
+    hook = Once(2, Fatal("no such account"))
+    outcome = await kit.run(1, 2, 3, schema=SCHEMA, process_record=kind(hook.__call__))
+    (letter,) = outcome.dead_letters
+    assert (hook.calls, column(outcome, "n")) == ([1, 2, 3], [1, 3])
+    assert (letter.error, letter.attempts, letter.parked_behind) == ("Fatal: no such account", 1, None)
+
+
+async def test_a_skipped_record_is_counted_and_logged_and_nothing_of_it_is_kept(
+    kit: Any, column: Any, kind: Any, logged: Any
+) -> None:
+    outcome = await kit.run(
+        1, b"{", 3, policy=SKIP, schema=SCHEMA, process_record=kind(Once(0, None).__call__)
+    )
+    assert (column(outcome, "n"), outcome.dead_letters, outcome.skipped) == ([1, 3], (), 1)
+    (event,) = events(logged, "handler.skipped")
+    assert (event["level"], event["sequence"], event["attempts"]) == ("warning", "2", 3)
+    assert "JSONDecodeError" in event["traceback"]
+
+
+async def test_rules_hold_for_the_rows_that_the_server_refuses_too(kit: Any) -> None:
+    policy = FailurePolicy(rules=(failure_rule("BadRow=dead_letter"), failure_rule("BadRows=dead_letter")))
+    outcome = await kit.run("x", policy=policy, schema=SCHEMA, process_record=lambda record: ("x",))
+    assert [letter.attempts for letter in outcome.dead_letters] == [1]
+    outcome = await kit.run("x", policy=policy, schema=SCHEMA, process_records=lambda batch: 5)
+    assert [letter.attempts for letter in outcome.dead_letters] == [1]
+
+
+async def test_a_rule_that_says_halt_stops_the_shard_at_once(kit: Any, shard: Any) -> None:
+    policy = FailurePolicy(rules=(failure_rule("orjson.JSONDecodeError=halt"),))
+    hook = Once(0, None)
+    runtime = await kit.start(policy=policy, schema=SCHEMA, process_record=hook.__call__)
+    await runtime.open(shard)
+    with pytest.raises(HandlerHalted, match="JSONDecodeError"):
+        await runtime.process(kit.delivery(1, b"{", 3))
+    assert hook.calls == [1]
+
+
+async def test_a_record_older_than_max_age_is_called_once(kit: Any) -> None:
+    # The clock stands at 5,000; the records arrived at 1,001 and 1,002.
+    policy = FailurePolicy(attempts=5, max_age_ms=3_999)
+    outcome = await kit.run(b"{", b"{", policy=policy, schema=SCHEMA, process_record=Once(0, None).__call__)
+    assert [letter.attempts for letter in outcome.dead_letters] == [1, 2]
+
+
+def result(rows: Any, failed: Any) -> Any:
+    """Return a hook that returns this the first time, then rows for all."""
+    calls: list[Any] = []
+
+    def process_records(batch: Any) -> Any:
+        calls.append([record.sequence_number for record in batch])
+        if len(calls) > 1:
+            return [(record.json(),) for record in batch]
+        return BatchResult(rows=rows, failed=failed(batch))
+
+    return process_records, calls
+
+
+async def test_only_the_records_that_a_batch_names_are_called_again(kit: Any, column: Any, kind: Any) -> None:
+    hook, calls = result([(1,), None, (3,), None], lambda batch: [1, batch[3]])
+    outcome = await kit.run(1, 2, 3, 4, schema=SCHEMA, process_records=kind(hook))
+    assert calls == [[1, 2, 3, 4], [2, 4]]
+    assert (column(outcome, "n"), outcome.dead_letters, outcome.attempts) == ([1, 2, 3, 4], (), 2)
+
+
+async def test_records_that_a_batch_keeps_naming_are_dead_letters(kit: Any, column: Any, kind: Any) -> None:
+    def process_records(batch: Any) -> Any:
+        bad = [record for record in batch if record.json() in {2, 3}]
+        return BatchResult([(record.json(),) for record in batch], failed=bad)
+
+    outcome = await kit.run(1, 2, 3, 4, schema=SCHEMA, process_records=kind(process_records))
+    assert (column(outcome, "n"), kit.dead(outcome)) == ([1, 4], [2, 3])
+    assert [(letter.error, letter.attempts) for letter in outcome.dead_letters] == [
+        ("Failed: the handler named it", 3)
+    ] * 2
+
+
+async def test_a_batch_may_say_why_each_record_failed(kit: Any, column: Any, kind: Any) -> None:
+    why = {0: "odd", 1: Discard(), 2: Fatal("never"), 3: KeyError("k")}
+    hook, calls = result([(9,)] * 5, lambda batch: why)
+    outcome = await kit.run(1, 2, 3, 4, 5, policy=ONE, schema=SCHEMA, process_records=kind(hook))
+    assert (calls, column(outcome, "n"), outcome.discarded) == ([[1, 2, 3, 4, 5]], [9], 1)
+    assert [letter.error for letter in outcome.dead_letters] == [
+        "Failed: odd",
+        "Fatal: never",
+        "KeyError: 'k'",
+    ]
+
+
+async def test_a_record_is_found_by_its_sequence_when_it_is_a_copy(kit: Any) -> None:
+    copy = Record(shard_id="s", sequence_number="2")
+    hook, calls = result(None, lambda batch: [copy])
+    await kit.run(1, 2, 3, schema=SCHEMA, process_records=hook)
+    assert calls == [[1, 2, 3], [2]]
+
+
+@pytest.mark.parametrize("wrong", [5, -1, True, "1", Record(shard_id="s", sequence_number="77")])
+async def test_names_of_no_record_of_the_call_fail_it(kit: Any, wrong: Any, logged: Any) -> None:
+    hook, calls = result(None, lambda batch: [wrong])
+    outcome = await kit.run(1, 2, schema=SCHEMA, process_records=hook)
+    assert (calls, outcome.dead_letters) == ([[1, 2], [1, 2]], ())
+    (failed,) = events(logged, "handler.failed")
+    assert failed["what"].startswith("BadRows: ")
+    assert failed["what"].endswith("was named as failed, but is none of the 2 records")
+
+
+async def test_names_that_cannot_be_read_fail_the_call(kit: Any, logged: Any) -> None:
+    hook, calls = result(None, lambda batch: 7)
+    await kit.run(1, 2, schema=SCHEMA, process_records=hook)
+    assert len(calls) == 2
+    assert events(logged, "handler.failed")[0]["what"].startswith("BadRows: 'int' object is not iterable")
+
+
+@pytest.mark.parametrize("error", [Fatal, Discard])
+async def test_an_error_that_names_records_ends_these_and_the_others_are_called_again(
+    kit: Any, column: Any, kind: Any, error: Any
+) -> None:
+    calls = []
+
+    def process_records(batch: Any) -> Any:
+        calls.append(len(batch))
+        if len(batch) == 3:
+            raise error("these", records=[batch[0], 2])
+        return [(record.json(),) for record in batch]
+
+    outcome = await kit.run(1, 2, 3, schema=SCHEMA, process_records=kind(process_records))
+    assert (calls, column(outcome, "n"), kit.clock.slept) == ([3, 1], [2], [])
+    assert (len(outcome.dead_letters), outcome.discarded) == ((2, 0) if error is Fatal else (0, 2))
+
+
+async def test_an_error_that_names_no_record_of_the_call_is_searched(kit: Any, column: Any) -> None:
+    def process_records(batch: Any) -> Any:
+        if any(record.json() == 2 for record in batch):
+            raise Fatal("that one", records=[99])
+        return [(record.json(),) for record in batch]
+
+    outcome = await kit.run(1, 2, schema=SCHEMA, process_records=process_records)
+    assert (column(outcome, "n"), kit.dead(outcome)) == ([1], [2])
+    assert "99 was named as failed" in outcome.dead_letters[0].error
+
+
+@pytest.mark.parametrize("how", ["same length", "record column"])
+async def test_a_table_may_come_with_the_places_that_failed(
+    kit: Any, column: Any, kind: Any, how: Any
+) -> None:
+    calls = []
+
+    def process_table(table: Any) -> Any:
+        calls.append(table.num_rows)
+        numbers = [int(data) for data in table["data"].to_pylist()]
+        if table.num_rows == 1:
+            return pa.table({"n": numbers})
+        if how == "same length":
+            return BatchResult(pa.table({"n": [1, None, 3]}), failed=[1])
+        return BatchResult(pa.table({"n": [3, 1], "record": [2, 0]}), failed={1: "odd"})
+
+    outcome = await kit.run(1, 2, 3, schema=SCHEMA, process_table=kind(process_table))
+    assert (calls, column(outcome, "n")) == ([3, 1], [1, 2, 3])
+
+
+async def test_values_of_records_that_a_table_names_as_failed_do_not_matter(kit: Any, column: Any) -> None:
+    def process_table(table: Any) -> Any:
+        return BatchResult(pa.table({"n": [None, 2]}), failed={0: Discard()})
+
+    outcome = await kit.run(1, 2, schema="n INT NOT NULL", process_table=process_table)
+    assert (column(outcome, "n"), outcome.discarded, outcome.dead_letters) == ([2], 1, ())
+
+
+async def test_a_discard_in_a_batch_is_searched_so_that_no_other_record_goes_with_it(
+    kit: Any, column: Any
+) -> None:
+    def process_records(batch: Any) -> Any:
+        return [one(record) for record in batch]
+
+    def one(record: Any) -> Any:
+        if record.json() == 3:
+            raise Discard("a test")
+        return (record.json(),)
+
+    outcome = await kit.run(1, 2, 3, 4, schema=SCHEMA, process_records=process_records)
+    assert (column(outcome, "n"), outcome.discarded) == ([1, 2, 4], 1)
+
+
+async def test_one_bad_record_among_ten_thousand_is_found_in_fourteen_calls_and_the_rest_is_done_once(
+    kit: Any,
+) -> None:
+    calls, done = [], []
+
+    def process_records(batch: Any) -> Any:
+        calls.append(len(batch))
+        numbers = [record.sequence_number for record in batch]
+        if 6_789 in numbers:
+            raise ValueError("one of these")
+        done.extend(numbers)
+
+    outcome = await kit.run(*([b"x"] * 10_000), process_records=process_records)
+    assert kit.dead(outcome) == [6_789]
+    assert sorted(done) == [n for n in range(1, 10_001) if n != 6_789]
+    # Three attempts, fourteen to find it, and one for all that lies behind it.
+    assert len(calls) <= 3 + 14 + 1 + 1
+    assert kit.clock.slept == [0.1, 0.2]
+
+
+async def test_a_batch_result_of_a_hook_for_one_record_is_no_row(kit: Any) -> None:
+    outcome = await kit.run(1, policy=ONE, schema=SCHEMA, process_record=lambda record: BatchResult())
+    assert "is not a row" in outcome.dead_letters[0].error
+
+
+async def test_under_halt_a_fatal_record_stops_the_shard_without_further_attempts(
+    kit: Any, shard: Any
+) -> None:
+    hook = Once(1, Fatal("stop"))
+    runtime = await kit.start(policy=HALT, schema=SCHEMA, process_record=hook.__call__)
+    await runtime.open(shard)
+    with pytest.raises(HandlerHalted, match="Fatal: stop"):
+        await runtime.process(kit.delivery(1, 2))
+    assert hook.calls == [1]
