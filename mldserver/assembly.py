@@ -21,7 +21,7 @@ from mldserver.coordinator.window_runner import WindowPolicy, WindowRunner
 from mldserver.coordinator.windows import Tumbling
 from mldserver.errors import OperatorError
 from mldserver.protocol.connection import ConnectionLimits
-from mldserver.runtime.failure import FailurePolicy, OnFailure
+from mldserver.runtime.failure import FailurePolicy, OnFailure, OnKeyFailure
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.runtime.inspection import load_spec
 from mldserver.sources.mld import MLDListener
@@ -270,6 +270,9 @@ def _failure_policy(settings: Settings) -> FailurePolicy:
         base_seconds=settings.retry_base,
         cap_seconds=settings.retry_cap,
         on_failure=OnFailure(settings.on_failure),
+        max_age_ms=None if settings.max_age is None else _ms(settings.max_age),
+        rules=settings.failure_rules,
+        on_key_failure=OnKeyFailure(settings.on_key_failure),
     )
 
 

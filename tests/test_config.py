@@ -357,7 +357,7 @@ def test_where_nothing_is_close_the_help_is_named() -> None:
 def test_a_bad_value_is_refused_with_its_origin_and_what_is_allowed() -> None:
     told = refusal(environ={"MLDSERVER_ON_FAILURE": "explode"})
     assert "on_failure = 'explode' (environment MLDSERVER_ON_FAILURE)" in told
-    assert "Allowed is dead_letter | halt." in told
+    assert "Allowed is dead_letter | skip | halt." in told
 
 
 def test_damaged_toml_is_refused_with_its_line(tmp_path: Path) -> None:

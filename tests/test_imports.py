@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "sources": ("records", "errors", "clock", "faults", "protocol", "runtime.base"),
     # The driver process imports the user's handler by the same rules as the runtime does.
     "spark": ("errors", "clock", "faults", "remote", "coordinator.windows", "runtime.loader"),
-    "config": ("errors", "faults", "remote", "coordinator.windows"),
+    "config": ("errors", "faults", "remote", "coordinator.windows", "runtime.failure"),
     "observe": ("errors", "config"),
     "kcl": ("errors", "clock", "config", "spark.java", ""),
     "assembly": ("*",),

@@ -25,6 +25,8 @@ __all__ = [
     "Level",
     "LogFormat",
     "OnFailure",
+    "OnKeyFailure",
+    "OnWindowFailure",
     "TcpAddress",
     "UnixAddress",
     "address",
@@ -45,7 +47,9 @@ T = TypeVar("T")
 
 Level = Literal["debug", "info", "warning", "error", "critical"]
 LogFormat = Literal["auto", "json", "pretty"]
-OnFailure = Literal["dead_letter", "halt"]
+OnFailure = Literal["dead_letter", "skip", "halt"]
+OnKeyFailure = Literal["continue", "park"]
+OnWindowFailure = Literal["dead_letter", "halt"]
 Late = Literal["recompute", "separate"]
 
 LOOPBACK = "127.0.0.1"

@@ -10,14 +10,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from mldserver.config import kinds, places, sinks
-from mldserver.config.kinds import Address, Kind, Late, Level, LogFormat, OnFailure, TcpAddress
+from mldserver.config import failures, kinds, places, sinks
+from mldserver.config.kinds import (
+    Address,
+    Kind,
+    Late,
+    Level,
+    LogFormat,
+    OnFailure,
+    OnKeyFailure,
+    OnWindowFailure,
+    TcpAddress,
+)
 from mldserver.config.places import LedgerPlace, OutPlace, SqlitePlace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from mldserver.config.sinks import TableSink
+    from mldserver.runtime.failure import FailureRule
 
 __all__ = ["ENV_PREFIX", "Settings", "Spec", "cache_folder", "default_pipeline", "specs"]
 
@@ -200,12 +211,31 @@ class Settings:
     )
 
     on_failure: OnFailure = _setting(
-        kinds.choice("dead_letter", "halt"),
+        kinds.choice("dead_letter", "skip", "halt"),
         "dead_letter",
-        "What becomes of a record that keeps failing: stored aside, or its connection is closed.",
+        "What becomes of a record that keeps failing: stored aside, only counted, or its connection is closed.",
+        _HANDLER,
+    )
+    on_key_failure: OnKeyFailure = _setting(
+        kinds.choice("continue", "park"),
+        "continue",
+        "Later records of a dead letter's partition key go on, or wait behind it as dead letters too.",
+        _HANDLER,
+    )
+    failure_rules: tuple[FailureRule, ...] = _made(
+        failures.failure_rules(),
+        tuple,
+        "none",
+        "What becomes of records by the class of their error, with its bases; may be repeated.",
         _HANDLER,
     )
     attempts: int = _setting(kinds.count(at_least=1), 3, "Calls of the handler for one record.", _HANDLER)
+    max_age: float | None = _setting(
+        kinds.optional(kinds.duration()),
+        None,
+        "A failed record that arrived this long ago is not called again.",
+        _HANDLER,
+    )
     retry_base: float = _setting(kinds.duration(), 0.1, "First wait between calls; it doubles.", _HANDLER)
     retry_cap: float = _setting(kinds.duration(), 10.0, "Longest wait between calls.", _HANDLER)
     answer_deadline: float | None = _setting(
@@ -216,6 +246,12 @@ class Settings:
     )
     handler_timeout: float = _setting(
         kinds.duration(), 60.0, "A hook that runs longer has failed (`async`) or is logged as slow.", _HANDLER
+    )
+    concurrency: int | None = _setting(
+        kinds.optional(kinds.count(at_least=1)),
+        None,
+        "Records of one batch and of different keys that `process_record` works on at a time; none: what it says.",
+        _HANDLER,
     )
 
     flush_interval: float = _setting(
@@ -273,7 +309,7 @@ class Settings:
         kinds.duration(), 600.0, "A known shard without a connection holds windows this long.", _COORDINATOR
     )
 
-    window_on_failure: OnFailure = _setting(
+    window_on_failure: OnWindowFailure = _setting(
         kinds.choice("halt", "dead_letter"),
         "halt",
         "What becomes of a window that keeps failing: windows wait for a person, or it is set aside.",

@@ -1,0 +1,62 @@
+"""The settings that say what becomes of records that fail."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mldserver.assembly import _failure_policy
+from mldserver.config import Settings, resolve
+from mldserver.config.failures import failure_rules
+from mldserver.errors import ConfigError
+from mldserver.runtime.failure import FailurePolicy, FailureRule, OnFailure, OnKeyFailure
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RULES = (FailureRule("KeyError", OnFailure.SKIP), FailureRule("requests.Timeout", attempts=10))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        "KeyError=skip,requests.Timeout=retry:10",
+        " KeyError = skip ; requests.Timeout=retry:10 ;",
+        ["KeyError=skip", "requests.Timeout=retry:10"],
+        ("KeyError=skip, requests.Timeout=retry:10",),
+        {"KeyError": "skip", "requests": {"Timeout": "retry:10"}},
+    ],
+)
+def test_rules_are_read_from_every_source(raw: Any) -> None:
+    kind = failure_rules()
+    assert kind.parse(raw) == RULES
+    assert kind.parse(kind.show(RULES)) == RULES
+
+
+@pytest.mark.parametrize("raw", [5, "KeyError", "KeyError=explode", "KeyError=skip,KeyError=halt"])
+def test_impossible_rules_are_refused(raw: Any) -> None:
+    with pytest.raises(ValueError, match=r"it is no list|is not CLASS|has two rules"):
+        failure_rules().parse(raw)
+
+
+def test_impossible_rules_end_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="failure_rules"):
+        resolve({"handler": "h", "failure_rules": ["KeyError=explode"]}, environ={}, folder=tmp_path)
+
+
+def test_the_settings_make_the_policy() -> None:
+    settings = Settings(
+        handler="h",
+        attempts=5,
+        retry_base=0.5,
+        retry_cap=4.0,
+        on_failure="skip",
+        max_age=60.0,
+        failure_rules=RULES,
+        on_key_failure="park",
+    )
+    assert _failure_policy(settings) == FailurePolicy(
+        5, 0.5, 4.0, OnFailure.SKIP, 60_000, RULES, OnKeyFailure.PARK
+    )
+    assert _failure_policy(Settings(handler="h")) == FailurePolicy()
