@@ -103,7 +103,7 @@ class InlineRuntime:
         self._tools = Tools(
             spec=spec,
             caller=caller,
-            thread=self._thread,
+            threads=(self._thread,),
             clock=self._clock,
             policy=self._policy,
             random=self._random,
