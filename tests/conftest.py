@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -44,3 +45,13 @@ def logged() -> Iterator[list[dict[str, Any]]]:
     violations = list(CheckedLogger.violations)
     CheckedLogger.violations.clear()
     assert not violations, violations
+
+
+@pytest.fixture(autouse=True)
+def forgotten_handlers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A handler that a test wrote is imported by that test alone, whatever others of its name there were before."""
+    yield
+    root = str(tmp_path_factory.getbasetemp())
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None) or "").startswith(root):
+            del sys.modules[name]

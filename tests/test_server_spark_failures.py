@@ -39,14 +39,14 @@ WINDOWS = 3
 
 @pytest.fixture
 def handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "ids_by_second.py").write_text(HANDLER)
+    (tmp_path / "seconds_by_spark.py").write_text(HANDLER)
     monkeypatch.syspath_prepend(str(tmp_path))
-    return "ids_by_second"
+    return "seconds_by_spark"
 
 
 def engine(folder: Path, plan: str, **settings: Any) -> SparkEngine:
     return SparkEngine(
-        "ids_by_second",
+        "seconds_by_spark",
         "id BIGINT NOT NULL, at TIMESTAMP",
         master="sc://nowhere",
         work_dir=folder / "work",

@@ -31,6 +31,7 @@ class SparkLife:
         self._plan = plan
         self._step = step
         self._process: asyncio.subprocess.Process | None = None
+        self._before = 0
         self._over = asyncio.Event()
 
     @property
@@ -45,6 +46,7 @@ class SparkLife:
         environ = os.environ | told | {"PYTHONPATH": os.pathsep.join(known)}
         if self._step is not None:
             environ[KILL_VARIABLE] = self._step
+        self._before = _listened(self._plan)
         arguments = ["serve", self._plan.handler, "--out", str(self._plan.out)]
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "mldserver", *arguments, env=environ, cwd=self._plan.python_path
@@ -82,7 +84,8 @@ class SparkLife:
 
     async def _stop_when_done(self) -> None:
         await self._over.wait()
-        while self._undone():  # noqa: ASYNC110  # another process's ledger has no event to wait on
+        # A server that has not come so far takes no signal in good order yet.
+        while _listened(self._plan) == self._before or self._undone():  # noqa: ASYNC110  # another process has no event to wait on
             await asyncio.sleep(0.1)
         self._send(self._running.pid, signal.SIGTERM)
 
@@ -100,6 +103,12 @@ class SparkLife:
         if self._running.returncode is None:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
+
+
+def _listened(plan: Plan) -> int:
+    """Return how often servers have begun to listen."""
+    log: Path = plan.settings["log_file"]
+    return log.read_bytes().count(b'"server.listening"') if log.exists() else 0
 
 
 def _shown(value: Any) -> str:

@@ -55,7 +55,7 @@ async def test_a_training_without_result_is_a_warning_and_nothing_more(
     wanted.parent.mkdir()
     wanted.with_name(f"{wanted.name}.999999999.tmp").write_text("half")
     await run(start, [sys.executable, str(FAKE), "dies at once", str(tmp_path / "lives")])
-    said = "No class archive was made. The process ended. It said last: java: command not understood"
+    said = "No class archive was made. The driver's process died (exit code 3). It said last: java: command not understood"
     assert told(logged) == {said: "warning"}
     assert names_in(wanted.parent) == []
 
