@@ -145,6 +145,7 @@ async def assemble(
         clock=clock,
         random=rng,
         deadline_seconds=settings.handler_timeout,
+        concurrency=settings.concurrency,
     )
     listener = MLDListener(
         (settings.listen.path,)

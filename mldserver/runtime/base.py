@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import pyarrow as pa
 
     from mldserver.protocol.messages import Line, Version
@@ -41,6 +43,10 @@ class Delivery:
     """When the line was complete (server's clock); stands in for arrival times that V1 does not send."""
     after: Sequence | None
     """Records at or before this sequence were accepted earlier: they are dropped before the handler sees them."""
+    part: range | None = None
+    """Only these of the records behind ``after``; None: all. The outline is the whole batch's all the same."""
+    condemned: str | None = None
+    """Why none of them may reach the handler any more: they have failed for good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +118,17 @@ class Hook(enum.StrEnum):
 class Runtime(Protocol):
     """Runs one pipeline's handler. Calls for one shard never overlap; calls for different shards may."""
 
+    @property
+    def trouble(self) -> str | None:
+        """What a person should look at, as a clause for ``server.unready``; None while everything works."""
+        ...
+
     async def start(self) -> None:
         """Make ready to take shards. Raises HandlerError when the handler cannot be loaded."""
+        ...
+
+    async def run(self) -> None:
+        """Do what must be done in the background, after ``start`` and until cancelled."""
         ...
 
     async def open(self, shard: Shard) -> None:
@@ -137,6 +152,19 @@ class Runtime(Protocol):
 
         Returns what a handler that keeps its position (``BatchOutcome``) has checkpointed by then; None for others.
         """
+        ...
+
+    async def park(self, shard_id: str, keys: Mapping[str, Sequence]) -> None:
+        """Let the later records of partition keys wait, under ``on_key_failure = park``; else do nothing.
+
+        ``keys``: those of an open shard that have dead letters from earlier, each with the sequence of the first: what
+        is stored when the shard is opened. Their records become dead letters without a call; so do, from then on, those
+        behind each dead letter of a batch, of which the runtime takes note itself.
+        """
+        ...
+
+    async def unpark(self, shard_id: str, key: str) -> None:
+        """Process the later records of a key again, from the next batch on: its dead letters are gone."""
         ...
 
     async def forget(self, shard_id: str) -> None:

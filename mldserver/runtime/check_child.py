@@ -47,6 +47,10 @@ def _summary(spec: HandlerSpec) -> list[tuple[str, str]]:
     """Return what was found, as (name, text) lines."""
     hooks = [f"async {hook.name}" if hook.is_async else hook.name for hook in spec.hooks.values()]
     lines = [("kind", _kind(spec)), ("hooks", ", ".join(hooks))]
+    if spec.concurrency > 1:
+        lines.append(
+            ("concurrency", f"{spec.concurrency} records of a batch at a time, in order for each key")
+        )
     if spec.schema is None:
         return [*lines, ("schema", "none: it has only side effects")]
     for place, column in enumerate(spec.schema.columns):

@@ -1,19 +1,21 @@
 """The runtime inside the server's own process: for tests and small set-ups.
 
-Synchronous hooks of a pipeline run on one worker thread (``thread.py``), asynchronous ones on the event loop; what a
-hook does cannot reach the wire (``calls.py``, ``failure.py``). Memory and crashes are shared with the server: a hook
-that ends the interpreter (``os._exit``, a crash in C) ends the server, whose ledger makes up for it at the next start.
+Synchronous hooks of a pipeline run on one worker thread (``thread.py``; with lanes, ``process_record`` on one for
+each), asynchronous ones on the event loop; what a hook does cannot reach the wire (``calls.py``, ``failure.py``).
+Memory and crashes are shared with the server: a hook that ends the interpreter (``os._exit``, a crash in C) ends the
+server, whose ledger makes up for it at the next start.
 """
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from mldserver.errors import HandlerHalted, InternalError
+from mldserver.errors import HandlerHalted, HandlerInvalid, InternalError
 from mldserver.kclpy.processor import Processor
 from mldserver.protocol.batches import BatchDecoder
 from mldserver.records import Batch
@@ -27,7 +29,7 @@ from mldserver.runtime.thread import WorkerThread
 from mldserver.runtime.work import BatchWork, Tools
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from mldserver.clock import Clock
     from mldserver.protocol.messages import Version
@@ -50,6 +52,8 @@ class _OpenShard:
     processor: Processor | None = None
     """Of amazon_kclpy, if it is one."""
     decoders: dict[Version, BatchDecoder] = field(default_factory=dict)
+    parked: dict[str, Sequence] = field(default_factory=dict)
+    """The keys whose records wait behind a dead letter, with its sequence."""
 
     def decoder(self, version: Version) -> BatchDecoder:
         """Return what decodes the shard's lines."""
@@ -75,9 +79,11 @@ class InlineRuntime:
         clock: Clock,
         random: Callable[[], float],
         deadline_seconds: float | None = 60.0,
+        concurrency: int | None = None,
     ) -> None:
         """Take a dotted path or a handler that is loaded already.
 
+        ``concurrency``: records of a batch, of different keys, at the same time; None: as many as the handler says.
         ``random`` gives floats in [0, 1) for the jitter of retries. A call may take ``deadline_seconds`` (None: any
         time): an asynchronous one is then cancelled and has failed, a synchronous one is told in the log.
         """
@@ -86,12 +92,14 @@ class InlineRuntime:
         self._clock = clock
         self._random = random
         self._deadline = deadline_seconds
+        self._concurrency = concurrency
         self._thread = WorkerThread("mldserver-handler")
+        self._threads = [self._thread]
         self._tools: Tools | None = None
         self._shards: dict[str, _OpenShard] = {}
 
     async def start(self) -> None:
-        """Load the handler. Raises HandlerError when it cannot be loaded."""
+        """Load the handler. Raises HandlerError when it cannot be loaded, or cannot have the lanes that it is to have."""
         self._thread.start()
         spec = self._handler
         if isinstance(spec, str):
@@ -103,11 +111,12 @@ class InlineRuntime:
         self._tools = Tools(
             spec=spec,
             caller=caller,
-            threads=(self._thread,),
+            threads=self._threads,
             clock=self._clock,
             policy=self._policy,
             random=self._random,
             rows=rows,
+            lanes=self._lanes(spec),
         )
         log.info(
             "handler.loaded",
@@ -138,7 +147,10 @@ class InlineRuntime:
         opened = self._opened(delivery.shard_id)
         tools = self._ready()
         hook = opened.hooks[tools.spec.record_hook]
-        outcome = await BatchWork(tools, hook, delivery, opened.decoder(delivery.version)).run()
+        work = BatchWork(tools, hook, delivery, opened.decoder(delivery.version), opened.parked)
+        outcome = await work.run()
+        if self._policy.parks:
+            opened.parked.update(work.newly_parked())
         return outcome if opened.processor is None else await self._kept(outcome, opened, opened.processor)
 
     async def notify(self, shard_id: str, hook: Hook) -> Sequence | None:
@@ -172,16 +184,56 @@ class InlineRuntime:
                 "handler.hook_failed", **self._where(shard_id, bound.name, returned.failure), attempts=attempt
             )
 
+    async def park(self, shard_id: str, keys: Mapping[str, Sequence]) -> None:
+        """Let the later records of these keys of an open shard wait (see ``Runtime.park``)."""
+        if self._policy.parks:
+            self._opened(shard_id).parked.update(keys)
+
+    async def unpark(self, shard_id: str, key: str) -> None:
+        """Let the later records of a key be processed again (see ``Runtime.unpark``)."""
+        opened = self._shards.get(shard_id)
+        if opened is not None:
+            opened.parked.pop(key, None)
+
     async def forget(self, shard_id: str) -> None:
         """Drop the shard's handler."""
         opened = self._shards.pop(shard_id, None)
         if opened is not None:
             opened.close()
 
+    @property
+    def trouble(self) -> str | None:
+        """Return None: what hurts the handler here hurts the server too, which does not live to tell."""
+        return None
+
+    async def run(self) -> None:
+        """Do nothing: it has no background work."""
+
+    def running_ms(self) -> int:
+        """Return how long the longest synchronous call has run that somebody waits for; from any thread."""
+        return self._ready().caller.running_ms()
+
     async def close(self) -> None:
-        """Stop the worker thread; a hook that hangs is left behind after a few seconds."""
+        """Stop the worker threads; a hook that hangs is left behind after a few seconds."""
         self._shards.clear()
-        await self._thread.close(_CLOSE_SECONDS)
+        async with asyncio.TaskGroup() as group:
+            for thread in self._threads:
+                group.create_task(thread.close(_CLOSE_SECONDS))
+
+    def _lanes(self, spec: HandlerSpec) -> int:
+        """Return how many lanes a batch has; synchronous hooks get a thread for each."""
+        lanes = self._concurrency or spec.concurrency
+        if lanes > 1 and spec.record_hook is not RecordHook.RECORD:
+            raise HandlerInvalid(
+                f"concurrency is {lanes}, but the handler takes all records of a batch at once ({spec.record_hook}).",
+                advice="Leave the setting concurrency out, or give the handler process_record.",
+                handler=spec.path,
+            )
+        if not spec.hooks[spec.record_hook].is_async:
+            for place in range(1, lanes):
+                self._threads.append(WorkerThread(f"mldserver-lane-{place}"))
+                self._threads[-1].start()
+        return lanes
 
     async def _try_open(self, shard: Shard) -> tuple[str, Failure] | None:
         """Make a handler and run ``initialize``; return the hook that failed, and why."""

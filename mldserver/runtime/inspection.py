@@ -33,7 +33,7 @@ _ARGUMENTS: Final = {
     "on_window": ("rows", "window"),
 }
 """Every hook with the arguments it is called with."""
-_NAMES: Final = (*_ARGUMENTS, "schema", "windows")
+_NAMES: Final = (*_ARGUMENTS, "schema", "windows", "concurrency")
 
 
 def load_spec(
@@ -80,12 +80,15 @@ class _Inspection:
         record_hook = self._record_hook(hooks)
         schema = self._schema()
         windows = self._windows(schema, retention_ms)
+        concurrency = self._concurrency(record_hook)
         self._check_rows(schema, hooks)
         self._check_spelling()
         if record_hook is None or any(finding.is_error for finding in self.findings):
             return None
         warnings = tuple(self.findings)
-        return HandlerSpec(self.loaded.path, kind, target, record_hook, hooks, schema, windows, warnings)
+        return HandlerSpec(
+            self.loaded.path, kind, target, record_hook, hooks, schema, windows, warnings, concurrency
+        )
 
     def _processor(self, cls: type, version: int) -> HandlerSpec | None:
         """Return the spec of a record processor of amazon_kclpy, whose hooks are not the server's own."""
@@ -185,6 +188,20 @@ class _Inspection:
             "windows",
         )
         return None
+
+    def _concurrency(self, record_hook: RecordHook | None) -> int:
+        given = self._attribute("concurrency")
+        if given is None:
+            return 1
+        if type(given) is not int or given < 1:
+            self._find(f"concurrency is {given!r}; it must be a number from 1 on", "concurrency")
+            return 1
+        if given > 1 and record_hook not in {RecordHook.RECORD, None}:
+            self._find(
+                f"concurrency is for process_record: {record_hook} takes all records of a batch at once",
+                "concurrency",
+            )
+        return given
 
     def _check_tumbling(self, windows: Tumbling, schema: Schema | None, retention_ms: int | None) -> None:
         span = windows.size_ms + windows.lateness_ms

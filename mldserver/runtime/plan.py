@@ -130,8 +130,8 @@ class BatchPlan:
 
     def condemn(self, faults: Mapping[int, Failure], now_ms: int) -> None:
         """Records that cannot be called at all end before the first call: trying again cannot help, whatever a rule says."""
-        self._drop(faults)
-        for index, failure in faults.items():
+        for index in self._drop(faults):
+            failure = faults[index]
             self._count((index,))
             ending = self.policy.ending(
                 failure, calls=self.policy.attempts, age_ms=self._age((index,), now_ms)

@@ -74,6 +74,8 @@ class HandlerSpec:
     windows: WindowSpec | None
     """None without a schema; ``batches()`` when it has a schema but names no windows."""
     warnings: tuple[Finding, ...] = ()
+    concurrency: int = 1
+    """How many records of one batch, of different partition keys, it takes at the same time."""
 
     @property
     def on_window(self) -> bool:

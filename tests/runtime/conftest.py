@@ -137,6 +137,12 @@ async def kit() -> AsyncIterator[Kit]:
         await runtime.close()
 
 
+@pytest.fixture(scope="session")
+def kit_class() -> Any:
+    """For tests with examples, each of which needs a kit of its own."""
+    return Kit
+
+
 @pytest.fixture
 def column() -> Any:
     return values

@@ -134,3 +134,13 @@ def test_the_child_reports_plain_values(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_warnings_do_not_spoil_a_report() -> None:
     assert Report((Finding("x", is_error=False),)).ok
     assert not Report((Finding("x"),)).ok
+
+
+def test_the_summary_tells_of_records_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in_lanes.py").write_text("concurrency = 4\ndef process_record(record): ...\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    told = ("concurrency", "4 records of a batch at a time, in order for each key")
+    assert told in report("in_lanes", None)["summary"]

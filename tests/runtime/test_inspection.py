@@ -298,6 +298,31 @@ def test_a_class_that_its_module_made_at_run_time_is_placed_by_the_module(inspec
     assert errors(inspect("C = type('C', (), {})", "C"))[0].startswith("mine.py:1: it has no record hook")
 
 
+def test_a_handler_says_how_many_records_it_takes_at_the_same_time(inspect: Any) -> None:
+    assert inspect(PROCESS)[0].concurrency == 1
+    assert inspect(PROCESS + "concurrency = 8")[0].concurrency == 8
+    assert inspect("concurrency = 1\ndef process_records(batch): ...")[0].concurrency == 1
+
+
+@pytest.mark.parametrize("wrong", ["0", "-1", "True", "2.0", "'4'"])
+def test_an_impossible_concurrency_is_told_with_its_line(inspect: Any, wrong: str) -> None:
+    assert errors(inspect(f"{PROCESS}concurrency = {wrong}")) == [
+        f"mine.py:2: concurrency is {wrong}; it must be a number from 1 on"
+    ]
+
+
+@pytest.mark.parametrize("hook", ["process_records(batch)", "process_table(table)"])
+def test_concurrency_is_for_process_record_only(inspect: Any, hook: str) -> None:
+    name = hook.partition("(")[0]
+    assert errors(inspect(f"concurrency = 2\ndef {hook}: ...")) == [
+        f"mine.py:1: concurrency is for process_record: {name} takes all records of a batch at once"
+    ]
+
+
+def test_a_misspelt_concurrency_is_told(inspect: Any) -> None:
+    assert warnings(inspect(PROCESS + "concurency = 2"))[0].endswith("did you mean concurrency?")
+
+
 def test_load_spec_raises_with_every_error(inspect: Any) -> None:
     inspect("schema = 5\nwindows = 6\ndef shard_end(s): ...")
     with pytest.raises(HandlerInvalid) as caught:
