@@ -37,7 +37,7 @@ def recognised(target: object) -> int | None:
     if not isinstance(target, type):
         return None
     version = getattr(target, "version", None)
-    if isinstance(version, bool) or version not in _METHODS:
+    if type(version) is not int or version not in _METHODS:
         return None
     derived = any(_is_of_kclpy(base) for base in target.__mro__[1:])
     return version if not _is_of_kclpy(target) and (derived or _mentions(target)) else None
