@@ -227,6 +227,27 @@ EVENTS: Final[dict[str, EventSpec]] = {
         ("lines", "since"),
         "So many lines are missing here, the first from `since`: the disk was full, or the reader stalled or gone.",
     ),
+    "worker.started": EventSpec("info", ("worker", "pid", "generation"), "A worker process takes shards."),
+    "worker.lost": EventSpec(
+        "error",
+        ("worker", "pid", "reason", "stacks", "batches", "delay_seconds"),
+        "A worker process died or was killed; what so many shards had given it is given to the next one.",
+    ),
+    "worker.replaced": EventSpec(
+        "warning",
+        ("worker", "pid", "reason", "bytes", "limit_bytes"),
+        "A worker process had grown beyond its memory limit; it finished what it had begun.",
+    ),
+    "worker.failed": EventSpec(
+        "critical", ("worker", "what", "did", "advice"), "A worker's processes die before they do anything."
+    ),
+    "worker.not_started": EventSpec("error", ("what", "delay_seconds"), "A worker process could not start."),
+    "worker.garbled": EventSpec(
+        "error", ("pid", "what"), "A worker process sent what is no message: it is killed."
+    ),
+    "shard.reopened": EventSpec(
+        "info", ("shard", "worker"), "The shard's handler was opened again in another worker process."
+    ),
     "handler.output": EventSpec("info", ("stream", "text"), "What the handler printed."),
     "flush.done": EventSpec(
         "debug",

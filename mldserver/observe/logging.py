@@ -114,7 +114,7 @@ class LibraryHandler(logging.Handler):
 
 
 @contextlib.contextmanager
-def _libraries_through_us() -> Iterator[None]:
+def libraries_through_us() -> Iterator[None]:
     root = logging.getLogger()
     former, former_level = root.handlers[:], root.level
     root.handlers[:] = [LibraryHandler()]
@@ -161,7 +161,7 @@ def logging_to(settings: Settings) -> Iterator[LogWriter]:
         writer = configure(output, level=settings.log_level, log_format=settings.log_format)
         stack.callback(writer.close)
         stack.callback(structlog.reset_defaults)
-        stack.enter_context(_libraries_through_us())
+        stack.enter_context(libraries_through_us())
         stack.enter_context(
             caught_output(lambda stream, text: _log.info("handler.output", stream=stream, text=text))
         )

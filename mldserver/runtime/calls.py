@@ -72,6 +72,8 @@ class Caller:
         self._clock = clock
         self._thread = thread
         self._deadline = deadline_seconds
+        self._watches: dict[int, Watch] = {}
+        """Of calls that are on a thread, or wait for it."""
 
     async def run(self, hook: BoundHook, arguments: Sequence[Any], *, shard: str) -> Returned:
         """Call ``hook`` with each argument in turn; stop at the first failure.
@@ -97,17 +99,31 @@ class Caller:
         """
         watch, thread = Watch(), thread or self._thread
         if self._deadline is None:
-            try:
-                return await thread.run(lambda: function(watch))
-            finally:
-                watch.abandoned = True
+            return await self._watched(function, watch, thread)
+        fault: Exception | None = None
         async with asyncio.TaskGroup() as group:
             warner = group.create_task(self._warn(hook, watch, shard))
             try:
-                return await thread.run(lambda: function(watch))
+                return await self._watched(function, watch, thread)
+            except Exception as error:  # noqa: BLE001  # raised below: a group would hide it from who waits for it
+                fault = error
             finally:
-                watch.abandoned = True
                 warner.cancel()
+        raise fault
+
+    async def _watched(self, function: Callable[[Watch], _T], watch: Watch, thread: WorkerThread) -> _T:
+        self._watches[id(watch)] = watch
+        try:
+            return await thread.run(lambda: function(watch))
+        finally:
+            watch.abandoned = True
+            del self._watches[id(watch)]
+
+    def running_ms(self) -> int:
+        """Return how long the longest synchronous call has run that somebody waits for; from any thread."""
+        now_ms = self._clock.now_ms()
+        started = [watch.started_ms for watch in tuple(self._watches.values())]
+        return max((now_ms - each for each in started if each is not None), default=0)
 
     def call_sync(self, hook: BoundHook, arguments: Iterable[Any], watch: Watch) -> Returned:
         """Do as ``run`` does, for a synchronous hook, on the thread where this is called."""

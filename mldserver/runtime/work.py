@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,7 +12,7 @@ import structlog
 
 from mldserver.errors import HandlerHalted
 from mldserver.runtime.base import BatchOutcome
-from mldserver.runtime.failure import Ending
+from mldserver.runtime.failure import Ending, Failure
 from mldserver.runtime.lane import Lane, Tools
 from mldserver.runtime.outcome import Taken, damaged, dead_letter, join_rows, take
 from mldserver.runtime.plan import BatchPlan, End
@@ -66,15 +66,23 @@ class BatchWork:
         for lane in self.lanes:
             if lane.plan.halted is not None:
                 raise self._halted(lane, lane.plan.halted)
+        attempts = max([lane.plan.attempts for lane in self.lanes])
+        outcome = BatchOutcome(self.taken.outline, self.rows, attempts=attempts)
         ends = self._ends()
-        letters = tuple([self._bury(index, end) for index, end in ends if end.ending is Ending.DEAD_LETTER])
-        return BatchOutcome(
-            self.taken.outline,
-            self.rows,
-            letters,
-            max(lane.plan.attempts for lane in self.lanes),
-            skipped=sum(end.ending is Ending.SKIP for _, end in ends),
-            discarded=sum(end.ending is Ending.DISCARD for _, end in ends),
+        return self._with_ends(outcome, ends) if ends else outcome
+
+    def _with_ends(self, outcome: BatchOutcome, ends: Sequence[tuple[int, End]]) -> BatchOutcome:
+        """Return what became of the batch, with the records that have no rows; tell of them."""
+        for index, end in ends:
+            self._tell(index, end)
+        endings = [end.ending for _, end in ends]
+        return replace(
+            outcome,
+            dead_letters=tuple(
+                [self._bury(index, end) for index, end in ends if end.ending is Ending.DEAD_LETTER]
+            ),
+            skipped=endings.count(Ending.SKIP),
+            discarded=endings.count(Ending.DISCARD),
         )
 
     def newly_parked(self) -> dict[str, records.Sequence]:
@@ -136,10 +144,19 @@ class BatchWork:
         if self.parked:
             for lane in self.lanes:
                 lane.plan.park(self.parked)
+        if (condemned := self.delivery.condemned) is not None:
+            self._condemn(Failure(condemned))
+
+    def _condemn(self, failure: Failure) -> None:
+        now_ms = self.tools.clock.now_ms()
+        for lane in self.lanes:
+            lane.plan.condemn(dict.fromkeys(lane.plan.indices, failure), now_ms)
 
     def _split(self) -> list[tuple[int, Sequence[int]]]:
         """Return for each lane that has records its place and their indices, in order."""
-        fresh, count = self.taken.fresh, self.tools.lanes
+        fresh, count, part = self.taken.fresh, self.tools.lanes, self.delivery.part
+        if part is not None:
+            return [(0, part)]
         if count == 1 or len(fresh) <= 1:
             return [(0, range(len(fresh)))]
         lanes: dict[int, list[int]] = {}
@@ -164,13 +181,9 @@ class BatchWork:
             self.rows = join_rows(parts, self.taken, shard_id=self.delivery.shard_id)
 
     def _ends(self) -> list[tuple[int, End]]:
-        """Return, in shard order, the records that have no rows because of what happened to them; tell of them."""
-        ends = sorted(
-            [item for lane in self.lanes for item in lane.plan.ends.items()], key=lambda item: item[0]
-        )
-        for index, end in ends:
-            self._tell(index, end)
-        return ends
+        """Return, in shard order, the records that have no rows because of what happened to them."""
+        ends = [item for lane in self.lanes for item in lane.plan.ends.items()]
+        return sorted(ends, key=lambda item: item[0]) if ends else ends
 
     def _tell(self, index: int, end: End) -> None:
         record, failure = self.taken.fresh[index], end.failure

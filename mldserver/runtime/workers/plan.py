@@ -31,7 +31,7 @@ def spread(plan: Mapping[str, int], workers: Collection[int]) -> dict[str, int]:
     if not workers:
         raise ValueError("there is no worker")
     held: dict[int, list[str]] = {worker: [] for worker in sorted(workers)}
-    homeless = []
+    homeless: list[str] = []
     for shard in sorted(plan):
         held.get(plan[shard], homeless).append(shard)
     share, more = divmod(len(plan), len(held))

@@ -1,0 +1,257 @@
+"""The worker's process: ``python -m mldserver.runtime.workers.child FD``. An ``InlineRuntime`` behind a socket.
+
+Here, and not in the server, user code is imported and run. The process ends with its socket, whatever the handler does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import gc
+import os
+import random
+import signal
+import socket
+import sys
+import traceback
+from asyncio import FIRST_COMPLETED
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import uvloop
+
+from mldserver.clock import SystemClock
+from mldserver.coordinator.windows import Batches, Tumbling
+from mldserver.errors import MldserverError
+from mldserver.protocol.messages import Version
+from mldserver.records import Shard
+from mldserver.runtime.base import Delivery, Hook
+from mldserver.runtime.failure import FailurePolicy
+from mldserver.runtime.inline import InlineRuntime
+from mldserver.runtime.inspection import load_spec
+from mldserver.runtime.workers import wire
+from mldserver.runtime.workers.channel import Channel
+from mldserver.runtime.workers.memory import mapped, rows_bytes, rows_file
+from mldserver.runtime.workers.pulse import Pulse
+from mldserver.runtime.workers.telling import telling_through
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+    from mmap import mmap
+
+    from mldserver.runtime.base import BatchOutcome
+    from mldserver.runtime.spec import HandlerSpec
+    from mldserver.runtime.workers.memory import Descriptors
+
+__all__ = ["Child", "loaded", "main"]
+
+STACKS_SIGNAL: Final = signal.SIGUSR1
+"""Makes the interpreter write where every thread is, even while one of them holds it."""
+INLINE_ROWS: Final = 8 * 1024
+"""Bytes of rows that go into the message."""
+NEAR_BYTES: Final = 1 << 20
+"""Bytes of rows that are copied on the loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    message: wire.FromWorker
+    file: int | None = None
+
+
+class Child:
+    """Serves one server."""
+
+    def __init__(self, end: socket.socket) -> None:
+        """Serve what comes through ``end``."""
+        self._end = end
+        self._over = asyncio.Event()
+        self._started = asyncio.Event()
+        self._queue: asyncio.Queue[tuple[wire.FromServer, Descriptors]] = asyncio.Queue()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._runtime: InlineRuntime | None = None
+        self._arena: memoryview = memoryview(b"")
+        self._channel = Channel(end, receive=self._receive, ended=self._over.set)
+
+    async def run(self) -> None:
+        """Serve until the socket ends."""
+        async with asyncio.TaskGroup() as group:
+            serving = group.create_task(self._serve(group))
+            await asyncio.wait({serving, group.create_task(self._over.wait())}, return_when=FIRST_COMPLETED)
+            # A thread that is in the handler's hands cannot be ended; the process can.
+            leave(serving)
+
+    def _receive(self, data: bytes, files: Descriptors) -> None:
+        self._queue.put_nowait((wire.decode_from_server(data), files))
+
+    def _send(self, message: wire.FromWorker, file: int | None = None) -> None:
+        """Send; the file is closed here."""
+        self._channel.send(wire.encode(message), () if file is None else (file,))
+        if file is not None:
+            os.close(file)
+
+    async def _serve(self, group: asyncio.TaskGroup) -> None:
+        start, files = await self._queue.get()
+        assert isinstance(start, wire.Start), "the first message is Start"
+        self._arena = memoryview(mapped(files[0], start.arena_bytes))
+        os.close(files[0])
+        with telling_through(self._end, start.log_level):
+            if not await self._load(start):
+                await self._over.wait()
+                return
+            # What was imported stays: the collector need not look at it with every batch.
+            gc.freeze()
+            while True:
+                message, files = await self._queue.get()
+                self._take(group, message, files)
+
+    async def _load(self, start: wire.Start) -> bool:
+        sys.path[:0] = [path for path in start.python_path if path not in sys.path]
+        try:
+            spec = await asyncio.to_thread(load_spec, start.handler, directory=start.directory)
+            runtime = self._runtime = InlineRuntime(
+                spec,
+                policy=msgspec.convert(start.policy, FailurePolicy),
+                clock=SystemClock(),
+                random=random.random,
+                deadline_seconds=start.deadline_seconds,
+                concurrency=start.concurrency,
+            )
+            await runtime.start()
+        except MldserverError as error:
+            self._send(wire.failed(0, error))
+            return False
+        Pulse(self._end, asyncio.get_running_loop(), runtime.running_ms).start()
+        self._send(loaded(spec))
+        return True
+
+    def _take(self, group: asyncio.TaskGroup, message: wire.FromServer, files: Descriptors) -> None:
+        match message:
+            case wire.Process():
+                self._begin(group, message.id, self._process(message, files))
+            case wire.Open():
+                self._begin(group, message.id, self._ready().open(Shard(message.shard, message.start)))
+            case wire.HookMessage():
+                self._begin(group, message.id, self._notify(message))
+            case wire.Park():
+                keys = {key: wire.position(text) for key, text in message.keys.items()}
+                self._begin(group, message.id, self._ready().park(message.shard, keys))
+            case wire.Unpark():
+                self._begin(group, message.id, self._ready().unpark(message.shard, message.key))
+            case wire.Forget():
+                self._begin(group, message.id, self._ready().forget(message.shard))
+            case wire.Cancel():
+                if (task := self._tasks.get(message.id)) is not None:
+                    task.cancel()
+            case wire.Start():
+                raise wire.WireError("a second Start")
+
+    def _ready(self) -> InlineRuntime:
+        assert self._runtime is not None, "Start comes first"
+        return self._runtime
+
+    def _begin(
+        self, group: asyncio.TaskGroup, request: int, work: Coroutine[Any, Any, _Answer | None]
+    ) -> None:
+        self._tasks[request] = group.create_task(self._answer(request, work))
+
+    async def _answer(self, request: int, work: Coroutine[Any, Any, _Answer | None]) -> None:
+        try:
+            answer = await work or _Answer(wire.Finished(request))
+        except asyncio.CancelledError as error:
+            answer = _Answer(wire.failed(request, error, cancelled=True))
+        except Exception as error:  # noqa: BLE001  # told to the server, as the error that it is
+            answer = _Answer(wire.failed(request, error))
+        del self._tasks[request]
+        self._send(answer.message, answer.file)
+
+    async def _process(self, message: wire.Process, files: Descriptors) -> _Answer:
+        own = mapped(files[0], message.line.length) if files else None
+        for file in files:
+            os.close(file)
+        delivery = Delivery(
+            message.shard,
+            self._line(message.line, own),
+            Version(message.version),
+            received_ms=message.received_ms,
+            after=wire.sequence_of(message.after),
+            part=None if message.part is None else range(*message.part),
+            condemned=message.condemned,
+        )
+        return await _answer_of(message.id, await self._ready().process(delivery))
+
+    async def _notify(self, message: wire.HookMessage) -> _Answer:
+        position = await self._ready().notify(message.shard, Hook(message.hook))
+        return _Answer(wire.Finished(message.id, wire.sequence_text(position)))
+
+    def _line(self, place: wire.Place, own: mmap | None) -> Any:
+        if place.inline is not None:
+            return place.inline
+        if place.offset is not None:
+            return self._arena[place.offset : place.offset + place.length]
+        assert own is not None, "a line that is neither in the message nor in the arena comes as a file"
+        return memoryview(own)
+
+
+async def _answer_of(request: int, outcome: BatchOutcome) -> _Answer:
+    """Return what became of a batch as a message."""
+    rows, inline, file, size = outcome.rows, None, None, 0
+    if rows is not None and rows.nbytes <= INLINE_ROWS:
+        inline = rows_bytes(rows)
+        size = len(inline)
+    elif rows is not None:
+        file, size = (
+            rows_file(rows) if rows.nbytes <= NEAR_BYTES else await asyncio.to_thread(rows_file, rows)
+        )
+    done = wire.Done(
+        request,
+        wire.plain(outcome.outline),
+        wire.plain(outcome, without=("outline", "rows", "dead_letters")),
+        [wire.plain(letter) for letter in outcome.dead_letters],
+        inline,
+        size,
+    )
+    return _Answer(done, file)
+
+
+def loaded(spec: HandlerSpec) -> wire.Loaded:
+    """Return what the server must know of a handler."""
+    windows = spec.windows
+    return wire.Loaded(
+        kind=spec.kind,
+        record_hook=spec.record_hook,
+        hooks={hook.name: hook.is_async for hook in spec.hooks.values()},
+        concurrency=spec.concurrency,
+        schema=None if spec.schema is None else spec.schema.ddl,
+        tumbling=(windows.size_ms, windows.on, windows.lateness_ms, windows.disorder_ms)
+        if isinstance(windows, Tumbling)
+        else None,
+        batches=(windows.max_rows, windows.max_age_ms) if isinstance(windows, Batches) else None,
+        warnings=[(finding.text, finding.file, finding.line) for finding in spec.warnings],
+    )
+
+
+def leave(serving: asyncio.Task[None]) -> None:
+    """End the process: in order with the socket, with a traceback when this program itself is at fault."""
+    if serving.done() and not serving.cancelled() and (error := serving.exception()) is not None:
+        traceback.print_exception(error, file=sys.__stderr__)
+        os._exit(1)
+    os._exit(0)
+
+
+def main(arguments: list[str]) -> None:
+    """Serve through the descriptor that ``arguments`` name. Never returns."""
+    faulthandler.enable(file=2)
+    faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
+    # Whoever stops the server stops it alone: what is in hand here is wanted to the end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    uvloop.run(_serve(socket.socket(fileno=int(arguments[0]))))
+
+
+async def _serve(end: socket.socket) -> None:
+    await Child(end).run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

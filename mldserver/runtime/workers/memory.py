@@ -1,0 +1,124 @@
+"""Memory that server and worker share: lines on their way in, and Arrow streams on their way back.
+
+Measured here (2 cores, ns a record of a 145 KB line of 500): copying into warm shared memory 25, sending it over the
+socket 130, a fresh file in memory 90, most of it for pages that are touched for the first time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+from typing import TYPE_CHECKING, Final
+
+import pyarrow as pa
+
+from mldserver.runtime.workers.arena import Arena
+
+if TYPE_CHECKING:
+    from mldserver.protocol.messages import Line
+
+__all__ = [
+    "CHUNK_BYTES",
+    "Descriptors",
+    "SharedArena",
+    "line_file",
+    "mapped",
+    "rows_bytes",
+    "rows_file",
+    "rows_from",
+]
+
+Descriptors = list[int]
+"""Open files that came with a message; whoever takes the message closes them."""
+
+CHUNK_BYTES: Final = 4 << 20
+
+
+class SharedArena:
+    """Room for the lines that one worker has in hand."""
+
+    def __init__(self, size: int) -> None:
+        """Make the memory; pages cost nothing before they are touched."""
+        self.size = size
+        self.fd = os.memfd_create("mldserver-lines", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, size)
+        self._map = mmap.mmap(self.fd, size)
+        self._view = memoryview(self._map)
+        self._arena = Arena(size)
+
+    def put(self, line: Line) -> int | None:
+        """Copy a line in; return its offset, or None when there is no room for it now."""
+        offset = self._arena.take(len(line))
+        if offset is not None:
+            self._view[offset : offset + len(line)] = line
+        return offset
+
+    def give_back(self, offset: int) -> None:
+        """The line at ``offset`` is done with."""
+        self._arena.give_back(offset)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._view.release()
+        self._map.close()
+        os.close(self.fd)
+
+
+def line_file(line: Line) -> int:
+    """Return a file in memory that holds the line, and no other copy of it any more if it is a bytearray. Blocking.
+
+    What was copied is let go of from the end on, so that a line of 200 MB never takes that twice.
+    """
+    file = os.memfd_create("mldserver-line", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(file, len(line))
+        end = len(line)
+        while end:
+            start = max(0, end - CHUNK_BYTES)
+            with memoryview(line) as view, view[start:end] as part:
+                done = 0
+                while done < len(part):
+                    done += os.pwrite(file, part[done:], start + done)
+            if isinstance(line, bytearray):
+                del line[start:]
+            end = start
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def mapped(file: int, length: int) -> mmap.mmap:
+    """Return a file's bytes without a copy; the file may be closed."""
+    return mmap.mmap(file, length, prot=mmap.PROT_READ)
+
+
+def rows_file(rows: pa.Table) -> tuple[int, int]:
+    """Return a file in memory with the rows as an Arrow stream, and its size."""
+    file = os.memfd_create("mldserver-rows", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with pa.OSFile(f"/proc/self/fd/{file}", "wb") as sink, pa.ipc.new_stream(sink, rows.schema) as writer:
+            writer.write_table(rows)
+        # Whoever maps it must not be hurt by what becomes of it here.
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        return file, os.fstat(file).st_size
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.close(file)
+        raise
+
+
+def rows_bytes(rows: pa.Table) -> bytes:
+    """Return the rows as an Arrow stream."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, rows.schema) as writer:
+        writer.write_table(rows)
+    return bytes(sink.getvalue())
+
+
+def rows_from(source: bytes | mmap.mmap) -> pa.Table:
+    """Return the rows of an Arrow stream; they lie where it lies. Raises pyarrow.ArrowInvalid for anything else."""
+    with pa.ipc.open_stream(pa.py_buffer(source)) as reader:
+        return reader.read_all()

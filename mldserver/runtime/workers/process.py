@@ -1,0 +1,349 @@
+"""One worker process, from its start to its end: requests out, answers back, signs of life, what it prints."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import sys
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+import mldserver
+from mldserver.errors import HandlerInvalid
+from mldserver.runtime.workers import wire
+from mldserver.runtime.workers.channel import Channel, pair
+from mldserver.runtime.workers.child import STACKS_SIGNAL
+from mldserver.runtime.workers.life import Beat
+from mldserver.runtime.workers.memory import SharedArena
+from mldserver.runtime.workers.telling import Flood
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mldserver.clock import Clock
+    from mldserver.runtime.workers.memory import Descriptors
+
+__all__ = ["Answer", "WorkerGone", "WorkerProcess"]
+
+log = structlog.get_logger("mldserver")
+
+_STACKS_SECONDS: Final = 1.0
+"""How long a worker that is to be killed may take to write where it hangs."""
+_KEPT_LINES: Final = 200
+_LONGEST_LINE: Final = 8192
+_ROOT: Final = str(Path(mldserver.__file__).parents[1])
+
+
+class WorkerGone(Exception):
+    """The process ended before it answered. ``alone``: nothing but this request was in its hands."""
+
+    def __init__(self, ending: str, *, alone: bool) -> None:
+        """``ending``: how it ended, for people."""
+        super().__init__(ending)
+        self.ending = ending
+        self.alone = alone
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A message that answers a request, and the files that came with it: the caller's to close."""
+
+    message: wire.Done | wire.Finished | wire.Failed
+    files: Descriptors
+
+
+class WorkerProcess:
+    """A process that has begun; ``run`` is the rest of its life."""
+
+    def __init__(self, process: asyncio.subprocess.Process, arena: SharedArena, clock: Clock) -> None:
+        """Own a process; ``channel`` is set by ``start``."""
+        self._process = process
+        self._arena = arena
+        self._clock = clock
+        self._channel: Channel | None = None
+        self._ids = itertools.count(1)
+        self._requests: dict[int, asyncio.Future[Answer]] = {}
+        self._shards: dict[int, str] = {}
+        self._held: dict[int, int] = {}
+        """Offsets in the arena by request: taken until it is answered, whether anyone waits or not."""
+        self._room = asyncio.Event()
+        self._loaded: asyncio.Future[wire.Loaded] = asyncio.get_running_loop().create_future()
+        self._gone = asyncio.Event()
+        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._flood = Flood()
+        self._dumping = False
+        self._again = True
+        self.done = 0
+        """How many batches it has done."""
+        self.lost: frozenset[str] = frozenset()
+        """Shards whose requests were unanswered when it ended."""
+        self.beat: Beat | None = None
+        self._beat_ms = clock.now_ms()
+
+    @classmethod
+    async def start(cls, start: wire.Start, clock: Clock, *, again: bool = True) -> WorkerProcess:
+        """Start a process, and let it load the handler; ``again``: which nobody need be told of. Raises OSError."""
+        ours, theirs = pair()
+        arena = SharedArena(start.arena_bytes)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "mldserver.runtime.workers.child",
+                str(theirs.fileno()),
+                pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                # A signal from the terminal is for the server.
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": _python_path(os.environ.get("PYTHONPATH"))},
+            )
+        except BaseException:
+            ours.close()
+            arena.close()
+            raise
+        finally:
+            theirs.close()
+        self = cls(process, arena, clock)
+        self._again = again
+        self._channel = Channel(ours, receive=self._receive, ended=self._gone.set)
+        self._channel.send(wire.encode(start), (arena.fd,))
+        return self
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
+    @property
+    def silent_ms(self) -> int:
+        """How long it has not beaten."""
+        return self._clock.now_ms() - self._beat_ms
+
+    @property
+    def in_hand(self) -> int:
+        """How many requests it has not answered."""
+        return len(self._shards)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests."""
+        return not self._gone.is_set()
+
+    async def loaded(self) -> wire.Loaded:
+        """Return what it found in the handler. Raises HandlerError, and HandlerInvalid where the import ended it."""
+        async with asyncio.TaskGroup() as group:
+            loaded = group.create_task(_result(self._loaded))
+            ended = group.create_task(self._gone.wait())
+            await asyncio.wait({loaded, ended}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (loaded, ended):
+                task.cancel()
+        if self._loaded.done() and not self._loaded.cancelled():
+            return self._loaded.result()
+        await self._read_rest()
+        raise HandlerInvalid(
+            f"Loading the handler ended its process: {await self.ending()}.",
+            advice="`mldserver check` says where.",
+            traceback="\n".join(self._lines) or None,
+        )
+
+    async def run(self) -> None:
+        """Read what it prints until it has ended; then every request that is unanswered raises WorkerGone."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                reading = group.create_task(self._read_output())
+                exited = group.create_task(self._process.wait())
+                gone = group.create_task(self._gone.wait())
+                await asyncio.wait({exited, gone}, return_when=asyncio.FIRST_COMPLETED)
+                # Without its socket it is of no use, whatever it still does.
+                self.kill()
+                await asyncio.wait({exited, reading}, timeout=_STACKS_SECONDS)
+                for task in (reading, gone):
+                    task.cancel()
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        """Kill it, wait for its end, and let go of what is shared. Closing again does nothing."""
+        self.kill()
+        ending = await self.ending()
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+            self._arena.close()
+        self._gone.set()
+        self._room.set()
+        self.lost |= frozenset(self._shards.values())
+        alone = len(self._shards) == 1
+        for each in self._requests.values():
+            if not each.done():
+                each.set_exception(WorkerGone(ending, alone=alone))
+        self._requests.clear()
+        self._shards.clear()
+
+    def kill(self) -> None:
+        """Kill it and whatever it has started, if it lives."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def stacks(self) -> str:
+        """Return where its threads are, as far as it says so in time."""
+        self._dumping = True
+        self._lines.clear()
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(STACKS_SIGNAL)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STACKS_SECONDS):
+                await self._gone.wait()
+        return "\n".join(self._lines)
+
+    async def ending(self) -> str:
+        """Return how it ended, once it has."""
+        code = await self._process.wait()
+        if code >= 0:
+            return f"exit code {code}"
+        with contextlib.suppress(ValueError):
+            return f"killed by signal {-code} ({signal.Signals(-code).name})"
+        return f"killed by signal {-code}"
+
+    @property
+    def last_words(self) -> str:
+        """What it printed last, past Python's own streams."""
+        return "\n".join(self._lines)
+
+    # Requests.
+
+    def room_for(self, length: int) -> bool:
+        """Whether a line of this length goes into the arena, now or when others are done."""
+        return length <= self._arena.size // 4
+
+    async def put(self, line: bytes | bytearray) -> int:
+        """Copy a line into shared memory when there is room; return its offset. Raises WorkerGone."""
+        while self.is_open:
+            offset = self._arena.put(line)
+            if offset is not None:
+                return offset
+            self._room.clear()
+            await self._room.wait()
+        raise WorkerGone("it has ended", alone=False)
+
+    async def ask(
+        self,
+        message: Callable[[int], wire.FromServer],
+        *,
+        shard: str,
+        files: tuple[int, ...] = (),
+        offset: int | None = None,
+    ) -> Answer:
+        """Send a request and return its answer. Raises WorkerGone.
+
+        When the caller is cancelled the worker is told so; it answers all the same, and only then the line's room at
+        ``offset`` is free.
+        """
+        if self._channel is None or not self.is_open:
+            raise WorkerGone("it has ended", alone=False)
+        request = next(self._ids)
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._requests[request] = future
+        self._shards[request] = shard
+        if offset is not None:
+            self._held[request] = offset
+        self._channel.send(wire.encode(message(request)), files)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if self._channel is not None:
+                self._channel.send(wire.encode(wire.Cancel(request)))
+            raise
+
+    # What it says.
+
+    def _receive(self, data: bytes, files: Descriptors) -> None:
+        try:
+            message = wire.decode_from_worker(data)
+        except wire.WireError as error:
+            _close(files)
+            log.error("worker.garbled", pid=self.pid, what=str(error))
+            self._gone.set()
+            return
+        match message:
+            case wire.Loaded():
+                if not self._loaded.done():
+                    self._loaded.set_result(message)
+            case wire.Failed(id=0):
+                if not self._loaded.done():
+                    self._loaded.set_exception(wire.error_of(message))
+            case wire.Done() | wire.Finished() | wire.Failed():
+                self._answered(message, files)
+            case wire.BeatMessage():
+                self.beat = Beat(message.running_ms, message.blocked_ms, message.resident_bytes)
+                self._beat_ms = self._clock.now_ms()
+            case wire.Told(event="handler.loaded") if self._again:
+                pass
+            case wire.Told():
+                getattr(log, message.level)(message.event, **message.fields)
+
+    def _answered(self, message: wire.Done | wire.Finished | wire.Failed, files: Descriptors) -> None:
+        offset = self._held.pop(message.id, None)
+        if offset is not None:
+            self._arena.give_back(offset)
+            self._room.set()
+        self._shards.pop(message.id, None)
+        self.done += isinstance(message, wire.Done)
+        future = self._requests.pop(message.id, None)
+        if future is None or future.done():
+            _close(files)
+        else:
+            future.set_result(Answer(message, files))
+
+    async def _read_output(self) -> None:
+        stdout = self._process.stdout
+        assert stdout is not None, "it is a pipe"
+        begun = b""
+        while data := await stdout.read(65536):
+            *lines, begun = (begun + data).split(b"\n")
+            if len(begun) > _LONGEST_LINE:
+                lines.append(begun)
+                begun = b""
+            for line in lines:
+                self._tell_line(line)
+        if begun:
+            self._tell_line(begun)
+
+    async def _read_rest(self) -> None:
+        self.kill()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STACKS_SECONDS):
+                await self._read_output()
+
+    def _tell_line(self, line: bytes) -> None:
+        text = line[:_LONGEST_LINE].decode("utf-8", "replace").rstrip("\r")
+        self._lines.append(text)
+        if text and not self._dumping and self._flood.passes():
+            log.info("handler.output", stream="stderr", text=text)
+
+
+async def _result(future: asyncio.Future[wire.Loaded]) -> None:
+    """Wait for a future, and leave it to whoever asks what came of it."""
+    await asyncio.wait({future})
+
+
+def _python_path(former: str | None) -> str:
+    """Return where the worker finds this package, wherever the server was started."""
+    return os.pathsep.join(filter(None, (_ROOT, former)))
+
+
+def _close(files: Descriptors) -> None:
+    for each in files:
+        os.close(each)

@@ -1,0 +1,404 @@
+"""The runtime whose handlers run in worker processes (see ``Runtime``).
+
+    server ── WorkerRuntime ──┬── Worker 0 ── WorkerProcess ══ socket ══ child: InlineRuntime, the user's code
+                              ├── Worker 1 ── WorkerProcess ══ socket ══ child
+                              └── a spare process, warm, for whichever dies next
+
+Lines go over as they came; rows come back as Arrow. A shard stays with its worker. When a process dies its unanswered
+requests are made again, in the next one, in which its shards are opened again before. What was in hand then is suspect,
+and goes alone from there on: a batch that ends its process alone, as often as a record may be tried, is searched by
+halves for the records that do it, and these end as records do that fail for good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import msgspec
+import pyarrow as pa
+import structlog
+
+from mldserver.coordinator.windows import Batches, Tumbling
+from mldserver.errors import InternalError
+from mldserver.runtime.base import BatchOutcome, BatchOutline, DeadLetter
+from mldserver.runtime.schema import parse_schema
+from mldserver.runtime.spec import Finding, HandlerKind, HandlerSpec, HookSpec, RecordHook
+from mldserver.runtime.workers import wire
+from mldserver.runtime.workers.lines import Held
+from mldserver.runtime.workers.memory import rows_from
+from mldserver.runtime.workers.plan import place, spread
+from mldserver.runtime.workers.process import Answer, WorkerGone, WorkerProcess
+from mldserver.runtime.workers.spares import Spares
+from mldserver.runtime.workers.worker import Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from mldserver.clock import Clock
+    from mldserver.records import Sequence, Shard
+    from mldserver.runtime.base import Delivery, Hook
+    from mldserver.runtime.failure import FailurePolicy
+    from mldserver.runtime.workers.life import Limits
+
+__all__ = ["WorkerRuntime"]
+
+log = structlog.get_logger("mldserver")
+
+ARENA_BYTES: Final = 32 << 20
+_T = TypeVar("_T", bound="wire.Done | wire.Finished")
+
+
+class WorkerRuntime:
+    """Runs one pipeline's handler in worker processes."""
+
+    def __init__(
+        self,
+        handler: str,
+        *,
+        workers: int,
+        policy: FailurePolicy,
+        limits: Limits,
+        clock: Clock,
+        deadline_seconds: float | None = 60.0,
+        concurrency: int | None = None,
+        log_level: int = 20,
+    ) -> None:
+        """Take a dotted path, which is imported in the workers and nowhere else. The rest as in ``InlineRuntime``."""
+        self._policy = policy
+        start = wire.Start(
+            handler=handler,
+            python_path=[path for path in sys.path if path],
+            directory=str(Path.cwd()),
+            policy=msgspec.to_builtins(policy),
+            concurrency=concurrency,
+            deadline_seconds=deadline_seconds,
+            arena_bytes=ARENA_BYTES,
+            log_level=log_level,
+        )
+        self._spares = Spares(start, clock=clock)
+        self._workers = [
+            Worker(number, fresh=self._spares.take, limits=limits, clock=clock) for number in range(workers)
+        ]
+        self._plan: dict[str, int] = {}
+        self._shards: dict[str, Shard] = {}
+        self._parked: dict[str, dict[str, Sequence]] = {}
+
+    @property
+    def trouble(self) -> str | None:
+        """What a person should look at."""
+        failed = [str(worker.number) for worker in self._workers if worker.failed]
+        if not failed:
+            return None
+        return f"worker {', '.join(failed)} dies again and again: see worker.lost"
+
+    async def load(self) -> HandlerSpec:
+        """Start a first process and return what it found in the handler, without code. Raises HandlerError."""
+        return spec_of(self._spares.handler, await self._spares.first())
+
+    async def start(self) -> None:
+        """Do nothing more: ``load`` has."""
+
+    async def run(self) -> None:
+        """Keep the workers running until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._spares.run(), name="spare worker")
+            for worker in self._workers:
+                group.create_task(worker.run(), name=f"worker {worker.number}")
+
+    async def close(self) -> None:
+        """End what is left of the processes."""
+        await self._spares.close()
+
+    # Shards.
+
+    async def open(self, shard: Shard) -> None:
+        """Open a shard (see ``Runtime.open``); while ``initialize`` ends its process, it is tried again."""
+        self._shards[shard.id] = shard
+        self._parked.pop(shard.id, None)
+        if shard.id not in self._plan:
+            healthy = [worker.number for worker in self._workers if not worker.failed]
+            self._plan[shard.id] = place(self._plan, healthy or range(len(self._workers)))
+        self._worker(shard.id).opened.pop(shard.id, None)
+        while True:
+            worker = self._worker(shard.id)
+            try:
+                async with worker.gate.passing(alone=shard.id in worker.suspects):
+                    await self._ensure_open(worker, await worker.process(), shard.id)
+            except WorkerGone:
+                self._evade(worker)
+            else:
+                return
+
+    async def notify(self, shard_id: str, hook: Hook) -> Sequence | None:
+        """Run a life-cycle hook (see ``Runtime.notify``)."""
+        ending = ""
+        for _ in range(self._policy.attempts):
+            try:
+                answer = await self._ask(shard_id, lambda id_: wire.HookMessage(id_, shard_id, hook))
+            except WorkerGone as gone:
+                ending = gone.ending
+            else:
+                return wire.sequence_of(self._expect(answer, wire.Finished).position)
+        log.error(
+            "handler.hook_failed",
+            shard=shard_id,
+            handler=self._spares.handler,
+            hook=str(hook),
+            what=_died(ending),
+            attempts=self._policy.attempts,
+        )
+        return None
+
+    async def park(self, shard_id: str, keys: Mapping[str, Sequence]) -> None:
+        """Let the later records of these keys of an open shard wait (see ``Runtime.park``)."""
+        self._parked.setdefault(shard_id, {}).update(keys)
+        await self._until_done(shard_id, lambda id_: wire.Park(id_, shard_id, _keys(keys)))
+
+    async def unpark(self, shard_id: str, key: str) -> None:
+        """Let the later records of a key be processed again (see ``Runtime.unpark``)."""
+        if self._parked.get(shard_id, {}).pop(key, None) is not None:
+            await self._until_done(shard_id, lambda id_: wire.Unpark(id_, shard_id, key))
+
+    async def forget(self, shard_id: str) -> None:
+        """Drop the shard's handler; with its process it is gone anyway."""
+        if self._shards.pop(shard_id, None) is None:
+            return
+        self._parked.pop(shard_id, None)
+        worker = self._workers[self._plan.pop(shard_id)]
+        generation = worker.opened.pop(shard_id, None)
+        if generation != worker.generation:
+            return
+        try:
+            process = await worker.process()
+            if generation == worker.generation:
+                answer = await process.ask(lambda id_: wire.Forget(id_, shard_id), shard=shard_id)
+                self._expect(answer, wire.Finished)
+        except WorkerGone:
+            return
+
+    # Batches.
+
+    async def process(self, delivery: Delivery) -> BatchOutcome:
+        """Take a batch through the handler (see ``Runtime.process``), however many processes that takes."""
+        with Held(delivery.line) as line:
+            crashes = 0
+            suspect = False
+            while True:
+                try:
+                    outcome = await self._once(delivery, line, alone=suspect)
+                except WorkerGone as gone:
+                    suspect = True
+                    crashes += gone.alone
+                    if crashes >= self._policy.attempts:
+                        worker = self._worker(delivery.shard_id)
+                        worker.searching = True
+                        try:
+                            outcome = await self._search(delivery, line)
+                        finally:
+                            worker.searching = False
+                        break
+                else:
+                    break
+        if self._policy.parks:
+            self._note_parked(delivery.shard_id, outcome)
+        return outcome
+
+    async def _search(self, delivery: Delivery, line: Held) -> BatchOutcome:
+        """Find the records that end their process, by halves; they have failed for good, the others are processed."""
+        outline = (await self._surely(delivery, line, range(0))).outline
+        todo, done = [range(outline.records - outline.duplicates)], []
+        while todo:
+            part = todo.pop()
+            try:
+                done.append(await self._once(delivery, line, part=part, alone=True))
+            except WorkerGone as gone:
+                if len(part) > 1:
+                    middle = part.start + len(part) // 2
+                    todo += [range(middle, part.stop), range(part.start, middle)]
+                else:
+                    done.append(await self._surely(delivery, line, part, condemned=_died(gone.ending)))
+        return _joined(done)
+
+    async def _surely(
+        self, delivery: Delivery, line: Held, part: range, *, condemned: str | None = None
+    ) -> BatchOutcome:
+        """Do what cannot hurt the process, in however many of them: others may hurt it."""
+        while True:
+            try:
+                return await self._once(delivery, line, part=part, condemned=condemned, alone=True)
+            except WorkerGone:
+                continue
+
+    async def _once(
+        self,
+        delivery: Delivery,
+        line: Held,
+        *,
+        part: range | None = None,
+        condemned: str | None = None,
+        alone: bool,
+    ) -> BatchOutcome:
+        shard = delivery.shard_id
+        worker = self._worker(shard)
+        async with worker.gate.passing(alone=alone):
+            process = await worker.process()
+            try:
+                await self._ensure_open(worker, process, shard)
+                place_, files, offset = await line.lay(process)
+
+                def message(request: int) -> wire.Process:
+                    return wire.Process(
+                        request,
+                        shard,
+                        place_,
+                        int(delivery.version),
+                        delivery.received_ms,
+                        wire.sequence_text(delivery.after),
+                        None if part is None else (part.start, part.stop),
+                        condemned,
+                    )
+
+                answer = await process.ask(message, shard=shard, files=files, offset=offset)
+            except WorkerGone:
+                self._evade(worker)
+                raise
+        return _outcome(self._expect(answer, wire.Done), answer.files)
+
+    async def _ensure_open(self, worker: Worker, process: WorkerProcess, shard_id: str) -> None:
+        """Open the shard in this process, unless it is. Raises WorkerGone, and HandlerHalted."""
+        if worker.opened.get(shard_id) == worker.generation:
+            return
+        generation, shard = worker.generation, self._shards.get(shard_id)
+        if shard is None:
+            raise InternalError("A shard is used that is not open.", shard=shard_id)
+        if shard_id in worker.opened:
+            log.info("shard.reopened", shard=shard_id, worker=worker.number)
+        answer = await process.ask(lambda id_: wire.Open(id_, shard_id, shard.start), shard=shard_id)
+        self._expect(answer, wire.Finished)
+        if keys := self._parked.get(shard_id):
+            answer = await process.ask(lambda id_: wire.Park(id_, shard_id, _keys(keys)), shard=shard_id)
+            self._expect(answer, wire.Finished)
+        worker.opened[shard_id] = generation
+
+    async def _ask(self, shard_id: str, message: Callable[[int], wire.FromServer]) -> Answer:
+        """Ask the shard's worker something, once it is open there. Raises WorkerGone."""
+        worker = self._worker(shard_id)
+        async with worker.gate.passing(alone=False):
+            process = await worker.process()
+            try:
+                await self._ensure_open(worker, process, shard_id)
+                return await process.ask(message, shard=shard_id)
+            except WorkerGone:
+                self._evade(worker)
+                raise
+
+    async def _until_done(self, shard_id: str, message: Callable[[int], wire.FromServer]) -> None:
+        while True:
+            try:
+                self._expect(await self._ask(shard_id, message), wire.Finished)
+            except WorkerGone:
+                continue
+            return
+
+    def _expect(self, answer: Answer, kind: type[_T]) -> _T:
+        """Return the answer as what it should be. Raises the error that it tells of."""
+        if isinstance(answer.message, kind):
+            return answer.message
+        for file in answer.files:
+            os.close(file)
+        if isinstance(answer.message, wire.Failed):
+            raise wire.error_of(answer.message)
+        raise InternalError(f"A worker answered with {type(answer.message).__name__}.")
+
+    def _worker(self, shard_id: str) -> Worker:
+        number = self._plan.get(shard_id)
+        if number is None:
+            raise InternalError("A shard is used that is not open.", shard=shard_id)
+        return self._workers[number]
+
+    def _evade(self, worker: Worker) -> None:
+        """Shards that have nothing to do with a worker's deaths go on elsewhere when it fails for good."""
+        healthy = [each.number for each in self._workers if not each.failed]
+        if not worker.failed or not healthy:
+            return
+        moving = {shard: number for shard, number in self._plan.items() if shard not in worker.suspects}
+        self._plan |= spread(moving, healthy)
+
+    def _note_parked(self, shard_id: str, outcome: BatchOutcome) -> None:
+        keys = self._parked.setdefault(shard_id, {})
+        for letter in outcome.dead_letters:
+            if letter.partition_key is not None:
+                keys.setdefault(letter.partition_key, letter.parked_behind or letter.sequence)
+
+
+def spec_of(handler: str, loaded: wire.Loaded) -> HandlerSpec:
+    """Return a handler's spec without its code."""
+    windows = (
+        Tumbling(*loaded.tumbling)
+        if loaded.tumbling
+        else Batches(*loaded.batches)
+        if loaded.batches
+        else None
+    )
+    return HandlerSpec(
+        path=handler,
+        kind=HandlerKind(loaded.kind),
+        target=None,
+        record_hook=RecordHook(loaded.record_hook),
+        hooks={name: HookSpec(name, is_async) for name, is_async in loaded.hooks.items()},
+        schema=None if loaded.schema is None else parse_schema(loaded.schema),
+        windows=windows,
+        warnings=tuple(Finding(text, file, line, is_error=False) for text, file, line in loaded.warnings),
+        concurrency=loaded.concurrency,
+    )
+
+
+def _outcome(done: wire.Done, files: list[int]) -> BatchOutcome:
+    rows = None
+    if done.rows is not None:
+        rows = rows_from(done.rows)
+    elif done.rows_bytes:
+        rows = rows_from(mmap.mmap(files[0], done.rows_bytes, prot=mmap.PROT_READ))
+    for file in files:
+        os.close(file)
+    return wire.restored(
+        BatchOutcome,
+        done.values,
+        outline=wire.restored(BatchOutline, done.outline),
+        rows=rows,
+        dead_letters=tuple(wire.restored(DeadLetter, letter) for letter in done.letters),
+    )
+
+
+def _joined(parts: list[BatchOutcome]) -> BatchOutcome:
+    """Return one outcome of parts that stand in order."""
+    rows = [part.rows for part in parts if part.rows is not None]
+    last = parts[-1]
+    return BatchOutcome(
+        outline=last.outline,
+        rows=pa.concat_tables(rows).combine_chunks() if rows else None,
+        dead_letters=tuple(_letters(parts)),
+        attempts=max(part.attempts for part in parts),
+        skipped=sum(part.skipped for part in parts),
+        discarded=sum(part.discarded for part in parts),
+        keeps_position=last.keeps_position,
+        position=last.position,
+    )
+
+
+def _letters(parts: list[BatchOutcome]) -> Iterator[DeadLetter]:
+    for part in parts:
+        yield from part.dead_letters
+
+
+def _died(ending: str) -> str:
+    return f"WorkerDied: the handler ended its process: {ending}"
+
+
+def _keys(keys: Mapping[str, Sequence]) -> dict[str, str]:
+    return {key: str(sequence) for key, sequence in keys.items()}

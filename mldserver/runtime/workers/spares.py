@@ -1,0 +1,97 @@
+"""A process in reserve, its imports done and its handler loaded, for the worker that dies next."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import structlog
+
+from mldserver.errors import HandlerError
+from mldserver.runtime.workers.life import Deaths
+from mldserver.runtime.workers.process import WorkerGone, WorkerProcess
+
+if TYPE_CHECKING:
+    from mldserver.clock import Clock
+    from mldserver.runtime.workers import wire
+
+__all__ = ["Spares"]
+
+log = structlog.get_logger("mldserver")
+
+
+class Spares:
+    """Keeps one process ready."""
+
+    def __init__(self, start: wire.Start, *, clock: Clock) -> None:
+        """Processes begin with ``start``."""
+        self._start = start
+        self._clock = clock
+        self._ready: WorkerProcess | None = None
+        self._changed = asyncio.Condition()
+        self._deaths = Deaths()
+
+    @property
+    def handler(self) -> str:
+        """The handler's dotted path."""
+        return self._start.handler
+
+    async def first(self) -> wire.Loaded:
+        """Start a process and return what it found in the handler. Raises HandlerError."""
+        process = await WorkerProcess.start(self._start, self._clock, again=False)
+        try:
+            loaded = await process.loaded()
+        except BaseException:
+            await process.close()
+            raise
+        self._ready = process
+        return loaded
+
+    async def take(self) -> WorkerProcess:
+        """Return a process that has loaded the handler."""
+        async with self._changed:
+            while (process := self._ready) is None or not process.is_open:
+                if process is not None:
+                    self._ready = None
+                    await process.close()
+                    self._changed.notify_all()
+                await self._changed.wait()
+            self._ready = None
+            self._changed.notify_all()
+            return process
+
+    async def run(self) -> None:
+        """Make a new one whenever it was taken, until cancelled."""
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._ready is None)
+            process = await self._made()
+            if process is not None:
+                async with self._changed:
+                    self._ready = process
+                    self._changed.notify_all()
+
+    async def _made(self) -> WorkerProcess | None:
+        process: WorkerProcess | None = None
+        try:
+            process = await WorkerProcess.start(self._start, self._clock)
+            await process.loaded()
+        except (OSError, HandlerError, WorkerGone) as error:
+            delay_ms = self._deaths.died(self._clock.now_ms(), useful=False)
+            log.error("worker.not_started", what=str(error), delay_seconds=max(200, delay_ms) / 1000)
+            if process is not None:
+                await process.close()
+            await self._clock.sleep(max(200, delay_ms) / 1000)
+            return None
+        except BaseException:
+            if process is not None:
+                await process.close()
+            raise
+        self._deaths.worked()
+        return process
+
+    async def close(self) -> None:
+        """End the one that is ready."""
+        process, self._ready = self._ready, None
+        if process is not None:
+            await process.close()

@@ -1,0 +1,129 @@
+"""What is logged and printed in a worker goes to the server, whose log is the only one.
+
+A flood of prints is cut: so many lines a second pass, the rest is counted. What is lost because the server does not
+listen is counted too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from mldserver.observe.caught import caught_output
+from mldserver.observe.logging import libraries_through_us
+from mldserver.runtime.workers.channel import send_now
+from mldserver.runtime.workers.wire import Told, encode
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Iterator, MutableMapping
+
+__all__ = ["Flood", "Teller", "telling_through"]
+
+LINES_A_SECOND: Final = 200
+BURST: Final = 1000
+URGENT_SECONDS: Final = 1.0
+"""How long a thread waits for the server to take a warning or an error."""
+
+_log = structlog.get_logger("mldserver")
+
+
+class Flood:
+    """Lets a burst pass, then so many lines a second."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        """Begin with room for a burst; ``now`` gives seconds."""
+        self._now = now
+        self._room = float(BURST)
+        self._at = now()
+
+    def passes(self) -> bool:
+        """Whether one more line does."""
+        now = self._now()
+        self._room = min(float(BURST), self._room + (now - self._at) * LINES_A_SECOND)
+        self._at = now
+        if self._room < 1:
+            return False
+        self._room -= 1
+        return True
+
+
+class Teller:
+    """Sends events, from any thread."""
+
+    def __init__(self, end: socket.socket) -> None:
+        """Send through ``end``."""
+        self._end = end
+        self._flood = Flood()
+        self._lock = threading.RLock()
+        self._lost = 0
+        self._since = ""
+
+    def tell(self, _logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        """Send an event: the last of structlog's processors."""
+        name = event.pop("event")
+        urgent = method not in {"debug", "info"}
+        with self._lock:
+            if name == "handler.output" and not self._flood.passes():
+                self._lose(1)
+            else:
+                self._tell_lost()
+                told = encode(Told(method, name, {key: _plain(value) for key, value in event.items()}))
+                if not self._sent(told, URGENT_SECONDS if urgent else 0.0):
+                    self._lose(1)
+        raise structlog.DropEvent
+
+    def _sent(self, told: bytes, wait: float) -> bool:
+        # Where the server is gone this process ends (``pulse.py``): there is nobody left to tell.
+        with contextlib.suppress(OSError):
+            return send_now(self._end, told, wait_seconds=wait)
+        return False
+
+    def _lose(self, lines: int) -> None:
+        if not self._lost:
+            self._since = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+        self._lost += lines
+
+    def _tell_lost(self) -> None:
+        if self._lost:
+            told = Told("warning", "log.lost", {"lines": self._lost, "since": self._since})
+            if self._sent(encode(told), 0.0):
+                self._lost = 0
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that crosses: numbers beyond 64 bits do not."""
+    if isinstance(value, bool | float | str | None):
+        return value
+    if isinstance(value, int):
+        return value if -(2**63) <= value < 2**63 else str(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(each) for each in value]
+    return str(value)
+
+
+@contextlib.contextmanager
+def telling_through(end: socket.socket, level: int) -> Iterator[None]:
+    """Send events from ``level`` (a number of ``logging``) on, and what is printed, for as long as the context lasts."""
+    teller = Teller(end)
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.format_exc_info,
+            teller.tell,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        cache_logger_on_first_use=False,
+    )
+    with (
+        libraries_through_us(),
+        caught_output(lambda stream, text: _log.info("handler.output", stream=stream, text=text)),
+    ):
+        yield

@@ -1,0 +1,142 @@
+"""One worker: a process, and after it the next one, for as long as the server runs.
+
+Restarts never overlap: a new process takes over when the old one has ended, whatever ended it. Requests that the old
+one had in hand raise WorkerGone in whoever asked, who asks again (``runtime.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from mldserver.runtime.workers.gate import Gate
+from mldserver.runtime.workers.life import Cause, Deaths, Limits, judge
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from mldserver.clock import Clock
+    from mldserver.runtime.workers.process import WorkerProcess
+
+__all__ = ["Worker"]
+
+log = structlog.get_logger("mldserver")
+
+_LOOK_SECONDS: Final = 0.25
+
+
+class Worker:
+    """Keeps a process running."""
+
+    def __init__(
+        self, number: int, *, fresh: Callable[[], Awaitable[WorkerProcess]], limits: Limits, clock: Clock
+    ) -> None:
+        """``fresh`` gives a process that has loaded the handler; it may take its time."""
+        self.number = number
+        self.gate = Gate()
+        self.generation = 0
+        """Which process it is, from 1."""
+        self.opened: dict[str, int] = {}
+        """Open shards, and the generation that they are open in."""
+        self.suspects: set[str] = set()
+        """Shards whose requests the last process that died had in hand."""
+        self._fresh = fresh
+        self._limits = limits
+        self._clock = clock
+        self._deaths = Deaths()
+        self._process: WorkerProcess | None = None
+        self._there = asyncio.Event()
+        self._retiring = False
+        self.searching = False
+        """Whether records are looked for that end the process: then its deaths are progress."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether its processes keep dying before they do anything."""
+        return self._deaths.failed
+
+    async def process(self) -> WorkerProcess:
+        """Return the present process, once there is one that takes requests."""
+        while self._process is None or not self._process.is_open or self._retiring:
+            self._there.clear()
+            await self._there.wait()
+        return self._process
+
+    async def run(self) -> None:
+        """Keep a process running until cancelled."""
+        while True:
+            process = await self._fresh()
+            self._process, self._retiring = process, False
+            self.generation += 1
+            log.info("worker.started", worker=self.number, pid=process.pid, generation=self.generation)
+            self._there.set()
+            try:
+                cause, stacks = await self._live(process)
+            finally:
+                self._process = None
+                await process.close()
+            await self._mourn(process, cause, stacks)
+
+    async def _live(self, process: WorkerProcess) -> tuple[Cause | None, str]:
+        """Return once the process has ended, by itself or by us: why then, and where it was."""
+        cause: Cause | None = None
+        stacks = ""
+        async with asyncio.TaskGroup() as group:
+            life = group.create_task(process.run())
+            while not life.done():
+                cause = judge(process.beat, process.silent_ms, self._limits)
+                if cause is Cause.GROWN:
+                    await self._retire(process)
+                elif cause is not None:
+                    stacks = await process.stacks()
+                if cause is not None:
+                    process.kill()
+                    await asyncio.wait({life})
+                    break
+                looked = group.create_task(self._clock.sleep(_LOOK_SECONDS))
+                await asyncio.wait({life, looked}, return_when=asyncio.FIRST_COMPLETED)
+                looked.cancel()
+        return cause, stacks
+
+    async def _retire(self, process: WorkerProcess) -> None:
+        """Let it finish what it has in hand, unless it grows on meanwhile."""
+        self._retiring = True
+        while process.in_hand and process.is_open:
+            if judge(process.beat, process.silent_ms, self._limits) is not Cause.GROWN:
+                return
+            await self._clock.sleep(_LOOK_SECONDS / 5)
+
+    async def _mourn(self, process: WorkerProcess, cause: Cause | None, stacks: str) -> None:
+        if cause is Cause.GROWN and not process.lost:
+            log.warning(
+                "worker.replaced",
+                worker=self.number,
+                pid=process.pid,
+                reason=str(cause),
+                bytes=process.beat.resident_bytes if process.beat else None,
+                limit_bytes=self._limits.memory_bytes,
+            )
+            return
+        was_failed = self.failed
+        self.suspects = set(process.lost)
+        delay_ms = self._deaths.died(self._clock.now_ms(), useful=bool(process.done) or self.searching)
+        told: dict[str, Any] = {
+            "worker": self.number,
+            "pid": process.pid,
+            "reason": str(cause) if cause else await process.ending(),
+            "stacks": stacks or process.last_words,
+            "batches": len(process.lost),
+            "delay_seconds": delay_ms / 1000,
+        }
+        log.error("worker.lost", **{name: value for name, value in told.items() if value != ""})
+        if self.failed and not was_failed:
+            log.critical(
+                "worker.failed",
+                worker=self.number,
+                what=f"It has died {self._deaths.useless} times in a row before it did anything.",
+                did="It is started again every 15 seconds; its shards wait.",
+                advice="Look at its worker.lost events; mend the handler, and start the server again.",
+            )
+        await self._clock.sleep(delay_ms / 1000)
