@@ -139,6 +139,10 @@ class HandlerHalted(HandlerError):
     """A handler failed under the policy ``halt``: the connection is closed on purpose."""
 
 
+class HandlerLost(HandlerError):
+    """A handler that keeps its position is gone with records that it had not checkpointed: they must be read again."""
+
+
 class LedgerError(MldserverError):
     """Durable state cannot be used."""
 

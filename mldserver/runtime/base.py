@@ -104,6 +104,8 @@ class BatchOutcome:
     """The handler says itself how far it is done (``position``): the shard's position moves no further than that."""
     position: Sequence | None = None
     """What such a handler has checkpointed so far, perhaps long before this batch; None: nothing yet."""
+    owes: bool = False
+    """It was given records that it has not checkpointed: only the instance that has them can say that they are done."""
 
 
 class Hook(enum.StrEnum):

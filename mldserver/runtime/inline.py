@@ -273,7 +273,8 @@ class InlineRuntime:
                 )
         processor.progress.settle()
         self._remind(shard, processor)
-        return replace(outcome, keeps_position=True, position=processor.position)
+        owes = processor.progress.delivered != processor.position
+        return replace(outcome, keeps_position=True, position=processor.position, owes=owes)
 
     def _remind(self, shard: Shard, processor: Processor) -> None:
         """Tell of a processor that takes records and never says that it is done with them."""

@@ -138,6 +138,17 @@ async def test_a_batch_moves_the_position_only_as_far_as_it_was_checkpointed(kit
     assert It.seen == [[1, 2], [3, 4], [5]]
 
 
+async def test_it_owes_what_it_was_given_until_it_has_checkpointed_all_of_it(kit: Kit) -> None:
+    class It(Processor):
+        def process(self, record: Any) -> None:
+            if int(record.sequence_number) >= 3:
+                self.checkpointer.checkpoint(record.sequence_number)
+
+    runtime = await kit.start(It)
+    outcomes = [await runtime.process(delivery(*numbers)) for numbers in ((), (1, 2), (3, 4), (4,), ())]
+    assert [outcome.owes for outcome in outcomes] == [False, True, False, False, False]
+
+
 async def test_duplicates_are_never_seen_and_a_batch_of_them_is_no_call(kit: Kit) -> None:
     runtime = await kit.start(Processor)
     await runtime.process(delivery(1, 2, 3, after=2))

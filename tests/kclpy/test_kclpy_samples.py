@@ -150,6 +150,25 @@ async def test_a_restart_delivers_exactly_what_was_not_checkpointed(
     assert sample.records == Counter(range(500)) + Counter(left)
 
 
+async def test_a_stopped_server_has_kept_every_checkpoint(tmp_path: Path, sample: Sample) -> None:
+    stream = filled(2, 600)
+    settings = quick(tmp_path / "out", "sample_v3:RecordProcessor", flush_interval=600.0)
+    daemon = FakeMLD(stream, "", habits=Habits(max_records=25), supervised=True, backoff_seconds=0.02)
+    async with asyncio.TaskGroup() as group:
+        async with serving(settings) as first:
+            daemon.address = await first.listening()
+            playing = group.create_task(daemon.run())
+            async with asyncio.timeout(20):
+                await until(lambda: daemon.records_sent >= 300)
+        left = sample.uncheckpointed(sample.events)
+        stream.end()
+        async with serving(settings) as second:
+            daemon.address = await second.listening()
+            async with asyncio.timeout(60):
+                await playing
+    assert sample.records == Counter(range(600)) + Counter(left)
+
+
 async def test_killed_daemons_and_lost_leases_lose_nothing_and_bring_nothing_back_that_was_stored(
     tmp_path: Path, sample: Sample
 ) -> None:
