@@ -115,6 +115,21 @@ def test_a_checkpoint_never_passes_the_durable_position() -> None:
         place.store(S(2))
 
 
+def test_a_handler_that_keeps_its_position_claims_what_was_accepted_and_each_step_once() -> None:
+    place = ShardPosition(None)
+    assert place.claim(S(1)) is None
+    place.accept(S(5))
+    assert [place.claim(at) for at in (None, S(2), S(2), S(1), S(9), S(5))] == [
+        None,
+        S(2),
+        None,
+        None,
+        S(5),
+        None,
+    ]
+    assert ShardPosition(S(3)).claim(S(3)) is None
+
+
 @given(
     st.lists(
         st.tuples(st.sampled_from(["batch", "flush", "checkpoint", "reopen"]), st.integers(1, 6)), max_size=40
