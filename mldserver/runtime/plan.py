@@ -115,7 +115,9 @@ class BatchPlan:
     @property
     def attempts(self) -> int:
         """The most calls that any record took: its failed ones, and the one that succeeded unless it ended."""
-        return max((calls + (index not in self.ends) for index, calls in self._calls.items()), default=1)
+        if not self._calls:
+            return 1
+        return max(calls + (index not in self.ends) for index, calls in self._calls.items())
 
     def step(self) -> Step | None:
         """Take the next call out of the plan; None when every record is decided, or the shard stops."""

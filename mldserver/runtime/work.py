@@ -113,14 +113,14 @@ class BatchWork:
 
     async def _run_async(self) -> None:
         await self._near(self._take_line)
-        await self._together(partial(Lane.run_async, near=self._near))
+        if len(self.lanes) == 1:
+            await self.lanes[0].run_async(self._near)
+        else:
+            await self._together(partial(Lane.run_async, near=self._near))
         await self._near(self._join)
 
     async def _together(self, run: Callable[[Lane], Awaitable[None]]) -> None:
         """Work on all lanes at the same time; once one stops the shard, the others are cancelled."""
-        if len(self.lanes) == 1:
-            await run(self.lanes[0])
-            return
         try:
             async with asyncio.TaskGroup() as group:
                 for lane in self.lanes:
