@@ -145,12 +145,15 @@ class Runtime(Protocol):
         """Decode a line and run the handler over its records.
 
         Raises PeerError when the line is no valid message (the handler was not called), HandlerHalted when a record
-        failed for good under the policy ``halt``. No other error of the handler leaves this method.
+        failed for good under the policy ``halt``, HandlerLost when a handler that ``owes`` is gone with its process: its
+        records must be delivered again, so the connection has to be closed. No other error of the handler leaves it.
         """
         ...
 
     async def notify(self, shard_id: str, hook: Hook) -> Sequence | None:
         """Run a life-cycle hook, if the handler has it. Its failures are retried, then logged, never raised.
+
+        Raises HandlerLost as ``process`` does, unless the lease is lost anyway.
 
         Returns what a handler that keeps its position (``BatchOutcome``) has checkpointed by then; None for others.
         """

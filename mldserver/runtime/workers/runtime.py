@@ -24,8 +24,8 @@ import pyarrow as pa
 import structlog
 
 from mldserver.coordinator.windows import Batches, Tumbling
-from mldserver.errors import InternalError
-from mldserver.runtime.base import BatchOutcome, BatchOutline, DeadLetter
+from mldserver.errors import HandlerLost, InternalError
+from mldserver.runtime.base import BatchOutcome, BatchOutline, DeadLetter, Hook
 from mldserver.runtime.schema import parse_schema
 from mldserver.runtime.spec import Finding, HandlerKind, HandlerSpec, HookSpec, RecordHook
 from mldserver.runtime.workers import wire
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from mldserver.clock import Clock
     from mldserver.records import Sequence, Shard
-    from mldserver.runtime.base import Delivery, Hook
+    from mldserver.runtime.base import Delivery
     from mldserver.runtime.failure import FailurePolicy
     from mldserver.runtime.workers.life import Limits
 
@@ -87,6 +87,8 @@ class WorkerRuntime:
         self._plan: dict[str, int] = {}
         self._shards: dict[str, Shard] = {}
         self._parked: dict[str, dict[str, Sequence]] = {}
+        self._owing: set[str] = set()
+        """Shards whose processor was given records that only its own process knows whether they are done."""
 
     @property
     def trouble(self) -> str | None:
@@ -120,6 +122,7 @@ class WorkerRuntime:
         """Open a shard (see ``Runtime.open``); while ``initialize`` ends its process, it is tried again."""
         self._shards[shard.id] = shard
         self._parked.pop(shard.id, None)
+        self._owing.discard(shard.id)
         if shard.id not in self._plan:
             healthy = [worker.number for worker in self._workers if not worker.failed]
             self._plan[shard.id] = place(self._plan, healthy or range(len(self._workers)))
@@ -136,6 +139,8 @@ class WorkerRuntime:
 
     async def notify(self, shard_id: str, hook: Hook) -> Sequence | None:
         """Run a life-cycle hook (see ``Runtime.notify``)."""
+        if hook is Hook.LEASE_LOST:
+            self._owing.discard(shard_id)  # whoever has the lease now reads from the last checkpoint
         ending = ""
         for _ in range(self._policy.attempts):
             try:
@@ -169,6 +174,7 @@ class WorkerRuntime:
         if self._shards.pop(shard_id, None) is None:
             return
         self._parked.pop(shard_id, None)
+        self._owing.discard(shard_id)
         worker = self._workers[self._plan.pop(shard_id)]
         generation = worker.opened.pop(shard_id, None)
         if generation != worker.generation:
@@ -267,12 +273,22 @@ class WorkerRuntime:
             except WorkerGone:
                 self._evade(worker)
                 raise
-        return _outcome(self._expect(answer, wire.Done), answer.files)
+        outcome = _outcome(self._expect(answer, wire.Done), answer.files)
+        (self._owing.add if outcome.owes else self._owing.discard)(shard)
+        return outcome
 
     async def _ensure_open(self, worker: Worker, process: WorkerProcess, shard_id: str) -> None:
-        """Open the shard in this process, unless it is. Raises WorkerGone, and HandlerHalted."""
+        """Open the shard in this process, unless it is. Raises WorkerGone, HandlerHalted, and HandlerLost."""
         if worker.opened.get(shard_id) == worker.generation:
             return
+        if shard_id in self._owing:
+            raise HandlerLost(
+                "The record processor is gone with its process, and with records that it had not checkpointed.",
+                did="The connection is closed, so that they are delivered again.",
+                advice="A processor that checkpoints at the end of each batch goes on without that.",
+                shard=shard_id,
+                handler=self._spares.handler,
+            )
         generation, shard = worker.generation, self._shards.get(shard_id)
         if shard is None:
             raise InternalError("A shard is used that is not open.", shard=shard_id)
@@ -379,6 +395,7 @@ def _joined(parts: list[BatchOutcome]) -> BatchOutcome:
     """Return one outcome of parts that stand in order."""
     rows = [part.rows for part in parts if part.rows is not None]
     last = parts[-1]
+    positions = [part.position for part in parts if part.position is not None]
     return BatchOutcome(
         outline=last.outline,
         rows=pa.concat_tables(rows).combine_chunks() if rows else None,
@@ -387,7 +404,8 @@ def _joined(parts: list[BatchOutcome]) -> BatchOutcome:
         skipped=sum(part.skipped for part in parts),
         discarded=sum(part.discarded for part in parts),
         keeps_position=last.keeps_position,
-        position=last.position,
+        position=max(positions, default=None),
+        owes=last.owes,
     )
 
 
