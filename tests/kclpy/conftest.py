@@ -1,4 +1,4 @@
-"""An interpreter in which amazon_kclpy seems not to be installed."""
+"""The sample applications, and an interpreter in which amazon_kclpy seems not to be installed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from kclpy.sampling import APPLICATIONS, VERSIONS, Sample
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 
 class Hiding:
@@ -36,3 +38,14 @@ def without_amazon_kclpy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for name in imported():
         del sys.modules[name]
+
+
+@pytest.fixture
+def sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sample:
+    file = tmp_path / "sample.jsonl"
+    file.touch()
+    monkeypatch.setenv("KCLPY_SAMPLE", str(file))
+    monkeypatch.syspath_prepend(str(APPLICATIONS))
+    for name in VERSIONS:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return Sample(file)
