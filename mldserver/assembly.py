@@ -239,6 +239,7 @@ def _rules(settings: Settings, spec: WindowSpec | None) -> CoordinatorRules:
             retained_bytes=min(settings.retention_bytes, settings.segment_disk_bytes // 2),
         ),
         accept_gap=settings.accept_gap,
+        parks=settings.on_key_failure == "park",
         server_timeout_ms=_ms(settings.server_timeout),
         watermark=WatermarkRules(
             on_arrival=not column,

@@ -303,6 +303,8 @@ class Coordinator:
         state = await self._ledger.open_shard(shard_id, parents)
         accepted = state.gap_accepted or self.rules.accept_gap
         refuse_gap(opening, state.position, ended=state.ended, accepted=accepted)
+        # Under the new epoch: what an older one has not stored by now is delivered again.
+        parked = await self._ledger.parked_keys(shard_id) if self.rules.parks else {}
         await self._fleet.learn_parents(state)
         now_ms = self.clock.now_ms()
         new = self.lineage.know(shard_id, now_ms, parents=state.parents)
@@ -310,7 +312,7 @@ class Coordinator:
         if proved:
             await self._ledger.end_shards(frozenset(proved))
         # No await from here on: a cycle must not see the shard half taken in.
-        session = ShardSession(self, shard_id, state)
+        session = ShardSession(self, shard_id, state, parked)
         old = self._sessions.get(shard_id)
         if old is not None and old.epoch > session.epoch:
             # A newer connection of the shard was taken in meanwhile.

@@ -24,6 +24,8 @@ class CoordinatorRules:
     shard_retention_ms: int = 8 * 86_400_000
     """How long ended shards are remembered."""
     accept_gap: bool = False
+    parks: bool = False
+    """Whether records wait behind dead letters of their partition key."""
     server_timeout_ms: int = 30_000
     """A server that has not beaten for this long is taken for dead by the others."""
     late: LateRules = field(default_factory=LateRules)

@@ -9,6 +9,8 @@ from mldserver.coordinator.flush import moved
 from mldserver.coordinator.positions import ShardPosition
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from mldserver.coordinator.coordinator import Coordinator
     from mldserver.coordinator.flush import BufferedBatch
     from mldserver.records import Sequence
@@ -21,11 +23,14 @@ __all__ = ["ShardSession"]
 class ShardSession:
     """A ``ShardIntake``. It dies when the shard is opened again, or its owner lets go; then it does nothing."""
 
-    def __init__(self, coordinator: Coordinator, shard_id: str, state: ShardState) -> None:
-        """Start at the ledger's position, under the epoch just raised."""
+    def __init__(
+        self, coordinator: Coordinator, shard_id: str, state: ShardState, parked: Mapping[str, Sequence]
+    ) -> None:
+        """Start at the ledger's position, under the epoch just raised; ``parked``: keys with dead letters."""
         self._coordinator = coordinator
         self.shard_id = shard_id
         self.epoch = state.epoch
+        self.parked = parked
         self.position = ShardPosition(state.position)
         self.alive = True
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from mldserver.records import Sequence
     from mldserver.runtime.base import BatchOutcome
 
@@ -31,6 +33,11 @@ class ShardIntake(Protocol):
     @property
     def after(self) -> Sequence | None:
         """Everything at or before it was accepted earlier and must be dropped unseen."""
+        ...
+
+    @property
+    def parked(self) -> Mapping[str, Sequence]:
+        """The partition keys that had dead letters when the shard was opened (under ``on_key_failure = park``)."""
         ...
 
     def began(self) -> None:

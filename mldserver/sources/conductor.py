@@ -197,6 +197,8 @@ class Conductor:
             )
             kill_point("shard.opened")
             await self._runtime.open(Shard(message.shard_id, message.sequence_number))
+            if self._shard.parked:
+                await self._runtime.park(message.shard_id, self._shard.parked)
         self._link.answer()
 
     async def _process(self, line: Line) -> None:

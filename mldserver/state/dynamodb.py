@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from mldserver.clock import Clock
+    from mldserver.records import Sequence
     from mldserver.runtime.base import DeadLetter
     from mldserver.state.ledger import (
         Commit,
@@ -351,6 +352,11 @@ class DynamoLedger:
         """Return stored dead letters, oldest first."""
         async with self._taking_turns():
             return await self._reached().dead_letters(limit)
+
+    async def parked_keys(self, shard_id: str) -> dict[str, Sequence]:
+        """Return the keys of a shard's dead letters, each with the sequence of the oldest."""
+        async with self._taking_turns():
+            return await self._reached().parked_keys(shard_id)
 
     async def close(self) -> None:
         """Close after every call that was made before. Closing again does nothing."""

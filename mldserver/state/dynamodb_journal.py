@@ -27,9 +27,10 @@ from mldserver.state.dynamodb_table import Value, backoff_s, version_key
 from mldserver.state.schema import FORMAT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping
 
     from mldserver.clock import Clock
+    from mldserver.records import Sequence
     from mldserver.runtime.base import DeadLetter
     from mldserver.state.dynamodb_book import Draft
     from mldserver.state.dynamodb_table import Item, Table
@@ -280,17 +281,31 @@ class Journal:
         found: list[DeadLetter] = []
         if limit <= 0:
             return ()
+        async for letters in self._letters():
+            found += letters
+            if len(found) >= limit:
+                break
+        return tuple(found[:limit])
+
+    async def parked_keys(self, shard_id: str) -> dict[str, Sequence]:
+        """Return the keys of a shard's dead letters, each with the sequence of the oldest."""
+        parked: dict[str, Sequence] = {}
+        async for letters in self._letters():
+            for letter in letters:
+                if letter.shard_id == shard_id and letter.partition_key is not None:
+                    parked.setdefault(letter.partition_key, letter.sequence)
+        return parked
+
+    async def _letters(self) -> AsyncIterator[tuple[DeadLetter, ...]]:
+        """Read all dead letters, oldest first."""
         async for item in self._table.between("dead#", "dead#~"):
             data = await self._table.bytes_of(Value.of(item))
             if data is None:
                 raise self._damaged("dead letters are gone")
             try:
-                found += await asyncio.to_thread(unpack_letters, data)
+                yield await asyncio.to_thread(unpack_letters, data)
             except ValueError as error:
                 raise self._damaged(f"dead letters cannot be read ({error})") from error
-            if len(found) >= limit:
-                break
-        return tuple(found[:limit])
 
     def _require_format(self, item: Item) -> None:
         found = int(item["format"]["N"])

@@ -10,7 +10,8 @@ are adopted, and only then are its unregistered files deleted. A server that ope
 registered buries the one that had it. Shards are fenced by epochs, windows by attempts.
 
 A server registers with ``open``; then every call may follow. A tool opens the ledger with ``peek``; then only
-``peek``, ``end_shards``, ``retry``, ``accept_gap``, ``reset``, ``dead_letters`` and ``close`` may (InternalError).
+``peek``, ``end_shards``, ``retry``, ``accept_gap``, ``reset``, ``dead_letters``, ``parked_keys`` and ``close`` may
+(InternalError).
 Of a server that was buried, or has left, every call that writes raises ServerBuried, except ``leave`` and those.
 
 Implementations: ``sqlite.py`` (servers of one host; the file lies beside the segments) and ``dynamodb.py``.
@@ -404,6 +405,13 @@ class Ledger(Protocol):
 
     async def dead_letters(self, limit: int = 100) -> tuple[DeadLetter, ...]:
         """Return stored dead letters, oldest first."""
+        ...
+
+    async def parked_keys(self, shard_id: str) -> dict[str, Sequence]:
+        """Return the partition keys of a shard's stored dead letters, each with the sequence of the oldest letter.
+
+        Later records of these keys wait (``on_key_failure = park``). Letters without a key park nothing.
+        """
         ...
 
     async def close(self) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mldserver.clock import Clock
+    from mldserver.records import Sequence
     from mldserver.runtime.base import DeadLetter
     from mldserver.state.ledger import (
         Commit,
@@ -174,6 +175,10 @@ class SqliteLedger:
     async def dead_letters(self, limit: int = 100) -> tuple[DeadLetter, ...]:
         """Return stored dead letters, oldest first."""
         return await self._call(self._store.dead_letters, limit)
+
+    async def parked_keys(self, shard_id: str) -> dict[str, Sequence]:
+        """Return the keys of a shard's dead letters, each with the sequence of the oldest."""
+        return await self._call(self._store.parked_keys, shard_id)
 
     async def close(self) -> None:
         """Run what was asked for, close the file, end the thread. Closing again does nothing."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from mldserver.errors import InternalError
 from mldserver.faults import kill_point
+from mldserver.records import Sequence
 from mldserver.state import file, flushes, members, rows, windows
 from mldserver.state.faults import damaged, translate
 
@@ -258,3 +259,14 @@ class SqliteStore:
         with self._transaction("BEGIN") as db:
             found = db.execute("SELECT * FROM dead_letters ORDER BY id LIMIT ?", (limit,))
             return tuple(rows.dead_letter(row) for row in found)
+
+    def parked_keys(self, shard_id: str) -> dict[str, Sequence]:
+        """Return the keys of a shard's dead letters, each with the sequence of the oldest."""
+        with self._transaction("BEGIN") as db:
+            found = db.execute(
+                # SQLite takes the other columns from the row that has the minimum.
+                "SELECT partition_key, sequence, sub_sequence, min(id) FROM dead_letters"
+                " WHERE shard_id = ? AND partition_key IS NOT NULL GROUP BY partition_key",
+                (shard_id,),
+            )
+            return {key: Sequence(int(number), sub) for key, number, sub, _ in found}

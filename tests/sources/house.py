@@ -16,7 +16,7 @@ from mldserver.runtime.base import BatchOutcome, BatchOutline
 from mldserver.sources.mld import MLDListener
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Mapping
     from pathlib import Path
 
     from mldserver.clock import Clock
@@ -75,6 +75,9 @@ class FakeRuntime:
     async def notify(self, shard_id: str, hook: Hook) -> None:
         self.calls.append((str(hook), shard_id))
 
+    async def park(self, shard_id: str, keys: Mapping[str, Sequence]) -> None:
+        self.calls.append(("park", shard_id, *keys))
+
     async def forget(self, shard_id: str) -> None:
         self.calls.append(("forget", shard_id))
         self._fail("forget")
@@ -98,6 +101,7 @@ class FakeShard:
     stored: list[Sequence] = field(default_factory=list)
     ends: bool = True
     gate: asyncio.Event = field(default_factory=asyncio.Event)
+    parked: Mapping[str, Sequence] = field(default_factory=dict)
 
     def began(self) -> None:
         self.calls.append("began")

@@ -242,6 +242,20 @@ async def test_dead_letters_come_back_as_they_went_in_oldest_first(ledger_factor
         assert await ledger.dead_letters(2) == letters[:2]
 
 
+async def test_the_keys_of_a_shards_dead_letters_are_parked_behind_the_oldest(
+    ledger_factory: Factory,
+) -> None:
+    letters = (letter(5), letter(2), letter(3, partition_key="other"), letter(4, partition_key=None))
+    async with opened(ledger_factory) as (ledger, _):
+        assert await ledger.parked_keys("a") == {}
+        await ledger.register(Flush((), dead_letters=letters[:1]))
+        await ledger.register(Flush((), dead_letters=letters[1:]))
+    async with opened(ledger_factory) as (ledger, _):
+        shard, key = letters[0].shard_id, letters[0].partition_key
+        assert await ledger.parked_keys(shard) == {key: letters[0].sequence, "other": letters[2].sequence}
+        assert await ledger.parked_keys("another") == {}
+
+
 async def test_no_text_of_a_handler_keeps_a_dead_letter_out(ledger_factory: Factory) -> None:
     odd = letter(1, error="E: \udc80\x00", traceback="\ud800", partition_key="k\udfff", handler="\udcfe.py")
     async with opened(ledger_factory) as (ledger, _):

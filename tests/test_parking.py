@@ -1,0 +1,84 @@
+"""Records behind a dead letter of their key wait, on a whole server: in its life, over lost connections and restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sqlite3
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from support.serving import quick, serving, until
+
+from mldserver.config import ledger_file
+from mldserver.testing import FakeMLD, FakeStream, Habits
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HANDLER = '''
+"""Notes what it was called with."""
+seen = []
+
+
+def process_record(record):
+    seen.append(record.text())
+    if record.text().startswith("bad"):
+        raise ValueError(record.text())
+'''
+
+
+@pytest.fixture
+def handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "notes_calls.py").write_text(HANDLER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "notes_calls"
+
+
+def letters(settings: Any) -> list[tuple[bytes, int]]:
+    with sqlite3.connect(ledger_file(settings)) as db:
+        found = db.execute("SELECT data, attempts, error FROM dead_letters ORDER BY id").fetchall()
+    db.close()
+    assert all(error.startswith("Parked: ") == (attempts == 0) for _, attempts, error in found)
+    return [(data, attempts) for data, attempts, _ in found]
+
+
+@pytest.mark.parametrize("policy", ["park", "continue"])
+async def test_no_record_overtakes_a_dead_letter_of_its_key(
+    policy: Any, tmp_path: Path, handler: str
+) -> None:
+    stream = FakeStream(1)
+    settings = quick(tmp_path / "out", handler, attempts=2, on_key_failure=policy)
+    stream.put(b"bad", "a")
+    daemon = FakeMLD(stream, "", habits=Habits(max_records=2), supervised=True, backoff_seconds=0.02)
+    async with asyncio.TaskGroup() as group, asyncio.timeout(60):
+        async with serving(settings) as first:
+            daemon.address = await first.listening()
+            playing = group.create_task(daemon.run())
+            await until(lambda: first.status().dead_letters == 1)
+            stream.put(b"a2", "a")
+            stream.put(b"b1", "b")
+            await until(lambda: "b1" in seen(handler))
+            # The same server, another connection: what is stored is known again.
+            daemon.kill()
+            stream.put(b"a3", "a")
+            stream.put(b"b2", "b")
+            await until(lambda: "b2" in seen(handler))
+        async with serving(settings) as second:
+            daemon.address = await second.listening()
+            stream.put(b"a4", "a")
+            stream.put(b"b3", "b")
+            stream.end()
+            await playing
+            await second.finished()
+    if policy == "park":
+        assert letters(settings) == [(b"bad", 2), (b"a2", 0), (b"a3", 0), (b"a4", 0)]
+        assert [text for text in seen(handler) if text[0] == "a"] == []
+    else:
+        assert letters(settings) == [(b"bad", 2)]
+        assert {"a2", "a3", "a4"} < set(seen(handler))
+    assert {"b1", "b2", "b3"} < set(seen(handler))
+
+
+def seen(handler: str) -> list[str]:
+    return importlib.import_module(handler).seen  # type: ignore[no-any-return]  # the module above
