@@ -9,6 +9,7 @@ hook swallows it, and a ``KeyboardInterrupt`` on the event loop's thread, which 
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 from dataclasses import dataclass, field
 from types import GeneratorType
@@ -74,6 +75,12 @@ class Caller:
         self._deadline = deadline_seconds
         self._watches: dict[int, Watch] = {}
         """Of calls that are on a thread, or wait for it."""
+
+    def on(self, thread: WorkerThread) -> Caller:
+        """Return one that calls on another thread; ``running_ms`` of either tells of both."""
+        other = copy.copy(self)
+        other._thread = thread  # noqa: SLF001  # its own class
+        return other
 
     async def run(self, hook: BoundHook, arguments: Sequence[Any], *, shard: str) -> Returned:
         """Call ``hook`` with each argument in turn; stop at the first failure.

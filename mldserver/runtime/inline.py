@@ -1,7 +1,8 @@
 """The runtime inside the server's own process: for tests and small set-ups.
 
 Synchronous hooks of a pipeline run on one worker thread (``thread.py``; with lanes, ``process_record`` on one for
-each), asynchronous ones on the event loop; what a hook does cannot reach the wire (``calls.py``, ``failure.py``).
+each; record processors of amazon_kclpy on one for each shard), asynchronous ones on the event loop; what a hook does
+cannot reach the wire (``calls.py``, ``failure.py``).
 Memory and crashes are shared with the server: a hook that ends the interpreter (``os._exit``, a crash in C) ends the
 server, whose ledger makes up for it at the next start.
 """
@@ -24,6 +25,7 @@ from mldserver.runtime.calls import BoundHook, Caller
 from mldserver.runtime.failure import Failure, FailurePolicy, OnFailure
 from mldserver.runtime.inspection import load_spec
 from mldserver.runtime.rows import RowBuilder
+from mldserver.runtime.shard_threads import ShardThreads
 from mldserver.runtime.spec import HandlerKind, HandlerSpec, RecordHook, windows_text
 from mldserver.runtime.thread import WorkerThread
 from mldserver.runtime.work import BatchWork, Tools
@@ -48,6 +50,7 @@ class _OpenShard:
     """A shard and the hooks of its handler."""
 
     shard: Shard
+    tools: Tools
     hooks: dict[str, BoundHook]
     processor: Processor | None = None
     """Of amazon_kclpy, if it is one."""
@@ -95,6 +98,7 @@ class InlineRuntime:
         self._concurrency = concurrency
         self._thread = WorkerThread("mldserver-handler")
         self._threads = [self._thread]
+        self._shard_threads = ShardThreads()
         self._tools: Tools | None = None
         self._shards: dict[str, _OpenShard] = {}
 
@@ -134,8 +138,9 @@ class InlineRuntime:
         there is no record yet that could be set aside, and from then on its failures are logged as errors.
         """
         await self.forget(shard.id)
+        tools = await self._tools_for(shard)
         failures = 0
-        while (failed := await self._try_open(shard)) is not None:
+        while (failed := await self._try_open(shard, tools)) is not None:
             hook, failure = failed
             failures += 1
             if self._policy.on_failure is OnFailure.HALT and failures >= self._policy.attempts:
@@ -145,9 +150,8 @@ class InlineRuntime:
     async def process(self, delivery: Delivery) -> BatchOutcome:
         """Decode a line and run the handler over its records (see ``Runtime.process``)."""
         opened = self._opened(delivery.shard_id)
-        tools = self._ready()
-        hook = opened.hooks[tools.spec.record_hook]
-        work = BatchWork(tools, hook, delivery, opened.decoder(delivery.version), opened.parked)
+        hook = opened.hooks[opened.tools.spec.record_hook]
+        work = BatchWork(opened.tools, hook, delivery, opened.decoder(delivery.version), opened.parked)
         outcome = await work.run()
         if self._policy.parks:
             opened.parked.update(work.newly_parked())
@@ -174,7 +178,7 @@ class InlineRuntime:
     async def _notify(self, opened: _OpenShard, bound: BoundHook) -> None:
         shard_id = opened.shard.id
         for attempt in range(1, self._policy.attempts + 1):
-            returned = await self._ready().caller.run(bound, [opened.shard], shard=shard_id)
+            returned = await opened.tools.caller.run(bound, [opened.shard], shard=shard_id)
             if returned.failure is None:
                 return
             if attempt < self._policy.attempts:
@@ -200,6 +204,7 @@ class InlineRuntime:
         opened = self._shards.pop(shard_id, None)
         if opened is not None:
             opened.close()
+        self._shard_threads.release(shard_id)
 
     @property
     def trouble(self) -> str | None:
@@ -217,6 +222,7 @@ class InlineRuntime:
         """Stop the worker threads; a hook that hangs is left behind after a few seconds."""
         self._shards.clear()
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._shard_threads.close(_CLOSE_SECONDS))
             for thread in self._threads:
                 group.create_task(thread.close(_CLOSE_SECONDS))
 
@@ -235,9 +241,16 @@ class InlineRuntime:
                 self._threads[-1].start()
         return lanes
 
-    async def _try_open(self, shard: Shard) -> tuple[str, Failure] | None:
-        """Make a handler and run ``initialize``; return the hook that failed, and why."""
+    async def _tools_for(self, shard: Shard) -> Tools:
+        """Return what works on a shard's batches: record processors, which may wait for much, on a thread of its own."""
         tools = self._ready()
+        if tools.spec.kind is not HandlerKind.PROCESSOR:
+            return tools
+        thread = await self._shard_threads.take(shard.id)
+        return replace(tools, caller=tools.caller.on(thread), threads=(thread,))
+
+    async def _try_open(self, shard: Shard, tools: Tools) -> tuple[str, Failure] | None:
+        """Make a handler and run ``initialize``; return the hook that failed, and why."""
         instance: Any = tools.spec.target
         if tools.spec.kind is not HandlerKind.MODULE:
             # The instance comes back in a list of one: hooks may not return objects of their own to the runtime.
@@ -256,7 +269,7 @@ class InlineRuntime:
             if returned.failure is not None:
                 return initialize.name, returned.failure
         processor = instance if isinstance(instance, Processor) else None
-        self._shards[shard.id] = _OpenShard(shard, hooks, processor)
+        self._shards[shard.id] = _OpenShard(shard, tools, hooks, processor)
         return None
 
     async def _kept(self, outcome: BatchOutcome, opened: _OpenShard, processor: Processor) -> BatchOutcome:
@@ -266,7 +279,7 @@ class InlineRuntime:
             # Some processors do on every call what is due by the clock, so they are called without records too.
             empty = Batch((), shard_id=shard.id, millis_behind_latest=outline.millis_behind_latest)
             hook = opened.hooks[RecordHook.RECORDS]
-            returned = await self._ready().caller.run(hook, [empty], shard=shard.id)
+            returned = await opened.tools.caller.run(hook, [empty], shard=shard.id)
             if returned.failure is not None:
                 log.error(
                     "handler.hook_failed", **self._where(shard.id, hook.name, returned.failure), attempts=1

@@ -44,6 +44,14 @@ class WorkerThread:
         self._jobs.put((partial(contextvars.copy_context().run, function), loop, future))
         return await future
 
+    def finish(self) -> asyncio.Future[None]:
+        """Take nothing more; the future is done when all that is queued has run, and the thread ends."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        self._jobs.put((lambda: None, loop, future))
+        self._jobs.put(None)
+        return future
+
     async def close(self, seconds: float) -> bool:
         """Stop the thread after what is queued; return whether it has stopped within ``seconds``."""
         if not self._thread.is_alive():

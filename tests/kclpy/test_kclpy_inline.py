@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import sys
+import threading
+from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -308,3 +311,64 @@ async def test_a_handler_that_keeps_no_position_has_none(kit: Kit) -> None:
     await runtime.open(SHARD)
     assert not (await runtime.process(delivery(1))).keeps_position
     assert await runtime.notify(SHARD.id, Hook.SHUTDOWN_REQUESTED) is None
+
+
+async def test_a_processor_that_waits_holds_up_no_other_shard(kit: Kit) -> None:
+    released = threading.Event()
+
+    class It(Processor):
+        def process(self, record: Any) -> None:
+            if self.shard_id == SHARD.id:
+                assert released.wait(20)
+
+    runtime = await kit.start(It)
+    other = Shard("shardId-000000000002", "TRIM_HORIZON")
+    await runtime.open(other)
+    async with asyncio.TaskGroup() as group:
+        waiting = group.create_task(runtime.process(delivery(1)))
+        await runtime.process(replace(delivery(5), shard_id=other.id))
+        assert not waiting.done()
+        released.set()
+    assert It.seen == [[1], [5]]
+
+
+async def test_two_processors_of_a_shard_never_run_at_the_same_time(kit: Kit) -> None:
+    released, entered = threading.Event(), threading.Event()
+
+    class It(Processor):
+        def process(self, record: Any) -> None:
+            if len(self.made) == 1:
+                entered.set()
+                assert released.wait(20)
+
+    runtime = await kit.start(It)
+    abandoned = asyncio.create_task(runtime.process(delivery(1)))
+    while not entered.is_set():  # noqa: ASYNC110  # set by a thread
+        await asyncio.sleep(0.001)
+    abandoned.cancel()
+    await runtime.forget(SHARD.id)
+    async with asyncio.TaskGroup() as group:
+        opening = group.create_task(runtime.open(SHARD))
+        await asyncio.wait({opening}, timeout=0.05)
+        assert (opening.done(), len(It.made)) == (False, 1)
+        released.set()
+    assert len(It.made) == 2
+    await runtime.process(delivery(1))
+    await asyncio.wait({abandoned})
+
+
+async def test_a_shards_thread_ends_with_it(kit: Kit) -> None:
+    def names() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if "shardId" in thread.name]
+
+    runtime = await kit.start(Processor)
+    await runtime.process(delivery(1))
+    assert names() == [f"mldserver-{SHARD.id}"]
+    await runtime.forget(SHARD.id)
+    await runtime.open(SHARD)
+    assert names() == [f"mldserver-{SHARD.id}"]
+    await runtime.close()
+    for thread in threading.enumerate():
+        if "shardId" in thread.name:
+            thread.join(10)
+    assert names() == []

@@ -1,0 +1,49 @@
+"""A thread for each shard, for handlers that were written to have a process for each: one that waits holds up no other.
+
+A shard's threads never overlap: the next one starts when the last has come to the end of what it was at, even if nobody
+waits for that any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from mldserver.runtime.thread import WorkerThread
+
+__all__ = ["ShardThreads"]
+
+
+class ShardThreads:
+    """The threads of the open shards."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._threads: dict[str, WorkerThread] = {}
+        self._leaving: dict[str, asyncio.Future[None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._threads)
+
+    async def take(self, shard_id: str) -> WorkerThread:
+        """Return the shard's thread, running."""
+        while (leaving := self._leaving.get(shard_id)) is not None:
+            await asyncio.wait({leaving})
+        thread = self._threads.get(shard_id)
+        if thread is None:
+            thread = self._threads[shard_id] = WorkerThread(f"mldserver-{shard_id}")
+            thread.start()
+        return thread
+
+    def release(self, shard_id: str) -> None:
+        """Let the shard's thread end when it has done what it is at."""
+        thread = self._threads.pop(shard_id, None)
+        if thread is not None:
+            leaving = self._leaving[shard_id] = thread.finish()
+            leaving.add_done_callback(lambda _: self._leaving.pop(shard_id))
+
+    async def close(self, seconds: float) -> None:
+        """Stop all threads; those that hang are left behind after ``seconds``."""
+        for shard_id in tuple(self._threads):
+            self.release(shard_id)
+        if self._leaving:
+            await asyncio.wait(set(self._leaving.values()), timeout=seconds)
