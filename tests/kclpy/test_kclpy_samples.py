@@ -52,6 +52,18 @@ async def test_it_processes_every_record_once_through_a_split_to_the_end_of_ever
     await read_to_the_end(version, form, tmp_path / "out", sample, logged)
 
 
+async def test_amazons_own_sample_runs_as_it_is_installed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream = filled(2, 200, reshard=True)
+    stream.end()
+    daemon = FakeMLD(stream, "", habits=Habits(max_records=30))
+    async with serving(quick(tmp_path / "out", "samples.sample_kclpy_app:RecordProcessor")) as server:
+        await play(server, daemon)
+    assert (daemon.finished, daemon.violations) == (True, [])
+    assert capsys.readouterr().err.count("Partition Key") == 200
+
+
 async def test_a_throttled_lease_table_is_the_servers_business(
     tmp_path: Path, sample: Sample, logged: list[dict[str, Any]]
 ) -> None:
