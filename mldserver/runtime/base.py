@@ -84,6 +84,13 @@ class DeadLetter:
     parked_behind: Sequence | None = None
     """The dead letter of the same partition key that it waits behind (``on_key_failure = park``); the handler was
     then not called with it, unless ``attempts`` says so."""
+    handler_version: str = ""
+    """Which version of the handler it was (``HandlerSpec.version``); empty when that is not known."""
+
+    @property
+    def record(self) -> str:
+        """Which record it is, ``shard/sequence/sub-sequence``: the same however often its letter is written."""
+        return f"{self.shard_id}/{self.sequence.number}/{self.sequence.sub}"
 
 
 @dataclass(frozen=True, slots=True)

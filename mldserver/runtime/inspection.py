@@ -18,6 +18,7 @@ from mldserver.runtime.schema import Schema, SchemaError, parse_schema
 from mldserver.runtime.source_map import SourceMap
 from mldserver.runtime.spec import Finding, HandlerKind, HandlerSpec, HookSpec, RecordHook, span_text
 from mldserver.runtime.tables import RECORD_COLUMN
+from mldserver.runtime.version import version_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -87,7 +88,16 @@ class _Inspection:
             return None
         warnings = tuple(self.findings)
         return HandlerSpec(
-            self.loaded.path, kind, target, record_hook, hooks, schema, windows, warnings, concurrency
+            self.loaded.path,
+            kind,
+            target,
+            record_hook,
+            hooks,
+            schema,
+            windows,
+            warnings,
+            concurrency,
+            version_of(self.loaded),
         )
 
     def _processor(self, cls: type, version: int) -> HandlerSpec | None:
@@ -105,6 +115,7 @@ class _Inspection:
             schema=None,
             windows=None,
             warnings=tuple(self.findings),
+            version=version_of(self.loaded),
         )
 
     def _find(self, text: str, name: str | None = None, *, is_error: bool = True) -> None:

@@ -120,7 +120,7 @@ def join_rows(parts: Sequence[Built], taken: Taken, *, shard_id: str) -> Any:
     return table.combine_chunks()
 
 
-def dead_letter(record: Record, end: End, *, handler: str, at_ms: int) -> DeadLetter:
+def dead_letter(record: Record, end: End, *, handler: str, version: str, at_ms: int) -> DeadLetter:
     """Return a record that failed for good; damaged base64 is kept as it came."""
     try:
         data = record.data
@@ -138,4 +138,5 @@ def dead_letter(record: Record, end: End, *, handler: str, at_ms: int) -> DeadLe
         handler=handler,
         at_ms=at_ms,
         parked_behind=end.behind,
+        handler_version=version,
     )

@@ -76,6 +76,8 @@ class HandlerSpec:
     warnings: tuple[Finding, ...] = ()
     concurrency: int = 1
     """How many records of one batch, of different partition keys, it takes at the same time."""
+    version: str = ""
+    """What its ``version`` says; else ``sha256:`` and the beginning of its module's hash; empty without a source."""
 
     @property
     def on_window(self) -> bool:

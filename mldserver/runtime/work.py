@@ -200,8 +200,10 @@ class BatchWork:
         )
 
     def _bury(self, index: int, end: End) -> DeadLetter:
-        path, now_ms = self.tools.spec.path, self.tools.clock.now_ms()
-        return dead_letter(self.taken.fresh[index], end, handler=path, at_ms=now_ms)
+        spec, now_ms = self.tools.spec, self.tools.clock.now_ms()
+        return dead_letter(
+            self.taken.fresh[index], end, handler=spec.path, version=spec.version, at_ms=now_ms
+        )
 
     def _halted(self, lane: Lane, again: Again) -> HandlerHalted:
         where = lane.where(again)

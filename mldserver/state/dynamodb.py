@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from mldserver.errors import InternalError, LedgerError
 from mldserver.state import dynamodb_flushes as flushes
+from mldserver.state import dynamodb_letters
 from mldserver.state import dynamodb_members as members
 from mldserver.state import dynamodb_windows as windows
 from mldserver.state.dynamodb_book import Draft
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
         ShardState,
         WindowEntry,
     )
+    from mldserver.state.letters import StoredLetter
 
 __all__ = ["DynamoLedger"]
 
@@ -350,13 +352,53 @@ class DynamoLedger:
 
     async def dead_letters(self, limit: int = 100) -> tuple[DeadLetter, ...]:
         """Return stored dead letters, oldest first."""
-        async with self._taking_turns():
-            return await self._reached().dead_letters(limit)
+        return tuple(each.letter for each in await self.letters(limit=limit))
+
+    async def letters(
+        self, *, after: str | None = None, limit: int = 100, wanted: bool = False
+    ) -> tuple[StoredLetter, ...]:
+        """Return a page of letters in order of storage."""
+        found: list[StoredLetter] = []
+        if limit <= 0:
+            return ()
+        async with self._letters(after, wanted=wanted) as stored:
+            async for each in stored:
+                found.append(each)
+                if len(found) == limit:
+                    break
+        return tuple(found)
 
     async def parked_keys(self, shard_id: str) -> dict[str, Sequence]:
         """Return the keys of a shard's dead letters, each with the sequence of the oldest."""
+        parked: dict[str, Sequence] = {}
+        async with self._letters() as stored:
+            async for each in stored:
+                letter = each.letter
+                if letter.shard_id == shard_id and letter.partition_key is not None:
+                    parked.setdefault(letter.partition_key, letter.sequence)
+        return parked
+
+    @contextlib.asynccontextmanager
+    async def _letters(
+        self, after: str | None = None, *, wanted: bool = False
+    ) -> AsyncIterator[AsyncIterator[StoredLetter]]:
         async with self._taking_turns():
-            return await self._reached().parked_keys(shard_id)
+            journal = self._reached()
+            await journal.refresh()
+            async with contextlib.aclosing(journal.letters(after, wanted=wanted)) as stored:
+                yield stored
+
+    async def redrive(self, ids: tuple[str, ...], *, wanted: bool = True) -> frozenset[str]:
+        """Mark letters to be redriven, or not."""
+        return await self._tool(lambda draft: dynamodb_letters.mark(draft, ids, wanted=wanted))
+
+    async def purge(self, ids: tuple[str, ...]) -> frozenset[str]:
+        """Delete letters."""
+        return await self._tool(lambda draft: dynamodb_letters.remove(draft, ids))
+
+    async def add_letters(self, letters: tuple[DeadLetter, ...], *, wanted: bool = False) -> None:
+        """Store letters that come from elsewhere."""
+        await self._tool(lambda draft: dynamodb_letters.store(draft, letters, wanted=wanted))
 
     async def close(self) -> None:
         """Close after every call that was made before. Closing again does nothing."""

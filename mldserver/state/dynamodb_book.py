@@ -20,7 +20,17 @@ if TYPE_CHECKING:
     from mldserver.runtime.base import DeadLetter
     from mldserver.state.ledger import Segment, ServerState, ShardState, WindowEntry
 
-__all__ = ["Book", "Changes", "Draft", "Overlay", "ServerRow", "ShardRow", "Totals", "segment_bytes"]
+__all__ = [
+    "Book",
+    "Changes",
+    "Draft",
+    "LetterItem",
+    "Overlay",
+    "ServerRow",
+    "ShardRow",
+    "Totals",
+    "segment_bytes",
+]
 
 _T = TypeVar("_T")
 
@@ -54,6 +64,16 @@ class ServerRow:
 
 
 @dataclass(frozen=True, slots=True)
+class LetterItem:
+    """What became of the dead letters of one transaction, by their place in it."""
+
+    count: int
+    wanted: frozenset[int] = frozenset()
+    """To be redriven."""
+    gone: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class Changes:
     """What one transaction writes: the new row by its key, None for one that goes."""
 
@@ -63,10 +83,13 @@ class Changes:
     servers: Mapping[str, ServerRow | None] = field(default_factory=dict)
     late: Mapping[str, Segment | None] = field(default_factory=dict)
     """Files of the late dataset that may not be visible yet, by path, in order of registration."""
+    letters: Mapping[str, LetterItem | None] = field(default_factory=dict)
+    """By the version that stored them."""
 
     def __bool__(self) -> bool:
         """Whether there is anything to write."""
-        return self.totals is not None or bool(self.shards or self.windows or self.servers or self.late)
+        rows = (self.shards, self.windows, self.servers, self.late, self.letters)
+        return self.totals is not None or any(rows)
 
 
 class Ages:
@@ -110,6 +133,7 @@ class Book:
         self.windows: dict[str, WindowEntry] = {}
         self.servers: dict[str, ServerRow] = {}
         self.late: dict[str, Segment] = {}
+        self.letters: dict[str, LetterItem] = {}
         self.current: dict[str, WindowEntry] = {}
         """Windows but those that are published and not retained: what ``LedgerState`` tells of."""
         self.changed: dict[str, int] = {}
@@ -137,6 +161,7 @@ class Book:
         _update(self.shards, changes.shards)
         _update(self.servers, changes.servers)
         _update(self.late, changes.late)
+        _update(self.letters, changes.letters)
 
     def _changed(self, window_id: str, entry: WindowEntry | None) -> None:
         before = self.changed.pop(window_id, 0)
@@ -175,7 +200,12 @@ class Book:
     def everything(self) -> Changes:
         """Return the changes that make this book from an empty one."""
         return Changes(
-            self.totals, self.shards.copy(), self.windows.copy(), self.servers.copy(), self.late.copy()
+            self.totals,
+            self.shards.copy(),
+            self.windows.copy(),
+            self.servers.copy(),
+            self.late.copy(),
+            self.letters.copy(),
         )
 
     def state(self, since: int = 0) -> LedgerState:
@@ -189,6 +219,7 @@ class Book:
             clock=self.totals.clock,
             batch_progress=self.totals.batch_progress,
             dead_letters=self.totals.dead_letters,
+            redrives=sum(len(item.wanted) for item in self.letters.values()),
             servers={server_id: row.state for server_id, row in self.servers.items()},
             cut_below_ms=self.totals.cut_below_ms,
             version=self.version,
@@ -252,10 +283,13 @@ class Draft:
         self.windows = Overlay(book.windows)
         self.servers = Overlay(book.servers)
         self.late = Overlay(book.late)
+        self.letters = Overlay(book.letters)
         self.paths: set[str] = set()
         """Paths of segments that windows took in."""
         self.dead_letters: tuple[DeadLetter, ...] = ()
         """To be stored beside the changes."""
+        self.spent: list[int] = []
+        """Versions of whose letters none is left: their items go."""
 
     def changes(self) -> Changes:
         """Return what differs from the book."""
@@ -265,4 +299,5 @@ class Draft:
             self.windows.changed,
             self.servers.changed,
             self.late.changed,
+            self.letters.changed,
         )

@@ -1,7 +1,7 @@
 """Between a DynamoDB ledger's changes and bytes: JSON arrays, compressed with zlib. Pure.
 
-Format 2 (the number that every kind of ledger shares, ``schema.py``). Changes are an object of ``totals`` (an array,
-absent when unchanged) and ``shards``, ``windows``, ``servers``, ``late`` (objects: the row by its key; null: it went).
+Format 4 (the number that every kind of ledger shares, ``schema.py``). Changes are an object of ``totals`` (an array,
+absent when unchanged) and ``shards``, ``windows``, ``servers``, ``late``, ``letters`` (objects: the row by its key; null: it went).
 Sequence numbers are decimal text. A window's two lists of segments are each ``[n, [segment …]]``: the first n of the
 list that the version before held, then these, so that a flush into a window of a thousand segments writes one.
 """
@@ -15,7 +15,7 @@ import orjson
 
 from mldserver.records import Sequence
 from mldserver.runtime.base import DeadLetter
-from mldserver.state.dynamodb_book import Changes, ServerRow, ShardRow, Totals
+from mldserver.state.dynamodb_book import Changes, LetterItem, ServerRow, ShardRow, Totals
 from mldserver.state.ledger import (
     BatchProgress,
     Segment,
@@ -47,6 +47,7 @@ def pack_changes(changes: Changes, windows: Mapping[str, WindowEntry]) -> bytes:
         },
         "servers": _pack(changes.servers, _server_row),
         "late": _pack(changes.late, _late_row),
+        "letters": _pack(changes.letters, _letters_row),
     }
     if changes.totals is not None:
         told["totals"] = _totals_row(changes.totals)
@@ -66,6 +67,7 @@ def unpack_changes(data: bytes, windows: Mapping[str, WindowEntry]) -> Changes:
             },
             servers=_unpack(told["servers"], _server),
             late=_unpack(told["late"], _late),
+            letters=_unpack(told["letters"], _letters),
         )
     except (zlib.error, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
@@ -141,6 +143,15 @@ def _server_row(row: ServerRow) -> list[Any]:
 def _server(server_id: str, row: list[Any]) -> ServerRow:
     life, *told = row
     return ServerRow(ServerState(server_id, *told), life)
+
+
+def _letters_row(item: LetterItem) -> list[Any]:
+    return [item.count, sorted(item.wanted), sorted(item.gone)]
+
+
+def _letters(_version: str, row: list[Any]) -> LetterItem:
+    count, wanted, gone = row
+    return LetterItem(count, frozenset(wanted), frozenset(gone))
 
 
 def _segment_row(segment: Segment) -> list[Any]:
@@ -241,6 +252,8 @@ def _letter_row(letter: DeadLetter) -> list[Any]:
         storable(letter.traceback),
         storable(letter.handler),
         letter.at_ms,
+        _sequence_row(letter.parked_behind),
+        storable(letter.handler_version),
     ]
 
 
@@ -251,10 +264,12 @@ def unpack_letters(packed: bytes) -> tuple[DeadLetter, ...]:
         at = _LENGTH + int.from_bytes(data[:_LENGTH], "big")
         letters = []
         for row in orjson.loads(data[_LENGTH:at]):
-            shard_id, sequence, key, size, *rest = row
+            shard_id, sequence, key, size, *rest, behind, version = row
             payload = bytes(data[at : at + size])
             at += size
-            letters.append(DeadLetter(shard_id, _sequence(sequence), key, payload, *rest))
+            parked = None if behind is None else _sequence(behind)
+            told = {"parked_behind": parked, "handler_version": version}
+            letters.append(DeadLetter(shard_id, _sequence(sequence), key, payload, *rest, **told))
     except (zlib.error, TypeError, IndexError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     return tuple(letters)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mldserver.errors import InternalError
+from mldserver.state import dynamodb_letters
 from mldserver.state.dynamodb_book import ShardRow
 from mldserver.state.ledger import FlushResult, SegmentKind, WindowEntry, WindowState
 
@@ -37,6 +38,7 @@ def _weigh(draft: Draft, flush: Flush) -> FlushResult:
             for each in flush.segments
             if each.kind is SegmentKind.RECOMPUTE and not _retained(draft, each)
         ),
+        gone_letters=dynamodb_letters.missing(draft, flush.redriven),
     )
 
 
@@ -65,7 +67,8 @@ def _write(draft: Draft, flush: Flush, now_ms: int) -> None:
         _move(draft, update, now_ms)
     for segment in flush.segments:
         _ADD[segment.kind](draft, segment)
-    draft.dead_letters = flush.dead_letters
+    dynamodb_letters.remove(draft, flush.redriven)
+    dynamodb_letters.store(draft, flush.dead_letters)
     totals, progress = draft.totals, flush.batch_progress
     if progress is None or progress.number < totals.batch_progress.number:
         # Not told, or another server is further.
@@ -73,7 +76,6 @@ def _write(draft: Draft, flush: Flush, now_ms: int) -> None:
     draft.totals = replace(
         totals,
         clock=max(totals.clock, flush.clock),
-        dead_letters=totals.dead_letters + len(flush.dead_letters),
         batch_progress=progress,
     )
 

@@ -23,14 +23,15 @@ from mldserver.errors import LedgerError, LedgerVersionError
 from mldserver.faults import kill_point
 from mldserver.state.dynamodb_book import Book, Changes
 from mldserver.state.dynamodb_codec import pack_changes, pack_letters, unpack_changes, unpack_letters
+from mldserver.state.dynamodb_letters import letter_id
 from mldserver.state.dynamodb_table import Value, backoff_s, version_key
+from mldserver.state.letters import StoredLetter
 from mldserver.state.schema import FORMAT
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncGenerator, Callable, Mapping
 
     from mldserver.clock import Clock
-    from mldserver.records import Sequence
     from mldserver.runtime.base import DeadLetter
     from mldserver.state.dynamodb_book import Draft
     from mldserver.state.dynamodb_table import Item, Table
@@ -202,10 +203,18 @@ class Journal:
             value = await self._table.keep(dead, f"{tx}-d")
             told = value.attributes() | {"count": {"N": str(len(letters))}}
             operations += [self._table.put(version_key("dead", version), told), *self._table.named(value)]
+        for spent in draft.spent:
+            operations += await self._without(version_key("dead", spent))
         if not await self._transact(version, tx, operations):
             return False
         self._applied(changes, len(data))
         return True
+
+    async def _without(self, item: str) -> list[dict[str, Any]]:
+        """Return what a transaction must do that deletes an item of letters."""
+        found = await self._table.get(item)
+        # Another server was faster: the transaction fails, whatever is in it.
+        return [] if found is None else [self._table.delete(item), *self._table.unnamed(Value.of(found))]
 
     async def _packed(self, changes: Changes, letters: tuple[DeadLetter, ...]) -> tuple[bytes, bytes | None]:
         windows = self.book.windows
@@ -276,36 +285,34 @@ class Journal:
             await self._table.delete_value(value)
         await self._table.delete_items([item["item"]["S"] for item in old])
 
-    async def dead_letters(self, limit: int) -> tuple[DeadLetter, ...]:
-        """Return at most ``limit`` dead letters, oldest first."""
-        found: list[DeadLetter] = []
-        if limit <= 0:
-            return ()
-        async for letters in self._letters():
-            found += letters
-            if len(found) >= limit:
-                break
-        return tuple(found[:limit])
+    async def letters(self, after: str | None, *, wanted: bool) -> AsyncGenerator[StoredLetter, None]:
+        """Yield letters in order of storage, those behind an id; ``wanted``: only marked ones.
 
-    async def parked_keys(self, shard_id: str) -> dict[str, Sequence]:
-        """Return the keys of a shard's dead letters, each with the sequence of the oldest."""
-        parked: dict[str, Sequence] = {}
-        async for letters in self._letters():
-            for letter in letters:
-                if letter.shard_id == shard_id and letter.partition_key is not None:
-                    parked.setdefault(letter.partition_key, letter.sequence)
-        return parked
+        The book must be up to date.
+        """
+        version, _, place = (after or "0.0").partition(".")
+        behind = (int(version), int(place)) if after and version.isdigit() and place.isdigit() else (0, -1)
+        told = {int(key): item for key, item in self.book.letters.items()}
+        for each in sorted(number for number in told if number >= behind[0]):
+            there = told[each].wanted if wanted else frozenset(range(told[each].count)) - told[each].gone
+            places = [place for place in sorted(there) if (each, place) > behind]
+            if not places:
+                continue
+            letters = await self._letters_of(each)
+            for number in places:
+                yield StoredLetter(
+                    letter_id(each, number), letters[number], wanted=number in told[each].wanted
+                )
 
-    async def _letters(self) -> AsyncIterator[tuple[DeadLetter, ...]]:
-        """Read all dead letters, oldest first."""
-        async for item in self._table.between("dead#", "dead#~"):
-            data = await self._table.bytes_of(Value.of(item))
-            if data is None:
-                raise self._damaged("dead letters are gone")
-            try:
-                yield await asyncio.to_thread(unpack_letters, data)
-            except ValueError as error:
-                raise self._damaged(f"dead letters cannot be read ({error})") from error
+    async def _letters_of(self, version: int) -> tuple[DeadLetter, ...]:
+        item = await self._table.get(version_key("dead", version))
+        data = None if item is None else await self._table.bytes_of(Value.of(item))
+        if data is None:
+            raise self._damaged("dead letters are gone")
+        try:
+            return await asyncio.to_thread(unpack_letters, data)
+        except ValueError as error:
+            raise self._damaged(f"dead letters cannot be read ({error})") from error
 
     def _require_format(self, item: Item) -> None:
         found = int(item["format"]["N"])

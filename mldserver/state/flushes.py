@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mldserver.errors import InternalError
-from mldserver.state import members, rows
+from mldserver.state import members, rows, sqlite_letters
 from mldserver.state.ledger import FlushResult, SegmentKind, WindowState
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def weigh(db: sqlite3.Connection, flush: Flush) -> FlushResult:
             for each in flush.segments
             if each.kind is SegmentKind.RECOMPUTE and not _retained(db, each)
         ),
+        gone_letters=sqlite_letters.missing(db, flush.redriven),
     )
 
 
@@ -39,15 +40,9 @@ def write(db: sqlite3.Connection, flush: Flush, now_ms: int) -> None:
             members.end_shard(db, update.shard_id, now_ms)
     for segment in flush.segments:
         _ADD[segment.kind](db, segment)
-    db.executemany(
-        "INSERT INTO dead_letters (shard_id, sequence, sub_sequence, partition_key, data, arrival_ms, attempts,"
-        " error, traceback, handler, at_ms) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        [rows.dead_letter_row(letter) for letter in flush.dead_letters],
-    )
-    db.execute(
-        "UPDATE meta SET clock = max(clock, ?), dead_letters = dead_letters + ?",
-        (flush.clock, len(flush.dead_letters)),
-    )
+    sqlite_letters.remove(db, flush.redriven)
+    sqlite_letters.store(db, flush.dead_letters)
+    db.execute("UPDATE meta SET clock = max(clock, ?)", (flush.clock,))
     if flush.batch_progress is not None:
         _progress(db, flush.batch_progress)
 

@@ -10,8 +10,7 @@ are adopted, and only then are its unregistered files deleted. A server that ope
 registered buries the one that had it. Shards are fenced by epochs, windows by attempts.
 
 A server registers with ``open``; then every call may follow. A tool opens the ledger with ``peek``; then only
-``peek``, ``end_shards``, ``retry``, ``accept_gap``, ``reset``, ``dead_letters``, ``parked_keys`` and ``close`` may
-(InternalError).
+``peek``, ``end_shards``, ``retry``, ``accept_gap``, ``reset``, ``close`` and those of dead letters may (InternalError).
 Of a server that was buried, or has left, every call that writes raises ServerBuried, except ``leave`` and those.
 
 Implementations: ``sqlite.py`` (servers of one host; the file lies beside the segments) and ``dynamodb.py``.
@@ -22,6 +21,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
+
+from mldserver.state.letters import LetterBook
 
 if TYPE_CHECKING:
     from mldserver.records import Sequence
@@ -144,6 +145,8 @@ class Flush:
     clock: int = 0
     """The next free value of the pipeline's merge clock."""
     batch_progress: BatchProgress | None = None
+    redriven: tuple[str, ...] = ()
+    """Ids of dead letters that end with it, at most LETTERS_AT_ONCE: what they gave is among the rest of the flush."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +160,13 @@ class FlushResult:
     """Windows of WINDOW segments that are cut already: their rows are late."""
     expired_windows: frozenset[str] = frozenset()
     """Windows of RECOMPUTE segments that have no entry or are not retained: their rows go to the late dataset."""
+    gone_letters: frozenset[str] = frozenset()
+    """Redriven letters that are not there any more, or are not wanted: what they gave must be left out."""
 
     @property
     def registered(self) -> bool:
         """Whether the transaction took place."""
-        return not (self.lost_shards or self.cut_windows or self.expired_windows)
+        return not (self.lost_shards or self.cut_windows or self.expired_windows or self.gone_letters)
 
 
 class WindowState(enum.StrEnum):
@@ -230,6 +235,9 @@ class LedgerState:
     clock: int = 0
     batch_progress: BatchProgress = BatchProgress()
     dead_letters: int = 0
+    """How many there are."""
+    redrives: int = 0
+    """How many of them are to be redriven."""
     servers: dict[str, ServerState] = field(default_factory=dict)
     cut_below_ms: int | None = None
     """Event-time windows that end at or before it and have no entry any more were cut: their rows are late."""
@@ -240,7 +248,7 @@ class LedgerState:
     published and not retained since; all others are as they were then, or gone after having been told of so."""
 
 
-class Ledger(Protocol):
+class Ledger(LetterBook, Protocol):
     """One pipeline's ledger. Every method is one transaction, done when it returns. Raises LedgerError."""
 
     @property
@@ -400,17 +408,6 @@ class Ledger(Protocol):
         went, more may follow. Windows that are retained stay (``expire`` them first).
         ``shards_before_ms`` must lie further back than the stream keeps records: a pruned shard that comes back
         is a new one.
-        """
-        ...
-
-    async def dead_letters(self, limit: int = 100) -> tuple[DeadLetter, ...]:
-        """Return stored dead letters, oldest first."""
-        ...
-
-    async def parked_keys(self, shard_id: str) -> dict[str, Sequence]:
-        """Return the partition keys of a shard's stored dead letters, each with the sequence of the oldest letter.
-
-        Later records of these keys wait (``on_key_failure = park``). Letters without a key park nothing.
         """
         ...
 

@@ -189,6 +189,7 @@ def read_state(db: sqlite3.Connection, since: int) -> LedgerState:
         clock=meta["clock"],
         batch_progress=BatchProgress(meta["batch_number"], meta["batch_rows"], meta["batch_opened_ms"]),
         dead_letters=meta["dead_letters"],
+        redrives=db.execute("SELECT count(*) FROM dead_letters WHERE wanted").fetchone()[0],
         servers={
             row["server_id"]: _server(row) for row in db.execute("SELECT * FROM servers ORDER BY server_id")
         },
@@ -211,11 +212,13 @@ def dead_letter(row: sqlite3.Row) -> DeadLetter:
         traceback=row["traceback"],
         handler=row["handler"],
         at_ms=row["at_ms"],
+        parked_behind=_position(row["parked_behind"]),
+        handler_version=row["handler_version"],
     )
 
 
 def dead_letter_row(letter: DeadLetter) -> tuple[object, ...]:
-    """Return a dead letter in the order of its table's columns, without the id."""
+    """Return a dead letter in the order of its table's columns, without the id and the mark."""
     key = letter.partition_key
     return (
         letter.shard_id,
@@ -229,4 +232,13 @@ def dead_letter_row(letter: DeadLetter) -> tuple[object, ...]:
         storable(letter.traceback),
         storable(letter.handler),
         letter.at_ms,
+        None if letter.parked_behind is None else str(letter.parked_behind),
+        storable(letter.handler_version),
     )
+
+
+def _position(text: str | None) -> Sequence | None:
+    if text is None:
+        return None
+    number, _, sub = text.partition("/")
+    return Sequence(int(number), int(sub or 0))

@@ -1,16 +1,16 @@
-"""The ledger's file format: one SQLite database for one pipeline, format 3.
+"""The ledger's file format: one SQLite database for one pipeline, format 4.
 
 The database is in WAL mode and carries ``APPLICATION_ID`` in its header. All times are milliseconds since the Unix
 epoch (UTC). Sequence numbers have 21 to 60 digits, more than an INTEGER holds: they are TEXT in decimal digits and
 are compared as integers by the program, never by SQL. Lists are JSON arrays of strings. A file without tables is a
-ledger that was never created: creation is one transaction. Formats 1 and 2 were never released.
+ledger that was never created: creation is one transaction. Formats 1 to 3 were never released.
 
 ``meta``, exactly one row (id 1)
     ``format``, ``pipeline``: readable in every format to come, so that an older program can say what it found.
     ``created_ms``. ``clock``: next free value of the merge clock; never falls. ``cut_below_ms``: the latest end of
     all pruned windows; never falls; an event-time window that ends at or before it and has no row was cut.
     ``batch_number``, ``batch_rows``, ``batch_opened_ms``: where the open ``batches`` window stands; the number
-    never falls. ``dead_letters``: how many were stored. ``lives``: how often a server has registered.
+    never falls. ``dead_letters``: how many there are. ``lives``: how often a server has registered.
     ``version``: raised by each transaction that writes. ``pruned_version``: the latest ``changed`` of all pruned
     windows: who has read less must read everything. ``retained_bytes``: of all segments of published windows that
     are retained; kept by triggers.
@@ -36,7 +36,8 @@ ledger that was never created: creation is one transaction. Formats 1 and 2 were
 ``late_segments``, files of the late dataset that may not be visible yet
     Their windows need no row.
 ``dead_letters``, in order of storage
-    ``data`` is the record's payload as it came.
+    ``data`` is the record's payload as it came. ``parked_behind``: ``number/sub`` of the letter that it waits behind.
+    ``wanted``: it is to be redriven. Ids are never given again, so that nobody takes one letter for another.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from typing import Final
 
 __all__ = ["APPLICATION_ID", "DDL", "FORMAT"]
 
-FORMAT: Final = 3
+FORMAT: Final = 4
 
 APPLICATION_ID: Final = int.from_bytes(b"MLDS", "big")
 """Stands in the database's header: what tells a ledger from any other SQLite file."""
@@ -159,7 +160,7 @@ DDL: Final = (
     """,
     """
     CREATE TABLE dead_letters (
-        id            INTEGER PRIMARY KEY,
+        id            INTEGER PRIMARY KEY AUTOINCREMENT,
         shard_id      TEXT NOT NULL,
         sequence      TEXT NOT NULL CHECK (sequence NOT GLOB '*[^0-9]*' AND sequence <> ''),
         sub_sequence  INTEGER NOT NULL,
@@ -170,8 +171,13 @@ DDL: Final = (
         error         TEXT NOT NULL,
         traceback     TEXT NOT NULL,
         handler       TEXT NOT NULL,
-        at_ms         INTEGER NOT NULL
+        at_ms         INTEGER NOT NULL,
+        parked_behind TEXT,
+        handler_version TEXT NOT NULL DEFAULT '',
+        wanted        INTEGER NOT NULL DEFAULT 0
     )
     """,
+    "CREATE INDEX dead_letters_by_key ON dead_letters (shard_id, partition_key)",
+    "CREATE INDEX dead_letters_wanted ON dead_letters (id) WHERE wanted",
 )
 """The statements that create a ledger, run in one transaction."""

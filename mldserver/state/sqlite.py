@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         ShardState,
         WindowEntry,
     )
+    from mldserver.state.letters import StoredLetter
 
 __all__ = ["SqliteLedger"]
 
@@ -175,6 +176,24 @@ class SqliteLedger:
     async def dead_letters(self, limit: int = 100) -> tuple[DeadLetter, ...]:
         """Return stored dead letters, oldest first."""
         return await self._call(self._store.dead_letters, limit)
+
+    async def letters(
+        self, *, after: str | None = None, limit: int = 100, wanted: bool = False
+    ) -> tuple[StoredLetter, ...]:
+        """Return a page of letters in order of storage."""
+        return await self._call(self._store.letters, after=after, limit=limit, wanted=wanted)
+
+    async def redrive(self, ids: tuple[str, ...], *, wanted: bool = True) -> frozenset[str]:
+        """Mark letters to be redriven, or not."""
+        return await self._call(self._store.redrive, ids, wanted=wanted)
+
+    async def purge(self, ids: tuple[str, ...]) -> frozenset[str]:
+        """Delete letters."""
+        return await self._call(self._store.purge, ids)
+
+    async def add_letters(self, letters: tuple[DeadLetter, ...], *, wanted: bool = False) -> None:
+        """Store letters that come from elsewhere."""
+        await self._call(self._store.add_letters, letters, wanted=wanted)
 
     async def parked_keys(self, shard_id: str) -> dict[str, Sequence]:
         """Return the keys of a shard's dead letters, each with the sequence of the oldest."""

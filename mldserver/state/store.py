@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 from mldserver.errors import InternalError
 from mldserver.faults import kill_point
-from mldserver.records import Sequence
-from mldserver.state import file, flushes, members, rows, windows
+from mldserver.state import file, flushes, members, rows, sqlite_letters, windows
 from mldserver.state.faults import damaged, translate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from mldserver.records import Sequence
     from mldserver.runtime.base import DeadLetter
     from mldserver.state.ledger import (
         Commit,
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         ShardState,
         WindowEntry,
     )
+    from mldserver.state.letters import StoredLetter
 
 __all__ = ["SqliteStore"]
 
@@ -260,13 +261,29 @@ class SqliteStore:
             found = db.execute("SELECT * FROM dead_letters ORDER BY id LIMIT ?", (limit,))
             return tuple(rows.dead_letter(row) for row in found)
 
+    def letters(
+        self, *, after: str | None = None, limit: int = 100, wanted: bool = False
+    ) -> tuple[StoredLetter, ...]:
+        """Return a page of letters in order of storage."""
+        with self._transaction("BEGIN") as db:
+            return sqlite_letters.page(db, after, limit, wanted=wanted)
+
     def parked_keys(self, shard_id: str) -> dict[str, Sequence]:
         """Return the keys of a shard's dead letters, each with the sequence of the oldest."""
         with self._transaction("BEGIN") as db:
-            found = db.execute(
-                # SQLite takes the other columns from the row that has the minimum.
-                "SELECT partition_key, sequence, sub_sequence, min(id) FROM dead_letters"
-                " WHERE shard_id = ? AND partition_key IS NOT NULL GROUP BY partition_key",
-                (shard_id,),
-            )
-            return {key: Sequence(int(number), sub) for key, number, sub, _ in found}
+            return sqlite_letters.parked_keys(db, shard_id)
+
+    def redrive(self, ids: tuple[str, ...], *, wanted: bool = True) -> frozenset[str]:
+        """Mark letters to be redriven, or not; return those that are there."""
+        with self._writing() as db:
+            return sqlite_letters.mark(db, ids, wanted=wanted)
+
+    def purge(self, ids: tuple[str, ...]) -> frozenset[str]:
+        """Delete letters; return those that were there."""
+        with self._writing() as db:
+            return sqlite_letters.remove(db, ids)
+
+    def add_letters(self, letters: tuple[DeadLetter, ...], *, wanted: bool = False) -> None:
+        """Store letters that come from elsewhere."""
+        with self._writing() as db:
+            sqlite_letters.store(db, letters, wanted=wanted)

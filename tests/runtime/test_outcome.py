@@ -130,7 +130,7 @@ def test_a_dead_letter_holds_all_that_is_known(data: Any, kept: Any) -> None:
         shard_id="s", sequence_number="9", sub_sequence_number=2, data=data, partition_key="k", arrival_ms=4
     )
     end = End(Ending.DEAD_LETTER, Failure("E: x", "tb"), 3, Sequence(7))
-    letter = dead_letter(record, end, handler="h", at_ms=99)
+    letter = dead_letter(record, end, handler="h", version="7", at_ms=99)
     assert letter.parked_behind == Sequence(7)
     assert (letter.data, letter.sequence, letter.partition_key, letter.arrival_ms) == (
         kept,

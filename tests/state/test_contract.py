@@ -231,8 +231,11 @@ async def test_ended_shards_are_pruned_by_when_they_ended_first(ledger_factory: 
     assert set((await held(ledger_factory)).shards) == {"b"}
 
 
+BEHIND = letter(3, parked_behind=HUGE, handler_version="sha256:0123456789ab")
+
+
 async def test_dead_letters_come_back_as_they_went_in_oldest_first(ledger_factory: Factory) -> None:
-    letters = (letter(1), letter(2, partition_key=None, arrival_ms=None, data=b""), letter(3))
+    letters = (letter(1), letter(2, partition_key=None, arrival_ms=None, data=b""), BEHIND)
     async with opened(ledger_factory) as (ledger, _):
         await ledger.register(Flush((), dead_letters=letters[:2]))
         await ledger.register(Flush((), dead_letters=letters[2:]))

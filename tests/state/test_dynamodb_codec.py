@@ -8,7 +8,7 @@ from dataclasses import replace
 import orjson
 import pytest
 
-from mldserver.state.dynamodb_book import Book, Changes, ServerRow, ShardRow, Totals
+from mldserver.state.dynamodb_book import Book, Changes, LetterItem, ServerRow, ShardRow, Totals
 from mldserver.state.dynamodb_codec import pack_changes, pack_letters, unpack_changes, unpack_letters
 from mldserver.state.ledger import BatchProgress, ServerState, ShardState, WindowEntry, WindowState
 from tests.state.samples import BATCH, HUGE, W1, late, letter, more, seg
@@ -37,6 +37,7 @@ EVERYTHING = Changes(
     },
     {"one": ServerRow(ServerState("one", 1, 2, False, "a", "behind"), 3), "two": None},
     {"l1": late("l1"), "l2": None},
+    {"7": LetterItem(3, frozenset({2}), frozenset({0, 1})), "8": None},
 )
 
 
@@ -81,7 +82,7 @@ def test_letters_come_back_as_they_went_in() -> None:
     letters = (
         letter(1),
         letter(2, partition_key=None, arrival_ms=None, data=b""),
-        letter(3, data=b"\0" * 99),
+        letter(3, data=b"\0" * 99, parked_behind=HUGE, handler_version="7"),
     )
     assert unpack_letters(pack_letters(letters)) == letters
     assert unpack_letters(pack_letters(())) == ()

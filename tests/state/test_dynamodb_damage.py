@@ -25,9 +25,9 @@ async def test_a_newer_format_is_refused_at_the_start_and_while_running(
 ) -> None:
     ledger = await start(ledger_on(), "a")
     other = await start(ledger_on("two"))
-    dynamo.items["p"][where]["format"] = {"N": "4"}
+    dynamo.items["p"][where]["format"] = {"N": "5"}
     for call in (ledger.open_shard("b"), ledger_on("three").open(), ledger_on("tool").peek()):
-        with pytest.raises(LedgerVersionError, match="has format 4"):
+        with pytest.raises(LedgerVersionError, match="has format 5"):
             await call
     await other.close()
 
