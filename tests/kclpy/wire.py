@@ -1,0 +1,39 @@
+"""What the runtime is given in tests of processors: batches as the daemon writes them, and a clock that never waits."""
+
+from __future__ import annotations
+
+import base64
+import json
+
+from mldserver.protocol.messages import Version
+from mldserver.records import Sequence, Shard
+from mldserver.runtime.base import Delivery
+
+SHARD = Shard("shardId-000000000001", "TRIM_HORIZON")
+
+
+class InstantClock:
+    ms = 0
+
+    def now_ms(self) -> int:
+        return self.ms
+
+    async def sleep(self, seconds: float) -> None:
+        self.ms += round(seconds * 1000)
+
+
+def delivery(*numbers: int, after: int | None = None) -> Delivery:
+    records = [
+        {
+            "data": base64.b64encode(str(number).encode()).decode(),
+            "partitionKey": "key",
+            "sequenceNumber": str(number),
+            "approximateArrivalTimestamp": 1_000,
+            "subSequenceNumber": 0,
+            "action": "record",
+        }
+        for number in numbers
+    ]
+    message = {"action": "processRecords", "records": records, "millisBehindLatest": 0}
+    position = None if after is None else Sequence(after)
+    return Delivery(SHARD.id, json.dumps(message).encode(), Version.V2, 9_000, position)
