@@ -305,7 +305,8 @@ class InlineRuntime:
     async def _wait(
         self, shard: Shard, hook: str, failure: Failure, failures: int, *, grave: bool = False
     ) -> None:
-        delay = self._policy.delay(failures, self._random())
+        after = failure.after_seconds
+        delay = self._policy.delay(failures, self._random()) if after is None else after
         where = self._where(shard.id, hook, failure)
         if grave:
             where["did"] = "The shard waits; the hook is tried again until it succeeds."

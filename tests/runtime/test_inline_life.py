@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mldserver import Retry
 from mldserver.errors import HandlerHalted, HandlerNotFound, InternalError, PeerError
 from mldserver.protocol.messages import Version
 from mldserver.records import Shard
@@ -219,3 +220,15 @@ async def test_using_a_runtime_that_was_not_started_is_a_bug(kit: Any, shard: An
     with pytest.raises(InternalError, match="before it was started"):
         await runtime.open(shard)
     await runtime.close()
+
+
+async def test_a_hook_may_say_when_it_is_to_be_called_again(kit: Any, shard: Any) -> None:
+    busy = [Retry("busy", after=33)]
+
+    def initialize(shard: Any) -> None:
+        if busy:
+            raise busy.pop()
+
+    runtime = await kit.start(process_record=lambda record: None, initialize=initialize)
+    await runtime.open(shard)
+    assert kit.clock.slept == [33]

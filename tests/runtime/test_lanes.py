@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import defaultdict
 from typing import Any
@@ -152,87 +153,117 @@ async def test_the_setting_is_refused_for_hooks_that_take_whole_batches(kit: Any
 
 @st.composite
 def stories(draw: Any) -> Any:
-    """Draw records: key, seconds that each of its calls takes, what they come to; lanes; whether keys are parked."""
+    """Draw batches, lanes, and whether keys are parked.
+
+    A batch: its records (a key, and how long each call for it takes and what it comes to), and the seconds after which
+    its connection is lost; None: it is not.
+    """
     call = st.tuples(st.integers(0, 30), st.sampled_from(["row", "row", "none", "error", "retry", "discard"]))
     record = st.tuples(st.sampled_from(["a", "b", "c", "d", None]), st.lists(call, min_size=1, max_size=4))
-    batches = draw(st.lists(st.lists(record, max_size=10), min_size=1, max_size=3))
-    return batches, draw(st.integers(2, 6)), draw(st.booleans())
+    batch = st.tuples(st.lists(record, max_size=10), st.none() | st.integers(0, 60))
+    return draw(st.lists(batch, min_size=1, max_size=4)), draw(st.integers(2, 6)), draw(st.booleans())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(stories())
-def test_keys_are_in_order_and_every_record_is_decided_once_whatever_takes_how_long(
+def test_keys_and_positions_are_in_order_whatever_fails_takes_long_or_is_lost(
     kit_class: Any, story: Any
 ) -> None:
-    kit = kit_class()
     with asyncio.Runner(loop_factory=lambda: VirtualLoop(lambda: 0.0)) as runner:
-        kit.clock = LoopClock(runner.get_loop())
-        runner.run(_live(kit, *story))
+        world = World(kit_class(), LoopClock(runner.get_loop()), *story)
+        runner.run(world.live())
 
 
-async def _live(kit: Any, batches: Any, lanes: int, park: bool) -> None:
-    script = {
-        (n, place): list(calls) for n, batch in enumerate(batches) for place, (_, calls) in enumerate(batch)
-    }
-    running: dict[Any, Any] = defaultdict(list)
-    order: dict[Any, list[Any]] = defaultdict(list)
+class World:
+    """A shard whose batches are delivered again, with those before, until they are decided."""
 
-    async def process_record(record: Any) -> Any:
-        name = tuple(record.json())
-        assert not running[lane_of(record.partition_key, lanes)], "a lane does one thing at a time"
-        running[lane_of(record.partition_key, lanes)].append(name)
-        order[record.partition_key].append(name)
+    def __init__(self, kit: Any, clock: Any, batches: Any, lanes: int, park: bool) -> None:
+        self.kit, self.clock, self.batches, self.lanes, self.park = kit, clock, batches, lanes, park
+        kit.clock = clock
+        self.calls = {}
+        """What is left of the calls for each record, by its sequence number."""
+        self.keys = {}
+        self.busy: set[int] = set()
+        self.order: Any = defaultdict(list)
+        """By key, the records of the calls since the last connection began."""
+        self.position = 0
+        self.dead_keys: dict[str, Sequence] = {}
+
+    async def process_record(self, record: Any) -> Any:
+        n, lane = record.sequence_number, lane_of(record.partition_key, self.lanes)
+        assert lane not in self.busy, "a lane does one thing at a time"
+        assert n > self.position, "what was decided is not seen again"
+        self.order[record.partition_key].append(n)
+        self.busy.add(lane)
         try:
-            seconds, what = script[name].pop(0) if script[name] else (0, "error")
-            await kit.clock.sleep(seconds)
+            seconds, what = self.calls[n].pop(0) if self.calls[n] else (0, "error")
+            await self.clock.sleep(seconds)
         finally:
-            running[lane_of(record.partition_key, lanes)].clear()
+            self.busy.remove(lane)
         if what in {"error", "retry", "discard"}:
             raise {"error": ValueError("no"), "retry": Retry(after=7), "discard": Discard()}[what]
-        return (name[1],) if what == "row" else None
+        return (n,) if what == "row" else None
 
-    policy = FailurePolicy(attempts=2, on_key_failure=OnKeyFailure.PARK if park else OnKeyFailure.CONTINUE)
-    runtime = await kit.start(schema=SCHEMA, concurrency=lanes, process_record=process_record, policy=policy)
-    try:
-        await runtime.open(Shard(kit.shard))
-        await _deliver(kit, runtime, batches, park)
-    finally:
-        # The virtual loop cannot wait for a real thread, which has nothing to do here.
-        runtime._thread._jobs.put(None)
-    for seen in order.values():
-        # Each key's records came one after the other; only a failed one came again, and before any other.
-        assert seen == sorted(seen)
+    async def live(self) -> None:
+        policy = FailurePolicy(attempts=2, on_key_failure=OnKeyFailure("park" if self.park else "continue"))
+        runtime = await self.kit.start(
+            schema=SCHEMA, concurrency=self.lanes, process_record=self.process_record, policy=policy
+        )
+        try:
+            await runtime.open(Shard(self.kit.shard))
+            line: list[Any] = []
+            for records, lost_after in self.batches:
+                for key, calls in records:
+                    n = len(self.keys) + 1
+                    self.keys[n], self.calls[n] = key, list(calls)
+                    line.append(self.kit.record(n, n, partitionKey=key))
+                await self.deliver(runtime, line, lost_after)
+        finally:
+            # The virtual loop cannot wait for a real thread, which has nothing to do here.
+            runtime._thread._jobs.put(None)
 
+    async def deliver(self, runtime: Any, line: Any, lost_after: Any) -> None:
+        """Deliver all records so far: those up to the position were decided earlier."""
+        delivery = self.kit.line(line, after=self.position)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(lost_after):
+                expected = self.expected(len(line))
+                self.take(await runtime.process(delivery), expected)
+                return
+        assert not self.busy
+        self.order.clear()
+        await runtime.open(Shard(self.kit.shard))
+        await runtime.park(self.kit.shard, self.dead_keys)
+        expected = self.expected(len(line))
+        self.take(await runtime.process(delivery), expected)
 
-async def _deliver(kit: Any, runtime: Any, batches: Any, park: bool) -> None:
-    dead_keys: dict[Any, Any] = {}
-    sequence = 0
-    for n, batch in enumerate(batches):
-        line = []
-        for place, (key, _) in enumerate(batch):
-            line.append(kit.record(sequence + place + 1, [n, place], partitionKey=key))
-        outcome = await runtime.process(kit.line(line))
-        assert outcome.outline.records == len(batch)
-        rows = [] if outcome.rows is None else outcome.rows.column("_sequence").to_pylist()
-        letters = {letter.sequence.number: letter for letter in outcome.dead_letters}
-        expected_rows, expected_letters, discarded = [], {}, 0
-        for place, (key, calls) in enumerate(batch):
-            number = sequence + place + 1
-            if park and key in dead_keys:
-                expected_letters[number] = dead_keys[key]
+    def take(self, outcome: Any, expected: Any) -> None:
+        rows = [] if outcome.rows is None else [int(n) for n in outcome.rows.column("_sequence").to_pylist()]
+        letters = {letter.sequence.number: letter.parked_behind for letter in outcome.dead_letters}
+        assert (rows, letters, outcome.discarded) == expected[:3]
+        assert not self.busy, "a batch is done when all its lanes are"
+        for seen in self.order.values():
+            # Each key's records came one after the other; only one that failed came again, before any other.
+            assert seen == sorted(seen)
+        self.dead_keys = expected[3]
+        if outcome.outline.last is not None:
+            self.position = outcome.outline.last.number
+
+    def expected(self, last: int) -> Any:
+        """Return rows, letters, the number of discarded records, and the parked keys: one record after the other."""
+        rows, letters, discarded, dead_keys = [], {}, 0, dict(self.dead_keys)
+        for n in range(self.position + 1, last + 1):
+            key = self.keys[n]
+            if self.park and key in dead_keys:
+                letters[n] = dead_keys[key]
                 continue
-            last = next(
-                (what for _, what in [*calls, (0, "error")][:2] if what not in {"error", "retry"}), "error"
-            )
-            if last == "row":
-                expected_rows.append(str(number))
-            elif last == "discard":
-                discarded += 1
-            elif last == "error":
-                expected_letters[number] = None
+            tries = [what for _, what in [*self.calls[n], (0, "error"), (0, "error")][:2]]
+            what = next((what for what in tries if what not in {"error", "retry"}), "error")
+            if what == "row":
+                rows.append(n)
+            elif what == "error":
+                letters[n] = None
                 if key is not None:
-                    dead_keys[key] = Sequence(number)
-        assert rows == expected_rows
-        assert outcome.discarded == discarded
-        assert {number: letter.parked_behind for number, letter in letters.items()} == expected_letters
-        sequence += len(batch)
+                    dead_keys[key] = Sequence(n)
+            discarded += what == "discard"
+        return rows, letters, discarded, dead_keys

@@ -151,6 +151,28 @@ def test_one_bad_record_among_ten_thousand_takes_fourteen_calls_to_find(attempts
     assert calls.ends.keys() == {bad}
 
 
+def test_what_lies_behind_a_second_bad_record_is_called_as_it_was_halved() -> None:
+    made, done = search(plan(7, attempts=1), {0, 1})
+    assert [indices for indices, _ in made] == [
+        [0, 1, 2, 3, 4, 5, 6],
+        [0, 1, 2],
+        [0],
+        [1, 2, 3, 4, 5, 6],
+        [1, 2, 3],
+        [1],
+        [2, 3],
+        [4, 5, 6],
+    ]
+    assert done == [2, 3, 4, 5, 6]
+
+
+def test_a_half_with_records_at_fault_may_be_what_failed_so_the_other_half_is_called() -> None:
+    calls = plan(4, attempts=1)
+    calls.failed(at_work(calls), BOOM, NOW)
+    calls.faulty(at_work(calls), {0: FATAL}, NOW)
+    assert calls.step() == Step(range(2, 4), halved=True)
+
+
 def test_when_every_record_is_bad_the_search_takes_two_calls_a_record() -> None:
     made, done = search(plan(1_000, attempts=1), set(range(1_000)))
     assert done == []
