@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -115,7 +115,8 @@ class _Inspection:
             schema=None,
             windows=None,
             warnings=tuple(self.findings),
-            version=version_of(self.loaded),
+            # The class's own ``version`` says which of amazon_kclpy's interfaces it has.
+            version=version_of(replace(self.loaded, target=self.loaded.module)),
         )
 
     def _find(self, text: str, name: str | None = None, *, is_error: bool = True) -> None:

@@ -153,6 +153,7 @@ def test_it_loads_as_a_handler_without_rows(application: str) -> None:
     spec = load_spec(f"{application}:Mine")
     assert (spec.kind, spec.schema, spec.windows) == (HandlerKind.PROCESSOR, None, None)
     assert len(spec.warnings) == 1
+    assert spec.version.startswith("sha256:")
 
 
 @pytest.mark.parametrize("application", [", config"], indirect=True)
