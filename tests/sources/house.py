@@ -44,6 +44,8 @@ class FakeRuntime:
         self.reached = asyncio.Event()
         self.failures: dict[str, Exception] = {}
         self.cancelled = 0
+        self.position: Sequence | None = None
+        """What a handler that keeps its position has checkpointed."""
 
     async def start(self) -> None: ...
 
@@ -72,8 +74,9 @@ class FakeRuntime:
         )
         return BatchOutcome(outline, None)
 
-    async def notify(self, shard_id: str, hook: Hook) -> None:
+    async def notify(self, shard_id: str, hook: Hook) -> Sequence | None:
         self.calls.append((str(hook), shard_id))
+        return self.position
 
     async def park(self, shard_id: str, keys: Mapping[str, Sequence]) -> None:
         self.calls.append(("park", shard_id, *keys))

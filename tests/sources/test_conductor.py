@@ -160,6 +160,19 @@ async def test_shutdown_requested_drains_checkpoints_and_leaves_the_connection_o
     assert await daemon.ask({"action": "leaseLost"}) == {"action": "status", "responseFor": "leaseLost"}
 
 
+async def test_what_a_handler_checkpoints_when_it_is_asked_to_stop_is_noted_before_the_drain(
+    house: House,
+) -> None:
+    house.runtime.position = Sequence(4)
+    daemon = await house.connect()
+    await daemon.initialize()
+    await daemon.process(5)
+    await daemon.checkpointed()
+    await daemon.answered("processRecords")
+    await daemon.ask({"action": "shutdownRequested"})
+    assert house.intake.shards[0].calls[-2:] == ["advance 4", "drain"]
+
+
 @pytest.mark.parametrize(
     ("request_", "action"),
     [({"action": "leaseLost"}, "leaseLost"), ({"action": "shutdown", "reason": "ZOMBIE"}, "shutdown")],
