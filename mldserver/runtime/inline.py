@@ -138,6 +138,7 @@ class InlineRuntime:
         there is no record yet that could be set aside, and from then on its failures are logged as errors.
         """
         await self.forget(shard.id)
+        await self._lanes_free()
         tools = await self._tools_for(shard)
         failures = 0
         while (failed := await self._try_open(shard, tools)) is not None:
@@ -161,6 +162,7 @@ class InlineRuntime:
         """Run a life-cycle hook, if the handler has it. Its failures are retried, then logged, never raised."""
         opened = self._opened(shard_id)
         bound, processor = opened.hooks.get(hook), opened.processor
+        await self._lanes_free()
         if bound is not None:
             await self._notify(opened, bound)
         if processor is None:
@@ -240,6 +242,15 @@ class InlineRuntime:
                 self._threads.append(WorkerThread(f"mldserver-lane-{place}"))
                 self._threads[-1].start()
         return lanes
+
+    async def _lanes_free(self) -> None:
+        """Return when no lane is at a call any more that was given up with its batch: hooks of a shard never overlap.
+
+        The first thread is no concern: hooks wait for their turn there.
+        """
+        async with asyncio.TaskGroup() as group:
+            for thread in self._threads[1:]:
+                group.create_task(thread.run(lambda: None))
 
     async def _tools_for(self, shard: Shard) -> Tools:
         """Return what works on a shard's batches: record processors, which may wait for much, on a thread of its own."""

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from mldserver import Discard, Retry
 from mldserver.errors import HandlerHalted, HandlerInvalid
 from mldserver.records import Sequence, Shard
+from mldserver.runtime.base import Hook
 from mldserver.runtime.failure import FailurePolicy, OnFailure, OnKeyFailure
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.runtime.work import lane_of
@@ -115,6 +116,45 @@ async def test_the_first_lane_that_halts_stops_the_shard_and_the_other_lanes(kit
     with pytest.raises(HandlerHalted):
         await runtime.process(records(kit, "ab"))
     assert len(calls) == len(set(calls)) >= 1
+
+
+@pytest.mark.parametrize("then", ["opened again", "lost"])
+async def test_a_call_that_was_given_up_in_a_lane_ends_before_the_shards_next_hook(
+    kit: Any, then: Any
+) -> None:
+    begun, go, told = threading.Event(), threading.Event(), []
+
+    def process_record(record: Any) -> None:
+        begun.set()
+        go.wait(30)
+        told.append("record")
+
+    def hook(shard: Any) -> None:
+        told.append("hook")
+
+    runtime = await kit.start(concurrency=8, process_record=process_record, initialize=hook, lease_lost=hook)
+    await runtime.open(Shard(kit.shard))
+    told.clear()
+    # Lanes 1 and 3: neither is on the thread of the hooks.
+    batch = asyncio.create_task(runtime.process(records(kit, "ab")))
+    await asyncio.to_thread(begun.wait, 30)
+    batch.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await batch
+    next_hook = (
+        runtime.open(Shard(kit.shard))
+        if then == "opened again"
+        else runtime.notify(kit.shard, Hook.LEASE_LOST)
+    )
+    waiting = asyncio.create_task(next_hook)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    await runtime._thread.run(lambda: None)
+    assert told == []
+    go.set()
+    await waiting
+    assert told[-1] == "hook"
+    assert told.count("record") in {1, 2}
 
 
 async def test_the_setting_wins_over_the_handler(kit: Any) -> None:
