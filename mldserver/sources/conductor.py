@@ -234,7 +234,7 @@ class Conductor:
             try:
                 outcome = await self._runtime.process(delivery)
             finally:
-                self._link.processed(len(batch.line))
+                self._link.processed(batch.size)
             batch.handled = True
             kill_point("batch.handled")
             handled = self._clock.now_ms()
@@ -243,7 +243,7 @@ class Conductor:
             answerable = self._clock.now_ms()
             if self._finishing:
                 await shard.drain()
-        return _Done(outcome, len(batch.line), batch.received_ms, began, handled, answerable)
+        return _Done(outcome, batch.size, batch.received_ms, began, handled, answerable)
 
     def _done_late(self, _batch: Batch[_Done], done: _Done) -> None:
         self._tell_batch(done, None)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 if TYPE_CHECKING:
@@ -38,6 +38,12 @@ class Batch(Generic[_T]):
     """Resolved when the daemon may be answered: with what the work came to, or with None when it goes on."""
     handled: bool = False
     """Whether the handler is done with it: what it still waits for is room."""
+    size: int = field(init=False)
+    """Bytes of the line as it came; a runtime may empty a long one once it has passed it on."""
+
+    def __post_init__(self) -> None:
+        """Measure the line."""
+        self.size = len(self.line)
 
     @property
     def answered(self) -> bool:
@@ -83,7 +89,7 @@ class UnderWay(Generic[_T]):
     @property
     def bytes(self) -> int:
         """What the lines of all batches take."""
-        return sum(len(batch.line) for batch in self._batches)
+        return sum(batch.size for batch in self._batches)
 
     async def submit(self, line: Line) -> _T | None:
         """Work on a batch behind those before it.

@@ -44,6 +44,8 @@ class FakeRuntime:
         self.reached = asyncio.Event()
         self.failures: dict[str, Exception] = {}
         self.cancelled = 0
+        self.empties = False
+        """Whether long lines are emptied once they are passed on, as the one with worker processes does."""
         self.position: Sequence | None = None
         """What a handler that keeps its position has checkpointed."""
 
@@ -63,6 +65,8 @@ class FakeRuntime:
             raise
         self._fail("process")
         batch = decode_records(delivery.line, version=delivery.version, shard_id=delivery.shard_id)
+        if self.empties and isinstance(delivery.line, bytearray):
+            delivery.line.clear()
         sequences = [record.sequence for record in batch.records]
         outline = BatchOutline(
             records=len(sequences),

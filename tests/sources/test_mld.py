@@ -309,6 +309,21 @@ async def test_unread_lines_beyond_the_budget_wait_until_the_oldest_is_complete(
     assert budget.held == 0
 
 
+async def test_a_line_that_the_runtime_empties_is_counted_as_it_came(
+    house: House, logged: list[dict[str, Any]]
+) -> None:
+    house.runtime.empties = True
+    daemon = await house.connect()
+    await daemon.initialize()
+    head, tail = b'{"action":"processRecords","records":[', b'],"millisBehindLatest":0}'
+    await daemon.send(head)
+    await house.holds(len(head))
+    await daemon.send(tail + b"\n")
+    await daemon.answered("processRecords")
+    assert house.listener._budget.held == 0
+    assert [line["bytes"] for line in logged if line["event"] == "batch.done"] == [len(head) + len(tail)]
+
+
 async def test_a_batch_of_many_megabytes_arrives_whole(build: Build) -> None:
     house = await build(line_bytes=2**26, read_bytes=2**26)
     daemon = await house.connect()
