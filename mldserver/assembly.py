@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mldserver.config import RemoteOut, SqlitePlace, UnixAddress, home, ledger_file
 from mldserver.coordinator.claim import claim
@@ -24,6 +25,7 @@ from mldserver.protocol.connection import ConnectionLimits
 from mldserver.runtime.failure import FailurePolicy, OnFailure, OnKeyFailure
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.runtime.inspection import load_spec
+from mldserver.runtime.workers.life import Limits
 from mldserver.sources.mld import MLDListener
 from mldserver.spark.sinks.base import SinkSpec
 from mldserver.state.sqlite import SqliteLedger
@@ -105,7 +107,48 @@ async def assemble(
     Raises HandlerError when the handler cannot be loaded, JavaError when Spark could never start, OperatorError when
     no ledger can be where the settings say, or the output's file system cannot be had.
     """
-    spec = await asyncio.to_thread(load_spec, settings.handler)
+    runtime, spec = await _runtime(settings, clock, rng)
+    try:
+        return await _assembled(settings, runtime, spec, engine=engine, clock=clock, rng=rng, unique=unique)
+    except BaseException:
+        await runtime.close()
+        raise
+
+
+async def _runtime(
+    settings: Settings, clock: Clock, rng: Callable[[], float]
+) -> tuple[Runtime, HandlerSpec]:
+    """Load the handler: in a worker, unless the settings say otherwise; then no code of the user's is run here."""
+    common: dict[str, Any] = {
+        "policy": _failure_policy(settings),
+        "clock": clock,
+        "deadline_seconds": settings.handler_timeout,
+        "concurrency": settings.concurrency,
+    }
+    if settings.workers is None:
+        spec = await asyncio.to_thread(load_spec, settings.handler)
+        return InlineRuntime(spec, random=rng, **common), spec
+    from mldserver.runtime.workers.runtime import WorkerRuntime  # noqa: PLC0415  # not needed where there are none
+
+    kill_after = settings.worker_kill_after
+    limits = Limits(None if kill_after is None else _ms(kill_after), settings.worker_memory)
+    level = logging.getLevelNamesMapping()[settings.log_level.upper()]
+    runtime = WorkerRuntime(
+        settings.handler, workers=settings.workers, limits=limits, log_level=level, **common
+    )
+    return runtime, await runtime.load()
+
+
+async def _assembled(
+    settings: Settings,
+    runtime: Runtime,
+    spec: HandlerSpec,
+    *,
+    engine: Engine | None,
+    clock: Clock,
+    rng: Callable[[], float],
+    unique: Callable[[], str],
+) -> Parts:
     store = await asyncio.to_thread(_store, settings)
     server_id = settings.server_id or f"{socket.gethostname()}:{os.getpid()}:{unique()}"
     ledger = ledger_of(settings, server_id=server_id, clock=clock)
@@ -138,14 +181,6 @@ async def assemble(
         clock=clock,
         unique=unique,
         locks=_locks(settings),
-    )
-    runtime = InlineRuntime(
-        spec,
-        policy=_failure_policy(settings),
-        clock=clock,
-        random=rng,
-        deadline_seconds=settings.handler_timeout,
-        concurrency=settings.concurrency,
     )
     listener = MLDListener(
         (settings.listen.path,)

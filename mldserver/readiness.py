@@ -69,6 +69,8 @@ def _reason(parts: Parts) -> _Red | None:
         )
     if status.flush_failing:
         return _Red("rows cannot be made durable: see the latest flush.failed", broken=True)
+    if (trouble := parts.runtime.trouble) is not None:
+        return _Red(trouble, broken=True)
     if parts.engine is not None and not parts.engine.is_ready:
         return _Red("Spark is not running: windows wait for it, rows go on being stored", broken=False)
     return None

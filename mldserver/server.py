@@ -145,6 +145,7 @@ class Server:
 
     def _background(self, parts: Parts) -> Iterator[tuple[str, Coroutine[None, None, None]]]:
         yield "coordinator", parts.coordinator.run()
+        yield "runtime", parts.runtime.run()
         yield "readiness", self._watch(parts)
         if parts.engine is not None and parts.runner is not None:
             yield "engine", parts.engine.run()

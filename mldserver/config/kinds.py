@@ -370,15 +370,15 @@ def _flatten(table: Mapping[str, object], prefix: str = "") -> list[tuple[str, s
     return found
 
 
-def optional(kind: Kind[T]) -> Kind[T | None]:
-    """The kind, or the word ``none``."""
+def optional(kind: Kind[T], *, word: str = "none") -> Kind[T | None]:
+    """The kind, or a ``word`` for None."""
 
     def parse(raw: object) -> T | None:
-        if raw is None or (isinstance(raw, str) and raw.strip().lower() == "none"):
+        if raw is None or (isinstance(raw, str) and raw.strip().lower() == word):
             return None
         return kind.parse(raw)
 
     def show(value: T | None) -> str:
-        return "none" if value is None else kind.show(value)
+        return word if value is None else kind.show(value)
 
-    return Kind(f"{kind.allowed}, or none", parse, show, metavar=kind.metavar)
+    return Kind(f"{kind.allowed}, or {word}", parse, show, metavar=kind.metavar)

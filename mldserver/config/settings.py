@@ -99,6 +99,7 @@ _PIPELINE = "Pipeline"
 _CONNECTIONS = "Connections"
 _LOG = "Log"
 _HANDLER = "Handler failures"
+_WORKERS = "Worker processes"
 _COORDINATOR = "Segments and watermark"
 _WINDOWS = "Window failures"
 _STREAM = "Stream"
@@ -247,6 +248,26 @@ class Settings:
     handler_timeout: float = _setting(
         kinds.duration(), 60.0, "A hook that runs longer has failed (`async`) or is logged as slow.", _HANDLER
     )
+    workers: int | None = _made(
+        kinds.optional(kinds.count(at_least=1), word="inline"),
+        lambda: max(1, (os.cpu_count() or 1) - 1),
+        "one fewer than there are cores, but one",
+        "Processes that the handler runs in; `inline`: it runs in the server's own.",
+        _WORKERS,
+    )
+    worker_memory: int | None = _setting(
+        kinds.optional(kinds.size(at_least=MIB)),
+        None,
+        "A worker that grows beyond this is replaced; half as much again, and it is killed.",
+        _WORKERS,
+    )
+    worker_kill_after: float | None = _setting(
+        kinds.optional(kinds.duration()),
+        120.0,
+        "A worker is killed when a call of the handler, or its silence, lasts longer.",
+        _WORKERS,
+    )
+
     concurrency: int | None = _setting(
         kinds.optional(kinds.count(at_least=1)),
         None,

@@ -66,9 +66,19 @@ class Caller:
     """Calls hooks, one argument after the other, under a deadline for each call."""
 
     def __init__(
-        self, *, handler: str, clock: Clock, thread: WorkerThread, deadline_seconds: float | None
+        self,
+        *,
+        handler: str,
+        clock: Clock,
+        thread: WorkerThread,
+        deadline_seconds: float | None,
+        mark: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Call on behalf of ``handler`` (its dotted path, for the log); no deadline when it is None."""
+        """Call on behalf of ``handler`` (its dotted path, for the log); no deadline when it is None.
+
+        ``mark`` is given 1 when a run of calls begins, on the thread where it does, and -1 when it ends.
+        """
+        self._mark = mark
         self._handler = handler
         self._clock = clock
         self._thread = thread
@@ -136,6 +146,7 @@ class Caller:
         """Do as ``run`` does, for a synchronous hook, on the thread where this is called."""
         returned, function, now_ms = Returned(), hook.function, self._clock.now_ms
         values = returned.values
+        self._mark(1)
         try:
             for argument in arguments:
                 if watch.abandoned:
@@ -145,6 +156,7 @@ class Caller:
                 values.append(value if type(value) in _PLAIN else _settled(value))
         except BaseException as error:  # noqa: BLE001  # the user's code may raise anything; see the module
             returned.failure = describe(error)
+        self._mark(-1)
         watch.started_ms = None
         return returned
 
@@ -157,6 +169,7 @@ class Caller:
         limit = asyncio.timeout(None)
         async with asyncio.TaskGroup() as group:
             timer = group.create_task(self._expire(hook, watch, limit, shard))
+            self._mark(1)
             try:
                 async with limit:
                     await self._call_each(hook, arguments, watch, returned)
@@ -167,6 +180,7 @@ class Caller:
                     raise
                 returned.failure = describe(error)
             finally:
+                self._mark(-1)
                 timer.cancel()
         if task.cancelling() > cancels:
             # The hook swallowed the cancellation of this task.

@@ -83,13 +83,16 @@ class InlineRuntime:
         random: Callable[[], float],
         deadline_seconds: float | None = 60.0,
         concurrency: int | None = None,
+        mark: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Take a dotted path or a handler that is loaded already.
 
         ``concurrency``: records of a batch, of different keys, at the same time; None: as many as the handler says.
         ``random`` gives floats in [0, 1) for the jitter of retries. A call may take ``deadline_seconds`` (None: any
-        time): an asynchronous one is then cancelled and has failed, a synchronous one is told in the log.
+        time): an asynchronous one is then cancelled and has failed, a synchronous one is told in the log. ``mark``: as
+        ``Caller`` has it.
         """
+        self._mark = mark
         self._handler = handler
         self._policy = policy
         self._clock = clock
@@ -109,7 +112,11 @@ class InlineRuntime:
         if isinstance(spec, str):
             spec = await self._thread.run(partial(load_spec, spec))
         caller = Caller(
-            handler=spec.path, clock=self._clock, thread=self._thread, deadline_seconds=self._deadline
+            handler=spec.path,
+            clock=self._clock,
+            thread=self._thread,
+            deadline_seconds=self._deadline,
+            mark=self._mark,
         )
         rows = RowBuilder(spec.schema, time_column=spec.time_column)
         self._tools = Tools(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from mldserver.config import OutPlace
+    from mldserver.spark.engine import Engine
 
 KEEP_EVERYTHING = '''
 """Keeps every record as a row."""
@@ -40,13 +41,16 @@ def quick(out: OutPlace, handler: str, **changes: Any) -> Settings:
         "window_retry_base": 0.001,
         "window_retry_cap": 0.01,
         "grace": 10.0,
+        "workers": None,
     }
     return Settings(handler=handler, out=out, **(values | changes))
 
 
 @contextlib.asynccontextmanager
-async def serving(settings: Settings, *, engine: LocalEngine | None = None) -> AsyncIterator[Server]:
-    """Run a server while the block runs; it must then stop cleanly."""
+async def serving(
+    settings: Settings, *, engine: Engine | None = None, exit_code: int = 0
+) -> AsyncIterator[Server]:
+    """Run a server while the block runs; it must then stop as it should, cleanly unless told otherwise."""
     server = Server(settings, engine=engine or LocalEngine(), seed=1)
     async with asyncio.TaskGroup() as group:
         life = group.create_task(server.run())
@@ -55,7 +59,7 @@ async def serving(settings: Settings, *, engine: LocalEngine | None = None) -> A
         assert listening.done(), f"the server did not start: exit code {life.result()}"
         yield server
         server.stop("the test is over")
-    assert life.result() == 0
+    assert life.result() == exit_code
 
 
 async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

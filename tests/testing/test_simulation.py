@@ -25,6 +25,7 @@ def settings(out: Path) -> Settings:
         out=out,
         listen=TcpAddress("127.0.0.1", 0),
         flush_interval=0.2,
+        workers=None,
         settle_time=1.5,  # longer than a restart of the daemon, which brings shards that were never seen
     )
 

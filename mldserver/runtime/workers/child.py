@@ -32,7 +32,7 @@ from mldserver.runtime.inline import InlineRuntime
 from mldserver.runtime.inspection import load_spec
 from mldserver.runtime.workers import wire
 from mldserver.runtime.workers.channel import Channel
-from mldserver.runtime.workers.memory import mapped, rows_bytes, rows_file
+from mldserver.runtime.workers.memory import Mark, mapped, rows_bytes, rows_file
 from mldserver.runtime.workers.pulse import Pulse
 from mldserver.runtime.workers.telling import telling_through
 
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from mldserver.runtime.base import BatchOutcome
     from mldserver.runtime.spec import HandlerSpec
     from mldserver.runtime.workers.memory import Descriptors
+    from mldserver.runtime.workers.telling import Teller
 
 __all__ = ["Child", "loaded", "main"]
 
@@ -95,9 +96,10 @@ class Child:
         start, files = await self._queue.get()
         assert isinstance(start, wire.Start), "the first message is Start"
         self._arena = memoryview(mapped(files[0], start.arena_bytes))
+        self._mark = Mark(files[0])
         os.close(files[0])
-        with telling_through(self._end, start.log_level):
-            if not await self._load(start):
+        with telling_through(self._end, start.log_level) as teller:
+            if not await self._load(start, teller):
                 await self._over.wait()
                 return
             # What was imported stays: the collector need not look at it with every batch.
@@ -106,7 +108,7 @@ class Child:
                 message, files = await self._queue.get()
                 self._take(group, message, files)
 
-    async def _load(self, start: wire.Start) -> bool:
+    async def _load(self, start: wire.Start, teller: Teller) -> bool:
         sys.path[:0] = [path for path in start.python_path if path not in sys.path]
         try:
             spec = await asyncio.to_thread(load_spec, start.handler, directory=start.directory)
@@ -117,12 +119,13 @@ class Child:
                 random=random.random,
                 deadline_seconds=start.deadline_seconds,
                 concurrency=start.concurrency,
+                mark=self._mark.add,
             )
             await runtime.start()
         except MldserverError as error:
             self._send(wire.failed(0, error))
             return False
-        Pulse(self._end, asyncio.get_running_loop(), runtime.running_ms).start()
+        Pulse(self._end, asyncio.get_running_loop(), runtime.running_ms, teller.tell_lost).start()
         self._send(loaded(spec))
         return True
 

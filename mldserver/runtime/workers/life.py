@@ -1,7 +1,7 @@
 """When a worker is replaced, and how soon: a pure core. Times are milliseconds of any clock that does not run back.
 
-The numbers are those of Couchbase Eventing's supervisors: a count of deaths that halves every 30 s, and a pause of
-15 s above five.
+Lives that come to nothing are counted. The numbers are those of Couchbase Eventing's supervisors: the count halves
+every 30 s, and above five there is a pause of 15 s.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Restarts:
     base_ms: int = 200
     """The wait after a third death; it doubles with each further one."""
     free: int = 2
-    """Deaths, as they count now, after which the next life begins at once."""
+    """After so many deaths, as they count now, the next life begins at once."""
     pause_above: int = 5
     pause_ms: int = 15_000
     failed_after: int = 8
@@ -29,7 +29,7 @@ class Restarts:
 
 @dataclass(slots=True)
 class Deaths:
-    """The deaths of one worker."""
+    """Those deaths of one worker that came before it had done anything."""
 
     rules: Restarts = field(default_factory=Restarts)
     useless: int = 0
@@ -39,21 +39,23 @@ class Deaths:
 
     def died(self, now_ms: int, *, useful: bool) -> int:
         """Count a death; return how long the next life must wait. ``useful``: a batch was done, or a culprit found."""
-        self.useless = 0 if useful else self.useless + 1
+        if useful:
+            # Another life will do some work too: to wait would only cost time.
+            self.worked()
+            return 0
+        self.useless += 1
         self._count = self.count(now_ms) + 1
         self._at_ms = now_ms
         rules = self.rules
-        if self.useless >= rules.failed_after or (not useful and self._count > rules.pause_above):
+        if self.useless >= rules.failed_after or self._count > rules.pause_above:
             return rules.pause_ms
         beyond = self._count - rules.free
-        # A life that did some work is worth another at once: whoever kills it would only gain by a wait.
-        if useful or beyond <= 0:
-            return 0
-        return min(rules.pause_ms, round(rules.base_ms * 2 ** (beyond - 1)))
+        return 0 if beyond <= 0 else min(rules.pause_ms, round(rules.base_ms * 2 ** (beyond - 1)))
 
     def worked(self) -> None:
-        """A batch was done."""
+        """A batch was done: what was before it counts no more."""
         self.useless = 0
+        self._count = 0.0
 
     def count(self, now_ms: int) -> float:
         """Return how many deaths count now."""

@@ -10,6 +10,8 @@ import contextlib
 import fcntl
 import mmap
 import os
+import struct
+import threading
 from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CHUNK_BYTES",
     "Descriptors",
+    "Mark",
     "SharedArena",
     "line_file",
     "mapped",
@@ -34,6 +37,24 @@ Descriptors = list[int]
 """Open files that came with a message; whoever takes the message closes them."""
 
 CHUNK_BYTES: Final = 4 << 20
+MARK_BYTES: Final = 64
+_MARK: Final = struct.Struct("=q")
+
+
+class Mark:
+    """At the arena's beginning: how many calls into the handler are under way. Outlives whoever writes it."""
+
+    def __init__(self, file: int) -> None:
+        """Write into the arena that is ``file``."""
+        self._map = mmap.mmap(file, mmap.PAGESIZE)
+        self._lock = threading.Lock()
+        self._count = 0
+
+    def add(self, number: int) -> None:
+        """Count a call that begins (1) or ends (-1); from any thread."""
+        with self._lock:
+            self._count += number
+            _MARK.pack_into(self._map, 0, self._count)
 
 
 class SharedArena:
@@ -47,6 +68,7 @@ class SharedArena:
         self._map = mmap.mmap(self.fd, size)
         self._view = memoryview(self._map)
         self._arena = Arena(size)
+        self._arena.take(MARK_BYTES)
 
     def put(self, line: Line) -> int | None:
         """Copy a line in; return its offset, or None when there is no room for it now."""
@@ -54,6 +76,11 @@ class SharedArena:
         if offset is not None:
             self._view[offset : offset + len(line)] = line
         return offset
+
+    @property
+    def marked(self) -> bool:
+        """Whether the handler is in the worker's hands, or was when that ended."""
+        return bool(_MARK.unpack_from(self._view)[0])
 
     def give_back(self, offset: int) -> None:
         """The line at ``offset`` is done with."""

@@ -42,7 +42,7 @@ _ROOT: Final = str(Path(mldserver.__file__).parents[1])
 
 
 class WorkerGone(Exception):
-    """The process ended before it answered. ``alone``: nothing but this request was in its hands."""
+    """The process ended before it answered. ``alone``: in the handler, with nothing but this request in its hands."""
 
     def __init__(self, ending: str, *, alone: bool) -> None:
         """``ending``: how it ended, for people."""
@@ -175,6 +175,7 @@ class WorkerProcess:
         """Kill it, wait for its end, and let go of what is shared. Closing again does nothing."""
         self.kill()
         ending = await self.ending()
+        alone = len(self._shards) == 1 and self._channel is not None and self._arena.marked
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -182,7 +183,6 @@ class WorkerProcess:
         self._gone.set()
         self._room.set()
         self.lost |= frozenset(self._shards.values())
-        alone = len(self._shards) == 1
         for each in self._requests.values():
             if not each.done():
                 each.set_exception(WorkerGone(ending, alone=alone))
@@ -194,19 +194,23 @@ class WorkerProcess:
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+            self._signal(signal.SIGKILL)
 
     async def stacks(self) -> str:
         """Return where its threads are, as far as it says so in time."""
         self._dumping = True
         self._lines.clear()
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(STACKS_SIGNAL)
+        self._signal(STACKS_SIGNAL)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STACKS_SECONDS):
                 await self._gone.wait()
         return "\n".join(self._lines)
+
+    def _signal(self, number: signal.Signals) -> None:
+        # Not through the process object: its look at whether the process lives would take its exit code from the loop.
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     async def ending(self) -> str:
         """Return how it ended, once it has."""

@@ -27,12 +27,17 @@ class Pulse:
     """Tells the server twice a second how the worker is."""
 
     def __init__(
-        self, end: socket.socket, loop: asyncio.AbstractEventLoop, running_ms: Callable[[], int]
+        self,
+        end: socket.socket,
+        loop: asyncio.AbstractEventLoop,
+        running_ms: Callable[[], int],
+        also: Callable[[], None],
     ) -> None:
-        """``running_ms``: how long the present synchronous call runs; called in the thread."""
+        """``running_ms``: how long the present synchronous call runs; ``also`` is done beside; both in the thread."""
         self._end = end
         self._loop = loop
         self._running_ms = running_ms
+        self._also = also
         self._turned = time.monotonic()
 
     def start(self) -> None:
@@ -53,4 +58,5 @@ class Pulse:
             except OSError:
                 # The server is gone, and the loop, which would have noticed, may be in the handler's hands.
                 os._exit(0)
+            self._also()
             time.sleep(BEAT_SECONDS)

@@ -192,15 +192,15 @@ class WorkerRuntime:
     async def process(self, delivery: Delivery) -> BatchOutcome:
         """Take a batch through the handler (see ``Runtime.process``), however many processes that takes."""
         with Held(delivery.line) as line:
-            crashes = 0
+            guilt = 0.0
             suspect = False
             while True:
                 try:
                     outcome = await self._once(delivery, line, alone=suspect)
                 except WorkerGone as gone:
                     suspect = True
-                    crashes += gone.alone
-                    if crashes >= self._policy.attempts:
+                    guilt += _guilt(gone)
+                    if guilt >= self._policy.attempts:
                         worker = self._worker(delivery.shard_id)
                         worker.searching = True
                         try:
@@ -217,12 +217,18 @@ class WorkerRuntime:
     async def _search(self, delivery: Delivery, line: Held) -> BatchOutcome:
         """Find the records that end their process, by halves; they have failed for good, the others are processed."""
         outline = (await self._surely(delivery, line, range(0))).outline
-        todo, done = [range(outline.records - outline.duplicates)], []
+        todo, done, guilt = [range(outline.records - outline.duplicates)], [], 0.0
         while todo:
             part = todo.pop()
             try:
                 done.append(await self._once(delivery, line, part=part, alone=True))
+                guilt = 0.0
             except WorkerGone as gone:
+                guilt += _guilt(gone)
+                if guilt < 1:
+                    todo.append(part)
+                    continue
+                guilt = 0.0
                 if len(part) > 1:
                     middle = part.start + len(part) // 2
                     todo += [range(middle, part.stop), range(part.start, middle)]
@@ -294,7 +300,11 @@ class WorkerRuntime:
             raise InternalError("A shard is used that is not open.", shard=shard_id)
         if shard_id in worker.opened:
             log.info("shard.reopened", shard=shard_id, worker=worker.number)
-        answer = await process.ask(lambda id_: wire.Open(id_, shard_id, shard.start), shard=shard_id)
+        try:
+            answer = await process.ask(lambda id_: wire.Open(id_, shard_id, shard.start), shard=shard_id)
+        except WorkerGone as gone:
+            # Whatever it was that wanted the shard to be open has not been begun.
+            raise WorkerGone(gone.ending, alone=False) from gone
         self._expect(answer, wire.Finished)
         if keys := self._parked.get(shard_id):
             answer = await process.ask(lambda id_: wire.Park(id_, shard_id, _keys(keys)), shard=shard_id)
@@ -412,6 +422,11 @@ def _joined(parts: list[BatchOutcome]) -> BatchOutcome:
 def _letters(parts: list[BatchOutcome]) -> Iterator[DeadLetter]:
     for part in parts:
         yield from part.dead_letters
+
+
+def _guilt(gone: WorkerGone) -> float:
+    """Return how far a death tells against the batch: somebody else may have killed the process before it was begun."""
+    return 1.0 if gone.alone else 0.1
 
 
 def _died(ending: str) -> str:

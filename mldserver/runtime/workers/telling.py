@@ -89,6 +89,11 @@ class Teller:
             self._since = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
         self._lost += lines
 
+    def tell_lost(self) -> None:
+        """Tell how much was lost, if there is anything that was not told yet."""
+        with self._lock:
+            self._tell_lost()
+
     def _tell_lost(self) -> None:
         if self._lost:
             told = Told("warning", "log.lost", {"lines": self._lost, "since": self._since})
@@ -110,7 +115,7 @@ def _plain(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def telling_through(end: socket.socket, level: int) -> Iterator[None]:
+def telling_through(end: socket.socket, level: int) -> Iterator[Teller]:
     """Send events from ``level`` (a number of ``logging``) on, and what is printed, for as long as the context lasts."""
     teller = Teller(end)
     structlog.configure(
@@ -126,4 +131,4 @@ def telling_through(end: socket.socket, level: int) -> Iterator[None]:
         libraries_through_us(),
         caught_output(lambda stream, text: _log.info("handler.output", stream=stream, text=text)),
     ):
-        yield
+        yield teller

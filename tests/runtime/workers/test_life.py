@@ -37,6 +37,7 @@ def test_lives_that_come_to_nothing_make_it_failed_until_one_works() -> None:
     assert deaths.died(9_000_000, useful=False) == 15_000
     deaths.worked()
     assert not deaths.failed
+    assert deaths.died(9_000_001, useful=False) == 0
 
 
 @pytest.mark.parametrize(

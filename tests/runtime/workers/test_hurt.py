@@ -1,0 +1,257 @@
+"""What handlers may do to their process, and what the server and all other shards notice of it: nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import textwrap
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.dataset as ds
+import pytest
+from support.serving import quick, serving, until
+
+from mldserver.server import EXIT_FORCED
+from mldserver.testing import FakeMLD, FakeStream, Habits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mldserver.server import Server
+
+pytestmark = pytest.mark.timeout(180)
+
+HANDLER = '''
+"""A row for each record; {name} does harm."""
+import asyncio, ctypes, os, signal, sys, threading, time
+from mldserver import batches
+
+schema = "id BIGINT NOT NULL"
+windows = batches(max_rows=1000, max_age="1 hour")
+
+
+def harm():
+{harm}
+
+{define} process_record(record):
+    event = record.json()
+    if event["harm"] and not (event["harm"] == "once" and os.path.exists({flag!r})):
+        open({flag!r}, "w").close()
+        {call}
+    return (event["id"],)
+'''
+RECORDS = 200
+
+
+@pytest.fixture
+def handler_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    monkeypatch.chdir(tmp_path)
+
+    def write(harm: str, *, asynchronous: bool = False) -> str:
+        text = HANDLER.format(
+            name="one of them",
+            harm=textwrap.indent(textwrap.dedent(harm).strip(), "    "),
+            define="async def" if asynchronous else "def",
+            flag=str(tmp_path / "done"),
+            call="harm()",
+        )
+        (tmp_path / "harmful.py").write_text(text)
+        return "harmful"
+
+    return write
+
+
+def stream(harm: str, *, shards: int = 2, records: int = RECORDS) -> FakeStream:
+    made = FakeStream(shards, seed=1, start_ms=1_800_000_000_000)
+    for number in range(records):
+        made.put(json.dumps({"id": number, "harm": harm if number == 77 else ""}).encode(), f"key-{number}")
+    made.end()
+    return made
+
+
+async def play(server: Server, given: FakeStream, *, max_records: int = 20) -> None:
+    """Play the stream to its end: one life of the daemon, no complaint of its."""
+    daemon = FakeMLD(given, await server.listening(), habits=Habits(max_records=max_records))
+    async with asyncio.timeout(120):
+        await daemon.run()
+        await server.finished()
+    assert (daemon.violations, daemon.life, daemon.finished) == ([], 1, True)
+
+
+def ids(out: Path) -> Counter[int]:
+    files = [str(path) for path in out.glob("window=*/*.parquet")]
+    return Counter(ds.dataset(files, format="parquet").to_table()["id"].to_pylist() if files else [])
+
+
+def named(logged: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
+    return [event for event in logged if event["event"] in names]
+
+
+HARMS = {
+    "it exits": "os._exit(3)",
+    "it raises SystemExit in a thread of its own and dies": "os.kill(os.getpid(), signal.SIGKILL)",
+    "it crashes in C": "ctypes.string_at(0)",
+    "it closes every descriptor": "os.closerange(0, 4096)",
+    "it stops": "os.kill(os.getpid(), signal.SIGSTOP)",
+    "it loops for ever": "while True: pass",
+    "it blocks its event loop": "while True: time.sleep(1)",
+    "it eats memory": """
+        eaten = []
+        while True:
+            eaten.append(bytearray(8 << 20))
+            time.sleep(0.005)
+    """,
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+async def test_a_batch_whose_process_dies_once_is_done_by_the_next_and_nobody_notices(
+    tmp_path: Path, handler_that: Callable[..., str], logged: list[dict[str, Any]], harm: str
+) -> None:
+    handler = handler_that(HARMS[harm], asynchronous="event loop" in harm)
+    settings = quick(
+        tmp_path / "out",
+        handler,
+        workers=2,
+        worker_kill_after=1.5,
+        worker_memory=400 << 20,
+        handler_timeout=0.5,
+    )
+    async with serving(settings) as server:
+        await play(server, stream("once"))
+    assert ids(tmp_path / "out") == Counter(range(RECORDS))
+    assert len(named(logged, "worker.lost", "worker.replaced")) >= 1
+    assert named(logged, "connection.failed", "handler.dead_letter", "worker.failed") == []
+
+
+async def test_where_a_call_hangs_is_told_before_its_process_is_killed(
+    tmp_path: Path, handler_that: Callable[..., str], logged: list[dict[str, Any]]
+) -> None:
+    handler = handler_that("while True: pass")
+    async with serving(quick(tmp_path / "out", handler, workers=1, worker_kill_after=1.0)) as server:
+        await play(server, stream("once"))
+    (lost,) = named(logged, "worker.lost")
+    assert lost["reason"] == "a call of the handler takes too long"
+    assert "in harm" in lost["stacks"]
+    assert ids(tmp_path / "out") == Counter(range(RECORDS))
+
+
+async def test_a_record_that_always_ends_its_process_is_found_and_becomes_a_dead_letter(
+    tmp_path: Path, handler_that: Callable[..., str], logged: list[dict[str, Any]]
+) -> None:
+    handler = handler_that("os._exit(3)")
+    async with serving(quick(tmp_path / "out", handler, workers=1, attempts=2)) as server:
+        await play(server, stream("always"))
+        assert server.status().dead_letters == 1
+    assert ids(tmp_path / "out") == Counter(number for number in range(RECORDS) if number != 77)
+    (letter,) = named(logged, "handler.dead_letter")
+    assert letter["what"] == "WorkerDied: the handler ended its process: exit code 3"
+    assert named(logged, "connection.failed", "worker.failed") == []
+
+
+async def test_under_halt_such_a_record_stops_its_shard(
+    tmp_path: Path, handler_that: Callable[..., str], logged: list[dict[str, Any]]
+) -> None:
+    handler = handler_that("os._exit(3)")
+    settings = quick(tmp_path / "out", handler, workers=1, attempts=1, on_failure="halt")
+    async with serving(settings) as server:
+        daemon = FakeMLD(stream("always", shards=1), await server.listening())
+        async with asyncio.timeout(60):
+            await daemon.run()
+        assert not daemon.finished
+    assert "WorkerDied" in named(logged, "handler.halted")[0]["what"]
+
+
+async def test_a_flood_of_prints_is_cut_and_the_rest_counted(
+    tmp_path: Path, handler_that: Callable[..., str], logged: list[dict[str, Any]]
+) -> None:
+    handler = handler_that("for number in range(200_000): print('line', number)")
+    async with serving(quick(tmp_path / "out", handler, workers=1)) as server:
+        await play(server, stream("once"))
+        async with asyncio.timeout(10):
+            await until(lambda: _lines(logged) == 200_000)
+    assert ids(tmp_path / "out") == Counter(range(RECORDS))
+    printed = named(logged, "handler.output")
+    assert 0 < len(printed) < 5000
+
+
+def _lines(logged: list[dict[str, Any]]) -> int:
+    """Return how many lines were printed, or counted as lost."""
+    return sum(event["lines"] for event in named(logged, "log.lost")) + len(named(logged, "handler.output"))
+
+
+async def test_a_worker_that_cannot_even_open_a_shard_turns_readiness_red(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[dict[str, Any]]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hopeless.py").write_text(
+        "import os\ndef initialize(shard): os._exit(4)\ndef process_record(r): ...\n"
+    )
+    async with serving(quick(tmp_path / "out", "hopeless", workers=1), exit_code=EXIT_FORCED) as server:
+        daemon = asyncio.create_task(FakeMLD(stream(""), await server.listening()).run())
+        async with asyncio.timeout(100):
+            await until(lambda: bool(named(logged, "worker.failed")))
+            await until(lambda: bool(named(logged, "server.unready")))
+        assert not server.is_ready
+        daemon.cancel()
+        await asyncio.wait({daemon})
+        server.force()
+    assert "dies again and again" in named(logged, "server.unready")[-1]["reason"]
+
+
+async def test_workers_killed_a_hundred_times_under_load_lose_and_double_nothing(
+    tmp_path: Path, handler_that: Callable[..., str], logged: list[dict[str, Any]]
+) -> None:
+    handler = handler_that("pass")
+    kills = 0
+    dice = random.Random(7)
+
+    async def kill(process: asyncio.Task[None]) -> None:
+        nonlocal kills
+        batches = 0
+        while not process.done() and kills < 100:
+            await asyncio.sleep(dice.random() * 0.3)
+            started = named(logged, "worker.started")
+            pids = {event["worker"]: event["pid"] for event in started}
+            living = [pid for pid in pids.values() if os.path.exists(f"/proc/{pid}")]  # noqa: ASYNC240, PTH110  # never blocks
+            # Later ones are killed as soon as they are there; a worker that never did anything is given a rest.
+            busy = len(named(logged, "batch.done")) > batches
+            if living and busy:
+                batches = len(named(logged, "batch.done"))
+                os.kill(dice.choice(living), signal.SIGKILL)
+                kills += 1
+
+    records = 30_000
+    async with serving(quick(tmp_path / "out", handler, workers=2)) as server:
+        playing = asyncio.create_task(play(server, stream("", shards=4, records=records), max_records=10))
+        await kill(playing)
+        await playing
+    assert ids(tmp_path / "out") == Counter(range(records))
+    assert named(logged, "connection.failed", "handler.dead_letter") == []
+    assert kills == len(named(logged, "worker.lost")) == 100
+
+
+async def test_no_process_is_left_behind(
+    tmp_path: Path, handler_that: Callable[..., str], logged: list[dict[str, Any]]
+) -> None:
+    handler = handler_that("pass")
+    async with serving(quick(tmp_path / "out", handler, workers=2)) as server:
+        await play(server, stream(""))
+        started = {event["pid"] for event in named(logged, "worker.started")}
+        assert len(started) == 2
+        children = {int(pid) for pid in _children(os.getpid())}
+        assert started <= children
+    assert not started & {int(pid) for pid in _children(os.getpid())}
+
+
+def _children(process: int) -> list[str]:
+    return [
+        child
+        for task in Path(f"/proc/{process}/task").iterdir()
+        for child in (task / "children").read_text().split()
+    ]
