@@ -18,6 +18,8 @@ CONTRACTS = (
     "runtime.base",
     "sources.base",
     "state.ledger",
+    "state.letters",
+    "deadletters.base",
 )
 """What parts say about each other: vocabulary and protocols without code that does anything."""
 
@@ -32,7 +34,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "protocol.messages": ("records",),
     "runtime.base": ("records", "protocol.messages"),
     "sources.base": ("records", "runtime.base"),
-    "state.ledger": ("records", "runtime.base"),
+    "state.letters": ("records", "runtime.base"),
+    "state.ledger": ("records", "runtime.base", "state.letters"),
+    "deadletters.base": ("runtime.base",),
+    # Where letters go beside the ledger, and how they come back through the handler.
+    "deadletters": (*CONTRACTS, "faults", "remote", "protocol", "sources.owners", "state.rows"),
     "coordinator.windows": ("state.ledger",),
     "spark.engine": ("coordinator.windows",),
     "spark.java": ("errors",),

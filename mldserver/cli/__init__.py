@@ -37,6 +37,7 @@ mldserver kcl --stream NAME --app NAME --region eu-central-1
 mldserver logs -f mldserver.log --level warning
 mldserver windows list --out out/departures
 mldserver ledger show --out out/departures
+mldserver dead-letters list --out out/departures
 ```
 """
 
@@ -49,6 +50,7 @@ _COMMANDS: Final = {
     "logs": "Show and follow a server's log.",
     "windows": "Show windows, and run those again that were set aside.",
     "ledger": "Show where shards and servers stand; reset a shard, or accept its gap.",
+    "dead-letters": "Show records that failed for good, run them again, or delete them.",
     "kcl": "Run the Java MultiLangDaemon, connected to a server.",
 }
 
@@ -74,7 +76,8 @@ def command_line(arguments: Sequence[str]) -> App:
     )
     called = next(iter(arguments), None)
     for name, told in _COMMANDS.items():
-        app.command(f"mldserver.cli.{name}:app", name=name, help=None if name == called else told)
+        module = name.replace("-", "_")
+        app.command(f"mldserver.cli.{module}:app", name=name, help=None if name == called else told)
     return app
 
 

@@ -36,8 +36,10 @@ __all__ = [
     "create_table",
     "details",
     "moment",
+    "pipeline_at",
     "table",
     "tell",
+    "tell_bytes",
     "tell_json",
 ]
 
@@ -123,6 +125,11 @@ async def _at(settings: Settings, work: Callable[[Ledger, LedgerState], Awaitabl
         await work(ledger, await ledger.peek())
     finally:
         await ledger.close()
+
+
+def pipeline_at(where: Where) -> str:
+    """Return the name of the pipeline whose ledger it is."""
+    return _settings(where).pipeline
 
 
 def _resolved(where: Where) -> Settings:
@@ -215,6 +222,11 @@ def tell(*parts: RenderableType) -> None:
     _write("\n".join(line.rstrip() for line in text.getvalue().split("\n")))
 
 
+def tell_bytes(data: bytes) -> None:
+    """Write bytes to standard output as they are."""
+    _write_bytes(data)
+
+
 def tell_json(document: Any) -> None:
     """Write one JSON document to standard output. Sequence numbers are text: they have up to 60 digits."""
     _write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
@@ -222,7 +234,10 @@ def tell_json(document: Any) -> None:
 
 def _write(text: str) -> None:
     # A segment's path may hold what is no UTF-8.
-    data = text.encode("utf-8", "backslashreplace")
+    _write_bytes(text.encode("utf-8", "backslashreplace"))
+
+
+def _write_bytes(data: bytes) -> None:
     with contextlib.suppress(BrokenPipeError):  # the reader (`head`, a pager) has seen enough
         sys.stdout.flush()
         sys.stdout.buffer.write(data)

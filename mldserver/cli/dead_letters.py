@@ -1,0 +1,372 @@
+"""``mldserver dead-letters``: shows the records that failed for good, runs them again, or deletes them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from cyclopts import App, Group, Parameter
+
+from mldserver.cli.logs import since_time
+from mldserver.cli.looking import (
+    AsJson,
+    Where,
+    add,
+    at_ledger,
+    details,
+    moment,
+    pipeline_at,
+    table,
+    tell,
+    tell_bytes,
+    tell_json,
+)
+from mldserver.errors import OperatorError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable
+
+    from mldserver.runtime.base import DeadLetter
+    from mldserver.state.ledger import Ledger, LedgerState
+    from mldserver.state.letters import StoredLetter
+
+__all__ = ["app", "list_letters", "purge_letters", "redrive_letters", "show_letter"]
+
+_HELP = """
+Show the records that failed for good, send them through the present handler, or delete them.
+
+```
+mldserver dead-letters list --out out/trips --error ValueError
+mldserver dead-letters show 17 --out out/trips
+mldserver dead-letters redrive --out out/trips --shard shardId-000000000001
+mldserver dead-letters redrive --out out/trips --from 's3://bucket/_dead_letters/*.jsonl'
+mldserver dead-letters purge 17 18 --out out/trips --yes
+```
+
+A letter that is *wanted* is run again by the server that has its shard, or else by any; what that gives is registered
+together with the letter's end, so that it counts once whatever dies. What fails again is a new letter.
+
+Exit codes: 0 done, 2 there is no such letter or ledger, or it cannot be read.
+"""
+
+app = App(name="dead-letters", help=_HELP, help_format="markdown")
+
+_NOWHERE: Final = Where()
+_PAGE: Final = 500
+_SHOWN: Final = 2000
+"""Bytes of a payload that a person is shown."""
+
+
+@Parameter(name="*", group=Group("Which letters"))
+@dataclass(frozen=True, slots=True)
+class Which:
+    """Chooses letters; those that meet every condition."""
+
+    shard: str | None = None
+    """Only of this shard."""
+    key: str | None = None
+    """Only of this partition key."""
+    error: str | None = None
+    """Only those whose error contains this text, such as the name of its class."""
+    since: str | None = None
+    """Only those that failed since: an ISO 8601 time (UTC unless it says), or a duration such as `2 hours`."""
+
+    @property
+    def given(self) -> bool:
+        """Whether there is any condition."""
+        return any(each is not None for each in (self.shard, self.key, self.error, self.since))
+
+    def since_ms(self) -> int:
+        """Return ``since`` in ms. Raises ConfigError when it is no time."""
+        if self.since is None:
+            return 0
+        return round(since_time(self.since, datetime.now(UTC)).timestamp() * 1000)
+
+    def meets(self, letter: DeadLetter, since_ms: int) -> bool:
+        """Whether a letter meets every condition."""
+        return (
+            (self.shard is None or letter.shard_id == self.shard)
+            and (self.key is None or letter.partition_key == self.key)
+            and (self.error is None or self.error in letter.error)
+            and letter.at_ms >= since_ms
+        )
+
+
+_ALL: Final = Which()
+
+
+@app.command(name="list")
+def list_letters(
+    *, which: Which = _ALL, limit: int = 100, where: Where = _NOWHERE, as_json: AsJson = False
+) -> int:
+    """List letters, in the order in which they were stored.
+
+    Parameters
+    ----------
+    limit
+        At most so many; the others are counted.
+    """
+    pipeline = pipeline_at(where)
+
+    async def look(ledger: Ledger, held: LedgerState) -> None:
+        chosen: list[StoredLetter] = []
+        more = 0
+        async for each in _letters(ledger, which):
+            if len(chosen) < limit:
+                chosen.append(each)
+            else:
+                more += 1
+        if as_json:
+            tell_json([_document(each, pipeline) for each in chosen])
+            return
+        told = f"{held.dead_letters:,} dead letters, {held.redrives:,} of them to be redriven"
+        tell(_listed(chosen), told + (f" ({more:,} more match; --limit)" if more else ""))
+
+    at_ledger(where, look)
+    return 0
+
+
+@app.command(name="show")
+def show_letter(
+    letter: str,
+    /,
+    *,
+    payload: Annotated[bool, Parameter(negative=())] = False,
+    where: Where = _NOWHERE,
+    as_json: AsJson = False,
+) -> int:
+    """Show all of a letter.
+
+    Parameters
+    ----------
+    letter
+        Its id, as `dead-letters list` shows it.
+    payload
+        Write the record's payload, and nothing else, to standard output.
+    """
+    pipeline = pipeline_at(where)
+
+    async def look(ledger: Ledger, _held: LedgerState) -> None:
+        (found,) = await _named(ledger, (letter,))
+        if payload:
+            tell_bytes(found.letter.data)
+        elif as_json:
+            tell_json(_document(found, pipeline))
+        else:
+            tell(
+                details(_facts(found)),
+                "",
+                details([("traceback", "")]),
+                details([("", found.letter.traceback)]),
+            )
+
+    at_ledger(where, look)
+    return 0
+
+
+@app.command(name="redrive")
+def redrive_letters(
+    *letters: str,
+    which: Which = _ALL,
+    everything: Annotated[bool, Parameter(name="--all", negative=())] = False,
+    files: Annotated[list[str] | None, Parameter(name="--from", negative=())] = None,
+    cancel: Annotated[bool, Parameter(negative=())] = False,
+    where: Where = _NOWHERE,
+    as_json: AsJson = False,
+) -> int:
+    """Have letters run through the present handler: by the server that runs, or the next that starts.
+
+    Parameters
+    ----------
+    letters
+        Ids, as `dead-letters list` shows them; or conditions; or `--all`.
+    everything
+        All letters.
+    files
+        Letters that lie in files (`dead_letters = jsonl` or `parquet`, or `s3://…`), as paths or URIs; `*` stands for
+        any name in a folder. They are put into the ledger first; one that is there already is not put in again.
+    cancel
+        Take the wish back, for letters that no server has taken yet.
+    """
+    pipeline = pipeline_at(where) if files else ""
+
+    async def work(ledger: Ledger, _held: LedgerState) -> None:
+        if files:
+            _only(files=True, others=bool(letters) or which.given or everything or cancel)
+            added = await _take_in(ledger, files, pipeline)
+            _say(as_json, {"redriving": added}, f"{added:,} letters are in the ledger, to be redriven.")
+            return
+        ids = await _chosen(ledger, letters, which, everything=everything)
+        there = await ledger.redrive(ids, wanted=not cancel) if ids else frozenset()
+        name = "cancelled" if cancel else "redriving"
+        what = "are left as they are" if cancel else "are to be redriven: a server that runs takes them"
+        _say(as_json, {name: sorted(there, key=_age)}, f"{len(there):,} letters {what}.")
+
+    at_ledger(where, work)
+    return 0
+
+
+@app.command(name="purge")
+def purge_letters(
+    *letters: str,
+    which: Which = _ALL,
+    everything: Annotated[bool, Parameter(name="--all", negative=())] = False,
+    yes: Annotated[bool, Parameter(negative=())] = False,
+    where: Where = _NOWHERE,
+    as_json: AsJson = False,
+) -> int:
+    """Delete letters from the ledger, for good. Without `--yes` it only says how many those are.
+
+    Parameters
+    ----------
+    letters
+        Ids, as `dead-letters list` shows them; or conditions; or `--all`.
+    everything
+        All letters.
+    yes
+        Delete them.
+    """
+
+    async def work(ledger: Ledger, _held: LedgerState) -> None:
+        from mldserver.state.letters import LETTERS_AT_ONCE  # noqa: PLC0415  # `--help` must not wait for it
+
+        ids = await _chosen(ledger, letters, which, everything=everything)
+        if not yes:
+            raise OperatorError(
+                f"{len(ids):,} letters would be deleted, and their records with them.",
+                did="Nothing was deleted.",
+                advice="Add --yes.",
+            )
+        gone: set[str] = set()
+        for at in range(0, len(ids), LETTERS_AT_ONCE):
+            gone |= await ledger.purge(ids[at : at + LETTERS_AT_ONCE])
+        _say(as_json, {"purged": sorted(gone, key=_age)}, f"{len(gone):,} letters are deleted.")
+
+    at_ledger(where, work)
+    return 0
+
+
+async def _letters(ledger: Ledger, which: Which = _ALL) -> AsyncIterator[StoredLetter]:
+    since_ms, after = which.since_ms(), None
+    while page := await ledger.letters(after=after, limit=_PAGE):
+        for each in page:
+            if which.meets(each.letter, since_ms):
+                yield each
+        after = page[-1].id
+
+
+async def _named(ledger: Ledger, names: tuple[str, ...]) -> list[StoredLetter]:
+    """Return letters by their ids, or their records' (``shard/sequence/sub``). All are looked for before one is used."""
+    found: dict[str, StoredLetter] = {}
+    async for each in _letters(ledger):
+        for name in (each.id, each.letter.record):
+            if name in names:
+                found[name] = each
+    for name in names:
+        if name not in found:
+            raise OperatorError(
+                f"The ledger has no dead letter {name}.", advice="`mldserver dead-letters list` shows them."
+            )
+    return [found[name] for name in dict.fromkeys(names)]
+
+
+async def _chosen(
+    ledger: Ledger, names: tuple[str, ...], which: Which, *, everything: bool
+) -> tuple[str, ...]:
+    if sum((bool(names), which.given, everything)) != 1:
+        raise OperatorError(
+            "It is not clear which letters are meant.",
+            advice="Name ids, or conditions (--shard, --key, --error, --since), or --all: one of the three.",
+        )
+    if names:
+        return tuple(each.id for each in await _named(ledger, names))
+    return tuple([each.id async for each in _letters(ledger, which)])
+
+
+def _only(*, files: bool, others: bool) -> None:
+    if files and others:
+        raise OperatorError(
+            "--from takes all letters of the files.", advice="Leave the ids and conditions out."
+        )
+
+
+async def _take_in(ledger: Ledger, places: list[str], pipeline: str) -> int:
+    """Put the letters of files into the ledger, wanted. All files are read before the first is put in."""
+    from mldserver.deadletters.files import read_letters  # noqa: PLC0415  # pyarrow, which the others do not need
+
+    found: dict[str, DeadLetter] = {}
+    for place in places:
+        for letter in await asyncio.to_thread(read_letters, place, pipeline):
+            # Written twice, it is the same letter twice.
+            found[letter.record] = letter
+    async for each in _letters(ledger):
+        found.pop(each.letter.record, None)
+    fresh = sorted(found.values(), key=lambda each: (each.shard_id, each.sequence))
+    for at in range(0, len(fresh), _PAGE):
+        await ledger.add_letters(tuple(fresh[at : at + _PAGE]), wanted=True)
+    return len(fresh)
+
+
+def _say(as_json: bool, told: dict[str, Any], text: str) -> None:  # noqa: FBT001  # the command's own flag
+    if as_json:
+        tell_json(told)
+    else:
+        tell(text)
+
+
+def _age(letter_id: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in letter_id.split("."))
+
+
+def _document(stored: StoredLetter, pipeline: str) -> dict[str, Any]:
+    from mldserver.deadletters.document import document  # noqa: PLC0415  # `--help` must not wait for it
+
+    return {"letter": stored.id, "wanted": stored.wanted, **document(stored.letter, pipeline)}
+
+
+def _listed(letters: Iterable[StoredLetter]) -> Any:
+    made = table("", ">letter", "state", "shard", "key", "sequence", ">bytes", ">attempts", "failed", "error")
+    for each in letters:
+        letter = each.letter
+        add(
+            made,
+            each.id,
+            "wanted" if each.wanted else "stored",
+            letter.shard_id,
+            "-" if letter.partition_key is None else letter.partition_key,
+            str(letter.sequence),
+            f"{len(letter.data):,}",
+            str(letter.attempts),
+            moment(letter.at_ms),
+            (letter.error.splitlines() or [""])[0],
+        )
+    return made
+
+
+def _facts(stored: StoredLetter) -> list[tuple[str, str]]:
+    letter = stored.letter
+    facts = [
+        ("letter", stored.id),
+        ("state", "wanted: a server redrives it" if stored.wanted else "stored"),
+        ("record", letter.record),
+        ("partition key", "-" if letter.partition_key is None else letter.partition_key),
+        ("arrived", moment(letter.arrival_ms)),
+        ("failed", f"{moment(letter.at_ms)}, after {letter.attempts} attempts"),
+        ("handler", f"{letter.handler} {letter.handler_version}".rstrip()),
+        ("error", letter.error),
+        ("payload", _shown(letter.data)),
+    ]
+    if letter.parked_behind is not None:
+        facts.insert(2, ("waits behind", f"{letter.shard_id}/{letter.parked_behind}"))
+    return facts
+
+
+def _shown(data: bytes) -> str:
+    """Return a payload for people: as text when it is UTF-8, else as hexadecimal digits."""
+    more = f" … ({len(data):,} bytes; --payload writes them)" if len(data) > _SHOWN else ""
+    try:
+        return data.decode()[:_SHOWN] + more
+    except UnicodeDecodeError:
+        return data[:_SHOWN].hex(" ") + more

@@ -1,0 +1,205 @@
+"""``mldserver dead-letters`` beside a server that lives."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mldserver import cli
+from mldserver.coordinator.layout import LEDGER
+from mldserver.deadletters.files import file_content
+from mldserver.records import Sequence
+from mldserver.runtime.base import DeadLetter
+from mldserver.state.ledger import Flush
+from mldserver.state.store import SqliteStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+HOUR = 3_600_000
+MANY = 50
+
+
+def letter(number: int, **fields: Any) -> DeadLetter:
+    shown = DeadLetter(
+        "shard-1",
+        Sequence(10**50 + number),
+        "k",
+        b'{"n": 1}',
+        5,
+        3,
+        "ValueError: [red]no\x1b[0m\nsecond line",
+        'Traceback …\n  File "h.py", line 3\n',
+        "handlers.trips",
+        number * HOUR,
+        handler_version="7",
+    )
+    return replace(shown, **fields)
+
+
+LETTERS = (
+    letter(1),
+    letter(2, error="KeyError: 'x'", data=b"\xff\x00" * 2000),
+    letter(3, shard_id="shard-2", partition_key=None, parked_behind=Sequence(7)),
+)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("MLDSERVER_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[SqliteStore]:
+    store = SqliteStore(tmp_path / "out" / LEDGER, pipeline="trips", server_id="one")
+    store.open(now_ms=0)
+    store.register(Flush((), dead_letters=LETTERS), now_ms=1)
+    yield store
+    store.close()
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    assert cli.run(["dead-letters", *arguments, "--out", "out"]) == code
+    captured = capsys.readouterr()
+    assert "Traceback (most" not in captured.err
+    return captured.err if code else captured.out
+
+
+def documents(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    return json.loads(told(capsys, *arguments, "--json"))
+
+
+def listed(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    return [each["letter"] for each in documents(capsys, "list", *arguments)]
+
+
+def test_the_list_shows_letters_in_order_and_counts_them(
+    server: SqliteStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.redrive(("2",))
+    text = told(capsys, "list")
+    assert "ValueError: [red]no" in text
+    assert "second line" not in text
+    assert "\x1b" not in text
+    assert [line.split()[:2] for line in text.splitlines() if "shard-" in line] == [
+        ["1", "stored"],
+        ["2", "wanted"],
+        ["3", "stored"],
+    ]
+    assert text.splitlines()[-1] == "3 dead letters, 1 of them to be redriven"
+    assert told(capsys, "list", "--limit", "1").splitlines()[-1].endswith("(2 more match; --limit)")
+
+
+@pytest.mark.parametrize(
+    ("conditions", "chosen"),
+    [
+        ([], ["1", "2", "3"]),
+        (["--shard", "shard-1"], ["1", "2"]),
+        (["--key", "k", "--error", "KeyError"], ["2"]),
+        (["--since", "1970-01-01T02:00:00Z"], ["2", "3"]),
+        (["--since", "2 hours"], []),
+        (["--shard", "shard-9"], []),
+    ],
+)
+def test_conditions_choose_letters(
+    server: SqliteStore, capsys: pytest.CaptureFixture[str], conditions: list[str], chosen: list[str]
+) -> None:
+    assert listed(capsys, *conditions) == chosen
+
+
+def test_every_page_of_a_long_list_is_read(server: SqliteStore, capsys: pytest.CaptureFixture[str]) -> None:
+    server.register(Flush((), dead_letters=tuple(letter(n) for n in range(1000, 2100))), now_ms=2)
+    assert len(listed(capsys, "--limit", "5000")) == len(LETTERS) + 1100
+
+
+def test_a_letter_is_shown_with_all_that_is_known(
+    server: SqliteStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = told(capsys, "show", "1")
+    for part in ('{"n": 1}', "handlers.trips 7", "second line", "line 3", "after 3 attempts"):
+        assert part in text
+    assert "ff 00" in told(capsys, "show", "2")
+    assert "waits behind" in told(capsys, "show", LETTERS[2].record)
+    found = documents(capsys, "show", "1")
+    assert (found["id"], found["pipeline"], found["letter"]) == (
+        f"trips/shard-1/{10**50 + 1}/0",
+        "trips",
+        "1",
+    )
+
+
+def test_a_payload_is_written_as_it_is(
+    server: SqliteStore, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    assert cli.run(["dead-letters", "show", "2", "--payload", "--out", "out"]) == 0
+    assert capfdbinary.readouterr().out == LETTERS[1].data
+
+
+def test_letters_are_marked_and_the_mark_is_taken_away(
+    server: SqliteStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert documents(capsys, "redrive", "--shard", "shard-1") == {"redriving": ["1", "2"]}
+    assert "1 letters are to be redriven" in told(capsys, "redrive", "3")
+    assert documents(capsys, "redrive", "1", "--cancel") == {"cancelled": ["1"]}
+    assert [each.id for each in server.letters(wanted=True)] == ["2", "3"]
+    assert "0 letters" in told(capsys, "redrive", "--key", "nobody")
+
+
+def test_letters_are_deleted_only_at_a_second_word(
+    server: SqliteStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = told(capsys, "purge", "--all", code=2)
+    assert "3 letters would be deleted" in refused
+    assert len(server.letters()) == len(LETTERS)
+    server.register(Flush((), dead_letters=tuple(letter(n) for n in range(100, 100 + MANY))), now_ms=2)
+    assert "1 letters are deleted" in told(capsys, "purge", "2", "--yes")
+    assert len(documents(capsys, "purge", "--all", "--yes")["purged"]) == MANY + 2
+    assert server.letters() == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["redrive"], "not clear which"),
+        (["purge", "1", "--all"], "not clear which"),
+        (["redrive", "1", "--key", "k"], "not clear which"),
+        (["show", "77"], "no dead letter 77"),
+        (["redrive", "1", "77"], "no dead letter 77"),
+        (["redrive", "--from", "x.jsonl", "--all"], "all letters of the files"),
+        (["redrive", "--from", "x.jsonl"], "no files of dead letters"),
+        (["list", "--since", "noon"], "neither a time nor a duration"),
+    ],
+)
+def test_what_is_not_meant_is_refused_and_changes_nothing(
+    server: SqliteStore, capsys: pytest.CaptureFixture[str], arguments: list[str], why: str
+) -> None:
+    assert why in told(capsys, *arguments, code=2)
+    assert server.letters(wanted=True) == ()
+
+
+def test_letters_of_files_are_put_into_the_ledger_once(
+    server: SqliteStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fresh = (letter(9), letter(8), LETTERS[0])
+    (tmp_path / "a.jsonl").write_bytes(file_content(fresh, "trips", "jsonl") * 2)
+    (tmp_path / "b.parquet").write_bytes(file_content((letter(9, attempts=4),), "trips", "parquet"))
+    both = ("--from", str(tmp_path / "*.jsonl"), "--from", str(tmp_path / "b.parquet"))
+    assert documents(capsys, "redrive", *both) == {"redriving": 2}
+    assert [each.letter for each in server.letters(wanted=True)] == [letter(8), letter(9, attempts=4)]
+    assert "0 letters are in the ledger" in told(capsys, "redrive", *both)
+
+
+def test_letters_of_another_pipeline_are_refused(
+    server: SqliteStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(file_content((letter(9),), "others", "jsonl"))
+    assert "of the pipeline 'others'" in told(capsys, "redrive", "--from", str(tmp_path / "a.jsonl"), code=2)
+    (tmp_path / "a.jsonl").write_text("[]\n")
+    assert "list is no dead letter" in told(capsys, "redrive", "--from", "a.jsonl", code=2)

@@ -1,0 +1,69 @@
+"""Letters as documents and files: what comes out is what went in, and damage is told."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+
+from mldserver.deadletters.document import document, from_document, line
+from mldserver.deadletters.files import file_content, file_name, grouped, read_letters
+from mldserver.errors import OperatorError
+from mldserver.records import Sequence
+from tests.state.samples import DIGITS_56, HUGE, letter
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LETTERS = (
+    letter(1, handler_version="7", parked_behind=HUGE),
+    letter(2, partition_key=None, arrival_ms=None, data=b"", parked_behind=Sequence(5)),
+)
+
+
+@pytest.mark.parametrize("given", LETTERS)
+def test_a_letter_comes_back_from_its_line(given: Any) -> None:
+    assert from_document(orjson.loads(line(given, "p"))) == given
+
+
+def test_the_id_names_pipeline_shard_and_record() -> None:
+    assert document(LETTERS[0], "p")["id"] == f"p/a/{DIGITS_56 + 1}/1"
+
+
+def test_text_that_no_json_can_hold_is_escaped() -> None:
+    odd = letter(1, error="E: \udc80", partition_key="k\udfff")
+    assert from_document(orjson.loads(line(odd, "p"))).error == "E: \\udc80"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"shard": 1}, {"attempts": True}, {"sequence": "x"}, {"data": "!"}, {"parked_behind": "7/x"}],
+)
+def test_a_damaged_document_is_no_letter(damage: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        from_document(document(LETTERS[0], "p") | damage)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_files_are_read_back_from_a_folder(tmp_path: Path, kind: Any) -> None:
+    others = (letter(3, shard_id="b/c"),)
+    for letters in grouped((*LETTERS, *others)):
+        target = tmp_path / file_name(letters, kind)
+        target.parent.mkdir()
+        target.write_bytes(file_content(letters, "p", kind))
+    (tmp_path / "notes.txt").write_text("no letters")
+    assert read_letters(str(tmp_path), "p") == [*LETTERS, *others]
+    assert {each.name for each in tmp_path.iterdir()} == {"a", "b_c", "notes.txt"}
+
+
+def test_a_repeated_flush_writes_the_same_file() -> None:
+    assert file_name(LETTERS, "jsonl") == file_name(LETTERS[:1], "jsonl") == f"a/{DIGITS_56 + 1}-1.jsonl"
+
+
+def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
+    (tmp_path / "x.parquet").write_bytes(b"no")
+    with pytest.raises(OperatorError, match="cannot be read as dead letters"):
+        read_letters(str(tmp_path / "x.parquet"), "p")
+    with pytest.raises(OperatorError, match="no files of dead letters"):
+        read_letters(str(tmp_path / "*.jsonl"), "p")
