@@ -1,0 +1,200 @@
+"""What is measured: processes that are sent the same lines over a Unix socket or over pipes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from bench.hot.lines import answer_to, initialize
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+__all__ = ["Connection", "Peer", "echo", "kclpy", "mldserver"]
+
+TESTS: Final = Path(__file__).parents[2]
+_START_SECONDS: Final = 60.0
+_LINE_LIMIT: Final = 1 << 20
+
+
+@dataclass(slots=True)
+class Connection:
+    """One shard's lines."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def exchange(self, line: bytes) -> None:
+        """Send a line, answer what is asked meanwhile, and return when the action is over."""
+        self.writer.write(line)
+        await self.writer.drain()
+        while True:
+            said = await self.reader.readline()
+            if not said:
+                raise ConnectionResetError("the peer has closed the connection")
+            # amazon_kclpy writes an empty line before each of its own.
+            if said.strip():
+                answer = answer_to(said)
+                if answer is None:
+                    return
+                self.writer.write(answer)
+
+
+class Peer:
+    """Processes and how to connect to them."""
+
+    def __init__(self, name: str, processes: list[int]) -> None:
+        """``processes``: their ids, of which the first is the parent of the others."""
+        self.name = name
+        self.processes = processes
+
+    async def connect(self, shard_id: str) -> Connection:
+        """Return a new connection whose shard is initialised."""
+        raise NotImplementedError
+
+    def children(self) -> list[int]:
+        """Return every process of it that lives now, in the order of their ids."""
+        found = list(self.processes)
+        for parent in found:
+            found += [child for child in _children(parent) if child not in found]
+        return found
+
+    def cpu_ns(self) -> int:
+        """Return the CPU time of all its processes and threads so far."""
+        return sum(map(process_cpu_ns, self.children()))
+
+    def parent_cpu_ns(self) -> int:
+        """Return the CPU time of the process that has the connections."""
+        return process_cpu_ns(self.processes[0])
+
+    def resident_bytes(self) -> int:
+        """Return the memory of all its processes; what they share is shared out (proportional set size)."""
+        return sum(_proportional_bytes(process) for process in self.children())
+
+    def peak_bytes(self) -> int:
+        """Return the most that the process with the connections ever held."""
+        return _status_bytes(self.processes[0], "VmHWM")
+
+
+def process_cpu_ns(process: int) -> int:
+    """Return the CPU time of a process's threads, in the scheduler's nanoseconds; those that have ended are left out."""
+    total = 0
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{process}/task").iterdir():
+            with contextlib.suppress(OSError):
+                total += int((task / "schedstat").read_text().split()[0])
+    return total
+
+
+def _children(process: int) -> list[int]:
+    found = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{process}/task").iterdir():
+            with contextlib.suppress(OSError):
+                found += [int(each) for each in (task / "children").read_text().split()]
+    return found
+
+
+def _proportional_bytes(process: int) -> int:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) << 10
+    return 0
+
+
+def _status_bytes(process: int, name: str) -> int:
+    for line in Path(f"/proc/{process}/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+class _Socket(Peer):
+    def __init__(self, name: str, process: int, path: str) -> None:
+        super().__init__(name, [process])
+        self._path = path
+
+    async def connect(self, shard_id: str) -> Connection:
+        connection = Connection(*await asyncio.open_unix_connection(self._path, limit=_LINE_LIMIT))
+        await connection.exchange(initialize(shard_id))
+        return connection
+
+
+@contextlib.asynccontextmanager
+async def _serving(name: str, *arguments: str) -> AsyncIterator[Peer]:
+    """Run a script that listens on a Unix socket, whose path comes after its arguments."""
+    with tempfile.TemporaryDirectory(prefix="hot-") as folder:
+        path = f"{folder}/socket"
+        command = [sys.executable, *arguments, path]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(TESTS.parent), str(TESTS)))}
+        process = await asyncio.create_subprocess_exec(
+            *command, env=environment, stdin=asyncio.subprocess.PIPE, cwd=folder
+        )
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                while not Path(path).exists():
+                    if process.returncode is not None:
+                        raise RuntimeError(f"{name} did not start: exit code {process.returncode}")
+                    await asyncio.sleep(0.05)
+            yield _Socket(name, process.pid, path)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            await process.wait()
+
+
+@contextlib.asynccontextmanager
+async def echo() -> AsyncIterator[Peer]:
+    """Run a server that reads lines and answers each, and does nothing with them."""
+    async with _serving("raw echo", "-m", "bench.hot.echo_server") as peer:
+        yield peer
+
+
+@contextlib.asynccontextmanager
+async def mldserver(workers: str = "inline", handler: str = "touch") -> AsyncIterator[Peer]:
+    """Run a whole server, its engine a small one in the same process."""
+    async with _serving(f"mldserver, {workers}", "-m", "bench.hot.whole_server", workers, handler) as peer:
+        yield peer
+
+
+class _Kclpy(Peer):
+    """One process a shard, on pipes, as its daemon runs it."""
+
+    async def connect(self, shard_id: str) -> Connection:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            str(Path(__file__).parent / "kclpy_process.py"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=_LINE_LIMIT,
+        )
+        self.processes.append(process.pid)
+        self.running.append(process)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        connection = Connection(process.stdout, process.stdin)
+        await connection.exchange(initialize(shard_id))
+        return connection
+
+    def __init__(self) -> None:
+        super().__init__("amazon_kclpy", [])
+        self.running: list[asyncio.subprocess.Process] = []
+
+
+@contextlib.asynccontextmanager
+async def kclpy() -> AsyncIterator[Peer]:
+    """Be ready to run amazon_kclpy."""
+    peer = _Kclpy()
+    try:
+        yield peer
+    finally:
+        for process in peer.running:
+            process.kill()
+            await process.wait()
