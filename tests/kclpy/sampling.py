@@ -29,19 +29,25 @@ class Sample:
         return [json.loads(line) for line in self.file.read_text().splitlines()]
 
     @property
+    def payloads(self) -> Counter[str]:
+        """How often each record was processed."""
+        return Counter(event["record"] for event in self.events if "record" in event)
+
+    @property
     def records(self) -> Counter[int]:
-        return Counter(int(event["record"]) for event in self.events if "record" in event)
+        """The same, where records are numbers."""
+        return Counter({int(record): times for record, times in self.payloads.items()})
 
     def hooks(self, name: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event.get("hook") == name]
 
-    def uncheckpointed(self, events: list[dict[str, Any]]) -> set[int]:
+    def uncheckpointed(self) -> set[str]:
         """Return the records that were processed and not covered by a checkpoint, as it wrote them down."""
-        left: dict[str, list[int]] = {}
-        for event in events:
+        left: dict[str, list[str]] = {}
+        for event in self.events:
             shard = left.setdefault(event["shard"], [])
             if "record" in event:
-                shard.append(int(event["record"]))
+                shard.append(event["record"])
             elif "checkpoint" in event:
                 shard.clear()
         return {record for shard in left.values() for record in shard}
