@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pyarrow as pa
 import structlog
 from bench import catch_up, checkpoints, per_row, retained, small_windows, windows
+from bench.hot import measure as hot
+from bench.hot.tables import hot_tables
 from rich.console import Console
 from rich.table import Table
 
@@ -33,7 +35,7 @@ __all__ = ["main"]
 T = TypeVar("T")
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("windows", "small_windows", "per_row", "checkpoints", "retained", "catch_up")
+PARTS = ("windows", "small_windows", "per_row", "checkpoints", "retained", "catch_up", "hot")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,6 +71,12 @@ def _run(given: argparse.Namespace) -> int:
         if "retained" in parts:
             document["retained"] = retained.measure(given.retained, folder / "retained")
             console.print(retained_table(document["retained"]))
+        if "hot" in parts:
+            document["hot"] = hot.everything(
+                rounds=given.rounds, share=given.share, large=given.share >= 1, progress=hush.print
+            )
+            for table in hot_tables(document["hot"]):
+                console.print(table)
         if "catch_up" in parts:
             document["catch_up"] = catch_up.measure(given.disk << 20, folder / "catch_up")
             console.print(catch_up_table(document["catch_up"]))
@@ -89,6 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=int, default=3600, help="of the virtual stream of checkpoints")
     parser.add_argument("--retained", type=int, default=86_400, help="windows that are retained")
     parser.add_argument("--disk", type=int, default=32, help="budget of segments of the catch-up, in MiB")
+    parser.add_argument(
+        "--share", type=float, default=1.0, help="of the hot path's batches; less than 1: a quick look"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count")
     parser.add_argument("--engine", choices=("spark", "local"), default="spark", help="what computes windows")
     parser.add_argument("--folder", type=Path, help="where files go; default: the temporary directory")

@@ -33,6 +33,8 @@ def test_every_benchmark_runs_at_a_tiny_size(tmp_path: Path, capsys: pytest.Capt
         "300",
         "--disk",
         "2",
+        "--share",
+        "0.01",
     ]
     assert main([*arguments, "--engine", "local", "--folder", str(tmp_path), "--json", str(told)]) == 0
     document = json.loads(told.read_text())
@@ -48,8 +50,10 @@ def test_every_benchmark_runs_at_a_tiny_size(tmp_path: Path, capsys: pytest.Capt
     caught = document["catch_up"]
     assert caught["stream_bytes"] == 10 * caught["disk_bytes"]
     assert caught["buffered_bytes"] <= caught["buffer_bytes"] + 4 * 300_000
+    assert set(document["hot"]["shapes"]) == {"1 x 100 B", "500 x 100 B", "500 x 1 KiB", "10,000 x 1 KiB"}
     printed = capsys.readouterr().out
     assert "ns a row" in printed
+    assert "What it must reach" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["told.json"]
 
 

@@ -21,7 +21,7 @@ class Echo(asyncio.BufferedProtocol):
         """Keep the way back."""
         self._transport = cast("asyncio.Transport", transport)
 
-    def get_buffer(self, sizehint: int) -> bytearray:  # noqa: ARG002  # the interface
+    def get_buffer(self, sizehint: int) -> bytearray:  # the interface
         """Give the one buffer."""
         return _BUFFER
 

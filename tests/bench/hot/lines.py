@@ -61,7 +61,12 @@ SHAPES = (Shape(1, 100, 1500), Shape(500, 100, 200), Shape(500, 1024, 80), Shape
 
 def initialize(shard_id: str) -> bytes:
     """Return the first line of a connection."""
-    first = {"action": "initialize", "shardId": shard_id, "sequenceNumber": "TRIM_HORIZON", "subSequenceNumber": 0}
+    first = {
+        "action": "initialize",
+        "shardId": shard_id,
+        "sequenceNumber": "TRIM_HORIZON",
+        "subSequenceNumber": 0,
+    }
     return json.dumps(first).encode() + b"\n"
 
 

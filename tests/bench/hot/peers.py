@@ -77,6 +77,10 @@ class Peer:
         """Return the memory of all its processes; what they share is shared out (proportional set size)."""
         return sum(_proportional_bytes(process) for process in self.children())
 
+    def parent_bytes(self) -> int:
+        """Return the resident memory of the process that has the connections."""
+        return _status_bytes(self.processes[0], "VmRSS")
+
     def peak_bytes(self) -> int:
         """Return the most that the process with the connections ever held."""
         return _status_bytes(self.processes[0], "VmHWM")
@@ -139,7 +143,7 @@ async def _serving(name: str, *arguments: str) -> AsyncIterator[Peer]:
         )
         try:
             async with asyncio.timeout(_START_SECONDS):
-                while not Path(path).exists():
+                while not os.path.exists(path):  # noqa: ASYNC240, PTH110  # never blocks
                     if process.returncode is not None:
                         raise RuntimeError(f"{name} did not start: exit code {process.returncode}")
                     await asyncio.sleep(0.05)

@@ -25,6 +25,7 @@ def main(workers: str, handler: str, path: str) -> int:
         listen=UnixAddress(Path(path)),
         log_file=folder / "log",
         log_format="json",
+        connection_limit=4096,
         workers=None if workers == "inline" else int(workers),
     )
     with logging_to(settings):
