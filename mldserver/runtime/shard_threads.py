@@ -21,17 +21,12 @@ class ShardThreads:
         self._threads: dict[str, WorkerThread] = {}
         self._leaving: dict[str, asyncio.Future[None]] = {}
 
-    def __len__(self) -> int:
-        return len(self._threads)
-
     async def take(self, shard_id: str) -> WorkerThread:
-        """Return the shard's thread, running."""
+        """Return a running thread for a shard that has none, or has released it."""
         while (leaving := self._leaving.get(shard_id)) is not None:
             await asyncio.wait({leaving})
-        thread = self._threads.get(shard_id)
-        if thread is None:
-            thread = self._threads[shard_id] = WorkerThread(f"mldserver-{shard_id}")
-            thread.start()
+        thread = self._threads[shard_id] = WorkerThread(f"mldserver-{shard_id}")
+        thread.start()
         return thread
 
     def release(self, shard_id: str) -> None:
