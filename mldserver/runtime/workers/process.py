@@ -8,7 +8,6 @@ import itertools
 import os
 import signal
 import sys
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -22,7 +21,7 @@ from mldserver.runtime.workers.channel import Channel, pair
 from mldserver.runtime.workers.child import STACKS_SIGNAL
 from mldserver.runtime.workers.life import Beat
 from mldserver.runtime.workers.memory import SharedArena
-from mldserver.runtime.workers.telling import Flood
+from mldserver.runtime.workers.output import Output
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,8 +35,6 @@ log = structlog.get_logger("mldserver")
 
 _STACKS_SECONDS: Final = 1.0
 """How long a worker that is to be killed may take to write where it hangs."""
-_KEPT_LINES: Final = 200
-_LONGEST_LINE: Final = 8192
 _ROOT: Final = str(Path(mldserver.__file__).parents[1])
 
 
@@ -62,9 +59,12 @@ class Answer:
 class WorkerProcess:
     """A process that has begun; ``run`` is the rest of its life."""
 
-    def __init__(self, process: asyncio.subprocess.Process, arena: SharedArena, clock: Clock) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, output: Output, arena: SharedArena, clock: Clock
+    ) -> None:
         """Own a process; ``channel`` is set by ``start``."""
         self._process = process
+        self._output = output
         self._arena = arena
         self._clock = clock
         self._channel: Channel | None = None
@@ -76,9 +76,6 @@ class WorkerProcess:
         self._room = asyncio.Event()
         self._loaded: asyncio.Future[wire.Loaded] = asyncio.get_running_loop().create_future()
         self._gone = asyncio.Event()
-        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._flood = Flood()
-        self._dumping = False
         self._again = True
         self.done = 0
         """How many batches it has done."""
@@ -92,6 +89,7 @@ class WorkerProcess:
         """Start a process, and let it load the handler; ``again``: which nobody need be told of. Raises OSError."""
         ours, theirs = pair()
         arena = SharedArena(start.arena_bytes)
+        printed, prints = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -100,19 +98,21 @@ class WorkerProcess:
                 str(theirs.fileno()),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
+                stdout=prints,
+                stderr=prints,
                 # A signal from the terminal is for the server.
                 start_new_session=True,
                 env={**os.environ, "PYTHONPATH": _python_path(os.environ.get("PYTHONPATH"))},
             )
         except BaseException:
             ours.close()
+            os.close(printed)
             arena.close()
             raise
         finally:
             theirs.close()
-        self = cls(process, arena, clock)
+            os.close(prints)
+        self = cls(process, Output(printed), arena, clock)
         self._again = again
         self._channel = Channel(ours, receive=self._receive, ended=self._gone.set)
         self._channel.send(wire.encode(start), (arena.fd,))
@@ -148,26 +148,24 @@ class WorkerProcess:
                 task.cancel()
         if self._loaded.done() and not self._loaded.cancelled():
             return self._loaded.result()
-        await self._read_rest()
+        await self.close()
         raise HandlerInvalid(
             f"Loading the handler ended its process: {await self.ending()}.",
             advice="`mldserver check` says where.",
-            traceback="\n".join(self._lines) or None,
+            traceback=self.last_words or None,
         )
 
     async def run(self) -> None:
-        """Read what it prints until it has ended; then every request that is unanswered raises WorkerGone."""
+        """Wait until it has ended; then every request that is unanswered raises WorkerGone."""
         try:
             async with asyncio.TaskGroup() as group:
-                reading = group.create_task(self._read_output())
                 exited = group.create_task(self._process.wait())
                 gone = group.create_task(self._gone.wait())
                 await asyncio.wait({exited, gone}, return_when=asyncio.FIRST_COMPLETED)
                 # Without its socket it is of no use, whatever it still does.
                 self.kill()
-                await asyncio.wait({exited, reading}, timeout=_STACKS_SECONDS)
-                for task in (reading, gone):
-                    task.cancel()
+                await exited
+                gone.cancel()
         finally:
             await self.close()
 
@@ -180,6 +178,7 @@ class WorkerProcess:
             self._channel.close()
             self._channel = None
             self._arena.close()
+            self._output.close()
         self._gone.set()
         self._room.set()
         self.lost |= frozenset(self._shards.values())
@@ -198,13 +197,12 @@ class WorkerProcess:
 
     async def stacks(self) -> str:
         """Return where its threads are, as far as it says so in time."""
-        self._dumping = True
-        self._lines.clear()
+        self._output.only_keep()
         self._signal(STACKS_SIGNAL)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STACKS_SECONDS):
                 await self._gone.wait()
-        return "\n".join(self._lines)
+        return self.last_words
 
     def _signal(self, number: signal.Signals) -> None:
         # Not through the process object: its look at whether the process lives would take its exit code from the loop.
@@ -224,7 +222,7 @@ class WorkerProcess:
     @property
     def last_words(self) -> str:
         """What it printed last, past Python's own streams."""
-        return "\n".join(self._lines)
+        return self._output.last_words
 
     # Requests.
 
@@ -310,32 +308,6 @@ class WorkerProcess:
             _close(files)
         else:
             future.set_result(Answer(message, files))
-
-    async def _read_output(self) -> None:
-        stdout = self._process.stdout
-        assert stdout is not None, "it is a pipe"
-        begun = b""
-        while data := await stdout.read(65536):
-            *lines, begun = (begun + data).split(b"\n")
-            if len(begun) > _LONGEST_LINE:
-                lines.append(begun)
-                begun = b""
-            for line in lines:
-                self._tell_line(line)
-        if begun:
-            self._tell_line(begun)
-
-    async def _read_rest(self) -> None:
-        self.kill()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_STACKS_SECONDS):
-                await self._read_output()
-
-    def _tell_line(self, line: bytes) -> None:
-        text = line[:_LONGEST_LINE].decode("utf-8", "replace").rstrip("\r")
-        self._lines.append(text)
-        if text and not self._dumping and self._flood.passes():
-            log.info("handler.output", stream="stderr", text=text)
 
 
 async def _result(future: asyncio.Future[wire.Loaded]) -> None:
