@@ -38,7 +38,15 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "state.ledger": ("records", "runtime.base", "state.letters"),
     "deadletters.base": ("runtime.base",),
     # Where letters go beside the ledger, and how they come back through the handler.
-    "deadletters": (*CONTRACTS, "faults", "remote", "protocol", "sources.owners", "state.rows"),
+    "deadletters": (
+        *CONTRACTS,
+        "coordinator.redriving",
+        "faults",
+        "remote",
+        "protocol",
+        "sources.owners",
+        "state.rows",
+    ),
     "coordinator.windows": ("state.ledger",),
     "spark.engine": ("coordinator.windows",),
     "spark.java": ("errors",),
@@ -48,6 +56,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "remote": (),
     "state": ("records", "errors", "clock", "faults", "runtime.base"),
     "runtime": ("records", "errors", "clock", "protocol", "coordinator.windows", "kclpy"),
+    # The handler's process: an inline runtime behind a socket, whose log goes to the server's.
+    "runtime.workers": ("", "records", "errors", "clock", "protocol", "coordinator.windows", "runtime", "observe"),
     # What record processors of amazon_kclpy see, whether that is installed or not.
     "kclpy": ("records",),
     "sources": ("records", "errors", "clock", "faults", "protocol", "runtime.base"),
@@ -86,9 +96,11 @@ SHELLS = (
     "coordinator.missing",
     "coordinator.publish",
     "coordinator.recovery",
+    "coordinator.redriving",
     "coordinator.retention",
     "coordinator.shard_session",
     "coordinator.standing",
+    "coordinator.status",
     "coordinator.store",
     "coordinator.window_runner",
     "coordinator.window_steps",

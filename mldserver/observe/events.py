@@ -239,14 +239,14 @@ EVENTS: Final[dict[str, EventSpec]] = {
         "A worker process had grown beyond its memory limit; it finished what it had begun.",
     ),
     "worker.failed": EventSpec(
-        "critical", ("worker", "what", "did", "advice"), "A worker's processes die before they do anything."
+        "critical", ("worker",), "A worker's processes die before they do anything."
     ),
-    "worker.not_started": EventSpec("error", ("what", "delay_seconds"), "A worker process could not start."),
+    "worker.not_started": EventSpec("error", ("delay_seconds",), "A worker process could not start."),
     "worker.garbled": EventSpec(
-        "error", ("pid", "what"), "A worker process sent what is no message: it is killed."
+        "error", ("pid",), "A worker process sent what is no message: it is killed."
     ),
     "shard.reopened": EventSpec(
-        "info", ("shard", "worker"), "The shard's handler was opened again in another worker process."
+        "info", ("worker",), "The shard's handler was opened again in another worker process."
     ),
     "handler.output": EventSpec("info", ("stream", "text"), "What the handler printed."),
     "flush.done": EventSpec(
@@ -256,7 +256,7 @@ EVENTS: Final[dict[str, EventSpec]] = {
     ),
     "flush.refused": EventSpec(
         "warning",
-        ("lost_shards", "cut_windows", "expired_windows"),
+        ("lost_shards", "cut_windows", "expired_windows", "gone_letters"),
         "The ledger refused some rows; the rest is written again.",
     ),
     "flush.failed": EventSpec(
@@ -264,6 +264,12 @@ EVENTS: Final[dict[str, EventSpec]] = {
         ("attempt", "delay_seconds"),
         "Rows could not be made durable; they stay in memory and are tried again.",
     ),
+    "redrive.done": EventSpec(
+        "info",
+        ("letters", "rows", "dead_letters", "seconds"),
+        "Dead letters ran once more; those that failed again are dead letters again.",
+    ),
+    "redrive.failed": EventSpec("error", (), "Dead letters could not be run once more; they stay as they are."),
     "watermark.advanced": EventSpec(
         "debug", ("watermark_ms", "held_by", "server", "reason"), "The pipeline's watermark moved."
     ),
