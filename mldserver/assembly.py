@@ -8,7 +8,7 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from mldserver.config import RemoteOut, SqlitePlace, UnixAddress, home, ledger_file
 from mldserver.coordinator.claim import claim
@@ -20,11 +20,13 @@ from mldserver.coordinator.store import OutputStore
 from mldserver.coordinator.watermark import WatermarkRules
 from mldserver.coordinator.window_runner import WindowPolicy, WindowRunner
 from mldserver.coordinator.windows import Tumbling
+from mldserver.deadletters.redriver import Redriver
 from mldserver.errors import OperatorError
 from mldserver.protocol.connection import ConnectionLimits
 from mldserver.runtime.failure import FailurePolicy, OnFailure, OnKeyFailure
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.runtime.inspection import load_spec
+from mldserver.runtime.spec import HandlerKind
 from mldserver.runtime.workers.life import Limits
 from mldserver.sources.mld import MLDListener
 from mldserver.spark.sinks.base import SinkSpec
@@ -44,6 +46,11 @@ if TYPE_CHECKING:
 __all__ = ["Parts", "assemble", "claim_output", "ledger_of"]
 
 
+_NO_REDRIVE: Final = (
+    "A record processor of amazon_kclpy keeps its shard's position itself: it cannot be given older records."
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """One pipeline's parts, not started yet."""
@@ -54,6 +61,7 @@ class Parts:
     runtime: Runtime
     coordinator: Coordinator
     listener: MLDListener
+    redriver: Redriver
     engine: Engine | None
     runner: WindowRunner | None
     """Engine and runner are None for a handler without rows."""
@@ -115,9 +123,7 @@ async def assemble(
         raise
 
 
-async def _runtime(
-    settings: Settings, clock: Clock, rng: Callable[[], float]
-) -> tuple[Runtime, HandlerSpec]:
+async def _runtime(settings: Settings, clock: Clock, rng: Callable[[], float]) -> tuple[Runtime, HandlerSpec]:
     """Load the handler: in a worker, unless the settings say otherwise; then no code of the user's is run here."""
     common: dict[str, Any] = {
         "policy": _failure_policy(settings),
@@ -194,7 +200,16 @@ async def _assembled(
         clock=clock,
         random=rng,
     )
-    return Parts(spec, store, ledger, runtime, coordinator, listener, engine, runner)
+    redriver = Redriver(
+        ledger=ledger,
+        runtime=runtime,
+        owners=listener.owners,
+        redriving=coordinator.redriving,
+        clock=clock,
+        parks=settings.on_key_failure == "park",
+        why_not=_NO_REDRIVE if spec.kind is HandlerKind.PROCESSOR else "",
+    )
+    return Parts(spec, store, ledger, runtime, coordinator, listener, redriver, engine, runner)
 
 
 def _store(settings: Settings) -> OutputStore:

@@ -25,6 +25,7 @@ STEPS: Final[Mapping[str, str]] = {
     "batch.handled": "the handler has made rows of it",
     "batch.buffered": "its rows are in memory; the daemon may be answered",
     "segment.written": "a file of a flush is on disk; the ledger does not name it",
+    "letters.stored": "dead letters are where they go; the ledger has not moved the position",
     "flush.registering": "all files of a flush are on disk",
     "flush.registered": "the ledger names them and has moved the positions; memory does not know it",
     "flush.done": "the rows have left memory",
@@ -58,6 +59,10 @@ STEPS: Final[Mapping[str, str]] = {
     "revision.cut": "the ledger has fixed the segments of the next revision",
     "revision.exchanged": "readers see the next revision; the one before lies in its staging folder",
     "window.expired": "late rows cannot come any more; the segments are still there",
+    # A dead letter that runs once more.
+    "redrive.taken": "a letter is about to run through the handler",
+    "redrive.handled": "the handler has seen it; what it gave is in memory",
+    "redrive.done": "what it gave is registered, and the letter is gone; its key may still be parked",
     # A transaction, whichever it is.
     "ledger.written": "everything is written; the transaction is not committed",
     "ledger.committed": "it is committed; the caller does not know it",

@@ -147,6 +147,7 @@ class Server:
         yield "coordinator", parts.coordinator.run()
         yield "runtime", parts.runtime.run()
         yield "readiness", self._watch(parts)
+        yield "dead letters", parts.redriver.run()
         if parts.engine is not None and parts.runner is not None:
             yield "engine", parts.engine.run()
             yield "windows", parts.runner.run()

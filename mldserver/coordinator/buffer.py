@@ -32,11 +32,13 @@ class Buffer:
         """Bytes of one shard's batches."""
         return self._bytes.get(shard_id, 0)
 
-    def add(self, batch: BufferedBatch) -> None:
-        """Take a batch in."""
-        self._batches[self._next] = batch
+    def add(self, batch: BufferedBatch) -> int:
+        """Take a batch in; return its number."""
+        number = self._next
+        self._batches[number] = batch
         self._next += 1
         self._bytes[batch.shard_id] = self._bytes.get(batch.shard_id, 0) + batch.bytes
+        return number
 
     def __contains__(self, number: int) -> bool:
         return number in self._batches

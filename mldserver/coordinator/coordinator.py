@@ -31,11 +31,12 @@ from mldserver.coordinator.lineage import Lineage
 from mldserver.coordinator.missing import MissingShards
 from mldserver.coordinator.picture import Picture
 from mldserver.coordinator.recovery import recover, take_over
+from mldserver.coordinator.redriving import Redriving
 from mldserver.coordinator.retention import Retention
 from mldserver.coordinator.rules import CoordinatorRules
 from mldserver.coordinator.shard_session import ShardSession
 from mldserver.coordinator.standing import Standing
-from mldserver.coordinator.status import CoordinatorStatus
+from mldserver.coordinator.status import status_of
 from mldserver.coordinator.watermark import View, Watermark
 from mldserver.coordinator.windows import OpenWindows
 from mldserver.errors import LedgerError, ServerBuried, told_of
@@ -47,9 +48,11 @@ if TYPE_CHECKING:
     from mldserver.clock import Clock
     from mldserver.coordinator.flush import BufferedBatch
     from mldserver.coordinator.lives import LifeLocks
+    from mldserver.coordinator.status import CoordinatorStatus
     from mldserver.coordinator.store import OutputStore
     from mldserver.coordinator.window_runner import WindowRunner
     from mldserver.coordinator.windows import WindowSpec
+    from mldserver.deadletters.base import Destination
     from mldserver.runtime.base import BatchOutcome
     from mldserver.sources.base import ShardOpening
     from mldserver.state.ledger import Ledger, LedgerState, ShardState
@@ -73,10 +76,11 @@ class Coordinator:
         clock: Clock,
         unique: Callable[[], str],
         locks: LifeLocks | None = None,
+        letters: Destination | None = None,
     ) -> None:
         """``spec`` and ``runner`` are None for handlers without rows; ``unique`` names files apart.
 
-        ``locks`` show which other servers are dead, where they can tell.
+        ``locks`` show which other servers are dead, where they can tell. ``letters``: see ``Flusher``.
         """
         now_ms = clock.now_ms()
         self.rules = rules
@@ -90,7 +94,13 @@ class Coordinator:
         self._runner = runner
         self._sessions: dict[str, ShardSession] = {}
         self._flusher = Flusher(
-            spec=spec, ledger=ledger, store=store, clock=clock, unique=unique, late=rules.late
+            spec=spec,
+            ledger=ledger,
+            store=store,
+            clock=clock,
+            unique=unique,
+            late=rules.late,
+            letters=letters,
         )
         self._picture = Picture()
         self._view = self.watermark.view(now_ms)
@@ -110,6 +120,7 @@ class Coordinator:
         self._holding = Holding(
             rules=rules, buffer=self.buffer, lineage=self.lineage, watermark=self.watermark, clock=clock
         )
+        self.redriving = Redriving(ledger.server_id, spec, self.buffer, self.flush)
         self._wake = asyncio.Event()
         self._waiters: list[tuple[str, asyncio.Future[None]]] = []
         self._over = asyncio.Event()
@@ -124,8 +135,7 @@ class Coordinator:
         state = await self._fleet.join()
         open_windows = OpenWindows(self._spec, state.batch_progress) if self._spec else None
         self._flusher.restore(state, open_windows)
-        self._picture.learn(state)
-        self._count_segments()
+        self._learn(state)
         await recover(state, self._ledger, self._store, self._runner)
 
     async def run(self) -> None:
@@ -214,19 +224,16 @@ class Coordinator:
         self._catch_up(state)
         self._fleet.learn(state)
         self._flusher.learn(state)
-        self._picture.learn(state)
-        self._count_segments()
+        self._learn(state)
         buried = await self._fleet.bury()
         if self._runner is not None:
             await take_over(self._picture.under_way, buried, working, self._ledger, self._store, self._runner)
 
-    def _count_segments(self) -> None:
-        """Count what is on disk anew: other servers write and delete segments too."""
-        holding, picture = self._holding, self._picture
-        doomed = self._flusher.doomed_bytes + (0 if self._runner is None else self._runner.doomed_bytes)
-        holding.segment_bytes = picture.segment_bytes + doomed
-        holding.settled_bytes = holding.segment_bytes - picture.open_bytes
-        holding.computing = bool(picture.under_way)
+    def _learn(self, state: LedgerState) -> None:
+        self._picture.learn(state)
+        self.redriving.learn(state)
+        doomed = 0 if self._runner is None else self._runner.doomed_bytes
+        self._holding.count(self._picture, self._flusher.doomed_bytes + doomed)
 
     def _catch_up(self, state: LedgerState) -> None:
         """See what became of this server's sessions in the ledger: opened elsewhere, or further than was heard."""
@@ -425,26 +432,15 @@ class Coordinator:
 
     def status(self) -> CoordinatorStatus:
         """Return a snapshot."""
-        runner, flusher, view = self._runner, self._flusher, self._view
-        return CoordinatorStatus(
-            shards_connected=len(self.lineage.connected()),
-            shards_missing=tuple(node.id for node in self.lineage.missing()),
+        return status_of(
+            self._flusher,
+            self._runner,
+            self._view,
+            connected=len(self.lineage.connected()),
+            missing=tuple(node.id for node in self.lineage.missing()),
             rows_accepted=self._rows_accepted,
-            rows_durable=flusher.rows_durable,
-            rows_late=flusher.rows_late,
-            dead_letters=flusher.dead_letters,
             buffered_bytes=self.buffer.bytes,
             segment_bytes=self._holding.segment_bytes,
-            windows_open=len(flusher.open_windows or ()),
-            windows_waiting=runner.waiting if runner else 0,
-            windows_published=runner.published if runner else 0,
-            windows_set_aside=runner.set_aside if runner else 0,
-            windows_halted=tuple(sorted(runner.halted)) if runner else (),
-            watermark_ms=view.watermark_ms,
-            held_by=view.holder.shard_id,
-            held_by_server=view.holder.server_id,
-            reason=view.holder.reason,
             servers=1 + len(self._fleet.peers),
             stream_ended=self._over.is_set(),
-            flush_failing=flusher.failing,
         )

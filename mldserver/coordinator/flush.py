@@ -7,7 +7,7 @@ was cut or expired meanwhile), the caller plans again with what it has learned.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mldserver.records import Sequence
     from mldserver.runtime.base import BatchOutcome, DeadLetter
 
-__all__ = ["BufferedBatch", "FlushPlan", "WindowRows", "buffered", "moved", "plan", "shard_end"]
+__all__ = ["BufferedBatch", "FlushPlan", "WindowRows", "buffered", "moved", "plan", "redriven", "shard_end"]
 
 _NO_TIMES = np.empty(0, np.int64)
 _PER_MS = {"ms": 1, "us": 1_000, "ns": 1_000_000}
@@ -51,6 +51,8 @@ class BufferedBatch:
     bytes: int
     dead_letters: tuple[DeadLetter, ...] = ()
     ends_shard: bool = False
+    redriven: tuple[str, ...] = ()
+    """Ids of the dead letters that it is made of. Then it moves no position, and is of no epoch (0)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +71,13 @@ class FlushPlan:
     files: tuple[WindowRows, ...]
     positions: tuple[PositionUpdate, ...]
     dead_letters: tuple[DeadLetter, ...]
+    """Of records that come from their shards."""
     clock: int
     progress: BatchProgress
+    redriven: tuple[str, ...] = ()
+    """Ids of dead letters that end with it."""
+    failed_again: tuple[DeadLetter, ...] = ()
+    """What they left: they stay in the ledger, wherever others go."""
 
     @property
     def rows(self) -> int:
@@ -113,6 +120,14 @@ def buffered(
     )
 
 
+def redriven(
+    shard_id: str, outcome: BatchOutcome, ids: tuple[str, ...], *, spec: WindowSpec | None
+) -> BufferedBatch:
+    """Return what dead letters gave that ran once more. Their rows keep the times that they would have had."""
+    made = buffered(shard_id, 0, outcome, floor_ms=None, spec=spec)
+    return replace(made, last=None, effective_ms=None, latest_event_ms=None, redriven=ids)
+
+
 def shard_end(shard_id: str, epoch: int, last: Sequence | None) -> BufferedBatch:
     """Return what marks a shard as ended once all batches before it, up to ``last``, are durable."""
     return BufferedBatch(shard_id, epoch, None, _NO_TIMES, last, None, None, 0, ends_shard=True)
@@ -152,9 +167,11 @@ def plan(
     return FlushPlan(
         files,
         _positions(batches, durable),
-        tuple(letter for batch in batches for letter in batch.dead_letters),
+        tuple(letter for batch in batches if not batch.redriven for letter in batch.dead_letters),
         clock + sum(len(file.rows) for file in files),
         progress,
+        tuple(letter_id for batch in batches for letter_id in batch.redriven),
+        tuple(letter for batch in batches if batch.redriven for letter in batch.dead_letters),
     )
 
 
@@ -199,6 +216,8 @@ def _positions(
     """
     merged: dict[str, PositionUpdate] = {}
     for batch in batches:
+        if batch.redriven:
+            continue
         known = merged.get(batch.shard_id)
         events = (known.event_ms if known else None, batch.latest_event_ms)
         stands = known.position if known else durable.get(batch.shard_id)

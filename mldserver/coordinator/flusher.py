@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from mldserver.clock import Clock
     from mldserver.coordinator.store import OutputStore
     from mldserver.coordinator.windows import WindowSpec
+    from mldserver.deadletters.base import Destination
     from mldserver.records import Sequence
+    from mldserver.runtime.base import DeadLetter
     from mldserver.state.ledger import FlushResult, Ledger, LedgerState, WindowEntry
 
 __all__ = ["Flushed", "Flusher"]
@@ -68,13 +70,15 @@ class Flusher:
         clock: Clock,
         unique: Callable[[], str],
         late: LateRules | None = None,
+        letters: Destination | None = None,
     ) -> None:
-        """``unique`` gives a name part that no other file of this server has."""
+        """``unique`` gives a name part that no other file of this server has; ``letters``: None for the ledger."""
         self._spec = spec
         self._ledger = ledger
         self._store = store
         self._clock = clock
         self._unique = unique
+        self._letters = letters
         self._rules = late or LateRules()
         self._tag = server_tag(ledger.server_id)
         self._merge_clock = 0
@@ -158,15 +162,24 @@ class Flusher:
         """
         began_ms = self._clock.now_ms()
         lost: frozenset[str] = frozenset()
+        gone: frozenset[str] = frozenset()
         await self._clear_up()
         while True:
-            live = [batch for batch in batches if batch.shard_id not in lost]
+            live = [batch for batch in batches if _counts(batch, lost, gone)]
             planned = self._plan(live, durable)
             segments = await self._write(planned)
+            letters = await self._store_letters(planned, segments)
             kill_point("flush.registering")
             try:
                 result = await self._ledger.register(
-                    Flush(planned.positions, segments, planned.dead_letters, planned.clock, planned.progress)
+                    Flush(
+                        planned.positions,
+                        segments,
+                        letters,
+                        planned.clock,
+                        planned.progress,
+                        planned.redriven,
+                    )
                 )
             except LedgerError:
                 self._doubtful = segments
@@ -175,6 +188,7 @@ class Flusher:
                 break
             await self._discard(segments)
             lost |= result.lost_shards
+            gone |= result.gone_letters
             self._refused(result)
         kill_point("flush.registered")
         self._registered(planned, segments)
@@ -217,6 +231,7 @@ class Flusher:
             lost_shards=sorted(result.lost_shards),
             cut_windows=sorted(result.cut_windows),
             expired_windows=sorted(result.expired_windows),
+            gone_letters=sorted(result.gone_letters),
         )
 
     def _plan(self, batches: list[BufferedBatch], durable: Mapping[str, Sequence | None]) -> FlushPlan:
@@ -245,6 +260,20 @@ class Flusher:
             kill_point("segment.written")
             segments.append(Segment(path, key.id, len(file.rows), size, key.start_ms, key.end_ms, file.kind))
         return tuple(segments)
+
+    async def _store_letters(
+        self, planned: FlushPlan, segments: tuple[Segment, ...]
+    ) -> tuple[DeadLetter, ...]:
+        """Make dead letters durable where they go; return those that the ledger is to keep."""
+        if self._letters is None or not planned.dead_letters:
+            return planned.dead_letters + planned.failed_again
+        try:
+            left = await self._letters.store(planned.dead_letters)
+        except OSError:
+            await self._discard(segments)
+            raise
+        kill_point("letters.stored")
+        return left + planned.failed_again
 
     async def _discard(self, segments: Iterable[Segment]) -> None:
         self._doomed.add(segments)
@@ -332,3 +361,8 @@ class Flusher:
             windows_before_ms=windows_before_ms, shards_before_ms=shards_before_ms, limit=_PRUNED
         )
         self._pruning = pruned >= _PRUNED
+
+
+def _counts(batch: BufferedBatch, lost: frozenset[str], gone: frozenset[str]) -> bool:
+    """Whether a batch is still to be registered; of redriven letters all or none are."""
+    return gone.isdisjoint(batch.redriven) if batch.redriven else batch.shard_id not in lost

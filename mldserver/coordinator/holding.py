@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mldserver.clock import Clock
     from mldserver.coordinator.buffer import Buffer
     from mldserver.coordinator.lineage import Lineage
+    from mldserver.coordinator.picture import Picture
     from mldserver.coordinator.rules import CoordinatorRules
     from mldserver.coordinator.shard_session import ShardSession
     from mldserver.coordinator.watermark import Watermark
@@ -51,6 +52,12 @@ class Holding:
         """Whether a window is being computed, or waits for that."""
         self.holder: str | None = None
         """The shard that holds the watermark."""
+
+    def count(self, picture: Picture, doomed_bytes: int) -> None:
+        """Count what is on disk anew: other servers write and delete segments too."""
+        self.segment_bytes = picture.segment_bytes + doomed_bytes
+        self.settled_bytes = self.segment_bytes - picture.open_bytes
+        self.computing = bool(picture.under_way)
 
     def weigh(self) -> None:
         """Decide anew who waits."""

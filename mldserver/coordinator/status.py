@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-__all__ = ["CoordinatorStatus"]
+if TYPE_CHECKING:
+    from mldserver.coordinator.flusher import Flusher
+    from mldserver.coordinator.watermark import View
+    from mldserver.coordinator.window_runner import WindowRunner
+
+__all__ = ["CoordinatorStatus", "status_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,3 +42,41 @@ class CoordinatorStatus:
     """Servers on the ledger, this one included."""
     stream_ended: bool
     flush_failing: bool
+
+
+def status_of(
+    flusher: Flusher,
+    runner: WindowRunner | None,
+    view: View,
+    *,
+    connected: int,
+    missing: tuple[str, ...],
+    rows_accepted: int,
+    buffered_bytes: int,
+    segment_bytes: int,
+    servers: int,
+    stream_ended: bool,
+) -> CoordinatorStatus:
+    """Return a snapshot of what a coordinator's parts count."""
+    return CoordinatorStatus(
+        shards_connected=connected,
+        shards_missing=missing,
+        rows_accepted=rows_accepted,
+        rows_durable=flusher.rows_durable,
+        rows_late=flusher.rows_late,
+        dead_letters=flusher.dead_letters,
+        buffered_bytes=buffered_bytes,
+        segment_bytes=segment_bytes,
+        windows_open=len(flusher.open_windows or ()),
+        windows_waiting=runner.waiting if runner else 0,
+        windows_published=runner.published if runner else 0,
+        windows_set_aside=runner.set_aside if runner else 0,
+        windows_halted=tuple(sorted(runner.halted)) if runner else (),
+        watermark_ms=view.watermark_ms,
+        held_by=view.holder.shard_id,
+        held_by_server=view.holder.server_id,
+        reason=view.holder.reason,
+        servers=servers,
+        stream_ended=stream_ended,
+        flush_failing=flusher.failing,
+    )

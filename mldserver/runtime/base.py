@@ -47,6 +47,9 @@ class Delivery:
     """Only these of the records behind ``after``; None: all. The outline is the whole batch's all the same."""
     condemned: str | None = None
     """Why none of them may reach the handler any more: they have failed for good."""
+    redriven: bool = False
+    """They are dead letters that run once more: those of parked keys too, and what fails for good is a dead letter
+    again, whatever the policy says (so never HandlerHalted)."""
 
 
 @dataclass(frozen=True, slots=True)

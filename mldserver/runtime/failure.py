@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import re
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -167,6 +167,15 @@ class FailurePolicy:
     def parks(self) -> bool:
         """Whether records wait behind dead letters of their key."""
         return self.on_key_failure is OnKeyFailure.PARK
+
+    def redriving(self) -> FailurePolicy:
+        """Return the policy for dead letters that run once more: none is skipped, and none stops its shard."""
+        kept = (OnFailure.SKIP, OnFailure.HALT)
+        rules = tuple(
+            replace(rule, on_failure=OnFailure.DEAD_LETTER) if rule.on_failure in kept else rule
+            for rule in self.rules
+        )
+        return replace(self, on_failure=OnFailure.DEAD_LETTER, rules=rules)
 
     def delay(self, failures: int, random: float) -> float:
         """Return the seconds to wait after so many ``failures`` in a row; ``random`` lies in [0, 1).

@@ -159,7 +159,10 @@ class InlineRuntime:
         """Decode a line and run the handler over its records (see ``Runtime.process``)."""
         opened = self._opened(delivery.shard_id)
         hook = opened.hooks[opened.tools.spec.record_hook]
-        work = BatchWork(opened.tools, hook, delivery, opened.decoder(delivery.version), opened.parked)
+        tools, parked = opened.tools, opened.parked
+        if delivery.redriven:
+            tools, parked = replace(tools, policy=tools.policy.redriving()), {}
+        work = BatchWork(tools, hook, delivery, opened.decoder(delivery.version), parked)
         outcome = await work.run()
         if self._policy.parks:
             opened.parked.update(work.newly_parked())

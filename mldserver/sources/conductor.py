@@ -199,6 +199,7 @@ class Conductor:
             await self._runtime.open(Shard(message.shard_id, message.sequence_number))
             if self._shard.parked:
                 await self._runtime.park(message.shard_id, self._shard.parked)
+            claim.opened = True
         self._link.answer()
 
     async def _process(self, line: Line) -> None:

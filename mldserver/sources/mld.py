@@ -80,7 +80,8 @@ class MLDListener:
         self._random = random
         self._budget = ReadBudget(read_bytes)
         self._buffer = bytearray(_RECEIVE_BYTES)
-        self._owners = ShardOwners()
+        self.owners = ShardOwners()
+        """Which connection has which shard."""
         self._slots = asyncio.Semaphore(connection_limit)
         self._numbers = itertools.count(1)
         self._serving: dict[Link, Conductor] = {}
@@ -232,7 +233,7 @@ class MLDListener:
             link,
             runtime=self._runtime,
             intake=self._intake,
-            owners=self._owners,
+            owners=self.owners,
             clock=self._clock,
             answer_deadline=self._answer_deadline,
         )

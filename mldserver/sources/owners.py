@@ -28,8 +28,10 @@ class Claim:
     def __init__(self, lock: asyncio.Lock) -> None:
         """Begin as the current one; ``lock`` is shared by all claims of the shard."""
         self._lock = lock
-        self._scope: asyncio.Timeout | None = None
+        self._scopes: set[asyncio.Timeout] = set()
         self.current = True
+        self.opened = False
+        """Whether the runtime has the shard open for it."""
 
     @contextlib.asynccontextmanager
     async def work(self) -> AsyncIterator[None]:
@@ -39,23 +41,24 @@ class Claim:
         """
         try:
             async with asyncio.timeout(None) as scope:
-                self._scope = scope
-                async with self._lock:
-                    if not self.current:
-                        raise Superseded
-                    yield
+                self._scopes.add(scope)
+                try:
+                    async with self._lock:
+                        if not self.current:
+                            raise Superseded
+                        yield
+                finally:
+                    self._scopes.discard(scope)
         except TimeoutError:
             if not scope.expired():
                 raise
             raise Superseded from None
-        finally:
-            self._scope = None
 
     def supersede(self) -> None:
         """Cancel the work: another claim has come."""
         self.current = False
-        if self._scope is not None:
-            self._scope.reschedule(asyncio.get_running_loop().time())
+        for scope in self._scopes:
+            scope.reschedule(asyncio.get_running_loop().time())
 
 
 class ShardOwners:
@@ -74,6 +77,11 @@ class ShardOwners:
         if before is not None:
             before[0].supersede()
         return claim
+
+    def current(self, shard_id: str) -> Claim | None:
+        """Return who has the shard; None: nobody."""
+        found = self._claims.get(shard_id)
+        return None if found is None else found[0]
 
     def release(self, shard_id: str, claim: Claim) -> None:
         """Let go of a claim; one that is not current changes nothing."""

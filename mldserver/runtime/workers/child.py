@@ -181,6 +181,7 @@ class Child:
             after=wire.sequence_of(message.after),
             part=None if message.part is None else range(*message.part),
             condemned=message.condemned,
+            redriven=message.redriven,
         )
         return await _answer_of(message.id, await self._ready().process(delivery))
 

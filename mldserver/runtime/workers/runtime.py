@@ -273,6 +273,7 @@ class WorkerRuntime:
                         wire.sequence_text(delivery.after),
                         None if part is None else (part.start, part.stop),
                         condemned,
+                        delivery.redriven,
                     )
 
                 answer = await process.ask(message, shard=shard, files=files, offset=offset)

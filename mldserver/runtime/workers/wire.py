@@ -104,6 +104,7 @@ class Process(_Message, frozen=True):
     """Only these of its fresh records, from and to; None: all."""
     condemned: str | None = None
     """Why none of them may reach the handler any more: they are dead letters."""
+    redriven: bool = False
 
 
 class Open(_Message, frozen=True):

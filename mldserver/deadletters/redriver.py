@@ -1,0 +1,195 @@
+"""Runs dead letters through the handler once more, when the ledger says that somebody wants it.
+
+Letters of a shard that a connection here has run between its batches, on its handler. Those of a shard that no server
+has run on a handler that is opened for them, and given up at once when a connection comes. What they give is registered
+together with their end (``Redriving``): who takes them twice, after a crash or beside another server, counts once.
+"""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Final
+
+import orjson
+import structlog
+
+from mldserver.errors import HandlerError, LedgerError, PeerError
+from mldserver.faults import kill_point
+from mldserver.protocol.messages import Version
+from mldserver.records import Shard
+from mldserver.runtime.base import Delivery
+from mldserver.sources.owners import Superseded
+from mldserver.state.letters import LETTERS_AT_ONCE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from mldserver.clock import Clock
+    from mldserver.coordinator.redriving import Redriving
+    from mldserver.runtime.base import BatchOutcome, DeadLetter, Runtime
+    from mldserver.sources.owners import ShardOwners
+    from mldserver.state.ledger import Ledger
+    from mldserver.state.letters import StoredLetter
+
+__all__ = ["Redriver", "as_line", "portions"]
+
+log = structlog.get_logger("mldserver")
+
+_SECONDS: Final = 0.5
+"""Between two looks at what the ledger was last seen to hold; that costs nothing."""
+_PAGE: Final = 500
+_PORTION_BYTES: Final = 8 * 1024 * 1024
+"""Payloads that are in memory at a time, unless one alone is larger."""
+
+
+def portions(letters: Iterable[StoredLetter]) -> Iterator[tuple[StoredLetter, ...]]:
+    """Yield letters as they run together: of one shard, in its order, and not too many."""
+    in_order = sorted(letters, key=lambda each: (each.letter.shard_id, each.letter.sequence))
+    for _, of_shard in groupby(in_order, key=lambda each: each.letter.shard_id):
+        portion: list[StoredLetter] = []
+        size = 0
+        for each in of_shard:
+            size += len(each.letter.data)
+            if portion and (size > _PORTION_BYTES or len(portion) == LETTERS_AT_ONCE):
+                yield tuple(portion)
+                portion, size = [], len(each.letter.data)
+            portion.append(each)
+        yield tuple(portion)
+
+
+def as_line(letters: Iterable[DeadLetter]) -> bytes:
+    """Return letters of one shard as the daemon would send their records (``processRecords``, V2)."""
+    records = [
+        {
+            "data": base64.b64encode(letter.data).decode(),
+            "partitionKey": letter.partition_key,
+            "sequenceNumber": str(letter.sequence.number),
+            "subSequenceNumber": letter.sequence.sub,
+            "approximateArrivalTimestamp": letter.arrival_ms,
+        }
+        for letter in letters
+    ]
+    return orjson.dumps({"action": "processRecords", "records": records})
+
+
+class Redriver:
+    """Looks for wanted letters, and takes those that are this server's."""
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        runtime: Runtime,
+        owners: ShardOwners,
+        redriving: Redriving,
+        clock: Clock,
+        parks: bool = False,
+        why_not: str = "",
+    ) -> None:
+        """``parks``: whether keys are parked; ``why_not``: why letters cannot run again with this handler, if so."""
+        self._ledger = ledger
+        self._runtime = runtime
+        self._owners = owners
+        self._redriving = redriving
+        self._clock = clock
+        self._parks = parks
+        self._why_not = why_not
+
+    async def run(self) -> None:
+        """Redrive letters for ever."""
+        while True:
+            await self._clock.sleep(_SECONDS)
+            if not self._redriving.wanted:
+                continue
+            try:
+                await self.round()
+            except LedgerError as error:
+                log.error("redrive.failed", **error.told())
+                await self._clock.sleep(10 * _SECONDS)
+
+    async def round(self) -> None:
+        """Take every wanted letter that may be taken here, once. Raises LedgerError."""
+        after = None
+        while page := await self._ledger.letters(after=after, limit=_PAGE, wanted=True):
+            for portion in portions(page):
+                await self._take(portion[0].letter.shard_id, portion)
+            after = page[-1].id
+
+    async def _take(self, shard_id: str, letters: tuple[StoredLetter, ...]) -> None:
+        try:
+            if self._why_not:
+                await self._refuse(letters, PeerError(self._why_not))
+            elif (claim := self._owners.current(shard_id)) is not None:
+                if claim.opened:
+                    async with claim.work():
+                        await self._run(shard_id, letters)
+            elif not self._redriving.is_elsewhere(shard_id):
+                await self._take_unowned(shard_id, letters)
+        except Superseded:
+            return  # a connection has the shard now: the next round takes its letters there
+        except (HandlerError, PeerError) as error:
+            await self._refuse(letters, error)
+
+    async def _take_unowned(self, shard_id: str, letters: tuple[StoredLetter, ...]) -> None:
+        claim = self._owners.take(shard_id)
+        try:
+            async with claim.work():
+                await self._runtime.open(Shard(shard_id, None))
+                try:
+                    await self._run(shard_id, letters)
+                finally:
+                    await self._runtime.forget(shard_id)
+        finally:
+            self._owners.release(shard_id, claim)
+
+    async def _run(self, shard_id: str, letters: tuple[StoredLetter, ...]) -> None:
+        began_ms = self._clock.now_ms()
+        kill_point("redrive.taken")
+        delivery = Delivery(
+            shard_id,
+            as_line(each.letter for each in letters),
+            Version.V2,
+            # Stands in for arrival times that were never told: when the record failed is near it.
+            received_ms=min(each.letter.at_ms for each in letters),
+            after=None,
+            redriven=True,
+        )
+        outcome = _with_history(await self._runtime.process(delivery), letters)
+        kill_point("redrive.handled")
+        await self._redriving.register(shard_id, outcome, tuple(each.id for each in letters))
+        kill_point("redrive.done")
+        await self._unpark(shard_id, letters)
+        log.info(
+            "redrive.done",
+            shard=shard_id,
+            letters=len(letters),
+            rows=0 if outcome.rows is None else outcome.rows.num_rows,
+            dead_letters=len(outcome.dead_letters),
+            seconds=(self._clock.now_ms() - began_ms) / 1000,
+        )
+
+    async def _unpark(self, shard_id: str, letters: tuple[StoredLetter, ...]) -> None:
+        """Let keys go on of which no letter is left. No batch of the shard is under way, and all letters are stored."""
+        if not self._parks:
+            return
+        parked = await self._ledger.parked_keys(shard_id)
+        for key in {each.letter.partition_key for each in letters} - {None, *parked}:
+            await self._runtime.unpark(shard_id, str(key))
+
+    async def _refuse(self, letters: tuple[StoredLetter, ...], error: HandlerError | PeerError) -> None:
+        log.error("redrive.failed", shard=letters[0].letter.shard_id, **error.told())
+        await self._ledger.redrive(tuple(each.id for each in letters), wanted=False)
+
+
+def _with_history(outcome: BatchOutcome, letters: tuple[StoredLetter, ...]) -> BatchOutcome:
+    """Count the attempts of earlier runs too."""
+    before = {each.letter.sequence: each.letter.attempts for each in letters}
+    return replace(
+        outcome,
+        dead_letters=tuple(
+            replace(letter, attempts=letter.attempts + before[letter.sequence])
+            for letter in outcome.dead_letters
+        ),
+    )

@@ -1,0 +1,114 @@
+"""A whole server, dead letters, and a handler that was mended: redriven records come out once, as if nothing had been."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.dataset as ds
+import pytest
+from support.serving import quick, serving, until
+
+from mldserver import cli
+from mldserver.coordinator.layout import LEDGER
+from mldserver.state.store import SqliteStore
+from mldserver.testing import FakeMLD, FakeStream
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HANDLER = '''
+"""A row for each record, unless it is poisoned and the antidote is not there."""
+from pathlib import Path
+from mldserver import tumbling
+
+schema = "id BIGINT NOT NULL, at TIMESTAMP"
+windows = tumbling("10 seconds", on="at")
+version = "{version}"
+
+
+def process_record(record):
+    event = record.json()
+    if event["id"] % 10 == 3 and not Path(__file__).with_name("antidote").exists():
+        raise ValueError("poison")
+    return event["id"], event["at"]
+'''
+RECORDS = 100
+BAD = list(range(3, RECORDS, 10))
+
+
+def fill(stream: FakeStream, first: int, last: int) -> None:
+    for number in range(first, last):
+        event = {"id": number, "at": f"2027-01-15T08:00:{number // 10:02d}Z"}
+        stream.put(json.dumps(event).encode(), f"key-{number % 20}")
+
+
+def ids(folder: Path) -> Counter[int]:
+    files = [str(path) for path in folder.glob("window=*/*.parquet")]
+    rows = ds.dataset(files, format="parquet").to_table(columns=["id"])["id"].to_pylist() if files else []
+    return Counter(rows)
+
+
+def stored(out: Path, *, attempts: int = 1) -> list[int]:
+    """The ids of the records in the letters that the ledger holds, after so many attempts."""
+    store = SqliteStore(out / LEDGER, pipeline="poisonous", server_id="tool")
+    store.peek()
+    found = [each.letter for each in store.letters(limit=1000) if each.letter.attempts == attempts]
+    store.close()
+    return [json.loads(letter.data)["id"] for letter in found]
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+    (tmp_path / "poisonous.py").write_text(HANDLER.format(version="1"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return quick(tmp_path / "out", "poisonous", quiet_time=1.0, recompute_delay=0.2, attempts=1)
+
+
+def command(*arguments: str) -> None:
+    assert cli.run(["dead-letters", *arguments, "--out", "out"]) == 0
+
+
+async def test_letters_of_a_shard_that_is_read_run_between_its_batches(settings: Any, tmp_path: Path) -> None:
+    stream = FakeStream(2, seed=1, start_ms=1_800_000_000_000)
+    fill(stream, 0, RECORDS)
+    async with serving(settings) as server:
+        daemon = FakeMLD(stream, await server.listening())
+        async with asyncio.TaskGroup() as group, asyncio.timeout(30):
+            playing = group.create_task(daemon.run())
+            await until(lambda: server.status().dead_letters == len(BAD))
+            await asyncio.to_thread(command, "redrive", "--all")
+            await until(lambda: len(stored(tmp_path / "out", attempts=2)) == len(BAD))
+            assert sorted(stored(tmp_path / "out", attempts=2)) == BAD, "they have failed again"
+            assert stored(tmp_path / "out") == []
+            (tmp_path / "antidote").touch()
+            await asyncio.to_thread(command, "redrive", "--all")
+            await until(lambda: not stored(tmp_path / "out", attempts=2))
+            stream.end()
+            await playing
+            await server.finished()
+        assert daemon.violations == []
+    out = tmp_path / "out"
+    assert ids(out) + ids(out / "_late") == Counter(range(RECORDS))
+
+
+async def test_letters_of_shards_that_have_ended_are_taken_by_the_next_server(
+    settings: Any, tmp_path: Path
+) -> None:
+    stream = FakeStream(2, seed=2, start_ms=1_800_000_000_000)
+    fill(stream, 0, RECORDS)
+    stream.end()
+    async with serving(settings) as server, asyncio.timeout(30):
+        await FakeMLD(stream, await server.listening()).run()
+        await server.finished()
+    out = tmp_path / "out"
+    assert ids(out) == Counter(set(range(RECORDS)) - set(BAD))
+    await asyncio.to_thread(command, "redrive", "--all")
+    (tmp_path / "antidote").touch()
+    async with serving(settings), asyncio.timeout(30):
+        await until(lambda: not stored(out))
+        await until(lambda: ids(out).total() == RECORDS)
+    assert ids(out) == Counter(range(RECORDS))
