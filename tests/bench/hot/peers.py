@@ -16,7 +16,7 @@ from bench.hot.lines import answer_to, initialize
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-__all__ = ["Connection", "Peer", "echo", "kclpy", "mldserver"]
+__all__ = ["Connection", "Peer", "echo", "kclpy", "mldserver", "prober"]
 
 TESTS: Final = Path(__file__).parents[2]
 _START_SECONDS: Final = 60.0
@@ -123,10 +123,10 @@ def _status_bytes(process: int, name: str) -> int:
 class _Socket(Peer):
     def __init__(self, name: str, process: int, path: str) -> None:
         super().__init__(name, [process])
-        self._path = path
+        self.path = path
 
     async def connect(self, shard_id: str) -> Connection:
-        connection = Connection(*await asyncio.open_unix_connection(self._path, limit=_LINE_LIMIT))
+        connection = Connection(*await asyncio.open_unix_connection(self.path, limit=_LINE_LIMIT))
         await connection.exchange(initialize(shard_id))
         return connection
 
@@ -137,9 +137,8 @@ async def _serving(name: str, *arguments: str) -> AsyncIterator[Peer]:
     with tempfile.TemporaryDirectory(prefix="hot-") as folder:
         path = f"{folder}/socket"
         command = [sys.executable, *arguments, path]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(TESTS.parent), str(TESTS)))}
         process = await asyncio.create_subprocess_exec(
-            *command, env=environment, stdin=asyncio.subprocess.PIPE, cwd=folder
+            *command, env=_environment(), stdin=asyncio.subprocess.PIPE, cwd=folder
         )
         try:
             async with asyncio.timeout(_START_SECONDS):
@@ -166,6 +165,31 @@ async def mldserver(workers: str = "inline", handler: str = "touch") -> AsyncIte
     """Run a whole server, its engine a small one in the same process."""
     async with _serving(f"mldserver, {workers}", "-m", "bench.hot.whole_server", workers, handler) as peer:
         yield peer
+
+
+@contextlib.asynccontextmanager
+async def prober(server: Peer) -> AsyncIterator[list[float]]:
+    """Let another process exchange small batches with a server; the list has the longest answer (ms) afterwards."""
+    assert isinstance(server, _Socket)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "bench.hot.prober",
+        server.path,
+        env=_environment(),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    await process.stdout.readline()
+    found: list[float] = []
+    yield found
+    printed, _ = await process.communicate(b"over")
+    found.append(float(printed))
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join((str(TESTS.parent), str(TESTS)))}
 
 
 class _Kclpy(Peer):
