@@ -42,7 +42,7 @@ BAD = list(range(3, RECORDS, 10))
 def fill(stream: FakeStream, first: int, last: int) -> None:
     for number in range(first, last):
         event = {"id": number, "at": f"2027-01-15T08:00:{number // 10:02d}Z"}
-        stream.put(json.dumps(event).encode(), f"key-{number % 20}")
+        stream.put(json.dumps(event).encode(), f"key-{number}")
 
 
 def ids(folder: Path) -> Counter[int]:

@@ -90,6 +90,9 @@ ONLY_IN: Final = {
 }
 """Steps that some kinds of story come to, and others do not, or seldom."""
 
+OF_LETTERS: Final = frozenset({"letters.stored", "redrive.taken", "redrive.handled", "redrive.done"})
+"""Steps that no story comes to: they have a test of their own."""
+
 
 @dataclass(frozen=True, slots=True)
 class Story:

@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+from crash.stories import OF_LETTERS
 from crash.world import Death, Toll, play_all
 
 from mldserver.faults import STEPS
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(900)
 
-ALONE = sorted(STEPS.keys() - {"windows.adopted"})
+ALONE = sorted(STEPS.keys() - {"windows.adopted"} - OF_LETTERS)
 """What a server that is alone on its ledger comes to."""
 ROUNDS = 4
 RANDOM = 160
