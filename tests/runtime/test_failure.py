@@ -104,6 +104,19 @@ def test_rules_are_for_what_handlers_raise_on_purpose_too() -> None:
     assert end(policy, Fatal()) is Ending.SKIP
 
 
+def test_dead_letters_that_run_once_more_are_dead_letters_again_when_they_fail() -> None:
+    policy = FailurePolicy(
+        attempts=2,
+        on_failure=OnFailure.HALT,
+        rules=tuple(map(failure_rule, ("KeyError=skip", "OSError=halt", "IndexError=retry:5"))),
+    ).redriving()
+    for error in (KeyError(), OSError()):
+        assert end(policy, error) is Ending.DEAD_LETTER
+    assert end(policy, IndexError(), calls=4) is None
+    assert end(policy, ValueError(), calls=2) is Ending.DEAD_LETTER
+    assert end(policy, Discard()) is Ending.DISCARD
+
+
 @pytest.mark.parametrize(
     ("name", "dotted", "matches"),
     [

@@ -204,7 +204,7 @@ def stories(draw: Any) -> Any:
     return draw(st.lists(batch, min_size=1, max_size=4)), draw(st.integers(2, 6)), draw(st.booleans())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(stories())
 def test_keys_and_positions_are_in_order_whatever_fails_takes_long_or_is_lost(
     kit_class: Any, story: Any
