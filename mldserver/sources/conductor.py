@@ -26,6 +26,7 @@ from mldserver.protocol.messages import (
 from mldserver.records import Sequence, Shard
 from mldserver.runtime.base import Delivery, Hook
 from mldserver.sources.base import ShardOpening
+from mldserver.sources.flag import Flag
 from mldserver.sources.link import CheckpointOutcome
 from mldserver.sources.owners import Superseded
 from mldserver.sources.under_way import Batch, UnderWay
@@ -85,7 +86,7 @@ class Conductor:
         self._settled = False
         self._told_taken_over = False
         self._finishing = False
-        self._quiet = asyncio.Event()
+        self._quiet = Flag()
         self._deadline = answer_deadline
         self._under_way = UnderWay(
             self._work,

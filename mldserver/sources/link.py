@@ -17,6 +17,7 @@ from mldserver.protocol import events as ev
 from mldserver.protocol.connection import MLDConnection
 from mldserver.protocol.events import CloseReason, Timer
 from mldserver.protocol.messages import Initialize, ProcessRecords
+from mldserver.sources.flag import Flag, Slot
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,15 +74,15 @@ class Link(asyncio.BufferedProtocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._timers: dict[Timer, asyncio.TimerHandle] = {}
-        self._requests: asyncio.Queue[RequestMessage | None] = asyncio.Queue()
+        self._requests: Slot[RequestMessage | None] = Slot()
         self._reply: asyncio.Future[CheckpointOutcome] | None = None
         self._initialized = False
         self._held = 0
         """Bytes of the batches that are worked on."""
         self._state_before: State | None = None
         self._asked_at = 0.0
-        self._closed = asyncio.Event()
-        self._gone = asyncio.Event()
+        self._closed = Flag()
+        self._gone = Flag()
 
     # The loop's side.
 
@@ -260,7 +261,7 @@ class Link(asyncio.BufferedProtocol):
         elif isinstance(message, ProcessRecords):
             self._held += len(message.line)
             self._budget.set_whole(self, self._held)
-        self._requests.put_nowait(message)
+        self._requests.put(message)
 
     def _resolve(self, outcome: CheckpointOutcome) -> None:
         if self._reply is not None and not self._reply.done():
@@ -293,7 +294,7 @@ class Link(asyncio.BufferedProtocol):
             self.log.warning("connection.failed", reason=str(reason), peer=self.peer, what=what)
         self._closed.set()
         self._resolve(CheckpointOutcome.CLOSED)
-        self._requests.put_nowait(None)
+        self._requests.put(None)
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()

@@ -10,9 +10,10 @@ answer is what slows its daemon down.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
+
+from mldserver.sources.flag import Flag
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -76,9 +77,9 @@ class UnderWay(Generic[_T]):
         self._has_room = has_room
         self._clock = clock
         self._deadline = deadline_seconds
-        self._batches: deque[Batch[_T]] = deque()
-        self._come = asyncio.Event()
-        self._idle = asyncio.Event()
+        self._batches: list[Batch[_T]] = []
+        self._come = Flag()
+        self._idle = Flag()
         self._idle.set()
         self._worker: asyncio.Task[None] | None = None
         self._dropped = False
@@ -139,7 +140,7 @@ class UnderWay(Generic[_T]):
             await self._come.wait()
             while self._batches:
                 await self._see_to(self._batches[0])
-                self._batches.popleft()
+                del self._batches[0]
             self._come.clear()
             self._idle.set()
 

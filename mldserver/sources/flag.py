@@ -1,0 +1,80 @@
+"""What a connection waits with: thousands of them are idle most of the time.
+
+``asyncio.Event`` and ``asyncio.Queue`` keep a deque for waiters, of 760 bytes in CPython 3.11, however empty: seven of
+them took a third of what an idle shard costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Generic, TypeVar
+
+__all__ = ["Flag", "Slot"]
+
+_T = TypeVar("_T")
+
+
+class Flag:
+    """As ``asyncio.Event``, in 100 bytes."""
+
+    __slots__ = ("_set", "_waiters")
+
+    def __init__(self) -> None:
+        """Begin unset."""
+        self._set = False
+        self._waiters: list[asyncio.Future[None]] | None = None
+
+    def is_set(self) -> bool:
+        """Whether it is set."""
+        return self._set
+
+    def set(self) -> None:
+        """Set it, and wake whoever waits."""
+        self._set = True
+        waiters, self._waiters = self._waiters, None
+        for each in waiters or ():
+            if not each.done():
+                each.set_result(None)
+
+    def clear(self) -> None:
+        """Unset it."""
+        self._set = False
+
+    async def wait(self) -> None:
+        """Return once it is set, or was for a moment."""
+        if self._set:
+            return
+        if self._waiters is None:
+            self._waiters = []
+        waiter = asyncio.get_running_loop().create_future()
+        waiters = self._waiters
+        waiters.append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter in waiters:
+                waiters.remove(waiter)
+            raise
+
+
+class Slot(Generic[_T]):
+    """As an ``asyncio.Queue`` with one reader, that mostly holds one item or none."""
+
+    __slots__ = ("_come", "_items")
+
+    def __init__(self) -> None:
+        """Begin empty."""
+        self._items: list[_T] = []
+        self._come = Flag()
+
+    def put(self, item: _T) -> None:
+        """Add an item behind those that are there."""
+        self._items.append(item)
+        self._come.set()
+
+    async def get(self) -> _T:
+        """Take the first item, once there is one."""
+        while not self._items:
+            self._come.clear()
+            await self._come.wait()
+        return self._items.pop(0)
