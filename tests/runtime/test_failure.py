@@ -23,6 +23,7 @@ def test_delays_double_from_the_base_to_the_cap_and_jitter_takes_away_up_to_half
     policy = FailurePolicy(base_seconds=0.1, cap_seconds=1.0)
     assert [policy.delay(n, 1.0) for n in (1, 2, 3, 4, 5, 10_000)] == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
     assert policy.delay(2, 0.0) == 0.1
+    assert not policy.parks
 
 
 @pytest.mark.parametrize(
