@@ -113,6 +113,7 @@ class World:
             "window_concurrency": str(plan.jobs),
             "retry_base": "50 ms",
             "server_id": f"{name}" if plan.fixed_name else None,
+            "workers": "inline",
             "server_timeout": "8 s",
             "late": plan.late,
             "recompute_delay": "2 s",
