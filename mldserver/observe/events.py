@@ -235,7 +235,7 @@ EVENTS: Final[dict[str, EventSpec]] = {
     ),
     "worker.replaced": EventSpec(
         "warning",
-        ("worker", "pid", "reason", "bytes", "limit_bytes"),
+        ("worker", "pid", "reason", "bytes", "limit_bytes", "delay_seconds"),
         "A worker process had grown beyond its memory limit; it finished what it had begun.",
     ),
     "worker.failed": EventSpec(
@@ -263,6 +263,11 @@ EVENTS: Final[dict[str, EventSpec]] = {
         "error",
         ("attempt", "delay_seconds"),
         "Rows could not be made durable; they stay in memory and are tried again.",
+    ),
+    "dead_letter.too_large": EventSpec(
+        "warning",
+        ("bytes", "limit_bytes", "did"),
+        "A dead letter is larger than the place takes where dead letters go.",
     ),
     "redrive.done": EventSpec(
         "info",

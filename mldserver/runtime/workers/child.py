@@ -6,6 +6,8 @@ Here, and not in the server, user code is imported and run. The process ends wit
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import faulthandler
 import gc
 import os
@@ -16,6 +18,7 @@ import sys
 import traceback
 from asyncio import FIRST_COMPLETED
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -49,6 +52,7 @@ __all__ = ["Child", "loaded", "main"]
 
 STACKS_SIGNAL: Final = signal.SIGUSR1
 """Makes the interpreter write where every thread is, even while one of them holds it."""
+_PR_SET_PDEATHSIG: Final = 1
 INLINE_ROWS: Final = 8 * 1024
 """Bytes of rows that go into the message."""
 NEAR_BYTES: Final = 1 << 20
@@ -248,9 +252,19 @@ def main(arguments: list[str]) -> None:
     """Serve through the descriptor that ``arguments`` name. Never returns."""
     faulthandler.enable(file=2)
     faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
+    _give_way()
     # Whoever stops the server stops it alone: what is in hand here is wanted to the end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    uvloop.run(_serve(socket.socket(fileno=int(arguments[0]))))
+    end = socket.socket(fileno=int(arguments[0]))
+    end.set_inheritable(False)
+    uvloop.run(_serve(end))
+
+
+def _give_way() -> None:
+    """End with the server even in the hands of C code, and before it when the machine runs out of memory (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")
 
 
 async def _serve(end: socket.socket) -> None:

@@ -175,6 +175,8 @@ class WorkerProcess:
         ending = await self.ending()
         alone = len(self._shards) == 1 and self._channel is not None and self._arena.marked
         if self._channel is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)  # what it started, and left behind
             self._channel.close()
             self._channel = None
             self._arena.close()

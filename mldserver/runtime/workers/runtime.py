@@ -13,42 +13,41 @@ halves for the records that do it, and these end as records do that fail for goo
 from __future__ import annotations
 
 import asyncio
-import mmap
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
-import pyarrow as pa
 import structlog
 
-from mldserver.coordinator.windows import Batches, Tumbling
-from mldserver.errors import HandlerLost, InternalError
-from mldserver.runtime.base import BatchOutcome, BatchOutline, DeadLetter, Hook
-from mldserver.runtime.schema import parse_schema
-from mldserver.runtime.spec import Finding, HandlerKind, HandlerSpec, HookSpec, RecordHook
+from mldserver.errors import HandlerHalted, HandlerLost, InternalError
+from mldserver.runtime.base import BatchOutcome, Hook
+from mldserver.runtime.failure import OnFailure
 from mldserver.runtime.workers import wire
+from mldserver.runtime.workers.answers import joined, outcome_of, spec_of
 from mldserver.runtime.workers.lines import Held
-from mldserver.runtime.workers.memory import rows_from
 from mldserver.runtime.workers.plan import place, spread
 from mldserver.runtime.workers.process import Answer, WorkerGone, WorkerProcess
 from mldserver.runtime.workers.spares import Spares
 from mldserver.runtime.workers.worker import Worker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from mldserver.clock import Clock
     from mldserver.records import Sequence, Shard
     from mldserver.runtime.base import Delivery
     from mldserver.runtime.failure import FailurePolicy
+    from mldserver.runtime.spec import HandlerSpec
     from mldserver.runtime.workers.life import Limits
 
 __all__ = ["WorkerRuntime"]
 
 log = structlog.get_logger("mldserver")
 
+_SURELY: Final = 10
+"""Processes that may end in a row while a batch is in hand of which no record reaches the handler."""
 ARENA_BYTES: Final = 32 << 20
 _T = TypeVar("_T", bound="wire.Done | wire.Finished")
 
@@ -119,7 +118,7 @@ class WorkerRuntime:
     # Shards.
 
     async def open(self, shard: Shard) -> None:
-        """Open a shard (see ``Runtime.open``); while ``initialize`` ends its process, it is tried again."""
+        """Open a shard (see ``Runtime.open``); while that ends its process, it is tried again, but for ``halt``."""
         self._shards[shard.id] = shard
         self._parked.pop(shard.id, None)
         self._owing.discard(shard.id)
@@ -127,15 +126,31 @@ class WorkerRuntime:
             healthy = [worker.number for worker in self._workers if not worker.failed]
             self._plan[shard.id] = place(self._plan, healthy or range(len(self._workers)))
         self._worker(shard.id).opened.pop(shard.id, None)
+        deaths = 0
         while True:
             worker = self._worker(shard.id)
+            alone = shard.id in worker.suspects
             try:
-                async with worker.gate.passing(alone=shard.id in worker.suspects):
+                async with worker.gate.passing(alone=alone):
                     await self._ensure_open(worker, await worker.process(), shard.id)
-            except WorkerGone:
+            except WorkerGone as gone:
+                deaths += alone
+                if self._policy.on_failure is OnFailure.HALT and deaths >= self._policy.attempts:
+                    raise self._halted(shard.id, gone, deaths) from gone
                 self._evade(worker)
             else:
                 return
+
+    def _halted(self, shard_id: str, gone: WorkerGone, deaths: int) -> HandlerHalted:
+        where = {"shard": shard_id, "handler": self._spares.handler, "hook": str(Hook.INITIALIZE)}
+        log.critical("handler.halted", **where, what=_died(gone.ending), attempts=deaths)
+        return HandlerHalted(
+            f"{Hook.INITIALIZE} failed for good: {_died(gone.ending)}.",
+            did="The shard is not opened.",
+            advice="Mend the handler and start again.",
+            **where,
+            attempts=deaths,
+        )
 
     async def notify(self, shard_id: str, hook: Hook) -> Sequence | None:
         """Run a life-cycle hook (see ``Runtime.notify``)."""
@@ -177,7 +192,7 @@ class WorkerRuntime:
         self._owing.discard(shard_id)
         worker = self._workers[self._plan.pop(shard_id)]
         generation = worker.opened.pop(shard_id, None)
-        if generation != worker.generation:
+        if generation != worker.generation or not worker.up:
             return
         try:
             process = await worker.process()
@@ -234,17 +249,24 @@ class WorkerRuntime:
                     todo += [range(middle, part.stop), range(part.start, middle)]
                 else:
                     done.append(await self._surely(delivery, line, part, condemned=_died(gone.ending)))
-        return _joined(done)
+        return joined(done)
 
     async def _surely(
         self, delivery: Delivery, line: Held, part: range, *, condemned: str | None = None
     ) -> BatchOutcome:
-        """Do what cannot hurt the process, in however many of them: others may hurt it."""
-        while True:
+        """Do what needs no handler, again while others kill the process. Raises HandlerLost when it is too much itself."""
+        for _ in range(_SURELY):
             try:
                 return await self._once(delivery, line, part=part, condemned=condemned, alone=True)
-            except WorkerGone:
-                continue
+            except WorkerGone as gone:
+                ending = gone.ending
+        raise HandlerLost(
+            f"A batch ends its worker before the handler is called: {ending}.",
+            did="The connection is closed; the batch will be delivered again.",
+            advice="It may need more memory: raise worker_memory, or let the daemon send fewer records at once.",
+            shard=delivery.shard_id,
+            handler=self._spares.handler,
+        )
 
     async def _once(
         self,
@@ -280,7 +302,7 @@ class WorkerRuntime:
             except WorkerGone:
                 self._evade(worker)
                 raise
-        outcome = _outcome(self._expect(answer, wire.Done), answer.files)
+        outcome = outcome_of(self._expect(answer, wire.Done), answer.files)
         (self._owing.add if outcome.owes else self._owing.discard)(shard)
         return outcome
 
@@ -361,68 +383,6 @@ class WorkerRuntime:
         for letter in outcome.dead_letters:
             if letter.partition_key is not None:
                 keys.setdefault(letter.partition_key, letter.parked_behind or letter.sequence)
-
-
-def spec_of(handler: str, loaded: wire.Loaded) -> HandlerSpec:
-    """Return a handler's spec without its code."""
-    windows = (
-        Tumbling(*loaded.tumbling)
-        if loaded.tumbling
-        else Batches(*loaded.batches)
-        if loaded.batches
-        else None
-    )
-    return HandlerSpec(
-        path=handler,
-        kind=HandlerKind(loaded.kind),
-        target=None,
-        record_hook=RecordHook(loaded.record_hook),
-        hooks={name: HookSpec(name, is_async) for name, is_async in loaded.hooks.items()},
-        schema=None if loaded.schema is None else parse_schema(loaded.schema),
-        windows=windows,
-        warnings=tuple(Finding(text, file, line, is_error=False) for text, file, line in loaded.warnings),
-        concurrency=loaded.concurrency,
-    )
-
-
-def _outcome(done: wire.Done, files: list[int]) -> BatchOutcome:
-    rows = None
-    if done.rows is not None:
-        rows = rows_from(done.rows)
-    elif done.rows_bytes:
-        rows = rows_from(mmap.mmap(files[0], done.rows_bytes, prot=mmap.PROT_READ))
-    for file in files:
-        os.close(file)
-    return wire.restored(
-        BatchOutcome,
-        done.values,
-        outline=wire.restored(BatchOutline, done.outline),
-        rows=rows,
-        dead_letters=tuple(wire.restored(DeadLetter, letter) for letter in done.letters),
-    )
-
-
-def _joined(parts: list[BatchOutcome]) -> BatchOutcome:
-    """Return one outcome of parts that stand in order."""
-    rows = [part.rows for part in parts if part.rows is not None]
-    last = parts[-1]
-    positions = [part.position for part in parts if part.position is not None]
-    return BatchOutcome(
-        outline=last.outline,
-        rows=pa.concat_tables(rows).combine_chunks() if rows else None,
-        dead_letters=tuple(_letters(parts)),
-        attempts=max(part.attempts for part in parts),
-        skipped=sum(part.skipped for part in parts),
-        discarded=sum(part.discarded for part in parts),
-        keeps_position=last.keeps_position,
-        position=max(positions, default=None),
-        owes=last.owes,
-    )
-
-
-def _letters(parts: list[BatchOutcome]) -> Iterator[DeadLetter]:
-    for part in parts:
-        yield from part.dead_letters
 
 
 def _guilt(gone: WorkerGone) -> float:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from collections import deque
 from typing import TYPE_CHECKING
 
 import structlog
@@ -21,13 +23,16 @@ log = structlog.get_logger("mldserver")
 
 
 class Spares:
-    """Keeps one process ready."""
+    """Keeps one process ready, and makes more, several at a time, while more are wanted."""
 
     def __init__(self, start: wire.Start, *, clock: Clock) -> None:
         """Processes begin with ``start``."""
         self._start = start
         self._clock = clock
-        self._ready: WorkerProcess | None = None
+        self._ready: deque[WorkerProcess] = deque()
+        self._wanted = 0
+        """How many wait for one."""
+        self._making = 0
         self._changed = asyncio.Condition()
         self._deaths = Deaths()
 
@@ -44,32 +49,47 @@ class Spares:
         except BaseException:
             await process.close()
             raise
-        self._ready = process
+        self._ready.append(process)
         return loaded
 
     async def take(self) -> WorkerProcess:
         """Return a process that has loaded the handler."""
         async with self._changed:
-            while (process := self._ready) is None or not process.is_open:
-                if process is not None:
-                    self._ready = None
+            self._wanted += 1
+            self._changed.notify_all()
+            try:
+                while True:
+                    await self._changed.wait_for(lambda: self._ready)
+                    process = self._ready.popleft()
+                    if process.is_open:
+                        return process
                     await process.close()
                     self._changed.notify_all()
-                await self._changed.wait()
-            self._ready = None
-            self._changed.notify_all()
-            return process
+            finally:
+                self._wanted -= 1
+                self._changed.notify_all()
 
     async def run(self) -> None:
-        """Make a new one whenever it was taken, until cancelled."""
+        """Make new ones when they are taken, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            # Most of the time that it takes is the processor's.
+            for _ in range(os.cpu_count() or 1):
+                group.create_task(self._make())
+
+    async def _make(self) -> None:
         while True:
             async with self._changed:
-                await self._changed.wait_for(lambda: self._ready is None)
-            process = await self._made()
-            if process is not None:
-                async with self._changed:
-                    self._ready = process
-                    self._changed.notify_all()
+                await self._changed.wait_for(lambda: len(self._ready) + self._making <= self._wanted)
+                self._making += 1
+            process = None
+            try:
+                process = await self._made()
+            finally:
+                self._making -= 1
+            async with self._changed:
+                if process is not None:
+                    self._ready.append(process)
+                self._changed.notify_all()
 
     async def _made(self) -> WorkerProcess | None:
         process: WorkerProcess | None = None
@@ -91,7 +111,6 @@ class Spares:
         return process
 
     async def close(self) -> None:
-        """End the one that is ready."""
-        process, self._ready = self._ready, None
-        if process is not None:
-            await process.close()
+        """End what is ready."""
+        while self._ready:
+            await self._ready.popleft().close()

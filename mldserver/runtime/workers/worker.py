@@ -55,7 +55,13 @@ class Worker:
     @property
     def failed(self) -> bool:
         """Whether its processes keep dying before they do anything."""
-        return self._deaths.failed
+        works = self._process is not None and self._process.done > 0
+        return self._deaths.failed and not works
+
+    @property
+    def up(self) -> bool:
+        """Whether its process lives."""
+        return self._process is not None and self._process.is_open
 
     async def process(self) -> WorkerProcess:
         """Return the present process, once there is one that takes requests."""
@@ -87,11 +93,10 @@ class Worker:
             life = group.create_task(process.run())
             while not life.done():
                 cause = judge(process.beat, process.silent_ms, self._limits)
-                if cause is Cause.GROWN:
-                    await self._retire(process)
-                elif cause is not None:
-                    stacks = await process.stacks()
+                if cause is Cause.GROWN and not await self._retire(process):
+                    continue
                 if cause is not None:
+                    stacks = "" if cause is Cause.GROWN else await process.stacks()
                     process.kill()
                     await asyncio.wait({life})
                     break
@@ -100,25 +105,18 @@ class Worker:
                 looked.cancel()
         return cause, stacks
 
-    async def _retire(self, process: WorkerProcess) -> None:
-        """Let it finish what it has in hand, unless it grows on meanwhile."""
+    async def _retire(self, process: WorkerProcess) -> bool:
+        """Let it finish what it has in hand; return False when something else became of it meanwhile."""
         self._retiring = True
         while process.in_hand and process.is_open:
             if judge(process.beat, process.silent_ms, self._limits) is not Cause.GROWN:
-                return
+                self._retiring = False
+                self._there.set()
+                return False
             await self._clock.sleep(_LOOK_SECONDS / 5)
+        return True
 
     async def _mourn(self, process: WorkerProcess, cause: Cause | None, stacks: str) -> None:
-        if cause is Cause.GROWN and not process.lost:
-            log.warning(
-                "worker.replaced",
-                worker=self.number,
-                pid=process.pid,
-                reason=str(cause),
-                bytes=process.beat.resident_bytes if process.beat else None,
-                limit_bytes=self._limits.memory_bytes,
-            )
-            return
         was_failed = self.failed
         self.suspects = set(process.lost)
         delay_ms = self._deaths.died(self._clock.now_ms(), useful=bool(process.done) or self.searching)
@@ -126,11 +124,15 @@ class Worker:
             "worker": self.number,
             "pid": process.pid,
             "reason": str(cause) if cause else await process.ending(),
-            "stacks": stacks or process.last_words,
-            "batches": len(process.lost),
             "delay_seconds": delay_ms / 1000,
         }
-        log.error("worker.lost", **{name: value for name, value in told.items() if value != ""})
+        if cause is Cause.GROWN and not process.lost:
+            told["bytes"] = process.beat.resident_bytes if process.beat else None
+            log.warning("worker.replaced", limit_bytes=self._limits.memory_bytes, **told)
+        else:
+            if words := stacks or process.last_words:
+                told["stacks"] = words
+            log.error("worker.lost", batches=len(process.lost), **told)
         if self.failed and not was_failed:
             log.critical(
                 "worker.failed",

@@ -1,0 +1,201 @@
+"""One worker and the processes it goes through, which here are made up, on a clock that the tests move."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mldserver.runtime.workers.life import Beat, Limits
+from mldserver.runtime.workers.worker import Worker
+from mldserver.testing import VirtualClock
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+LIMITS = Limits(kill_after_ms=5_000, memory_bytes=100)
+
+
+class Process:
+    """A process as a worker sees it; it ends when it is killed, or when a test says so."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.beat: Beat | None = Beat(0, 0, 10)
+        self.silent_ms = 0
+        self.in_hand = 0
+        self.done = 0
+        self.lost: frozenset[str] = frozenset()
+        self.last_words = ""
+        self.closed = False
+        self._ended = asyncio.Event()
+        self.code = "exit code 1"
+
+    @property
+    def is_open(self) -> bool:
+        return not self._ended.is_set()
+
+    async def run(self) -> None:
+        await self._ended.wait()
+
+    def end(self, *lost: str) -> None:
+        self.lost = frozenset(lost)
+        self._ended.set()
+
+    def kill(self) -> None:
+        if self.is_open:
+            self.code = "killed by signal 9 (SIGKILL)"
+        self._ended.set()
+
+    async def close(self) -> None:
+        self.kill()
+        self.closed = True
+
+    async def stacks(self) -> str:
+        return "File handler.py, line 7"
+
+    async def ending(self) -> str:
+        return self.code
+
+
+class Stage:
+    """A worker that runs, and all its processes so far."""
+
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
+        self.processes: list[Process] = []
+        self.worker = Worker(0, fresh=self._fresh, limits=LIMITS, clock=self.clock)  # type: ignore[arg-type]  # see Process
+
+    async def _fresh(self) -> Any:
+        self.processes.append(Process(len(self.processes) + 1))
+        return self.processes[-1]
+
+    @property
+    def process(self) -> Process:
+        return self.processes[-1]
+
+    async def later(self, seconds: float = 0.3) -> None:
+        await self.clock.advance(seconds)
+
+    async def die(self, times: int = 1, *, wait: float = 20.0) -> None:
+        for _ in range(times):
+            self.process.end()
+            await self.later(wait)
+
+
+@pytest.fixture
+async def stage() -> AsyncIterator[Stage]:
+    made = Stage()
+    task = asyncio.create_task(made.worker.run())
+    await made.later()
+    yield made
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    assert all(process.closed for process in made.processes), "restarts never overlap, and nothing is left"
+
+
+def named(logged: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    return [event for event in logged if event["event"] == name]
+
+
+async def test_a_process_that_ends_is_followed_by_another_of_the_next_generation(
+    stage: Stage, logged: list[dict[str, Any]]
+) -> None:
+    assert (stage.worker.generation, stage.worker.up) == (1, True)
+    stage.process.last_words = "Segmentation fault"
+    stage.process.end("shard-1")
+    await stage.later()
+    assert (stage.worker.generation, stage.worker.suspects) == (2, {"shard-1"})
+    assert await stage.worker.process() is stage.process  # type: ignore[comparison-overlap]  # see Process
+    (lost,) = named(logged, "worker.lost")
+    assert (lost["reason"], lost["stacks"], lost["batches"]) == ("exit code 1", "Segmentation fault", 1)
+
+
+async def test_one_that_hangs_is_killed_and_it_is_told_where(
+    stage: Stage, logged: list[dict[str, Any]]
+) -> None:
+    stage.process.beat = Beat(5_001, 0, 10)
+    await stage.later(1)
+    (lost,) = named(logged, "worker.lost")
+    assert (lost["reason"], lost["stacks"]) == (
+        "a call of the handler takes too long",
+        "File handler.py, line 7",
+    )
+
+
+async def test_one_that_has_grown_finishes_what_it_has_in_hand_and_takes_nothing_new(
+    stage: Stage, logged: list[dict[str, Any]]
+) -> None:
+    grown = stage.process
+    grown.beat, grown.in_hand, grown.done = Beat(0, 0, 120), 1, 1
+    await stage.later()
+    asking = asyncio.create_task(stage.worker.process())
+    await stage.later()
+    assert grown.is_open
+    assert not asking.done()
+    grown.in_hand = 0
+    await stage.later(1)
+    assert await asking is stage.process is not grown  # type: ignore[comparison-overlap]  # see Process
+    (replaced,) = named(logged, "worker.replaced")
+    assert (replaced["bytes"], replaced["limit_bytes"], replaced["delay_seconds"]) == (120, 100, 0)
+    assert named(logged, "worker.lost") == []
+
+
+async def test_one_that_shrinks_again_before_it_is_replaced_goes_on(
+    stage: Stage, logged: list[dict[str, Any]]
+) -> None:
+    stage.process.beat, stage.process.in_hand = Beat(0, 0, 120), 1
+    await stage.later()
+    asking = asyncio.create_task(stage.worker.process())
+    await stage.later()
+    stage.process.beat = Beat(0, 0, 90)
+    await stage.later()
+    assert await asking is stage.processes[0]  # type: ignore[comparison-overlap]  # see Process
+    assert len(stage.processes) == 1
+    assert named(logged, "worker.replaced") == []
+
+
+async def test_one_that_grows_on_while_it_finishes_is_killed(
+    stage: Stage, logged: list[dict[str, Any]]
+) -> None:
+    stage.process.beat, stage.process.in_hand = Beat(0, 0, 120), 1
+    await stage.later()
+    stage.process.beat = Beat(0, 0, 200)
+    await stage.later(1)
+    assert [lost["reason"] for lost in named(logged, "worker.lost")] == ["it takes too much memory"]
+
+
+async def test_a_limit_below_what_an_idle_process_takes_makes_the_worker_fail_instead_of_spinning(
+    stage: Stage, logged: list[dict[str, Any]]
+) -> None:
+    for _ in range(100):
+        stage.process.beat = Beat(0, 0, 120)
+        await stage.later(1)
+    assert stage.worker.failed
+    assert len(named(logged, "worker.failed")) == 1
+    assert len(stage.processes) < 20
+
+
+async def test_lives_that_come_to_nothing_make_it_fail_until_one_does_something(
+    stage: Stage, logged: list[dict[str, Any]]
+) -> None:
+    await stage.die(8)
+    assert stage.worker.failed
+    await stage.die(2)
+    assert len(named(logged, "worker.failed")) == 1
+    stage.process.done = 1
+    assert not stage.worker.failed
+    await stage.die()
+    assert not stage.worker.failed
+
+
+async def test_deaths_while_a_culprit_is_looked_for_are_no_reason_to_wait(
+    stage: Stage, logged: list[dict[str, Any]]
+) -> None:
+    stage.worker.searching = True
+    await stage.die(20, wait=0.1)
+    assert {lost["delay_seconds"] for lost in named(logged, "worker.lost")} == {0}
+    assert not stage.worker.failed
