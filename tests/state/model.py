@@ -57,8 +57,8 @@ class Content:
             self.clock,
             self.progress,
             self.letters,
-            dict(self.servers),
-            self.cut_below,
+            servers=dict(self.servers),
+            cut_below_ms=self.cut_below,
         )
 
     def shard(self, shard_id: str, **changes: Any) -> None:
