@@ -238,13 +238,9 @@ EVENTS: Final[dict[str, EventSpec]] = {
         ("worker", "pid", "reason", "bytes", "limit_bytes", "delay_seconds"),
         "A worker process had grown beyond its memory limit; it finished what it had begun.",
     ),
-    "worker.failed": EventSpec(
-        "critical", ("worker",), "A worker's processes die before they do anything."
-    ),
+    "worker.failed": EventSpec("critical", ("worker",), "A worker's processes die before they do anything."),
     "worker.not_started": EventSpec("error", ("delay_seconds",), "A worker process could not start."),
-    "worker.garbled": EventSpec(
-        "error", ("pid",), "A worker process sent what is no message: it is killed."
-    ),
+    "worker.garbled": EventSpec("error", ("pid",), "A worker process sent what is no message: it is killed."),
     "shard.reopened": EventSpec(
         "info", ("worker",), "The shard's handler was opened again in another worker process."
     ),
@@ -274,7 +270,9 @@ EVENTS: Final[dict[str, EventSpec]] = {
         ("letters", "rows", "dead_letters", "seconds"),
         "Dead letters ran once more; those that failed again are dead letters again.",
     ),
-    "redrive.failed": EventSpec("error", (), "Dead letters could not be run once more; they stay as they are."),
+    "redrive.failed": EventSpec(
+        "error", (), "Dead letters could not be run once more; they stay as they are."
+    ),
     "watermark.advanced": EventSpec(
         "debug", ("watermark_ms", "held_by", "server", "reason"), "The pipeline's watermark moved."
     ),
