@@ -16,6 +16,7 @@ import pyarrow.dataset as ds
 import pytest
 from support.serving import quick, serving, until
 
+from mldserver.runtime.workers.life import Restarts
 from mldserver.server import EXIT_FORCED
 from mldserver.testing import FakeMLD, FakeStream, Habits
 
@@ -180,6 +181,55 @@ async def test_a_flood_of_prints_is_cut_and_the_rest_counted(
     assert 0 < len(printed) < 5000
 
 
+async def test_a_flood_past_python_is_slowed_and_does_not_keep_the_server_from_stopping(
+    tmp_path: Path, handler_that: Callable[..., str], logged: list[dict[str, Any]]
+) -> None:
+    handler = handler_that(
+        """
+        def flood():
+            while True:
+                os.write(1, b"x\\n" * 5000)
+        threading.Thread(target=flood, daemon=True).start()
+        """
+    )
+    async with serving(quick(tmp_path / "out", handler, workers=1)) as server:
+        await play(server, stream("once"))
+        async with asyncio.timeout(30):
+            await until(lambda: len(named(logged, "log.lost")) > 1)
+    assert ids(tmp_path / "out") == Counter(range(RECORDS))
+    assert len(named(logged, "handler.output")) < 5000
+    assert named(logged, "worker.lost") == []
+
+
+async def test_a_process_that_gets_away_with_the_pipe_does_not_hide_the_workers_end(
+    tmp_path: Path, handler_that: Callable[..., str], logged: list[dict[str, Any]]
+) -> None:
+    handler = handler_that(
+        """
+        import subprocess
+        away = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        near = subprocess.Popen(["sleep", "60"])
+        open("pids", "w").write(f"{away.pid} {near.pid}")
+        os._exit(3)
+        """
+    )
+    async with serving(quick(tmp_path / "out", handler, workers=1)) as server:
+        await play(server, stream("once"))
+    assert ids(tmp_path / "out") == Counter(range(RECORDS))
+    assert [lost["reason"] for lost in named(logged, "worker.lost")] == ["exit code 3"]
+    away, near = map(int, (tmp_path / "pids").read_text().split())
+    os.kill(away, signal.SIGKILL)
+    assert _has_ended(near), "it was in the worker's group, and went with it"
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a process is gone, or waits for nobody but a parent that looks."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
 def _lines(logged: list[dict[str, Any]]) -> int:
     """Return how many lines were printed, or counted as lost."""
     return sum(event["lines"] for event in named(logged, "log.lost")) + len(named(logged, "handler.output"))
@@ -194,6 +244,8 @@ async def test_a_worker_that_cannot_even_open_a_shard_turns_readiness_red(
     )
     async with serving(quick(tmp_path / "out", "hopeless", workers=1), exit_code=EXIT_FORCED) as server:
         daemon = asyncio.create_task(FakeMLD(stream(""), await server.listening()).run())
+        assert server._parts is not None
+        server._parts.runtime._workers[0]._deaths.rules = Restarts(pause_ms=50)  # type: ignore[attr-defined]  # so that it takes no minutes
         async with asyncio.timeout(100):
             await until(lambda: bool(named(logged, "worker.failed")))
             await until(lambda: bool(named(logged, "server.unready")))

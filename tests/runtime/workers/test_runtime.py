@@ -1,0 +1,110 @@
+"""What the runtime with worker processes does where it cannot go on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mldserver.clock import SystemClock
+from mldserver.errors import HandlerHalted, HandlerInvalid, HandlerLost, HandlerNotFound, InternalError
+from mldserver.protocol.messages import Version
+from mldserver.records import Shard
+from mldserver.runtime.base import Delivery
+from mldserver.runtime.failure import FailurePolicy, OnFailure
+from mldserver.runtime.workers.life import Limits
+from mldserver.runtime.workers.process import WorkerGone
+from mldserver.runtime.workers.runtime import WorkerRuntime
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+HALT = FailurePolicy(attempts=2, base_seconds=0, cap_seconds=0, on_failure=OnFailure.HALT)
+EMPTY = Delivery("s", b'{"action":"processRecords","records":[]}', Version.V2, 9_000, None)
+
+
+@pytest.fixture
+def runtime_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], WorkerRuntime]:
+    monkeypatch.chdir(tmp_path)
+
+    def make(text: str) -> WorkerRuntime:
+        (tmp_path / "mine.py").write_text(text)
+        return WorkerRuntime("mine", workers=1, policy=HALT, limits=Limits(None, None), clock=SystemClock())
+
+    return make
+
+
+@contextlib.asynccontextmanager
+async def running(runtime: WorkerRuntime) -> AsyncIterator[WorkerRuntime]:
+    await runtime.load()
+    task = asyncio.create_task(runtime.run())
+    try:
+        yield runtime
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+        await runtime.close()
+
+
+async def test_initialize_that_ends_its_process_stops_the_shard_under_halt(
+    runtime_of: Callable[[str], WorkerRuntime], logged: list[dict[str, Any]]
+) -> None:
+    text = "import os\ndef initialize(shard): os._exit(7)\ndef process_record(record): ...\n"
+    async with running(runtime_of(text)) as runtime:
+        with pytest.raises(
+            HandlerHalted, match=r"initialize failed for good: WorkerDied: .* exit code 7"
+        ) as caught:
+            await runtime.open(Shard("s"))
+    assert caught.value.where["attempts"] == 2
+    assert [event["level"] for event in logged if event["event"] == "handler.halted"] == ["critical"]
+
+
+@pytest.mark.usefixtures("logged")
+async def test_a_batch_that_no_process_survives_before_the_handler_is_called_costs_its_connection(
+    runtime_of: Callable[[str], WorkerRuntime], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = runtime_of("")
+
+    async def once(*_: Any, **options: Any) -> None:
+        raise WorkerGone("killed by signal 9 (SIGKILL)", alone="part" not in options)
+
+    monkeypatch.setattr(runtime, "_once", once)
+    runtime._plan["s"] = 0
+    with pytest.raises(HandlerLost, match="before the handler is called: killed by signal 9"):
+        await runtime.process(EMPTY)
+    assert runtime._workers[0].searching is False
+
+
+@pytest.mark.usefixtures("logged")
+async def test_a_handler_that_cannot_be_loaded_is_told_as_inline(
+    runtime_of: Callable[[str], WorkerRuntime],
+) -> None:
+    with pytest.raises(HandlerInvalid, match="process_record"):
+        await runtime_of("x = 1\n").load()
+    with pytest.raises(HandlerNotFound):
+        await WorkerRuntime(
+            "no.such.thing", workers=1, policy=HALT, limits=Limits(None, None), clock=SystemClock()
+        ).load()
+
+
+@pytest.mark.usefixtures("logged")
+async def test_a_handler_whose_import_ends_the_process_is_told_with_its_last_words(
+    runtime_of: Callable[[str], WorkerRuntime],
+) -> None:
+    text = "import os\nos.write(2, b'no licence\\n')\nos._exit(9)\n"
+    with pytest.raises(HandlerInvalid, match="ended its process: exit code 9") as caught:
+        await runtime_of(text).load()
+    assert caught.value.where["traceback"] == "no licence"
+
+
+@pytest.mark.usefixtures("logged")
+async def test_a_shard_that_is_not_open_is_a_bug_of_the_caller(
+    runtime_of: Callable[[str], WorkerRuntime],
+) -> None:
+    runtime = runtime_of("")
+    with pytest.raises(InternalError, match="not open"):
+        await runtime.process(EMPTY)
+    await runtime.forget("s")
