@@ -20,6 +20,7 @@ from mldserver.coordinator.store import OutputStore
 from mldserver.coordinator.watermark import WatermarkRules
 from mldserver.coordinator.window_runner import WindowPolicy, WindowRunner
 from mldserver.coordinator.windows import Tumbling
+from mldserver.deadletters.places import destination_of
 from mldserver.deadletters.redriver import Redriver
 from mldserver.errors import OperatorError
 from mldserver.protocol.connection import ConnectionLimits
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from mldserver.clock import Clock
     from mldserver.config import Settings
     from mldserver.coordinator.windows import WindowSpec
+    from mldserver.deadletters.base import Destination
     from mldserver.runtime.base import Runtime
     from mldserver.runtime.spec import HandlerSpec
     from mldserver.spark.engine import Engine
@@ -62,6 +64,7 @@ class Parts:
     coordinator: Coordinator
     listener: MLDListener
     redriver: Redriver
+    letters: Destination | None
     engine: Engine | None
     runner: WindowRunner | None
     """Engine and runner are None for a handler without rows."""
@@ -178,6 +181,7 @@ async def _assembled(
             freed=freed,
             table=_table(settings),
         )
+    letters = await asyncio.to_thread(destination_of, settings, store, clock, rng)
     coordinator = Coordinator(
         rules=_rules(settings, spec.windows),
         spec=spec.windows if spec.schema else None,
@@ -187,6 +191,7 @@ async def _assembled(
         clock=clock,
         unique=unique,
         locks=_locks(settings),
+        letters=letters,
     )
     listener = MLDListener(
         (settings.listen.path,)
@@ -209,7 +214,7 @@ async def _assembled(
         parks=settings.on_key_failure == "park",
         why_not=_NO_REDRIVE if spec.kind is HandlerKind.PROCESSOR else "",
     )
-    return Parts(spec, store, ledger, runtime, coordinator, listener, redriver, engine, runner)
+    return Parts(spec, store, ledger, runtime, coordinator, listener, redriver, letters, engine, runner)
 
 
 def _store(settings: Settings) -> OutputStore:

@@ -159,6 +159,8 @@ class Server:
             await parts.engine.close()
         await parts.runtime.close()
         await parts.coordinator.leave()
+        if parts.letters is not None:
+            await parts.letters.close()
         await parts.ledger.close()
 
     # Stopping.

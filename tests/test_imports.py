@@ -40,7 +40,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # Where letters go beside the ledger, and how they come back through the handler.
     "deadletters": (
         *CONTRACTS,
+        "config",
         "coordinator.redriving",
+        "coordinator.store",
         "faults",
         "remote",
         "protocol",
@@ -57,7 +59,16 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "state": ("records", "errors", "clock", "faults", "runtime.base"),
     "runtime": ("records", "errors", "clock", "protocol", "coordinator.windows", "kclpy"),
     # The handler's process: an inline runtime behind a socket, whose log goes to the server's.
-    "runtime.workers": ("", "records", "errors", "clock", "protocol", "coordinator.windows", "runtime", "observe"),
+    "runtime.workers": (
+        "",
+        "records",
+        "errors",
+        "clock",
+        "protocol",
+        "coordinator.windows",
+        "runtime",
+        "observe",
+    ),
     # What record processors of amazon_kclpy see, whether that is installed or not.
     "kclpy": ("records",),
     "sources": ("records", "errors", "clock", "faults", "protocol", "runtime.base"),

@@ -7,7 +7,7 @@ import re
 import tomllib
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from mldserver.config import sinks
+from mldserver.config import letters, sinks
 from mldserver.config.kinds import show_duration, show_size
 from mldserver.config.places import SqlitePlace, ledger_file
 from mldserver.config.settings import ENV_PREFIX, Settings, cache_folder, specs
@@ -161,3 +161,4 @@ def _check(settings: Settings) -> None:
     if isinstance(settings.ledger, SqlitePlace):
         ledger_file(settings)
     sinks.check(settings)
+    letters.check(settings)

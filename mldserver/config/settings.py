@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from mldserver.config import failures, kinds, places, sinks
+from mldserver.config import failures, kinds, letters, places, sinks
 from mldserver.config.kinds import (
     Address,
     Kind,
@@ -27,6 +27,7 @@ from mldserver.config.places import LedgerPlace, OutPlace, SqlitePlace
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from mldserver.config.letters import LetterPlace
     from mldserver.config.sinks import TableSink
     from mldserver.runtime.failure import FailureRule
 
@@ -221,6 +222,12 @@ class Settings:
         kinds.choice("continue", "park"),
         "continue",
         "Later records of a dead letter's partition key go on, or wait behind it as dead letters too.",
+        _HANDLER,
+    )
+    dead_letters: LetterPlace | None = _setting(
+        letters.dead_letters(),
+        None,
+        "Where records go that failed for good; only those in the ledger can be listed, parked behind and redriven.",
         _HANDLER,
     )
     failure_rules: tuple[FailureRule, ...] = _made(

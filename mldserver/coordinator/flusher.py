@@ -269,7 +269,7 @@ class Flusher:
             return planned.dead_letters + planned.failed_again
         try:
             left = await self._letters.store(planned.dead_letters)
-        except OSError:
+        except (OSError, LedgerError):
             await self._discard(segments)
             raise
         kill_point("letters.stored")

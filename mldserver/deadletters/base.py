@@ -20,7 +20,7 @@ class Destination(Protocol):
     async def store(self, letters: tuple[DeadLetter, ...]) -> tuple[DeadLetter, ...]:
         """Return when the letters are durable; return those that are too large for the place: the ledger keeps them.
 
-        Raises OSError when the place is out of reach, also after some were written: all are given again.
+        Raises OSError or LedgerError when the place is out of reach, also after some were written: all are given again.
         """
         ...
 

@@ -262,7 +262,7 @@ EVENTS: Final[dict[str, EventSpec]] = {
     ),
     "dead_letter.too_large": EventSpec(
         "warning",
-        ("bytes", "limit_bytes", "did"),
+        ("sequence", "bytes", "limit_bytes"),
         "A dead letter is larger than the place takes where dead letters go.",
     ),
     "redrive.done": EventSpec(

@@ -1,0 +1,171 @@
+"""Where letters go that do not go to the ledger: durable before the position moves, whatever dies in between."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from coordinator.outcomes import dead_letter
+from coordinator.writing import Writing
+from support.serving import quick
+
+from mldserver.config import resolve
+from mldserver.config.letters import LetterPlace, dead_letters
+from mldserver.coordinator.store import OutputStore
+from mldserver.deadletters import aws
+from mldserver.deadletters.files import FOLDER, read_letters
+from mldserver.deadletters.folder import FolderDestination
+from mldserver.deadletters.places import destination_of
+from mldserver.errors import ConfigError, LedgerError, OperatorError
+from mldserver.testing import VirtualClock
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mldserver.runtime.base import DeadLetter
+
+LETTERS = (dead_letter("a", 1), dead_letter("b", 1), dead_letter("a", 2))
+
+
+class Place:
+    """Takes letters, or does not."""
+
+    def __init__(self) -> None:
+        self.held: list[DeadLetter] = []
+        self.error: Exception | None = None
+        self.too_large: tuple[DeadLetter, ...] = ()
+
+    async def store(self, letters: tuple[DeadLetter, ...]) -> tuple[DeadLetter, ...]:
+        if self.error is not None:
+            raise self.error
+        self.held += [each for each in letters if each not in self.too_large]
+        return self.too_large
+
+    async def close(self) -> None: ...
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file())
+
+
+async def writing_to(place: Place, out: Path) -> Writing:
+    writing = await Writing.begin(out, None)
+    writing.flusher._letters = place
+    return writing
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+async def test_a_folder_has_a_file_for_each_shard_of_a_flush(tmp_path: Path, kind: Any) -> None:
+    folder = FolderDestination(OutputStore(str(tmp_path)), FOLDER, pipeline="p", kind=kind)
+    for _ in range(2):  # a repeat writes over
+        assert await folder.store(LETTERS) == ()
+    await folder.close()
+    assert files(tmp_path) == [f"{FOLDER}/a/1-0.{kind}", f"{FOLDER}/b/1-0.{kind}"]
+    assert read_letters(str(tmp_path / FOLDER), "p") == [LETTERS[0], LETTERS[2], LETTERS[1]]
+
+
+async def test_letters_are_there_before_the_position_moves(tmp_path: Path) -> None:
+    place = Place()
+    writing = await writing_to(place, tmp_path)
+    shard = await writing.ledger.open_shard("a")
+    batch = writing.batch(shard, (1, 5), rows=[], letters=[LETTERS[0]])
+    for place.error in (OSError("full"), LedgerError("away")):
+        with pytest.raises((OSError, LedgerError)):
+            await writing.flush([batch])
+        assert (await writing.ledger.peek()).shards["a"].position is None
+    place.error = None
+    await writing.flush([batch])
+    assert place.held == [LETTERS[0]]
+    state = await writing.ledger.peek()
+    assert (state.shards["a"].position, state.dead_letters) == (LETTERS[0].sequence, 0)
+
+
+async def test_what_is_too_large_for_the_place_is_the_ledgers(tmp_path: Path) -> None:
+    place = Place()
+    place.too_large = (LETTERS[2],)
+    writing = await writing_to(place, tmp_path)
+    shard = await writing.ledger.open_shard("a")
+    await writing.flush([writing.batch(shard, (1, 5), (2, 6), rows=[], letters=[LETTERS[0], LETTERS[2]])])
+    assert place.held == [LETTERS[0]]
+    assert await writing.ledger.dead_letters() == (LETTERS[2],)
+
+
+async def test_redriven_letters_that_fail_again_stay_in_the_ledger(tmp_path: Path) -> None:
+    place = Place()
+    writing = await writing_to(place, tmp_path)
+    await writing.ledger.add_letters(LETTERS[:1], wanted=True)
+    shard = await writing.ledger.open_shard("a")
+    again = replace(LETTERS[0], attempts=6)
+    made = writing.batch(shard, (1, 5), rows=[], letters=[again])
+    await writing.flush([replace(made, epoch=0, last=None, redriven=("1",))])
+    assert place.held == []
+    assert [each.letter for each in await writing.ledger.letters()] == [again]
+    # Who took them as well has what it gave left out, and says so.
+    await writing.flush([replace(made, epoch=0, last=None, redriven=("1",))])
+    assert len(await writing.ledger.letters()) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "place"),
+    [
+        ("ledger", None),
+        ("jsonl", LetterPlace("jsonl")),
+        ("Parquet:s3://b/x", LetterPlace("parquet", "s3://b/x")),
+        ("jsonl:/var/letters", LetterPlace("jsonl", "/var/letters")),
+        ("sqs:https://sqs.eu-central-1.amazonaws.com/1/q", None),
+        ("s3://bucket/pre/fix/", LetterPlace("s3", "bucket/pre/fix")),
+        ("kinesis:dead", LetterPlace("kinesis", "dead")),
+    ],
+)
+def test_the_setting_names_a_place(given: str, place: LetterPlace | None) -> None:
+    kind = dead_letters()
+    found = kind.parse(given)
+    if given.startswith("sqs"):
+        place = LetterPlace("sqs", given.removeprefix("sqs:"))
+    assert found == place
+    assert kind.parse(found) == found
+    assert kind.parse(kind.show(found)) == found
+
+
+@pytest.mark.parametrize(
+    "given",
+    [1, "", "ledger:x", "jsonl:", "sqs:queue", "s3:bucket", "s3://", "kinesis:", "kinesis:a/b", "ftp://x"],
+)
+def test_what_names_no_place_is_refused(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        dead_letters().parse(given)
+
+
+def test_parking_needs_the_ledger(tmp_path: Path) -> None:
+    given = {"dead_letters": "jsonl", "on_key_failure": "park", "out": str(tmp_path)}
+    with pytest.raises(ConfigError, match="needs dead letters in the ledger"):
+        resolve(given, environ={}, folder=tmp_path, config=None, handler_required=False)
+
+
+@pytest.mark.parametrize(
+    ("place", "made"),
+    [
+        (None, type(None)),
+        (LetterPlace("jsonl"), FolderDestination),
+        (LetterPlace("sqs", "https://h/1/q"), aws.QueueDestination),
+        (LetterPlace("s3", "b"), aws.BucketDestination),
+        (LetterPlace("kinesis", "s"), aws.StreamDestination),
+    ],
+)
+def test_places_are_made_of_settings(tmp_path: Path, place: LetterPlace | None, made: type) -> None:
+    settings = quick(tmp_path, "h", dead_letters=place)
+    found = destination_of(settings, OutputStore(str(tmp_path)), VirtualClock(0), lambda: 0.5)
+    assert type(found) is made
+
+
+def test_a_folder_elsewhere_is_reached_at_the_start_or_told(tmp_path: Path) -> None:
+    def made(target: str) -> Any:
+        settings = quick(tmp_path, "h", dead_letters=LetterPlace("parquet", target))
+        return destination_of(settings, OutputStore(str(tmp_path)), VirtualClock(0), lambda: 0.5)
+
+    asyncio.run(made(str(tmp_path / "else")).store(LETTERS))
+    assert sorted(each.name for each in (tmp_path / "else").iterdir()) == ["a", "b"]
+    with pytest.raises(OperatorError, match="cannot be reached"):
+        made("nothing://x")
