@@ -1,0 +1,230 @@
+"""Who takes wanted letters, how they run, and what becomes of those that cannot."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from coordinator.outcomes import outcome
+
+from mldserver.coordinator.buffer import Buffer
+from mldserver.coordinator.redriving import Redriving
+from mldserver.deadletters.redriver import Redriver, as_line, portions
+from mldserver.errors import HandlerHalted, LedgerError
+from mldserver.protocol.batches import decode_records
+from mldserver.protocol.messages import Version
+from mldserver.records import Sequence
+from mldserver.runtime.base import BatchOutcome, DeadLetter
+from mldserver.sources.owners import ShardOwners
+from mldserver.state.ledger import LedgerState, ShardState
+from mldserver.state.letters import LETTERS_AT_ONCE, StoredLetter
+from mldserver.state.store import SqliteStore
+from mldserver.testing import VirtualClock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from mldserver.records import Shard
+    from mldserver.runtime.base import Delivery
+
+
+def letter(number: int, shard: str = "a", key: str | None = "k", size: int = 1) -> DeadLetter:
+    return DeadLetter(shard, Sequence(number), key, b"x" * size, number, 3, "E", "", "h", 7)
+
+
+def stored(*letters: DeadLetter) -> list[StoredLetter]:
+    return [StoredLetter(str(place), each, wanted=True) for place, each in enumerate(letters)]
+
+
+def test_letters_run_in_the_order_of_their_shard_and_not_too_many_at_a_time() -> None:
+    many = [letter(number) for number in range(LETTERS_AT_ONCE + 1, 0, -1)]
+    large = [letter(number, "b", size=5 * 1024 * 1024) for number in (3, 1, 2)]
+    found = [[each.letter.sequence.number for each in one] for one in portions(stored(*many, *large))]
+    assert found == [list(range(1, LETTERS_AT_ONCE + 1)), [LETTERS_AT_ONCE + 1], [1], [2], [3]]
+    assert list(portions(())) == []
+
+
+def test_a_line_gives_the_records_that_there_were() -> None:
+    letters = [letter(1), replace(letter(1), sequence=Sequence(1, 2), partition_key=None, arrival_ms=None)]
+    records = decode_records(as_line(letters), version=Version.V2, shard_id="a").records
+    assert [(each.sequence, each.partition_key, each.arrival_ms, each.data) for each in records] == [
+        (Sequence(1), "k", 1, b"x"),
+        (Sequence(1, 2), None, None, b"x"),
+    ]
+
+
+@dataclass
+class Ledger:
+    """A ledger's letters without a thread."""
+
+    store: SqliteStore
+    failing: bool = False
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self.store, name)
+
+        async def call(*args: Any, **named: Any) -> Any:
+            if self.failing:
+                raise LedgerError("away")
+            return method(*args, **named)
+
+        return call
+
+
+@dataclass
+class Handler:
+    """A runtime that remembers."""
+
+    calls: list[Any] = field(default_factory=list)
+    bad: frozenset[int] = frozenset()
+    halted: bool = False
+    during: Callable[[], Any] = lambda: None
+
+    async def open(self, shard: Shard) -> None:
+        self.calls.append(("open", shard.id))
+        if self.halted:
+            raise HandlerHalted("initialize failed")
+
+    async def forget(self, shard_id: str) -> None:
+        self.calls.append(("forget", shard_id))
+
+    async def unpark(self, shard_id: str, key: str) -> None:
+        self.calls.append(("unpark", shard_id, key))
+
+    async def process(self, delivery: Delivery) -> BatchOutcome:
+        assert delivery.redriven
+        assert delivery.after is None
+        shard = delivery.shard_id
+        records = decode_records(delivery.line, version=delivery.version, shard_id=shard).records
+        numbers = [record.sequence.number for record in records]
+        self.calls.append(("process", shard, numbers))
+        self.during()
+        await asyncio.sleep(0)
+        again = [replace(letter(number, shard), attempts=2) for number in numbers if number in self.bad]
+        return outcome(shard, [(number, number) for number in numbers], rows=[], letters=again)
+
+
+@dataclass
+class House:
+    """A redriver over a real ledger, whose flushes are what a test makes of them."""
+
+    store: SqliteStore
+    clock: VirtualClock = field(default_factory=lambda: VirtualClock(1000))
+    handler: Handler = field(default_factory=Handler)
+    owners: ShardOwners = field(default_factory=ShardOwners)
+    buffer: Buffer = field(default_factory=Buffer)
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger(self.store)
+        self.redriving = Redriving("one", None, self.buffer, self.flush)
+
+    async def flush(self, reason: str) -> None:
+        from mldserver.state.ledger import Flush  # beside its only use
+
+        assert reason == "redrive"
+        for batch in self.buffer.snapshot().values():
+            flush = Flush((), dead_letters=batch.dead_letters, redriven=batch.redriven)
+            self.store.register(flush, now_ms=0)
+
+    def redriver(self, **named: Any) -> Redriver:
+        usual: dict[str, Any] = {
+            "ledger": self.ledger,
+            "runtime": self.handler,
+            "owners": self.owners,
+            "redriving": self.redriving,
+            "clock": self.clock,
+        }
+        return Redriver(**usual, **named)
+
+    def left(self) -> list[tuple[int, int, bool]]:
+        """Sequence, attempts, and whether it is wanted, of each letter."""
+        found = self.store.letters(limit=1000)
+        return [(each.letter.sequence.number, each.letter.attempts, each.wanted) for each in found]
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    store = SqliteStore(tmp_path / "ledger", pipeline="p", server_id="one")
+    store.open(now_ms=0)
+    store.add_letters((letter(2), letter(1), letter(9, key="other")), wanted=True)
+    yield House(store)
+    store.close()
+
+
+async def test_letters_of_a_shard_that_nobody_has_run_on_a_handler_of_their_own(house: House) -> None:
+    house.handler.bad = frozenset({2})
+    await house.redriver().round()
+    assert house.handler.calls == [("open", "a"), ("process", "a", [1, 2, 9]), ("forget", "a")]
+    assert house.left() == [(2, 5, False)], "the attempts of both runs"
+    assert house.owners.current("a") is None
+    assert not house.buffer
+
+
+async def test_letters_of_a_connections_shard_run_on_its_handler(house: House) -> None:
+    claim = house.owners.take("a")
+    await house.redriver().round()
+    assert house.handler.calls == [], "it is not open yet"
+    claim.opened = True
+    await house.redriver(parks=True).round()
+    assert house.handler.calls[0] == ("process", "a", [1, 2, 9])
+    assert sorted(house.handler.calls[1:]) == [("unpark", "a", "k"), ("unpark", "a", "other")]
+    assert house.owners.current("a") is claim
+
+
+async def test_a_key_that_still_has_letters_stays_parked(house: House) -> None:
+    house.owners.take("a").opened = True
+    house.handler.bad = frozenset({2})
+    await house.redriver(parks=True).round()
+    assert house.handler.calls[1:] == [("unpark", "a", "other")]
+
+
+async def test_another_servers_shard_is_left_to_it(house: House) -> None:
+    shards = {"a": ShardState("a", 1, owner="two")}
+    house.redriving.learn(LedgerState(shards=shards, redrives=3))
+    await house.redriver().round()
+    assert (house.handler.calls, house.redriving.wanted) == ([], 3)
+    house.redriving.learn(LedgerState(shards={"a": replace(shards["a"], ended=True)}))
+    await house.redriver().round()
+    assert house.left() == []
+
+
+async def test_a_connection_that_comes_takes_the_shard_and_its_letters_stay_wanted(house: House) -> None:
+    house.handler.during = lambda: house.owners.take("a")
+    await house.redriver().round()
+    assert house.handler.calls[-1] == ("forget", "a")
+    assert [wanted for _, _, wanted in house.left()] == [True, True, True]
+    current = house.owners.current("a")
+    assert current is not None
+    assert current.current
+
+
+async def test_letters_that_the_handler_cannot_take_are_not_wanted_any_more(house: House) -> None:
+    house.handler.halted = True
+    await house.redriver().round()
+    assert house.handler.calls == [("open", "a")]
+    assert [wanted for _, _, wanted in house.left()] == [False, False, False]
+
+
+async def test_a_processor_that_keeps_its_position_is_given_none(house: House) -> None:
+    await house.redriver(why_not="It keeps its position.").round()
+    assert house.handler.calls == []
+    assert [wanted for _, _, wanted in house.left()] == [False, False, False]
+
+
+async def test_it_looks_only_when_something_is_wanted_and_again_when_the_ledger_was_away(
+    house: House,
+) -> None:
+    house.ledger.failing = True
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(house.redriver().run())
+        await house.clock.advance(2)
+        house.redriving.learn(LedgerState(redrives=3))
+        await house.clock.advance(2)
+        assert house.handler.calls == []
+        house.ledger.failing = False
+        await house.clock.advance(10)
+        running.cancel()
+    assert house.left() == []
