@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.dataset as ds
@@ -112,3 +113,37 @@ async def test_letters_of_shards_that_have_ended_are_taken_by_the_next_server(
         await until(lambda: not stored(out))
         await until(lambda: ids(out).total() == RECORDS)
     assert ids(out) == Counter(range(RECORDS))
+
+
+@pytest.mark.parametrize("workers", [None, 1], ids=["inline", "in a worker"])
+async def test_parked_records_run_in_order_once_their_letters_are_redriven(
+    settings: Any, tmp_path: Path, workers: int | None
+) -> None:
+    stream = FakeStream(1, seed=3, start_ms=1_800_000_000_000)
+    parked = replace(settings, on_key_failure="park", workers=workers)
+    out = tmp_path / "out"
+
+    def put(first: int, last: int) -> None:
+        for number in range(first, last):
+            event = {"id": number, "at": "2027-01-15T08:00:00Z"}
+            stream.put(json.dumps(event).encode(), f"key-{number % 2}")
+
+    put(0, 10)
+    async with serving(parked) as server:
+        daemon = FakeMLD(stream, await server.listening())
+        async with asyncio.TaskGroup() as group, asyncio.timeout(60):
+            playing = group.create_task(daemon.run())
+            # 3 is poisoned; 5, 7 and 9 have its key.
+            await until(lambda: server.status().dead_letters == 4)
+            put(10, 12)
+            await until(lambda: server.status().dead_letters == 5)
+            await asyncio.to_thread((tmp_path / "antidote").touch)
+            await asyncio.to_thread(command, "redrive", "--all")
+            await until(lambda: not stored(out) and not stored(out, attempts=0))
+            put(12, 16)
+            stream.end()
+            await playing
+            await server.finished()
+        assert server.status().dead_letters == 5, "the key goes on"
+        assert daemon.violations == []
+    assert ids(out) + ids(out / "_late") == Counter(range(16))

@@ -192,11 +192,14 @@ def redrive_letters(
     """
     pipeline = pipeline_at(where) if files else ""
 
-    async def work(ledger: Ledger, _held: LedgerState) -> None:
+    async def work(ledger: Ledger, held: LedgerState) -> None:
         if files:
             _only(files=True, others=bool(letters) or which.given or everything or cancel)
-            added = await _take_in(ledger, files, pipeline)
-            _say(as_json, {"redriving": added}, f"{added:,} letters are in the ledger, to be redriven.")
+            added, coming = await _take_in(ledger, held, files, pipeline)
+            told = f"{added:,} letters are in the ledger, to be redriven."
+            if coming:
+                told += f" {coming:,} are left out: their records are delivered again anyway."
+            _say(as_json, {"redriving": added, "delivered_again": coming}, told)
             return
         ids = await _chosen(ledger, letters, which, everything=everything)
         there = await ledger.redrive(ids, wanted=not cancel) if ids else frozenset()
@@ -292,8 +295,12 @@ def _only(*, files: bool, others: bool) -> None:
         )
 
 
-async def _take_in(ledger: Ledger, places: list[str], pipeline: str) -> int:
-    """Put the letters of files into the ledger, wanted. All files are read before the first is put in."""
+async def _take_in(ledger: Ledger, held: LedgerState, places: list[str], pipeline: str) -> tuple[int, int]:
+    """Put the letters of files into the ledger, wanted; return how many, and how many are delivered again anyway.
+
+    All files are read before the first letter is put in. One that lies behind its shard's position was written by a
+    server that died before it could move the position: its record comes again from the daemon.
+    """
     from mldserver.deadletters.files import read_letters  # noqa: PLC0415  # pyarrow, which the others do not need
 
     found: dict[str, DeadLetter] = {}
@@ -303,10 +310,16 @@ async def _take_in(ledger: Ledger, places: list[str], pipeline: str) -> int:
             found[letter.record] = letter
     async for each in _letters(ledger):
         found.pop(each.letter.record, None)
-    fresh = sorted(found.values(), key=lambda each: (each.shard_id, each.sequence))
+    fresh = [letter for letter in found.values() if not _comes_again(letter, held)]
+    fresh.sort(key=lambda each: (each.shard_id, each.sequence))
     for at in range(0, len(fresh), _PAGE):
         await ledger.add_letters(tuple(fresh[at : at + _PAGE]), wanted=True)
-    return len(fresh)
+    return len(fresh), len(found) - len(fresh)
+
+
+def _comes_again(letter: DeadLetter, held: LedgerState) -> bool:
+    shard = held.shards.get(letter.shard_id)
+    return shard is not None and (shard.position is None or letter.sequence > shard.position)
 
 
 def _say(as_json: bool, told: dict[str, Any], text: str) -> None:  # noqa: FBT001  # the command's own flag

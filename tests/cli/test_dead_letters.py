@@ -14,7 +14,7 @@ from mldserver.coordinator.layout import LEDGER
 from mldserver.deadletters.files import file_content
 from mldserver.records import Sequence
 from mldserver.runtime.base import DeadLetter
-from mldserver.state.ledger import Flush
+from mldserver.state.ledger import Flush, PositionUpdate
 from mldserver.state.store import SqliteStore
 
 if TYPE_CHECKING:
@@ -191,9 +191,23 @@ def test_letters_of_files_are_put_into_the_ledger_once(
     (tmp_path / "a.jsonl").write_bytes(file_content(fresh, "trips", "jsonl") * 2)
     (tmp_path / "b.parquet").write_bytes(file_content((letter(9, attempts=4),), "trips", "parquet"))
     both = ("--from", str(tmp_path / "*.jsonl"), "--from", str(tmp_path / "b.parquet"))
-    assert documents(capsys, "redrive", *both) == {"redriving": 2}
+    assert documents(capsys, "redrive", *both) == {"redriving": 2, "delivered_again": 0}
     assert [each.letter for each in server.letters(wanted=True)] == [letter(8), letter(9, attempts=4)]
     assert "0 letters are in the ledger" in told(capsys, "redrive", *both)
+
+
+def test_letters_whose_records_come_again_are_left_out(
+    server: SqliteStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.open_shard("shard-1")
+    server.open_shard("shard-2")
+    server.register(Flush((PositionUpdate("shard-1", 1, Sequence(10**50 + 8), 5, 5),)), now_ms=3)
+    ahead = (letter(8), letter(9), letter(7, shard_id="shard-2"), letter(5, shard_id="pruned"))
+    (tmp_path / "a.jsonl").write_bytes(file_content(ahead, "trips", "jsonl"))
+    told_so = told(capsys, "redrive", "--from", "a.jsonl")
+    assert "2 letters are in the ledger" in told_so
+    assert "2 are left out: their records are delivered again" in told_so
+    assert [each.letter for each in server.letters(wanted=True)] == [ahead[3], ahead[0]]
 
 
 def test_letters_of_another_pipeline_are_refused(

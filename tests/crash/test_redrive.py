@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -18,9 +19,12 @@ from crash.lives import Plan
 from crash.local_life import LocalLife
 from support.serving import until
 
+from mldserver import cli
 from mldserver.config.kinds import UnixAddress
+from mldserver.config.letters import LetterPlace
 from mldserver.coordinator.layout import LEDGER
-from mldserver.errors import LedgerError
+from mldserver.deadletters.files import FOLDER, read_letters
+from mldserver.errors import LedgerError, OperatorError
 from mldserver.state.store import SqliteStore
 from mldserver.testing import FakeMLD, FakeStream, Habits
 from tests.test_server_redrive import HANDLER, fill, ids
@@ -149,3 +153,37 @@ async def test_a_server_killed_at_every_step_of_a_redrive_counts_each_letter_onc
     assert ward.letters() == []
     out = ward.plan.out
     assert ids(out) + ids(out / "_late") == Counter(range(RECORDS))
+
+
+async def test_letters_in_files_are_there_whatever_dies_and_run_again_from_there_once(
+    ward: Ward, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ward.plan.settings["dead_letters"] = LetterPlace("jsonl")
+    folder = ward.plan.out / FOLDER
+    async with asyncio.TaskGroup() as group:
+        group.create_task(ward.daemon.run())
+        for death in ("letters.stored", "flush.registering", "letters.stored"):
+            await ward.live(death)
+        life = LocalLife(ward.plan, None)
+        await life.start()
+        async with asyncio.timeout(30):
+            await until(lambda: ids_in_files(folder) == list(range(3, RECORDS, 10)))
+        life.kill()
+        await life.ended()
+        assert ward.letters() == []
+        # Of those whose position had not moved yet, the records come again, and the letters are left where they are.
+        redrive = ["dead-letters", "redrive", "--from", str(folder), "--out", "out"]
+        assert await asyncio.to_thread(cli.run, redrive) == 0
+        (tmp_path / "antidote").touch()
+        await ward.live("flush.registered")
+        await ward.live()
+    assert ids(ward.plan.out) + ids(ward.plan.out / "_late") == Counter(range(RECORDS))
+
+
+def ids_in_files(folder: Path) -> list[int]:
+    if not folder.exists():
+        return []
+    with contextlib.suppress(OperatorError):  # none yet
+        return sorted({json.loads(each.data)["id"] for each in read_letters(str(folder), "poisonous")})
+    return []
