@@ -24,6 +24,7 @@ __all__ = ["Channel", "pair", "send_now"]
 INLINE_BYTES: Final = 32 * 1024
 """The longest message that is a datagram of its own; sockets hold about 200 KiB (Linux: ``wmem_default``)."""
 _MOST_DESCRIPTORS: Final = 2
+_CUT: Final = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _PLAIN: Final = b"\x00"
 _IN_FILE: Final = b"\x01"
 
@@ -108,7 +109,7 @@ class Channel:
                 return
             except OSError:
                 data, descriptors, flags = b"", [], 0
-            if not data or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            if not data or flags & _CUT:
                 _close(descriptors)
                 self.close()
                 self._ended()

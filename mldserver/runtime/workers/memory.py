@@ -19,6 +19,8 @@ import pyarrow as pa
 from mldserver.runtime.workers.arena import Arena
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mldserver.protocol.messages import Line
 
 __all__ = [
@@ -70,12 +72,29 @@ class SharedArena:
         self._arena = Arena(size)
         self._arena.take(MARK_BYTES)
 
-    def put(self, line: Line) -> int | None:
-        """Copy a line in; return its offset, or None when there is no room for it now."""
-        offset = self._arena.take(len(line))
-        if offset is not None:
-            self._view[offset : offset + len(line)] = line
-        return offset
+    def take(self, size: int) -> int | None:
+        """Return the offset of room for a line, or None when there is none now."""
+        return self._arena.take(size)
+
+    def put(self, line: Line, offset: int) -> None:
+        """Copy a line into its room."""
+        self._view[offset : offset + len(line)] = line
+
+    def writer(self, line: Line, offset: int) -> Callable[[], None]:
+        """Return what copies a line into its room without holding the interpreter. To be called once, in any thread.
+
+        New pages cost far more than the copy; and the arena may be closed meanwhile.
+        """
+        file = os.dup(self.fd)
+
+        def write() -> None:
+            try:
+                with memoryview(line) as view:
+                    _write(file, view, offset)
+            finally:
+                os.close(file)
+
+        return write
 
     @property
     def marked(self) -> bool:
@@ -105,9 +124,7 @@ def line_file(line: Line) -> int:
         while end:
             start = max(0, end - CHUNK_BYTES)
             with memoryview(line) as view, view[start:end] as part:
-                done = 0
-                while done < len(part):
-                    done += os.pwrite(file, part[done:], start + done)
+                _write(file, part, start)
             if isinstance(line, bytearray):
                 del line[start:]
             end = start
@@ -115,6 +132,13 @@ def line_file(line: Line) -> int:
         os.close(file)
         raise
     return file
+
+
+def _write(file: int, data: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        with data[done:] as rest:
+            done += os.pwrite(file, rest, offset + done)
 
 
 def mapped(file: int, length: int) -> mmap.mmap:

@@ -35,6 +35,8 @@ log = structlog.get_logger("mldserver")
 
 _STACKS_SECONDS: Final = 1.0
 """How long a worker that is to be killed may take to write where it hangs."""
+_NEAR_BYTES: Final = 1 << 20
+"""Of a line that is copied on the loop."""
 _ROOT: Final = str(Path(mldserver.__file__).parents[1])
 
 
@@ -235,12 +237,30 @@ class WorkerProcess:
     async def put(self, line: bytes | bytearray) -> int:
         """Copy a line into shared memory when there is room; return its offset. Raises WorkerGone."""
         while self.is_open:
-            offset = self._arena.put(line)
+            offset = self._arena.take(len(line))
+            if offset is not None and len(line) <= _NEAR_BYTES:
+                self._arena.put(line, offset)
+            elif offset is not None:
+                await self._put_far(line, offset)
             if offset is not None:
                 return offset
             self._room.clear()
             await self._room.wait()
         raise WorkerGone("it has ended", alone=False)
+
+    async def _put_far(self, line: bytes | bytearray, offset: int) -> None:
+        """Copy a line beside the loop; its room is taken until that has ended, whoever waits."""
+        write = self._arena.writer(line, offset)
+        writing = asyncio.get_running_loop().run_in_executor(None, write)
+        try:
+            await asyncio.shield(writing)
+        except BaseException:
+            writing.add_done_callback(lambda _: self._give_back(offset))
+            raise
+
+    def _give_back(self, offset: int) -> None:
+        self._arena.give_back(offset)
+        self._room.set()
 
     async def ask(
         self,
@@ -301,8 +321,7 @@ class WorkerProcess:
     def _answered(self, message: wire.Done | wire.Finished | wire.Failed, files: Descriptors) -> None:
         offset = self._held.pop(message.id, None)
         if offset is not None:
-            self._arena.give_back(offset)
-            self._room.set()
+            self._give_back(offset)
         self._shards.pop(message.id, None)
         self.done += isinstance(message, wire.Done)
         future = self._requests.pop(message.id, None)

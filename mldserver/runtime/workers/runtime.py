@@ -48,7 +48,8 @@ log = structlog.get_logger("mldserver")
 
 _SURELY: Final = 10
 """Processes that may end in a row while a batch is in hand of which no record reaches the handler."""
-ARENA_BYTES: Final = 32 << 20
+ARENA_BYTES: Final = 64 << 20
+"""Of address space; what is touched of it is as much as lines were in hand at a time."""
 _T = TypeVar("_T", bound="wire.Done | wire.Finished")
 
 
