@@ -231,8 +231,26 @@ _worker_decoder: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(F
 
 
 def encode(message: FromServer | FromWorker) -> bytes:
-    """Return the message's bytes; values that MessagePack does not know become text."""
-    return _encoder.encode(message)
+    """Return the message's bytes; what MessagePack does not know becomes text.
+
+    That are objects, numbers beyond 64 bits, and the halves of surrogate pairs that a handler's texts may hold.
+    """
+    try:
+        return _encoder.encode(message)
+    except (UnicodeEncodeError, OverflowError):
+        return _encoder.encode(_encodable(msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=str)))
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return str(value)
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encodable(each) for each in value]
+    return value
 
 
 def decode_from_server(data: bytes) -> FromServer:

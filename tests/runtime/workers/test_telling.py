@@ -1,0 +1,131 @@
+"""What a worker logs and prints, on its way to the server."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import structlog
+
+from mldserver.runtime.workers import wire
+from mldserver.runtime.workers.channel import pair
+from mldserver.runtime.workers.telling import BURST, LINES_A_SECOND, Flood, telling_through
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Server:
+    """The other end; it reads when it is asked."""
+
+    def __init__(self) -> None:
+        self.here, self.there = pair()
+        self.there.setblocking(False)
+        self.here.setblocking(False)
+
+    def read(self, most: int = 100_000) -> list[tuple[str, str, dict[str, Any]]]:
+        told = []
+        while len(told) < most:
+            try:
+                message = wire.decode_from_worker(self.there.recv(65536)[1:])
+            except BlockingIOError:
+                break
+            assert isinstance(message, wire.Told)
+            told.append((message.level, message.event, message.fields))
+        return told
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.here.close()
+    made.there.close()
+    structlog.reset_defaults()
+
+
+def test_a_flood_gets_a_burst_and_then_so_many_a_second() -> None:
+    now = 0.0
+    flood = Flood(lambda: now)
+    assert sum(flood.passes() for _ in range(2 * BURST)) == BURST
+    now = 0.5
+    assert sum(flood.passes() for _ in range(2 * BURST)) == LINES_A_SECOND // 2
+    now = 3600.0
+    assert sum(flood.passes() for _ in range(2 * BURST)) == BURST
+
+
+def test_events_prints_and_what_libraries_log_are_told_from_the_level_on(server: Server) -> None:
+    log = structlog.get_logger("mldserver")
+    with telling_through(server.here, logging.INFO):
+        log.debug("handler.retried")
+        log.info("handler.loaded", hooks={"b"}, big=2**70, nested={1: (True, None)}, shard="s")
+        print("hello")
+        logging.getLogger("lib").warning("from %s", "afar")
+    first, second, third = server.read()
+    assert first == (
+        "info",
+        "handler.loaded",
+        {"hooks": ["b"], "big": str(2**70), "nested": {"1": [True, None]}, "shard": "s"},
+    )
+    assert second == ("info", "handler.output", {"stream": "stdout", "text": "hello"})
+    assert third[0] == "warning"
+
+
+def test_errors_come_with_their_traceback(server: Server) -> None:
+    with telling_through(server.here, logging.INFO):
+        try:
+            raise ValueError("here")  # noqa: TRY301  # to have a traceback
+        except ValueError:
+            structlog.get_logger("mldserver").error("handler.failed", exc_info=True)
+    ((level, _, fields),) = server.read()
+    assert level == "error"
+    assert "ValueError: here" in fields["exception"]
+
+
+def test_what_is_printed_beyond_a_flood_is_counted(server: Server) -> None:
+    with telling_through(server.here, logging.INFO) as teller:
+        told = []
+        for _ in range(BURST // 100 + 5):
+            print("x\n" * 100, end="")
+            told += server.read()
+        teller.tell_lost()
+        told += server.read()
+    printed = sum(event == "handler.output" for _, event, _ in told)
+    lost = sum(fields["lines"] for _, event, fields in told if event == "log.lost")
+    assert BURST <= printed < BURST + 400
+    assert printed + lost == BURST + 500
+
+
+def test_a_server_that_does_not_listen_costs_events_and_not_the_worker(server: Server) -> None:
+    log = structlog.get_logger("mldserver")
+    with telling_through(server.here, logging.INFO) as teller:
+        for _ in range(5000):
+            log.info("shard.reopened", shard="s" * 500)
+        assert len(server.read(3000)) < 3000
+        teller.tell_lost()
+        ((level, event, fields),) = server.read()
+    assert (level, event) == ("warning", "log.lost")
+    assert fields["lines"] > 0
+
+
+def test_a_warning_waits_until_there_is_room(server: Server) -> None:
+    log = structlog.get_logger("mldserver")
+    with telling_through(server.here, logging.INFO):
+        server.here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+        for _ in range(200):
+            log.info("shard.reopened", shard="s" * 500)
+        thread = threading.Thread(target=log.warning, args=("handler.failed",))
+        thread.start()
+        told = server.read()
+        thread.join(timeout=5)
+        told += server.read()
+    assert told[-1][1] == "handler.failed"
+
+
+def test_with_the_server_gone_nothing_is_raised(server: Server) -> None:
+    with telling_through(server.here, logging.INFO):
+        server.there.close()
+        structlog.get_logger("mldserver").error("handler.failed")

@@ -1,0 +1,128 @@
+"""Messages between server and worker: what was sent is what comes, and what is none is refused."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mldserver import errors
+from mldserver.errors import HandlerHalted, InternalError, PeerError
+from mldserver.records import Sequence
+from mldserver.runtime.base import BatchOutcome, BatchOutline, DeadLetter
+from mldserver.runtime.failure import FailurePolicy, OnFailure, failure_rule
+from mldserver.runtime.workers import wire
+
+sequences = st.builds(Sequence, st.integers(0, 10**56 - 1), st.integers(0, 2**63 - 1))
+numbers = st.integers(0, 2**63 - 1)
+texts = st.text(max_size=20)
+outlines = st.builds(
+    BatchOutline,
+    records=numbers,
+    duplicates=numbers,
+    first=st.none() | sequences,
+    last=st.none() | sequences,
+    latest_arrival_ms=st.none() | numbers,
+    millis_behind_latest=st.none() | numbers,
+)
+letters = st.builds(
+    DeadLetter,
+    shard_id=texts,
+    sequence=sequences,
+    partition_key=st.none() | texts,
+    data=st.binary(max_size=50),
+    arrival_ms=st.none() | numbers,
+    attempts=numbers,
+    error=texts,
+    traceback=texts,
+    handler=texts,
+    at_ms=numbers,
+    parked_behind=st.none() | sequences,
+)
+
+
+def crossed(message: Any) -> Any:
+    """Return a message as the other side sees it."""
+    data = wire.encode(message)
+    is_servers = isinstance(message, wire.FromServer)
+    return wire.decode_from_server(data) if is_servers else wire.decode_from_worker(data)
+
+
+@given(outlines)
+def test_outlines_cross(outline: BatchOutline) -> None:
+    done = wire.Done(1, wire.plain(outline), {}, [], None, 0)
+    assert wire.restored(BatchOutline, crossed(done).outline) == outline
+
+
+@given(letters)
+def test_dead_letters_cross(letter: DeadLetter) -> None:
+    done = wire.Done(1, {}, {}, [wire.plain(letter)], b"rows", 4)
+    assert wire.restored(DeadLetter, crossed(done).letters[0]) == letter
+
+
+@given(st.none() | sequences)
+def test_positions_cross_in_outcomes_and_by_themselves(position: Sequence | None) -> None:
+    outline = BatchOutline(0, 0, None, None, None, None)
+    outcome = BatchOutcome(outline, None, position=position, keeps_position=True)
+    values = wire.plain(outcome, without=("outline", "rows", "dead_letters"))
+    done = crossed(wire.Done(1, wire.plain(outline), values, [], None, 0))
+    assert wire.restored(BatchOutcome, done.values, outline=outline, rows=None) == outcome
+    assert wire.sequence_of(wire.sequence_text(position)) == position
+
+
+def test_a_policy_crosses_with_all_its_rules() -> None:
+    policy = FailurePolicy(
+        attempts=7, on_failure=OnFailure.HALT, max_age_ms=5, rules=(failure_rule("a.KeyError=retry:2"),)
+    )
+    start = wire.Start("h", ["/a"], "/b", msgspec.to_builtins(policy), None, 1.5, 64, 20)
+    assert msgspec.convert(crossed(start).policy, FailurePolicy) == policy
+
+
+@pytest.mark.parametrize("cls", [PeerError, HandlerHalted, InternalError, errors.DecodeError])
+def test_errors_of_ours_cross_as_what_they_are(cls: type[errors.MldserverError]) -> None:
+    error = cls("It broke.", did="Closed.", advice="Mend it.", shard="s", attempts=3, nothing=None)
+    back = wire.error_of(crossed(wire.failed(5, error)))
+    assert (type(back), str(back)) == (cls, str(error))
+    assert back.where == {"shard": "s", "attempts": 3}
+
+
+@pytest.mark.parametrize(
+    "error", [ZeroDivisionError("by zero"), type("MldserverErr", (Exception,), {})("by zero")]
+)
+def test_errors_of_others_cross_as_bugs(error: Exception) -> None:
+    back = wire.error_of(crossed(wire.failed(5, error)))
+    assert type(back) is InternalError
+    assert "by zero" in str(back)
+
+
+def test_what_messagepack_does_not_know_crosses_as_text() -> None:
+    fields = {"text": "half \ud800", "big": 2**80, "path": Path("/a"), "list": [(1, "\udfff")], "small": -1}
+    assert crossed(wire.Told("info", "x.y", fields)).fields == {
+        "text": "half \\ud800",
+        "big": str(2**80),
+        "path": "/a",
+        "list": [[1, "\\udfff"]],
+        "small": -1,
+    }
+    letter = wire.Done(1, {}, {"error": "\ud800"}, [{"data": b"\xff\x00"}], b"\x00", 1)
+    assert crossed(letter).letters == [{"data": b"\xff\x00"}]
+    assert crossed(letter).rows == b"\x00"
+
+
+@given(st.binary(max_size=40))
+def test_bytes_that_are_no_message_are_refused_and_nothing_else_happens(data: bytes) -> None:
+    for decode in (wire.decode_from_server, wire.decode_from_worker):
+        with contextlib.suppress(wire.WireError):
+            decode(data)
+
+
+def test_a_message_of_the_wrong_side_is_none() -> None:
+    with pytest.raises(wire.WireError):
+        wire.decode_from_worker(wire.encode(wire.Forget(1, "s")))
+    with pytest.raises(wire.WireError):
+        wire.decode_from_server(wire.encode(wire.Finished(1)))
