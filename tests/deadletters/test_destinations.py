@@ -169,3 +169,10 @@ def test_a_folder_elsewhere_is_reached_at_the_start_or_told(tmp_path: Path) -> N
     assert sorted(each.name for each in (tmp_path / "else").iterdir()) == ["a", "b"]
     with pytest.raises(OperatorError, match="cannot be reached"):
         made("nothing://x")
+
+
+async def test_an_object_store_takes_a_file_in_one_put(tmp_path: Path) -> None:
+    store = OutputStore(str(tmp_path))
+    store.local = False
+    await FolderDestination(store, "", pipeline="p", kind="jsonl").store(LETTERS)
+    assert files(tmp_path) == ["a/1-0.jsonl", "b/1-0.jsonl"]
