@@ -151,7 +151,7 @@ class _Sending(_Aws):
         too_large = tuple(each.letter for each in messages if each.bytes > limit)
         for letter in too_large:
             log.warning(
-                "dead_letter.too_large",
+                "letter.too_large",
                 shard=letter.shard_id,
                 sequence=str(letter.sequence),
                 bytes=len(letter.data),

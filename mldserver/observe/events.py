@@ -260,7 +260,7 @@ EVENTS: Final[dict[str, EventSpec]] = {
         ("attempt", "delay_seconds"),
         "Rows could not be made durable; they stay in memory and are tried again.",
     ),
-    "dead_letter.too_large": EventSpec(
+    "letter.too_large": EventSpec(
         "warning",
         ("sequence", "bytes", "limit_bytes"),
         "A dead letter is larger than the place takes where dead letters go.",

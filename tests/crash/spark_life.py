@@ -68,7 +68,8 @@ class SparkLife:
 
     def kill_spark(self, *, jvm: bool) -> bool:
         """Kill Spark's driver, or only its JVM; False when there is none now."""
-        drivers = _children(self._running.pid)
+        # Its other children run handlers.
+        drivers = [child for child in _children(self._running.pid) if "spark" in _command(child)]
         found = [child for driver in drivers for child in _children(driver)] if jvm else drivers
         for pid in found:
             self._send(pid, signal.SIGKILL)
@@ -113,6 +114,12 @@ def _listened(plan: Plan) -> int:
 
 def _shown(value: Any) -> str:
     return f"{value * 1000:g} ms" if isinstance(value, float) else str(value)
+
+
+def _command(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+    return ""
 
 
 def _children(pid: int) -> list[int]:
