@@ -130,13 +130,12 @@ async def _runtime(settings: Settings, clock: Clock, rng: Callable[[], float]) -
     """Load the handler: in a worker, unless the settings say otherwise; then no code of the user's is run here."""
     common: dict[str, Any] = {
         "policy": _failure_policy(settings),
-        "clock": clock,
         "deadline_seconds": settings.handler_timeout,
         "concurrency": settings.concurrency,
     }
     if settings.workers is None:
         spec = await asyncio.to_thread(load_spec, settings.handler)
-        return InlineRuntime(spec, random=rng, **common), spec
+        return InlineRuntime(spec, clock=clock, random=rng, **common), spec
     from mldserver.runtime.workers.runtime import WorkerRuntime  # noqa: PLC0415  # not needed where there are none
 
     kill_after = settings.worker_kill_after

@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import Protocol
 
-__all__ = ["Clock", "SystemClock"]
+__all__ = ["Clock", "SteadyClock", "SystemClock"]
 
 
 class Clock(Protocol):
@@ -31,3 +31,11 @@ class SystemClock:
     async def sleep(self, seconds: float) -> None:
         """Sleep on the running event loop."""
         await asyncio.sleep(seconds)
+
+
+class SteadyClock(SystemClock):
+    """The machine's time since some instant: nobody sets it, and it stands still while the machine sleeps."""
+
+    def now_ms(self) -> int:
+        """Return milliseconds since that instant."""
+        return time.monotonic_ns() // 1_000_000

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import msgspec
 import structlog
 
+from mldserver.clock import SteadyClock
 from mldserver.errors import HandlerHalted, HandlerLost, InternalError
 from mldserver.runtime.base import BatchOutcome, Hook
 from mldserver.runtime.failure import OnFailure
@@ -63,13 +64,18 @@ class WorkerRuntime:
         workers: int,
         policy: FailurePolicy,
         limits: Limits,
-        clock: Clock,
+        clock: Clock | None = None,
         deadline_seconds: float | None = 60.0,
         concurrency: int | None = None,
         log_level: int = 20,
     ) -> None:
-        """Take a dotted path, which is imported in the workers and nowhere else. The rest as in ``InlineRuntime``."""
+        """Take a dotted path, which is imported in the workers and nowhere else. The rest as in ``InlineRuntime``.
+
+        ``clock`` is what deaths and silence are measured by; processes live in the machine's time, whatever the
+        server's clock is.
+        """
         self._policy = policy
+        clock = clock or SteadyClock()
         start = wire.Start(
             handler=handler,
             python_path=[path for path in sys.path if path],

@@ -17,13 +17,11 @@ import pytest
 from support.serving import quick, serving, until
 
 from mldserver.runtime.workers.life import Restarts
-from mldserver.server import EXIT_FORCED
-from mldserver.testing import FakeMLD, FakeStream, Habits
+from mldserver.server import EXIT_FORCED, Server
+from mldserver.testing import FakeMLD, FakeStream, Habits, LocalEngine, VirtualClock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from mldserver.server import Server
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -286,6 +284,26 @@ async def test_workers_killed_a_hundred_times_under_load_lose_and_double_nothing
     assert named(logged, "connection.failed", "handler.dead_letter") == []
     assert sorted(event["pid"] for event in named(logged, "worker.lost")) == sorted(killed)
     assert len(killed) == 100
+
+
+async def test_workers_live_in_the_machines_time_whatever_the_servers_clock_says(
+    tmp_path: Path, handler_that: Callable[..., str], logged: list[dict[str, Any]]
+) -> None:
+    clock = VirtualClock()
+    server = Server(
+        quick(tmp_path / "out", handler_that("pass"), workers=1), engine=LocalEngine(), clock=clock
+    )
+    async with asyncio.TaskGroup() as group:
+        life = group.create_task(server.run())
+        await server.listening()
+        async with asyncio.timeout(20):
+            await until(lambda: bool(named(logged, "worker.started")))
+        await clock.advance(121)
+        server.force()
+        while not life.done():
+            await clock.advance(1)
+            await asyncio.sleep(0.01)
+    assert named(logged, "worker.lost") == []
 
 
 async def test_no_process_is_left_behind(

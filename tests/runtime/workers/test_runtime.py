@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mldserver.clock import SystemClock
 from mldserver.errors import HandlerHalted, HandlerInvalid, HandlerLost, HandlerNotFound, InternalError
 from mldserver.protocol.messages import Version
 from mldserver.records import Shard
@@ -32,7 +31,7 @@ def runtime_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
 
     def make(text: str) -> WorkerRuntime:
         (tmp_path / "mine.py").write_text(text)
-        return WorkerRuntime("mine", workers=1, policy=HALT, limits=Limits(None, None), clock=SystemClock())
+        return WorkerRuntime("mine", workers=1, policy=HALT, limits=Limits(None, None))
 
     return make
 
@@ -85,9 +84,7 @@ async def test_a_handler_that_cannot_be_loaded_is_told_as_inline(
     with pytest.raises(HandlerInvalid, match="process_record"):
         await runtime_of("x = 1\n").load()
     with pytest.raises(HandlerNotFound):
-        await WorkerRuntime(
-            "no.such.thing", workers=1, policy=HALT, limits=Limits(None, None), clock=SystemClock()
-        ).load()
+        await WorkerRuntime("no.such.thing", workers=1, policy=HALT, limits=Limits(None, None)).load()
 
 
 @pytest.mark.usefixtures("logged")

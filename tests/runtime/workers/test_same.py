@@ -134,8 +134,8 @@ class Both:
     def __init__(self, runner: asyncio.Runner, path: str, policy: FailurePolicy) -> None:
         self._runner = runner
         self._numbers = itertools.count()
-        common: dict[str, Any] = {"policy": policy, "clock": SystemClock(), "deadline_seconds": None}
-        self.inline = InlineRuntime(path, random=random.random, **common)
+        common: dict[str, Any] = {"policy": policy, "deadline_seconds": None}
+        self.inline = InlineRuntime(path, clock=SystemClock(), random=random.random, **common)
         self.workers = WorkerRuntime(path, workers=2, limits=Limits(None, None), **common)
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
