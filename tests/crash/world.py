@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from crash.lives import Life
 
 RECORDS: Final = 500
-MISSES: Final = 6
+MISSES: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
