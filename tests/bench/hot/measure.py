@@ -149,8 +149,6 @@ async def memory(counts: Sequence[int], kclpy_counts: Sequence[int]) -> dict[str
                     kept.append(await peer.connect(f"shardId-{len(kept):012d}"))
                 await asyncio.sleep(1)
                 found[name][count] = peer.parent_bytes() if peer is server else peer.resident_bytes()
-            for each in kept:
-                each.writer.close()
     return found
 
 

@@ -124,11 +124,20 @@ class _Socket(Peer):
     def __init__(self, name: str, process: int, path: str) -> None:
         super().__init__(name, [process])
         self.path = path
+        self._connections: list[Connection] = []
 
     async def connect(self, shard_id: str) -> Connection:
         connection = Connection(*await asyncio.open_unix_connection(self.path, limit=_LINE_LIMIT))
+        self._connections.append(connection)
         await connection.exchange(initialize(shard_id))
         return connection
+
+    async def close(self) -> None:
+        """Close every connection."""
+        for each in self._connections:
+            each.writer.close()
+            with contextlib.suppress(OSError):
+                await each.writer.wait_closed()
 
 
 @contextlib.asynccontextmanager
@@ -146,7 +155,11 @@ async def _serving(name: str, *arguments: str) -> AsyncIterator[Peer]:
                     if process.returncode is not None:
                         raise RuntimeError(f"{name} did not start: exit code {process.returncode}")
                     await asyncio.sleep(0.05)
-            yield _Socket(name, process.pid, path)
+            peer = _Socket(name, process.pid, path)
+            try:
+                yield peer
+            finally:
+                await peer.close()
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
