@@ -135,6 +135,8 @@ async def killed_at(step: str, given: dict[str, str], folder: Path, daemon: Fake
         CHILD,
         *(str(folder), json.dumps(given)),
         stdout=asyncio.subprocess.PIPE,
+        # Nobody reads on; and a process whose pipe is full does not count as ended.
+        limit=1 << 30,
         env={**os.environ, "MLDSERVER_KILL_AT": step, "PYTHONWARNINGS": "ignore"},
     )
     assert process.stdout is not None

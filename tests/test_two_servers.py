@@ -159,6 +159,8 @@ async def spawn(tmp_path: Path) -> tuple[asyncio.subprocess.Process, str]:
         CHILD,
         *(str(tmp_path / "out"), str(tmp_path), str(Path(__file__).parent)),
         stdout=asyncio.subprocess.PIPE,
+        # Nobody reads on; and a process whose pipe is full does not count as ended.
+        limit=1 << 30,
         env={**os.environ, "PYTHONWARNINGS": "ignore"},
     )
     assert process.stdout is not None
