@@ -67,8 +67,14 @@ def filled(shards: int, records: int, *, seed: int = 0, reshard: bool = False) -
 
 def ids(folder: Path) -> list[int]:
     # Not the folder itself: Arrow would list the server's private files too, which come and go meanwhile.
-    files = [str(path) for path in folder.glob("window=*/*.parquet")]
-    return ds.dataset(files, format="parquet").to_table(columns=["id"])["id"].to_pylist() if files else []
+    while True:
+        if not (files := [str(path) for path in folder.glob("window=*/*.parquet")]):
+            return []
+        try:
+            found: list[int] = ds.dataset(files, format="parquet").to_table(columns=["id"])["id"].to_pylist()
+        except FileNotFoundError:  # a revision took a file's place: a reader lists again
+            continue
+        return found
 
 
 def exactly_once(out: Path, records: int) -> None:

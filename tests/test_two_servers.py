@@ -59,11 +59,14 @@ def filled(records: int, *, seed: int) -> FakeStream:
 
 
 def ids(folder: Path) -> list[int]:
-    if not list(folder.glob("window=*/*.parquet")):
-        return []
-    table = ds.dataset(folder, format="parquet", partitioning="hive").to_table(columns=["id"])
-    found: list[int] = table["id"].to_pylist()
-    return found
+    while True:
+        if not (files := [str(path) for path in folder.glob("window=*/*.parquet")]):
+            return []
+        try:
+            found: list[int] = ds.dataset(files, format="parquet").to_table(columns=["id"])["id"].to_pylist()
+        except FileNotFoundError:  # a revision took a file's place: a reader lists again
+            continue
+        return found
 
 
 def exactly_once(out: Path, records: int) -> None:

@@ -275,7 +275,7 @@ async def test_workers_killed_a_hundred_times_under_load_lose_and_double_nothing
                 killed.append(dice.choice(living))
                 os.kill(killed[-1], signal.SIGKILL)
 
-    records = 30_000
+    records = 60_000
     async with serving(quick(tmp_path / "out", handler, workers=2)) as server:
         playing = asyncio.create_task(play(server, stream("", shards=4, records=records), max_records=10))
         await kill(playing)
