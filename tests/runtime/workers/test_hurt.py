@@ -76,7 +76,7 @@ def stream(harm: str, *, shards: int = 2, records: int = RECORDS) -> FakeStream:
 async def play(server: Server, given: FakeStream, *, max_records: int = 20) -> None:
     """Play the stream to its end: one life of the daemon, no complaint of its."""
     daemon = FakeMLD(given, await server.listening(), habits=Habits(max_records=max_records))
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(240):
         await daemon.run()
         await server.finished()
     assert (daemon.violations, daemon.life, daemon.finished) == ([], 1, True)
