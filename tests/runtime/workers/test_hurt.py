@@ -23,7 +23,7 @@ from mldserver.testing import FakeMLD, FakeStream, Habits, LocalEngine, VirtualC
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 HANDLER = '''
 """A row for each record; {name} does harm."""
