@@ -44,7 +44,9 @@ _BACKOFF_SECONDS = 1.0
 _BACKOFF_CAP_SECONDS = 60.0
 
 _FIRST_STARTS = 3
-"""Starts of a local Spark that may fail, before the first success, until the settings are held to be wrong."""
+"""Starts of a local Spark that may fail, before the first success, until the settings are held to be wrong.
+
+A driver that was killed has said nothing of the settings, and does not count."""
 
 _SCRATCH = "spark-"
 """How the names of the drivers' scratch directories begin."""
@@ -120,6 +122,7 @@ class SparkEngine:
         self._closing = asyncio.Event()
         self._ended = asyncio.Event()
         self._starts = 0
+        self._failed_starts = 0
         self._was_ready = False
 
     @property
@@ -246,7 +249,8 @@ class SparkEngine:
             return
         if failed.fault == "handler":
             raise HandlerInvalid(failed.message, handler=self._handler, traceback=failed.traceback)
-        if failed.fault == "operator" or (is_local(self._master) and self._starts >= _FIRST_STARTS):
+        self._failed_starts += 1
+        if failed.fault == "operator" or (is_local(self._master) and self._failed_starts >= _FIRST_STARTS):
             raise _cannot_start(failed, self._master)
 
     async def _one_life(self, java: Java | None) -> Life:

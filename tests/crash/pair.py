@@ -205,7 +205,7 @@ class Pair:
         """Note how a life ended; True when it was in good order."""
         buried = code == EXIT_FAULT and '"ServerBuried"' in told
         if code == EXIT_CLEAN:
-            if death is not None and death.hangs and death.misses == PATIENCE:
+            if death is not None and death.hangs and death.misses >= PATIENCE and self._toll.died["hangs"]:
                 # Nobody took it for dead: the other was at its own end, or waited for a lock that this one held.
                 self._toll.died["outlived"] += 1
             elif death is not None and death.step in SELDOM and death.misses == PATIENCE:

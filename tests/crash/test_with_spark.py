@@ -38,6 +38,8 @@ INSTANTS: Final = 3
 """How often the server dies at some instant, with Spark starting, idle or at work."""
 SPARK_KILLS: Final = 3
 """How often in each story the driver is killed, and how often the JVM alone, at most."""
+A_LIFE: Final = 2
+"""How often Spark is killed in one life of a server: a third JVM that cannot start would end the server, rightly."""
 QUICK: Final = {"spark_conf": "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
 
 
@@ -63,15 +65,17 @@ class SparkWorld(World):
 
     async def _kill_spark(self) -> None:
         """Kill Spark some moments after a job began, again and again; a server that is armed has its own turn."""
+        killed: Counter[SparkLife] = Counter()
         while self.spark_ahead:
             await asyncio.sleep(self._spark_dice.random() * 0.3)
             life = self._now
-            if life is None or life.armed or not life.computes:
+            if life is None or life.armed or killed[life] >= A_LIFE or not life.computes:
                 continue
             what = self.spark_ahead[0]
             if life.kill_spark(jvm=what == "jvm"):
                 del self.spark_ahead[0]
                 self.spark_died[what] += 1
+                killed[life] += 1
                 await asyncio.sleep(1)
 
 

@@ -59,6 +59,10 @@ class FakeDriver:
             print("java: command not understood", file=sys.stderr)
             sys.stderr.flush()
             os._exit(3)
+        if self.script == "killed, then fails" and self.life == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.script == "killed, then fails":
+            self.script = "fails:spark"
         if self.script.startswith("fails:"):
             fault = self.script.removeprefix("fails:")
             self.send(wire.StartFailed(fault, "SomeError", "no session", "Traceback …"))

@@ -395,6 +395,18 @@ async def test_a_local_spark_that_fails_three_times_ends_the_engine(
     assert len(it.lives) == 3
 
 
+async def test_a_driver_that_was_killed_as_it_started_is_not_held_against_the_settings(
+    bench: Callable[..., Bench], java: Path
+) -> None:
+    it = bench("killed, then fails", master="local[1]", java_home=str(java))
+    ended, *delays = await asyncio.gather(
+        it.engine.run(), *(it.clock.end_sleep() for _ in range(3)), return_exceptions=True
+    )
+    assert isinstance(ended, OperatorError)
+    assert delays == [1, 2, 4]
+    assert len(it.lives) == 4
+
+
 async def test_a_missing_java_is_told_before_anything_starts(
     bench: Callable[..., Bench], tmp_path: Path
 ) -> None:
