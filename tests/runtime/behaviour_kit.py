@@ -1,0 +1,218 @@
+"""Runtimes of both kinds, of which the tests of behaviour must not tell one from the other."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import itertools
+import json
+import random
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import pytest
+
+from mldserver.clock import SystemClock
+from mldserver.protocol.messages import Version
+from mldserver.records import Sequence, Shard
+from mldserver.runtime.base import Delivery
+from mldserver.runtime.failure import FailurePolicy, OnFailure, OnKeyFailure, failure_rule
+from mldserver.runtime.inline import InlineRuntime
+from mldserver.runtime.workers.life import Limits
+from mldserver.runtime.workers.runtime import WorkerRuntime
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from mldserver.runtime.base import BatchOutcome, Hook, Runtime
+
+KINDS: Final = ("inline", "workers")
+BY_RECORD: Final = ("ByRecord", "ByRecordAsync")
+BY_BATCH: Final = ("ByBatch", "ByBatchAsync", "ByTable", "ByTableAsync")
+DELAY: Final = 0.001
+PLAIN: Final = FailurePolicy(
+    attempts=3,
+    base_seconds=DELAY,
+    cap_seconds=DELAY,
+    rules=(failure_rule("LookupError=skip"), failure_rule("ZeroDivisionError=halt")),
+)
+HALT: Final = FailurePolicy(2, DELAY, DELAY, OnFailure.HALT)
+SKIP: Final = FailurePolicy(2, DELAY, DELAY, OnFailure.SKIP)
+PARK: Final = FailurePolicy(2, DELAY, DELAY, on_key_failure=OnKeyFailure.PARK)
+DAMAGED: Final = object()
+"""A payload that is no base64."""
+shard_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """A kind of runtime, and what it runs."""
+
+    kind: str
+    handler: str
+    policy: FailurePolicy
+    deadline: float | None
+    concurrency: int | None
+
+    def runtime(self) -> InlineRuntime | WorkerRuntime:
+        common: dict[str, Any] = {
+            "policy": self.policy,
+            "deadline_seconds": self.deadline,
+            "concurrency": self.concurrency,
+        }
+        path = f"runtime.behaviour_handlers.{self.handler}"
+        if self.kind == "inline":
+            return InlineRuntime(path, clock=SystemClock(), random=random.random, **common)
+        return WorkerRuntime(path, workers=1, limits=Limits(None, None), log_level=10, **common)
+
+
+def over(
+    *handlers: str,
+    policy: FailurePolicy = PLAIN,
+    deadline: float | None = None,
+    concurrency: int | None = None,
+) -> pytest.MarkDecorator:
+    """Run a test over both kinds of runtime, with each of these handlers (of ``obedient.py``, unless they name theirs)."""
+    casts = [
+        pytest.param(
+            Cast(
+                kind,
+                handler if handler.islower() else f"obedient:{handler}",
+                policy,
+                deadline,
+                concurrency,
+            ),
+            id=f"{kind}-{handler}",
+        )
+        for kind in KINDS
+        for handler in handlers
+    ]
+    return pytest.mark.parametrize("stage", casts, indirect=True)
+
+
+class Stage:
+    """A runtime that runs."""
+
+    def __init__(self, runtime: Runtime, cast: Cast) -> None:
+        self.runtime = runtime
+        self.cast = cast
+
+    async def opened(self, start: str = "TRIM_HORIZON") -> Played:
+        """Return a shard that no other test has."""
+        shard = Played(self.runtime, f"shardId-{next(shard_numbers):012d}")
+        await shard.open(start)
+        return shard
+
+
+@asynccontextmanager
+async def on_stage(cast: Cast) -> AsyncIterator[Stage]:
+    """Start a runtime, let it run, and close it."""
+    runtime = cast.runtime()
+    if isinstance(runtime, WorkerRuntime):
+        await runtime.load()
+    await runtime.start()
+    running = asyncio.create_task(runtime.run())
+    yield Stage(runtime, cast)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await runtime.close()
+
+
+class Played:
+    """A shard, and the records that the daemon has sent of it: 1, 2, 3 …"""
+
+    def __init__(self, runtime: Runtime, shard_id: str) -> None:
+        self.runtime = runtime
+        self.id = shard_id
+        self.sent = 0
+
+    async def open(self, start: str = "TRIM_HORIZON") -> None:
+        await self.runtime.open(Shard(self.id, start))
+
+    async def process(
+        self, *payloads: Any, keys: str | None = None, first: int | None = None, **more: Any
+    ) -> BatchOutcome:
+        """Deliver a batch of payloads (bytes as they are, else JSON).
+
+        ``keys``: one letter a record (else all differ); ``first``: the sequence of the first, if it is not the next one.
+        """
+        first = self.sent + 1 if first is None else first
+        names = keys or [f"key-{number}" for number in range(first, first + len(payloads))]
+        records = [
+            self.record(number, payload, key)
+            for number, (payload, key) in enumerate(zip(payloads, names, strict=True), first)
+        ]
+        self.sent = max(self.sent, first + len(payloads) - 1)
+        message = {"action": "processRecords", "records": records, "millisBehindLatest": 7}
+        return await self.line(json.dumps(message).encode(), **more)
+
+    async def line(
+        self, line: bytes, *, after: int | None = None, version: Version = Version.V2, **more: Any
+    ) -> BatchOutcome:
+        position = None if after is None else Sequence(after)
+        return await self.runtime.process(Delivery(self.id, line, version, 9_000, position, **more))
+
+    def record(self, number: int, payload: Any, key: str) -> dict[str, Any]:
+        data = payload if isinstance(payload, bytes) else json.dumps(str(payload)).encode()
+        return {
+            "data": "%%%" if payload is DAMAGED else base64.b64encode(data).decode(),
+            "partitionKey": key,
+            "sequenceNumber": str(number),
+            "approximateArrivalTimestamp": 1_000 + number % 1_000,
+            "subSequenceNumber": 0,
+            "action": "record",
+        }
+
+    async def notify(self, hook: Hook) -> Sequence | None:
+        return await self.runtime.notify(self.id, hook)
+
+    async def forget(self) -> None:
+        await self.runtime.forget(self.id)
+
+    async def calls(self) -> list[Any]:
+        """Return which calls the handler has had since it was opened."""
+        (told,) = column(await self.process("tell"), "told")
+        calls: list[Any] = json.loads(told)
+        return calls
+
+
+class Gate:
+    """What a call that waits connects to."""
+
+    def __init__(self) -> None:
+        self._connected: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
+
+    async def __aenter__(self) -> Self:
+        async def connected(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            self._connected.put_nowait(writer)
+
+        self._server = await asyncio.start_server(connected, "127.0.0.1", 0)
+        self.port: int = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+
+    async def reached(self) -> asyncio.StreamWriter:
+        """Return what lets the call go on by its ``close``, once the call has begun."""
+        return await self._connected.get()
+
+
+def column(outcome: BatchOutcome, name: str) -> list[Any]:
+    """Return one column of an outcome's rows."""
+    return [] if outcome.rows is None else outcome.rows.column(name).to_pylist()
+
+
+def dead(outcome: BatchOutcome) -> list[int]:
+    """Return the sequence numbers of the dead letters."""
+    return [letter.sequence.number for letter in outcome.dead_letters]
+
+
+def told(logged: list[dict[str, Any]], shard: Played, *fields: str) -> list[tuple[Any, ...]]:
+    """Return these fields of what was logged of a shard's handler; the event's name without ``handler.`` is the first."""
+    return [
+        (event["event"].removeprefix("handler."), *(event.get(field) for field in fields))
+        for event in logged
+        if event["event"].startswith("handler.") and event.get("shard") == shard.id
+    ]
