@@ -7,9 +7,10 @@ was cut or expired meanwhile), the caller plans again with what it has learned.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 
@@ -32,8 +33,7 @@ _NO_TIMES = np.empty(0, np.int64)
 _PER_MS = {"ms": 1, "us": 1_000, "ns": 1_000_000}
 
 
-@dataclass(frozen=True, slots=True)
-class BufferedBatch:
+class BufferedBatch(msgspec.Struct, frozen=True):
     """An accepted batch that is not durable yet."""
 
     shard_id: str
@@ -125,7 +125,7 @@ def redriven(
 ) -> BufferedBatch:
     """Return what dead letters gave that ran once more. Their rows keep the times that they would have had."""
     made = buffered(shard_id, 0, outcome, floor_ms=None, spec=spec)
-    return replace(made, last=None, effective_ms=None, latest_event_ms=None, redriven=ids)
+    return msgspec.structs.replace(made, last=None, effective_ms=None, latest_event_ms=None, redriven=ids)
 
 
 def shard_end(shard_id: str, epoch: int, last: Sequence | None) -> BufferedBatch:

@@ -62,11 +62,14 @@ class Holding:
     def weigh(self) -> None:
         """Decide anew who waits."""
         budget = self._rules.segment_bytes
+        if self._buffer.bytes <= self._rules.buffer_bytes and self.segment_bytes <= budget:
+            self._held = (
+                frozenset()
+            )  # asked with every batch: it must not take longer the more shards there are
+            return
         loads = [Load(node.id, self._watermark.shard_ms(node.id)) for node in self._lineage.connected()]
         if self._buffer.bytes > self._rules.buffer_bytes:
             self._held = frozenset(load.shard_id for load in loads)
-        elif self.segment_bytes <= budget:
-            self._held = frozenset()
         else:
             in_vain = self.computing or self.settled_bytes > budget
             self._held = shards_to_hold(loads, holder=None if in_vain else self.holder)

@@ -6,9 +6,11 @@ Parts of the server log with ``structlog.get_logger("mldserver")``; nothing is c
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import sys
+import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
@@ -49,14 +51,25 @@ class _LineLogger:
     debug = info = warning = warn = error = exception = critical = fatal = log = msg
 
 
-def _stamp(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    event["timestamp"] = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
-    return event
+@functools.lru_cache(maxsize=2)
+def _second(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
-def _hand_over(
-    _logger: Any, _method: str, event: MutableMapping[str, Any]
+def _stamp(nanoseconds: int) -> str:
+    """Return a time as the log writes it; the calendar is asked once a second."""
+    seconds, rest = divmod(nanoseconds, 1_000_000_000)
+    return f"{_second(seconds)}.{rest // 1000:06d}Z"
+
+
+def _finish(
+    logger: Any, method: str, event: MutableMapping[str, Any]
 ) -> tuple[tuple[MutableMapping[str, Any]], dict[str, Any]]:
+    """Do all that every line needs in one step: each costs as much as the line's JSON."""
+    if "exc_info" in event:
+        event = structlog.processors.format_exc_info(logger, method, event)
+    structlog.processors.add_log_level(logger, method, event)
+    event["timestamp"] = _stamp(time.time_ns())
     return (event,), {}
 
 
@@ -83,10 +96,7 @@ def configure(output: LogOutput, *, level: Level = "info", log_format: LogFormat
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.format_exc_info,
-            _stamp,
-            _hand_over,
+            _finish,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
         logger_factory=lambda *_names: logger,

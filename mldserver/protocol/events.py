@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 if TYPE_CHECKING:
     from mldserver.errors import MldserverError
@@ -60,15 +61,13 @@ class CloseReason(enum.StrEnum):
     """An error, told by the Failed event before."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """The daemon asks; ``answer()`` is owed."""
 
     message: RequestMessage
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointStored:
+class CheckpointStored(msgspec.Struct, frozen=True):
     """The daemon stored a checkpoint."""
 
     position: Sequence | None
@@ -76,8 +75,7 @@ class CheckpointStored:
     attempts: int
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointRetrying:
+class CheckpointRetrying(msgspec.Struct, frozen=True):
     """The daemon could not store a checkpoint; it is asked again after a pause."""
 
     position: Sequence | None
@@ -87,8 +85,7 @@ class CheckpointRetrying:
     delay_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointFailed:
+class CheckpointFailed(msgspec.Struct, frozen=True):
     """A checkpoint was given up for now."""
 
     position: Sequence | None
@@ -96,27 +93,23 @@ class CheckpointFailed:
     attempts: int
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointsStopped:
+class CheckpointsStopped(msgspec.Struct, frozen=True):
     """The lease is gone (ShutdownException): this checkpoint and all later ones are not stored."""
 
     position: Sequence | None
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(msgspec.Struct, frozen=True):
     """The connection ends because of an error; Closed follows."""
 
     error: MldserverError
 
 
-@dataclass(frozen=True, slots=True)
-class OutputEnded:
+class OutputEnded(msgspec.Struct, frozen=True):
     """Nothing more will be sent: end the output once it is written (half-close), and go on reading."""
 
 
-@dataclass(frozen=True, slots=True)
-class Closed:
+class Closed(msgspec.Struct, frozen=True):
     """The connection is over: write what is left and close."""
 
     reason: CloseReason
@@ -124,23 +117,20 @@ class Closed:
     """Bytes of a last line without its end, which was dropped."""
 
 
-@dataclass(frozen=True, slots=True)
-class StartTimer:
+class StartTimer(msgspec.Struct, frozen=True):
     """Start a timer, or start it anew."""
 
     name: Timer
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class CancelTimer:
+class CancelTimer(msgspec.Struct, frozen=True):
     """Stop a timer."""
 
     name: Timer
 
 
-@dataclass(frozen=True, slots=True)
-class StateChanged:
+class StateChanged(msgspec.Struct, frozen=True):
     """A transition, for the debug log."""
 
     from_state: State

@@ -6,7 +6,8 @@ Sources: the MultiLangDaemon's message classes (KCL 1.x, 2.x, 3.1.3) and capture
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+
+import msgspec
 
 __all__ = [
     "CheckpointReply",
@@ -50,8 +51,7 @@ class ShutdownReason(enum.StrEnum):
     """The daemon is stopping: one last chance to checkpoint."""
 
 
-@dataclass(frozen=True, slots=True)
-class Initialize:
+class Initialize(msgspec.Struct, frozen=True):
     """The first message: which shard this connection is, and where the daemon will start."""
 
     shard_id: str
@@ -61,15 +61,13 @@ class Initialize:
     sub_sequence_number: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessRecords:
+class ProcessRecords(msgspec.Struct, frozen=True):
     """A batch. Its line is passed on as it came: only the handler's runtime decodes it."""
 
     line: Line
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointReply:
+class CheckpointReply(msgspec.Struct, frozen=True):
     """The daemon's answer to a checkpoint: it echoes what was asked, not what was stored."""
 
     sequence_number: str | None
@@ -78,23 +76,19 @@ class CheckpointReply:
     """None, or the simple class name of the Java exception."""
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseLost:
+class LeaseLost(msgspec.Struct, frozen=True):
     """Another worker owns the shard now (KCL 2 and later)."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShardEnded:
+class ShardEnded(msgspec.Struct, frozen=True):
     """The shard is closed and read to its end: checkpoint it (KCL 2 and later)."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShutdownRequested:
+class ShutdownRequested(msgspec.Struct, frozen=True):
     """The daemon is stopping, or hands the lease over: one last chance to checkpoint (KCL >= 1.7.6)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shutdown:
+class Shutdown(msgspec.Struct, frozen=True):
     """The ending of KCL 1.x, in its three meanings."""
 
     reason: ShutdownReason
@@ -107,16 +101,14 @@ PeerMessage = RequestMessage | CheckpointReply
 """What the daemon can send."""
 
 
-@dataclass(frozen=True, slots=True)
-class Status:
+class Status(msgspec.Struct, frozen=True):
     """Our answer to a request, sent exactly once."""
 
     response_for: str
     """The action answered: ``initialize``, ``processRecords``, ``shutdown`` …"""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointRequest:
+class CheckpointRequest(msgspec.Struct, frozen=True):
     """Our request to checkpoint; a sequence number of None means everything delivered so far."""
 
     sequence_number: str | None

@@ -18,7 +18,6 @@ field, to find out what is wrong with it, or that it is right after all (nulls w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import islice
 from operator import le, lt
 from typing import Annotated, Any, Final, Literal
@@ -94,8 +93,7 @@ Record.register(_EagerRecord)
 Record.register(_LazyRecord)
 
 
-@dataclass(frozen=True, slots=True)
-class DecodedBatch:
+class DecodedBatch(msgspec.Struct, frozen=True):
     """The records of one line, in shard order."""
 
     records: list[Record]

@@ -2,7 +2,8 @@
 
 A runtime takes raw ``processRecords`` lines and gives rows back as Arrow tables. It may do so inside the server's
 process (``inline.py``) or in worker processes; nothing above this interface can tell the difference, so nothing but
-bytes, plain values and Arrow tables crosses it.
+bytes, plain values and Arrow tables crosses it. What each batch makes anew is a msgspec struct: a frozen dataclass takes
+five times as long to make.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,8 +34,7 @@ without rows; the time of receipt where the daemon gives none), which the coordi
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
+class Delivery(msgspec.Struct, frozen=True):
     """One ``processRecords`` line on its way to a handler."""
 
     shard_id: str
@@ -52,8 +54,7 @@ class Delivery:
     again, whatever the policy says (so never HandlerHalted)."""
 
 
-@dataclass(frozen=True, slots=True)
-class BatchOutline:
+class BatchOutline(msgspec.Struct, frozen=True):
     """What the coordinator must know of a batch beside its rows."""
 
     records: int
@@ -96,8 +97,7 @@ class DeadLetter:
         return f"{self.shard_id}/{self.sequence.number}/{self.sequence.sub}"
 
 
-@dataclass(frozen=True, slots=True)
-class BatchOutcome:
+class BatchOutcome(msgspec.Struct, frozen=True):
     """What became of a batch: every record is in rows, in dead letters, skipped, a duplicate, or wanted no row."""
 
     outline: BatchOutline

@@ -15,19 +15,17 @@ from dataclasses import dataclass, field
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import structlog
-
+from mldserver.runtime.deadlines import Watch
 from mldserver.runtime.failure import Failure, describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from mldserver.clock import Clock
+    from mldserver.runtime.deadlines import Deadlines
     from mldserver.runtime.thread import WorkerThread
 
-__all__ = ["BoundHook", "Caller", "Returned", "Watch"]
-
-log = structlog.get_logger("mldserver")
+__all__ = ["BoundHook", "Caller", "Returned"]
 
 _T = TypeVar("_T")
 
@@ -53,41 +51,28 @@ class Returned:
     """Why the call after ``values`` failed; None when all arguments were worked on."""
 
 
-@dataclass(slots=True)
-class Watch:
-    """Seen from both sides: since when the present call runs, whether anyone still wants it, whether it was cancelled."""
-
-    started_ms: int | None = None
-    abandoned: bool = False
-    expired: bool = False
-
-
 class Caller:
     """Calls hooks, one argument after the other, under a deadline for each call."""
 
     def __init__(
         self,
         *,
-        handler: str,
-        clock: Clock,
         thread: WorkerThread,
-        deadline_seconds: float | None,
+        deadlines: Deadlines,
+        clock: Clock,
         mark: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Call on behalf of ``handler`` (its dotted path, for the log); no deadline when it is None.
+        """Call on ``thread`` what is synchronous; ``deadlines`` are looked after while they are run.
 
         ``mark`` is given 1 when a run of calls begins, on the thread where it does, and -1 when it ends.
         """
         self._mark = mark
-        self._handler = handler
-        self._clock = clock
         self._thread = thread
-        self._deadline = deadline_seconds
-        self._watches: dict[int, Watch] = {}
-        """Of calls that are on a thread, or wait for it."""
+        self.deadlines = deadlines
+        self._clock = clock
 
     def on(self, thread: WorkerThread) -> Caller:
-        """Return one that calls on another thread; ``running_ms`` of either tells of both."""
+        """Return one that calls on another thread."""
         other = copy.copy(self)
         other._thread = thread  # noqa: SLF001  # its own class
         return other
@@ -99,7 +84,7 @@ class Caller:
         it is told in the log (``handler.slow``) for as long as it runs.
         """
         if hook.is_async:
-            return await self._run_async(hook, arguments, Watch(), shard)
+            return await self._run_async(hook, arguments, shard)
         return await self.on_thread(lambda watch: self.call_sync(hook, arguments, watch), hook, shard=shard)
 
     async def on_thread(
@@ -114,33 +99,12 @@ class Caller:
 
         One hop to the thread costs more than a small batch does: whoever has more to do there does it in one.
         """
-        watch, thread = Watch(), thread or self._thread
-        if self._deadline is None:
-            return await self._watched(function, watch, thread)
-        fault: Exception | None = None
-        async with asyncio.TaskGroup() as group:
-            warner = group.create_task(self._warn(hook, watch, shard))
-            try:
-                return await self._watched(function, watch, thread)
-            except Exception as error:  # noqa: BLE001  # raised below: a group would hide it from who waits for it
-                fault = error
-            finally:
-                warner.cancel()
-        raise fault
-
-    async def _watched(self, function: Callable[[Watch], _T], watch: Watch, thread: WorkerThread) -> _T:
-        self._watches[id(watch)] = watch
+        watch = Watch(hook.name, shard)
+        self.deadlines.begin(watch)
         try:
-            return await thread.run(lambda: function(watch))
+            return await (thread or self._thread).run(lambda: function(watch))
         finally:
-            watch.abandoned = True
-            del self._watches[id(watch)]
-
-    def running_ms(self) -> int:
-        """Return how long the longest synchronous call has run that somebody waits for; from any thread."""
-        now_ms = self._clock.now_ms()
-        started = [watch.started_ms for watch in tuple(self._watches.values())]
-        return max((now_ms - each for each in started if each is not None), default=0)
+            self.deadlines.end(watch)
 
     def call_sync(self, hook: BoundHook, arguments: Iterable[Any], watch: Watch) -> Returned:
         """Do as ``run`` does, for a synchronous hook, on the thread where this is called."""
@@ -160,28 +124,26 @@ class Caller:
         watch.started_ms = None
         return returned
 
-    async def _run_async(
-        self, hook: BoundHook, arguments: Sequence[Any], watch: Watch, shard: str
-    ) -> Returned:
+    async def _run_async(self, hook: BoundHook, arguments: Sequence[Any], shard: str) -> Returned:
         returned, task = Returned(), asyncio.current_task()
         assert task is not None, "coroutines of the runtime run in tasks"
         cancels = task.cancelling()
         limit = asyncio.timeout(None)
-        async with asyncio.TaskGroup() as group:
-            timer = group.create_task(self._expire(hook, watch, limit, shard))
-            self._mark(1)
-            try:
-                async with limit:
-                    await self._call_each(hook, arguments, watch, returned)
-            except TimeoutError as error:
-                returned.failure = self._too_slow(error.__cause__ or error)
-            except asyncio.CancelledError as error:
-                if task.cancelling() > cancels:
-                    raise
-                returned.failure = describe(error)
-            finally:
-                self._mark(-1)
-                timer.cancel()
+        watch = Watch(hook.name, shard, limit)
+        self.deadlines.begin(watch)
+        self._mark(1)
+        try:
+            async with limit:
+                await self._call_each(hook, arguments, watch, returned)
+        except TimeoutError as error:
+            returned.failure = self._too_slow(error.__cause__ or error)
+        except asyncio.CancelledError as error:
+            if task.cancelling() > cancels:
+                raise
+            returned.failure = describe(error)
+        finally:
+            self._mark(-1)
+            self.deadlines.end(watch)
         if task.cancelling() > cancels:
             # The hook swallowed the cancellation of this task.
             raise asyncio.CancelledError
@@ -208,44 +170,7 @@ class Caller:
 
     def _too_slow(self, error: BaseException | None) -> Failure:
         text = describe(error).traceback if error else ""
-        return Failure(f"TimeoutError: it took longer than {self._deadline} s", text, _TIMEOUT)
-
-    async def _warn(self, hook: BoundHook, watch: Watch, shard: str) -> None:
-        """Tell of each deadline that a synchronous call runs past."""
-        while self._deadline is not None:
-            await self._overdue(watch, self._deadline)
-            self._tell_slow(hook, watch, shard)
-            await self._clock.sleep(self._deadline)
-
-    async def _expire(self, hook: BoundHook, watch: Watch, limit: asyncio.Timeout, shard: str) -> None:
-        """Cancel an asynchronous call at its deadline; tell when it does not let itself be cancelled."""
-        if self._deadline is None:
-            return
-        await self._overdue(watch, self._deadline)
-        watch.expired = True
-        limit.reschedule(asyncio.get_running_loop().time())
-        await self._clock.sleep(self._deadline)
-        await self._warn(hook, watch, shard)
-
-    async def _overdue(self, watch: Watch, deadline: float) -> None:
-        """Return when the running call has run for ``deadline`` seconds of the clock."""
-        while (left := deadline - self._running(watch)) > 0:
-            await self._clock.sleep(left)
-
-    def _running(self, watch: Watch) -> float:
-        started = watch.started_ms
-        return 0.0 if started is None else (self._clock.now_ms() - started) / 1000
-
-    def _tell_slow(self, hook: BoundHook, watch: Watch, shard: str) -> None:
-        log.warning(
-            "handler.slow",
-            shard=shard,
-            handler=self._handler,
-            hook=hook.name,
-            seconds=self._running(watch),
-            did="The call cannot be stopped; it is waited for.",
-            advice="Give the handler's own calls time-outs.",
-        )
+        return Failure(f"TimeoutError: it took longer than {self.deadlines.seconds} s", text, _TIMEOUT)
 
 
 def _settled(value: Any) -> Any:

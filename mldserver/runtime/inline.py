@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import structlog
+from msgspec import structs
 
 from mldserver.errors import HandlerHalted, HandlerInvalid, InternalError
 from mldserver.kclpy.processor import Processor
@@ -22,6 +23,7 @@ from mldserver.protocol.batches import BatchDecoder
 from mldserver.records import Batch
 from mldserver.runtime.base import Hook
 from mldserver.runtime.calls import BoundHook, Caller
+from mldserver.runtime.deadlines import Deadlines
 from mldserver.runtime.failure import Failure, FailurePolicy, OnFailure
 from mldserver.runtime.inspection import load_spec
 from mldserver.runtime.rows import RowBuilder
@@ -111,13 +113,8 @@ class InlineRuntime:
         spec = self._handler
         if isinstance(spec, str):
             spec = await self._thread.run(partial(load_spec, spec))
-        caller = Caller(
-            handler=spec.path,
-            clock=self._clock,
-            thread=self._thread,
-            deadline_seconds=self._deadline,
-            mark=self._mark,
-        )
+        deadlines = Deadlines(handler=spec.path, clock=self._clock, seconds=self._deadline)
+        caller = Caller(thread=self._thread, deadlines=deadlines, clock=self._clock, mark=self._mark)
         rows = RowBuilder(spec.schema, time_column=spec.time_column)
         self._tools = Tools(
             spec=spec,
@@ -224,11 +221,12 @@ class InlineRuntime:
         return None
 
     async def run(self) -> None:
-        """Do nothing: it has no background work."""
+        """Look after the deadlines of calls."""
+        await self._ready().caller.deadlines.run()
 
     def running_ms(self) -> int:
         """Return how long the longest synchronous call has run that somebody waits for; from any thread."""
-        return self._ready().caller.running_ms()
+        return self._ready().caller.deadlines.running_ms()
 
     async def close(self) -> None:
         """Stop the worker threads; a hook that hangs is left behind after a few seconds."""
@@ -308,7 +306,7 @@ class InlineRuntime:
         processor.progress.settle()
         self._remind(shard, processor)
         owes = processor.progress.delivered != processor.position
-        return replace(outcome, keeps_position=True, position=processor.position, owes=owes)
+        return structs.replace(outcome, keeps_position=True, position=processor.position, owes=owes)
 
     def _remind(self, shard: Shard, processor: Processor) -> None:
         """Tell of a processor that takes records and never says that it is done with them."""

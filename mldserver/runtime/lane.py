@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
     from mldserver.clock import Clock
     from mldserver.records import Record
-    from mldserver.runtime.calls import Caller, Returned, Watch
+    from mldserver.runtime.calls import Caller, Returned
+    from mldserver.runtime.deadlines import Watch
     from mldserver.runtime.failure import FailurePolicy
     from mldserver.runtime.outcome import Taken
     from mldserver.runtime.rows import Built, RowBuilder
@@ -174,11 +175,11 @@ class Lane:
         """``process_records`` returns one item a record, or nothing at all."""
         is_items = isinstance(items, list | tuple)
         if items is None or (is_items and not items):
-            items = [None] * len(step.indices)
+            items = ()  # no rows at all
         elif not is_items or len(items) != len(step.indices):
             self._failed(step, Failure(_uneven(items, len(step.indices)), names=_BAD_ROWS))
             return
-        pairs = zip(step.indices, items, strict=True)
+        pairs = zip(step.indices, items, strict=bool(items))
         kept = [pair for place, pair in enumerate(pairs) if place not in failed] if failed else list(pairs)
         self._take(step, partial(self.tools.rows.build, kept), failed)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 
@@ -26,8 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Taken", "damaged", "dead_letter", "join_rows", "take"]
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(msgspec.Struct, frozen=True):
     """A decoded batch."""
 
     fresh: Sequence[Record]

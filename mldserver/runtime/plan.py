@@ -18,8 +18,10 @@ The shell asks the plan for the next call (``BatchPlan.step``), makes it, and te
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from mldserver.runtime.failure import Ending, Failure
 
@@ -48,8 +50,7 @@ class Facts(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(msgspec.Struct, frozen=True):
     """The next call: for these records of the batch, in this order."""
 
     indices: Sequence[int]
@@ -281,6 +282,6 @@ class BatchPlan:
             if left:
                 # A copy is no suspect any more: the failure may have been of what was taken out.
                 same = len(left) == len(step.indices)
-                kept.append(step if same else replace(step, indices=left))
+                kept.append(step if same else msgspec.structs.replace(step, indices=left))
         self._todo = kept
         return found

@@ -55,6 +55,8 @@ class RowBuilder:
     def build(self, returned: Iterable[tuple[int, Any]]) -> Built:
         """Return the rows of ``returned``: pairs of a record's index and what the handler returned for it."""
         rows, records, faults = self._flatten(returned)
+        if not rows:
+            return Built(None, [], faults)
         arrays = self._arrays(rows)
         if arrays is None:
             faults |= self._find_faults(rows, records)

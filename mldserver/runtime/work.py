@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
+from msgspec import structs
 
 from mldserver.errors import HandlerHalted
 from mldserver.runtime.base import BatchOutcome
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from mldserver import records
     from mldserver.protocol.batches import BatchDecoder
     from mldserver.runtime.base import DeadLetter, Delivery
-    from mldserver.runtime.calls import BoundHook, Watch
+    from mldserver.runtime.calls import BoundHook
+    from mldserver.runtime.deadlines import Watch
     from mldserver.runtime.plan import Again, Step
 
 __all__ = ["BatchWork", "Tools", "lane_of"]
@@ -76,7 +78,7 @@ class BatchWork:
         for index, end in ends:
             self._tell(index, end)
         endings = [end.ending for _, end in ends]
-        return replace(
+        return structs.replace(
             outcome,
             dead_letters=tuple(
                 [self._bury(index, end) for index, end in ends if end.ending is Ending.DEAD_LETTER]

@@ -8,8 +8,9 @@ is in progress; the daemon delivers it again.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from mldserver.errors import InternalError, MldserverError, PeerError
 from mldserver.faults import kill_point
@@ -44,8 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["Conductor"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Done:
+class _Done(msgspec.Struct, frozen=True):
     """What became of a batch, and when (ms)."""
 
     outcome: BatchOutcome

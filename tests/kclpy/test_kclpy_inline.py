@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ import pytest
 from amazon_kclpy import kcl
 from amazon_kclpy.v3 import processor
 from kclpy.wire import SHARD, InstantClock, delivery
+from msgspec.structs import replace
 
 from mldserver.errors import HandlerHalted
 from mldserver.records import Sequence, Shard

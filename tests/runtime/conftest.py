@@ -50,6 +50,7 @@ class Kit:
     def __init__(self) -> None:
         self.clock = RecordingClock()
         self.runtimes: list[InlineRuntime] = []
+        self.tasks: list[asyncio.Task[None]] = []
 
     def spec(self, target: type | None = None, **names: Any) -> HandlerSpec:
         """Return the spec of a class, or of a module that holds ``names``."""
@@ -79,6 +80,7 @@ class Kit:
         )
         await runtime.start()
         self.runtimes.append(runtime)
+        self.tasks.append(asyncio.create_task(runtime.run()))
         return runtime
 
     async def run(self, *payloads: Any, after: int | None = None, **options: Any) -> BatchOutcome:
@@ -133,6 +135,9 @@ def values(outcome: BatchOutcome, column: str) -> list[Any]:
 async def kit() -> AsyncIterator[Kit]:
     kit = Kit()
     yield kit
+    for task in kit.tasks:
+        task.cancel()
+        await asyncio.wait({task})
     for runtime in kit.runtimes:
         await runtime.close()
 

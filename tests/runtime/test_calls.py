@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from mldserver.runtime.calls import BoundHook, Caller, Returned, Watch
+from mldserver.runtime.calls import BoundHook, Caller, Returned
+from mldserver.runtime.deadlines import Deadlines, Watch
 from mldserver.runtime.thread import WorkerThread
 from mldserver.testing.clock import VirtualClock
 
@@ -19,11 +20,18 @@ class Bench:
         self.thread = thread
 
     def caller(self, deadline: Any = 10.0) -> Any:
-        return Caller(handler="mine", clock=self.clock, thread=self.thread, deadline_seconds=deadline)
+        deadlines = Deadlines(handler="mine", clock=self.clock, seconds=deadline)
+        return Caller(thread=self.thread, deadlines=deadlines, clock=self.clock)
 
     async def run(self, function: Any, arguments: Any = (None,), deadline: Any = 10.0) -> Any:
         hook = BoundHook("hook", function, asyncio.iscoroutinefunction(function))
-        return await self.caller(deadline).run(hook, arguments, shard="s")
+        caller = self.caller(deadline)
+        watching = asyncio.create_task(caller.deadlines.run())
+        try:
+            return await caller.run(hook, arguments, shard="s")
+        finally:
+            watching.cancel()
+            await asyncio.wait({watching})
 
 
 @pytest.fixture

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from mldserver.records import Sequence, Shard
 from mldserver.runtime.failure import FailurePolicy, FailureRule, OnFailure, OnKeyFailure

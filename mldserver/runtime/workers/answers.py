@@ -18,7 +18,7 @@ from mldserver.runtime.workers.memory import rows_from
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["joined", "outcome_of", "spec_of"]
+__all__ = ["done_of", "joined", "outcome_of", "spec_of"]
 
 
 def spec_of(handler: str, loaded: wire.Loaded) -> HandlerSpec:
@@ -43,6 +43,31 @@ def spec_of(handler: str, loaded: wire.Loaded) -> HandlerSpec:
     )
 
 
+def done_of(request: int, outcome: BatchOutcome, *, rows: bytes | None, rows_bytes: int) -> wire.Done:
+    """Return what became of a batch as it crosses; its rows are in ``rows``, or in a file of ``rows_bytes``."""
+    outline = outcome.outline
+    return wire.Done(
+        request,
+        wire.Outline(
+            outline.records,
+            outline.duplicates,
+            wire.sequence_text(outline.first),
+            wire.sequence_text(outline.last),
+            outline.latest_arrival_ms,
+            outline.millis_behind_latest,
+        ),
+        [wire.plain(letter) for letter in outcome.dead_letters],
+        rows,
+        rows_bytes,
+        attempts=outcome.attempts,
+        skipped=outcome.skipped,
+        discarded=outcome.discarded,
+        keeps_position=outcome.keeps_position,
+        position=wire.sequence_text(outcome.position),
+        owes=outcome.owes,
+    )
+
+
 def outcome_of(done: wire.Done, files: list[int]) -> BatchOutcome:
     """Return what became of a batch; its rows lie where the worker wrote them. ``files`` are closed."""
     rows = None
@@ -52,12 +77,24 @@ def outcome_of(done: wire.Done, files: list[int]) -> BatchOutcome:
         rows = rows_from(mmap.mmap(files[0], done.rows_bytes, prot=mmap.PROT_READ))
     for file in files:
         os.close(file)
-    return wire.restored(
-        BatchOutcome,
-        done.values,
-        outline=wire.restored(BatchOutline, done.outline),
+    told = done.outline
+    return BatchOutcome(
+        outline=BatchOutline(
+            records=told.records,
+            duplicates=told.duplicates,
+            first=wire.sequence_of(told.first),
+            last=wire.sequence_of(told.last),
+            latest_arrival_ms=told.latest_arrival_ms,
+            millis_behind_latest=told.millis_behind_latest,
+        ),
         rows=rows,
-        dead_letters=tuple(wire.restored(DeadLetter, letter) for letter in done.letters),
+        dead_letters=tuple([wire.restored(DeadLetter, letter) for letter in done.letters]),
+        attempts=done.attempts,
+        skipped=done.skipped,
+        discarded=done.discarded,
+        keeps_position=done.keeps_position,
+        position=wire.sequence_of(done.position),
+        owes=done.owes,
     )
 
 

@@ -34,6 +34,7 @@ from mldserver.runtime.failure import FailurePolicy
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.runtime.inspection import load_spec
 from mldserver.runtime.workers import wire
+from mldserver.runtime.workers.answers import done_of
 from mldserver.runtime.workers.channel import Channel
 from mldserver.runtime.workers.memory import Mark, mapped, rows_bytes, rows_file
 from mldserver.runtime.workers.pulse import Pulse
@@ -108,6 +109,7 @@ class Child:
                 return
             # What was imported stays: the collector need not look at it with every batch.
             gc.freeze()
+            group.create_task(self._ready().run())
             while True:
                 message, files = await self._queue.get()
                 self._take(group, message, files)
@@ -212,15 +214,7 @@ async def _answer_of(request: int, outcome: BatchOutcome) -> _Answer:
         file, size = (
             rows_file(rows) if rows.nbytes <= NEAR_BYTES else await asyncio.to_thread(rows_file, rows)
         )
-    done = wire.Done(
-        request,
-        wire.plain(outcome.outline),
-        wire.plain(outcome, without=("outline", "rows", "dead_letters")),
-        [wire.plain(letter) for letter in outcome.dead_letters],
-        inline,
-        size,
-    )
-    return _Answer(done, file)
+    return _Answer(done_of(request, outcome, rows=inline, rows_bytes=size), file)
 
 
 def loaded(spec: HandlerSpec) -> wire.Loaded:

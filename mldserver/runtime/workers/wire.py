@@ -20,8 +20,6 @@ from mldserver.errors import InternalError, MldserverError
 from mldserver.records import Sequence
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from _typeshed import DataclassInstance
 
 __all__ = [
@@ -36,6 +34,7 @@ __all__ = [
     "HookMessage",
     "Loaded",
     "Open",
+    "Outline",
     "Park",
     "Place",
     "Process",
@@ -170,18 +169,34 @@ class Loaded(_Message, frozen=True):
     warnings: list[tuple[str, str, int]]
 
 
+class Outline(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A ``BatchOutline``."""
+
+    records: int
+    duplicates: int
+    first: str | None
+    last: str | None
+    latest_arrival_ms: int | None
+    millis_behind_latest: int | None
+
+
 class Done(_Message, frozen=True):
     """What became of a batch. Its rows are an Arrow stream, in the message or in a file that comes with it."""
 
     id: int
-    outline: dict[str, Any]
-    values: dict[str, Any]
-    """The other plain values of a ``BatchOutcome``."""
+    outline: Outline
     letters: list[dict[str, Any]]
     rows: bytes | None
     """None: there are none, or they are in the file."""
     rows_bytes: int
     """0: there are none."""
+    # As in ``BatchOutcome``.
+    attempts: int = 1
+    skipped: int = 0
+    discarded: int = 0
+    keeps_position: bool = False
+    position: str | None = None
+    owes: bool = False
 
 
 class Finished(_Message, frozen=True):
@@ -289,23 +304,19 @@ def position(text: str) -> Sequence:
     return Sequence(int(number), int(sub or 0))
 
 
-def plain(value: DataclassInstance, *, without: Collection[str] = ()) -> dict[str, Any]:
+def plain(value: DataclassInstance) -> dict[str, Any]:
     """Return a dataclass's fields as they cross: the numbers of sequences have up to 56 digits."""
     fields = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
     sequences = _sequences(type(value))
-    return {
-        name: sequence_text(each) if name in sequences else each
-        for name, each in fields.items()
-        if name not in without
-    }
+    return {name: sequence_text(each) if name in sequences else each for name, each in fields.items()}
 
 
-def restored(cls: type[_T], values: dict[str, Any], **more: Any) -> _T:
-    """Return the dataclass that ``plain`` was given; ``more`` are fields that were left out."""
+def restored(cls: type[_T], values: dict[str, Any]) -> _T:
+    """Return the dataclass that ``plain`` was given."""
     names: frozenset[str] = _sequences(cls)  # type: ignore[arg-type]  # every class can be hashed
     for name in names & values.keys():
         values[name] = sequence_of(values[name])
-    return cls(**values, **more)
+    return cls(**values)
 
 
 @functools.cache

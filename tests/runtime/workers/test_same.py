@@ -220,7 +220,7 @@ def plain(outcome: BatchOutcome) -> dict[str, Any]:
     """Return an outcome so that two can be compared; when it happened is left out."""
     letters = [dataclasses.replace(letter, at_ms=0) for letter in outcome.dead_letters]
     rows = None if outcome.rows is None else (outcome.rows.schema, outcome.rows.to_pylist())
-    fields = {each.name: getattr(outcome, each.name) for each in dataclasses.fields(outcome)}
+    fields = {name: getattr(outcome, name) for name in outcome.__struct_fields__}
     return fields | {"rows": rows, "dead_letters": letters}
 
 

@@ -17,19 +17,19 @@ from mldserver.records import Sequence
 from mldserver.runtime.base import BatchOutcome, BatchOutline, DeadLetter
 from mldserver.runtime.failure import FailurePolicy, OnFailure, failure_rule
 from mldserver.runtime.workers import wire
+from mldserver.runtime.workers.answers import done_of, outcome_of
 
 sequences = st.builds(Sequence, st.integers(0, 10**56 - 1), st.integers(0, 2**63 - 1))
 numbers = st.integers(0, 2**63 - 1)
 texts = st.text(max_size=20)
-outlines = st.builds(
-    BatchOutline,
-    records=numbers,
-    duplicates=numbers,
-    first=st.none() | sequences,
-    last=st.none() | sequences,
-    latest_arrival_ms=st.none() | numbers,
-    millis_behind_latest=st.none() | numbers,
-)
+outlines = st.tuples(
+    numbers,
+    numbers,
+    st.none() | sequences,
+    st.none() | sequences,
+    st.none() | numbers,
+    st.none() | numbers,
+).map(lambda values: BatchOutline(*values))
 letters = st.builds(
     DeadLetter,
     shard_id=texts,
@@ -55,23 +55,21 @@ def crossed(message: Any) -> Any:
 
 @given(outlines)
 def test_outlines_cross(outline: BatchOutline) -> None:
-    done = wire.Done(1, wire.plain(outline), {}, [], None, 0)
-    assert wire.restored(BatchOutline, crossed(done).outline) == outline
+    outcome = BatchOutcome(outline, None)
+    assert outcome_of(crossed(done_of(1, outcome, rows=None, rows_bytes=0)), []) == outcome
 
 
 @given(letters)
 def test_dead_letters_cross(letter: DeadLetter) -> None:
-    done = wire.Done(1, {}, {}, [wire.plain(letter)], b"rows", 4)
-    assert wire.restored(DeadLetter, crossed(done).letters[0]) == letter
+    outcome = BatchOutcome(BatchOutline(1, 0, None, None, None, None), None, (letter,))
+    assert outcome_of(crossed(done_of(1, outcome, rows=None, rows_bytes=0)), []) == outcome
 
 
 @given(st.none() | sequences)
 def test_positions_cross_in_outcomes_and_by_themselves(position: Sequence | None) -> None:
     outline = BatchOutline(0, 0, None, None, None, None)
     outcome = BatchOutcome(outline, None, position=position, keeps_position=True)
-    values = wire.plain(outcome, without=("outline", "rows", "dead_letters"))
-    done = crossed(wire.Done(1, wire.plain(outline), values, [], None, 0))
-    assert wire.restored(BatchOutcome, done.values, outline=outline, rows=None) == outcome
+    assert outcome_of(crossed(done_of(1, outcome, rows=None, rows_bytes=0)), []) == outcome
     assert wire.sequence_of(wire.sequence_text(position)) == position
 
 
@@ -109,8 +107,9 @@ def test_what_messagepack_does_not_know_crosses_as_text() -> None:
         "list": [[1, "\\udfff"]],
         "small": -1,
     }
-    letter = wire.Done(1, {}, {"error": "\ud800"}, [{"data": b"\xff\x00"}], b"\x00", 1)
-    assert crossed(letter).letters == [{"data": b"\xff\x00"}]
+    nothing = wire.Outline(0, 0, None, None, None, None)
+    letter = wire.Done(1, nothing, [{"data": b"\xff\x00", "error": "\ud800"}], b"\x00", 1)
+    assert crossed(letter).letters == [{"data": b"\xff\x00", "error": "\\ud800"}]
     assert crossed(letter).rows == b"\x00"
 
 

@@ -1,0 +1,108 @@
+"""Watches the calls into the user's code that are running: what is beyond its deadline is told, or cancelled.
+
+One task for all calls of a runtime, which sleeps through those that are done in time: a task for each call costs more
+than a small batch does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import structlog
+
+if TYPE_CHECKING:
+    from mldserver.clock import Clock
+
+__all__ = ["Deadlines", "Watch"]
+
+log = structlog.get_logger("mldserver")
+
+
+@dataclass(slots=True, eq=False)
+class Watch:
+    """Seen from both sides: since when the present call runs, whether anyone still wants it, whether it was cancelled."""
+
+    hook: str = ""
+    shard: str = ""
+    limit: asyncio.Timeout | None = None
+    """What cancels an asynchronous call; a synchronous one cannot be stopped."""
+    started_ms: int | None = None
+    abandoned: bool = False
+    expired: bool = False
+    told_ms: int | None = None
+    """When it was last looked at because it was overdue."""
+
+
+class Deadlines:
+    """The calls of one runtime that run, or wait for their thread."""
+
+    def __init__(self, *, handler: str, clock: Clock, seconds: float | None) -> None:
+        """A call of ``handler`` (its dotted path, for the log) may take ``seconds``; None: any time."""
+        self._handler = handler
+        self._clock = clock
+        self.seconds = seconds
+        self._watches: set[Watch] = set()
+        self._come = asyncio.Event()
+
+    def begin(self, watch: Watch) -> None:
+        """Watch calls from now on."""
+        self._watches.add(watch)
+        self._come.set()
+
+    def end(self, watch: Watch) -> None:
+        """Nobody waits for these calls any more."""
+        watch.abandoned = True
+        self._watches.discard(watch)
+
+    def running_ms(self) -> int:
+        """Return how long the longest synchronous call has run that somebody waits for; from any thread."""
+        now_ms = self._clock.now_ms()
+        started = [watch.started_ms for watch in tuple(self._watches) if watch.limit is None]
+        return max((now_ms - each for each in started if each is not None), default=0)
+
+    async def run(self) -> None:
+        """Look after deadlines until cancelled; return at once when there is none."""
+        if self.seconds is None:
+            return
+        while True:
+            if not self._watches:
+                self._come.clear()
+                await self._come.wait()
+                continue
+            overdue = [watch for watch in self._watches if self._left(watch, self.seconds) <= 0]
+            for watch in overdue:
+                self._see_to(watch)
+            # Calls that begin meanwhile are due later than the first of those that run.
+            await self._clock.sleep(min(self._left(watch, self.seconds) for watch in self._watches))
+
+    def _left(self, watch: Watch, seconds: float) -> float:
+        """Return the seconds until a watch must be looked at."""
+        now_ms = self._clock.now_ms()
+        left = seconds - _running(watch, now_ms)
+        if watch.told_ms is not None:
+            left = max(left, seconds - (now_ms - watch.told_ms) / 1000)
+        return left
+
+    def _see_to(self, watch: Watch) -> None:
+        """Cancel an asynchronous call; tell of one that cannot be stopped, or does not let itself be cancelled."""
+        watch.told_ms = self._clock.now_ms()
+        if watch.limit is not None and not watch.expired:
+            watch.expired = True
+            watch.limit.reschedule(asyncio.get_running_loop().time())
+            return
+        log.warning(
+            "handler.slow",
+            shard=watch.shard,
+            handler=self._handler,
+            hook=watch.hook,
+            seconds=_running(watch, watch.told_ms),
+            did="The call cannot be stopped; it is waited for.",
+            advice="Give the handler's own calls time-outs.",
+        )
+
+
+def _running(watch: Watch, now_ms: int) -> float:
+    started = watch.started_ms
+    return 0.0 if started is None else (now_ms - started) / 1000
