@@ -239,7 +239,8 @@ class WorkerRuntime:
     async def _search(self, delivery: Delivery, line: Held) -> BatchOutcome:
         """Find the records that end their process, by halves; they have failed for good, the others are processed."""
         outline = (await self._surely(delivery, line, range(0))).outline
-        todo, done, guilt = [range(outline.records - outline.duplicates)], [], 0.0
+        fresh = range(outline.records - outline.duplicates)
+        todo, done, guilt = [fresh if delivery.part is None else delivery.part], [], 0.0
         while todo:
             part = todo.pop()
             try:
@@ -285,6 +286,8 @@ class WorkerRuntime:
         alone: bool,
     ) -> BatchOutcome:
         shard = delivery.shard_id
+        part = delivery.part if part is None else part
+        condemned = delivery.condemned if condemned is None else condemned
         worker = self._worker(shard)
         async with worker.gate.passing(alone=alone):
             process = await worker.process()
