@@ -23,7 +23,7 @@ from mldserver.runtime.workers.life import Limits
 from mldserver.runtime.workers.runtime import WorkerRuntime
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterable
 
     from mldserver.runtime.base import BatchOutcome, Hook, Runtime
 
@@ -131,11 +131,11 @@ class Played:
         await self.runtime.open(Shard(self.id, start))
 
     async def process(
-        self, *payloads: Any, keys: str | None = None, first: int | None = None, **more: Any
+        self, *payloads: Any, keys: Iterable[str | None] | None = None, first: int | None = None, **more: Any
     ) -> BatchOutcome:
         """Deliver a batch of payloads (bytes as they are, else JSON).
 
-        ``keys``: one letter a record (else all differ); ``first``: the sequence of the first, if it is not the next one.
+        ``keys``: one a record (else all differ); ``first``: the sequence of the first, if it is not the next one.
         """
         first = self.sent + 1 if first is None else first
         names = keys or [f"key-{number}" for number in range(first, first + len(payloads))]
@@ -153,7 +153,7 @@ class Played:
         position = None if after is None else Sequence(after)
         return await self.runtime.process(Delivery(self.id, line, version, 9_000, position, **more))
 
-    def record(self, number: int, payload: Any, key: str) -> dict[str, Any]:
+    def record(self, number: int, payload: Any, key: str | None) -> dict[str, Any]:
         data = payload if isinstance(payload, bytes) else json.dumps(str(payload)).encode()
         return {
             "data": "%%%" if payload is DAMAGED else base64.b64encode(data).decode(),

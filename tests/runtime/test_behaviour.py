@@ -292,7 +292,7 @@ async def test_a_handler_may_say_when_it_is_to_be_called_again(
     stage: Stage, logged: list[dict[str, Any]]
 ) -> None:
     shard = await stage.opened()
-    outcome = await shard.process("retry", "row")
+    outcome = await shard.process("retry 0.002", "row")
     assert (column(outcome, "n"), outcome.attempts) == ([1, 2], 2)
     assert told(logged, shard, "what", "delay_seconds") == [("failed", "Retry: busy", 0.002)]
 

@@ -74,7 +74,7 @@ class Obedient:
             case "fails" if self.tries[number] <= int(argument):
                 raise ConnectionError("away")
             case "retry" if self.tries[number] == 1:
-                raise Retry("busy", after=0.002)
+                raise Retry("busy", after=float(argument))
         return (number, payload)
 
     def begin(self, shard: Shard) -> None:
@@ -154,8 +154,9 @@ class LifeAsync(Obedient):
     """Asynchronous hooks of the shard's life."""
 
     async def initialize(self, shard: Shard) -> None:
-        await asyncio.sleep(0)
         self.begin(shard)
+        if shard.start == "hangs" and opened[shard.id] == 1:
+            await asyncio.Event().wait()
 
     async def shard_ended(self, shard: Shard) -> None:
         await asyncio.sleep(0)
