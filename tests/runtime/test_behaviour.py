@@ -276,6 +276,13 @@ async def test_what_would_end_the_server_is_a_failure_like_any_other(stage: Stag
     assert error in outcome.dead_letters[0].error
 
 
+@any_hook
+async def test_an_error_may_say_what_no_text_can_hold(stage: Stage) -> None:
+    shard = await stage.opened()
+    (letter,) = (await shard.process("mumbles", "row")).dead_letters
+    assert letter.error.encode(errors="backslashreplace") == rb"ValueError: \udc80 is no text"
+
+
 @over("ByRecord", "ByBatch", "ByTable")
 async def test_an_interrupt_that_a_synchronous_hook_raises_is_a_failure_like_any_other(stage: Stage) -> None:
     shard = await stage.opened()

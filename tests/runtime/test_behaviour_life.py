@@ -199,8 +199,16 @@ async def test_keys_are_parked_from_what_was_stored_until_the_shard_is_opened_ag
     assert column(await shard.process("row", keys="a"), "n") == [3]
 
 
+@parking
+async def test_no_key_is_parked_of_a_shard_that_is_not_open(stage: Stage) -> None:
+    with pytest.raises(InternalError, match="not open"):
+        await stage.runtime.park("never opened", {"a": Sequence(77)})
+    await stage.runtime.unpark("never opened", "a")
+
+
 @by_record
 async def test_without_the_policy_nothing_is_parked(stage: Stage) -> None:
+    await stage.runtime.park("never opened", {"a": Sequence(77)})
     shard = await stage.opened()
     await shard.runtime.park(shard.id, {"a": Sequence(77)})
     outcome = await shard.process("raise Fatal", "row", keys="aa")

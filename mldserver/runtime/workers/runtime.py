@@ -183,6 +183,9 @@ class WorkerRuntime:
 
     async def park(self, shard_id: str, keys: Mapping[str, Sequence]) -> None:
         """Let the later records of these keys of an open shard wait (see ``Runtime.park``)."""
+        if not self._policy.parks:
+            return
+        self._worker(shard_id)  # it is open, or nothing is kept of the keys
         self._parked.setdefault(shard_id, {}).update(keys)
         await self._until_done(shard_id, lambda id_: wire.Park(id_, shard_id, _keys(keys)))
 

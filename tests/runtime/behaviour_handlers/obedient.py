@@ -69,6 +69,8 @@ class Obedient:
                 return (number, json.dumps(self.calls[:-1]))
             case "wrong":
                 return ("x", payload)
+            case "mumbles":
+                raise ValueError("\udc80 is no text")
             case "raise":
                 raise RAISED[argument]("no good")
             case "fails" if self.tries[number] <= int(argument):
