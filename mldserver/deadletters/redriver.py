@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 import orjson
 import structlog
 
@@ -186,7 +187,7 @@ class Redriver:
 def _with_history(outcome: BatchOutcome, letters: tuple[StoredLetter, ...]) -> BatchOutcome:
     """Count the attempts of earlier runs too."""
     before = {each.letter.sequence: each.letter.attempts for each in letters}
-    return replace(
+    return msgspec.structs.replace(
         outcome,
         dead_letters=tuple(
             replace(letter, attempts=letter.attempts + before[letter.sequence])

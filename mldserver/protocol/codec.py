@@ -6,6 +6,7 @@ the known keys, in compact JSON, with one LF (an extra key makes the daemon wait
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import TYPE_CHECKING, Any, Final
 
@@ -74,8 +75,8 @@ def encode(message: Status | CheckpointRequest) -> bytes:
     """Return the line for one of our messages, LF included."""
     keys: dict[str, Any]
     if isinstance(message, Status):
-        keys = {"action": "status", "responseFor": message.response_for}
-    elif message.version is Version.V1:
+        return _status(message.response_for)
+    if message.version is Version.V1:
         keys = {"action": "checkpoint", "checkpoint": message.sequence_number}
     else:
         keys = {
@@ -83,6 +84,12 @@ def encode(message: Status | CheckpointRequest) -> bytes:
             "sequenceNumber": message.sequence_number,
             "subSequenceNumber": message.sub_sequence_number,
         }
+    return orjson.dumps(keys, option=orjson.OPT_APPEND_NEWLINE)
+
+
+@functools.lru_cache(maxsize=16)  # there are seven actions
+def _status(response_for: str) -> bytes:
+    keys = {"action": "status", "responseFor": response_for}
     return orjson.dumps(keys, option=orjson.OPT_APPEND_NEWLINE)
 
 

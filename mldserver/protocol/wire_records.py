@@ -163,9 +163,9 @@ def _decoder_of(base: type[msgspec.Struct], shard_id: str) -> msgspec.json.Decod
 
 def _rising(numbers: list[str], records: list[Any]) -> bool:
     """Whether all are sequence numbers, and in order."""
-    if not _are_digits(numbers):
-        return False
-    if len(set(map(len, numbers))) > 1:
+    if not _are_digits_of_one_width(numbers):
+        if not all(map(is_sequence, numbers)):
+            return False
         numbers = [number.rjust(MAX_SEQUENCE_DIGITS, "0") for number in numbers]
     if all(map(lt, numbers, islice(numbers, 1, None))):
         return True
@@ -173,14 +173,17 @@ def _rising(numbers: list[str], records: list[Any]) -> bool:
     return all(map(le, places, islice(places, 1, None)))
 
 
-def _are_digits(numbers: list[str]) -> bool:
-    """Whether each is a text of 1 to 129 ASCII digits: looked at as one array of bytes, not one by one."""
+def _are_digits_of_one_width(numbers: list[str]) -> bool:
+    """Whether each is a text of as many ASCII digits, 1 to 129: looked at as one array of bytes, not one by one.
+
+    Of few records it says no, since then it is quicker to look at each.
+    """
     if len(numbers) < _FEW:
-        return all(map(is_sequence, numbers))
+        return False
     width = len(numbers[0])
     table = np.frombuffer(("\n".join(numbers) + "\n").encode(), np.uint8)
     if 0 < width <= MAX_SEQUENCE_DIGITS and len(table) == len(numbers) * (width + 1):
         table = table.reshape(len(numbers), width + 1)
         # Line ends in the last column, and only there: all are of this width. What is below "0" wraps around.
         return bool((table[:, :-1] - _ZERO <= _NINE).all() and (table[:, -1] == _LF).all())
-    return all(map(is_sequence, numbers))
+    return False

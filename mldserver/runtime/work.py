@@ -33,8 +33,8 @@ __all__ = ["BatchWork", "Tools", "lane_of"]
 
 log = structlog.get_logger("mldserver")
 
-_SMALL_BYTES: Final = 64 * 1024
-"""A line that is decoded, and its rows built, in a fraction of a millisecond: not worth a hop to another thread."""
+_SMALL_BYTES: Final = 1024 * 1024
+"""A line that is decoded in a millisecond or less: not worth a hop to another thread, which decodes it in one go too."""
 
 
 class _Halted(Exception):

@@ -221,6 +221,9 @@ class Link(asyncio.BufferedProtocol):
         match event:
             case ev.Request(message):
                 self._deliver(message)
+            case ev.StateChanged(before, after, on):
+                self._state_before = before
+                self.log.debug("connection.state", from_state=before, to_state=after, on=on)
             case ev.CheckpointStored(position):
                 seconds = self._loop.time() - self._asked_at
                 self.log.debug("checkpoint.done", sequence=_shown(position), seconds=seconds)
@@ -250,9 +253,6 @@ class Link(asyncio.BufferedProtocol):
             case ev.CancelTimer(name):
                 if (timer := self._timers.pop(name, None)) is not None:
                     timer.cancel()
-            case ev.StateChanged(before, after, on):
-                self._state_before = before
-                self.log.debug("connection.state", from_state=str(before), to_state=str(after), on=str(on))
 
     def _deliver(self, message: RequestMessage) -> None:
         if isinstance(message, Initialize):

@@ -9,11 +9,11 @@ do not move any more).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from contextlib import AbstractAsyncContextManager
+    from types import TracebackType
 
 __all__ = ["Claim", "ShardOwners", "Superseded"]
 
@@ -27,38 +27,67 @@ class Claim:
 
     def __init__(self, lock: asyncio.Lock) -> None:
         """Begin as the current one; ``lock`` is shared by all claims of the shard."""
-        self._lock = lock
-        self._scopes: set[asyncio.Timeout] = set()
+        self.lock = lock
+        self.scopes: set[asyncio.Timeout] = set()
+        """Of the work that is done, or waits for the lock."""
         self.current = True
         self.opened = False
         """Whether the runtime has the shard open for it."""
 
-    @contextlib.asynccontextmanager
-    async def work(self) -> AsyncIterator[None]:
+    def work(self) -> AbstractAsyncContextManager[None]:
         """Do work that only the owner may do, never at the same time as another claim's.
 
         Raises Superseded when the claim is no longer current, also in the middle of the work, which is cancelled.
         """
-        try:
-            async with asyncio.timeout(None) as scope:
-                self._scopes.add(scope)
-                try:
-                    async with self._lock:
-                        if not self.current:
-                            raise Superseded
-                        yield
-                finally:
-                    self._scopes.discard(scope)
-        except TimeoutError:
-            if not scope.expired():
-                raise
-            raise Superseded from None
+        return _Work(self)
 
     def supersede(self) -> None:
         """Cancel the work: another claim has come."""
         self.current = False
-        for scope in self._scopes:
+        for scope in self.scopes:
             scope.reschedule(asyncio.get_running_loop().time())
+
+
+class _Work:
+    """The work of a claim. Written out, since every batch comes through here: a generator would cost thrice as much."""
+
+    __slots__ = ("_claim", "_scope")
+
+    def __init__(self, claim: Claim) -> None:
+        self._claim = claim
+        self._scope = asyncio.timeout(None)
+
+    async def __aenter__(self) -> None:
+        claim = self._claim
+        await self._scope.__aenter__()
+        claim.scopes.add(self._scope)
+        try:
+            await claim.lock.acquire()
+        except BaseException as error:
+            await self._leave(error)
+            raise
+        if not claim.current:
+            late = Superseded()
+            await self.__aexit__(Superseded, late, None)
+            raise late
+
+    async def __aexit__(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self._claim.lock.release()
+        await self._leave(error)
+
+    async def _leave(self, error: BaseException | None) -> None:
+        scope = self._scope
+        self._claim.scopes.discard(scope)
+        kind = None if error is None else type(error)
+        try:
+            await scope.__aexit__(kind, error, None)
+        except TimeoutError:
+            raise Superseded from None
+        if isinstance(error, TimeoutError) and scope.expired():
+            # The work made a time-out of its cancellation.
+            raise Superseded from None
 
 
 class ShardOwners:

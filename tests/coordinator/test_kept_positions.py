@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from msgspec.structs import replace
 from typing import TYPE_CHECKING
 
 import pytest
 from coordinator.outcomes import dead_letter, outcome
 from coordinator.pipeline import Pipeline
+from msgspec.structs import replace
 
 from mldserver.coordinator.flush import moved, plan
 from mldserver.records import Sequence

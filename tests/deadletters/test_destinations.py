@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from coordinator.outcomes import dead_letter
 from coordinator.writing import Writing
+from msgspec import structs
 from support.serving import quick
 
 from mldserver.config import resolve
@@ -99,11 +100,11 @@ async def test_redriven_letters_that_fail_again_stay_in_the_ledger(tmp_path: Pat
     shard = await writing.ledger.open_shard("a")
     again = replace(LETTERS[0], attempts=6)
     made = writing.batch(shard, (1, 5), rows=[], letters=[again])
-    await writing.flush([replace(made, epoch=0, last=None, redriven=("1",))])
+    await writing.flush([structs.replace(made, epoch=0, last=None, redriven=("1",))])
     assert place.held == []
     assert [each.letter for each in await writing.ledger.letters()] == [again]
     # Who took them as well has what it gave left out, and says so.
-    await writing.flush([replace(made, epoch=0, last=None, redriven=("1",))])
+    await writing.flush([structs.replace(made, epoch=0, last=None, redriven=("1",))])
     assert len(await writing.ledger.letters()) == 1
 
 

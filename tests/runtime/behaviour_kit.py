@@ -209,6 +209,11 @@ def dead(outcome: BatchOutcome) -> list[int]:
     return [letter.sequence.number for letter in outcome.dead_letters]
 
 
+def records_of(calls: list[Any]) -> list[Any]:
+    """Return the records of all calls, one after the other."""
+    return [number for call in calls for number in (call if isinstance(call, list) else [call])]
+
+
 def told(logged: list[dict[str, Any]], shard: Played, *fields: str) -> list[tuple[Any, ...]]:
     """Return these fields of what was logged of a shard's handler; the event's name without ``handler.`` is the first."""
     return [

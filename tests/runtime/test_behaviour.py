@@ -18,6 +18,7 @@ from runtime.behaviour_kit import (
     dead,
     on_stage,
     over,
+    records_of,
     told,
 )
 
@@ -400,8 +401,3 @@ async def test_under_halt_a_failing_batch_is_not_searched(stage: Stage) -> None:
     with pytest.raises(HandlerHalted, match="ValueError: no good"):
         await shard.process("row", "raise ValueError", "row")
     assert await shard.calls() == ["initialize TRIM_HORIZON", [1, 2, 3], [1, 2, 3]]
-
-
-def records_of(calls: list[Any]) -> list[Any]:
-    """Return the records of all calls, one after the other."""
-    return [number for call in calls for number in (call if isinstance(call, list) else [call])]

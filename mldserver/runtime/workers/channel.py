@@ -6,6 +6,7 @@ than the socket takes at once goes into a file in memory, whose descriptor is se
 
 from __future__ import annotations
 
+import array
 import asyncio
 import contextlib
 import os
@@ -24,6 +25,7 @@ __all__ = ["Channel", "pair", "send_now"]
 INLINE_BYTES: Final = 32 * 1024
 """The longest message that is a datagram of its own; sockets hold about 200 KiB (Linux: ``wmem_default``)."""
 _MOST_DESCRIPTORS: Final = 2
+_ROOM_BESIDE: Final = socket.CMSG_LEN(_MOST_DESCRIPTORS * array.array("i").itemsize)
 _CUT: Final = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _PLAIN: Final = b"\x00"
 _IN_FILE: Final = b"\x01"
@@ -80,7 +82,10 @@ class Channel:
 
     def _try(self, packed: bytes, descriptors: Sequence[int]) -> bool:
         try:
-            socket.send_fds(self._socket, [packed], descriptors)
+            if descriptors:
+                socket.send_fds(self._socket, [packed], descriptors)
+            else:
+                self._socket.send(packed)
         except (BlockingIOError, InterruptedError):
             return False
         except OSError:
@@ -97,24 +102,22 @@ class Channel:
         self._loop.remove_writer(self._socket)
 
     def _readable(self) -> None:
-        # Not for ever: a worker that never stops talking must not keep the loop from others.
-        for _ in range(16):
-            if not self._open:
-                return
-            try:
-                data, descriptors, flags, _ = socket.recv_fds(
-                    self._socket, INLINE_BYTES + 1, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-                )
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError:
-                data, descriptors, flags = b"", [], 0
-            if not data or flags & _CUT:
-                _close(descriptors)
-                self.close()
-                self._ended()
-                return
-            self._pass_on(data, descriptors)
+        # One message at a time: looking whether there is another costs more than being called again when there is.
+        try:
+            data, told, flags, _ = self._socket.recvmsg(
+                INLINE_BYTES + 1, _ROOM_BESIDE, socket.MSG_CMSG_CLOEXEC
+            )
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data, told, flags = b"", [], 0
+        descriptors = _descriptors(told) if told else []
+        if not data or flags & _CUT:
+            _close(descriptors)
+            self.close()
+            self._ended()
+            return
+        self._pass_on(data, descriptors)
 
     def _pass_on(self, data: bytes, descriptors: list[int]) -> None:
         if data[:1] == _IN_FILE and descriptors:
@@ -143,6 +146,15 @@ def send_now(end: socket.socket, data: bytes, *, wait_seconds: float = 0.0) -> b
     finally:
         _close(kept)
     return False
+
+
+def _descriptors(told: list[tuple[int, int, bytes]]) -> list[int]:
+    """Return the descriptors that came beside a message."""
+    found = array.array("i")
+    for level, kind, data in told:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    return list(found)
 
 
 def _packed(data: bytes, descriptors: Sequence[int]) -> tuple[bytes, Sequence[int]]:

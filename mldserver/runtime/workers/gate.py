@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from contextlib import AbstractAsyncContextManager
 
 __all__ = ["Gate"]
+
+
+class _Passing:
+    """What ``contextlib.asynccontextmanager`` would do, for a third of its cost: every batch comes through here."""
+
+    __slots__ = ("_alone", "_gate")
+
+    def __init__(self, gate: Gate, *, alone: bool) -> None:
+        self._gate = gate
+        self._alone = alone
+
+    async def __aenter__(self) -> None:
+        await self._gate.enter(alone=self._alone)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._gate.leave()
 
 
 class Gate:
@@ -23,18 +38,18 @@ class Gate:
         self._waiting_alone: deque[asyncio.Future[None]] = deque()
         self._waiting: deque[asyncio.Future[None]] = deque()
 
-    @contextlib.asynccontextmanager
-    async def passing(self, *, alone: bool) -> AsyncIterator[None]:
+    def passing(self, *, alone: bool) -> AbstractAsyncContextManager[None]:
         """Be inside while the block runs."""
-        await self._enter(alone=alone)
-        try:
-            yield
-        finally:
-            self._inside -= 1
-            self._alone = False
-            self._wake()
+        return _Passing(self, alone=alone)
 
-    async def _enter(self, *, alone: bool) -> None:
+    def leave(self) -> None:
+        """Go out again."""
+        self._inside -= 1
+        self._alone = False
+        self._wake()
+
+    async def enter(self, *, alone: bool) -> None:
+        """Come in, once it is this request's turn."""
         queue = self._waiting_alone if alone else self._waiting
         if self._alone or self._waiting_alone or (alone and self._inside):
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -43,10 +58,7 @@ class Gate:
                 await turn
             except asyncio.CancelledError:
                 if not turn.cancelled():
-                    # Its turn came in the same moment.
-                    self._inside -= 1
-                    self._alone = False
-                    self._wake()
+                    self.leave()  # its turn came in the same moment
                 elif turn in queue:
                     queue.remove(turn)
                     self._wake()
