@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from mldserver.protocol.messages import Line, RequestMessage
     from mldserver.runtime.base import BatchOutcome, Runtime
     from mldserver.sources.base import Intake, ShardIntake
+    from mldserver.sources.early_answers import EarlyAnswers
     from mldserver.sources.link import Link
     from mldserver.sources.owners import Claim, ShardOwners
 
@@ -66,14 +67,10 @@ class Conductor:
         runtime: Runtime,
         intake: Intake,
         owners: ShardOwners,
+        early: EarlyAnswers,
         clock: Clock,
-        answer_deadline: float | None = None,
     ) -> None:
-        """Take the parts that the requests run through.
-
-        ``answer_deadline``: seconds after which a batch is answered though its records are still worked on; None:
-        never.
-        """
+        """Take the parts that the requests run through; ``early`` is shared by all connections."""
         self._link = link
         self._runtime = runtime
         self._intake = intake
@@ -87,14 +84,14 @@ class Conductor:
         self._told_taken_over = False
         self._finishing = False
         self._quiet = Flag()
-        self._deadline = answer_deadline
+        self._deadline = early.deadline_seconds
         self._under_way = UnderWay(
             self._work,
             late=self._done_late,
             failed=self._abort,
             has_room=link.has_room,
+            early=early,
             clock=clock,
-            deadline_seconds=answer_deadline,
         )
         self._batches = 0
         self._records = 0

@@ -21,6 +21,7 @@ from mldserver.errors import OperatorError
 from mldserver.protocol.connection import ConnectionLimits
 from mldserver.sources.budget import ReadBudget
 from mldserver.sources.conductor import Conductor
+from mldserver.sources.early_answers import EarlyAnswers
 from mldserver.sources.link import Link
 from mldserver.sources.owners import ShardOwners
 
@@ -68,7 +69,8 @@ class MLDListener:
         """Listen at ``address`` once ``run`` is called.
 
         At ``connection_limit`` connections, peers wait in the kernel's queue; beyond ``read_bytes`` of unread lines,
-        all connections but one wait with theirs. ``answer_deadline``: see ``Conductor``.
+        all connections but one wait with theirs. ``answer_deadline``: seconds after which a batch is answered though
+        its records are still worked on; None: never.
         """
         self._address = address
         self._runtime = runtime
@@ -76,7 +78,7 @@ class MLDListener:
         self._clock = clock
         self._limits = limits or ConnectionLimits()
         self._connection_limit = connection_limit
-        self._answer_deadline = answer_deadline
+        self._early = EarlyAnswers(clock=clock, deadline_seconds=answer_deadline)
         self._random = random
         self._budget = ReadBudget(read_bytes)
         self._buffer = bytearray(_RECEIVE_BYTES)
@@ -130,8 +132,11 @@ class MLDListener:
                 self._accepting = group.create_task(self._accept(listener, group))
                 if self._stopped:
                     self._accepting.cancel()
+                answering = group.create_task(self._early.run())
                 await asyncio.wait({self._accepting})
                 self._close_listener(listener)
+                await self._empty.wait()
+                answering.cancel()
         finally:
             self._close_listener(listener)
 
@@ -234,8 +239,8 @@ class MLDListener:
             runtime=self._runtime,
             intake=self._intake,
             owners=self.owners,
+            early=self._early,
             clock=self._clock,
-            answer_deadline=self._answer_deadline,
         )
         self._serving[link] = conductor
         self._empty.clear()

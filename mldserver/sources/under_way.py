@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from mldserver.sources.flag import Flag
 
@@ -20,13 +20,11 @@ if TYPE_CHECKING:
 
     from mldserver.clock import Clock
     from mldserver.protocol.messages import Line
+    from mldserver.sources.early_answers import EarlyAnswers
 
 __all__ = ["Batch", "UnderWay"]
 
 _T = TypeVar("_T")
-
-_AGAIN_SECONDS: Final = 1.0
-"""How soon it is looked again at a batch that is due for an early answer but may not get one yet."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,21 +60,21 @@ class UnderWay(Generic[_T]):
         late: Callable[[Batch[_T], _T], None],
         failed: Callable[[Exception], None],
         has_room: Callable[[], bool],
+        early: EarlyAnswers,
         clock: Clock,
-        deadline_seconds: float | None,
     ) -> None:
         """``work`` does all that a batch needs and sets ``handled`` on the way.
 
         ``late`` is told what came of a batch that was answered early, ``failed`` why its work failed; of the others
-        ``submit`` returns or raises it. ``has_room``: whether more may be held in memory. ``deadline_seconds``: None:
-        never answer early.
+        ``submit`` returns or raises it. ``has_room``: whether more may be held in memory. ``early`` is told of each batch
+        that is owed an answer.
         """
         self._work = work
         self._late = late
         self._failed = failed
         self._has_room = has_room
+        self._early = early
         self._clock = clock
-        self._deadline = deadline_seconds
         self._batches: list[Batch[_T]] = []
         self._come = Flag()
         self._idle = Flag()
@@ -104,19 +102,31 @@ class UnderWay(Generic[_T]):
         self._batches.append(batch)
         self._idle.clear()
         self._come.set()
-        return await batch.answer
+        self._early.owes(self)
+        try:
+            return await batch.answer
+        finally:
+            self._early.has_answered(self)
 
     async def run(self) -> None:
-        """Work until cancelled, or until everything was dropped."""
+        """Work until cancelled, which ``drop`` does too."""
+        self._worker = asyncio.current_task()
         try:
-            async with asyncio.TaskGroup() as group:
-                self._worker = group.create_task(self._work_on())
-                watch = group.create_task(self._watch(self._deadline)) if self._deadline is not None else None
-                await asyncio.wait({self._worker})
-                if watch is not None:
-                    watch.cancel()
+            await self._work_on()
         finally:
             self._idle.set()
+
+    @property
+    def since_ms(self) -> int | None:
+        """When the batch came that is owed an answer."""
+        batch = self._unanswered()
+        return None if batch is None else batch.received_ms
+
+    def answer_early(self) -> None:
+        """Answer the last batch while the work on it goes on; not while its shard is held back."""
+        batch = self._unanswered()
+        if batch is not None and not self._batches[0].handled and self._has_room():
+            batch.answer.set_result(None)
 
     async def idle(self) -> None:
         """Return when no batch is under way."""
@@ -157,23 +167,6 @@ class UnderWay(Generic[_T]):
                 self._late(batch, result)
             else:
                 batch.answer.set_result(result)
-
-    async def _watch(self, deadline: float) -> None:
-        """Answer batches early. Sleeps through all that are done in time: it costs them nothing."""
-        while True:
-            await self._come.wait()
-            batch = self._unanswered()
-            if batch is None:
-                # The last one waits for work that was answered: there is none to answer until the next comes.
-                await self._clock.sleep(min(_AGAIN_SECONDS, deadline))
-                continue
-            left = deadline - (self._clock.now_ms() - batch.received_ms) / 1000
-            if left > 0:
-                await self._clock.sleep(left)
-            elif self._batches[0].handled or not self._has_room():
-                await self._clock.sleep(_AGAIN_SECONDS)
-            else:
-                batch.answer.set_result(None)
 
     def _unanswered(self) -> Batch[_T] | None:
         last = self._batches[-1] if self._batches else None

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mldserver.sources.early_answers import EarlyAnswers
 from mldserver.sources.under_way import Batch, UnderWay
 from mldserver.testing.virtual_loop import LoopClock, VirtualLoop
 
@@ -27,13 +28,14 @@ class Bench:
         self.told: list[Any] = []
         self.room = True
         self.working = 0
+        self.early = EarlyAnswers(clock=self.clock, deadline_seconds=deadline)
         self.under_way: UnderWay[str] = UnderWay(
             self.work,
             late=lambda batch, result: self.note("late", result),
             failed=lambda error: self.note("failed", str(error)),
             has_room=lambda: self.room,
+            early=self.early,
             clock=self.clock,
-            deadline_seconds=deadline,
         )
 
     def note(self, *what: Any) -> None:
@@ -67,9 +69,10 @@ def play(act: Act, *, deadline: float | None = 20) -> Bench:
     async def scene() -> Bench:
         bench = Bench(asyncio.get_running_loop(), deadline)
         async with asyncio.TaskGroup() as group:
-            running = group.create_task(bench.under_way.run())
+            running = [group.create_task(each.run()) for each in (bench.under_way, bench.early)]
             await act(bench)
-            running.cancel()
+            for task in running:
+                task.cancel()
         return bench
 
     work: Coroutine[Any, Any, Bench] = scene()
