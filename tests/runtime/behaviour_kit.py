@@ -181,11 +181,11 @@ class Gate:
     """What a call that waits connects to."""
 
     def __init__(self) -> None:
-        self._connected: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
+        self._connected: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
 
     async def __aenter__(self) -> Self:
-        async def connected(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            self._connected.put_nowait(writer)
+        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            self._connected.put_nowait((reader, writer))
 
         self._server = await asyncio.start_server(connected, "127.0.0.1", 0)
         self.port: int = self._server.sockets[0].getsockname()[1]
@@ -194,8 +194,8 @@ class Gate:
     async def __aexit__(self, *_: object) -> None:
         self._server.close()
 
-    async def reached(self) -> asyncio.StreamWriter:
-        """Return what lets the call go on by its ``close``, once the call has begun."""
+    async def reached(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Return, once the call has begun, what reads to an end with it, and what lets it go on by its ``close``."""
         return await self._connected.get()
 
 

@@ -312,12 +312,7 @@ async def test_a_discarded_record_leaves_no_row_and_no_letter_and_is_counted(
     shard = await stage.opened()
     outcome = await shard.process("row", "raise Discard", "row")
     assert (column(outcome, "n"), outcome.dead_letters, outcome.discarded) == ([1, 3], (), 1)
-    assert told(logged, shard, "sequence", "level", "what")[-1] == (
-        "discarded",
-        "2",
-        "debug",
-        "Discard: no good",
-    )
+    assert told(logged, shard, "sequence", "what")[-1] == ("discarded", "2", "Discard: no good")
 
 
 @by_record

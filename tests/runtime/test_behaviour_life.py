@@ -314,7 +314,7 @@ async def test_a_cancelled_batch_leaves_its_shard_usable(stage: Stage) -> None:
     shard = await stage.opened()
     async with Gate() as gate:
         running = asyncio.create_task(shard.process(f"waits {gate.port}"))
-        call = await gate.reached()
+        _, call = await gate.reached()
         await cancelled(running)
         following = asyncio.create_task(shard.process("row", first=1))
         call.close()
@@ -327,7 +327,7 @@ async def test_a_shard_whose_batch_was_cancelled_can_be_forgotten_and_opened_aga
     shard = await stage.opened()
     async with Gate() as gate:
         running = asyncio.create_task(shard.process(f"waits {gate.port}"))
-        call = await gate.reached()
+        _, call = await gate.reached()
         await cancelled(running)
         await shard.forget()
         opening = asyncio.create_task(shard.open("1"))
@@ -347,6 +347,17 @@ async def test_a_batch_that_is_cancelled_while_it_backs_off_leaves_its_shard_usa
     await cancelled(running)
     assert column(await shard.process("row", "row", first=1), "n") == [1, 2]
     assert await shard.calls() == [BEGUN, 1, 1, 2]
+
+
+@over("ByRecordAsync")
+async def test_an_asynchronous_call_is_cancelled_with_its_batch(stage: Stage) -> None:
+    shard = await stage.opened()
+    async with Gate() as gate:
+        running = asyncio.create_task(shard.process(f"waits {gate.port}"))
+        until_the_end, call = await gate.reached()
+        await cancelled(running)
+        assert await until_the_end.read() == b""
+        call.close()
 
 
 @over("ByRecordAsync", deadline=DEADLINE)
@@ -375,7 +386,7 @@ async def test_a_synchronous_call_beyond_its_deadline_is_told_and_waited_for(
     shard = await stage.opened()
     async with Gate() as gate:
         running = asyncio.create_task(shard.process(f"waits {gate.port}", "row"))
-        call = await gate.reached()
+        _, call = await gate.reached()
         await until(lambda: ("slow", "process_record") in told(logged, shard, "hook"))
         call.close()
         outcome = await running
