@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import sys
@@ -88,6 +89,7 @@ def serve(
     from mldserver.server import Server  # noqa: PLC0415  # see above
 
     with logging_to(settings):
+        gc.freeze()  # what was imported stays: the collector would stop the event loop to look through it
         code = uvloop.run(Server(settings).run())
     if code and settings.log_file is not None:  # the terminal has seen nothing of it
         sys.stderr.write(f"mldserver: stopped with exit code {code}; {settings.log_file} says why.\n")

@@ -36,13 +36,14 @@ async def shapes(
             await stack.enter_async_context(each)
             for each in (
                 peers.echo(),
+                peers.relay(),
                 peers.mldserver(),
                 peers.mldserver(handler="touch_async"),
                 peers.mldserver("1"),
                 peers.kclpy(),
             )
         ]
-        names = ("raw echo", "inline", "inline, async", "one worker", "amazon_kclpy")
+        names = ("raw echo", "raw relay", "inline", "inline, async", "one worker", "amazon_kclpy")
         by_name = dict(zip(names, contenders, strict=True))
         for shape in given:
             found[shape.name] = await _shape(shape, by_name, rounds, share)

@@ -16,7 +16,7 @@ from bench.hot.lines import answer_to, initialize
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-__all__ = ["Connection", "Peer", "echo", "kclpy", "mldserver", "prober"]
+__all__ = ["Connection", "Peer", "echo", "kclpy", "mldserver", "prober", "relay"]
 
 TESTS: Final = Path(__file__).parents[2]
 _START_SECONDS: Final = 60.0
@@ -170,6 +170,13 @@ async def _serving(name: str, *arguments: str) -> AsyncIterator[Peer]:
 async def echo() -> AsyncIterator[Peer]:
     """Run a server that reads lines and answers each, and does nothing with them."""
     async with _serving("raw echo", "-m", "bench.hot.echo_server") as peer:
+        yield peer
+
+
+@contextlib.asynccontextmanager
+async def relay() -> AsyncIterator[Peer]:
+    """Run the echo that hands each line to another process first."""
+    async with _serving("raw relay", "-m", "bench.hot.relay_server") as peer:
         yield peer
 
 

@@ -70,13 +70,15 @@ def hot_tables(measured: dict[str, Any]) -> Iterator[Table]:
             table.add_row(
                 name,
                 f"{each['cpu_ns']:,.0f}",
-                f"{each['parent_ns']:,.0f}" if name == "one worker" else "",
+                f"{each['parent_ns']:,.0f}" if name in {"raw relay", "one worker"} else "",
                 f"{each['cpu_s_gib']:.2f}",
                 f"{each['records_s']:,.0f}",
                 f"{each['p50_us']:,.0f}",
                 f"{each['p99_us']:,.0f}",
             )
-        table.add_row("bare decode", f"{measured['bare_ns'][shape]:,.0f}")
+        bare, echo = measured["bare_ns"][shape], peers["raw echo"]["cpu_ns"]
+        table.add_row("bare decode", f"{bare:,.0f}")
+        table.add_row("floor of inline: echo and decode", f"{bare + echo:,.0f}")
         yield table
     table = Table(title="Resident memory, idle shards", title_justify="left")
     table.add_column("")

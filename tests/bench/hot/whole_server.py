@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def main(workers: str, handler: str, path: str) -> int:
         connection_limit=4096,
         workers=None if workers == "inline" else int(workers),
     )
+    gc.freeze()  # as `mldserver serve` does
     with logging_to(settings):
         return uvloop.run(Server(settings, engine=LocalEngine()).run())
 
