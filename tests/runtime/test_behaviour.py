@@ -128,8 +128,8 @@ async def test_sequences_keep_all_of_their_digits(stage: Stage) -> None:
 async def test_a_module_is_one_handler_for_all_shards(stage: Stage) -> None:
     one, two = await stage.opened(), await stage.opened()
     await one.process("")
-    seen = column(await two.process("", first=1), "seen")
-    assert seen == [f"opened {one.id} opened {two.id} {one.id} {two.id}"]
+    (seen,) = column(await two.process(""), "seen")
+    assert seen.endswith(f"opened {one.id} opened {two.id} {one.id} {two.id}")
 
 
 @over("Effects")
