@@ -3,7 +3,7 @@
 Whatever a hook raises comes back as a value, so nothing of the user's can travel through the server as an exception:
 ``SystemExit``, ``StopIteration``, ``GeneratorExit`` and a ``CancelledError`` that the hook made itself are failures
 like any other. Two things are not the hook's and pass through: the cancellation of the calling task, even when the
-hook swallows it, and a ``KeyboardInterrupt`` on the event loop's thread, which is the operator's.
+hook swallows it, and a ``KeyboardInterrupt`` on the thread of the server's own event loop, which is the operator's.
 """
 
 from __future__ import annotations
@@ -60,12 +60,15 @@ class Caller:
         thread: WorkerThread,
         deadlines: Deadlines,
         clock: Clock,
+        interrupts: bool = True,
         mark: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Call on ``thread`` what is synchronous; ``deadlines`` are looked after while they are run.
 
+        ``interrupts``: whether a KeyboardInterrupt on the event loop's thread is the operator's, and passes through.
         ``mark`` is given 1 when a run of calls begins, on the thread where it does, and -1 when it ends.
         """
+        self._interrupts = interrupts
         self._mark = mark
         self._thread = thread
         self.deadlines = deadlines
@@ -157,9 +160,11 @@ class Caller:
             try:
                 value = await hook.function(argument)
                 value = value if type(value) in _PLAIN else _settled(value)
-            except (KeyboardInterrupt, asyncio.CancelledError):
+            except asyncio.CancelledError:
                 raise
             except BaseException as error:  # noqa: BLE001  # the user's code may raise anything; see the module
+                if self._interrupts and isinstance(error, KeyboardInterrupt):
+                    raise
                 returned.failure = describe(error)
                 return
             if watch.expired:

@@ -85,15 +85,17 @@ class InlineRuntime:
         random: Callable[[], float],
         deadline_seconds: float | None = 60.0,
         concurrency: int | None = None,
+        interrupts: bool = True,
         mark: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Take a dotted path or a handler that is loaded already.
 
         ``concurrency``: records of a batch, of different keys, at the same time; None: as many as the handler says.
         ``random`` gives floats in [0, 1) for the jitter of retries. A call may take ``deadline_seconds`` (None: any
-        time): an asynchronous one is then cancelled and has failed, a synchronous one is told in the log. ``mark``: as
-        ``Caller`` has it.
+        time): an asynchronous one is then cancelled and has failed, a synchronous one is told in the log. ``interrupts`` and
+        ``mark``: as ``Caller`` has them.
         """
+        self._interrupts = interrupts
         self._mark = mark
         self._handler = handler
         self._policy = policy
@@ -114,7 +116,13 @@ class InlineRuntime:
         if isinstance(spec, str):
             spec = await self._thread.run(partial(load_spec, spec))
         deadlines = Deadlines(handler=spec.path, clock=self._clock, seconds=self._deadline)
-        caller = Caller(thread=self._thread, deadlines=deadlines, clock=self._clock, mark=self._mark)
+        caller = Caller(
+            thread=self._thread,
+            deadlines=deadlines,
+            clock=self._clock,
+            interrupts=self._interrupts,
+            mark=self._mark,
+        )
         rows = RowBuilder(spec.schema, time_column=spec.time_column)
         self._tools = Tools(
             spec=spec,

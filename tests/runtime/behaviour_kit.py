@@ -72,8 +72,9 @@ def over(
     policy: FailurePolicy = PLAIN,
     deadline: float | None = None,
     concurrency: int | None = None,
+    kinds: tuple[str, ...] = KINDS,
 ) -> pytest.MarkDecorator:
-    """Run a test over both kinds of runtime, with each of these handlers (of ``obedient.py``, unless they name theirs)."""
+    """Run a test over both kinds of runtime (or those of ``kinds``), with each of these handlers (of ``obedient.py``, unless they name theirs)."""
     casts = [
         pytest.param(
             Cast(
@@ -85,7 +86,7 @@ def over(
             ),
             id=f"{kind}-{handler}",
         )
-        for kind in KINDS
+        for kind in kinds
         for handler in handlers
     ]
     return pytest.mark.parametrize("stage", casts, indirect=True)

@@ -292,6 +292,12 @@ async def test_an_interrupt_that_a_synchronous_hook_raises_is_a_failure_like_any
     assert outcome.dead_letters[0].error == "KeyboardInterrupt: no good"
 
 
+@over("ByRecordAsync", "ByBatchAsync", kinds=("workers",))
+async def test_so_is_one_that_an_asynchronous_hook_raises_in_a_worker(stage: Stage) -> None:
+    shard = await stage.opened()
+    assert dead(await shard.process("row", "raise KeyboardInterrupt", "row")) == [2]
+
+
 # What handlers say about their own failures.
 
 

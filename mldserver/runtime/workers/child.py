@@ -125,6 +125,7 @@ class Child:
                 random=random.random,
                 deadline_seconds=start.deadline_seconds,
                 concurrency=start.concurrency,
+                interrupts=False,  # Ctrl-C is for the server: here it can only be the handler's own
                 mark=self._mark.add,
             )
             await runtime.start()
