@@ -162,7 +162,7 @@ class Caller:
                 value = value if type(value) in _PLAIN else _settled(value)
             except asyncio.CancelledError:
                 raise
-            except BaseException as error:  # noqa: BLE001  # the user's code may raise anything; see the module
+            except BaseException as error:  # the user's code may raise anything; see the module
                 if self._interrupts and isinstance(error, KeyboardInterrupt):
                     raise
                 returned.failure = describe(error)
