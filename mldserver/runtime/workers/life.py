@@ -29,18 +29,27 @@ class Restarts:
 
 @dataclass(slots=True)
 class Deaths:
-    """Those deaths of one worker that came before it had done anything."""
+    """The deaths of one worker: what they cost it when they came before it had done anything, and how many came lately."""
 
     rules: Restarts = field(default_factory=Restarts)
     useless: int = 0
     """Lives in a row in which no batch was done."""
     _count: float = 0.0
     _at_ms: int = 0
+    _lately: float = 0.0
+    _lately_at_ms: int = 0
 
-    def died(self, now_ms: int, *, useful: bool) -> int:
-        """Count a death; return how long the next life must wait. ``useful``: a batch was done, or a culprit found."""
+    def died(self, now_ms: int, *, useful: bool, searched: bool = False) -> int:
+        """Count a death; return how long the next life must wait.
+
+        ``useful``: a batch was done. ``searched``: it died in the search for a record that ends it, which is progress.
+        """
+        if searched:
+            self.worked()
+            return 0
         if useful:
             # Another life will do some work too: to wait would only cost time.
+            self._lately, self._lately_at_ms = self.lately(now_ms) + 1, now_ms
             self.worked()
             return 0
         self.useless += 1
@@ -59,7 +68,18 @@ class Deaths:
 
     def count(self, now_ms: int) -> float:
         """Return how many deaths count now."""
-        return float(self._count * 0.5 ** ((now_ms - self._at_ms) / self.rules.half_life_ms))
+        return self._decayed(self._count, now_ms - self._at_ms)
+
+    def lately(self, now_ms: int) -> float:
+        """Return how many deaths after useful lives count now."""
+        return self._decayed(self._lately, now_ms - self._lately_at_ms)
+
+    def restless(self, now_ms: int) -> bool:
+        """Whether a person should look: it works, but dies too often."""
+        return self.lately(now_ms) > self.rules.pause_above
+
+    def _decayed(self, count: float, ms: int) -> float:
+        return float(count * 0.5 ** (ms / self.rules.half_life_ms))
 
     @property
     def failed(self) -> bool:

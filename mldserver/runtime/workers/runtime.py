@@ -100,9 +100,12 @@ class WorkerRuntime:
     def trouble(self) -> str | None:
         """What a person should look at."""
         failed = [str(worker.number) for worker in self._workers if worker.failed]
-        if not failed:
-            return None
-        return f"worker {', '.join(failed)} dies again and again: see worker.lost"
+        if failed:
+            return f"worker {', '.join(failed)} dies again and again: see worker.lost"
+        restless = [str(worker.number) for worker in self._workers if worker.restless]
+        if restless:
+            return f"worker {', '.join(restless)} has died more than five times lately: see worker.lost"
+        return None
 
     async def load(self) -> HandlerSpec:
         """Start a first process and return what it found in the handler, without code. Raises HandlerError."""
@@ -216,7 +219,7 @@ class WorkerRuntime:
 
     async def process(self, delivery: Delivery) -> BatchOutcome:
         """Take a batch through the handler (see ``Runtime.process``), however many processes that takes."""
-        with Held(delivery.line) as line:
+        async with Held(delivery.line) as line:
             guilt = 0.0
             suspect = False
             while True:

@@ -59,6 +59,11 @@ class Worker:
         return self._deaths.failed and not works
 
     @property
+    def restless(self) -> bool:
+        """Whether its processes die too often, though they do something."""
+        return self._deaths.restless(self._clock.now_ms())
+
+    @property
     def up(self) -> bool:
         """Whether its process lives."""
         return self._process is not None and self._process.is_open
@@ -119,7 +124,7 @@ class Worker:
     async def _mourn(self, process: WorkerProcess, cause: Cause | None, stacks: str) -> None:
         was_failed = self.failed
         self.suspects = set(process.lost)
-        delay_ms = self._deaths.died(self._clock.now_ms(), useful=bool(process.done) or self.searching)
+        delay_ms = self._deaths.died(self._clock.now_ms(), useful=bool(process.done), searched=self.searching)
         told: dict[str, Any] = {
             "worker": self.number,
             "pid": process.pid,

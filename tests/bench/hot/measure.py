@@ -154,8 +154,8 @@ async def memory(counts: Sequence[int], kclpy_counts: Sequence[int]) -> dict[str
 
 
 async def long_line(mib: int) -> dict[str, float]:
-    """Return what a line of so many MiB adds to the server's peak (as a multiple of the line), and what the longest
-    answer to another connection took meanwhile (ms), and without it.
+    """Return what a line of so many MiB adds to the server's peak (as a multiple of the line), the longest its event
+    loop worked in one go (ms of CPU), and the longest answer to another connection meanwhile (ms), and without it.
     """
     long = Shape(1, mib << 20, 1)
     line = long.numbered(long.line(), 1)
@@ -165,11 +165,12 @@ async def long_line(mib: int) -> dict[str, float]:
         await large.exchange(SHAPES[0].numbered(SHAPES[0].line(), 0))
         async with peers.prober(server) as calm:
             await asyncio.sleep(1)
-        before = server.peak_bytes()
+        before, busy_before = server.peak_bytes(), len(peers.busy_ms(server))
         async with peers.prober(server) as meanwhile:
             await large.exchange(line)
         peak = (server.peak_bytes() - before) / len(line)
-    return {"peak": peak, "longest_ms": meanwhile[0], "calm_ms": calm[0]}
+        busy = max(peers.busy_ms(server)[busy_before:], default=0.0)
+    return {"peak": peak, "busy_ms": busy, "longest_ms": meanwhile[0], "calm_ms": calm[0]}
 
 
 async def scaling(batches: int, rounds: int) -> dict[str, float]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from bench.hot.lines import answer_to, initialize
+from bench.hot.whole_server import BUSY
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -185,6 +186,12 @@ async def mldserver(workers: str = "inline", handler: str = "touch") -> AsyncIte
     """Run a whole server, its engine a small one in the same process."""
     async with _serving(f"mldserver, {workers}", "-m", "bench.hot.whole_server", workers, handler) as peer:
         yield peer
+
+
+def busy_ms(server: Peer) -> list[float]:
+    """Return how long (ms) a whole server's event loop has worked in one go, each time that was long."""
+    assert isinstance(server, _Socket)
+    return [float(line) for line in (Path(server.path).parent / BUSY).read_text().splitlines()]
 
 
 @contextlib.asynccontextmanager

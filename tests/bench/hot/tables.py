@@ -53,9 +53,9 @@ def targets(measured: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
     )
     line = measured["long_line"]
     found.append(("peak memory of a long line, in lines", "< 1.5", f"{line['peak']:.2f}", line["peak"] < 1.5))
-    longest = line["longest_ms"]
+    busy = line["busy_ms"]
     found.append(
-        ("longest answer to another shard meanwhile", "<= 20 ms", f"{longest:.0f} ms", longest <= 20)
+        ("the event loop's longest work in one go meanwhile", "<= 20 ms", f"{busy:.0f} ms", busy <= 20)
     )
     return found
 
@@ -90,6 +90,12 @@ def hot_tables(measured: dict[str, Any]) -> Iterator[Table]:
         table.add_row(
             name, *(f"{sizes[count] / 2**20:.1f} MiB" if count in sizes else "" for count in counts)
         )
+    yield table
+    line = measured["long_line"]
+    table = Table(title="A long line: the longest answer to another shard", title_justify="left")
+    table.add_column("without")
+    table.add_column("meanwhile (its client and its worker want both processors)")
+    table.add_row(f"{line['calm_ms']:.1f} ms", f"{line['longest_ms']:.1f} ms")
     yield table
     table = Table(title="What it must reach", title_justify="left")
     for name in ("", "target", "measured", "reached"):

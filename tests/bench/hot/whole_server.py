@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import sys
+import time
 from pathlib import Path
+from typing import Final
 
 import uvloop
 
@@ -14,7 +17,10 @@ from mldserver.observe.logging import logging_to
 from mldserver.server import Server
 from mldserver.testing import LocalEngine
 
-__all__: list[str] = []
+__all__ = ["BUSY"]
+
+BUSY: Final = "busy"
+LONG_MS: Final = 2.0
 
 
 def main(workers: str, handler: str, path: str) -> int:
@@ -31,7 +37,29 @@ def main(workers: str, handler: str, path: str) -> int:
     )
     gc.freeze()  # as `mldserver serve` does
     with logging_to(settings):
-        return uvloop.run(Server(settings, engine=LocalEngine()).run())
+        return uvloop.run(_serve(settings, folder / BUSY))
+
+
+async def _serve(settings: Settings, busy: Path) -> int:
+    async with asyncio.TaskGroup() as group:
+        watch = group.create_task(_watch(busy))
+        code = await Server(settings, engine=LocalEngine()).run()
+        watch.cancel()
+    return code
+
+
+async def _watch(busy: Path) -> None:
+    """Write how long (ms) the event loop worked in one go, whenever that was long.
+
+    By its thread's CPU time: other processes that take the processor away meanwhile do not count.
+    """
+    with busy.open("w", buffering=1) as file:
+        while True:
+            before = time.thread_time_ns()
+            await asyncio.sleep(0.001)
+            worked_ms = (time.thread_time_ns() - before) / 1e6
+            if worked_ms > LONG_MS:
+                file.write(f"{worked_ms:.1f}\n")
 
 
 if __name__ == "__main__":

@@ -284,6 +284,8 @@ async def test_workers_killed_a_hundred_times_under_load_lose_and_double_nothing
     assert named(logged, "connection.failed", "handler.dead_letter") == []
     assert sorted(event["pid"] for event in named(logged, "worker.lost")) == sorted(killed)
     assert len(killed) == 100
+    reasons = [event["reason"] for event in named(logged, "server.unready")]
+    assert any("more than five times lately" in reason for reason in reasons)
 
 
 async def test_workers_live_in_the_machines_time_whatever_the_servers_clock_says(

@@ -28,6 +28,22 @@ def test_a_worker_that_works_between_its_deaths_never_waits_and_never_counts_as_
     assert not deaths.failed
 
 
+def test_a_worker_that_dies_often_is_restless_whatever_it_does_in_between() -> None:
+    deaths = Deaths()
+    for number in range(6):
+        assert not deaths.restless(number)
+        deaths.died(number, useful=True)
+    assert deaths.restless(6)
+    assert deaths.lately(30_005) == pytest.approx(3, rel=0.01)
+    assert not deaths.restless(30_005)
+
+
+def test_deaths_in_the_search_for_a_record_count_for_nothing() -> None:
+    deaths = Deaths()
+    assert {deaths.died(now, useful=False, searched=True) for now in range(100)} == {0}
+    assert (deaths.failed, deaths.restless(100)) == (False, False)
+
+
 def test_lives_that_come_to_nothing_make_it_failed_until_one_works() -> None:
     deaths = Deaths()
     for number in range(8):

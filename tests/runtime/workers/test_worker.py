@@ -192,6 +192,17 @@ async def test_lives_that_come_to_nothing_make_it_fail_until_one_does_something(
     assert not stage.worker.failed
 
 
+async def test_one_that_works_and_dies_too_often_is_restless_and_never_waits(
+    stage: Stage, logged: list[dict[str, Any]]
+) -> None:
+    for _ in range(6):
+        assert not stage.worker.restless
+        stage.process.done = 1
+        await stage.die(wait=0.1)
+    assert stage.worker.restless
+    assert {lost["delay_seconds"] for lost in named(logged, "worker.lost")} == {0}
+
+
 async def test_deaths_while_a_culprit_is_looked_for_are_no_reason_to_wait(
     stage: Stage, logged: list[dict[str, Any]]
 ) -> None:
@@ -199,3 +210,4 @@ async def test_deaths_while_a_culprit_is_looked_for_are_no_reason_to_wait(
     await stage.die(20, wait=0.1)
     assert {lost["delay_seconds"] for lost in named(logged, "worker.lost")} == {0}
     assert not stage.worker.failed
+    assert not stage.worker.restless
