@@ -52,12 +52,18 @@ class Deadlines:
         self._come.set()
 
     def end(self, watch: Watch) -> None:
-        """Nobody waits for these calls any more."""
+        """Nobody waits for these calls any more. One that runs on, on its thread, is watched to its end."""
         watch.abandoned = True
-        self._watches.discard(watch)
+        if watch.limit is not None or watch.started_ms is None:
+            self._watches.discard(watch)
+        else:
+            self._forget_ended()
 
     def running_ms(self) -> int:
-        """Return how long the longest synchronous call has run that somebody waits for; from any thread."""
+        """Return how long the longest synchronous call has run; from any thread.
+
+        Those that nobody waits for count too: no other can begin on their thread.
+        """
         now_ms = self._clock.now_ms()
         started = [watch.started_ms for watch in tuple(self._watches) if watch.limit is None]
         return max((now_ms - each for each in started if each is not None), default=0)
@@ -67,6 +73,7 @@ class Deadlines:
         if self.seconds is None:
             return
         while True:
+            self._forget_ended()
             if not self._watches:
                 self._come.clear()
                 await self._come.wait()
@@ -76,6 +83,9 @@ class Deadlines:
                 self._see_to(watch)
             # Calls that begin meanwhile are due later than the first of those that run.
             await self._clock.sleep(min(self._left(watch, self.seconds) for watch in self._watches))
+
+    def _forget_ended(self) -> None:
+        self._watches -= {watch for watch in self._watches if watch.abandoned and watch.started_ms is None}
 
     def _left(self, watch: Watch, seconds: float) -> float:
         """Return the seconds until a watch must be looked at."""

@@ -223,6 +223,13 @@ class InlineRuntime:
             opened.close()
         self._shard_threads.release(shard_id)
 
+    async def settled(self, shard_id: str) -> None:
+        """Return when nothing runs on, on a thread, of a batch of the shard that was given up: its line is free then."""
+        opened = self._shards.get(shard_id)
+        async with asyncio.TaskGroup() as group:
+            for thread in self._threads if opened is None else opened.tools.threads:
+                group.create_task(thread.run(lambda: None))
+
     @property
     def trouble(self) -> str | None:
         """Return None: what hurts the handler here hurts the server too, which does not live to tell."""

@@ -190,7 +190,12 @@ class Child:
             condemned=message.condemned,
             redriven=message.redriven,
         )
-        return await _answer_of(message.id, await self._ready().process(delivery))
+        try:
+            return await _answer_of(message.id, await self._ready().process(delivery))
+        except asyncio.CancelledError:
+            # The answer gives the line's room back, which a thread may still read.
+            await self._ready().settled(message.shard)
+            raise
 
     async def _notify(self, message: wire.HookMessage) -> _Answer:
         position = await self._ready().notify(message.shard, Hook(message.hook))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.serving import until
 
 from mldserver.errors import HandlerHalted, HandlerInvalid, HandlerLost, HandlerNotFound, InternalError
 from mldserver.protocol.messages import Version
@@ -26,12 +29,12 @@ EMPTY = Delivery("s", b'{"action":"processRecords","records":[]}', Version.V2, 9
 
 
 @pytest.fixture
-def runtime_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], WorkerRuntime]:
+def runtime_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., WorkerRuntime]:
     monkeypatch.chdir(tmp_path)
 
-    def make(text: str) -> WorkerRuntime:
+    def make(text: str, kill_after_ms: int | None = None) -> WorkerRuntime:
         (tmp_path / "mine.py").write_text(text)
-        return WorkerRuntime("mine", workers=1, policy=HALT, limits=Limits(None, None))
+        return WorkerRuntime("mine", workers=1, policy=HALT, limits=Limits(kill_after_ms, None))
 
     return make
 
@@ -105,3 +108,64 @@ async def test_a_shard_that_is_not_open_is_a_bug_of_the_caller(
     with pytest.raises(InternalError, match="not open"):
         await runtime.process(EMPTY)
     await runtime.forget("s")
+
+
+def delivery(shard_id: str, text: str, key: str = "k") -> Delivery:
+    record = {
+        "action": "record",
+        "data": base64.b64encode(text.encode()).decode(),
+        "partitionKey": key,
+        "sequenceNumber": "1",
+        "subSequenceNumber": 0,
+        "approximateArrivalTimestamp": 1,
+    }
+    line = {"action": "processRecords", "records": [record], "millisBehindLatest": 0}
+    return Delivery(shard_id, json.dumps(line).encode(), Version.V2, 9_000, None)
+
+
+async def test_a_call_that_hangs_when_its_batch_was_given_up_does_not_hold_up_other_shards_for_ever(
+    runtime_of: Callable[..., WorkerRuntime], logged: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    text = (
+        "import time, pathlib\n"
+        "def process_record(record):\n"
+        "    if record.text() == 'hang':\n"
+        "        pathlib.Path('hangs').touch()\n"
+        "        time.sleep(3600)\n"
+    )
+    async with running(runtime_of(text, 1500)) as runtime, asyncio.timeout(60):
+        for shard in "ab":
+            await runtime.open(Shard(shard))
+        hanging = asyncio.create_task(runtime.process(delivery("a", "hang")))
+        await until((tmp_path / "hangs").exists)
+        hanging.cancel()
+        await asyncio.wait({hanging})
+        outcome = await runtime.process(delivery("b", "fine"))
+    assert outcome.outline.records == 1
+    assert [event["reason"] for event in logged if event["event"] == "worker.lost"] == [
+        "a call of the handler takes too long"
+    ]
+
+
+@pytest.mark.usefixtures("logged")
+async def test_a_line_keeps_its_room_until_no_thread_reads_it_any_more_though_its_batch_was_given_up(
+    runtime_of: Callable[..., WorkerRuntime], tmp_path: Path
+) -> None:
+    text = (
+        "import time, pathlib\n"
+        "def process_record(record):\n"
+        "    pathlib.Path('runs').touch()\n"
+        "    while not pathlib.Path('go').exists(): time.sleep(0.01)\n"
+    )
+    async with running(runtime_of(text)) as runtime, asyncio.timeout(60):
+        await runtime.open(Shard("a"))
+        process = await runtime._workers[0].process()
+        given_up = asyncio.create_task(runtime.process(delivery("a", "x", key="k" * 5000)))
+        await until((tmp_path / "runs").exists)
+        given_up.cancel()
+        await asyncio.wait({given_up})
+        # What is asked after the cancellation is answered after it was heard.
+        await runtime.open(Shard("b"))
+        assert len(process._held) == 1
+        (tmp_path / "go").touch()
+        await until(lambda: not process._held)
