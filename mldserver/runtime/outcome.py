@@ -64,23 +64,29 @@ def take(delivery: Delivery, decoder: BatchDecoder) -> Taken:
     duplicates = 0
     if after is not None and first <= after:
         duplicates = bisect_right(records, after, key=lambda record: record.sequence)
-    arrivals = _arrivals(records, delivery.received_ms)
+    arrivals, latest_ms = _arrivals(records, delivery.received_ms)
     outline = BatchOutline(
         records=len(records),
         duplicates=duplicates,
         first=first,
         last=records[-1].sequence,
-        latest_arrival_ms=max(arrivals),
+        latest_arrival_ms=latest_ms,
         millis_behind_latest=batch.millis_behind_latest,
     )
     return Taken(records[duplicates:] if duplicates else records, outline, arrivals)
 
 
-def _arrivals(records: Sequence[Record], received_ms: int) -> list[int]:
-    arrivals = [record.arrival_ms for record in records]
-    if None in arrivals:
-        return [received_ms if arrival is None else arrival for arrival in arrivals]
-    return arrivals  # type: ignore[return-value]  # no None is left
+def _arrivals(records: Sequence[Record], received_ms: int) -> tuple[list[int], int]:
+    """Return when each record arrived, and the latest of these times."""
+    told: list[Any] = [record.arrival_ms for record in records]
+    try:
+        latest_ms = max(told)
+    except TypeError:  # some have none: cheaper than to look for that first, as they all have one but in V1
+        latest_ms = None
+    if latest_ms is None:
+        told = [received_ms if arrival is None else arrival for arrival in told]
+        latest_ms = max(told)
+    return told, latest_ms
 
 
 def damaged(records: Sequence[Record]) -> dict[int, Failure]:
