@@ -70,6 +70,14 @@ def test_the_time_of_receipt_stands_in_for_arrivals_that_v1_does_not_send(kit: A
     assert join_rows([built([0], n=[1])], taken, shard_id="s").column("_arrival").to_pylist() == [None]
 
 
+def test_it_stands_in_where_only_some_records_have_no_arrival(kit: Any) -> None:
+    arrivals = [8_000, None, 9_500]
+    records = [kit.record(n, "x", approximateArrivalTimestamp=ms) for n, ms in enumerate(arrivals)]
+    taken = take(kit.line(records))
+    assert taken.times_ms().tolist() == [8_000, 9_000, 9_500]
+    assert taken.outline.latest_arrival_ms == 9_500
+
+
 def test_a_line_that_is_no_batch_is_the_peers_fault(kit: Any) -> None:
     delivery = kit.delivery()
     with pytest.raises(PeerError):
