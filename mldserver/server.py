@@ -21,7 +21,7 @@ import random
 import signal
 import uuid
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
@@ -51,6 +51,9 @@ EXIT_OPERATOR = 2
 """Settings, handler, Java or ledger cannot work as given."""
 EXIT_FORCED = 3
 """A second signal, or the grace was over before every row was durable."""
+
+_LET_GO_SECONDS: Final = 1.0
+"""How long connections may take to end, at the very end, while the runtime still runs."""
 
 
 class Server:
@@ -123,11 +126,17 @@ class Server:
             await self._open(parts)
             self._built.set()
             async with asyncio.TaskGroup() as group:
-                background = [group.create_task(each, name=name) for name, each in self._background(parts)]
+                background = {
+                    name: group.create_task(each, name=name) for name, each in self._background(parts)
+                }
                 listening = group.create_task(parts.listener.run(), name="listener")
                 code = await self._until_stopped(parts)
-                for task in (listening, *background):
+                runtime = background.pop("runtime")
+                for task in (listening, *background.values()):
                     task.cancel()
+                # It ends the calls that hold on when their batches are cancelled, so it goes behind these.
+                await asyncio.wait({listening, background["dead letters"]}, timeout=_LET_GO_SECONDS)
+                runtime.cancel()
             return code
         finally:
             await self._close(parts)

@@ -116,15 +116,17 @@ class Caller:
         self._mark(1)
         try:
             for argument in arguments:
+                # In this order: whoever gives the call up looks whether it has begun only when that is written.
+                watch.started_ms = now_ms()
                 if watch.abandoned:
                     break
-                watch.started_ms = now_ms()
                 value = function(argument)
                 values.append(value if type(value) in _PLAIN else _settled(value))
         except BaseException as error:  # noqa: BLE001  # the user's code may raise anything; see the module
             returned.failure = describe(error)
-        self._mark(-1)
-        watch.started_ms = None
+        finally:
+            self._mark(-1)
+            watch.started_ms = None
         return returned
 
     async def _run_async(self, hook: BoundHook, arguments: Sequence[Any], shard: str) -> Returned:

@@ -69,20 +69,32 @@ class Deadlines:
         return max((now_ms - each for each in started if each is not None), default=0)
 
     async def run(self) -> None:
-        """Look after deadlines until cancelled; return at once when there is none."""
+        """Look after deadlines until cancelled; return at once when there is none.
+
+        With the end of it asynchronous calls end too, also those that hold on when their batch is cancelled: nobody
+        would cancel them any more.
+        """
         if self.seconds is None:
             return
-        while True:
-            self._forget_ended()
-            if not self._watches:
-                self._come.clear()
-                await self._come.wait()
-                continue
-            overdue = [watch for watch in self._watches if self._left(watch, self.seconds) <= 0]
-            for watch in overdue:
-                self._see_to(watch)
-            # Calls that begin meanwhile are due later than the first of those that run.
-            await self._clock.sleep(min(self._left(watch, self.seconds) for watch in self._watches))
+        try:
+            while True:
+                await self._look(self.seconds)
+        finally:
+            for watch in self._watches:
+                _expire(watch)
+
+    async def _look(self, seconds: float) -> None:
+        self._forget_ended()
+        if not self._watches:
+            self._come.clear()
+            await self._come.wait()
+            return
+        overdue = [watch for watch in self._watches if self._left(watch, seconds) <= 0]
+        for watch in overdue:
+            self._see_to(watch)
+        # Calls that begin meanwhile are due later than the first of those that run, and never later than this, however
+        # far the clock was set back since.
+        await self._clock.sleep(min(seconds, *(self._left(watch, seconds) for watch in self._watches)))
 
     def _forget_ended(self) -> None:
         self._watches -= {watch for watch in self._watches if watch.abandoned and watch.started_ms is None}
@@ -98,9 +110,7 @@ class Deadlines:
     def _see_to(self, watch: Watch) -> None:
         """Cancel an asynchronous call; tell of one that cannot be stopped, or does not let itself be cancelled."""
         watch.told_ms = self._clock.now_ms()
-        if watch.limit is not None and not watch.expired:
-            watch.expired = True
-            watch.limit.reschedule(asyncio.get_running_loop().time())
+        if _expire(watch):
             return
         log.warning(
             "handler.slow",
@@ -111,6 +121,15 @@ class Deadlines:
             did="The call cannot be stopped; it is waited for.",
             advice="Give the handler's own calls time-outs.",
         )
+
+
+def _expire(watch: Watch) -> bool:
+    """Cancel an asynchronous call, once."""
+    if watch.limit is None or watch.expired:
+        return False
+    watch.expired = True
+    watch.limit.reschedule(asyncio.get_running_loop().time())
+    return True
 
 
 def _running(watch: Watch, now_ms: int) -> float:

@@ -211,13 +211,13 @@ def describe(error: BaseException) -> Failure:
     """Return an error of the user's code as text: its own frames only, bounded, whatever its ``str`` does."""
     try:
         message = str(error)
-    except Exception:  # noqa: BLE001  # the user's exception may fail to print itself
+    except BaseException:  # noqa: BLE001  # the user's exception may fail to print itself, in any way
         message = "(its message cannot be printed)"
     name = type(error).__qualname__
     try:
         lines = traceback.format_exception(type(error), error, _users_part(error.__traceback__))
         text = "".join(lines)
-    except Exception:  # noqa: BLE001  # see above; the name is better than nothing
+    except BaseException:  # noqa: BLE001  # see above; the name is better than nothing
         text = f"{name}: {message}\n"
     if len(text) > _TRACEBACK_LIMIT:
         half = _TRACEBACK_LIMIT // 2

@@ -223,12 +223,10 @@ class InlineRuntime:
             opened.close()
         self._shard_threads.release(shard_id)
 
-    async def settled(self, shard_id: str) -> None:
-        """Return when nothing runs on, on a thread, of a batch of the shard that was given up: its line is free then."""
+    def threads(self, shard_id: str) -> tuple[WorkerThread, ...]:
+        """Return the threads that a batch of a shard is worked on by, if it is open."""
         opened = self._shards.get(shard_id)
-        async with asyncio.TaskGroup() as group:
-            for thread in self._threads if opened is None else opened.tools.threads:
-                group.create_task(thread.run(lambda: None))
+        return () if opened is None else tuple(opened.tools.threads)
 
     @property
     def trouble(self) -> str | None:
@@ -240,7 +238,7 @@ class InlineRuntime:
         await self._ready().caller.deadlines.run()
 
     def running_ms(self) -> int:
-        """Return how long the longest synchronous call has run that somebody waits for; from any thread."""
+        """Return how long the longest synchronous call has run; from any thread."""
         return self._ready().caller.deadlines.running_ms()
 
     async def close(self) -> None:

@@ -28,6 +28,7 @@ class WorkerThread:
     def __init__(self, name: str) -> None:
         """Prepare; the thread starts with ``start``."""
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._finished: asyncio.Future[None] | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
 
     def start(self) -> None:
@@ -50,7 +51,15 @@ class WorkerThread:
         future: asyncio.Future[None] = loop.create_future()
         self._jobs.put((lambda: None, loop, future))
         self._jobs.put(None)
+        self._finished = future
         return future
+
+    async def settled(self) -> None:
+        """Return when all that is queued now has run, also once it is to ``finish``."""
+        if self._finished is None:
+            await self.run(lambda: None)
+        else:
+            await asyncio.wait({self._finished})
 
     async def close(self, seconds: float) -> bool:
         """Stop the thread after what is queued; return whether it has stopped within ``seconds``."""

@@ -33,8 +33,12 @@ __all__ = ["BatchWork", "Tools", "lane_of"]
 
 log = structlog.get_logger("mldserver")
 
-_SMALL_BYTES: Final = 1024 * 1024
-"""A line that is decoded in a millisecond or less: not worth a hop to another thread, which decodes it in one go too."""
+_QUICKLY_DECODED: Final = 1024 * 1024
+"""Bytes of a line that is decoded in a millisecond: a hop to another thread would gain nothing, as decoding does not let
+go of the interpreter there either."""
+
+_FEW_ROWS: Final = 64 * 1024
+"""Bytes of a line whose rows are built in a fraction of a millisecond, unless each record has many."""
 
 
 class _Halted(Exception):
@@ -114,7 +118,7 @@ class BatchWork:
         return step
 
     async def _run_async(self) -> None:
-        await self._near(self._take_line)
+        await self._near(self._take_line, _QUICKLY_DECODED)
         if len(self.lanes) == 1:
             await self.lanes[0].run_async(self._near)
         else:
@@ -130,9 +134,9 @@ class BatchWork:
         except* _Halted:
             pass  # the lane's plan says why
 
-    async def _near(self, function: Callable[[], None]) -> None:
-        """Run something whose time grows with the batch where it holds up nobody."""
-        if len(self.delivery.line) <= _SMALL_BYTES:
+    async def _near(self, function: Callable[[], None], up_to: int = _FEW_ROWS) -> None:
+        """Run something whose time grows with the batch: on the loop for lines of so many bytes, else on a thread."""
+        if len(self.delivery.line) <= up_to:
             function()
         else:
             await self.tools.threads[0].run(function)

@@ -63,11 +63,11 @@ class EarlyAnswers:
             for one in tuple(self._owing):
                 if self._left(one, deadline) <= 0:
                     one.answer_early()
-            # Sleeps through all that are done in time; what comes meanwhile is due later than what is there.
+            # Sleeps through all that are done in time; what comes meanwhile is due later than what is there, and never
+            # later than this, however far the clock was set back since.
             lefts = [self._left(one, deadline) for one in self._owing]
-            await self._clock.sleep(
-                min(left if left > 0 else min(_AGAIN_SECONDS, deadline) for left in lefts)
-            )
+            again = min(_AGAIN_SECONDS, deadline)
+            await self._clock.sleep(min(deadline, *(left if left > 0 else again for left in lefts)))
 
     def _left(self, one: Answerable, deadline: float) -> float:
         since_ms = one.since_ms

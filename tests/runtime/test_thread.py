@@ -116,3 +116,27 @@ def test_a_job_that_ends_after_its_loop_was_closed_harms_nobody() -> None:
     go.set()
     assert asyncio.run(worker.run(lambda: "alive")) == "alive"
     assert asyncio.run(worker.close(5))
+
+
+@pytest.mark.parametrize("finishing", [False, True])
+async def test_it_is_settled_when_what_was_queued_has_run_also_when_it_is_to_finish(
+    thread: Any, finishing: bool
+) -> None:
+    begun, go, ran = threading.Event(), threading.Event(), []
+
+    def job() -> None:
+        begun.set()
+        go.wait()
+        ran.append(1)
+
+    running = asyncio.create_task(thread.run(job))
+    await asyncio.to_thread(begun.wait)
+    if finishing:
+        thread.finish()
+    settled = asyncio.create_task(thread.settled())
+    await asyncio.sleep(0)
+    assert not settled.done()
+    go.set()
+    await settled
+    assert ran == [1]
+    await running

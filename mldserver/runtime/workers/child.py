@@ -18,6 +18,7 @@ import sys
 import traceback
 from asyncio import FIRST_COMPLETED
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -36,7 +37,7 @@ from mldserver.runtime.inspection import load_spec
 from mldserver.runtime.workers import wire
 from mldserver.runtime.workers.answers import done_of
 from mldserver.runtime.workers.channel import Channel
-from mldserver.runtime.workers.memory import Mark, mapped, rows_bytes, rows_file
+from mldserver.runtime.workers.memory import Mark, made, mapped, rows_bytes, rows_file
 from mldserver.runtime.workers.pulse import Pulse
 from mldserver.runtime.workers.telling import telling_through
 
@@ -190,11 +191,13 @@ class Child:
             condemned=message.condemned,
             redriven=message.redriven,
         )
+        threads = self._ready().threads(message.shard)
         try:
             return await _answer_of(message.id, await self._ready().process(delivery))
         except asyncio.CancelledError:
             # The answer gives the line's room back, which a thread may still read.
-            await self._ready().settled(message.shard)
+            for thread in threads:
+                await thread.settled()
             raise
 
     async def _notify(self, message: wire.HookMessage) -> _Answer:
@@ -212,15 +215,21 @@ class Child:
 
 async def _answer_of(request: int, outcome: BatchOutcome) -> _Answer:
     """Return what became of a batch as a message."""
-    rows, inline, file, size = outcome.rows, None, None, 0
-    if rows is not None and rows.nbytes <= INLINE_ROWS:
+    rows = outcome.rows
+    if rows is None:
+        return _Answer(done_of(request, outcome, rows=None, rows_bytes=0))
+    if rows.nbytes <= INLINE_ROWS:
         inline = rows_bytes(rows)
-        size = len(inline)
-    elif rows is not None:
-        file, size = (
-            rows_file(rows) if rows.nbytes <= NEAR_BYTES else await asyncio.to_thread(rows_file, rows)
-        )
-    return _Answer(done_of(request, outcome, rows=inline, rows_bytes=size), file)
+        return _Answer(done_of(request, outcome, rows=inline, rows_bytes=len(inline)))
+    if rows.nbytes <= NEAR_BYTES:
+        file, size = rows_file(rows)
+    else:
+        file, size = await made(partial(rows_file, rows), _close_rows)
+    return _Answer(done_of(request, outcome, rows=None, rows_bytes=size), file)
+
+
+def _close_rows(file_and_size: tuple[int, int]) -> None:
+    os.close(file_and_size[0])
 
 
 def loaded(spec: HandlerSpec) -> wire.Loaded:

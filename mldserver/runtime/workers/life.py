@@ -1,6 +1,6 @@
 """When a worker is replaced, and how soon: a pure core. Times are milliseconds of any clock that does not run back.
 
-Lives that come to nothing are counted. The numbers are those of Couchbase Eventing's supervisors: the count halves
+Lives that come to nothing are counted, and apart from them those that end too soon. The numbers are those of Couchbase Eventing's supervisors: the count halves
 every 30 s, and above five there is a pause of 15 s.
 """
 
@@ -39,17 +39,16 @@ class Deaths:
     _lately: float = 0.0
     _lately_at_ms: int = 0
 
-    def died(self, now_ms: int, *, useful: bool, searched: bool = False) -> int:
+    def died(self, now_ms: int, *, useful: bool, meant: bool = False) -> int:
         """Count a death; return how long the next life must wait.
 
-        ``useful``: a batch was done. ``searched``: it died in the search for a record that ends it, which is progress.
+        ``useful``: a batch was done, or a record is looked for that ends it. ``meant``: that is why it died, or it was
+        replaced between batches.
         """
-        if searched:
-            self.worked()
-            return 0
         if useful:
             # Another life will do some work too: to wait would only cost time.
-            self._lately, self._lately_at_ms = self.lately(now_ms) + 1, now_ms
+            if not meant:
+                self._lately, self._lately_at_ms = self.lately(now_ms) + 1, now_ms
             self.worked()
             return 0
         self.useless += 1
@@ -79,7 +78,7 @@ class Deaths:
         return self.lately(now_ms) > self.rules.pause_above
 
     def _decayed(self, count: float, ms: int) -> float:
-        return float(count * 0.5 ** (ms / self.rules.half_life_ms))
+        return float(count * 0.5 ** (max(0, ms) / self.rules.half_life_ms))
 
     @property
     def failed(self) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from mldserver.runtime.workers.memory import line_file
+from mldserver.runtime.workers.memory import line_file, made
 from mldserver.runtime.workers.wire import Place
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ class Held:
         """Let go of the file, if there is one: beside the loop, as freeing 200 MB takes the kernel 25 ms."""
         file, self._file = self._file, None
         if file is not None:
-            await asyncio.to_thread(os.close, file)
+            # Not waited for: nobody needs to know when, and a cancellation must not keep it open.
+            asyncio.get_running_loop().run_in_executor(None, os.close, file)
 
     async def lay(self, process: WorkerProcess) -> tuple[Place, tuple[int, ...], int | None]:
         """Put the line where the process can read it; return where, the files to send, and its offset in the arena.
@@ -54,5 +56,5 @@ class Held:
             offset = await process.put(self._line)
             return Place(self._length, offset=offset), (), offset
         if self._file is None:
-            self._file = await asyncio.to_thread(line_file, self._line)
+            self._file = await made(partial(line_file, self._line), os.close)
         return Place(self._length), (self._file,), None

@@ -6,13 +6,14 @@ socket 130, a fresh file in memory 90, most of it for pages that are touched for
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import mmap
 import os
 import struct
 import threading
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import pyarrow as pa
 
@@ -29,11 +30,14 @@ __all__ = [
     "Mark",
     "SharedArena",
     "line_file",
+    "made",
     "mapped",
     "rows_bytes",
     "rows_file",
     "rows_from",
 ]
+
+_T = TypeVar("_T")
 
 Descriptors = list[int]
 """Open files that came with a message; whoever takes the message closes them."""
@@ -110,6 +114,16 @@ class SharedArena:
         self._view.release()
         self._map.close()
         os.close(self.fd)
+
+
+async def made(make: Callable[[], _T], close: Callable[[_T], None]) -> _T:
+    """Return what ``make`` makes in another thread; when the caller is cancelled meanwhile, it is closed once it is there."""
+    making = asyncio.get_running_loop().run_in_executor(None, make)
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(lambda done: None if done.exception() else close(done.result()))
+        raise
 
 
 def line_file(line: Line) -> int:

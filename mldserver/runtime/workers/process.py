@@ -287,7 +287,9 @@ class WorkerProcess:
         try:
             return await future
         except asyncio.CancelledError:
-            if self._channel is not None:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                _close(future.result().files)  # the answer came in the same moment
+            elif self._channel is not None:
                 self._channel.send(wire.encode(wire.Cancel(request)))
             raise
 

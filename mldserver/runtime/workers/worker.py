@@ -124,14 +124,19 @@ class Worker:
     async def _mourn(self, process: WorkerProcess, cause: Cause | None, stacks: str) -> None:
         was_failed = self.failed
         self.suspects = set(process.lost)
-        delay_ms = self._deaths.died(self._clock.now_ms(), useful=bool(process.done), searched=self.searching)
+        replaced = cause is Cause.GROWN and not process.lost
+        delay_ms = self._deaths.died(
+            self._clock.now_ms(),
+            useful=bool(process.done) or self.searching,
+            meant=replaced or self.searching,
+        )
         told: dict[str, Any] = {
             "worker": self.number,
             "pid": process.pid,
             "reason": str(cause) if cause else await process.ending(),
             "delay_seconds": delay_ms / 1000,
         }
-        if cause is Cause.GROWN and not process.lost:
+        if replaced:
             told["bytes"] = process.beat.resident_bytes if process.beat else None
             log.warning("worker.replaced", limit_bytes=self._limits.memory_bytes, **told)
         else:

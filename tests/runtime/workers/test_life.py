@@ -38,9 +38,9 @@ def test_a_worker_that_dies_often_is_restless_whatever_it_does_in_between() -> N
     assert not deaths.restless(30_005)
 
 
-def test_deaths_in_the_search_for_a_record_count_for_nothing() -> None:
+def test_deaths_that_are_meant_count_for_nothing() -> None:
     deaths = Deaths()
-    assert {deaths.died(now, useful=False, searched=True) for now in range(100)} == {0}
+    assert {deaths.died(now, useful=True, meant=True) for now in range(100)} == {0}
     assert (deaths.failed, deaths.restless(100)) == (False, False)
 
 

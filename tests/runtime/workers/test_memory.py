@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,11 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mldserver.runtime.workers.lines import Held
 from mldserver.runtime.workers.memory import (
     CHUNK_BYTES,
     Mark,
     SharedArena,
     line_file,
+    made,
     mapped,
     rows_bytes,
     rows_file,
@@ -108,3 +112,46 @@ def test_rows_come_back_from_a_message() -> None:
 def test_what_is_no_arrow_stream_is_refused() -> None:
     with pytest.raises(pa.ArrowInvalid):
         rows_from(b"not arrow at all")
+
+
+async def test_a_file_that_is_made_when_nobody_waits_for_it_any_more_is_closed() -> None:
+    go, closed = threading.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def make() -> int:
+        go.wait()
+        return line_file(b"x")
+
+    def close(file: int) -> None:
+        os.close(file)
+        loop.call_soon_threadsafe(closed.set)
+
+    before = descriptors()
+    making = asyncio.create_task(made(make, close))
+    await asyncio.sleep(0)
+    making.cancel()
+    await asyncio.wait({making})
+    assert making.cancelled()
+    go.set()
+    await closed.wait()
+    assert descriptors() == before
+
+
+async def test_what_is_made_comes_back_and_so_does_why_it_cannot_be() -> None:
+    assert await made(lambda: 7, print) == 7
+    with pytest.raises(ZeroDivisionError):
+        await made(lambda: 1 // 0, print)
+
+
+async def test_a_long_lines_file_is_closed_however_busy_other_threads_are_and_nobody_waits_for_that() -> None:
+    go = threading.Event()
+    executor = ThreadPoolExecutor(1)
+    asyncio.get_running_loop().set_default_executor(executor)
+    before = descriptors()
+    async with Held(bytearray(b"x" * 100)) as held:
+        held._file = line_file(b"x")
+        executor.submit(go.wait)
+    assert descriptors() == before + 1
+    go.set()
+    await asyncio.to_thread(int)
+    assert descriptors() == before

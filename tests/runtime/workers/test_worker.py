@@ -158,6 +158,15 @@ async def test_one_that_shrinks_again_before_it_is_replaced_goes_on(
     assert named(logged, "worker.replaced") == []
 
 
+async def test_replacements_between_batches_are_no_deaths(stage: Stage) -> None:
+    for _ in range(10):
+        stage.process.done = 1
+        stage.process.beat = Beat(0, 0, 120)
+        await stage.later()
+    assert len(stage.processes) > 10
+    assert not stage.worker.restless
+
+
 async def test_one_that_grows_on_while_it_finishes_is_killed(
     stage: Stage, logged: list[dict[str, Any]]
 ) -> None:

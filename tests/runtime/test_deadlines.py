@@ -1,0 +1,108 @@
+"""One watch for all calls: late ones are told or cancelled, whatever the clock does, and nobody is forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from mldserver.runtime.calls import BoundHook, Caller
+from mldserver.runtime.deadlines import Deadlines, Watch
+from mldserver.runtime.failure import describe
+from mldserver.runtime.thread import WorkerThread
+from mldserver.testing.clock import VirtualClock
+
+
+class Bench:
+    def __init__(self, clock: Any, seconds: float | None = 10.0) -> None:
+        self.clock = clock
+        self.deadlines = Deadlines(handler="mine", clock=clock, seconds=seconds)
+        self.caller = Caller(thread=WorkerThread("unused"), deadlines=self.deadlines, clock=clock)
+
+    async def call(self, function: Any) -> Any:
+        return await self.caller.run(BoundHook("hook", function, is_async=True), [None], shard="s")
+
+
+async def holds_on(_: Any) -> None:
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await asyncio.Event().wait()
+
+
+async def test_with_the_end_of_the_watch_calls_end_that_hold_on_when_they_are_cancelled() -> None:
+    bench = Bench(VirtualClock())
+    watching = asyncio.create_task(bench.deadlines.run())
+    calling = asyncio.create_task(bench.call(holds_on))
+    await bench.clock.advance(0)
+    calling.cancel()
+    await bench.clock.advance(0)
+    assert not calling.done()
+    watching.cancel()
+    await asyncio.wait({calling}, timeout=5)
+    assert calling.cancelled()
+
+
+async def test_a_clock_that_is_set_back_does_not_keep_later_calls_from_their_deadline() -> None:
+    bench = Bench(VirtualClock())
+    watching = asyncio.create_task(bench.deadlines.run())
+    await bench.clock.advance(10_000)
+    first = asyncio.create_task(bench.call(holds_on))
+    await bench.clock.advance(1)
+    slept: list[float] = []
+    sleep = bench.clock.sleep
+
+    async def noted(seconds: float) -> None:
+        slept.append(seconds)
+        await sleep(seconds)
+
+    bench.clock.sleep = noted
+    now_ms = bench.clock.now_ms
+    bench.clock.now_ms = lambda: now_ms() - 3_600_000
+    await bench.clock.advance(9)
+    assert slept == [10.0]
+    watching.cancel()
+    first.cancel()
+    await asyncio.wait({first, watching})
+
+
+async def test_a_call_that_is_given_up_is_watched_until_it_has_ended() -> None:
+    bench = Bench(VirtualClock())
+    watch = Watch("hook", "s")
+    bench.deadlines.begin(watch)
+    watch.started_ms = bench.clock.now_ms()
+    bench.deadlines.end(watch)
+    await bench.clock.advance(7)
+    assert bench.deadlines.running_ms() == 7000
+    watch.started_ms = None
+    assert bench.deadlines.running_ms() == 0
+    other = Watch("hook", "s", started_ms=bench.clock.now_ms())
+    bench.deadlines.begin(other)
+    bench.deadlines.end(other)
+    assert bench.deadlines._watches == {other}
+
+
+async def test_a_call_that_is_given_up_before_it_begins_does_not_begin() -> None:
+    bench = Bench(VirtualClock())
+    watch = Watch("hook", "s")
+    now_ms = bench.clock.now_ms
+
+    def given_up_meanwhile() -> int:
+        # As the event loop may do at any moment: the thread has not written yet that the call begins.
+        watch.abandoned = True
+        return now_ms()
+
+    bench.clock.now_ms = given_up_meanwhile
+    called: list[Any] = []
+    returned = bench.caller.call_sync(BoundHook("hook", called.append, is_async=False), [1], watch)
+    assert (called, returned.values, watch.started_ms) == ([], [], None)
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), GeneratorExit()])
+async def test_an_error_that_cannot_be_printed_in_any_way_is_told_by_its_name(error: BaseException) -> None:
+    class Odd(Exception):
+        def __str__(self) -> str:
+            raise error
+
+    assert describe(Odd()).error.endswith("Odd: (its message cannot be printed)")
