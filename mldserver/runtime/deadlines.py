@@ -94,7 +94,7 @@ class Deadlines:
             self._see_to(watch)
         # Calls that begin meanwhile are due later than the first of those that run, and never later than this, however
         # far the clock was set back since.
-        await self._clock.sleep(min(seconds, *(self._left(watch, seconds) for watch in self._watches)))
+        await self._clock.sleep(min([seconds, *(self._left(watch, seconds) for watch in self._watches)]))
 
     def _forget_ended(self) -> None:
         self._watches -= {watch for watch in self._watches if watch.abandoned and watch.started_ms is None}

@@ -67,7 +67,7 @@ class EarlyAnswers:
             # later than this, however far the clock was set back since.
             lefts = [self._left(one, deadline) for one in self._owing]
             again = min(_AGAIN_SECONDS, deadline)
-            await self._clock.sleep(min(deadline, *(left if left > 0 else again for left in lefts)))
+            await self._clock.sleep(min([deadline, *(left if left > 0 else again for left in lefts)]))
 
     def _left(self, one: Answerable, deadline: float) -> float:
         since_ms = one.since_ms
