@@ -154,7 +154,8 @@ class Child:
                 self._begin(group, message.id, self._ready().forget(message.shard))
             case wire.Cancel():
                 if (task := self._tasks.get(message.id)) is not None:
-                    task.cancel()
+                    # Behind its first step, however soon this comes: without that it would end without an answer.
+                    asyncio.get_running_loop().call_soon(task.cancel)
             case wire.Start():
                 raise wire.WireError("a second Start")
 

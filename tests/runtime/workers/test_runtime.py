@@ -6,6 +6,8 @@ import asyncio
 import base64
 import contextlib
 import json
+import os
+import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -169,3 +171,23 @@ async def test_a_line_keeps_its_room_until_no_thread_reads_it_any_more_though_it
         assert len(process._held) == 1
         (tmp_path / "go").touch()
         await until(lambda: not process._held)
+
+
+@pytest.mark.usefixtures("logged")
+async def test_what_is_given_up_before_the_worker_has_heard_of_it_is_answered_all_the_same(
+    runtime_of: Callable[..., WorkerRuntime],
+) -> None:
+    async with running(runtime_of("async def process_record(record): ...\n")) as runtime, asyncio.timeout(60):
+        shards = [str(number) for number in range(20)]
+        for shard in shards:
+            await runtime.open(Shard(shard))
+        process = await runtime._workers[0].process()
+        os.kill(process.pid, signal.SIGSTOP)
+        given_up = [asyncio.create_task(runtime.process(delivery(shard, "x"))) for shard in shards]
+        await until(lambda: process.in_hand == len(shards))
+        for task in given_up:
+            task.cancel()
+        await asyncio.wait(given_up)
+        os.kill(process.pid, signal.SIGCONT)
+        await until(lambda: process.in_hand == 0)
+        assert (await runtime.process(delivery("0", "y"))).outline.records == 1
