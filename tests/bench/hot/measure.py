@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 from bench.hot import peers
+from bench.hot.calls import calls_of_a_batch
 from bench.hot.lines import SHAPES, Shape
 from bench.rounds import in_turn
 
@@ -223,6 +224,7 @@ def everything(*, rounds: int, share: float, large: bool, progress: Callable[[st
         told["long_line"] = await long_line(150 if large else 1)
         progress("a long line: measured")
         told["scaling"] = await scaling(4 if large else 1, rounds)
+        told["calls"] = await calls_of_a_batch()
         return told
 
     told = uvloop.run(run())

@@ -91,6 +91,14 @@ def hot_tables(measured: dict[str, Any]) -> Iterator[Table]:
             name, *(f"{sizes[count] / 2**20:.1f} MiB" if count in sizes else "" for count in counts)
         )
     yield table
+    calls = dict(measured["calls"])
+    each_ns = calls.pop("ns a call")
+    table = Table(title="Python calls for a batch of one record, inline, by part", title_justify="left")
+    for part in calls:
+        table.add_column(part, justify="right")
+    table.add_row(*(f"{number:.0f}" for number in calls.values()))
+    table.caption = f"{sum(calls.values()):.0f} in all; one that does nothing takes {each_ns:.0f} ns here"
+    yield table
     line = measured["long_line"]
     table = Table(title="A long line: the longest answer to another shard", title_justify="left")
     table.add_column("without")
