@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import Protocol
 
-__all__ = ["Clock", "SteadyClock", "SystemClock"]
+__all__ = ["Clock", "SteadyClock", "SystemClock", "steady"]
 
 
 class Clock(Protocol):
@@ -39,3 +39,8 @@ class SteadyClock(SystemClock):
     def now_ms(self) -> int:
         """Return milliseconds since that instant."""
         return time.monotonic_ns() // 1_000_000
+
+
+def steady(clock: Clock) -> Clock:
+    """Return what durations are measured by beside ``clock``: the machine's steady time, or the clock itself in tests."""
+    return SteadyClock() if isinstance(clock, SystemClock) else clock

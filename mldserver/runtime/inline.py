@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from msgspec import structs
 
+from mldserver.clock import steady
 from mldserver.errors import HandlerHalted, HandlerInvalid, InternalError
 from mldserver.kclpy.processor import Processor
 from mldserver.protocol.batches import BatchDecoder
@@ -115,11 +116,12 @@ class InlineRuntime:
         spec = self._handler
         if isinstance(spec, str):
             spec = await self._thread.run(partial(load_spec, spec))
-        deadlines = Deadlines(handler=spec.path, clock=self._clock, seconds=self._deadline)
+        clock = steady(self._clock)
+        deadlines = Deadlines(handler=spec.path, clock=clock, seconds=self._deadline)
         caller = Caller(
             thread=self._thread,
             deadlines=deadlines,
-            clock=self._clock,
+            clock=clock,
             interrupts=self._interrupts,
             mark=self._mark,
         )
