@@ -71,6 +71,8 @@ class Toll:
         assert death.misses < self.patience, f"{death.step} was not reached in {self.patience} stories"
         times = death.times if death.misses == 0 else 1
         # Not as a story's first: some steps are those of a server that comes after one that died.
+        while len(self.ahead) < 2:
+            self.ahead.append(Death(after_seconds=0.3))
         self.ahead.insert(2, replace(death, times=min(times, 2), misses=death.misses + 1))
 
 
