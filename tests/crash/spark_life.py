@@ -9,14 +9,16 @@ import sqlite3
 import sys
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from mldserver.faults import KILL_VARIABLE
+from mldserver.spark.process import driver_command
 
 if TYPE_CHECKING:
     from crash.lives import Plan
 
-_UNDONE = """
+_DRIVER: Final = driver_command()[-1]
+_UNDONE: Final = """
 SELECT (SELECT count(*) FROM windows WHERE state <> 'published')
      + (SELECT count(*) FROM segments WHERE revision = 0)
      + (SELECT count(*) FROM late_segments)
@@ -68,8 +70,8 @@ class SparkLife:
 
     def kill_spark(self, *, jvm: bool) -> bool:
         """Kill Spark's driver, or only its JVM; False when there is none now."""
-        # Its other children run handlers.
-        drivers = [child for child in _children(self._running.pid) if "spark" in _command(child)]
+        # Its other children run handlers. One that was forked and has not become itself yet has our server's command.
+        drivers = [child for child in _children(self._running.pid) if _DRIVER in _command(child)]
         found = [child for driver in drivers for child in _children(driver)] if jvm else drivers
         for pid in found:
             self._send(pid, signal.SIGKILL)
@@ -116,10 +118,11 @@ def _shown(value: Any) -> str:
     return f"{value * 1000:g} ms" if isinstance(value, float) else str(value)
 
 
-def _command(pid: int) -> str:
+def _command(pid: int) -> list[str]:
+    """Return a process's arguments; none once it is gone."""
     with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
-    return ""
+        return Path(f"/proc/{pid}/cmdline").read_text("utf-8", "replace").split("\0")
+    return []
 
 
 def _children(pid: int) -> list[int]:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 import mldserver
-from mldserver.errors import HandlerInvalid
 from mldserver.runtime.workers import wire
 from mldserver.runtime.workers.channel import Channel, pair
 from mldserver.runtime.workers.child import STACKS_SIGNAL
@@ -141,7 +140,7 @@ class WorkerProcess:
         return not self._gone.is_set()
 
     async def loaded(self) -> wire.Loaded:
-        """Return what it found in the handler. Raises HandlerError, and HandlerInvalid where the import ended it."""
+        """Return what it found in the handler. Raises HandlerError, and WorkerGone when it ended meanwhile."""
         async with asyncio.TaskGroup() as group:
             loaded = group.create_task(_result(self._loaded))
             ended = group.create_task(self._gone.wait())
@@ -151,11 +150,7 @@ class WorkerProcess:
         if self._loaded.done() and not self._loaded.cancelled():
             return self._loaded.result()
         await self.close()
-        raise HandlerInvalid(
-            f"Loading the handler ended its process: {await self.ending()}.",
-            advice="`mldserver check` says where.",
-            traceback=self.last_words or None,
-        )
+        raise WorkerGone(await self.ending(), alone=True)
 
     async def run(self) -> None:
         """Wait until it has ended; then every request that is unanswered raises WorkerGone."""
@@ -213,6 +208,11 @@ class WorkerProcess:
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether SIGKILL ended it: it is nothing that a handler's code does by mistake."""
+        return self._process.returncode == -signal.SIGKILL
 
     async def ending(self) -> str:
         """Return how it ended, once it has."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from mldserver.errors import HandlerError
+from mldserver.errors import HandlerError, HandlerInvalid
 from mldserver.runtime.workers.life import Deaths
 from mldserver.runtime.workers.process import WorkerGone, WorkerProcess
 
@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 __all__ = ["Spares"]
 
 log = structlog.get_logger("mldserver")
+
+_FIRST_STARTS: Final = 3
+"""Processes that may be killed in a row while the server has not begun, until that is told instead of tried again."""
+_PAUSE_MS: Final = 200
+"""At least, between a start that came to nothing and the next."""
 
 
 class Spares:
@@ -42,15 +47,31 @@ class Spares:
         return self._start.handler
 
     async def first(self) -> wire.Loaded:
-        """Start a process and return what it found in the handler. Raises HandlerError."""
-        process = await WorkerProcess.start(self._start, self._clock, again=False)
-        try:
-            loaded = await process.loaded()
-        except BaseException:
-            await process.close()
-            raise
-        self._ready.append(process)
-        return loaded
+        """Start a process and return what it found in the handler. Raises HandlerError.
+
+        A process that is killed while it loads says nothing of the handler, so that two of them may be; one that ends
+        otherwise would end so again.
+        """
+        killed = 0
+        while True:
+            process = await WorkerProcess.start(self._start, self._clock, again=False)
+            try:
+                loaded = await process.loaded()
+            except WorkerGone as gone:
+                killed += 1
+                if not process.was_killed or killed == _FIRST_STARTS:
+                    raise HandlerInvalid(
+                        f"Loading the handler ended its process: {gone.ending}.",
+                        advice="`mldserver check` says where.",
+                        traceback=process.last_words or None,
+                    ) from gone
+                await self._pause(gone)
+            except BaseException:
+                await process.close()
+                raise
+            else:
+                self._ready.append(process)
+                return loaded
 
     async def take(self) -> WorkerProcess:
         """Return a process that has loaded the handler."""
@@ -97,11 +118,9 @@ class Spares:
             process = await WorkerProcess.start(self._start, self._clock)
             await process.loaded()
         except (OSError, HandlerError, WorkerGone) as error:
-            delay_ms = self._deaths.died(self._clock.now_ms(), useful=False)
-            log.error("worker.not_started", what=str(error), delay_seconds=max(200, delay_ms) / 1000)
             if process is not None:
                 await process.close()
-            await self._clock.sleep(max(200, delay_ms) / 1000)
+            await self._pause(error)
             return None
         except BaseException:
             if process is not None:
@@ -109,6 +128,17 @@ class Spares:
             raise
         self._deaths.worked()
         return process
+
+    async def _pause(self, error: Exception) -> None:
+        """Say why a process did not start, and wait before the next."""
+        delay_seconds = max(_PAUSE_MS, self._deaths.died(self._clock.now_ms(), useful=False)) / 1000
+        what = (
+            f"Loading the handler ended its process: {error}."
+            if isinstance(error, WorkerGone)
+            else str(error)
+        )
+        log.error("worker.not_started", what=what, delay_seconds=delay_seconds)
+        await self._clock.sleep(delay_seconds)
 
     async def close(self) -> None:
         """End what is ready."""

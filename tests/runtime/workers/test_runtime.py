@@ -102,6 +102,38 @@ async def test_a_handler_whose_import_ends_the_process_is_told_with_its_last_wor
     assert caught.value.where["traceback"] == "no licence"
 
 
+async def test_a_first_process_that_is_killed_while_it_loads_is_started_again(
+    runtime_of: Callable[[str], WorkerRuntime], logged: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    runtime = runtime_of(killed_while_it_loads(times=2, counter=tmp_path / "starts"))
+    assert list((await runtime.load()).hooks) == ["process_record"]
+    await runtime.close()
+    failed = [
+        (each["what"], each["delay_seconds"]) for each in logged if each["event"] == "worker.not_started"
+    ]
+    assert failed == [("Loading the handler ended its process: killed by signal 9 (SIGKILL).", 0.2)] * 2
+
+
+@pytest.mark.usefixtures("logged")
+async def test_a_first_process_that_is_killed_again_and_again_ends_the_start(
+    runtime_of: Callable[[str], WorkerRuntime], tmp_path: Path
+) -> None:
+    runtime = runtime_of(killed_while_it_loads(times=3, counter=tmp_path / "starts"))
+    with pytest.raises(HandlerInvalid, match="ended its process: killed by signal 9"):
+        await runtime.load()
+
+
+def killed_while_it_loads(*, times: int, counter: Path) -> str:
+    return f"""
+import os, pathlib, signal
+starts = pathlib.Path({str(counter)!r})
+count = len(starts.read_text()) if starts.exists() else 0
+starts.write_text("x" * (count + 1))
+if count < {times}: os.kill(os.getpid(), signal.SIGKILL)
+def process_record(record): ...
+"""
+
+
 @pytest.mark.usefixtures("logged")
 async def test_a_shard_that_is_not_open_is_a_bug_of_the_caller(
     runtime_of: Callable[[str], WorkerRuntime],
