@@ -1,8 +1,8 @@
-"""Which shards are held back when disk runs short. A synchronous core.
+"""Which shards are held back when memory or disk runs short. A synchronous core.
 
 A shard is held by delaying its status: the daemon sends no more of it, renews its lease meanwhile, and nothing is
 lost. Held are the shards ahead of the watermark, since their rows are needed last; the shard that holds the watermark
-never is, or the windows that would free the disk could never close.
+goes on, or the windows that would free the disk could never close. All are where going on would free nothing (``holding.py``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Holds shards back while memory or disk is short: the answers to their daemons wait.
 
-Memory is freed by the flush that is asked for at the same time, whoever holds the watermark: everyone waits for it.
+Memory is freed by the flush that is asked for at the same time. As it runs short those wait that are ahead of the
+watermark, while whoever holds it goes on; that one waits only where even its rows alone come faster than they can be
+written, or cannot be written at all: then nothing else would bound them.
 
 Disk is freed by windows. While one is being computed, or what is there belongs to none that is open, nobody's progress
 frees anything, and everyone waits. Else it takes the watermark to close the next one: whoever holds it goes on, and those
@@ -10,7 +12,7 @@ ahead of it wait.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["Holding"]
 
 log = structlog.get_logger("mldserver")
+
+_SHORT: Final = 0.75
+"""The share of the memory from which on those wait that are ahead; the rest is for whoever holds the watermark."""
 
 
 class Holding:
@@ -61,18 +66,16 @@ class Holding:
 
     def weigh(self) -> None:
         """Decide anew who waits."""
-        budget = self._rules.segment_bytes
-        if self._buffer.bytes <= self._rules.buffer_bytes and self.segment_bytes <= budget:
-            self._held = (
-                frozenset()
-            )  # asked with every batch: it must not take longer the more shards there are
+        # Asked with every batch: while there is room it must not take longer the more shards there are.
+        memory, most = self._buffer.bytes, self._rules.buffer_bytes
+        disk_is_full = self.segment_bytes > self._rules.segment_bytes
+        if memory <= most * _SHORT and not disk_is_full:
+            self._held = frozenset()
             return
+        in_vain = self.computing or self.settled_bytes > self._rules.segment_bytes
+        everyone = memory > most or (disk_is_full and in_vain)
         loads = [Load(node.id, self._watermark.shard_ms(node.id)) for node in self._lineage.connected()]
-        if self._buffer.bytes > self._rules.buffer_bytes:
-            self._held = frozenset(load.shard_id for load in loads)
-        else:
-            in_vain = self.computing or self.settled_bytes > budget
-            self._held = shards_to_hold(loads, holder=None if in_vain else self.holder)
+        self._held = shards_to_hold(loads, holder=None if everyone else self.holder)
 
     def is_held(self, session: ShardSession) -> bool:
         """Whether the session's shard must wait."""
@@ -82,11 +85,13 @@ class Holding:
     async def wait(self, session: ShardSession) -> None:
         """Wait while the session's shard is held back."""
         began_ms = self._clock.now_ms()
+        memory = self._buffer.bytes > self._rules.buffer_bytes * _SHORT
         log.info(
             "shard.held",
             shard=session.shard_id,
-            buffered_bytes=self._buffer.bytes,
-            budget_bytes=self._rules.buffer_bytes,
+            short_of="memory" if memory else "disk",
+            used_bytes=self._buffer.bytes if memory else self.segment_bytes,
+            budget_bytes=self._rules.buffer_bytes if memory else self._rules.segment_bytes,
         )
         async with self._changed:
             await self._changed.wait_for(lambda: not session.alive or session.shard_id not in self._held)

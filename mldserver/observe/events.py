@@ -119,7 +119,7 @@ EVENTS: Final[dict[str, EventSpec]] = {
     ),
     "shard.held": EventSpec(
         "info",
-        ("buffered_bytes", "budget_bytes", "ahead_seconds"),
+        ("short_of", "used_bytes", "budget_bytes"),
         "The shard is ahead and memory or disk is short: its answer waits.",
     ),
     "shard.released": EventSpec("info", ("seconds",), "The shard goes on."),

@@ -391,11 +391,45 @@ async def test_a_shard_that_is_ahead_is_held_back_and_released_when_there_is_roo
         await pipeline.clock.advance(40)
         assert held.done()
     assert named(logged, "shard.held")[-1]["shard"] == "far"
-    assert named(logged, "shard.held")[-1]["buffered_bytes"] > 1
+    assert named(logged, "shard.held")[-1]["short_of"] == "memory"
+    assert (
+        named(logged, "shard.held")[-1]["used_bytes"] > named(logged, "shard.held")[-1]["budget_bytes"] == 1
+    )
     assert named(logged, "shard.released")[-1]["seconds"] > 0
 
 
-async def test_the_shard_that_holds_the_watermark_is_never_held_while_flushes_work(tmp_path: Path) -> None:
+async def test_while_memory_is_short_the_shard_that_holds_the_watermark_goes_on(tmp_path: Path) -> None:
+    measured = Pipeline(tmp_path / "measured")
+    async with measured.life() as coordinator:
+        await measured.give(await measured.open("low"), [(1, 1000)])
+        one_batch = coordinator.buffer.bytes
+    pipeline = Pipeline(tmp_path / "real", rules=replace(RULES, buffer_bytes=5 * one_batch))
+    async with pipeline.life() as coordinator:
+        ahead, behind = await pipeline.open("far"), await pipeline.open("low")
+        await pipeline.give(behind, [(1, 1000)])
+        await pipeline.give(ahead, [(1, 90_000)])
+        await pipeline.cycle()
+        fail(pipeline, "write", lambda: OSError(28, "No space left"))
+        for number in (2, 3, 4):
+            await pipeline.give(ahead, [(number, 90_000 + number)])
+        # What is left of the room is for the other one.
+        stuck = asyncio.get_running_loop().create_task(pipeline.give(ahead, [(5, 90_005)]))
+        await pipeline.clock.advance(1)
+        assert not stuck.done()
+        await pipeline.give(behind, [(2, 1001)])
+        assert coordinator.status().buffered_bytes == 5 * one_batch
+        full = asyncio.get_running_loop().create_task(pipeline.give(behind, [(3, 1002)]))
+        await pipeline.clock.advance(1)
+        assert not full.done()
+        pipeline.faults.hook = None
+        await pipeline.clock.advance(40)
+        assert stuck.done()
+        assert full.done()
+
+
+async def test_while_disk_is_short_the_shard_that_holds_the_watermark_goes_on(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
     pipeline = Pipeline(tmp_path, rules=replace(RULES, segment_bytes=1, flush_bytes=1))
     async with pipeline.life():
         ahead, behind = await pipeline.open("far"), await pipeline.open("low")
@@ -417,6 +451,7 @@ async def test_the_shard_that_holds_the_watermark_is_never_held_while_flushes_wo
         await behind.end()
         await pipeline.clock.advance(5)
         assert stuck.done()
+    assert {each["short_of"] for each in named(logged, "shard.held")} == {"disk"}
 
 
 async def test_when_nothing_can_be_written_everyone_waits_and_goes_on_later(
