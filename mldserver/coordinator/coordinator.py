@@ -293,13 +293,22 @@ class Coordinator:
 
     # What sources ask.
 
+    def check(self, opening: ShardOpening) -> None:
+        """Raise GapRefused when a shard that has a live connection would start beyond its position."""
+        live = self._sessions.get(opening.shard_id)
+        if live is not None and live.alive and not self.rules.accept_gap:
+            refuse_gap(opening, live.position.durable, ended=False, accepted=False)
+
+    def abandon(self, shard_id: str) -> None:
+        """Let go of a shard that its connection has lost to one that could not open it: it is missing from now on."""
+        live = self._sessions.get(shard_id)
+        if live is not None:
+            live.disconnected()
+
     async def open_shard(self, opening: ShardOpening) -> ShardSession:
         """Take a shard in under a new epoch. Raises GapRefused when it starts beyond the ledger's position."""
-        shard_id = opening.shard_id
-        live = self._sessions.get(shard_id)
-        if live is not None and live.alive and not self.rules.accept_gap:
-            # Before the epoch is raised: a connection that is refused must not cost the live one its shard.
-            refuse_gap(opening, live.position.durable, ended=False, accepted=False)
+        # Before the epoch is raised: a connection that is refused must not cost the live one its shard.
+        self.check(opening)
         with self._fleet.opening():
             return await self._open(opening)
 
@@ -319,7 +328,7 @@ class Coordinator:
         if proved:
             await self._ledger.end_shards(frozenset(proved))
         # No await from here on: a cycle must not see the shard half taken in.
-        session = ShardSession(self, shard_id, state, parked)
+        session = ShardSession(self, shard_id, state, parked, within_aggregates=opening.within_aggregates)
         old = self._sessions.get(shard_id)
         if old is not None and old.epoch > session.epoch:
             # A newer connection of the shard was taken in meanwhile.
@@ -400,6 +409,10 @@ class Coordinator:
         if self._holding.is_held(session):
             self._wake.set()
             await self._holding.wait(session)
+
+    async def release(self) -> None:
+        """Let those go on that need not wait any more."""
+        await self._holding.release()
 
     def end(self, session: ShardSession) -> None:
         """Buffer a shard's end, so that the next flush marks it durably."""

@@ -80,7 +80,7 @@ class Holding:
     def is_held(self, session: ShardSession) -> bool:
         """Whether the session's shard must wait."""
         self.weigh()
-        return session.shard_id in self._held
+        return session.shard_id in self._held and not session.finishing
 
     async def wait(self, session: ShardSession) -> None:
         """Wait while the session's shard is held back."""
@@ -94,7 +94,9 @@ class Holding:
             budget_bytes=self._rules.buffer_bytes if memory else self._rules.segment_bytes,
         )
         async with self._changed:
-            await self._changed.wait_for(lambda: not session.alive or session.shard_id not in self._held)
+            await self._changed.wait_for(
+                lambda: not session.alive or session.finishing or session.shard_id not in self._held
+            )
         log.info("shard.released", shard=session.shard_id, seconds=(self._clock.now_ms() - began_ms) / 1000)
 
     async def release(self) -> None:

@@ -10,11 +10,17 @@ made.
 from __future__ import annotations
 
 import enum
+from collections import deque
+from itertools import islice
+from typing import Final
 
 from mldserver.errors import InternalError
 from mldserver.records import Sequence
 
 __all__ = ["ShardPosition", "Start", "judge_start"]
+
+_MOST_ENDS: Final = 1024
+"""Of batches that are remembered where aggregates must be whole; an even number."""
 
 
 class Start(enum.Enum):
@@ -53,20 +59,34 @@ def judge_start(start: Sequence | str | None, position: Sequence | None, *, ende
 class ShardPosition:
     """One shard's progress under one connection."""
 
-    __slots__ = ("accepted", "checkpointed", "claimed", "delivered", "durable")
+    __slots__ = ("_ends", "_whole", "accepted", "checkpointed", "claimed", "delivered", "durable")
 
-    def __init__(self, durable: Sequence | None) -> None:
-        """Start from the ledger's position: all before it was accepted in an earlier life."""
+    def __init__(self, durable: Sequence | None, *, within_aggregates: bool = True) -> None:
+        """Start from the ledger's position: all before it was accepted in an earlier life.
+
+        ``within_aggregates``: whether a checkpoint says how far it goes into a KPL aggregate. V1's says its sequence
+        number only, and covers all of it: there only the ends of batches are checkpointed, which no aggregate crosses.
+        """
         self.accepted = durable
         self.claimed = durable
         self.delivered: Sequence | None = None
         self.durable = durable
         self.checkpointed: Sequence | None = None
+        self._whole: Sequence | None = None
+        """The last end of a batch that was passed; all aggregates are whole there."""
+        self._ends: deque[Sequence] | None = None if within_aggregates else deque()
+        """The ends of the batches behind it."""
 
     def deliver(self, last: Sequence | None) -> None:
         """Note that the daemon delivered every record up to ``last``, perhaps again; None: an empty batch."""
-        if last is not None and (self.delivered is None or last > self.delivered):
-            self.delivered = last
+        if last is None or (self.delivered is not None and last <= self.delivered):
+            return
+        self.delivered = last
+        if self._ends is not None:
+            self._ends.append(last)
+            if len(self._ends) > _MOST_ENDS:
+                # A handler that does not checkpoint. Every other one will do; of an odd number that is the last one too.
+                self._ends = deque(islice(self._ends, 0, None, 2))
 
     def accept(self, last: Sequence | None) -> None:
         """Note that every record up to ``last`` is taken care of; None (an empty batch) changes nothing."""
@@ -99,8 +119,18 @@ class ShardPosition:
         """Return what may be checkpointed now: the durable prefix of what was delivered, unless it is stored."""
         if self.durable is None or self.delivered is None:
             return None
-        position = min(self.durable, self.delivered)
-        return None if self.checkpointed is not None and position <= self.checkpointed else position
+        position = self._rounded(min(self.durable, self.delivered))
+        if position is None or (self.checkpointed is not None and position <= self.checkpointed):
+            return None
+        return position
+
+    def _rounded(self, position: Sequence) -> Sequence | None:
+        """Return the last place up to there that may be checkpointed; None: there is none yet."""
+        if self._ends is None:
+            return position
+        while self._ends and self._ends[0] <= position:
+            self._whole = self._ends.popleft()
+        return self._whole
 
     def store(self, position: Sequence) -> None:
         """Note that the daemon stored a checkpoint. Raises InternalError when it is beyond the durable position."""

@@ -25,15 +25,23 @@ class ShardSession:
     """A ``ShardIntake``. It dies when the shard is opened again, or its owner lets go; then it does nothing."""
 
     def __init__(
-        self, coordinator: Coordinator, shard_id: str, state: ShardState, parked: Mapping[str, Sequence]
+        self,
+        coordinator: Coordinator,
+        shard_id: str,
+        state: ShardState,
+        parked: Mapping[str, Sequence],
+        *,
+        within_aggregates: bool = True,
     ) -> None:
         """Start at the ledger's position, under the epoch just raised; ``parked``: keys with dead letters."""
         self._coordinator = coordinator
         self.shard_id = shard_id
         self.epoch = state.epoch
         self.parked = parked
-        self.position = ShardPosition(state.position)
+        self.position = ShardPosition(state.position, within_aggregates=within_aggregates)
         self.alive = True
+        self.finishing = False
+        """Whether no batch follows."""
 
     @property
     def after(self) -> Sequence | None:
@@ -102,6 +110,11 @@ class ShardSession:
         if self.alive:
             await self._coordinator.flush("lease_lost")
         self.disconnected()
+
+    async def finish(self) -> None:
+        """Be held back no more: no batch follows, and what was taken is made durable by the server's last flush."""
+        self.finishing = True
+        await self._coordinator.release()
 
     def disconnected(self) -> None:
         """Let go without an ending; what is buffered is still flushed."""

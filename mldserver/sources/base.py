@@ -23,6 +23,8 @@ class ShardOpening:
     """A sequence (records after it follow), a sentinel such as ``TRIM_HORIZON``, or None when it is not known (V1)."""
     tells_lag: bool
     """Whether batches say how far behind the stream's tip they are (not in V1)."""
+    within_aggregates: bool = True
+    """Whether a checkpoint may lie between the user records of one KPL aggregate (not in V1)."""
     parents: tuple[str, ...] = ()
     """Parents, where the source knows them."""
 
@@ -79,9 +81,21 @@ class ShardIntake(Protocol):
         """The connection is gone without an ending."""
         ...
 
+    async def finish(self) -> None:
+        """The server stops, and no batch follows: be held back no more."""
+        ...
+
 
 class Intake(Protocol):
     """The coordinator, as sources see it."""
+
+    def check(self, opening: ShardOpening) -> None:
+        """Raise GapRefused where it is known already that ``open_shard`` will: nobody shall lose the shard to that."""
+        ...
+
+    def abandon(self, shard_id: str) -> None:
+        """Note that whoever took a shard from its connection could not open it: nobody has it now."""
+        ...
 
     async def open_shard(self, opening: ShardOpening) -> ShardIntake:
         """Take a shard in. Raises GapRefused when it starts beyond the ledger's position."""

@@ -89,6 +89,7 @@ class Conductor:
             self._work,
             late=self._done_late,
             failed=self._abort,
+            freed=link.processed,
             has_room=link.has_room,
             early=early,
             clock=clock,
@@ -122,8 +123,15 @@ class Conductor:
             )
 
     async def finish(self) -> None:
-        """Take no more requests; return when the one that is outstanding is answered, and no batch is under way."""
+        """Take no more requests; return when the one that is outstanding is answered, and no batch is under way.
+
+        A shard that is being opened is not waited for: nothing of it was taken. One that is held back is let go.
+        """
         self._finishing = True
+        if self._claim is not None and not self._claim.opened:
+            return
+        if self._shard is not None:
+            await self._shard.finish()
         await self._quiet.wait()
         await self._under_way.idle()
 
@@ -154,6 +162,8 @@ class Conductor:
 
     async def _take(self, message: RequestMessage) -> None:
         if self._claim is not None and not self._claim.current:
+            if isinstance(message, ProcessRecords):
+                self._link.processed(len(message.line))
             self._take_unread(message)
             return
         try:
@@ -179,20 +189,19 @@ class Conductor:
         if not self._told_taken_over:
             self._told_taken_over = True
             self._link.log.warning("shard.taken_over", peer=self._link.peer)
-        if isinstance(message, ProcessRecords):
-            self._link.processed(len(message.line))
         if message == ShardEnded() or message == Shutdown(ShutdownReason.TERMINATE):
             raise self._owned_elsewhere()
         self._link.answer()
 
     async def _open(self, message: Initialize) -> None:
         self._shard_id, self._version = message.shard_id, message.version
+        v2 = message.version is Version.V2
+        opening = ShardOpening(message.shard_id, _start(message), tells_lag=v2, within_aggregates=v2)
+        self._intake.check(opening)
         claim = self._claim = self._owners.take(message.shard_id)
         async with claim.work():
             kill_point("shard.opening")
-            self._shard = await self._intake.open_shard(
-                ShardOpening(message.shard_id, _start(message), tells_lag=message.version is Version.V2)
-            )
+            self._shard = await self._intake.open_shard(opening)
             kill_point("shard.opened")
             await self._runtime.open(Shard(message.shard_id, message.sequence_number))
             if self._shard.parked:
@@ -230,10 +239,8 @@ class Conductor:
             delivery = Delivery(
                 self._shard_id, batch.line, self._version, received_ms=batch.received_ms, after=shard.after
             )
-            try:
-                outcome = await self._runtime.process(delivery)
-            finally:
-                self._link.processed(batch.size)
+            outcome = await self._runtime.process(delivery)
+            self._under_way.free(batch)
             batch.handled = True
             kill_point("batch.handled")
             handled = self._clock.now_ms()
@@ -295,6 +302,8 @@ class Conductor:
         shard, claim = self._opened()
         await self._under_way.idle()
         async with claim.work():
+            if self._under_way.incomplete:
+                raise self._unfinished()
             await self._runtime.notify(self._shard_id, Hook.SHARD_ENDED)
             self._settled = await shard.end()
         if not self._settled:
@@ -329,10 +338,20 @@ class Conductor:
             advice="The daemon's JVM exits now; its supervisor must restart it.",
         )
 
+    def _unfinished(self) -> PeerError:
+        return PeerError(
+            f"The daemon says that shard {self._shard_id} has ended, but records of it were given up before.",
+            did="The connection was closed without a checkpoint, so that they are delivered again.",
+            advice="The daemon's JVM exits now; its supervisor must restart it.",
+        )
+
     async def _let_go(self) -> None:
         if self._claim is None:
             return
-        if self._shard is not None and not self._settled and self._claim.current:
+        if self._claim.current and self._shard is None:
+            # Whoever had the shard before lost it to this connection, which never came to have it.
+            self._intake.abandon(self._shard_id)
+        elif self._shard is not None and not self._settled and self._claim.current:
             if not self._finishing:
                 self._link.log.warning("shard.disconnected", position=_shown(self._shard.after))
             self._shard.disconnected()

@@ -5,6 +5,9 @@ takes longer than the answer deadline is answered while the work on it goes on; 
 and is answered after its own deadline. What is answered early is held in memory, within the reader's budget; nothing of
 it is checkpointed before it is durable. A shard that is *held back* for want of room is not answered early: holding the
 answer is what slows its daemon down.
+
+When the work on a batch fails, no later one is worked on: what follows a record that was not taken would be accepted, and
+the position move past it.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ class Batch(Generic[_T]):
     """Resolved when the daemon may be answered: with what the work came to, or with None when it goes on."""
     handled: bool = False
     """Whether the handler is done with it: what it still waits for is room."""
+    held: bool = True
+    """Whether its line is in memory still."""
     size: int = field(init=False)
     """Bytes of the line as it came; a runtime may empty a long one once it has passed it on."""
 
@@ -59,6 +64,7 @@ class UnderWay(Generic[_T]):
         *,
         late: Callable[[Batch[_T], _T], None],
         failed: Callable[[Exception], None],
+        freed: Callable[[int], None],
         has_room: Callable[[], bool],
         early: EarlyAnswers,
         clock: Clock,
@@ -66,12 +72,13 @@ class UnderWay(Generic[_T]):
         """``work`` does all that a batch needs and sets ``handled`` on the way.
 
         ``late`` is told what came of a batch that was answered early, ``failed`` why its work failed; of the others
-        ``submit`` returns or raises it. ``has_room``: whether more may be held in memory. ``early`` is told of each batch
-        that is owed an answer.
+        ``submit`` returns or raises it. ``freed`` is told once for each batch, however it leaves, of how many bytes its
+        line was. ``has_room``: whether more may be held in memory. ``early`` is told of each batch that is owed an answer.
         """
         self._work = work
         self._late = late
         self._failed = failed
+        self._freed = freed
         self._has_room = has_room
         self._early = early
         self._clock = clock
@@ -80,7 +87,9 @@ class UnderWay(Generic[_T]):
         self._idle = Flag()
         self._idle.set()
         self._worker: asyncio.Task[None] | None = None
-        self._dropped = False
+        self._over = False
+        self.incomplete = False
+        """Whether something of what was submitted was not taken, and will not be: none of what follows it may be."""
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -94,10 +103,11 @@ class UnderWay(Generic[_T]):
         """Work on a batch behind those before it.
 
         Returns what the work came to, or None when the daemon is to be answered while it goes on. Raises what the
-        work raises, and RuntimeError after ``drop``.
+        work raises, and RuntimeError after ``drop`` and after a failure.
         """
-        if self._dropped:
-            raise RuntimeError("batches were dropped: none may follow them")
+        if self._over:
+            self._freed(len(line))
+            raise RuntimeError("batches were given up, or have failed: none may follow them")
         batch: Batch[_T] = Batch(line, self._clock.now_ms(), asyncio.get_running_loop().create_future())
         self._batches.append(batch)
         self._idle.clear()
@@ -129,28 +139,39 @@ class UnderWay(Generic[_T]):
             batch.answer.set_result(None)
 
     async def idle(self) -> None:
-        """Return when no batch is under way."""
+        """Return when no batch is under way; ``incomplete`` says whether all were taken."""
         await self._idle.wait()
 
     async def drop(self) -> int:
         """Give up all that is under way, unaccepted; return how many batches that were. None may follow."""
-        self._dropped = True
-        dropped = len(self._batches)
         if self._worker is not None:
             self._worker.cancel()
             await asyncio.wait({self._worker})
-        for batch in self._batches:
-            batch.answer.cancel()
-        self._batches.clear()
+        return self._give_up()
+
+    def free(self, batch: Batch[_T]) -> None:
+        """Note that a batch's line is not needed any more."""
+        if batch.held:
+            batch.held = False
+            self._freed(batch.size)
+
+    def _give_up(self, error: Exception | None = None) -> int:
+        given_up, self._batches = self._batches, []
+        self._over = True
+        self.incomplete |= bool(given_up)
+        for batch in given_up:
+            self.free(batch)
+            if not batch.answered:
+                batch.answer.cancel() if error is None else batch.answer.set_exception(error)
         self._idle.set()
-        return dropped
+        return len(given_up)
 
     async def _work_on(self) -> None:
-        while True:
+        while not self._over:
             await self._come.wait()
             while self._batches:
                 await self._see_to(self._batches[0])
-                del self._batches[0]
+                del self._batches[:1]
             self._come.clear()
             self._idle.set()
 
@@ -160,9 +181,9 @@ class UnderWay(Generic[_T]):
         except Exception as error:  # noqa: BLE001  # passed on to whoever can end the connection by it
             if batch.answered:
                 self._failed(error)
-            else:
-                batch.answer.set_exception(error)
+            self._give_up(error)
         else:
+            self.free(batch)
             if batch.answered:
                 self._late(batch, result)
             else:

@@ -14,6 +14,7 @@ from mldserver.coordinator.watermark import WatermarkRules
 from mldserver.coordinator.windows import Tumbling, batch_id, batches, tumbling_id
 from mldserver.errors import GapRefused, LedgerError
 from mldserver.records import Sequence
+from mldserver.sources.base import ShardOpening
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -360,6 +361,31 @@ async def test_a_lost_lease_makes_durable_what_it_can_and_lets_go(pipeline: Pipe
         assert (await pipeline.open("a")).after == S(1)
 
 
+async def test_a_shard_that_nobody_has_any_more_is_missing(
+    pipeline: Pipeline, logged: list[dict[str, Any]]
+) -> None:
+    async with pipeline.life() as coordinator:
+        session = await pipeline.open("a")
+        coordinator.abandon("a")
+        coordinator.abandon("never seen")
+        assert not session.alive
+        await pipeline.clock.advance(60)
+        assert named(logged, "shard.missing")[0]["shard"] == "a"
+
+
+async def test_before_a_shard_is_taken_it_can_be_asked_whether_that_would_be_refused(
+    pipeline: Pipeline,
+) -> None:
+    async with pipeline.life() as coordinator:
+        coordinator.check(ShardOpening("a", S(9), tells_lag=True))
+        session = await pipeline.open("a")
+        coordinator.check(ShardOpening("a", "TRIM_HORIZON", tells_lag=True))
+        with pytest.raises(GapRefused):
+            coordinator.check(ShardOpening("a", S(9), tells_lag=True))
+        session.disconnected()
+        coordinator.check(ShardOpening("a", S(9), tells_lag=True))
+
+
 async def test_what_a_connection_left_behind_is_flushed_after_it_is_gone(pipeline: Pipeline) -> None:
     async with pipeline.life():
         session = await pipeline.open("a")
@@ -425,6 +451,19 @@ async def test_while_memory_is_short_the_shard_that_holds_the_watermark_goes_on(
         await pipeline.clock.advance(40)
         assert stuck.done()
         assert full.done()
+
+
+async def test_a_shard_that_is_held_back_is_let_go_when_the_server_stops(tmp_path: Path) -> None:
+    pipeline = Pipeline(tmp_path, rules=replace(RULES, buffer_bytes=1))
+    async with pipeline.life():
+        session = await pipeline.open("a")
+        fail(pipeline, "write", lambda: OSError(28, "No space left"))
+        held = asyncio.get_running_loop().create_task(pipeline.give(session, [(1, 1000)]))
+        await pipeline.clock.advance(10)
+        assert not held.done()
+        await session.finish()
+        await pipeline.clock.advance(1)
+        assert held.done()
 
 
 async def test_while_disk_is_short_the_shard_that_holds_the_watermark_goes_on(

@@ -172,3 +172,14 @@ def test_a_flush_without_a_checkpoint_leaves_the_position_where_it_is() -> None:
         PositionUpdate("a", 1, S(3), None, None, previous=S(3)),
         PositionUpdate("b", 1, S(4), None, None),
     )
+
+
+async def test_a_daemon_of_v1_is_asked_to_checkpoint_whole_batches_only(pipeline: Pipeline) -> None:
+    async with pipeline.life():
+        session = await pipeline.open("a", None, tells_lag=False, within_aggregates=False)
+        await give(session, [1, 2], 1)
+        await pipeline.cycle()
+        assert (session.position.durable, session.checkpoint_due()) == (S(1), None)
+        await give(session, [3], 2)
+        await pipeline.cycle()
+        assert session.checkpoint_due() == S(2)

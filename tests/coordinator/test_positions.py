@@ -58,6 +58,44 @@ def test_a_checkpoint_never_passes_what_this_connection_delivered_however_far_th
     assert place.due() == S(7)
 
 
+def whole_aggregates_only(*ends: Sequence) -> ShardPosition:
+    """Return a position to which batches with these ends were delivered, and accepted."""
+    place = ShardPosition(None, within_aggregates=False)
+    for end in ends:
+        place.deliver(end)
+        place.accept(end)
+    return place
+
+
+def test_where_a_checkpoint_covers_whole_aggregates_only_it_lies_at_the_end_of_a_batch() -> None:
+    place = whole_aggregates_only(S(5, 2), S(7), S(9, 1))
+    seen = []
+    for durable in (S(5), S(5, 2), S(6), S(7), S(9), S(9, 1)):
+        place.register(durable)
+        seen.append(place.due())
+    assert seen == [None, S(5, 2), S(5, 2), S(7), S(7), S(9, 1)]
+    place.store(S(9, 1))
+    assert place.due() is None
+
+
+def test_a_place_within_an_aggregate_is_kept_back_until_that_is_delivered_again() -> None:
+    place = ShardPosition(S(5), within_aggregates=False)
+    place.deliver(S(4))
+    assert place.due() == S(4)
+    place.deliver(S(5, 2))
+    assert place.due() == S(4)
+
+
+def test_of_very_many_batches_some_ends_are_forgotten_but_never_the_last() -> None:
+    place = whole_aggregates_only(*map(S, range(1, 4001)))
+    place.register(S(3000))
+    due = place.due()
+    assert due is not None
+    assert S(2900) < due <= S(3000)
+    place.register(S(4000))
+    assert place.due() == S(4000)
+
+
 def test_nothing_is_due_before_anything_is_durable() -> None:
     place = ShardPosition(None)
     place.accept(S(3))

@@ -42,6 +42,9 @@ class FakeRuntime:
         self.gate = asyncio.Event()
         self.gate.set()
         self.reached = asyncio.Event()
+        self.doors = asyncio.Event()
+        """Holds ``open`` until it is set."""
+        self.doors.set()
         self.failures: dict[str, Exception] = {}
         self.cancelled = 0
         self.empties = False
@@ -53,6 +56,7 @@ class FakeRuntime:
 
     async def open(self, shard: Shard) -> None:
         self.calls.append(("open", shard.id, shard.start))
+        await self.doors.wait()
         self._fail("open")
 
     async def process(self, delivery: Delivery) -> BatchOutcome:
@@ -143,6 +147,9 @@ class FakeShard:
     def disconnected(self) -> None:
         self.calls.append("disconnected")
 
+    async def finish(self) -> None:
+        self.gate.set()
+
 
 class FakeIntake:
     """Opens fake shards; ``prepare`` may change them, ``refusal`` is raised instead."""
@@ -150,7 +157,17 @@ class FakeIntake:
     def __init__(self) -> None:
         self.shards: list[FakeShard] = []
         self.refusal: Exception | None = None
+        self.known_refusal: Exception | None = None
+        """What is raised before anything is asked of the ledger."""
+        self.abandoned: list[str] = []
         self.prepare: Callable[[FakeShard], None] = lambda shard: None
+
+    def check(self, opening: ShardOpening) -> None:
+        if self.known_refusal is not None:
+            raise self.known_refusal
+
+    def abandon(self, shard_id: str) -> None:
+        self.abandoned.append(shard_id)
 
     async def open_shard(self, opening: ShardOpening) -> FakeShard:
         if self.refusal is not None:

@@ -137,6 +137,30 @@ async def test_a_shards_end_waits_for_everything(slow: Slow) -> None:
     assert slow.shard.calls == ["began", "accept", "end"]
 
 
+async def test_a_shards_end_behind_batches_that_were_given_up_is_not_checkpointed(
+    slow: Slow, logged: list[dict[str, Any]]
+) -> None:
+    await slow.process(1)
+    await slow.daemon.send(STOPPING)
+    await slow.clock.drive(slow.daemon.answered("shutdownRequested"), step=1)
+    await slow.daemon.send(END)
+    await slow.daemon.sees_the_end()
+    assert "end" not in slow.shard.calls
+    assert ("shard_ended", slow.shard.opening.shard_id) not in slow.house.runtime.calls
+    assert "were given up" in named(logged, "connection.failed")[0]["what"]
+
+
+async def test_no_batch_is_taken_behind_one_that_failed_after_its_answer(slow: Slow) -> None:
+    await slow.process(1)
+    await slow.process(2)
+    slow.house.runtime.failures["process"] = HandlerHalted("it failed for good.")
+    slow.house.runtime.gate.set()
+    await slow.daemon.sees_the_end()
+    await slow.house.empty()
+    assert [each[0] for each in slow.house.runtime.calls] == ["open", "process", "forget"]
+    assert "accept" not in slow.shard.calls
+
+
 async def test_eof_cancels_what_is_under_way(slow: Slow) -> None:
     await slow.process(1)
     await slow.daemon.close()
@@ -173,6 +197,7 @@ async def test_another_connection_that_takes_the_shard_cancels_what_is_under_way
     await slow.daemon.process(2)
     await slow.daemon.answered("processRecords")
     assert [each[0] for each in slow.house.runtime.calls] == ["open", "process", "open"]
+    assert slow.house.listener._budget.held == 0, "what was read is given back, once"
 
 
 async def test_a_stopping_server_finishes_what_is_under_way(slow: Slow) -> None:

@@ -55,6 +55,30 @@ async def test_a_request_that_comes_while_draining_is_left_for_the_next_start(ho
     assert house.runtime.calls.count(("process", "shardId-one")) == 0
 
 
+async def test_a_shard_that_is_held_back_is_not_waited_for(house: House) -> None:
+    house.intake.prepare = lambda shard: shard.gate.clear()
+    daemon = await house.connect()
+    await daemon.initialize()
+    await daemon.process(8)
+    while house.intake.shards[0].calls != ["began", "accept"]:  # noqa: ASYNC110  # a fake has no event for it
+        await asyncio.sleep(0)
+    draining = asyncio.create_task(house.listener.drain())
+    assert (await daemon.checkpointed())["sequenceNumber"] == "8"
+    await daemon.answered("processRecords")
+    await draining
+
+
+async def test_a_shard_that_is_being_opened_is_not_waited_for(house: House) -> None:
+    house.runtime.doors.clear()
+    daemon = await house.connect()
+    await daemon.send({"action": "initialize", "shardId": SHARD, "sequenceNumber": None})
+    while not house.runtime.calls:  # noqa: ASYNC110  # a fake has no event for it
+        await asyncio.sleep(0)
+    await house.listener.drain()
+    await daemon.sees_the_end()
+    assert house.intake.shards[0].calls == ["disconnected"]
+
+
 async def test_giving_up_the_drain_closes_what_is_still_busy(house: House) -> None:
     house.runtime.gate.clear()
     daemon = await house.connect()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mldserver.errors import GapRefused, LedgerError
+
 if TYPE_CHECKING:
     from tests.sources.house import House
 
@@ -47,6 +49,35 @@ async def test_taking_a_shard_over_cancels_the_earlier_connections_batch_and_ans
     assert house.runtime.cancelled == 1
     await first.answered("processRecords")
     assert house.intake.shards[0].calls == ["began"]
+    assert house.listener._budget.held == 0
+
+
+async def test_a_connection_that_is_refused_takes_the_shard_from_nobody(house: House) -> None:
+    first, second = await house.connect(), await house.connect()
+    await first.initialize()
+    house.intake.known_refusal = GapRefused("records would be skipped")
+    await second.send(
+        {"action": "initialize", "shardId": SHARD, "sequenceNumber": "9", "subSequenceNumber": 0}
+    )
+    await second.sees_the_end()
+    await first.process(1)
+    await first.checkpointed()
+    await first.answered("processRecords")
+    assert house.intake.abandoned == []
+
+
+async def test_a_shard_that_was_taken_and_cannot_be_opened_is_nobodys(house: House) -> None:
+    first, second = await house.connect(), await house.connect()
+    await first.initialize()
+    house.intake.refusal = LedgerError("the ledger is away")
+    await second.send(
+        {"action": "initialize", "shardId": SHARD, "sequenceNumber": "9", "subSequenceNumber": 0}
+    )
+    await second.sees_the_end()
+    await first.process(1)
+    await first.answered("processRecords")
+    assert house.intake.abandoned == [SHARD]
+    assert ("process", SHARD) not in house.runtime.calls
 
 
 async def test_an_end_on_a_connection_that_lost_its_shard_is_not_checkpointed(

@@ -26,6 +26,8 @@ class Bench:
         self.clock = LoopClock(loop)
         self.began_ms = self.clock.now_ms()
         self.told: list[Any] = []
+        self.begun: list[str] = []
+        self.freed: list[int] = []
         self.room = True
         self.working = 0
         self.early = EarlyAnswers(clock=self.clock, deadline_seconds=deadline)
@@ -33,6 +35,7 @@ class Bench:
             self.work,
             late=lambda batch, result: self.note("late", result),
             failed=lambda error: self.note("failed", str(error)),
+            freed=self.freed.append,
             has_room=lambda: self.room,
             early=self.early,
             clock=self.clock,
@@ -49,6 +52,7 @@ class Bench:
         self.working += 1
         try:
             text = batch.line.decode()
+            self.begun.append(text)
             handling, _, held = text.removesuffix("!").partition(",")
             await self.clock.sleep(float(handling))
             if text.endswith("!"):
@@ -138,6 +142,44 @@ def test_a_failure_is_raised_where_the_answer_is_waited_for() -> None:
 
 def test_a_failure_after_the_answer_is_told() -> None:
     assert submitted("30!") == [(20, "answer", None), (30, "failed", "30!")]
+
+
+def test_nothing_is_worked_on_behind_a_batch_that_failed() -> None:
+    async def act(bench: Bench) -> None:
+        assert not bench.under_way.incomplete
+        with pytest.raises(ValueError, match="30!"):
+            await bench.submit("30!", "0", "0")
+        await bench.under_way.idle()
+        assert bench.under_way.incomplete
+        with pytest.raises(RuntimeError, match="none may follow"):
+            await bench.submit("0")
+
+    bench = play(act)
+    assert [each[1:] for each in bench.told] == [("answer", None), ("failed", "30!")]
+    assert bench.begun == ["30!"]
+    assert sorted(bench.freed) == [1, 1, 3]
+
+
+def test_after_a_failure_nothing_is_worked_on_that_was_answered_already() -> None:
+    async def act(bench: Bench) -> None:
+        await bench.submit("50!", "0")
+        await bench.under_way.idle()
+        assert bench.under_way.incomplete
+
+    bench = play(act)
+    assert bench.begun == ["50!"]
+    assert sorted(bench.freed) == [1, 3]
+
+
+def test_each_line_is_given_back_once_however_its_batch_leaves() -> None:
+    async def act(bench: Bench) -> None:
+        await bench.submit("1", "50")
+        bench.under_way.free(bench.under_way._batches[0])
+        await bench.submit("600")
+        await bench.under_way.drop()
+        assert bench.under_way.incomplete
+
+    assert sorted(play(act).freed) == [1, 2, 3]
 
 
 def test_what_is_under_way_can_be_dropped_and_then_none_may_follow() -> None:
