@@ -172,6 +172,20 @@ async def test_each_call_has_a_deadline_of_its_own(bench: Any) -> None:
     assert (await running).failure is None
 
 
+async def test_asynchronous_calls_that_never_wait_let_the_loop_turn_between_them_when_they_take_long(
+    bench: Any,
+) -> None:
+    turned: list[int] = []
+
+    async def hook(number: int) -> Any:
+        if number == 0:
+            asyncio.get_running_loop().call_soon(turned.append, 1)
+        bench.clock._now_ns += 60_000_000  # it was busy for 60 ms
+        return (len(turned),)
+
+    assert (await bench.run(hook, range(4))).values == [(0,), (0,), (1,), (1,)]
+
+
 async def test_a_call_that_swallows_its_deadline_has_failed_all_the_same(bench: Any, logged: Any) -> None:
     gate = asyncio.Event()
 

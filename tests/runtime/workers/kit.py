@@ -1,0 +1,72 @@
+"""A runtime with worker processes that runs, batches for it, and looks at processes from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mldserver.protocol.messages import Version
+from mldserver.runtime.base import Delivery
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from mldserver.runtime.workers.runtime import WorkerRuntime
+
+__all__ = ["children", "delivery", "has_ended", "named", "running"]
+
+
+@contextlib.asynccontextmanager
+async def running(runtime: WorkerRuntime) -> AsyncIterator[WorkerRuntime]:
+    """Load the handler, and keep the workers running while the block runs."""
+    await runtime.load()
+    task = asyncio.create_task(runtime.run())
+    try:
+        yield runtime
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+        await runtime.close()
+
+
+def delivery(shard_id: str, *texts: str, key: str = "k") -> Delivery:
+    """Return a batch with a record for each text."""
+    records = [
+        {
+            "action": "record",
+            "data": base64.b64encode(text.encode()).decode(),
+            "partitionKey": key,
+            "sequenceNumber": str(number),
+            "subSequenceNumber": 0,
+            "approximateArrivalTimestamp": 1,
+        }
+        for number, text in enumerate(texts, 1)
+    ]
+    line = {"action": "processRecords", "records": records, "millisBehindLatest": 0}
+    return Delivery(shard_id, json.dumps(line).encode(), Version.V2, 9_000, None)
+
+
+def named(logged: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
+    """Return the events of these names."""
+    return [event for event in logged if event["event"] in names]
+
+
+def children(process: int) -> set[int]:
+    """Return the ids of a process's children."""
+    found: list[str] = []
+    for task in Path(f"/proc/{process}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a thread that has ended meanwhile
+            found += (task / "children").read_text().split()
+    return set(map(int, found))
+
+
+def has_ended(process: int) -> bool:
+    """Whether a process is gone, or waits for nobody but a parent that looks."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
