@@ -100,6 +100,8 @@ class MLDConnection:
         self._attempts = 0
         self._error_name = ""
         self._gone = False
+        self._begun = 0
+        """Bytes of the incomplete line when its timer was started last."""
         self._timers: set[Timer] = set()
         self._out: list[bytes] = []
         self._events: list[ev.Event] = []
@@ -149,8 +151,14 @@ class MLDConnection:
         if self._state is not State.CLOSED:
             self._step(Input.EOF)
 
-    def timer_fired(self, name: Timer) -> None:
-        """Take a time-out. One that was cancelled meanwhile is ignored: it may have been on its way."""
+    def timer_fired(self, name: Timer, *, patient: bool = True) -> None:
+        """Take a time-out. One that was cancelled meanwhile is ignored: it may have been on its way.
+
+        An incomplete line of which something came since its timer was started gets the time again, but not when the
+        shell has no patience (``patient``). So a line that stops arriving is noticed after once to twice that time,
+        without a timer for each piece of it. A peer that sends a byte each time may go on for long, with never more than
+        ``line_bytes`` in its hands; what all of them hold is the shell's to bound, which loses its patience then.
+        """
         if name not in self._timers:
             return
         self._timers.discard(name)
@@ -162,16 +170,10 @@ class MLDConnection:
             seconds = self._limits.initialize_seconds
             told = PeerTimeout(f"No initialize came within {seconds:g} seconds.", did=_CLOSED_IT)
             self._step(Input.INITIALIZE_TIMEOUT, told)
+        elif patient and self._framer.pending > self._begun:
+            self._await_rest()
         else:
-            seconds = self._limits.partial_line_seconds
-            self._step(
-                Input.PARTIAL_LINE_TIMEOUT,
-                PeerTimeout(
-                    f"A line was not complete within {seconds:g} seconds.",
-                    did=_CLOSED_IT,
-                    excerpt=excerpt(self._framer.excerpt),
-                ),
-            )
+            self._step(Input.PARTIAL_LINE_TIMEOUT, self._too_slow())
 
     def answer(self) -> None:
         """Send the one status for the outstanding request.
@@ -270,7 +272,21 @@ class MLDConnection:
                 )
             )
         elif Timer.PARTIAL_LINE not in self._timers:
-            self._start(Timer.PARTIAL_LINE, self._limits.partial_line_seconds)
+            self._await_rest()
+
+    def _await_rest(self) -> None:
+        self._begun = self._framer.pending
+        self._start(Timer.PARTIAL_LINE, self._limits.partial_line_seconds)
+
+    def _too_slow(self) -> PeerTimeout:
+        seconds = self._limits.partial_line_seconds
+        if self._framer.pending > self._begun:
+            what = (
+                f"A line was not complete within {seconds:g} seconds, while others waited for room in memory."
+            )
+        else:
+            what = f"A line was not complete, and nothing more of it came for {seconds:g} seconds."
+        return PeerTimeout(what, did=_CLOSED_IT, excerpt=excerpt(self._framer.excerpt))
 
     def _command(self, command: Input, error: MldserverError | None = None) -> None:
         self._allowed(command)

@@ -37,7 +37,7 @@ class Timer(enum.StrEnum):
     INITIALIZE = "initialize"
     """No ``initialize`` since the connection was made."""
     PARTIAL_LINE = "partial_line"
-    """An incomplete line, since its first byte."""
+    """An incomplete line: from its first byte on, and again while more of it comes."""
     CHECKPOINT_RETRY = "checkpoint_retry"
     """The pause before a checkpoint is repeated."""
     CLOSE = "close"

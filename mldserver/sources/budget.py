@@ -2,7 +2,7 @@
 
 A line may have 256 MiB, and there may be a thousand connections: a limit for each is no bound. While the sum is above
 the budget, every reader that has an incomplete line is paused, but the one whose line is oldest: it can always finish
-(its own time-out sees to that), so that there is always progress.
+(its own time-out sees to that, which is not extended while others wait), so that there is always progress.
 """
 
 from __future__ import annotations
@@ -44,6 +44,11 @@ class ReadBudget:
     def has_room(self) -> bool:
         """Whether the limit is not reached."""
         return self._held < self._limit
+
+    @property
+    def others_wait(self) -> bool:
+        """Whether readers are paused because of those that are not."""
+        return bool(self._paused)
 
     def set_partial(self, reader: Reader, size: int) -> None:
         """Note the size of a reader's incomplete line; 0: it has none."""

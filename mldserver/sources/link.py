@@ -289,7 +289,7 @@ class Link(asyncio.BufferedProtocol):
         self.close_reason = reason
         if reason is CloseReason.EOF_IN_REQUEST:
             self.log.warning("connection.failed", reason=str(reason), peer=self.peer, what=_MID_REQUEST)
-        elif cut_off:
+        elif cut_off and reason in _BY_PEER:
             what = f"The peer closed inside a line; its {cut_off} bytes were dropped."
             self.log.warning("connection.failed", reason=str(reason), peer=self.peer, what=what)
         self._closed.set()
@@ -308,10 +308,13 @@ class Link(asyncio.BufferedProtocol):
 
     def _fire(self, name: Timer) -> None:
         self._timers.pop(name, None)
-        self._core.timer_fired(name)
+        # While unread lines fill the memory, others wait for this one: then it must end in time, however it arrives.
+        self._core.timer_fired(name, patient=not self._budget.others_wait)
         self._pump()
 
 
+_BY_PEER: Final = frozenset({CloseReason.EOF, CloseReason.FINISHED})
+"""It was the peer that closed; where it was not, the line is incomplete because nobody reads on."""
 _FLAT_FIELDS: Final = frozenset(
     {"error", "what", "did", "advice", "pipeline", "shard", "excerpt", "state"}
     | {"handler", "hook", "sequence", "attempts", "traceback"}

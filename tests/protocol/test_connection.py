@@ -376,11 +376,42 @@ def test_blank_lines_end_the_wait_too() -> None:
     assert wire.happened() == [ev.StartTimer(Timer.PARTIAL_LINE, 20), ev.CancelTimer(Timer.PARTIAL_LINE)]
 
 
-def test_a_line_that_is_not_complete_in_time_ends_the_connection() -> None:
+def test_a_line_that_stops_arriving_ends_the_connection() -> None:
     wire = Wire(V2)
     wire.connection.receive_data(b'{"action":')
     wire.connection.timer_fired(Timer.PARTIAL_LINE)
-    assert wire.fails_with(PeerTimeout).where["excerpt"] == '{"action":'
+    failed = wire.fails_with(PeerTimeout)
+    assert "nothing more of it came for 20 seconds" in failed.what
+    assert failed.where["excerpt"] == '{"action":'
+
+
+def test_a_line_that_goes_on_arriving_is_waited_for_however_long_it_takes() -> None:
+    wire = Wire(V2)
+    wire.connection.receive_data(b"{")
+    wire.happened()
+    for piece in b'"action":':
+        wire.connection.receive_data(bytes([piece]))
+        assert wire.happened() == [], "a piece costs no timer"
+        wire.connection.timer_fired(Timer.PARTIAL_LINE)
+        assert wire.happened() == [ev.StartTimer(Timer.PARTIAL_LINE, 20)]
+    wire.connection.timer_fired(Timer.PARTIAL_LINE)
+    wire.fails_with(PeerTimeout)
+
+
+def test_what_came_of_an_earlier_line_does_not_count_for_the_next() -> None:
+    wire = Wire(V2)
+    wire.connection.receive_data(b" " * 30)
+    wire.connection.receive_data(b"\n{")
+    wire.connection.timer_fired(Timer.PARTIAL_LINE)
+    wire.fails_with(PeerTimeout)
+
+
+def test_a_line_that_others_wait_for_must_end_in_time_however_it_arrives() -> None:
+    wire = Wire(V2)
+    wire.connection.receive_data(b'{"action":')
+    wire.connection.receive_data(b'"')
+    wire.connection.timer_fired(Timer.PARTIAL_LINE, patient=False)
+    assert "while others waited" in wire.fails_with(PeerTimeout).what
 
 
 # EOF and our own closing.

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import pytest
 
 from mldserver.errors import HandlerHalted, ProtocolViolation
-from mldserver.protocol.events import CloseReason
+from mldserver.protocol.events import CloseReason, Timer
 from mldserver.protocol.messages import ProcessRecords
 from mldserver.records import Sequence
 from mldserver.sources.budget import ReadBudget
 from mldserver.sources.link import CheckpointOutcome, Link
 from tests.sources.house import QUICK
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 INITIALIZE = b'{"action":"initialize","shardId":"s","sequenceNumber":null,"subSequenceNumber":null}\n'
 BATCH = b'{"action":"processRecords","records":[],"millisBehindLatest":0}'
@@ -147,6 +152,39 @@ async def test_the_deadline_of_a_line_waits_while_the_budget_makes_the_peer_wait
     assert set(link._timers) == {"partial_line"}
     link.close()
     assert link._timers == {}
+
+
+async def test_a_line_that_goes_on_arriving_gets_its_time_again_but_not_while_others_wait(
+    logged: Any,
+) -> None:
+    link, _ = initialized()
+    heard(link, b"{")
+    heard(link, b" ")
+    link._fire(Timer.PARTIAL_LINE)
+    assert set(link._timers) == {"partial_line"}
+    other, _ = made()
+    link._budget = other._budget = ReadBudget(10)
+    heard(link, b" " * 8)
+    heard(other, b"{" * 2)
+    heard(link, b" ")
+    link._fire(Timer.PARTIAL_LINE)
+    assert link.close_reason is CloseReason.FAILED
+    assert not other.closed
+    link.connection_lost(None)
+    assert not other._budget.others_wait
+
+
+@pytest.mark.parametrize("ending", [Link.close, lambda link: link._fire(Timer.PARTIAL_LINE)])
+async def test_a_line_that_the_server_does_not_read_on_is_not_blamed_on_the_peer(
+    logged: Any, ending: Callable[[Link], None]
+) -> None:
+    link, _ = initialized()
+    heard(link, b'{"action"')
+    ending(link)
+    link.connection_lost(None)
+    told = [event["what"] for event in logged if event["event"] == "connection.failed"]
+    assert not [what for what in told if "The peer closed" in what]
+    assert len(told) == (link.close_reason is CloseReason.FAILED)
 
 
 async def test_a_batchs_line_counts_until_it_is_processed() -> None:
