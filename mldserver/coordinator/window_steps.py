@@ -206,8 +206,9 @@ class WindowSteps:
         else:
             await self._into_table(committed)
         kill_point("window.visible")
+        # By attempt: this may be a repetition, when the window has gone on to another server's revision.
         free = await self._ledger.published(
-            tuple(output.window_id for output in outputs), retain=self._retain
+            {each.entry.window_id: each.attempt for each in committed}, retain=self._retain
         )
         kill_point("window.published")
         # Readers of a table do not read files that a revision replaces.

@@ -43,7 +43,7 @@ from mldserver.state.dynamodb_journal import Journal
 from mldserver.state.dynamodb_table import Table, backoff_s
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Mapping
 
     from mldserver.clock import Clock
     from mldserver.records import Sequence
@@ -305,11 +305,11 @@ class DynamoLedger:
         """Make attempts' outputs count, together."""
         return await self._member(lambda draft: windows.commit(draft, commits, self._server_id))
 
-    async def published(self, window_ids: tuple[str, ...], *, retain: bool = True) -> tuple[Segment, ...]:
+    async def published(self, attempts: Mapping[str, int], *, retain: bool = True) -> tuple[Segment, ...]:
         """Note that outputs are visible; return the segments that are free to delete."""
-        now_ms = self._clock.now_ms()
+        now_ms, told = self._clock.now_ms(), dict(attempts)
         return await self._member(
-            lambda draft: windows.published(draft, window_ids, retain=retain, now_ms=now_ms)
+            lambda draft: windows.published(draft, told, self._server_id, retain=retain, now_ms=now_ms)
         )
 
     async def expire(

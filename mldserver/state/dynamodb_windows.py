@@ -11,7 +11,7 @@ from mldserver.state.ledger import WindowState
 from mldserver.state.rows import storable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from mldserver.state.dynamodb_book import Draft
     from mldserver.state.ledger import Commit, Segment, WindowEntry
@@ -111,12 +111,16 @@ def _commit(draft: Draft, told: Commit, server_id: str) -> bool:
     return True
 
 
-def published(draft: Draft, window_ids: Iterable[str], *, retain: bool, now_ms: int) -> tuple[Segment, ...]:
-    """Note that committed outputs are visible; return the segments of windows that are not retained."""
+def published(
+    draft: Draft, attempts: Mapping[str, int], server_id: str, *, retain: bool, now_ms: int
+) -> tuple[Segment, ...]:
+    """Note that outputs of this server's attempts are visible; return the segments of windows not retained."""
     free: list[Segment] = []
-    for window_id in window_ids:
+    for window_id, attempt in attempts.items():
         entry = draft.windows.get(window_id)
         if entry is None or entry.state is not WindowState.COMMITTED:
+            continue
+        if (entry.owner, entry.attempt) != (server_id, attempt):
             continue
         shown = replace(entry, state=WindowState.PUBLISHED, owner=None, staging=None, published_ms=now_ms)
         draft.windows.put(window_id, shown)

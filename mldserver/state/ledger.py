@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Protocol
 from mldserver.state.letters import LetterBook
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from mldserver.records import Sequence
     from mldserver.runtime.base import DeadLetter
 
@@ -356,11 +358,14 @@ class Ledger(LetterBook, Protocol):
         """
         ...
 
-    async def published(self, window_ids: tuple[str, ...], *, retain: bool = True) -> tuple[Segment, ...]:
+    async def published(self, attempts: Mapping[str, int], *, retain: bool = True) -> tuple[Segment, ...]:
         """Note that outputs are visible; return the segments that are now free to delete (of windows not retained).
 
-        ``retain=False``: late rows lead to no revision, so that the windows are not retained, but for those with
-        pending segments. Entries stay until they are pruned. Windows that are not COMMITTED are passed over.
+        ``attempts``: of each window the attempt whose output was made visible. Passed over are windows that are not
+        COMMITTED with that attempt, or not this server's, any more: who repeats a call whose answer was lost says
+        nothing of the revision that another server has committed meanwhile. ``retain=False``: late rows lead to no
+        revision, so that the windows are not retained, but for those with pending segments. Entries stay until they
+        are pruned.
         """
         ...
 

@@ -14,7 +14,7 @@ from mldserver.errors import InternalError
 from mldserver.state.store import SqliteStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -132,9 +132,11 @@ class SqliteLedger:
         """Make attempts' outputs count, together."""
         return await self._call(self._store.commit, commits)
 
-    async def published(self, window_ids: tuple[str, ...], *, retain: bool = True) -> tuple[Segment, ...]:
+    async def published(self, attempts: Mapping[str, int], *, retain: bool = True) -> tuple[Segment, ...]:
         """Note that outputs are visible; return the segments that are free to delete."""
-        return await self._call(self._store.published, window_ids, retain=retain, now_ms=self._clock.now_ms())
+        return await self._call(
+            self._store.published, dict(attempts), retain=retain, now_ms=self._clock.now_ms()
+        )
 
     async def expire(
         self, *, published_before_ms: int, keep_bytes: int, limit: int = 1000

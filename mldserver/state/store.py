@@ -17,7 +17,7 @@ from mldserver.state import file, flushes, members, rows, sqlite_letters, window
 from mldserver.state.faults import damaged, translate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from mldserver.records import Sequence
@@ -215,11 +215,11 @@ class SqliteStore:
             return windows.commit(db, commits, self.server_id)
 
     def published(
-        self, window_ids: tuple[str, ...], *, retain: bool = True, now_ms: int
+        self, attempts: Mapping[str, int], *, retain: bool = True, now_ms: int
     ) -> tuple[Segment, ...]:
         """Note that outputs are visible and return the segments that are now free to delete."""
         with self._serving() as db:
-            return windows.published(db, window_ids, retain=retain, now_ms=now_ms)
+            return windows.published(db, attempts, self.server_id, retain=retain, now_ms=now_ms)
 
     def expire(self, *, published_before_ms: int, keep_bytes: int, limit: int = 1000) -> tuple[Segment, ...]:
         """Stop retaining windows by age, then by size; return the segments to delete."""

@@ -8,7 +8,7 @@ from mldserver.state import rows
 
 if TYPE_CHECKING:
     import sqlite3
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from mldserver.state.ledger import Commit, Segment, WindowEntry
 
@@ -112,16 +112,17 @@ def commit(db: sqlite3.Connection, commits: Iterable[Commit], server_id: str) ->
 
 
 def published(
-    db: sqlite3.Connection, window_ids: Iterable[str], *, retain: bool, now_ms: int
+    db: sqlite3.Connection, attempts: Mapping[str, int], server_id: str, *, retain: bool, now_ms: int
 ) -> tuple[Segment, ...]:
-    """Note that committed outputs are visible; return the segments of windows that are not retained."""
+    """Note that outputs of this server's attempts are visible; return the segments of windows not retained."""
     shown = [
         window_id
-        for window_id in window_ids
+        for window_id, attempt in attempts.items()
         if db.execute(
             "UPDATE windows SET state = 'published', owner = NULL, staging = NULL, published_ms = ?,"
-            " changed = (SELECT version FROM meta) WHERE window_id = ? AND state = 'committed'",
-            (now_ms, window_id),
+            " changed = (SELECT version FROM meta)"
+            " WHERE window_id = ? AND state = 'committed' AND owner = ? AND attempt = ?",
+            (now_ms, window_id, server_id, attempt),
         ).rowcount
     ]
     if retain:

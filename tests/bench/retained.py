@@ -57,7 +57,7 @@ def _fill(windows: int, out: Path) -> None:
         store.cut(names)
         begun = store.begin_attempts(names)
         store.commit(tuple(Commit(name, begun[name], "staged", ("part-0.parquet",), 1) for name in names))
-        store.published(names, now_ms=now_ms)
+        store.published(begun, now_ms=now_ms)
     store.leave()
     store.close()
 

@@ -109,7 +109,7 @@ def test_an_idle_server_and_what_was_forgotten_are_told(
     server.sync(ServerState("one", 1, idle=True))
     server.begin_attempts(("w",))
     server.commit((Commit("w", 1, "s", (), 0),))
-    server.published(("w",), retain=False, now_ms=1)
+    server.published({"w": 1}, retain=False, now_ms=1)
     server.prune(windows_before_ms=10, shards_before_ms=0)
     text = told(capsys, "show")
     assert "windows up to 1970-01-01T00:00:05Z" in text

@@ -53,7 +53,7 @@ def server(tmp_path: Path) -> Iterator[SqliteStore]:
     store.set_aside(SET_ASIDE, "ValueError: [red]no\x1b[0m\n  at line 3")
     attempt = store.begin_attempts((PUBLISHED,))[PUBLISHED]
     store.commit((Commit(PUBLISHED, attempt, "staging/x", ("part-0.parquet",), 7),))
-    store.published((PUBLISHED,), retain=True, now_ms=3 * HOUR)
+    store.published({PUBLISHED: attempt}, retain=True, now_ms=3 * HOUR)
     store.register(Flush((), (segment(1, kind=SegmentKind.RECOMPUTE),)), now_ms=4)
     yield store
     store.close()

@@ -173,7 +173,7 @@ async def test_output_that_somebody_else_has_published_and_replaced_is_let_go(tm
     def vanish(name: str, after: bool) -> None:
         if name == "rename" and not after and not gone:
             gone.append(name)
-            pipeline.ledger.store.published((W[0],), now_ms=0)
+            pipeline.ledger.store.published({W[0]: 1}, now_ms=0)
             raise FileNotFoundError(2, "gone")
 
     pipeline.faults.hook = vanish

@@ -95,4 +95,4 @@ async def publish(writing: Writing, window_id: str, *, retain: bool = False) -> 
     """See a cut window through, without any output."""
     attempt = (await writing.ledger.begin_attempts((window_id,)))[window_id]
     await writing.ledger.commit((Commit(window_id, attempt, "s", (), 0),))
-    await writing.ledger.published((window_id,), retain=retain)
+    await writing.ledger.published({window_id: attempt}, retain=retain)

@@ -49,7 +49,7 @@ def publish(store: SqliteStore, window_id: str) -> None:
     for entry in store.cut((window_id,)):
         attempt = store.begin_attempts((entry.window_id,))[entry.window_id]
         assert store.commit((Commit(entry.window_id, attempt, "stage", ("f",), 1),)) == {entry.window_id}
-        store.published((entry.window_id,), now_ms=int(window_id.removeprefix("batch-")) * 5)
+        store.published({entry.window_id: attempt}, now_ms=int(window_id.removeprefix("batch-")) * 5)
 
 
 main()

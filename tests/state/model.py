@@ -321,9 +321,15 @@ class ModelServer:
             )
         return frozenset(each.window_id for each in done)
 
-    def published(self, window_ids: tuple[str, ...], *, retain: bool, now_ms: int) -> tuple[Segment, ...]:
+    def published(self, attempts: dict[str, int], *, retain: bool, now_ms: int) -> tuple[Segment, ...]:
         content = self.serving()
-        done = [each for each in window_ids if content.in_state(each, COMMITTED)]
+        done = [
+            each
+            for each, attempt in attempts.items()
+            if content.in_state(each, COMMITTED)
+            and content.windows[each].owner == self.server_id
+            and content.windows[each].attempt == attempt
+        ]
         for window_id in done:
             content.window(window_id, state=PUBLISHED, owner=None, staging=None, published_ms=now_ms)
         return () if retain else self.let_go(done)

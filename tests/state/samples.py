@@ -128,7 +128,7 @@ async def take_to(ledger: Ledger, state: WindowState, window_id: str = W1) -> No
         return
     assert await ledger.commit((output,)) == {window_id}
     if state is WindowState.PUBLISHED:
-        await ledger.published((window_id,))
+        await ledger.published({window_id: output.attempt})
 
 
 def play(store: SqliteStore, number: int = 0) -> Iterator[None]:
@@ -148,7 +148,7 @@ def play(store: SqliteStore, number: int = 0) -> Iterator[None]:
         yield
         store.commit((Commit(window, revision, "stage", ("f",), 1),))
         yield
-        store.published((window,), now_ms=2)
+        store.published({window: revision}, now_ms=2)
         yield
         if revision == 1:
             store.register(Flush((), (later,)), now_ms=3)

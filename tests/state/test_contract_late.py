@@ -58,7 +58,7 @@ async def test_a_published_window_is_cut_again_over_all_its_rows(ledger_factory:
         await ledger.commit((output,))
         assert await ledger.cut((W1,)) == ()
         clock.ms = 7_000
-        await ledger.published((W1,))
+        await ledger.published({W1: 1})
         again = WindowEntry(
             W1,
             WindowState.CUT,
@@ -83,7 +83,7 @@ async def test_a_published_window_is_cut_again_over_all_its_rows(ledger_factory:
         assert (adopted.segments, adopted.pending) == (again.segments, (more("r2"),))
         await ledger.commit((await attempted(ledger),))
         clock.ms = 9_000
-        await ledger.published((W1,))
+        await ledger.published({W1: 3})
         found = await entry(ledger_factory)
         assert (found.revision, found.published_ms, found.attempt) == (2, 9_000, 3)
         (third,) = await ledger.cut((W1,))
@@ -120,7 +120,7 @@ async def test_late_rows_of_a_window_that_was_set_aside_are_in_the_revision_afte
             (more("r1"),),
         )
         await ledger.commit((await attempted(ledger),))
-        await ledger.published((W1,))
+        await ledger.published({W1: 2})
         (second,) = await ledger.cut((W1,))
     assert (second.revision, second.rows_in) == (2, 10)
 
@@ -162,7 +162,7 @@ async def test_late_rows_are_refused_when_their_window_is_not_retained_or_unknow
     async with opened(ledger_factory) as (ledger, _):
         await ledger.open_shard("a")
         await bring_to(ledger, WindowState.COMMITTED, W1, "s1")
-        await ledger.published((W1,), retain=False)
+        await ledger.published({W1: 1}, retain=False)
         await bring_to(ledger, WindowState.PUBLISHED, W2, "s2")
         before = await held(ledger_factory)
         flush = Flush((move(),), (more("r1"), more("r2", W2), more("r3", W3)), (letter(1),), clock=9)
@@ -244,7 +244,7 @@ async def test_windows_with_rows_that_wait_stay_retained(ledger_factory: Factory
         await add(ledger, more("r1"), more("r3", W3))
         freed = await ledger.expire(published_before_ms=10**9, keep_bytes=0)
         assert [each.window_id for each in freed] == [W2]
-        assert await ledger.published((W3,), retain=False) == ()
+        assert await ledger.published({W3: 1}, retain=False) == ()
         windows = (await held(ledger_factory)).windows
         assert {each: windows[each].pending for each in windows} == {W1: (more("r1"),), W3: (more("r3", W3),)}
 

@@ -89,7 +89,7 @@ async def test_a_beat_returns_all_that_others_did_since_the_last(ledger_factory:
         await one.register(Flush((), (more("r1"),)))
         await beat()
         await one.commit((await attempted(one),))
-        await one.published((W1,))
+        await one.published({W1: 1})
         await beat()
         await take_to(one, WindowState.PUBLISHED)
         assert (await beat()).windows[W1].revision == 2
@@ -108,7 +108,7 @@ async def test_a_beat_does_not_miss_a_window_that_came_and_went(ledger_factory: 
     async with two(ledger_factory) as (one, other):
         await bring_to(one, WindowState.COMMITTED)
         assert set((await other.sync(ServerState("two", 1))).windows) == {W1}
-        await one.published((W1,), retain=False)
+        await one.published({W1: 1}, retain=False)
         await one.prune(windows_before_ms=clock.ms + 1, shards_before_ms=0)
         assert (await other.sync(ServerState("two", 2))).windows == {}
 
@@ -188,7 +188,7 @@ async def test_a_server_that_does_not_beat_is_buried_and_its_windows_are_adopted
         with pytest.raises(ServerBuried):
             await one.commit((output,))
         assert await other.begin_attempts((W1,)) == {W1: 2}
-        await other.published((W2,))
+        await other.published({W2: 1})
     assert (await entry(ledger_factory, W2)).state is WindowState.PUBLISHED
 
 
@@ -211,7 +211,7 @@ def writing_calls(ledger: Ledger) -> dict[str, Callable[[], Awaitable[Any]]]:
         "adopt": ledger.adopt,
         "begin_attempts": lambda: ledger.begin_attempts((W1,)),
         "commit": lambda: ledger.commit(()),
-        "published": lambda: ledger.published((BATCH,)),
+        "published": lambda: ledger.published({BATCH: 1}),
         "expire": lambda: ledger.expire(published_before_ms=10**9, keep_bytes=0),
         "late_published": lambda: ledger.late_published(("l1",)),
         "set_aside": lambda: ledger.set_aside(W1, "no"),

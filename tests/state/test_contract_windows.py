@@ -26,6 +26,7 @@ from tests.state.samples import (
     held,
     late,
     letter,
+    more,
     move,
     opened,
     seg,
@@ -163,7 +164,7 @@ async def test_windows_commit_and_are_published_together_but_for_those_that_cann
         await ledger.begin_attempts((W2,))
         assert await ledger.commit(outputs) == {W1, BATCH}
         assert await ledger.commit(()) == frozenset()
-        assert await ledger.published((W2, BATCH, "unknown", W1)) == ()
+        assert await ledger.published({W2: 1, BATCH: 1, "unknown": 1, W1: 1}) == ()
     windows = (await held(ledger_factory)).windows
     assert {each.window_id: each.state for each in windows.values()} == {
         W1: WindowState.PUBLISHED,
@@ -178,9 +179,9 @@ async def test_a_published_window_keeps_its_segments_while_it_is_retained(
     async with opened(ledger_factory) as (ledger, _):
         await bring_to(ledger, WindowState.COMMITTED)
         clock.ms = 7_000
-        assert await ledger.published((W1,)) == ()
+        assert await ledger.published({W1: 1}) == ()
         clock.ms = 8_000
-        assert await ledger.published((W1,)) == ()
+        assert await ledger.published({W1: 1}) == ()
     assert await entry(ledger_factory) == WindowEntry(
         W1,
         WindowState.PUBLISHED,
@@ -202,8 +203,8 @@ async def test_publishing_frees_the_segments_of_windows_that_are_not_to_be_retai
         await bring_to(ledger, WindowState.COMMITTED, W1, "s1")
         await bring_to(ledger, WindowState.COMMITTED, W2, "s2")
         freed = (seg("s1", revision=1), seg("s2", W2, revision=1))
-        assert await ledger.published((W1, W2), retain=False) == freed
-        assert await ledger.published((W1, W2), retain=False) == ()
+        assert await ledger.published({W1: 1, W2: 1}, retain=False) == freed
+        assert await ledger.published({W1: 1, W2: 1}, retain=False) == ()
         assert (await held(ledger_factory)).windows == {}
         # They are out of the state, and cut all the same.
         assert (await ledger.register(Flush((), (seg("s3"),)))).cut_windows == {W1}
@@ -219,8 +220,32 @@ async def test_only_what_is_committed_is_published(
         if state:
             await bring_to(ledger, state)
         before = (await held(ledger_factory)).windows
-        assert await ledger.published((W1,), retain=False) == ()
+        for attempt in (0, 1):
+            assert await ledger.published({W1: attempt}, retain=False) == ()
         assert (await held(ledger_factory)).windows == before
+
+
+async def test_who_repeats_a_publication_does_not_show_the_revision_that_another_committed_meanwhile(
+    ledger_factory: Factory,
+) -> None:
+    async with opened(ledger_factory) as (one, _), opened(ledger_factory, "two") as (two, _):
+        await bring_to(one, WindowState.PUBLISHED)
+        await one.register(Flush((), (more("r1"),)))
+        await take_to(two, WindowState.COMMITTED)
+        before = await entry(ledger_factory)
+        # The answer to the first was lost, say. Nor does the right attempt help a server that has not made it.
+        for attempt in (1, 2, 3):
+            assert await one.published({W1: attempt}, retain=False) == ()
+        assert await two.published({W1: 1}, retain=False) == ()
+        assert await entry(ledger_factory) == before
+    # Both die: the revision is there for the next to show.
+    async with opened(ledger_factory) as (one, _):
+        assert await one.bury(frozenset({"two"}), beat_before_ms=10**9) == {"two"}
+        (adopted,) = await one.adopt()
+        assert (adopted.state, adopted.revision) == (WindowState.COMMITTED, 2)
+        await one.published({W1: adopted.attempt})
+    shown = await entry(ledger_factory)
+    assert (shown.state, shown.revision) == (WindowState.PUBLISHED, 2)
 
 
 async def test_a_window_that_was_set_aside_is_run_again_on_request(ledger_factory: Factory) -> None:
@@ -247,7 +272,7 @@ async def test_pruned_windows_stay_cut_for_rows_that_still_come(ledger_factory: 
         await ledger.register(Flush((), (seg("s1"), seg("s2", W2))))
         await take_to(ledger, WindowState.COMMITTED, W2)
         clock.ms = 5_000
-        await ledger.published((W2,), retain=False)
+        await ledger.published({W2: 1}, retain=False)
         assert await ledger.prune(windows_before_ms=5_000, shards_before_ms=5_000) == 0
         assert await ledger.prune(windows_before_ms=5_001, shards_before_ms=0) == 1
         assert await ledger.prune(windows_before_ms=9_000, shards_before_ms=0) == 0
@@ -271,7 +296,7 @@ async def test_pruning_an_earlier_window_does_not_take_the_mark_back(
         await bring_to(ledger, WindowState.OPEN, W1, "s1")
         for window_id, path in ((W2, "s2"), (W1, "s3")):
             await bring_to(ledger, WindowState.COMMITTED, window_id, path)
-            await ledger.published((window_id,), retain=False)
+            await ledger.published({window_id: 1}, retain=False)
             await ledger.prune(windows_before_ms=clock.ms + 1, shards_before_ms=0)
     state = await held(ledger_factory)
     assert (state.cut_below_ms, state.windows) == (20_000, {})
@@ -282,7 +307,7 @@ async def test_batches_are_pruned_by_the_time_they_were_published(
 ) -> None:
     async with opened(ledger_factory) as (ledger, _):
         await bring_to(ledger, WindowState.COMMITTED, BATCH)
-        await ledger.published((BATCH,), retain=False)
+        await ledger.published({BATCH: 1}, retain=False)
         assert await ledger.prune(windows_before_ms=clock.ms + 1, shards_before_ms=0) == 1
     assert await held(ledger_factory) == LedgerState()
 

@@ -37,7 +37,7 @@ async def play_hour(ledger: DynamoLedger, hour: int, shard: str, clock: Any) -> 
     assert len(await ledger.cut(names)) == len(names)
     begun = await ledger.begin_attempts(names)
     await ledger.commit(tuple(Commit(each, begun[each], "stage", ("f",), 1) for each in names))
-    await ledger.published(names)
+    await ledger.published(begun)
     await ledger.late_published((f"late-{hour}",))
     await ledger.expire(published_before_ms=clock.ms - DAY_MS, keep_bytes=10**9)
     await ledger.prune(windows_before_ms=clock.ms - DAY_MS, shards_before_ms=clock.ms - 3 * DAY_MS)

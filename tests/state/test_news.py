@@ -128,7 +128,7 @@ async def test_what_is_retained_is_counted_through_revisions(ledger_factory: Fac
         await bring_to(ledger, WindowState.PUBLISHED, W2, "s2")
         assert await ledger.expire(published_before_ms=0, keep_bytes=500) == (), "only W2 is published"
         assert await ledger.commit((await attempted(ledger),)) == {W1}
-        await ledger.published((W1,))
+        await ledger.published({W1: 2})
         assert await ledger.expire(published_before_ms=0, keep_bytes=1500) == ()
         assert len(await ledger.expire(published_before_ms=0, keep_bytes=1499)) >= 1
 
@@ -144,7 +144,7 @@ def _publish_all(store: SqliteStore, first: int, count: int) -> None:
     store.cut(tuple(names))
     begun = store.begin_attempts(tuple(names))
     store.commit(tuple(Commit(name, attempt, "stage", ("f",), 1) for name, attempt in begun.items()))
-    store.published(tuple(names), now_ms=first)
+    store.published(begun, now_ms=first)
 
 
 CALLS: dict[str, Callable[[SqliteStore, int], Any]] = {

@@ -241,7 +241,8 @@ class LedgerMachine(RuleBasedStateMachine):
             self.both(server, "begin_attempts", (window_id,))
             self.both(server, "commit", (Commit(window_id, entry.attempt + 1, "stage", ("f",), 7),))
         else:
-            self.both(server, "published", (window_id,), retain=retain, now_ms=self.now)
+            shown = {window_id: entry.attempt}
+            self.both(server, "published", shown, retain=retain, now_ms=self.now)
 
     @rule(server=servers)
     def adopt(self, server: int) -> None:
@@ -253,20 +254,22 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(server=servers, window_ids=some_windows, latest=likely, files=st.lists(st.text("ab/", min_size=1)))
     def commit(self, server: int, window_ids: tuple[str, ...], latest: bool, files: list[str]) -> None:
-        attempts = {
-            each: self.content.windows[each].attempt if each in self.content.windows else 0
-            for each in window_ids
-        }
         outputs = (
-            Commit(each, attempt if latest else attempt - 1, "stage", tuple(files), len(files))
-            for each, attempt in attempts.items()
+            Commit(each, attempt, "stage", tuple(files), len(files))
+            for each, attempt in self.attempts(window_ids, latest=latest).items()
         )
         self.both(server, "commit", tuple(outputs))
 
-    @rule(server=servers, window_ids=some_windows, retain=likely)
-    def publish(self, server: int, window_ids: tuple[str, ...], retain: bool) -> None:
+    def attempts(self, window_ids: tuple[str, ...], *, latest: bool) -> dict[str, int]:
+        """The windows' latest attempts, or those before."""
+        known = self.content.windows
+        return {each: (known[each].attempt if each in known else 0) - (not latest) for each in window_ids}
+
+    @rule(server=servers, window_ids=some_windows, latest=likely, retain=likely)
+    def publish(self, server: int, window_ids: tuple[str, ...], latest: bool, retain: bool) -> None:
         self.now += 1
-        self.both(server, "published", window_ids, retain=retain, now_ms=self.now)
+        attempts = self.attempts(window_ids, latest=latest)
+        self.both(server, "published", attempts, retain=retain, now_ms=self.now)
 
     @rule(server=servers, age=ages, keep_bytes=st.sampled_from([0, 5, 50, 10**9]), limit=limits)
     def expire(self, server: int, age: int, keep_bytes: int, limit: int) -> None:
