@@ -5,8 +5,8 @@ One cycle does everything that changes the ledger, in this order and never two a
     look at the watermark ─▶ sync with the ledger ─▶ flush what was buffered ─▶ commit the watermark
         ─▶ cut the windows it has passed
 
-A window is cut only after a flush that covered every row the watermark counted on; when that flush lost rows (a shard
-was opened again meanwhile and will deliver them again), nothing is cut in this cycle.
+A window is cut only after a flush that covered every row the watermark counted on. A shard that was opened again
+meanwhile delivers rows again: it holds the cut where it goes on. When the flush lost other rows, nothing is cut.
 
 The order is what makes several servers on one ledger sound. What is flushed was buffered before the sync, so that the
 merge clock that the sync brings lies behind every row that those shards have from other servers. And what an earlier
@@ -196,18 +196,15 @@ class Coordinator:
     async def _cycle(self, reason: str) -> None:
         now_ms = self.clock.now_ms()
         self._missing.look(now_ms)
-        view, mark = self.watermark.view(now_ms), self._fleet.mark()
+        view, mark = self.watermark.look(now_ms), self._fleet.mark()
         batches = self.buffer.snapshot()
         await self._sync()
-        learned = self.watermark.view(now_ms)
-        if learned.holds:
-            # The ledger names a shard that nobody counts yet, or one that is new.
-            view = learned
         complete = await self._flush(batches, reason)
         await self._flusher.publish_late()
         await self._fleet.release()
         if not complete:
             return
+        view = self.watermark.still(view, now_ms)
         self._fleet.tell(view, mark)
         view = self.watermark.combine(view, self._fleet.peers.told())
         self.watermark.commit(view)
@@ -250,7 +247,7 @@ class Coordinator:
                 self.buffer.drop_durable(shard.shard_id, shard.epoch, shard.position)
 
     async def _flush(self, batches: dict[int, BufferedBatch], reason: str) -> bool:
-        """Make what is buffered durable. False: rows that the watermark may have counted on were left out."""
+        """Make what is buffered durable. False: rows were left out that the watermark may still count on."""
         batches = {number: batch for number, batch in batches.items() if number in self.buffer}
         if not batches:
             return True
@@ -269,7 +266,7 @@ class Coordinator:
             if batch.shard_id in result.lost_shards and session is not None and session.epoch == batch.epoch:
                 # Its rows were left out: it may not claim them, neither with a checkpoint nor with its end.
                 session.disconnected()
-        return not result.lost_shards
+        return self.watermark.reopened >= result.lost_shards
 
     async def _cut(self, view: View) -> None:
         if self._runner is not None:

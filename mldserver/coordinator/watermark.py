@@ -1,9 +1,9 @@
 """The watermark: up to which event time no more rows are expected. A synchronous core over an injected clock.
 
 Each connected shard has a watermark of its own: the latest event time it has shown, minus the allowed disorder. The
-pipeline's is the least of them and never goes back: ``view`` only looks, ``commit`` makes a view binding, which the
-caller does once every row that the view counted on is durable. Shards that say nothing must not stall it, and shards that are
-only late to connect must not be overtaken:
+pipeline's is the least of them and never goes back: ``view`` and ``look`` only look, ``commit`` makes a view binding,
+which the caller does once every row that the view counted on is durable (``still``). Shards that say nothing must not
+stall it, and shards that are only late to connect must not be overtaken:
 
 * A shard that is *caught up* (an empty batch with ``millisBehindLatest`` 0, or silence where the daemon sends no empty
   batches) advances with the clock when windows are cut on arrival time, and leaves the minimum after ``idle_ms`` when
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from collections.abc import Set as AbstractSet
 
     from mldserver.coordinator.lineage import Lineage
     from mldserver.state.ledger import ServerState
@@ -121,6 +122,13 @@ class Watermark:
         self._shards: dict[str, _ShardClock] = {}
         self._settle_until_ms = now_ms + rules.settle_ms
         self._watermark_ms: int | None = None
+        self._reopened: dict[str, int | None] = {}
+        """Shards that were connected since the last ``look``, and the watermark with which each went on."""
+
+    @property
+    def reopened(self) -> AbstractSet[str]:
+        """The shards that were connected since the last ``look``."""
+        return self._reopened.keys()
 
     def settle(self, now_ms: int) -> None:
         """Start the settle time again: a shard appeared, or ended."""
@@ -131,6 +139,7 @@ class Watermark:
         clock = _ShardClock(now_ms, tells_lag, event_ms, answered_ms=now_ms, last_record_ms=now_ms)
         clock.receive(now_ms)
         self._shards[shard_id] = clock
+        self._reopened[shard_id] = self._value(clock)
 
     def disconnect(self, shard_id: str) -> None:
         """A shard's connection is gone, or the shard has ended."""
@@ -166,6 +175,25 @@ class Watermark:
         clock = self._shards.get(shard_id)
         return None if clock is None else self._value(clock)
 
+    def look(self, now_ms: int) -> View:
+        """Return the watermark now, of which ``still`` tells later what is left."""
+        self._reopened.clear()
+        return self.view(now_ms)
+
+    def still(self, view: View, now_ms: int) -> View:
+        """Return what is left of a ``look`` whose rows are durable, but those of shards that were opened again since.
+
+        They deliver anew what was not durable when they were opened, so that none counts beyond where it went on then,
+        whatever it has shown meanwhile. Nothing is left when a shard was learned of that nobody counts yet.
+        """
+        now = self.view(now_ms)
+        if now.holds:
+            return now
+        if view.holds or not self._reopened:
+            return view
+        values = [(value, _holder(shard_id, value)) for shard_id, value in self._reopened.items()]
+        return self._least(values if view.idle else [(view.own_ms, view.holder), *values])
+
     def view(self, now_ms: int) -> View:
         """Return the watermark now, never less than what was committed."""
         values: list[tuple[int | None, Holder]] = [
@@ -178,7 +206,7 @@ class Watermark:
                 idle += 1
                 continue
             value = self._value(clock)
-            values.append((value, Holder(shard_id, "nothing seen" if value is None else "behind")))
+            values.append((value, _holder(shard_id, value)))
         if now_ms < self._settle_until_ms:
             return View(self._watermark_ms, Holder(None, "settling"))
         if values:
@@ -263,3 +291,7 @@ class Watermark:
     def _quiet(self, now_ms: int) -> bool:
         last = max(clock.last_record_ms for clock in self._shards.values())
         return now_ms - last >= self.rules.quiet_ms
+
+
+def _holder(shard_id: str, value: int | None) -> Holder:
+    return Holder(shard_id, "nothing seen" if value is None else "behind")

@@ -65,6 +65,12 @@ class Stream:
         self.watermark.settle(self.now)
         return self
 
+    def look(self) -> View:
+        return self.watermark.look(self.now)
+
+    def still(self, seen: View) -> View:
+        return self.watermark.still(seen, self.now)
+
     @property
     def view(self) -> View:
         return self.watermark.view(self.now)
@@ -101,6 +107,39 @@ def test_a_shard_that_has_shown_nothing_rules_no_row_out() -> None:
 
 def test_a_shard_goes_on_from_where_the_ledger_has_it() -> None:
     assert Stream().connect("a", event_ms=200).settled().ms == 200
+
+
+def test_of_a_look_stays_what_was_seen_whatever_came_since() -> None:
+    stream = Stream().connect("a", "b").batch("a", 500).batch("b", 400).settled()
+    seen = stream.look()
+    stream.batch("a", 900).batch("b", 900)
+    assert stream.still(seen) == View(400, Holder("b", "behind"))
+
+
+def test_a_shard_that_was_opened_again_since_counts_no_further_than_where_it_went_on() -> None:
+    stream = Stream(disorder_ms=50).connect("a", "b").batch("a", 500).batch("b", 900).settled()
+    seen = stream.look()
+    stream.connect("b", event_ms=400).batch("b", 900)
+    assert stream.still(seen) == View(350, Holder("b", "behind"))
+    assert stream.still(seen).own_ms == 350
+    assert stream.still(stream.look()) == View(450, Holder("a", "behind")), "that counts on all of it"
+    stream.connect("b").batch("b", 900)
+    assert stream.still(seen) == View(None, Holder("b", "nothing seen"))
+
+
+def test_a_quiet_stream_is_not_quiet_when_a_shard_was_opened_since() -> None:
+    stream = Stream(on_arrival=False).connect("a", "b").batch("a", 500).batch("b", 600).settled()
+    seen = stream.wait(QUIET).empty("a").empty("b").look()
+    assert seen.quiet
+    stream.connect("b", event_ms=600)
+    assert stream.still(seen) == View(600, Holder("b", "behind"))
+
+
+def test_nothing_is_left_of_a_look_when_a_shard_is_missing_since() -> None:
+    stream = Stream().connect("a", "b").batch("a", 500).batch("b", 500).settled()
+    seen = stream.look()
+    stream.disconnect("b")
+    assert stream.still(seen) == View(None, Holder("b", "missing"))
 
 
 def test_without_any_shard_there_is_no_watermark() -> None:
