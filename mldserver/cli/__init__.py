@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from cyclopts import App, CycloptsError
 
+from mldserver.cli.process import ReaderGone, guard_output
 from mldserver.errors import HandlerError, MldserverError, OperatorError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["EXIT_FAULT", "EXIT_INTERRUPTED", "EXIT_OPERATOR", "command_line", "main", "run"]
+__all__ = [
+    "EXIT_FAULT",
+    "EXIT_INTERRUPTED",
+    "EXIT_OPERATOR",
+    "EXIT_READER_GONE",
+    "command_line",
+    "main",
+    "run",
+]
 
 EXIT_FAULT: Final = 1
 EXIT_OPERATOR: Final = 2
 EXIT_INTERRUPTED: Final = 130
 """128 + SIGINT, as shells expect."""
+EXIT_READER_GONE: Final = 141
+"""128 + SIGPIPE, which ends other programs where it does not end Python's."""
 
 _HELP = """
 Kinesis and DynamoDB Streams consumers in one daemon.
@@ -90,18 +102,27 @@ def run(arguments: Sequence[str]) -> int:
         result = command_line(arguments)(
             arguments, exit_on_error=False, print_error=True, result_action="return_value"
         )
+        sys.stdout.flush()
     except CycloptsError:  # printed already
         return EXIT_OPERATOR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except ReaderGone:
+        return EXIT_READER_GONE
     except MldserverError as error:
         return _told([error])
     except ExceptionGroup as group:  # out of a command's task group
-        ours, others = group.split(MldserverError)
-        if ours is None or others is not None:
-            raise
-        return _told(list(_leaves(ours)))
+        return _told_of_group(group)
     return result if isinstance(result, int) else 0
+
+
+def _told_of_group(group: ExceptionGroup[Exception]) -> int:
+    if group.split(ReaderGone)[1] is None:
+        return EXIT_READER_GONE
+    ours, others = group.split(MldserverError)
+    if ours is None or others is not None:
+        raise group
+    return _told(list(_leaves(ours)))
 
 
 def _leaves(group: ExceptionGroup[MldserverError]) -> Iterator[MldserverError]:
@@ -122,7 +143,10 @@ def _told(errors: list[MldserverError]) -> int:
 
 def main() -> NoReturn:
     """Run the command that the process was called with, and exit."""
+    guard_output()
     if not sys.flags.safe_path:
-        # Handlers are found in the working directory, as users of other Python servers expect.
-        sys.path.insert(0, os.getcwd())  # noqa: PTH109  # sys.path holds text
+        # Handlers are found in the working directory, as users of other Python servers expect. Where that was deleted
+        # there are none: commands that need it say so.
+        with contextlib.suppress(OSError):
+            sys.path.insert(0, os.getcwd())  # noqa: PTH109  # sys.path holds text
     sys.exit(run(sys.argv[1:]))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from cyclopts import App
 
+from mldserver.cli.process import working_directory
 from mldserver.coordinator.windows import duration_ms
 from mldserver.errors import ConfigError
 
@@ -49,6 +50,7 @@ def check(handler: str, /, *, retention: str | None = None, timeout: float = 60.
 
     if timeout <= 0:
         raise ConfigError(f"--timeout {timeout:g} is not above zero.")
+    working_directory()  # where the handler is looked for
     report = check_handler(handler, retention_ms=_retention_ms(retention), timeout=timeout)
     sys.stdout.write(render(handler, report))
     return 0 if report.ok else EXIT_BROKEN

@@ -6,13 +6,15 @@ import os
 import sys
 import time
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import App, Parameter
 
+from mldserver.cli.process import working_directory
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     import pyarrow as pa
     from rich.console import Console
@@ -68,7 +70,7 @@ def play(console: Console, out: str | Path | None, *, engine: Engine | None = No
     began = time.monotonic()
     lines = playground.read_lines(None)
     folder = playground.fresh_folder(out, "demo")
-    settings = playground.play_settings(HANDLER, folder, environ=os.environ, folder=Path.cwd())
+    settings = playground.play_settings(HANDLER, folder, environ=os.environ, folder=working_directory())
     console.print(
         f"{len(lines):,} departures from New York, January 2013 → {SHARDS} shards → fake MultiLangDaemon → TCP → "
         f"{HANDLER} → Spark → Parquet"

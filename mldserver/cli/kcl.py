@@ -9,11 +9,12 @@ import signal
 import socket
 import uuid
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path  # noqa: TC003  # cyclopts reads the annotations
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
+from mldserver.cli.process import working_directory
 from mldserver.clock import SystemClock
 from mldserver.config import resolve
 from mldserver.errors import ConfigError
@@ -105,7 +106,7 @@ def kcl(
         # This command runs no handler, but the table of settings asks for one.
         "handler": "kcl",
     }
-    settings = resolve(given, environ=os.environ, folder=Path.cwd(), config=config)
+    settings = resolve(given, environ=os.environ, folder=working_directory(), config=config)
     # Never the server's log file: two processes would rotate it.
     settings = replace(settings, log_file=log_file)
     wanted = DaemonSettings(

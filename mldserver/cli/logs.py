@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -13,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import App, Parameter
 
+from mldserver.cli.process import ReaderGone
 from mldserver.config.kinds import Level  # noqa: TC001  # cyclopts reads the annotations
 from mldserver.coordinator.windows import duration_ms
-from mldserver.errors import ConfigError
+from mldserver.errors import ConfigError, OperatorError
 from mldserver.observe.render import as_text, harmless
 from mldserver.observe.tail import FileFollower, LineSplitter, Selection, parse_event
 
@@ -127,15 +129,11 @@ def logs(
         terminal=terminal,
         colours=terminal and not os.environ.get("NO_COLOR"),
     )
-    try:
+    with contextlib.suppress(ReaderGone):
         if file == "-":
             _show(view.all_shown(_standard_input()), lines)
         else:
             show_file(Path(file), view, last=lines, follow=follow)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader (`head`, a pager) has seen enough; nothing may complain when Python flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
@@ -150,10 +148,21 @@ def _show(shown: Iterable[bytes], last: int | None = None) -> None:
 
 
 def _standard_input() -> Iterator[bytes]:
+    if sys.stdin is None:
+        raise OperatorError("Standard input is closed.", advice="Name a log file, or pipe a log in.")
     splitter = LineSplitter()
-    while data := os.read(sys.stdin.fileno(), _CHUNK):
+    while data := _read(sys.stdin.fileno()):
         yield from splitter.feed(data)
     yield from splitter.finish()
+
+
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, _CHUNK)
+    except OSError as error:
+        raise OperatorError(
+            f"Standard input cannot be read: {error.strerror}.", advice="Name a log file, or pipe a log in."
+        ) from error
 
 
 def show_file(

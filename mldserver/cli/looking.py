@@ -11,11 +11,12 @@ import os
 import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
+from pathlib import Path  # noqa: TC003  # cyclopts reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import Group, Parameter
 
+from mldserver.cli.process import ReaderGone, working_directory
 from mldserver.errors import ConfigError, LedgerError, OperatorError
 from mldserver.observe.render import harmless
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
     from rich.table import Table
+    from rich.text import Text
 
     from mldserver.config import Settings
     from mldserver.state.ledger import Ledger, LedgerState
@@ -44,8 +46,8 @@ __all__ = [
 ]
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-_WIDE: Final = 1000
-"""Columns where no terminal bounds them: a line stays a line for grep."""
+_UNBOUNDED: Final = sys.maxsize
+"""Columns where no terminal bounds them: a line stays a line for grep, and whole."""
 
 AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="One JSON document, for other programs.")]
 
@@ -140,7 +142,9 @@ def _resolved(where: Where) -> Settings:
         "ledger": where.ledger,
         "pipeline": where.pipeline,
     }
-    return resolve(given, environ=os.environ, folder=Path.cwd(), config=where.config, handler_required=False)
+    return resolve(
+        given, environ=os.environ, folder=working_directory(), config=where.config, handler_required=False
+    )
 
 
 def _settings(where: Where) -> Settings:
@@ -185,20 +189,22 @@ def table(title: str, *columns: str) -> Table:
 
 
 def details(pairs: Iterable[tuple[str, str]]) -> Table:
-    """Return names and values, a line each."""
+    """Return names and values, a line each; in a terminal long values are folded."""
     from rich.table import Table  # noqa: PLC0415  # `--help` must not wait for it
 
     made = Table.grid(padding=(0, 2))
+    for _ in range(2):
+        made.add_column(overflow="fold")
     for name, value in pairs:
-        made.add_row(name, _plain(value))
+        made.add_row(_plain(name), _plain(value))
     return made
 
 
-def _plain(text: str) -> str:
-    """Take markup and control characters out of what peers and handlers have written."""
-    from rich.markup import escape  # noqa: PLC0415  # `--help` must not wait for it
+def _plain(text: str) -> Text:
+    """Return what peers and handlers have written without control characters, and with no meaning as markup."""
+    from rich.text import Text  # noqa: PLC0415  # `--help` must not wait for it
 
-    return escape("\n".join(harmless(line) for line in text.splitlines()))
+    return Text("\n".join(harmless(line) for line in text.splitlines()))
 
 
 def add(made: Table, *cells: str) -> None:
@@ -215,7 +221,7 @@ def tell(*parts: RenderableType) -> None:
     console = (
         Console(file=text, force_terminal=True, width=Console().width, highlight=False)
         if terminal
-        else Console(file=text, width=_WIDE, highlight=False)
+        else Console(file=text, width=_UNBOUNDED, highlight=False)
     )
     for part in parts:
         console.print(part)
@@ -238,10 +244,7 @@ def _write(text: str) -> None:
 
 
 def _write_bytes(data: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the reader (`head`, a pager) has seen enough
+    with contextlib.suppress(ReaderGone):  # what there is still to do is done all the same
         sys.stdout.flush()
         sys.stdout.buffer.write(data)
         sys.stdout.flush()
-        return
-    # Nothing may complain when Python flushes at exit.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

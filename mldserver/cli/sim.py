@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import time
-from pathlib import Path
+from pathlib import Path  # noqa: TC003  # cyclopts reads the annotations
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
+
+from mldserver.cli.process import working_directory
 
 if TYPE_CHECKING:
     from mldserver.testing.simulation import Report, Simulation
@@ -95,7 +97,7 @@ def sim(
 
     lines = playground.read_lines(input, limit=limit)
     folder = playground.fresh_folder(out, "sim")
-    settings = playground.play_settings(handler, folder, environ=os.environ, folder=Path.cwd())
+    settings = playground.play_settings(handler, folder, environ=os.environ, folder=working_directory())
     stream = build_stream(
         lines,
         shards=shards,

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -133,6 +139,54 @@ def test_a_letter_is_shown_with_all_that_is_known(
         "trips",
         "1",
     )
+
+
+LONG = letter(
+    4,
+    shard_id="shardId-000000000004",
+    data=json.dumps({str(n): ":100: " * 5 for n in range(30)}, separators=(",", ":")).encode(),
+    error="ValueError: " + "w" * 1500 + " words " * 300 + "end",
+    traceback="Traceback …\n" + "v" * 1500 + "\n",
+)
+
+
+def test_nothing_is_cut_or_wrapped_where_no_terminal_bounds_it(
+    server: SqliteStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.register(Flush((), dead_letters=(LONG,)), now_ms=2)
+    lines = told(capsys, "show", "4").splitlines()
+    for whole in (LONG.record, LONG.error, LONG.data.decode(), "v" * 1500):
+        assert sum(line.endswith(whole) for line in lines) == 1
+    (listed_line,) = [line for line in told(capsys, "list").splitlines() if LONG.shard_id in line]
+    assert listed_line.endswith(LONG.error)
+
+
+def test_a_terminal_shows_all_of_a_letter_in_its_width(server: SqliteStore) -> None:
+    server.register(Flush((), dead_letters=(LONG,)), now_ms=2)
+    text = on_terminal("show", "4", columns=80)
+    assert max(map(len, text.splitlines())) <= 80
+    packed = "".join(text.split())
+    for whole in (LONG.record, LONG.error, LONG.data.decode(), "v" * 1500):
+        assert "".join(whole.split()) in packed
+
+
+def on_terminal(*arguments: str, columns: int) -> str:
+    """Run the command in a terminal that is so many columns wide; return what it shows."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    command = [sys.executable, "-m", "mldserver", "dead-letters", *arguments, "--out", "out"]
+    environ = {name: value for name, value in os.environ.items() if name not in {"COLUMNS", "LINES"}}
+    shown = b""
+    with subprocess.Popen(command, stdin=slave, stdout=slave, env=environ | {"TERM": "xterm"}) as process:
+        os.close(slave)
+        try:
+            while data := os.read(master, 65_536):
+                shown += data
+        except OSError:  # Linux's end of a terminal that nobody holds any more
+            pass
+    os.close(master)
+    assert process.returncode == 0
+    return shown.decode().replace("\r\n", "\n")
 
 
 def test_a_payload_is_written_as_it_is(

@@ -1,0 +1,72 @@
+"""What the process was started with, and may not have: a working directory, and a standard output that takes what is written."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from pathlib import Path
+from typing import Final
+
+from mldserver.errors import OperatorError
+
+__all__ = ["ReaderGone", "StandardOutput", "guard_output", "working_directory"]
+
+_STDOUT: Final = 1
+
+
+class ReaderGone(BrokenPipeError):
+    """Nobody reads standard output any more: `head` and pagers end when they have seen enough."""
+
+
+class StandardOutput(io.FileIO):
+    """Standard output's descriptor. Where it cannot be written, that is no fault of the program, as another OSError is."""
+
+    def write(self, data: bytes | bytearray | memoryview, /) -> int:  # type: ignore[override]  # any buffer
+        """Write some of ``data``. Raises ReaderGone, and OperatorError when the disk is full; later writes go nowhere."""
+        try:
+            return super().write(data)
+        except BrokenPipeError as error:
+            _discard(self.fileno())
+            raise ReaderGone(*error.args) from error
+        except OSError as error:
+            _discard(self.fileno())
+            raise OperatorError(
+                f"Standard output cannot be written: {error.strerror}.",
+                did="Not all of it is there.",
+                advice="Send it elsewhere.",
+            ) from error
+
+
+def _discard(descriptor: int) -> None:
+    """Let what is still written go nowhere: Python flushes at exit, and nothing may complain then."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    if nowhere == descriptor:  # it was closed
+        os.set_inheritable(descriptor, True)
+        return
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
+def guard_output() -> None:
+    """Let ``sys.stdout`` tell its own errors from all others. One that the process was started without goes nowhere."""
+    former = sys.stdout
+    if former is None:
+        _discard(_STDOUT)
+    sys.stdout = io.TextIOWrapper(
+        io.BufferedWriter(StandardOutput(_STDOUT, "w", closefd=False)),
+        encoding=former.encoding if former else "utf-8",
+        errors=former.errors if former else "replace",
+        line_buffering=os.isatty(_STDOUT),
+    )
+
+
+def working_directory() -> Path:
+    """Return it. Raises OperatorError when it was deleted, or cannot be looked up."""
+    try:
+        return Path.cwd()
+    except OSError as error:
+        raise OperatorError(
+            f"There is no working directory: {error.strerror}.",
+            advice="Somebody has deleted it: start from another.",
+        ) from error
