@@ -3,16 +3,18 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from mldserver.config import Settings, TcpAddress, UnixAddress, kinds, resolve, settings_table, specs
-from mldserver.config.kinds import show_duration, show_size
-from mldserver.config.settings import cache_folder, default_pipeline
+from mldserver.config import (
+    Settings,
+    resolve,
+    settings_table,
+    specs,
+)
+from mldserver.config.places import cache_folder
+from mldserver.config.settings import default_pipeline
 from mldserver.errors import ConfigError
 
 README = Path(__file__).parent.parent / "README.md"
@@ -33,210 +35,6 @@ def refusal(**arguments: object) -> str:
     with pytest.raises(ConfigError) as refused:
         resolved(**arguments)  # type: ignore[arg-type]  # passed on as they are
     return str(refused.value)
-
-
-# What values may look like
-
-
-@pytest.mark.parametrize(
-    ("raw", "expected"),
-    [
-        ("127.0.0.1:7070", TcpAddress("127.0.0.1", 7070)),
-        (":0", TcpAddress("127.0.0.1", 0)),
-        ("0.0.0.0:80", TcpAddress("0.0.0.0", 80)),
-        ("[::1]:7070", TcpAddress("::1", 7070)),
-        ("localhost:7070", TcpAddress("localhost", 7070)),
-        ("unix:/run/m.sock", UnixAddress(Path("/run/m.sock"))),
-        ("unix:///run/m.sock", UnixAddress(Path("/run/m.sock"))),
-        ("unix:relative.sock", UnixAddress(Path("relative.sock"))),
-    ],
-)
-def test_addresses_are_read_and_shown_again(raw: str, expected: object) -> None:
-    kind = kinds.address()
-    assert kind.parse(raw) == expected
-    assert kind.parse(kind.show(kind.parse(raw))) == expected
-
-
-@pytest.mark.parametrize(
-    "raw", ["", "7070", "host", "host:", "host:70000", "host:x", "::1:7070", 7070, "h:-1", "h:٣"]
-)
-def test_impossible_addresses_are_refused(raw: object) -> None:
-    with pytest.raises(ValueError, match=r"it |IPv6"):
-        kinds.address().parse(raw)
-
-
-def test_a_unix_address_without_a_path_is_refused() -> None:
-    with pytest.raises(ValueError, match="path is missing"):
-        kinds.address().parse("unix:")
-
-
-@pytest.mark.parametrize(
-    ("raw", "expected"),
-    [
-        ("256 MiB", 256 * 2**20),
-        ("1.5 KiB", 1536),
-        ("2kb", 2000),
-        ("1 GB", 10**9),
-        ("3 TiB", 3 * 2**40),
-        ("100", 100),
-        ("100 B", 100),
-        (4096, 4096),
-    ],
-)
-def test_sizes_are_bytes(raw: object, expected: int) -> None:
-    assert kinds.size().parse(raw) == expected
-
-
-@pytest.mark.parametrize(
-    "raw", ["", "MiB", "1 MiBs", "-1", "1 m", "0", 0, -5, True, None, float("inf"), float("nan"), [1]]
-)
-def test_impossible_sizes_are_refused(raw: object) -> None:
-    with pytest.raises(ValueError, match="it is"):
-        kinds.size().parse(raw)
-
-
-@given(st.integers(1, 2**62))
-def test_a_size_survives_being_shown(value: int) -> None:
-    shown = show_size(value)
-    number, unit = shown.split()
-    factor = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}[unit]
-    assert int(number) * factor == value
-
-
-@pytest.mark.parametrize(
-    ("raw", "expected"),
-    [
-        ("30 s", 30.0),
-        ("10 minutes", 600.0),
-        ("500ms", 0.5),
-        ("45", 45.0),
-        ("0.25", 0.25),
-        (5, 5.0),
-        (0.1, 0.1),
-        ("1 day", 86_400.0),
-    ],
-)
-def test_durations_are_seconds(raw: object, expected: float) -> None:
-    assert kinds.duration().parse(raw) == expected
-
-
-@pytest.mark.parametrize(
-    "raw", ["", "soon", "-1 s", -1, 0, "0", "0 s", 0.0001, True, None, float("inf"), float("nan")]
-)
-def test_impossible_durations_are_refused(raw: object) -> None:
-    with pytest.raises(ValueError, match=r"it is|duration"):
-        kinds.duration().parse(raw)
-
-
-def test_zero_is_a_duration_only_where_it_makes_sense() -> None:
-    assert kinds.duration(zero=True).parse("0 s") == 0.0
-
-
-@given(st.integers(1, 10**9))
-def test_a_duration_survives_being_shown(ms: int) -> None:
-    assert kinds.duration().parse(show_duration(ms / 1000)) == ms / 1000
-
-
-def test_durations_are_shown_in_their_largest_unit() -> None:
-    assert [show_duration(value) for value in (0, 0.1, 5, 60, 3600, 86_400, 90)] == [
-        "0 s",
-        "100 ms",
-        "5 s",
-        "1 min",
-        "1 h",
-        "1 day",
-        "90 s",
-    ]
-
-
-@pytest.mark.parametrize(("raw", "expected"), [("3", 3), (3, 3), (" 7 ", 7)])
-def test_counts_are_whole_numbers(raw: object, expected: int) -> None:
-    assert kinds.count(at_least=1).parse(raw) == expected
-
-
-@pytest.mark.parametrize("raw", ["", "0", 0, "1.5", 1.5, True, "-1", "x", "²"])
-def test_impossible_counts_are_refused(raw: object) -> None:
-    with pytest.raises(ValueError, match="it is"):
-        kinds.count(at_least=1).parse(raw)
-
-
-@pytest.mark.parametrize(
-    ("raw", "expected"),
-    [("true", True), ("No", False), ("on", True), ("0", False), (True, True), (False, False)],
-)
-def test_flags_are_yes_or_no(raw: object, expected: bool) -> None:
-    assert kinds.flag().parse(raw) is expected
-    assert kinds.flag().show(expected) == str(expected).lower()
-
-
-@pytest.mark.parametrize("raw", ["", "maybe", 1, None])
-def test_impossible_flags_are_refused(raw: object) -> None:
-    with pytest.raises(ValueError, match="it is"):
-        kinds.flag().parse(raw)
-
-
-def test_choices_forgive_case_and_hyphens() -> None:
-    kind = kinds.choice("dead_letter", "halt")
-    assert kind.parse("Dead-Letter") == "dead_letter"
-    with pytest.raises(ValueError, match="none of the choices"):
-        kind.parse("stop")
-
-
-@pytest.mark.parametrize("raw", ["a", "a.b", "a.b:C", "a.b:C.d", "über.mäßig"])
-def test_dotted_paths_are_modules_or_attributes(raw: str) -> None:
-    assert kinds.dotted_path().parse(raw) == raw
-
-
-@pytest.mark.parametrize("raw", ["a..b", ".a", "a:", ":C", "a b", "1a", "a:b:c", ""])
-def test_impossible_dotted_paths_are_refused(raw: str) -> None:
-    with pytest.raises(ValueError, match="it is"):
-        kinds.dotted_path().parse(raw)
-
-
-@pytest.mark.parametrize("raw", ["handlers/departures.py", "handlers/departures", "departures-x.py"])
-def test_a_file_instead_of_a_dotted_path_is_explained(raw: str) -> None:
-    with pytest.raises(ValueError, match="file's path is none"):
-        kinds.dotted_path().parse(raw)
-
-
-@pytest.mark.parametrize("raw", ["a/b", "..", ".hidden", "a b", "-x", ""])
-def test_names_are_safe_as_directories(raw: str) -> None:
-    with pytest.raises(ValueError, match="it "):
-        kinds.name().parse(raw)
-
-
-def test_folders_are_local_paths() -> None:
-    kind = kinds.folder()
-    assert kind.parse("~/out") == Path.home() / "out"
-    assert kind.parse(Path("x")) == Path("x")
-    with pytest.raises(ValueError, match="URL"):
-        kind.parse("s3://bucket/out")
-
-
-def test_pairs_come_as_text_as_a_list_or_as_a_table() -> None:
-    kind = kinds.pairs()
-    assert kind.parse("a=1; b=x=y;") == {"a": "1", "b": "x=y"}
-    assert kind.parse(["a=1,2", "b="]) == {"a": "1,2", "b": ""}
-    assert kind.parse({"spark": {"ui": {"port": 4040, "enabled": True}}, "x.y": "z"}) == {
-        "spark.ui.port": "4040",
-        "spark.ui.enabled": "true",
-        "x.y": "z",
-    }
-    assert kind.parse(kind.show({"a": "1", "b": "2"})) == {"a": "1", "b": "2"}
-
-
-@pytest.mark.parametrize("raw", ["a", "=1", 5, {"a": [1]}, {"a": datetime(2026, 1, 1, tzinfo=UTC)}, ["a"]])
-def test_impossible_pairs_are_refused(raw: object) -> None:
-    with pytest.raises(ValueError, match=r"key=value|neither"):
-        kinds.pairs().parse(raw)
-
-
-def test_optional_values_may_be_none() -> None:
-    kind = kinds.optional(kinds.duration())
-    assert kind.parse("None") is None
-    assert kind.parse(None) is None
-    assert kind.parse("5 s") == 5.0
-    assert (kind.show(None), kind.show(5.0)) == ("none", "5 s")
 
 
 # The table
@@ -267,6 +65,25 @@ def test_the_cache_lies_where_xdg_says() -> None:
     assert cache_folder({"XDG_CACHE_HOME": "relative"}) == Path.home() / ".cache" / "mldserver"
     assert resolved(environ={"XDG_CACHE_HOME": "/c"}).cache_dir == Path("/c/mldserver")
     assert Settings().cache_dir.name == "mldserver"
+
+
+def test_without_any_home_directory_the_cache_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_uid: int) -> None:
+        raise KeyError("getpwuid(): uid not found")
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert "no home directory for a cache" in refusal()
+    assert resolved({"cache_dir": "/c"}).cache_dir == Path("/c")
+    assert resolved(environ={"XDG_CACHE_HOME": "/c"}).cache_dir == Path("/c/mldserver")
+
+
+@pytest.mark.parametrize(("cores", "workers"), [(1, 1), (2, 1), (8, 7), (None, 1)])
+def test_one_core_is_left_to_the_server(
+    monkeypatch: pytest.MonkeyPatch, cores: int | None, workers: int
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    assert Settings().workers == workers
 
 
 def test_settings_survive_pickling() -> None:
@@ -305,6 +122,19 @@ def test_the_file_is_the_one_named_first(tmp_path: Path) -> None:
     assert resolved(folder=tmp_path).attempts == 11
     assert resolved(folder=tmp_path, environ=environ).attempts == 12
     assert resolved(folder=tmp_path, environ=environ, config=tmp_path / "option.toml").attempts == 13
+
+
+def test_what_is_left_out_has_its_default_and_only_the_command_line_says_otherwise(tmp_path: Path) -> None:
+    (tmp_path / "mldserver.toml").write_text("attempts = 4\n")
+    environ = {"MLDSERVER_GRACE": "5"}
+
+    def left_out(**options: str) -> Settings:
+        given_options = {"handler": "a.b", **options}
+        return resolve(given_options, environ=environ, folder=tmp_path, leave_out={"attempts", "grace"})
+
+    settings = left_out()
+    assert (settings.attempts, settings.grace, settings.origin("grace")) == (3, 30.0, "default")
+    assert left_out(attempts="7").attempts == 7
 
 
 def test_tables_and_dotted_keys_give_spark_properties(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ __all__ = [
     "duration",
     "flag",
     "folder",
+    "local_path",
     "name",
     "optional",
     "pairs",
@@ -173,9 +174,17 @@ def folder() -> Kind[Path]:
         given = _as_text(raw)
         if "://" in given:
             raise ValueError("it is a URL")
-        return Path(given).expanduser()
+        return local_path(given)
 
     return Kind("a local path", parse, metavar="PATH")
+
+
+def local_path(given: str) -> Path:
+    """Return a path whose ``~`` is a home directory. Raises ValueError where there is none."""
+    try:
+        return Path(given).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"there is no home directory for {given.partition('/')[0]}") from error
 
 
 def address() -> Kind[Address]:
@@ -187,20 +196,31 @@ def address() -> Kind[Address]:
             path = given.removeprefix("unix:").removeprefix("//")
             if not path:
                 raise ValueError("the socket's path is missing")
-            return UnixAddress(Path(path).expanduser())
+            return UnixAddress(local_path(path))
+        if "://" in given:
+            raise ValueError("it is a URL, and only its host and port are wanted")
         host, colon, port = given.rpartition(":")
         if not colon or not port.isascii() or not port.isdigit() or int(port) > HIGHEST_PORT:
             raise ValueError(f"it does not end in a port (0-{HIGHEST_PORT})")
         bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
         if ":" in bare and bare == host:
-            raise ValueError("an IPv6 host needs brackets")
-        return TcpAddress(bare or LOOPBACK, int(port))
+            raise ValueError("a host has no ':' in it, and an IPv6 host needs brackets")
+        return TcpAddress(_host(bare) or LOOPBACK, int(port))
 
     return Kind(
         "host:port, :port (loopback; 0 takes any free port), [IPv6]:port or unix:/path",
         parse,
         metavar="ADDRESS",
     )
+
+
+def _host(given: str) -> str:
+    """Return a host that a resolver can be asked for: no part of its name is empty or above 63 characters (RFC 1035)."""
+    try:
+        given.encode("idna")
+    except UnicodeError as error:
+        raise ValueError("its host is no name: a part of it is empty, too long, or no text") from error
+    return given
 
 
 def count(*, at_least: int) -> Kind[int]:

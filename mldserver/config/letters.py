@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from mldserver.config.kinds import Kind
+from mldserver.config.kinds import Kind, local_path
 from mldserver.errors import ConfigError
 from mldserver.remote import redacted
 
@@ -66,7 +65,7 @@ def dead_letters() -> Kind[LetterPlace | None]:
 def _folder(target: str) -> str:
     if not target.strip("/"):
         raise ValueError("after the colon comes a folder or a URI")
-    return target if "://" in target else str(Path(target).expanduser().absolute())
+    return target if "://" in target else str(local_path(target).absolute())
 
 
 def _queue(target: str) -> str:

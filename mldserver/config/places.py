@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
-from mldserver.config.kinds import Kind
+from mldserver.config.kinds import Kind, local_path
 from mldserver.errors import ConfigError
 from mldserver.remote import SCHEMES, redacted
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from mldserver.config.settings import Settings
 
 __all__ = [
@@ -22,6 +25,7 @@ __all__ = [
     "OutPlace",
     "RemoteOut",
     "SqlitePlace",
+    "cache_folder",
     "home",
     "ledger",
     "ledger_file",
@@ -110,7 +114,7 @@ def _sqlite(path: str) -> SqlitePlace:
         raise ValueError("it names no file")
     if path.startswith("//"):
         raise ValueError("it is a URL: after sqlite: comes a local path")
-    return SqlitePlace(Path(path).expanduser())
+    return SqlitePlace(local_path(path))
 
 
 def out() -> Kind[OutPlace]:
@@ -125,7 +129,7 @@ def out() -> Kind[OutPlace]:
         if not given:
             raise ValueError("it is empty")
         if "://" not in given:
-            return Path(given).expanduser()
+            return local_path(given)
         found = urlsplit(given)
         if found.scheme == "file":
             if found.netloc not in {"", "localhost"} or not found.path or found.query:
@@ -158,6 +162,23 @@ def home(settings: Settings) -> Path:
         return file.with_name(f"{file.name}.home")
     name = hashlib.sha256(f"{place}\n{settings.pipeline}".encode()).hexdigest()[:16]
     return settings.cache_dir / "pipelines" / name
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """Return the cache directory by the XDG Base Directory Specification: relative values are to be ignored.
+
+    Raises ConfigError where nothing tells a home directory.
+    """
+    given = Path(environ.get("XDG_CACHE_HOME", ""))
+    if given.is_absolute():
+        return given / "mldserver"
+    try:
+        return Path.home() / ".cache" / "mldserver"
+    except RuntimeError as error:
+        raise ConfigError(
+            f"There is no home directory for a cache: HOME is not set, and the system does not know user {os.getuid()}.",
+            advice="Set cache_dir, or one of the variables HOME and XDG_CACHE_HOME.",
+        ) from error
 
 
 def ledger_file(settings: Settings) -> Path:

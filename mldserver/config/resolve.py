@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mldserver.config import letters, sinks
 from mldserver.config.kinds import show_duration, show_size
-from mldserver.config.places import SqlitePlace, ledger_file
-from mldserver.config.settings import ENV_PREFIX, Settings, cache_folder, specs
+from mldserver.config.places import SqlitePlace, cache_folder, ledger_file
+from mldserver.config.settings import ENV_PREFIX, Settings, specs
 from mldserver.errors import ConfigError
 from mldserver.faults import KILL_VARIABLE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
     from pathlib import Path
 
 __all__ = ["CONFIG_FILE", "CONFIG_VARIABLE", "resolve"]
@@ -36,24 +36,28 @@ def resolve(
     folder: Path,
     config: Path | None = None,
     handler_required: bool = True,
+    leave_out: Collection[str] = (),
 ) -> Settings:
     """Return the settings, each with its origin.
 
     ``command_line`` holds raw values by setting name; None means not given. The TOML file is ``config``, else the
     one that ``MLDSERVER_CONFIG`` names, else ``mldserver.toml`` in ``folder`` if there is one. Variables that are
-    empty count as not set. ``handler_required``: False for tools, which run none.
+    empty count as not set. ``handler_required``: False for tools, which run none. ``leave_out`` names settings that
+    have their defaults, whatever file and variables say.
 
     Raises ConfigError for unknown keys, impossible values, and a file that cannot be read.
     """
     given = _from_file(_config_file(environ, folder, config))
     given |= _from_environment(environ)
+    given = {name: each for name, each in given.items() if name not in leave_out}
     given |= {
         name: _Given(value, f"command line {specs()[name].option}")
         for name, value in command_line.items()
         if value is not None
     }
     values = {name: _parsed(name, each) for name, each in given.items()}
-    values.setdefault("cache_dir", cache_folder(environ))
+    if "cache_dir" not in values:
+        values["cache_dir"] = cache_folder(environ)
     origins = {name: given[name].origin for name in specs() if name in given}
     settings = Settings(**values, origins=origins)
     if handler_required:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mldserver.config.sinks import TableSink
     from mldserver.runtime.failure import FailureRule
 
-__all__ = ["ENV_PREFIX", "Settings", "Spec", "cache_folder", "default_pipeline", "specs"]
+__all__ = ["ENV_PREFIX", "Settings", "Spec", "default_pipeline", "specs"]
 
 ENV_PREFIX: Final = "MLDSERVER_"
 
@@ -80,12 +80,6 @@ def _made(kind: Kind[T], factory: Callable[[], T], shown: str, meaning: str, sec
     """A setting whose default depends on others or on the machine; ``shown`` tells it in words."""
     told = {"kind": kind, "help": meaning, "section": section, "shown": shown}
     return field(default_factory=factory, metadata=told)
-
-
-def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Return the cache directory by the XDG Base Directory Specification: relative values are to be ignored."""
-    given = Path(environ.get("XDG_CACHE_HOME", ""))
-    return (given if given.is_absolute() else Path.home() / ".cache") / "mldserver"
 
 
 def default_pipeline(handler: str) -> str:
@@ -168,7 +162,7 @@ class Settings:
     )
     cache_dir: Path = _made(
         kinds.folder(),
-        lambda: cache_folder(os.environ),
+        lambda: places.cache_folder(os.environ),
         "$XDG_CACHE_HOME/mldserver",
         "Files that only save time, such as the JVM's class archive.",
         _PIPELINE,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
-from mldserver.config.kinds import Kind
+from mldserver.config.kinds import Kind, local_path
 from mldserver.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ def _place(target: str) -> str:
     if not target.strip("/"):
         raise ValueError("after delta: comes a path or a URI")
     # Spark has a working directory of its own.
-    return target if "://" in target else str(Path(target).expanduser().absolute())
+    return target if "://" in target else str(local_path(target).absolute())
 
 
 def table_name() -> Kind[str]:
