@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import tempfile
-from dataclasses import replace
+import zlib
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -32,6 +32,25 @@ _LOG: Final = "_server.log"
 """Beside the output; names that begin with an underscore are invisible to readers of the folder."""
 _BAD: Final = frozenset({"error", "critical"})
 
+_OUTWARD: Final = frozenset(
+    {
+        # What is played must never stand in a ledger, a table or a place for dead letters that somebody else reads.
+        "ledger",
+        "pipeline",
+        "server_id",
+        "sink",
+        "sink_table",
+        "sink_options",
+        "dead_letters",
+        # The real stream's shards are none of the fake one's.
+        "stream",
+        "region",
+        "endpoint_url",
+        "list_shards_interval",
+    }
+)
+"""Settings that reach out of a run's folder. ``cache_dir`` does too, but what lies there only saves time."""
+
 
 def read_lines(path: Path | None, *, limit: int | None = None) -> list[bytes]:
     """Return the lines of a file (gzip by its suffix), blank ones left out; without a path the bundled departures.
@@ -43,7 +62,7 @@ def read_lines(path: Path | None, *, limit: int | None = None) -> list[bytes]:
         data = path.read_bytes()
         if path.suffix == ".gz":
             data = gzip.decompress(data)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{path} cannot be read: {error}.", advice="Check its path and rights.") from error
     lines = list(itertools.islice((line for line in data.splitlines() if line.strip()), limit))
     if not lines:
@@ -95,7 +114,10 @@ def _local(wanted: str | Path, name: str) -> Path:
 
 
 def play_settings(handler: str, out: Path, *, environ: Mapping[str, str], folder: Path) -> Settings:
-    """Return settings for a run on this machine: the user's own, but for output, address, log and stream."""
+    """Return settings for a run on this machine: the user's own, but for address, log, and all that would leave ``out``.
+
+    Raises ConfigError.
+    """
     fixed = {
         "handler": handler,
         "out": str(out),
@@ -106,7 +128,11 @@ def play_settings(handler: str, out: Path, *, environ: Mapping[str, str], folder
         "settle_time": "2 s",
         "flush_interval": "1 s",
     }
-    return replace(resolve(fixed, environ=environ, folder=folder), stream=None)
+    settings = resolve(fixed, environ=environ, folder=folder, leave_out=_OUTWARD)
+    if settings.spark_master.startswith("local"):
+        return settings
+    # Machines of a cluster do not see this one's folder.
+    return resolve(fixed, environ=environ, folder=folder, leave_out=_OUTWARD | {"spark_master"})
 
 
 def quick_spark(settings: Settings) -> Engine | None:

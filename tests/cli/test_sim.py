@@ -41,6 +41,27 @@ def test_a_run_ends_with_a_summary_and_success(tmp_path: Path, capsys: pytest.Ca
     assert list(out.glob("window=*/*.parquet"))
 
 
+def test_a_run_leaves_the_configured_ledger_table_and_dead_letters_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    places = [tmp_path / name for name in ("production.sqlite", "letters", "table")]
+    (tmp_path / "mldserver.toml").write_text(
+        f'ledger = "sqlite:{places[0]}"\ndead_letters = "jsonl:{places[1]}"\nsink = "delta:{places[2]}"\n'
+        'attempts = 1\nserver_id = "production-1"\n'
+    )
+    (tmp_path / "in.jsonl").write_text('{"carrier": "UA"}\n')
+    out = tmp_path / "out"
+    assert (
+        run(["sim", "handlers.departures", "--input", "in.jsonl", "--engine", "local", "--out", str(out)])
+        == 0
+    )
+    assert "0 durable, 0 late, 1 dead letters" in capsys.readouterr().out
+    assert [place for place in places if place.exists()] == []
+    assert run(["dead-letters", "list", "--out", str(out), "--ledger", "sqlite"]) == 0
+    assert "1 dead letters" in capsys.readouterr().out
+
+
 def test_a_run_that_fails_says_what_the_server_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import gzip
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mldserver.config import Settings, SqlitePlace, specs
 from mldserver.errors import ConfigError
 from mldserver.spark.client import SparkEngine
 from mldserver.testing.playground import fresh_folder, play_settings, quick_spark, read_lines, told_failures
@@ -28,7 +29,11 @@ def test_blank_lines_do_not_count_and_gzip_is_unpacked(tmp_path: Path) -> None:
         assert read_lines(tmp_path / name, limit=2) == [b"1", b"2"]
 
 
-@pytest.mark.parametrize("content", [None, b"", b"no gzip"])
+DAMAGED = gzip.compress(b"")[:10] + b"\xff" * 20
+"""A whole header, and then nothing that could be deflated."""
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no gzip", DAMAGED, gzip.compress(b"cut off")[:-3]])
 def test_input_that_cannot_be_used_is_the_operators_error(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / ("x.gz" if content else "x")
     if content is not None:
@@ -74,6 +79,80 @@ def test_the_users_settings_count_but_not_for_address_output_and_stream(tmp_path
     assert (settings.attempts, settings.retry_base, settings.stream) == (7, 1.0, None)
     assert str(settings.listen) == "127.0.0.1:0"
     assert settings.log_file == tmp_path / "_server.log"
+
+
+OUTWARD: dict[str, Any] = {
+    "ledger": "dynamodb://production?region=eu-central-1",
+    "pipeline": "production",
+    "server_id": "production-1",
+    "sink": "jdbc:postgresql://db/production",
+    "sink_table": "departures",
+    "sink_options": {"user": "mldserver"},
+    "dead_letters": "sqs:https://sqs.eu-central-1.amazonaws.com/1/production",
+    "stream": "production",
+    "region": "eu-central-1",
+    "endpoint_url": "http://localhost:4566",
+    "list_shards_interval": "1 min",
+    "spark_master": "spark://cluster:7077",
+}
+FIXED = {"handler", "out", "listen", "log_file", "log_format", "settle_time", "flush_interval"}
+THE_USERS = {
+    # How the handler is run, and how long what may take and how much it may be.
+    *("on_failure", "on_key_failure", "failure_rules", "attempts", "max_age", "retry_base", "retry_cap"),
+    *("answer_deadline", "handler_timeout", "concurrency", "workers", "worker_memory", "worker_kill_after"),
+    *("window_on_failure", "window_attempts", "window_retry_base", "window_retry_cap", "window_deadline"),
+    *("window_concurrency", "window_group", "flush_bytes", "buffer_bytes", "segment_disk_bytes", "late"),
+    *("recompute_delay", "retention", "retention_bytes", "idle_time", "quiet_time", "missing_limit"),
+    *("connection_limit", "line_limit", "initialize_timeout", "partial_line_timeout", "close_timeout"),
+    *("server_timeout", "grace", "accept_gap", "log_level", "spark_conf", "spark_ui", "java_home"),
+    # It lies elsewhere, and only saves time.
+    "cache_dir",
+}
+
+
+def named_all(how: str, tmp_path: Path) -> dict[str, str]:
+    """Name every setting that reaches outward, in a file or in variables; return the environment."""
+    if how == "file":
+        lines = [
+            f"{name} = {json.dumps(value)}\n" for name, value in OUTWARD.items() if name != "sink_options"
+        ]
+        (tmp_path / "mldserver.toml").write_text("".join(lines) + '[sink_options]\nuser = "mldserver"\n')
+        return {}
+    return {specs()[name].variable: value for name, value in OUTWARD.items() if isinstance(value, str)} | {
+        "MLDSERVER_SINK_OPTIONS": "user=mldserver"
+    }
+
+
+@pytest.mark.parametrize("how", ["file", "variables"])
+def test_what_is_played_never_leaves_its_folder(tmp_path: Path, how: str) -> None:
+    out, environ = tmp_path / "out", named_all(how, tmp_path)
+    settings = play_settings("handlers.departures", out, environ=environ, folder=tmp_path)
+    usual = Settings(handler="handlers.departures")
+    assert {name: getattr(settings, name) for name in OUTWARD} == {
+        name: getattr(usual, name) for name in OUTWARD
+    }
+    assert (settings.out, settings.ledger, settings.pipeline) == (out, SqlitePlace(), "departures")
+
+
+@pytest.mark.parametrize(
+    "told",
+    ['sink_table = "x"', 'dead_letters = "jsonl"\non_key_failure = "park"', "[sink_options]\na = 1"],
+    ids=["a table without its sink", "parked keys without a ledger", "options without a sink"],
+)
+def test_what_is_left_out_cannot_be_wrong_together(tmp_path: Path, told: str) -> None:
+    (tmp_path / "mldserver.toml").write_text(told)
+    assert play_settings("a.b", tmp_path / "out", environ={}, folder=tmp_path).sink is None
+
+
+def test_every_setting_is_known_to_stay_inside_or_is_left_out() -> None:
+    decided = [*OUTWARD, *FIXED, *THE_USERS]
+    assert sorted(decided) == sorted(specs()), "a new setting: may it count in `sim` and `demo`?"
+
+
+def test_a_spark_of_this_machines_own_is_the_users(tmp_path: Path) -> None:
+    environ = {"MLDSERVER_SPARK_MASTER": "local[2]", "MLDSERVER_LEDGER": "sqlite:/elsewhere"}
+    settings = play_settings("a.b", tmp_path, environ=environ, folder=tmp_path)
+    assert (settings.spark_master, settings.ledger) == ("local[2]", SqlitePlace())
 
 
 def test_spark_stands_ready_for_handlers_with_rows(tmp_path: Path) -> None:
