@@ -13,7 +13,9 @@ import pytest
 from support.serving import quick, serving, until
 
 from mldserver import cli
+from mldserver.config.letters import LetterPlace
 from mldserver.coordinator.layout import LEDGER
+from mldserver.deadletters.files import FOLDER
 from mldserver.state.store import SqliteStore
 from mldserver.testing import FakeMLD, FakeStream
 
@@ -113,6 +115,31 @@ async def test_letters_of_shards_that_have_ended_are_taken_by_the_next_server(
         await until(lambda: not stored(out))
         await until(lambda: ids(out).total() == RECORDS)
     assert ids(out) == Counter(range(RECORDS))
+
+
+async def test_letters_of_a_file_that_is_named_again_count_again(settings: Any, tmp_path: Path) -> None:
+    settings = replace(settings, dead_letters=LetterPlace("jsonl"))
+    stream = FakeStream(2, seed=4, start_ms=1_800_000_000_000)
+    fill(stream, 0, RECORDS)
+    stream.end()
+    async with serving(settings) as server, asyncio.timeout(30):
+        await FakeMLD(stream, await server.listening()).run()
+        await server.finished()
+    out = tmp_path / "out"
+    assert stored(out) == []
+    (tmp_path / "antidote").touch()
+
+    async def redriven() -> Counter[int]:
+        due = ids(out).total() + len(BAD)
+        await asyncio.to_thread(command, "redrive", "--from", str(out / FOLDER / "*"))
+        assert sorted(stored(out)) == BAD
+        async with serving(settings), asyncio.timeout(30):
+            await until(lambda: not stored(out))
+            await until(lambda: ids(out).total() == due)
+        return ids(out)
+
+    assert await redriven() == Counter(range(RECORDS))
+    assert await redriven() == Counter(range(RECORDS)) + Counter(BAD)
 
 
 @pytest.mark.parametrize("workers", [None, 1], ids=["inline", "in a worker"])
