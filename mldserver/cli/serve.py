@@ -6,11 +6,12 @@ import gc
 import inspect
 import os
 import sys
-from pathlib import Path
+from pathlib import Path  # noqa: TC003  # cyclopts reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Group, Parameter
 
+from mldserver.cli.process import working_directory
 from mldserver.config import Spec, resolve, specs
 
 if TYPE_CHECKING:
@@ -82,7 +83,9 @@ def serve(
     **given: object,
 ) -> int:
     """Run the server and return its exit code. ``given`` are raw settings by name."""
-    settings = resolve({"handler": handler, **given}, environ=os.environ, folder=Path.cwd(), config=config)
+    settings = resolve(
+        {"handler": handler, **given}, environ=os.environ, folder=working_directory(), config=config
+    )
     import uvloop  # noqa: PLC0415  # `--help` and wrong settings must not wait for the server's imports
 
     from mldserver.observe.logging import logging_to  # noqa: PLC0415  # see above

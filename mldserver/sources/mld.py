@@ -173,9 +173,9 @@ class MLDListener:
                 listener = await _listen_tcp(*self._address)
                 host, port = listener.getsockname()[:2]
                 shown = _shown((host, port))
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: a host that can be no name
             raise OperatorError(
-                f"Cannot listen on {_shown(self._address)}: {error.strerror or error}.",
+                f"Cannot listen on {_shown(self._address)}: {getattr(error, 'strerror', None) or error}.",
                 advice="Give another address with --listen, or stop what uses this one.",
             ) from error
         self._listening_on = shown

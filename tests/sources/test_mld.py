@@ -170,6 +170,13 @@ async def test_an_address_in_use_is_the_operators_error(house: House) -> None:
         await second.listening()
 
 
+@pytest.mark.parametrize("host", ["..", f"{'a' * 64}.example"])
+async def test_a_host_that_can_be_no_name_is_the_operators_error(house: House, host: str) -> None:
+    listener = MLDListener((host, 0), runtime=house.runtime, intake=house.intake, clock=SystemClock())
+    with pytest.raises(OperatorError, match="Cannot listen on"):
+        await listener.run()
+
+
 async def test_an_accept_that_fails_is_tried_again_after_a_pause(
     house: House, logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
