@@ -351,12 +351,6 @@ class Flusher:
 
     async def prune(self, windows_before_ms: int, shards_before_ms: int) -> None:
         """Forget what is older than its retention."""
-        if self.open_windows is not None:
-            # A ``batches`` window that was cut for its age moved the progress here, and in the ledger only by its
-            # entry: without that its number would be given again.
-            await self._ledger.register(
-                Flush((), clock=self._merge_clock, batch_progress=self.open_windows.progress)
-            )
         pruned = await self._ledger.prune(
             windows_before_ms=windows_before_ms, shards_before_ms=shards_before_ms, limit=_PRUNED
         )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mldserver.state.batches import batch_id, batch_number, behind
 from mldserver.state.ledger import BatchProgress
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ __all__ = [
     "WindowSpec",
     "as_window",
     "assign",
-    "batch_id",
-    "batch_number",
     "batches",
     "duration_ms",
     "fits",
@@ -178,16 +177,6 @@ def tumbling_id(start_ms: int) -> str:
     )
 
 
-def batch_id(number: int) -> str:
-    """Return the id of the ``batches`` window with this number."""
-    return f"batch-{number:012d}"
-
-
-def batch_number(window_id: str) -> int:
-    """Return the number in a ``batches`` window's id."""
-    return int(window_id.removeprefix("batch-"))
-
-
 def tumbling_starts(event_ms: NDArray[np.int64], spec: Tumbling) -> NDArray[np.int64]:
     """Return for each event time the start of its window (ms), aligned to the epoch, also before 1970."""
     return event_ms - np.mod(event_ms, spec.size_ms)
@@ -287,8 +276,8 @@ class OpenWindows:
         """Note windows that were cut. Cutting the ``batches`` window in progress starts the next one."""
         for window_id in window_ids:
             self._open.pop(window_id, None)
-            if isinstance(self.spec, Batches) and batch_number(window_id) >= self.progress.number:
-                self.progress = BatchProgress(batch_number(window_id) + 1)
+            if isinstance(self.spec, Batches):
+                self.progress = behind(self.progress, [window_id])
 
     def closable(self, *, watermark_ms: int | None, now_ms: int, close_all: bool = False) -> tuple[str, ...]:
         """Return the ids of the open windows that may be cut, oldest first.
@@ -307,7 +296,8 @@ class OpenWindows:
         return tuple(key.id for key in keys if self._batch_done(key, self.spec, now_ms))
 
     def _batch_done(self, key: WindowKey, spec: Batches, now_ms: int) -> bool:
-        if batch_number(key.id) < self.progress.number:
+        number = batch_number(key.id)
+        if number is not None and number < self.progress.number:
             return True
         opened = self.progress.opened_ms
         return opened is not None and now_ms - opened >= spec.max_age_ms

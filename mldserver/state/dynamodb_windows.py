@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from mldserver.state import batches
 from mldserver.state.dynamodb_book import segment_bytes
 from mldserver.state.ledger import WindowState
 from mldserver.state.rows import storable
@@ -32,8 +33,17 @@ __all__ = [
 
 def cut(draft: Draft, window_ids: Iterable[str], server_id: str) -> tuple[WindowEntry, ...]:
     """Fix the segments of windows that are open, or published with more waiting; return those, in order."""
-    entries = (_cut(draft, window_id, server_id) for window_id in window_ids)
-    return tuple(entry for entry in entries if entry is not None)
+    found = (_cut(draft, window_id, server_id) for window_id in window_ids)
+    entries = tuple(entry for entry in found if entry is not None)
+    _go_behind(draft, entries)
+    return entries
+
+
+def _go_behind(draft: Draft, entries: Iterable[WindowEntry]) -> None:
+    """Let ``batches`` go on behind windows that are cut."""
+    cut = (entry.window_id for entry in entries if entry.end_ms is None)
+    progress = batches.behind(draft.totals.batch_progress, cut)
+    draft.totals = replace(draft.totals, batch_progress=progress)
 
 
 def _cut(draft: Draft, window_id: str, server_id: str) -> WindowEntry | None:
@@ -190,6 +200,7 @@ def prune(draft: Draft, *, windows_before_ms: int, shards_before_ms: int, limit:
     ends = [entry.end_ms for entry in over] + [draft.totals.cut_below_ms]
     below = max((end for end in ends if end is not None), default=None)
     draft.totals = replace(draft.totals, cut_below_ms=below)
+    _go_behind(draft, over)
     for entry in over:
         draft.windows.drop(entry.window_id)
     for shard_id in shards:

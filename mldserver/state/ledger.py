@@ -336,7 +336,8 @@ class Ledger(LetterBook, Protocol):
 
         An OPEN window becomes CUT at revision 1; a PUBLISHED one with pending segments becomes CUT at the next
         revision, over all its segments; ``files``, ``rows_out`` and ``published_ms`` stay those of the revision
-        that is visible, until the commit.
+        that is visible, until the commit. ``batch_progress`` goes on behind a ``batches`` window that is cut: its
+        number, told by its id, is never given again.
         """
         ...
 

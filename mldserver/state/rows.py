@@ -9,8 +9,8 @@ import orjson
 
 from mldserver.records import Sequence
 from mldserver.runtime.base import DeadLetter
+from mldserver.state import sqlite_batches
 from mldserver.state.ledger import (
-    BatchProgress,
     LedgerState,
     Segment,
     SegmentKind,
@@ -187,7 +187,7 @@ def read_state(db: sqlite3.Connection, since: int) -> LedgerState:
             _late_segment(row) for row in db.execute("SELECT * FROM late_segments ORDER BY id")
         ),
         clock=meta["clock"],
-        batch_progress=BatchProgress(meta["batch_number"], meta["batch_rows"], meta["batch_opened_ms"]),
+        batch_progress=sqlite_batches.read(db),
         dead_letters=meta["dead_letters"],
         redrives=db.execute("SELECT count(*) FROM dead_letters WHERE wanted").fetchone()[0],
         servers={

@@ -10,7 +10,7 @@ ledger that was never created: creation is one transaction. Formats 1 to 3 were 
     ``created_ms``. ``clock``: next free value of the merge clock; never falls. ``cut_below_ms``: the latest end of
     all pruned windows; never falls; an event-time window that ends at or before it and has no row was cut.
     ``batch_number``, ``batch_rows``, ``batch_opened_ms``: where the open ``batches`` window stands; the number
-    never falls. ``dead_letters``: how many there are. ``lives``: how often a server has registered.
+    never falls, and lies behind that of every one that was cut. ``dead_letters``: how many there are. ``lives``: how often a server has registered.
     ``version``: raised by each transaction that writes. ``pruned_version``: the latest ``changed`` of all pruned
     windows: who has read less must read everything. ``retained_bytes``: of all segments of published windows that
     are retained; kept by triggers.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mldserver.state import rows
+from mldserver.state import rows, sqlite_batches
 
 if TYPE_CHECKING:
     import sqlite3
@@ -29,7 +29,9 @@ _LAST_MS = 2**63 - 1
 
 def cut(db: sqlite3.Connection, window_ids: Iterable[str], server_id: str) -> tuple[WindowEntry, ...]:
     """Fix the segments of windows that are open, or published with more waiting; return those, in order."""
-    return tuple(_cut_entry(db, each) for each in window_ids if _cut(db, each, server_id))
+    entries = tuple(_cut_entry(db, each) for each in window_ids if _cut(db, each, server_id))
+    sqlite_batches.go_behind(db, (entry.window_id for entry in entries if entry.end_ms is None))
+    return entries
 
 
 def _cut(db: sqlite3.Connection, window_id: str, server_id: str) -> bool:
@@ -195,6 +197,7 @@ def prune(db: sqlite3.Connection, *, windows_before_ms: int, shards_before_ms: i
         (windows_before_ms, limit),
     ).fetchall()
     db.executemany("DELETE FROM windows WHERE window_id = ?", [(row["window_id"],) for row in over])
+    sqlite_batches.go_behind(db, (row["window_id"] for row in over if row["end_ms"] is None))
     if over:
         changed = max(row["changed"] for row in over)
         db.execute("UPDATE meta SET pruned_version = max(pruned_version, ?)", (changed,))

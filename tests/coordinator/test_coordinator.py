@@ -11,10 +11,11 @@ from coordinator.outcomes import dead_letter
 from coordinator.pipeline import RULES, Pipeline
 
 from mldserver.coordinator.watermark import WatermarkRules
-from mldserver.coordinator.windows import Tumbling, batch_id, batches, tumbling_id
+from mldserver.coordinator.windows import Tumbling, batches, tumbling_id
 from mldserver.errors import GapRefused, LedgerError
 from mldserver.records import Sequence
 from mldserver.sources.base import ShardOpening
+from mldserver.state.batches import batch_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mldserver.coordinator.flush import BufferedBatch, FlushPlan, buffered, plan, shard_end
-from mldserver.coordinator.windows import Batches, Tumbling, WindowKey, WindowSpec, batch_id, tumbling_id
+from mldserver.coordinator.windows import Batches, Tumbling, WindowKey, WindowSpec, tumbling_id
 from mldserver.records import Sequence
+from mldserver.state.batches import batch_id
 from mldserver.state.ledger import BatchProgress, PositionUpdate, SegmentKind
 
 if TYPE_CHECKING:

@@ -10,9 +10,10 @@ from coordinator.outcomes import dead_letter
 from coordinator.writing import W, Writing, publish, zero
 
 from mldserver.coordinator.flush import shard_end
-from mldserver.coordinator.windows import Tumbling, batch_id, batches
+from mldserver.coordinator.windows import Tumbling, batches
 from mldserver.errors import LedgerError
 from mldserver.records import Sequence
+from mldserver.state.batches import batch_id
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -260,10 +261,11 @@ async def test_a_batches_number_is_not_given_again_after_its_window_was_forgotte
     await writing.flush([writing.batch(shard, (1, 1000))], "interval")
     (entry,) = await writing.flusher.cut(None, close_all=False)
     await publish(writing, entry.window_id)
+    assert writing.registered().windows == {}
+    # The next life begins with what the ledger tells: nothing of the window, whether it is forgotten or not.
+    writing.restore(writing.registered())
     await writing.flusher.prune(writing.clock.now_ms() + 1, 0)
-    state = writing.registered()
-    assert state.windows == {}
-    writing.restore(state)
+    writing.restore(writing.registered())
     await writing.flush([writing.batch(shard, (2, 2000))], "interval")
     assert writing.registered().windows.keys() == {batch_id(1)}
     writing.ledger.store.close()

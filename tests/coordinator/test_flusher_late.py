@@ -8,8 +8,9 @@ import pytest
 from coordinator.writing import W, Writing, publish, zero
 
 from mldserver.coordinator.late import LateRules
-from mldserver.coordinator.windows import Tumbling, batch_id, batches
+from mldserver.coordinator.windows import Tumbling, batches
 from mldserver.records import Sequence
+from mldserver.state.batches import batch_id
 from mldserver.state.ledger import (
     Flush,
     PositionUpdate,

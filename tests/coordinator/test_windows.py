@@ -15,8 +15,6 @@ from mldserver.coordinator.windows import (
     WindowKey,
     as_window,
     assign,
-    batch_id,
-    batch_number,
     batches,
     duration_ms,
     fits,
@@ -24,6 +22,7 @@ from mldserver.coordinator.windows import (
     tumbling_id,
     tumbling_starts,
 )
+from mldserver.state.batches import batch_id
 from mldserver.state.ledger import BatchProgress
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -122,11 +121,6 @@ def test_names_are_unique_and_safe_as_folders(starts: list[int]) -> None:
     names = [tumbling_id(start) for start in starts]
     assert len(set(names)) == len(names)
     assert all(set(name) <= set("0123456789TZms+-.") for name in names)
-
-
-def test_a_batchs_name_tells_its_number() -> None:
-    assert batch_id(7) == "batch-000000000007"
-    assert batch_number(batch_id(7)) == 7
 
 
 def test_the_handler_sees_aware_bounds_and_none_for_batches() -> None:

@@ -275,8 +275,14 @@ class ModelServer:
                 pending=(),
                 rows_in=sum(each.rows for each in segments),
             )
+            self.go_behind(content.windows[window_id])
             entries.append(content.windows[window_id])
         return tuple(entries)
+
+    def go_behind(self, entry: WindowEntry) -> None:
+        number = int(entry.window_id.removeprefix("batch-")) if entry.end_ms is None else -1
+        if number >= self.content.progress.number:
+            self.content.progress = BatchProgress(number + 1)
 
     def waits(self, window_id: str) -> bool:
         return self.content.in_state(window_id, PUBLISHED) and bool(self.content.windows[window_id].pending)
@@ -383,6 +389,7 @@ class ModelServer:
         gone = [each for each, ms in content.ended_ms.items() if ms < shards_before_ms]
         for each in old:
             del content.windows[each.window_id]
+            self.go_behind(each)
             if each.end_ms is not None:
                 content.cut_below = max(content.cut_below or 0, each.end_ms)
         for shard_id in gone:

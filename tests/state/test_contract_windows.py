@@ -8,6 +8,7 @@ import pytest
 
 from mldserver.errors import InternalError
 from mldserver.state.ledger import (
+    BatchProgress,
     Commit,
     Flush,
     FlushResult,
@@ -309,7 +310,24 @@ async def test_batches_are_pruned_by_the_time_they_were_published(
         await bring_to(ledger, WindowState.COMMITTED, BATCH)
         await ledger.published({BATCH: 1}, retain=False)
         assert await ledger.prune(windows_before_ms=clock.ms + 1, shards_before_ms=0) == 1
-    assert await held(ledger_factory) == LedgerState()
+    assert await held(ledger_factory) == LedgerState(batch_progress=BatchProgress(2))
+
+
+async def test_the_number_of_a_batch_that_is_cut_is_never_given_again(ledger_factory: Factory) -> None:
+    async with opened(ledger_factory) as (ledger, _):
+        await ledger.register(Flush((), (seg("s1", BATCH),), batch_progress=BatchProgress(1, 5, 100)))
+        await ledger.cut((BATCH,))
+        assert (await held(ledger_factory)).batch_progress == BatchProgress(2)
+        # A server that has not heard of it tells what it knew.
+        await ledger.register(Flush((), batch_progress=BatchProgress(1, 5, 100)))
+        await ledger.register(Flush((), (seg("s2", W1),), batch_progress=BatchProgress(4, 5, 200)))
+        await ledger.register(Flush((), (more("r1", BATCH),)))
+        await take_to(ledger, WindowState.CUT, W1)
+        await ledger.commit((await attempted(ledger, BATCH),))
+        await ledger.published({BATCH: 1})
+        (again,) = await ledger.cut((BATCH,))
+        assert again.revision == 2
+        assert (await held(ledger_factory)).batch_progress == BatchProgress(4, 5, 200)
 
 
 @pytest.mark.parametrize("state", WindowState)

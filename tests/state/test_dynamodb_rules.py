@@ -10,10 +10,19 @@ from mldserver.errors import InternalError, ServerBuried
 from mldserver.records import Sequence
 from mldserver.state import dynamodb_members as members
 from mldserver.state import dynamodb_windows as windows
-from mldserver.state.dynamodb_book import Book, Draft
+from mldserver.state.dynamodb_book import Book, Changes, Draft
 from mldserver.state.dynamodb_flushes import register
-from mldserver.state.ledger import Commit, Flush, Segment, SegmentKind, ServerState, WindowState
-from tests.state.samples import HUGE, W1, late, more, move, seg
+from mldserver.state.ledger import (
+    BatchProgress,
+    Commit,
+    Flush,
+    Segment,
+    SegmentKind,
+    ServerState,
+    WindowEntry,
+    WindowState,
+)
+from tests.state.samples import BATCH, HUGE, W1, late, more, move, seg
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +51,7 @@ class Steps:
         elif state is not WindowState.CUT:
             self(windows.commit, (Commit(W1, attempt, "stage", ("f",), 1),), "one")
         if state is WindowState.PUBLISHED:
-            self(windows.published, (W1,), retain=True, now_ms=5)
+            self(windows.published, {W1: attempt}, "one", retain=True, now_ms=5)
 
 
 @pytest.fixture
@@ -136,8 +145,10 @@ def test_windows_that_are_elsewhere_in_their_life_are_passed_over(steps: Steps) 
     assert steps(windows.cut, (W1,), "one") == ()
     assert steps(windows.commit, (Commit(W1, 1, "stage", (), 0),), "one") == frozenset()
     assert not steps(windows.retry, W1)
-    assert steps(windows.published, (W1, "none"), retain=False, now_ms=1) == (seg("s1", revision=1),)
-    assert steps(windows.published, (W1,), retain=False, now_ms=1) == ()
+    assert steps(windows.published, {W1: 1, "none": 1}, "one", retain=False, now_ms=1) == (
+        seg("s1", revision=1),
+    )
+    assert steps(windows.published, {W1: 1}, "one", retain=False, now_ms=1) == ()
 
 
 def test_a_window_that_was_put_aside_takes_late_rows_and_is_tried_again(steps: Steps) -> None:
@@ -168,7 +179,17 @@ def test_retention_by_bytes_lets_the_oldest_go_first(steps: Steps, keep_bytes: i
         steps(windows.cut, (window_id,), "one")
         steps(windows.begin_attempts, (window_id,), "one")
         steps(windows.commit, (Commit(window_id, 1, "stage", (), 0),), "one")
-        steps(windows.published, (window_id,), retain=True, now_ms=ms)
+        steps(windows.published, {window_id: 1}, "one", retain=True, now_ms=ms)
     gone = steps(windows.expire, published_before_ms=0, keep_bytes=keep_bytes, limit=9)
     assert [each.path for each in gone] == [f"s{ms}" for ms in range(3 - kept)]
     assert steps.book.retained_bytes == kept * 500
+
+
+def test_a_batch_that_an_older_program_cut_without_raising_the_number_raises_it_when_it_is_pruned(
+    steps: Steps,
+) -> None:
+    entry = WindowEntry(BATCH, WindowState.PUBLISHED, retained=False, published_ms=5)
+    steps.book.apply(Changes(windows={BATCH: entry}))
+    assert steps.book.totals.batch_progress == BatchProgress()
+    assert steps(windows.prune, windows_before_ms=9, shards_before_ms=0, limit=9) == 1
+    assert steps.book.totals.batch_progress == BatchProgress(2)

@@ -10,9 +10,9 @@ import pytest
 
 from mldserver.errors import InternalError, LedgerError
 from mldserver.state import schema
-from mldserver.state.ledger import Flush, LedgerState, ServerState
+from mldserver.state.ledger import BatchProgress, Commit, Flush, LedgerState, ServerState
 from mldserver.state.store import SqliteStore
-from tests.state.samples import HUGE, W1, letter, move, seg
+from tests.state.samples import BATCH, HUGE, W1, letter, move, seg
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -179,3 +179,17 @@ def test_a_shared_file_that_is_changed_by_hand_is_found_at_the_next_beat(
         db.execute("UPDATE shards SET parents = '[1'")
     with pytest.raises(LedgerError, match="damaged: its content cannot be read"):
         store.sync(ServerState("one", 9))
+
+
+def test_a_batch_that_an_older_program_cut_without_raising_the_number_raises_it_when_it_is_pruned(
+    store: SqliteStore, path: Path
+) -> None:
+    store.register(Flush((), (seg("s2", BATCH),)), now_ms=7)
+    store.cut((BATCH,))
+    attempt = store.begin_attempts((BATCH,))[BATCH]
+    store.commit((Commit(BATCH, attempt, "stage", (), 0),))
+    store.published({BATCH: attempt}, retain=False, now_ms=8)
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("UPDATE meta SET batch_number = 0")
+    assert store.prune(windows_before_ms=9, shards_before_ms=0) == 1
+    assert state_of(path).batch_progress == BatchProgress(2)

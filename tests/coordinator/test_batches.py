@@ -1,0 +1,39 @@
+"""``batches(…)`` through restarts, and over several servers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from coordinator.pipeline import RULES, Pipeline
+
+from mldserver.coordinator.windows import batches
+from mldserver.records import Sequence
+from mldserver.state.batches import batch_id
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["separate", "recompute"])
+async def test_the_number_of_one_that_was_cut_for_its_age_is_not_given_again_after_a_restart(
+    tmp_path: Path, recompute: bool
+) -> None:
+    rules = replace(RULES, retention_ms=60_000)
+    pipeline = Pipeline(tmp_path, spec=batches(max_rows=100, max_age="2 s"), rules=rules, recompute=recompute)
+    async with pipeline.life():
+        session = await pipeline.open("a")
+        await pipeline.give(session, [(1, 1000), (2, 1001)])
+        await pipeline.clock.advance(130)
+        assert pipeline.published() == {batch_id(0): [1, 2]}
+    assert pipeline.state().windows == {}, "published, and not retained any more"
+    async with pipeline.life():
+        session = await pipeline.open("a", Sequence(2))
+        # Long enough for the window to be forgotten.
+        for _ in range(80):
+            await pipeline.clock.advance(60)
+        await pipeline.give(session, [(3, 5_000_000), (4, 5_000_001)])
+        await pipeline.clock.advance(20)
+        assert pipeline.published() == {batch_id(0): [1, 2], batch_id(1): [3, 4]}
+        assert pipeline.coordinator.status().windows_halted == ()
