@@ -49,7 +49,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "sources.owners",
         "state.rows",
     ),
-    "coordinator.windows": ("state.ledger",),
+    # How windows are named is the ledger's to know too: no number of a batch is given twice.
+    "coordinator.windows": ("state.ledger", "state.batches"),
     "spark.engine": ("coordinator.windows",),
     "spark.java": ("errors",),
     "protocol": ("records", "errors"),
@@ -71,7 +72,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     # What record processors of amazon_kclpy see, whether that is installed or not.
     "kclpy": ("records",),
-    "sources": ("records", "errors", "clock", "faults", "protocol", "runtime.base"),
+    # AWS's client is made beside the event loop.
+    "sources": ("records", "errors", "clock", "faults", "protocol", "runtime.base", "runtime.aside"),
     # The driver process imports the user's handler by the same rules as the runtime does.
     "spark": ("errors", "clock", "faults", "remote", "coordinator.windows", "runtime.loader"),
     "config": ("errors", "faults", "remote", "coordinator.windows", "runtime.failure"),
