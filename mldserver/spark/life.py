@@ -113,8 +113,11 @@ class Life:
                 output = self._tasks.create_task(self._process.read_output(self._printed, self._said))
                 watch = self._tasks.create_task(self._watch_start(start_deadline))
                 self._process.send(self._start)
-                await self._read()
-                self._over = True
+                try:
+                    await self._read()
+                finally:
+                    # Also when it is cancelled: from now on the group takes no task any more.
+                    self._over = True
                 watch.cancel()
                 for ended in self._cancelling.values():
                     ended.set()

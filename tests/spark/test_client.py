@@ -3,100 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import re
 import shutil
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from spark.bench import Bench, job
+from support.serving import until
 
-from mldserver.coordinator.windows import Window
 from mldserver.errors import DriverLost, HandlerInvalid, JavaError, OperatorError, WindowFailed
 from mldserver.spark import client, wire
 from mldserver.spark.client import SparkEngine
-from mldserver.spark.engine import WindowJob, WindowResult
+from mldserver.spark.engine import WindowResult
 from mldserver.spark.java import probe
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
-FAKE = Path(__file__).with_name("fake_driver.py")
-
-
-class HandClock:
-    """Each sleep waits until the test lets it end; the test sees how long it was to be."""
-
-    def __init__(self) -> None:
-        self.sleeps = asyncio.Queue()
-
-    def now_ms(self) -> int:
-        return 0
-
-    async def sleep(self, seconds: float) -> None:
-        ended = asyncio.Event()
-        self.sleeps.put_nowait((seconds, ended))
-        await ended.wait()
-
-    async def end_sleep(self) -> float:
-        seconds, ended = await self.sleeps.get()
-        ended.set()
-        return seconds
-
-
-def group_members(leader: int) -> list[int]:
-    """The processes of a group that live; a killed one whose new parent has not reaped it yet is dead."""
-    members = []
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, group = entry.read_text().rpartition(")")[2].split()[:3]
-            if int(group) == leader and state != "Z":
-                members.append(int(entry.parent.name))
-    return members
-
-
-def job(name: str, rows: int = 5) -> WindowJob:
-    return WindowJob(Window(name, None, None), 1, ("/segment",), "/staging", rows, 100)
-
-
-class Bench:
-    def __init__(self, tmp_path: Path, script: str, **settings: Any) -> None:
-        self.state = tmp_path / "lives"
-        self.clock = HandClock()
-        self.work = tmp_path / "work"
-        self.engine = SparkEngine(
-            "handlers.x",
-            "a INT",
-            **{
-                "master": "sc://nowhere",
-                "work_dir": self.work,
-                "cache_dir": tmp_path / "cache",
-                "clock": self.clock,
-                "command": [sys.executable, str(FAKE), script, str(self.state)],
-                **settings,
-            },
-        )
-
-    @property
-    def lives(self) -> list[int]:
-        # On a loaded machine a driver may be killed before it could write its line.
-        return [int(pid) for pid in self.state.read_text().split()] if self.state.exists() else []
-
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.engine.run())
-            try:
-                yield
-            finally:
-                await self.engine.close()
-        self.check_nothing_is_left()
-
-    def check_nothing_is_left(self) -> None:
-        assert not [pid for life in self.lives for pid in group_members(life)]
-        assert list(self.work.iterdir()) == []
+    from collections.abc import Callable
+    from pathlib import Path
 
 
 @pytest.fixture
@@ -338,6 +262,22 @@ async def test_cancelling_run_kills_the_driver(bench: Callable[..., Bench]) -> N
     with pytest.raises(DriverLost, match="No Spark driver will come any more"):
         await it.engine.compute(job("w"))
     await it.engine.close()
+
+
+@pytest.mark.parametrize("jobs_first", [True, False])
+async def test_a_job_that_is_cancelled_together_with_the_engine_ends_as_cancelled(
+    bench: Callable[..., Bench], jobs_first: bool
+) -> None:
+    it = bench()
+    async with asyncio.TaskGroup() as tasks:
+        run = tasks.create_task(it.engine.run())
+        await it.engine.ready()
+        computing = tasks.create_task(it.engine.compute(job("hangs")))
+        await until(lambda: it.engine._life is not None and bool(it.engine._life._waiting))
+        for task in (computing, run) if jobs_first else (run, computing):
+            task.cancel()
+    assert (run.cancelled(), computing.cancelled()) == (True, True)
+    it.check_nothing_is_left()
 
 
 async def test_what_an_earlier_server_left_is_swept_away(bench: Callable[..., Bench]) -> None:
