@@ -48,6 +48,20 @@ _BACKLOG: Final = 128
 _SOCKET_MODE: Final = 0o600
 _ACCEPT_PAUSE_SECONDS: Final = 0.5
 """After a failed accept, e.g. when the process is out of file descriptors."""
+_NOTICE_SILENCE: Final = tuple(
+    (getattr(socket, name), value)
+    for name, value in {
+        "TCP_KEEPIDLE": 30,  # seconds of silence before the first probe
+        "TCP_KEEPINTVL": 10,
+        "TCP_KEEPCNT": 3,
+        "TCP_USER_TIMEOUT": 60_000,  # milliseconds that an answer may be unacknowledged
+    }.items()
+    if hasattr(socket, name)
+)
+"""A host that vanished without a word is noticed within a minute, idle or not; some platforms lack some of these.
+
+The kernel's own values are two hours for an idle connection, and a quarter of an hour for an answer.
+"""
 
 
 class MLDListener:
@@ -262,8 +276,9 @@ class MLDListener:
         peer_socket.setblocking(False)
         if peer_socket.family != socket.AF_UNIX:
             peer_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            # A host that vanished without a word is noticed.
             peer_socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _NOTICE_SILENCE:
+                peer_socket.setsockopt(socket.IPPROTO_TCP, option, value)
         await asyncio.get_running_loop().connect_accepted_socket(lambda: link, peer_socket)
 
 

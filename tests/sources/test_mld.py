@@ -87,6 +87,42 @@ async def test_a_line_that_is_never_finished_is_not_waited_for(
     assert named(logged, "connection.failed")[0]["error"] == "PeerTimeout"
 
 
+async def test_a_long_line_may_take_longer_than_the_pause_that_it_may_make(
+    build: Build, logged: list[dict[str, Any]]
+) -> None:
+    house = await build(partial_line_seconds=0.3)
+    peer = await house.connect()
+    await peer.initialize()
+    line = b'{"action":"leaseLost"' + b" " * 20 + b"}\n"
+    for place in range(0, len(line), 2):
+        await peer.send(line[place : place + 2])
+        await asyncio.sleep(0.03)  # 0.6 s in all
+    await peer.answered("leaseLost")
+    assert named(logged, "connection.failed") == []
+
+
+async def test_a_host_that_vanishes_is_noticed_within_a_minute(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accepted: list[socket.socket] = []
+    loop = asyncio.get_running_loop()
+    connect = loop.connect_accepted_socket
+
+    def note(factory: Any, sock: socket.socket) -> Any:
+        accepted.append(sock)
+        return connect(factory, sock)
+
+    monkeypatch.setattr(loop, "connect_accepted_socket", note)
+    peer = await house.connect()
+    await peer.initialize()
+    (found,) = accepted
+    assert found.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    expected = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 60_000}
+    for name, value in expected.items():
+        if hasattr(socket, name):
+            assert found.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) == value, name
+
+
 async def test_a_peer_that_does_not_close_after_the_last_status_is_closed(
     build: Build, logged: list[dict[str, Any]]
 ) -> None:
