@@ -59,7 +59,7 @@ def translate(error: sqlite3.Error, path: Path, *, did: str = _ROLLED_BACK) -> M
     return LedgerError(f"{what}: {error}.", did=did, advice=advice, **where)
 
 
-def damaged(found: str, path: Path) -> LedgerError:
-    """Return the error for a ledger whose content cannot be: ``found`` says what is there."""
+def damaged(found: str, path: Path, *, sqlite: str | None = None) -> LedgerError:
+    """Return the error for a ledger whose content cannot be: ``found`` says what is there, ``sqlite`` in its words."""
     what, advice = _DAMAGED
-    return LedgerError(f"{what}: {found}.", advice=advice, path=str(path))
+    return LedgerError(f"{what}: {found}.", advice=advice, path=str(path), sqlite=sqlite)

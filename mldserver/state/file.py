@@ -130,7 +130,8 @@ def _examine(db: sqlite3.Connection, path: Path, pipeline: str) -> None:
         )
     found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
     if found != "ok":
-        raise damaged(found, path)
+        # Lines for those who know the file format: no sentence.
+        raise damaged("SQLite's check of the file found a fault", path, sqlite=found)
 
 
 def _configure(db: sqlite3.Connection, path: Path) -> None:

@@ -3,6 +3,10 @@ from __future__ import annotations
 import sqlite3
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
+from mldserver.errors import LedgerError, LedgerVersionError
+from mldserver.state import schema
 from mldserver.state.file import _is_new, create_or_open
 
 if TYPE_CHECKING:
@@ -41,3 +45,36 @@ def test_a_ledger_that_another_server_creates_between_two_looks_is_no_foreign_fi
     looking: Any = Interrupted(path)
     assert not _is_new(looking, path)
     looking.close()
+
+
+def opened(path: Path) -> sqlite3.Connection:
+    return create_or_open(path, pipeline="p", busy_timeout_ms=1000, now_ms=0)
+
+
+def test_a_ledger_with_one_damaged_page_is_told_in_a_sentence_of_ours_and_left_as_it_is(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "ledger.sqlite"
+    opened(path).close()
+    data = bytearray(path.read_bytes())
+    size = int.from_bytes(data[16:18], "big")
+    data[2 * size : 3 * size] = b"\xa5" * size
+    path.write_bytes(data)
+    with pytest.raises(LedgerError) as caught:
+        opened(path)
+    error = caught.value
+    assert error.what == "The ledger is damaged: SQLite's check of the file found a fault."
+    assert "btree" in error.where["sqlite"].lower()
+    assert "\n" not in str(error)
+    assert path.read_bytes() == data
+
+
+def test_a_ledger_of_a_newer_format_is_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    db = opened(path)
+    db.execute("UPDATE meta SET format = format + 1")
+    db.close()
+    data = path.read_bytes()
+    with pytest.raises(LedgerVersionError, match=f"has format {schema.FORMAT + 1}"):
+        opened(path)
+    assert path.read_bytes() == data
