@@ -239,7 +239,11 @@ EVENTS: Final[dict[str, EventSpec]] = {
         "A worker process had grown beyond its memory limit; it finished what it had begun.",
     ),
     "worker.failed": EventSpec("critical", ("worker",), "A worker's processes die before they do anything."),
-    "worker.not_started": EventSpec("error", ("delay_seconds",), "A worker process could not start."),
+    "worker.not_started": EventSpec(
+        "error",
+        ("delay_seconds",),
+        "A worker process did not come to be used: it could not start, or ended before.",
+    ),
     "worker.garbled": EventSpec("error", ("pid",), "A worker process sent what is no message: it is killed."),
     "shard.reopened": EventSpec(
         "info", ("worker",), "The shard's handler was opened again in another worker process."

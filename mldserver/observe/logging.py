@@ -106,6 +106,17 @@ def configure(output: LogOutput, *, level: Level = "info", log_format: LogFormat
     return writer
 
 
+def _as_configured() -> Any:
+    """Return a logger that stays as structlog is configured now, whatever a handler configures later.
+
+    A handler's configuration may print; what is printed is logged; if that were printed too, it would never end.
+    """
+    now = structlog.get_config()
+    return structlog.wrap_logger(
+        now["logger_factory"](), processors=now["processors"], wrapper_class=now["wrapper_class"]
+    )
+
+
 class LibraryHandler(logging.Handler):
     """Passes on what libraries (botocore, asyncio, warnings …) log through the standard library."""
 
@@ -172,8 +183,9 @@ def logging_to(settings: Settings) -> Iterator[LogWriter]:
         stack.callback(writer.close)
         stack.callback(structlog.reset_defaults)
         stack.enter_context(libraries_through_us())
+        ours = _as_configured()
         stack.enter_context(
-            caught_output(lambda stream, text: _log.info("handler.output", stream=stream, text=text))
+            caught_output(lambda stream, text: ours.info("handler.output", stream=stream, text=text))
         )
         _current = writer
         try:

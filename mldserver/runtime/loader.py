@@ -8,6 +8,7 @@ imported is shown as it is, with the place in the user's file.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import pkgutil
@@ -18,12 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import structlog
+
 from mldserver.errors import HandlerInvalid, HandlerNotFound
 from mldserver.kclpy.standin import standing_in
 from mldserver.runtime.failure import describe
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from types import ModuleType
 
 __all__ = ["Loaded", "load", "relative"]
@@ -82,9 +85,21 @@ def _search_first(directory: str) -> None:
         importlib.invalidate_caches()
 
 
+@contextlib.contextmanager
+def _structlog_as_it_is() -> Iterator[None]:
+    """Put structlog's configuration back: the server's log is one, and its events have a schema."""
+    before = structlog.get_config() if structlog.is_configured() else None
+    try:
+        yield
+    finally:
+        structlog.reset_defaults()
+        if before is not None:
+            structlog.configure(**before)
+
+
 def _import(module_name: str, path: str) -> ModuleType:
     try:
-        with standing_in():
+        with standing_in(), _structlog_as_it_is():
             return importlib.import_module(module_name)
     except KeyboardInterrupt:
         raise

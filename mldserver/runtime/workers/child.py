@@ -20,7 +20,7 @@ from asyncio import FIRST_COMPLETED
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import msgspec
 import uvloop
@@ -77,6 +77,8 @@ class Child:
         self._started = asyncio.Event()
         self._queue: asyncio.Queue[tuple[wire.FromServer, Descriptors]] = asyncio.Queue()
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._cancelled: set[int] = set()
+        """The requests of which the server says that nobody waits for them any more."""
         self._runtime: InlineRuntime | None = None
         self._arena: memoryview = memoryview(b"")
         self._channel = Channel(end, receive=self._receive, ended=self._over.set)
@@ -154,6 +156,7 @@ class Child:
                 self._begin(group, message.id, self._ready().forget(message.shard))
             case wire.Cancel():
                 if (task := self._tasks.get(message.id)) is not None:
+                    self._cancelled.add(message.id)
                     # Behind its first step, however soon this comes: without that it would end without an answer.
                     asyncio.get_running_loop().call_soon(task.cancel)
             case wire.Start():
@@ -172,10 +175,14 @@ class Child:
         try:
             answer = await work or _Answer(wire.Finished(request))
         except asyncio.CancelledError as error:
+            if request not in self._cancelled:
+                self._mark.add(1)  # it is the handler's doing, though none of its calls may be running
+                abandon()
             answer = _Answer(wire.failed(request, error, cancelled=True))
         except Exception as error:  # noqa: BLE001  # told to the server, as the error that it is
             answer = _Answer(wire.failed(request, error))
         del self._tasks[request]
+        self._cancelled.discard(request)
         self._send(answer.message, answer.file)
 
     async def _process(self, message: wire.Process, files: Descriptors) -> _Answer:
@@ -256,6 +263,15 @@ def leave(serving: asyncio.Task[None]) -> None:
         traceback.print_exception(error, file=sys.__stderr__)
         os._exit(1)
     os._exit(0)
+
+
+def abandon() -> NoReturn:
+    """End the process: the handler has ended its loop, or cancelled what was not its own.
+
+    No request has failed by that. They are all made again, and whose record it was is found as for any other death.
+    """
+    os.write(2, b"The handler ended the event loop, or cancelled tasks that are not its own.\n")
+    os._exit(1)
 
 
 def main(arguments: list[str]) -> None:

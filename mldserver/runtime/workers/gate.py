@@ -4,28 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from contextlib import AbstractAsyncContextManager
 
 __all__ = ["Gate"]
-
-
-class _Passing:
-    """What ``contextlib.asynccontextmanager`` would do, for a third of its cost: every batch comes through here."""
-
-    __slots__ = ("_alone", "_gate")
-
-    def __init__(self, gate: Gate, *, alone: bool) -> None:
-        self._gate = gate
-        self._alone = alone
-
-    async def __aenter__(self) -> None:
-        await self._gate.enter(alone=self._alone)
-
-    async def __aexit__(self, *_: object) -> None:
-        self._gate.leave()
 
 
 class Gate:
@@ -37,10 +17,6 @@ class Gate:
         self._alone = False
         self._waiting_alone: deque[asyncio.Future[None]] = deque()
         self._waiting: deque[asyncio.Future[None]] = deque()
-
-    def passing(self, *, alone: bool) -> AbstractAsyncContextManager[None]:
-        """Be inside while the block runs."""
-        return _Passing(self, alone=alone)
 
     def leave(self) -> None:
         """Go out again."""

@@ -24,24 +24,14 @@ def place(plan: Mapping[str, int], workers: Collection[int]) -> int:
 
 
 def spread(plan: Mapping[str, int], workers: Collection[int]) -> dict[str, int]:
-    """Return the plan for another set of workers: balanced within one, with as few moves as that takes.
+    """Return the plan for another set of workers: what has none of them goes, one by one, where there are fewest.
 
-    Raises ValueError when there is no worker.
+    What has one stays there. So a plan that is balanced within one is so again. Raises ValueError when there is no
+    worker.
     """
     if not workers:
         raise ValueError("there is no worker")
-    held: dict[int, list[str]] = {worker: [] for worker in sorted(workers)}
-    homeless: list[str] = []
-    for shard in sorted(plan):
-        held.get(plan[shard], homeless).append(shard)
-    share, more = divmod(len(plan), len(held))
-    # Who holds most may keep one more than the others: nobody gives away what another must then be given.
-    fullest = sorted(held, key=lambda worker: (-len(held[worker]), worker))
-    room = {worker: share + (place < more) for place, worker in enumerate(fullest)}
-    for worker, shards in held.items():
-        homeless += shards[room[worker] :]
-        del shards[room[worker] :]
-    for worker, shards in held.items():
-        while len(shards) < room[worker]:
-            shards.append(homeless.pop())
-    return {shard: worker for worker, shards in held.items() for shard in shards}
+    made = {shard: worker for shard, worker in plan.items() if worker in workers}
+    for shard in sorted(plan.keys() - made.keys()):
+        made[shard] = place(made, workers)
+    return made

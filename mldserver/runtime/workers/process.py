@@ -77,6 +77,8 @@ class WorkerProcess:
         self._room = asyncio.Event()
         self._loaded: asyncio.Future[wire.Loaded] = asyncio.get_running_loop().create_future()
         self._gone = asyncio.Event()
+        self.on_end: Callable[[], None] = lambda: None
+        """Called when it takes no requests any more."""
         self._again = True
         self.done = 0
         """How many batches it has done."""
@@ -115,7 +117,7 @@ class WorkerProcess:
             os.close(prints)
         self = cls(process, Output(printed), arena, clock)
         self._again = again
-        self._channel = Channel(ours, receive=self._receive, ended=self._gone.set)
+        self._channel = Channel(ours, receive=self._receive, ended=self._end)
         self._channel.send(wire.encode(start), (arena.fd,))
         return self
 
@@ -295,13 +297,17 @@ class WorkerProcess:
 
     # What it says.
 
+    def _end(self) -> None:
+        self._gone.set()
+        self.on_end()
+
     def _receive(self, data: bytes, files: Descriptors) -> None:
         try:
             message = wire.decode_from_worker(data)
         except wire.WireError as error:
             _close(files)
             log.error("worker.garbled", pid=self.pid, what=str(error))
-            self._gone.set()
+            self._end()
             return
         match message:
             case wire.Loaded():

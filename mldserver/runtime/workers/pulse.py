@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -39,6 +40,7 @@ class Pulse:
         self._running_ms = running_ms
         self._also = also
         self._turned = time.monotonic()
+        self._resident = 0
 
     def start(self) -> None:
         """Beat until the process ends. Called on the loop."""
@@ -52,11 +54,17 @@ class Pulse:
     def _beat(self) -> None:
         while True:
             blocked = max(0.0, time.monotonic() - self._turned - BEAT_SECONDS)
-            resident = int(_STATM.read_text().split()[1]) * _PAGE
+            beat = BeatMessage(self._running_ms(), round(blocked * 1000), self._resident_bytes())
             try:
-                send_now(self._end, encode(BeatMessage(self._running_ms(), round(blocked * 1000), resident)))
+                send_now(self._end, encode(beat))
             except OSError:
                 # The server is gone, and the loop, which would have noticed, may be in the handler's hands.
                 os._exit(0)
             self._also()
             time.sleep(BEAT_SECONDS)
+
+    def _resident_bytes(self) -> int:
+        # The handler may have used up all descriptors for a while: then it is as it was.
+        with contextlib.suppress(OSError):
+            self._resident = int(_STATM.read_text().split()[1]) * _PAGE
+        return self._resident

@@ -105,7 +105,7 @@ class WorkerRuntime:
         restless = [str(worker.number) for worker in self._workers if worker.restless]
         if restless:
             return f"worker {', '.join(restless)} has died more than five times lately: see worker.lost"
-        return None
+        return self._spares.trouble
 
     async def load(self) -> HandlerSpec:
         """Start a first process and return what it found in the handler, without code. Raises HandlerError."""
@@ -138,11 +138,10 @@ class WorkerRuntime:
         self._worker(shard.id).opened.pop(shard.id, None)
         deaths = 0
         while True:
-            worker = self._worker(shard.id)
-            alone = shard.id in worker.suspects
+            alone = shard.id in self._worker(shard.id).suspects
+            worker, process = await self._enter(shard.id, alone=alone)
             try:
-                async with worker.gate.passing(alone=alone):
-                    await self._ensure_open(worker, await worker.process(), shard.id)
+                await self._ensure_open(worker, process, shard.id)
             except WorkerGone as gone:
                 deaths += alone
                 if self._policy.on_failure is OnFailure.HALT and deaths >= self._policy.attempts:
@@ -150,6 +149,8 @@ class WorkerRuntime:
                 self._evade(worker)
             else:
                 return
+            finally:
+                worker.gate.leave()
 
     def _halted(self, shard_id: str, gone: WorkerGone, deaths: int) -> HandlerHalted:
         where = {"shard": shard_id, "handler": self._spares.handler, "hook": str(Hook.INITIALIZE)}
@@ -166,12 +167,15 @@ class WorkerRuntime:
         """Run a life-cycle hook (see ``Runtime.notify``)."""
         if hook is Hook.LEASE_LOST:
             self._owing.discard(shard_id)  # whoever has the lease now reads from the last checkpoint
-        ending = ""
-        for _ in range(self._policy.attempts):
+        guilt, suspect, ending = 0.0, False, ""
+        while guilt < self._policy.attempts:
             try:
-                answer = await self._ask(shard_id, lambda id_: wire.HookMessage(id_, shard_id, hook))
+                answer = await self._ask(
+                    shard_id, lambda id_: wire.HookMessage(id_, shard_id, hook), alone=suspect
+                )
             except WorkerGone as gone:
-                ending = gone.ending
+                suspect, ending = True, gone.ending
+                guilt += _guilt(gone)
             else:
                 return wire.sequence_of(self._expect(answer, wire.Finished).position)
         log.error(
@@ -246,11 +250,12 @@ class WorkerRuntime:
         """Find the records that end their process, by halves; they have failed for good, the others are processed."""
         outline = (await self._surely(delivery, line, range(0))).outline
         fresh = range(outline.records - outline.duplicates)
-        todo, done, guilt = [fresh if delivery.part is None else delivery.part], [], 0.0
+        todo, guilt = [fresh if delivery.part is None else delivery.part], 0.0
+        done: list[BatchOutcome] = []
         while todo:
             part = todo.pop()
             try:
-                done.append(await self._once(delivery, line, part=part, alone=True))
+                self._keep(done, await self._once(delivery, line, part=part, alone=True), delivery)
                 guilt = 0.0
             except WorkerGone as gone:
                 guilt += _guilt(gone)
@@ -262,8 +267,15 @@ class WorkerRuntime:
                     middle = part.start + len(part) // 2
                     todo += [range(middle, part.stop), range(part.start, middle)]
                 else:
-                    done.append(await self._surely(delivery, line, part, condemned=_died(gone.ending)))
+                    lost = await self._surely(delivery, line, part, condemned=_died(gone.ending))
+                    self._keep(done, lost, delivery)
         return joined(done)
+
+    def _keep(self, done: list[BatchOutcome], outcome: BatchOutcome, delivery: Delivery) -> None:
+        """Keep what became of a part; the next one may be another process's, which must know the keys that wait."""
+        done.append(outcome)
+        if self._policy.parks:
+            self._note_parked(delivery.shard_id, outcome)
 
     async def _surely(
         self, delivery: Delivery, line: Held, part: range, *, condemned: str | None = None
@@ -294,30 +306,30 @@ class WorkerRuntime:
         shard = delivery.shard_id
         part = delivery.part if part is None else part
         condemned = delivery.condemned if condemned is None else condemned
-        worker = self._worker(shard)
-        async with worker.gate.passing(alone=alone):
-            process = await worker.process()
-            try:
-                await self._ensure_open(worker, process, shard)
-                place_, files, offset = await line.lay(process)
+        worker, process = await self._enter(shard, alone=alone)
+        try:
+            await self._ensure_open(worker, process, shard)
+            place_, files, offset = await line.lay(process)
 
-                def message(request: int) -> wire.Process:
-                    return wire.Process(
-                        request,
-                        shard,
-                        place_,
-                        int(delivery.version),
-                        delivery.received_ms,
-                        wire.sequence_text(delivery.after),
-                        None if part is None else (part.start, part.stop),
-                        condemned,
-                        delivery.redriven,
-                    )
+            def message(request: int) -> wire.Process:
+                return wire.Process(
+                    request,
+                    shard,
+                    place_,
+                    int(delivery.version),
+                    delivery.received_ms,
+                    wire.sequence_text(delivery.after),
+                    None if part is None else (part.start, part.stop),
+                    condemned,
+                    delivery.redriven,
+                )
 
-                answer = await process.ask(message, shard=shard, files=files, offset=offset)
-            except WorkerGone:
-                self._evade(worker)
-                raise
+            answer = await process.ask(message, shard=shard, files=files, offset=offset)
+        except WorkerGone:
+            self._evade(worker)
+            raise
+        finally:
+            worker.gate.leave()
         outcome = outcome_of(self._expect(answer, wire.Done), answer.files)
         (self._owing.add if outcome.owes else self._owing.discard)(shard)
         return outcome
@@ -350,17 +362,36 @@ class WorkerRuntime:
             self._expect(answer, wire.Finished)
         worker.opened[shard_id] = generation
 
-    async def _ask(self, shard_id: str, message: Callable[[int], wire.FromServer]) -> Answer:
-        """Ask the shard's worker something, once it is open there. Raises WorkerGone."""
-        worker = self._worker(shard_id)
-        async with worker.gate.passing(alone=False):
-            process = await worker.process()
+    async def _enter(self, shard_id: str, *, alone: bool) -> tuple[Worker, WorkerProcess]:
+        """Wait for the turn of a request at its shard's worker, which may become another one meanwhile.
+
+        Whoever called leaves the worker's gate again.
+        """
+        while True:
+            worker = self._worker(shard_id)
+            await worker.gate.enter(alone=alone)
             try:
-                await self._ensure_open(worker, process, shard_id)
-                return await process.ask(message, shard=shard_id)
-            except WorkerGone:
-                self._evade(worker)
+                process = await worker.process()
+                if self._worker(shard_id) is worker:
+                    return worker, process
+            except BaseException:
+                worker.gate.leave()
                 raise
+            worker.gate.leave()
+
+    async def _ask(
+        self, shard_id: str, message: Callable[[int], wire.FromServer], *, alone: bool = False
+    ) -> Answer:
+        """Ask the shard's worker something, once it is open there. Raises WorkerGone."""
+        worker, process = await self._enter(shard_id, alone=alone)
+        try:
+            await self._ensure_open(worker, process, shard_id)
+            return await process.ask(message, shard=shard_id)
+        except WorkerGone:
+            self._evade(worker)
+            raise
+        finally:
+            worker.gate.leave()
 
     async def _until_done(self, shard_id: str, message: Callable[[int], wire.FromServer]) -> None:
         while True:
@@ -391,8 +422,17 @@ class WorkerRuntime:
         healthy = [each.number for each in self._workers if not each.failed]
         if not worker.failed or not healthy:
             return
-        moving = {shard: number for shard, number in self._plan.items() if shard not in worker.suspects}
-        self._plan |= spread(moving, healthy)
+        staying = {
+            shard
+            for shard, number in self._plan.items()
+            if self._workers[number].failed and shard in self._workers[number].suspects
+        }
+        able = {shard: number for shard, number in self._plan.items() if shard not in staying}
+        for shard, number in spread(able, healthy).items():
+            if number != self._plan[shard]:
+                # Should it ever come back there, it is opened anew: its state is elsewhere by then.
+                self._workers[self._plan[shard]].opened.pop(shard, None)
+                self._plan[shard] = number
 
     def _note_parked(self, shard_id: str, outcome: BatchOutcome) -> None:
         keys = self._parked.setdefault(shard_id, {})

@@ -14,6 +14,8 @@ from mldserver.runtime.workers.life import Deaths
 from mldserver.runtime.workers.process import WorkerGone, WorkerProcess
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mldserver.clock import Clock
     from mldserver.runtime.workers import wire
 
@@ -25,6 +27,8 @@ _FIRST_STARTS: Final = 3
 """Processes that may be killed in a row while the server has not begun, until that is told instead of tried again."""
 _PAUSE_MS: Final = 200
 """At least, between a start that came to nothing and the next."""
+_LONG_MS: Final = 30_000
+"""How long a worker may wait for a process that has loaded the handler until a person should look."""
 
 
 class Spares:
@@ -37,14 +41,24 @@ class Spares:
         self._ready: deque[WorkerProcess] = deque()
         self._wanted = 0
         """How many wait for one."""
+        self._wanted_since_ms: int | None = None
         self._making = 0
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()
         self._deaths = Deaths()
 
     @property
     def handler(self) -> str:
         """The handler's dotted path."""
         return self._start.handler
+
+    @property
+    def trouble(self) -> str | None:
+        """What a person should look at: somebody has waited too long for a process."""
+        since_ms = self._wanted_since_ms
+        waited_ms = 0 if since_ms is None else self._clock.now_ms() - since_ms
+        if waited_ms < _LONG_MS:
+            return None
+        return f"no worker process has loaded the handler for {waited_ms // 1000} s: see worker.not_started"
 
     async def first(self) -> wire.Loaded:
         """Start a process and return what it found in the handler. Raises HandlerError.
@@ -61,56 +75,72 @@ class Spares:
                 killed += 1
                 if not process.was_killed or killed == _FIRST_STARTS:
                     raise HandlerInvalid(
-                        f"Loading the handler ended its process: {gone.ending}.",
+                        _loading(gone),
                         advice="`mldserver check` says where.",
                         traceback=process.last_words or None,
                     ) from gone
-                await self._pause(gone)
+                await self._pause(_loading(gone))
             except BaseException:
                 await process.close()
                 raise
             else:
-                self._ready.append(process)
+                self._keep(process)
                 return loaded
 
     async def take(self) -> WorkerProcess:
         """Return a process that has loaded the handler."""
-        async with self._changed:
-            self._wanted += 1
-            self._changed.notify_all()
-            try:
-                while True:
-                    await self._changed.wait_for(lambda: self._ready)
-                    process = self._ready.popleft()
-                    if process.is_open:
-                        return process
-                    await process.close()
-                    self._changed.notify_all()
-            finally:
-                self._wanted -= 1
-                self._changed.notify_all()
+        self._wanted += 1
+        self._changed.set()
+        if self._wanted_since_ms is None:
+            self._wanted_since_ms = self._clock.now_ms()
+        try:
+            await self._until(lambda: any(process.is_open for process in self._ready))
+            process = next(process for process in self._ready if process.is_open)
+            self._ready.remove(process)
+        finally:
+            self._wanted -= 1
+            self._wanted_since_ms = self._clock.now_ms() if self._wanted else None
+            self._changed.set()
+        return process
 
     async def run(self) -> None:
-        """Make new ones when they are taken, until cancelled."""
+        """Make new ones when they are taken, or end, until cancelled."""
         async with asyncio.TaskGroup() as group:
             # Most of the time that it takes is the processor's.
             for _ in range(os.cpu_count() or 1):
                 group.create_task(self._make())
 
+    async def _until(self, true: Callable[[], bool]) -> None:
+        while not true():
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _keep(self, process: WorkerProcess) -> None:
+        self._ready.append(process)
+        process.on_end = self._changed.set
+        self._changed.set()
+
+    def _ended(self) -> WorkerProcess | None:
+        return next((process for process in self._ready if not process.is_open), None)
+
     async def _make(self) -> None:
         while True:
-            async with self._changed:
-                await self._changed.wait_for(lambda: len(self._ready) + self._making <= self._wanted)
-                self._making += 1
-            process = None
+            await self._until(
+                lambda: self._ended() is not None or len(self._ready) + self._making <= self._wanted
+            )
+            if (ended := self._ended()) is not None:
+                self._ready.remove(ended)
+                await ended.close()
+                await self._pause(f"A spare process ended before it was used: {await ended.ending()}.")
+                continue
+            self._making += 1
             try:
                 process = await self._made()
             finally:
                 self._making -= 1
-            async with self._changed:
-                if process is not None:
-                    self._ready.append(process)
-                self._changed.notify_all()
+            if process is not None:
+                self._keep(process)
+            self._changed.set()
 
     async def _made(self) -> WorkerProcess | None:
         process: WorkerProcess | None = None
@@ -120,7 +150,7 @@ class Spares:
         except (OSError, HandlerError, WorkerGone) as error:
             if process is not None:
                 await process.close()
-            await self._pause(error)
+            await self._pause(_loading(error) if isinstance(error, WorkerGone) else str(error))
             return None
         except BaseException:
             if process is not None:
@@ -129,14 +159,9 @@ class Spares:
         self._deaths.worked()
         return process
 
-    async def _pause(self, error: Exception) -> None:
-        """Say why a process did not start, and wait before the next."""
+    async def _pause(self, what: str) -> None:
+        """Say what became of a process, and wait before the next."""
         delay_seconds = max(_PAUSE_MS, self._deaths.died(self._clock.now_ms(), useful=False)) / 1000
-        what = (
-            f"Loading the handler ended its process: {error}."
-            if isinstance(error, WorkerGone)
-            else str(error)
-        )
         log.error("worker.not_started", what=what, delay_seconds=delay_seconds)
         await self._clock.sleep(delay_seconds)
 
@@ -144,3 +169,7 @@ class Spares:
         """End what is ready."""
         while self._ready:
             await self._ready.popleft().close()
+
+
+def _loading(gone: WorkerGone) -> str:
+    return f"Loading the handler ended its process: {gone.ending}."

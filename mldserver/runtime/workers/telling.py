@@ -7,6 +7,7 @@ listen is counted too.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from datetime import UTC, datetime
@@ -21,16 +22,16 @@ from mldserver.runtime.workers.wire import Told, encode
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Iterator, MutableMapping
+    from collections.abc import Callable, Iterator, Mapping, MutableMapping
 
 __all__ = ["Flood", "Teller", "telling_through"]
 
 LINES_A_SECOND: Final = 200
 BURST: Final = 1000
+LONGEST: Final = 65_536
+"""Characters of a text in an event."""
 URGENT_SECONDS: Final = 1.0
 """How long a thread waits for the server to take a warning or an error."""
-
-_log = structlog.get_logger("mldserver")
 
 
 class Flood:
@@ -66,7 +67,11 @@ class Teller:
 
     def tell(self, _logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         """Send an event: the last of structlog's processors."""
-        name = event.pop("event")
+        self.send(method, event.pop("event"), event)
+        raise structlog.DropEvent
+
+    def send(self, method: str, name: str, event: Mapping[str, Any]) -> None:
+        """Send an event, whatever structlog's configuration has become: it is the handler's too."""
         urgent = method not in {"debug", "info"}
         with self._lock:
             if name == "handler.output" and not self._flood.passes():
@@ -76,7 +81,6 @@ class Teller:
                 told = encode(Told(method, name, {key: _plain(value) for key, value in event.items()}))
                 if not self._sent(told, URGENT_SECONDS if urgent else 0.0):
                     self._lose(1)
-        raise structlog.DropEvent
 
     def _sent(self, told: bytes, wait: float) -> bool:
         # Where the server is gone this process ends (``pulse.py``): there is nobody left to tell.
@@ -102,16 +106,22 @@ class Teller:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that crosses: numbers beyond 64 bits do not."""
-    if isinstance(value, bool | float | str | None):
+    """Return a value that crosses: numbers beyond 64 bits do not, and texts are cut."""
+    if isinstance(value, str):
+        return _cut(value)
+    if isinstance(value, bool | float | None):
         return value
     if isinstance(value, int):
         return value if -(2**63) <= value < 2**63 else str(value)
     if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {_cut(str(key)): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(each) for each in value]
-    return str(value)
+    return _cut(str(value))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} … and {len(text) - LONGEST} characters more"
 
 
 @contextlib.contextmanager
@@ -127,8 +137,10 @@ def telling_through(end: socket.socket, level: int) -> Iterator[Teller]:
         wrapper_class=structlog.make_filtering_bound_logger(level),
         cache_logger_on_first_use=False,
     )
-    with (
-        libraries_through_us(),
-        caught_output(lambda stream, text: _log.info("handler.output", stream=stream, text=text)),
-    ):
+
+    def printed(stream: str, text: str) -> None:
+        if level <= logging.INFO:
+            teller.send("info", "handler.output", {"stream": stream, "text": text})
+
+    with libraries_through_us(), caught_output(printed):
         yield teller

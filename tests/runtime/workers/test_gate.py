@@ -36,12 +36,13 @@ class Visitors:
             await turns()
 
     async def _visit(self, name: str) -> None:
-        async with self.gate.passing(alone=name.isupper()):
-            self.inside.append(name)
-            try:
-                await self.leave[name].wait()
-            finally:
-                self.inside.remove(name)
+        await self.gate.enter(alone=name.isupper())
+        self.inside.append(name)
+        try:
+            await self.leave[name].wait()
+        finally:
+            self.inside.remove(name)
+            self.gate.leave()
 
     async def go(self, *names: str) -> None:
         for name in names:

@@ -14,24 +14,30 @@ PLANS = st.dictionaries(st.text("abcdef", min_size=1, max_size=3), st.integers(0
 WORKERS = st.sets(st.integers(0, 6), min_size=1)
 
 
-def fewest_moves(plan: dict[str, int], workers: set[int]) -> int:
-    """Count by hand: give the larger shares to who holds most, and see what is beyond them."""
-    share, more = divmod(len(plan), len(workers))
-    held = sorted((Counter(plan.values())[worker] for worker in workers), reverse=True)
-    kept = sum(min(count, share + (number < more)) for number, count in enumerate(held))
-    return len(plan) - kept
+def spans(plan: dict[str, int], workers: set[int]) -> int:
+    """Return how many shards the fullest worker has more than the emptiest."""
+    loads = Counter(plan.values())
+    return max(loads[worker] for worker in workers) - min(loads[worker] for worker in workers)
 
 
 @given(PLANS, WORKERS)
-def test_a_spread_is_balanced_within_one_and_moves_as_little_as_that_takes(
-    plan: dict[str, int], workers: set[int]
-) -> None:
+def test_a_spread_moves_what_has_no_worker_and_nothing_else(plan: dict[str, int], workers: set[int]) -> None:
     made = spread(plan, workers)
     assert made.keys() == plan.keys()
     assert set(made.values()) <= workers
-    loads = Counter(made.values())
-    assert max(loads[worker] for worker in workers) - min(loads[worker] for worker in workers) <= 1
-    assert sum(made[shard] != plan[shard] for shard in plan) == fewest_moves(plan, workers)
+    staying = {shard: worker for shard, worker in plan.items() if worker in workers}
+    assert made.items() >= staying.items()
+    assert spans(made, workers) <= max(1, spans(staying, workers))
+
+
+@given(st.lists(st.text("abc", min_size=1), unique=True), WORKERS, st.data())
+def test_whoever_fails_a_balanced_plan_is_balanced_again(
+    shards: list[str], workers: set[int], data: st.DataObject
+) -> None:
+    plan = spread(dict.fromkeys(shards, -1), workers)
+    assert spans(plan, workers) <= 1
+    left = data.draw(st.sets(st.sampled_from(sorted(workers)), min_size=1))
+    assert spans(spread(plan, left), left) <= 1
 
 
 @given(PLANS, WORKERS)

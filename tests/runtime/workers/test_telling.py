@@ -12,7 +12,7 @@ import structlog
 
 from mldserver.runtime.workers import wire
 from mldserver.runtime.workers.channel import pair
-from mldserver.runtime.workers.telling import BURST, LINES_A_SECOND, Flood, telling_through
+from mldserver.runtime.workers.telling import BURST, LINES_A_SECOND, LONGEST, Flood, _plain, telling_through
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,6 +55,26 @@ def test_a_flood_gets_a_burst_and_then_so_many_a_second() -> None:
     assert sum(flood.passes() for _ in range(2 * BURST)) == LINES_A_SECOND // 2
     now = 3600.0
     assert sum(flood.passes() for _ in range(2 * BURST)) == BURST
+
+
+def test_texts_of_any_length_are_told_and_cut() -> None:
+    told = _plain({"what": "x" * 10**6, "nested": {"y": ["z" * LONGEST]}})
+    assert told["what"] == "x" * LONGEST + f" … and {10**6 - LONGEST} characters more"
+    assert told["nested"] == {"y": ["z" * LONGEST]}
+
+
+def test_prints_are_told_however_structlog_is_configured_meanwhile(server: Server) -> None:
+    with telling_through(server.here, logging.INFO):
+        structlog.configure(logger_factory=structlog.PrintLoggerFactory())
+        print("hello")
+    assert server.read() == [("info", "handler.output", {"stream": "stdout", "text": "hello"})]
+
+
+def test_prints_are_not_told_where_only_errors_are(server: Server) -> None:
+    with telling_through(server.here, logging.ERROR) as teller:
+        print("hello")
+        teller.send("error", "handler.slow", {})
+    assert server.read() == [("error", "handler.slow", {})]
 
 
 def test_events_prints_and_what_libraries_log_are_told_from_the_level_on(server: Server) -> None:

@@ -1,0 +1,226 @@
+"""Handlers that do what no handler should, and what becomes of them and of the shards beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+from runtime.workers.kit import delivery, named, running
+from support.serving import until
+
+from mldserver.records import Shard
+from mldserver.runtime.base import Hook
+from mldserver.runtime.failure import FailurePolicy, OnKeyFailure
+from mldserver.runtime.workers import pulse
+from mldserver.runtime.workers.life import Limits
+from mldserver.runtime.workers.pulse import Pulse
+from mldserver.runtime.workers.runtime import WorkerRuntime
+from mldserver.runtime.workers.spares import Spares
+from mldserver.runtime.workers.wire import Start
+from mldserver.testing import VirtualClock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from mldserver.runtime.base import Delivery
+
+QUICK = FailurePolicy(attempts=2, base_seconds=0, cap_seconds=0)
+
+
+@pytest.fixture
+def runtime_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., WorkerRuntime]:
+    monkeypatch.chdir(tmp_path)
+
+    def make(text: str, policy: FailurePolicy = QUICK, workers: int = 1) -> WorkerRuntime:
+        (tmp_path / "mine.py").write_text(text)
+        return WorkerRuntime("mine", workers=workers, policy=policy, limits=Limits(None, None))
+
+    return make
+
+
+@pytest.mark.usefixtures("logged")
+@pytest.mark.parametrize(
+    "deed",
+    [
+        "await asyncio.gather(leaving())",
+        "asyncio.get_running_loop().stop(); await asyncio.sleep(9)",
+        "[task.cancel() for task in asyncio.all_tasks() if task is not asyncio.current_task()]",
+    ],
+    ids=["a task that exits", "a loop that is stopped", "all tasks cancelled"],
+)
+async def test_whoever_ends_the_event_loop_is_found_and_the_batches_beside_it_are_done(
+    runtime_of: Callable[..., WorkerRuntime], deed: str
+) -> None:
+    text = f"""
+import asyncio, sys
+async def leaving(): sys.exit("gone")
+async def process_record(record):
+    if record.text() == "slow": await asyncio.sleep(0.5)
+    if record.text() == "bad":
+        {deed}
+"""
+    async with running(runtime_of(text)) as runtime, asyncio.timeout(60):
+        for shard in "ab":
+            await runtime.open(Shard(shard))
+        beside = asyncio.create_task(runtime.process(delivery("b", "slow")))
+        outcome = await runtime.process(delivery("a", "good", "bad"))
+        assert [letter.sequence.number for letter in outcome.dead_letters] == [2]
+        assert outcome.dead_letters[0].error.startswith("WorkerDied")
+        assert (await beside).dead_letters == ()
+
+
+@pytest.mark.usefixtures("logged")
+async def test_a_key_whose_record_failed_before_a_death_is_parked_in_the_next_process_too(
+    runtime_of: Callable[..., WorkerRuntime],
+) -> None:
+    text = """
+import os
+schema = "n STRING"
+def process_record(record):
+    if record.text() == "raise": raise ValueError("no")
+    if record.text() == "die": os._exit(3)
+    return (record.text(),)
+"""
+    batch = with_keys(delivery("s", "raise", "die", "die", "of the same key", "other"), "kxykz")
+    policy = FailurePolicy(attempts=1, base_seconds=0, cap_seconds=0, on_key_failure=OnKeyFailure.PARK)
+    async with running(runtime_of(text, policy)) as runtime, asyncio.timeout(60):
+        await runtime.open(Shard("s"))
+        outcome = await runtime.process(batch)
+    assert outcome.rows is not None
+    assert outcome.rows["n"].to_pylist() == ["other"]
+    assert [(letter.sequence.number, letter.error.partition(":")[0]) for letter in outcome.dead_letters] == [
+        (1, "ValueError"),
+        (2, "WorkerDied"),
+        (3, "WorkerDied"),
+        (4, "Parked"),
+    ]
+
+
+def with_keys(batch: Delivery, keys: str) -> Delivery:
+    message = json.loads(batch.line)
+    for record, key in zip(message["records"], keys, strict=True):
+        record["partitionKey"] = key
+    return msgspec.structs.replace(batch, line=json.dumps(message).encode())
+
+
+@pytest.mark.usefixtures("logged")
+async def test_a_handler_that_configures_structlog_is_loaded_and_the_log_stays_the_servers(
+    runtime_of: Callable[..., WorkerRuntime], logged: list[dict[str, Any]]
+) -> None:
+    text = """
+import structlog
+structlog.configure(processors=[structlog.dev.ConsoleRenderer()], logger_factory=structlog.PrintLoggerFactory())
+def initialize(shard): structlog.configure(logger_factory=structlog.PrintLoggerFactory())
+def process_record(record):
+    print("printed")
+    raise ValueError("no")
+"""
+    async with running(runtime_of(text)) as runtime, asyncio.timeout(60):
+        await runtime.open(Shard("s"))
+        await runtime.process(delivery("s", "x"))
+        await until(lambda: bool(named(logged, "handler.output")))
+    assert len(named(logged, "handler.loaded")) == 1
+    assert "printed" in [event["text"] for event in named(logged, "handler.output")]
+
+
+async def test_a_death_beside_which_others_were_at_work_does_not_use_up_a_hooks_attempts(
+    runtime_of: Callable[..., WorkerRuntime], logged: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    text = """
+import asyncio, pathlib
+async def shard_ended(shard):
+    await asyncio.sleep(0.5)
+    pathlib.Path("ended").touch()
+async def process_record(record):
+    await asyncio.sleep(0.5)
+"""
+    once = FailurePolicy(attempts=1, base_seconds=0, cap_seconds=0)
+    async with running(runtime_of(text, once)) as runtime, asyncio.timeout(60):
+        for shard in "ab":
+            await runtime.open(Shard(shard))
+        process = await runtime._workers[0].process()
+        both = [
+            asyncio.create_task(runtime.process(delivery("a", "x"))),
+            asyncio.create_task(runtime.notify("b", Hook.SHARD_ENDED)),
+        ]
+        await until(lambda: process.in_hand == 2)
+        os.kill(process.pid, signal.SIGKILL)
+        await asyncio.gather(*both)
+    assert (tmp_path / "ended").exists()
+    assert named(logged, "handler.hook_failed") == []
+
+
+# Shards of workers that fail for good.
+
+
+async def test_only_the_shards_of_a_worker_that_failed_go_elsewhere(
+    runtime_of: Callable[..., WorkerRuntime],
+) -> None:
+    runtime = runtime_of("", workers=3)
+    runtime._plan = {"a": 0, "b": 0, "c": 0, "d": 2, "e": 2, "guilty": 2}
+    failed = runtime._workers[2]
+    failed.opened |= {"d": 1, "e": 1, "guilty": 1}
+    failed.suspects = {"guilty"}
+    failed._deaths.useless = failed._deaths.rules.failed_after
+    runtime._evade(failed)
+    assert runtime._plan == {"a": 0, "b": 0, "c": 0, "d": 1, "e": 1, "guilty": 2}
+    assert failed.opened == {"guilty": 1}, "what comes back there is opened anew"
+
+
+# Spares.
+
+
+@pytest.mark.usefixtures("logged")
+async def test_a_spare_that_dies_is_replaced_at_once(
+    runtime_of: Callable[..., WorkerRuntime], logged: list[dict[str, Any]]
+) -> None:
+    async with running(runtime_of("def process_record(record): ...\n")) as runtime, asyncio.timeout(60):
+        await runtime.open(Shard("s"))
+        ready = runtime._spares._ready
+        await until(lambda: bool(ready))
+        dead = ready[0].pid
+        os.kill(dead, signal.SIGKILL)
+        await until(lambda: bool(ready) and ready[0].pid != dead)
+    assert named(logged, "worker.not_started")[0]["what"] == (
+        "A spare process ended before it was used: killed by signal 9 (SIGKILL)."
+    )
+
+
+async def test_while_no_process_can_be_had_readiness_is_red() -> None:
+    clock = VirtualClock()
+    start = Start(
+        handler="mine",
+        python_path=[],
+        directory=".",
+        policy={},
+        concurrency=None,
+        deadline_seconds=None,
+        arena_bytes=4096,
+        log_level=20,
+    )
+    spares = Spares(start, clock=clock)
+    assert spares.trouble is None
+    waiting = asyncio.create_task(spares.take())
+    await clock.advance(29)
+    assert spares.trouble is None
+    await clock.advance(2)
+    assert spares.trouble == "no worker process has loaded the handler for 31 s: see worker.not_started"
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert spares.trouble is None
+
+
+def test_a_worker_without_descriptors_beats_on_with_the_size_that_it_had(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    beating = Pulse.__new__(Pulse)
+    beating._resident = 0
+    assert beating._resident_bytes() > 0
+    monkeypatch.setattr(pulse, "_STATM", tmp_path / "cannot be opened")
+    assert beating._resident_bytes() == beating._resident > 0
