@@ -6,6 +6,8 @@ import asyncio
 import base64
 import contextlib
 import json
+from collections import Counter, defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
     from mldserver.runtime.workers.runtime import WorkerRuntime
 
-__all__ = ["children", "delivery", "has_ended", "named", "running"]
+__all__ = ["Book", "children", "delivery", "has_ended", "named", "running"]
 
 
 @contextlib.asynccontextmanager
@@ -70,3 +72,38 @@ def has_ended(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class Book:
+    """What a handler noted of its calls, in order: the process, the shard, and ``open`` or the record's id."""
+
+    calls: list[tuple[int, str, str]]
+
+    @classmethod
+    def read(cls, path: Path) -> Book:
+        """Read lines of ``process shard what``."""
+        lines = [line.split() for line in path.read_text().splitlines()]
+        return cls([(int(process), shard, what) for process, shard, what in lines])
+
+    def only_unanswered_batches_ran_twice(self, lost: Counter[int], *, max_records: int) -> None:
+        """Check what was called again, and that each process opened a shard once, and first of all.
+
+        ``lost``: how many batches each process had in hand when it died. What of these it had called already, which
+        are the last calls of their shards there, was called again later; nothing else was.
+        """
+        final = {what: process for process, _, what in self.calls}
+        pages: dict[tuple[int, str], list[str]] = defaultdict(list)
+        for process, shard, what in self.calls:
+            pages[process, shard].append(what)
+        again: Counter[int] = Counter()
+        for (process, _), (opened, *called) in pages.items():
+            assert opened == "open"
+            assert len(set(called)) == len(called), (
+                "a process called a record twice, or opened its shard twice"
+            )
+            repeated = [what for what in called if final[what] != process]
+            assert len(repeated) <= max_records
+            assert repeated == called[len(called) - len(repeated) :]
+            again[process] += bool(repeated)
+        assert again <= lost

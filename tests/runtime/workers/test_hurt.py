@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import random
 import signal
 import textwrap
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.dataset as ds
 import pytest
+from runtime.workers.kit import Book, children, has_ended, named
 from support.serving import quick, serving, until
 
 from mldserver.runtime.workers.life import Restarts
@@ -23,6 +22,7 @@ from mldserver.testing import FakeMLD, FakeStream, Habits, LocalEngine, VirtualC
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -38,8 +38,16 @@ windows = batches(max_rows=1000, max_age="1 hour")
 def harm():
 {harm}
 
+def note(shard, what):
+    with open({book!r}, "a") as book:
+        book.write(f"{{os.getpid()}} {{shard}} {{what}}\\n")
+
+def initialize(shard):
+    note(shard.id, "open")
+
 {define} process_record(record):
     event = record.json()
+    note(record.shard_id, event["id"])
     if event["harm"] and not (event["harm"] == "once" and os.path.exists({flag!r})):
         open({flag!r}, "w").close()
         {call}
@@ -58,6 +66,7 @@ def handler_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..
             harm=textwrap.indent(textwrap.dedent(harm).strip(), "    "),
             define="async def" if asynchronous else "def",
             flag=str(tmp_path / "done"),
+            book=str(tmp_path / "book"),
             call="harm()",
         )
         (tmp_path / "harmful.py").write_text(text)
@@ -66,10 +75,10 @@ def handler_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..
     return write
 
 
-def stream(harm: str, *, shards: int = 2, records: int = RECORDS) -> FakeStream:
+def stream(harm: str, *, shards: int = 2, records: int = RECORDS, at: int = 77) -> FakeStream:
     made = FakeStream(shards, seed=1, start_ms=1_800_000_000_000)
     for number in range(records):
-        made.put(json.dumps({"id": number, "harm": harm if number == 77 else ""}).encode(), f"key-{number}")
+        made.put(json.dumps({"id": number, "harm": harm if number == at else ""}).encode(), f"key-{number}")
     made.end()
     return made
 
@@ -88,13 +97,17 @@ def ids(out: Path) -> Counter[int]:
     return Counter(ds.dataset(files, format="parquet").to_table()["id"].to_pylist() if files else [])
 
 
-def named(logged: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
-    return [event for event in logged if event["event"] in names]
+def only_unanswered_batches_ran_twice(
+    folder: Path, logged: list[dict[str, Any]], *, max_records: int = 20
+) -> None:
+    """Check what the handler noted; a process may also be replaced without having had anything in hand."""
+    lost = Counter({event["pid"]: event["batches"] for event in named(logged, "worker.lost")})
+    Book.read(folder / "book").only_unanswered_batches_ran_twice(lost, max_records=max_records)
 
 
 HARMS = {
     "it exits": "os._exit(3)",
-    "it raises SystemExit in a thread of its own and dies": "os.kill(os.getpid(), signal.SIGKILL)",
+    "it kills itself": "os.kill(os.getpid(), signal.SIGKILL)",
     "it crashes in C": "ctypes.string_at(0)",
     "it closes every descriptor": "os.closerange(0, 4096)",
     "it stops": "os.kill(os.getpid(), signal.SIGSTOP)",
@@ -127,6 +140,45 @@ async def test_a_batch_whose_process_dies_once_is_done_by_the_next_and_nobody_no
     assert ids(tmp_path / "out") == Counter(range(RECORDS))
     assert len(named(logged, "worker.lost", "worker.replaced")) >= 1
     assert named(logged, "connection.failed", "handler.dead_letter", "worker.failed") == []
+    only_unanswered_batches_ran_twice(tmp_path, logged)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    ["sys.exit(3)", "beside = threading.Thread(target=sys.exit, args=(3,)); beside.start(); beside.join()"],
+    ids=["of a record", "of its own"],
+)
+async def test_system_exit_in_a_thread_ends_no_process(
+    tmp_path: Path, handler_that: Callable[..., str], logged: list[dict[str, Any]], harm: str
+) -> None:
+    async with serving(quick(tmp_path / "out", handler_that(harm), workers=2)) as server:
+        await play(server, stream("once"))
+    assert ids(tmp_path / "out") == Counter(range(RECORDS))
+    assert named(logged, "worker.lost", "connection.failed", "handler.dead_letter") == []
+
+
+async def test_while_a_call_of_one_shard_never_ends_the_shards_of_other_workers_go_on_to_their_ends(
+    tmp_path: Path, handler_that: Callable[..., str], logged: list[dict[str, Any]]
+) -> None:
+    handler = handler_that(
+        "os.write(os.open('pid', os.O_CREAT | os.O_WRONLY), b'%d' % os.getpid())\nwhile True: pass"
+    )
+    given, told = stream("once", at=0), tmp_path / "pid"
+
+    def is_over(shard_id: str) -> bool:
+        batches = [event for event in named(logged, "batch.done") if event["shard"] == shard_id]
+        return sum(event["records"] for event in batches) == len(given.shards[shard_id].records)
+
+    async with serving(quick(tmp_path / "out", handler, workers=2, worker_kill_after=None)) as server:
+        playing = asyncio.create_task(play(server, given))
+        async with asyncio.timeout(60):
+            await until(lambda: told.exists() and any(map(is_over, given.shards)))
+        assert not all(map(is_over, given.shards))
+        assert named(logged, "worker.lost") == []
+        os.kill(int(told.read_text()), signal.SIGKILL)
+        await playing
+    assert ids(tmp_path / "out") == Counter(range(RECORDS))
+    assert len(named(logged, "worker.lost")) == 1
 
 
 async def test_where_a_call_hangs_is_told_before_its_process_is_killed(
@@ -218,15 +270,7 @@ async def test_a_process_that_gets_away_with_the_pipe_does_not_hide_the_workers_
     assert [lost["reason"] for lost in named(logged, "worker.lost")] == ["exit code 3"]
     away, near = map(int, (tmp_path / "pids").read_text().split())
     os.kill(away, signal.SIGKILL)
-    assert _has_ended(near), "it was in the worker's group, and went with it"
-
-
-def _has_ended(pid: int) -> bool:
-    """Whether a process is gone, or waits for nobody but a parent that looks."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
+    assert has_ended(near), "it was in the worker's group, and went with it"
 
 
 def _lines(logged: list[dict[str, Any]]) -> int:
@@ -285,6 +329,7 @@ async def test_workers_killed_a_hundred_times_under_load_lose_and_double_nothing
     assert named(logged, "connection.failed", "handler.dead_letter") == []
     assert sorted(event["pid"] for event in named(logged, "worker.lost")) == sorted(killed)
     assert len(killed) == 100
+    only_unanswered_batches_ran_twice(tmp_path, logged, max_records=10)
     reasons = [event["reason"] for event in named(logged, "server.unready")]
     assert any("more than five times lately" in reason for reason in reasons)
 
@@ -317,14 +362,5 @@ async def test_no_process_is_left_behind(
         await play(server, stream(""))
         started = {event["pid"] for event in named(logged, "worker.started")}
         assert len(started) == 2
-        children = {int(pid) for pid in _children(os.getpid())}
-        assert started <= children
-    assert not started & {int(pid) for pid in _children(os.getpid())}
-
-
-def _children(process: int) -> list[str]:
-    found: list[str] = []
-    for task in Path(f"/proc/{process}/task").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # a thread that has ended meanwhile
-            found += (task / "children").read_text().split()
-    return found
+        assert started <= children(os.getpid())
+    assert not started & children(os.getpid())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import textwrap
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +15,14 @@ from mldserver.runtime.workers.life import Limits
 from mldserver.runtime.workers.runtime import WorkerRuntime
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
-KILL_AFTER_MS = 1500
-CALL_SECONDS = 0.3
+KILL_AFTER_MS = 4000
+"""Eight beats, and eight calls: a slow machine may miss a few."""
+CALL_SECONDS = 0.5
+RECORDS = 14
+"""Whose calls take longer together than one may take, and it takes to see that."""
 BUSY = """
 import time
 
@@ -28,19 +31,62 @@ import time
     while time.monotonic() < end:
         pass
 """
+MEMORY_BYTES = 320 << 20
+LEAKS = f"""
+import os, time
+book = os.open("book", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+leaked = []
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+def process_records(batch):
+    for record in batch:
+        os.write(book, record.data + b"\\n")
+    # Past the limit, and not near to where a worker is killed for it.
+    if resident() < {MEMORY_BYTES} * 1.1:
+        leaked.append(b"x" * (20 << 20))
+    time.sleep(0.02)
+"""
+
+
+@pytest.fixture
+def runtime_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Limits], WorkerRuntime]:
+    monkeypatch.chdir(tmp_path)
+
+    def make(text: str, limits: Limits) -> WorkerRuntime:
+        (tmp_path / "mine.py").write_text(text)
+        return WorkerRuntime("mine", workers=1, policy=FailurePolicy(), limits=limits)
+
+    return make
 
 
 @pytest.mark.parametrize("define", ["def", "async def"])
 async def test_a_worker_that_is_busy_for_longer_than_any_call_may_take_is_not_taken_for_a_dead_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[dict[str, Any]], define: str
+    runtime_of: Callable[[str, Limits], WorkerRuntime], logged: list[dict[str, Any]], define: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "busy.py").write_text(BUSY.format(define=define, seconds=CALL_SECONDS))
-    limits = Limits(KILL_AFTER_MS, None)
-    runtime = WorkerRuntime("busy", workers=1, policy=FailurePolicy(), limits=limits)
-    records = round(2.5 * KILL_AFTER_MS / 1000 / CALL_SECONDS)
-    async with running(runtime), asyncio.timeout(60):
+    busy = BUSY.format(define=define, seconds=CALL_SECONDS)
+    async with running(runtime_of(busy, Limits(KILL_AFTER_MS, None))) as runtime, asyncio.timeout(60):
         await runtime.open(Shard("s"))
-        outcome = await runtime.process(delivery("s", *map(str, range(records))))
-    assert outcome.outline.records == records
+        outcome = await runtime.process(delivery("s", *map(str, range(RECORDS))))
+    assert outcome.outline.records == RECORDS
     assert named(logged, "worker.lost", "worker.replaced", "handler.dead_letter") == []
+
+
+async def test_a_worker_that_leaks_is_replaced_between_batches_none_of_which_is_called_twice(
+    runtime_of: Callable[[str, Limits], WorkerRuntime], logged: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    delivered: list[str] = []
+
+    async def deliver(shard: str) -> None:
+        await runtime.open(Shard(shard))
+        while len(named(logged, "worker.replaced", "worker.lost")) < 2:
+            texts = [f"{shard}{len(delivered)}-{number}" for number in range(3)]
+            delivered.extend(texts)
+            assert (await runtime.process(delivery(shard, *texts))).outline.records == 3
+
+    async with running(runtime_of(LEAKS, Limits(None, MEMORY_BYTES))) as runtime, asyncio.timeout(60):
+        await asyncio.gather(deliver("a"), deliver("b"))
+    assert named(logged, "worker.lost", "handler.dead_letter") == []
+    assert all(event["bytes"] > MEMORY_BYTES for event in named(logged, "worker.replaced"))
+    assert Counter((tmp_path / "book").read_text().split()) == Counter(delivered)

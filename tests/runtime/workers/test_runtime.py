@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import contextlib
-import json
 import os
 import signal
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from runtime.workers.kit import delivery, running
 from support.serving import until
 
 from mldserver.errors import HandlerHalted, HandlerInvalid, HandlerLost, HandlerNotFound, InternalError
@@ -23,7 +22,7 @@ from mldserver.runtime.workers.process import WorkerGone
 from mldserver.runtime.workers.runtime import WorkerRuntime
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import Callable
     from pathlib import Path
 
 HALT = FailurePolicy(attempts=2, base_seconds=0, cap_seconds=0, on_failure=OnFailure.HALT)
@@ -34,23 +33,11 @@ EMPTY = Delivery("s", b'{"action":"processRecords","records":[]}', Version.V2, 9
 def runtime_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., WorkerRuntime]:
     monkeypatch.chdir(tmp_path)
 
-    def make(text: str, kill_after_ms: int | None = None) -> WorkerRuntime:
+    def make(text: str, kill_after_ms: int | None = None, *, workers: int = 1) -> WorkerRuntime:
         (tmp_path / "mine.py").write_text(text)
-        return WorkerRuntime("mine", workers=1, policy=HALT, limits=Limits(kill_after_ms, None))
+        return WorkerRuntime("mine", workers=workers, policy=HALT, limits=Limits(kill_after_ms, None))
 
     return make
-
-
-@contextlib.asynccontextmanager
-async def running(runtime: WorkerRuntime) -> AsyncIterator[WorkerRuntime]:
-    await runtime.load()
-    task = asyncio.create_task(runtime.run())
-    try:
-        yield runtime
-    finally:
-        task.cancel()
-        await asyncio.wait({task})
-        await runtime.close()
 
 
 async def test_initialize_that_ends_its_process_stops_the_shard_under_halt(
@@ -144,19 +131,6 @@ async def test_a_shard_that_is_not_open_is_a_bug_of_the_caller(
     await runtime.forget("s")
 
 
-def delivery(shard_id: str, text: str, key: str = "k") -> Delivery:
-    record = {
-        "action": "record",
-        "data": base64.b64encode(text.encode()).decode(),
-        "partitionKey": key,
-        "sequenceNumber": "1",
-        "subSequenceNumber": 0,
-        "approximateArrivalTimestamp": 1,
-    }
-    line = {"action": "processRecords", "records": [record], "millisBehindLatest": 0}
-    return Delivery(shard_id, json.dumps(line).encode(), Version.V2, 9_000, None)
-
-
 async def test_a_call_that_hangs_when_its_batch_was_given_up_does_not_hold_up_other_shards_for_ever(
     runtime_of: Callable[..., WorkerRuntime], logged: list[dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -223,3 +197,20 @@ async def test_what_is_given_up_before_the_worker_has_heard_of_it_is_answered_al
         os.kill(process.pid, signal.SIGCONT)
         await until(lambda: process.in_hand == 0)
         assert (await runtime.process(delivery("0", "y"))).outline.records == 1
+
+
+@pytest.mark.usefixtures("logged")
+async def test_shards_are_spread_over_the_workers_and_stay_where_they_are(
+    runtime_of: Callable[..., WorkerRuntime],
+) -> None:
+    text = "import os\nschema = 'pid BIGINT'\ndef process_record(record): return (os.getpid(),)\n"
+    async with running(runtime_of(text, workers=2)) as runtime, asyncio.timeout(60):
+        for shard in "abcd":
+            await runtime.open(Shard(shard))
+        homes: dict[str, set[int]] = {}
+        for shard in "abcd" * 3:
+            outcome = await runtime.process(delivery(shard, "x", "y"))
+            assert outcome.rows is not None
+            homes.setdefault(shard, set()).update(outcome.rows["pid"].to_pylist())
+    assert all(len(pids) == 1 for pids in homes.values())
+    assert sorted(Counter(pid for pids in homes.values() for pid in pids).values()) == [2, 2]

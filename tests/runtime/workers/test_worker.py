@@ -69,6 +69,7 @@ class Stage:
         self.worker = Worker(0, fresh=self._fresh, limits=LIMITS, clock=self.clock)  # type: ignore[arg-type]  # see Process
 
     async def _fresh(self) -> Any:
+        assert all(process.closed for process in self.processes), "restarts overlap"
         self.processes.append(Process(len(self.processes) + 1))
         return self.processes[-1]
 
@@ -94,7 +95,7 @@ async def stage() -> AsyncIterator[Stage]:
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
-    assert all(process.closed for process in made.processes), "restarts never overlap, and nothing is left"
+    assert all(process.closed for process in made.processes), "a process is left"
 
 
 def named(logged: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
@@ -210,6 +211,22 @@ async def test_one_that_works_and_dies_too_often_is_restless_and_never_waits(
         await stage.die(wait=0.1)
     assert stage.worker.restless
     assert {lost["delay_seconds"] for lost in named(logged, "worker.lost")} == {0}
+
+
+async def test_one_that_was_restless_is_not_any_more_once_no_more_than_five_of_its_deaths_count(
+    stage: Stage,
+) -> None:
+    for _ in range(7):
+        stage.process.done = 1
+        await stage.die(wait=0.1)
+    assert stage.worker.restless
+    await stage.later(10)  # seven count 5.6
+    assert stage.worker.restless
+    await stage.later(10)  # and then 4.4
+    assert not stage.worker.restless
+    stage.process.done = 1
+    await stage.die(wait=0.1)
+    assert stage.worker.restless, "with one more they are too many again"
 
 
 async def test_deaths_while_a_culprit_is_looked_for_are_no_reason_to_wait(

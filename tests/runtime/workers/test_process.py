@@ -1,0 +1,80 @@
+"""A worker's process as the server holds it; what answers here is the test, in the place of the worker's program."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from support.serving import until
+
+from mldserver.runtime.workers import wire
+from mldserver.runtime.workers.channel import send_now
+from mldserver.runtime.workers.process import WorkerGone, WorkerProcess
+from mldserver.testing import VirtualClock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+START = wire.Start(
+    handler="mine",
+    python_path=[],
+    directory=".",
+    policy={},
+    concurrency=None,
+    deadline_seconds=None,
+    arena_bytes=1 << 16,
+    log_level=20,
+)
+
+
+@pytest.fixture
+def workers_ends(monkeypatch: pytest.MonkeyPatch) -> list[socket.socket]:
+    """The workers' ends of the sockets, one for each process: the processes themselves only sleep."""
+    ends: list[socket.socket] = []
+    spawn = asyncio.create_subprocess_exec
+
+    async def asleep(*_: str, pass_fds: tuple[int], **options: Any) -> asyncio.subprocess.Process:
+        ends.append(socket.socket(fileno=os.dup(pass_fds[0])))
+        return await spawn(sys.executable, "-c", "import time; time.sleep(600)", **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", asleep)
+    return ends
+
+
+def forget(request: int) -> wire.Forget:
+    return wire.Forget(request, "s")
+
+
+async def test_an_answer_of_a_process_that_was_closed_reaches_nobody_whatever_has_the_same_number_now(
+    workers_ends: list[socket.socket],
+) -> None:
+    old = await WorkerProcess.start(START, VirtualClock())
+    lost = asyncio.create_task(old.ask(forget, shard="s"))
+    await until(lambda: old.in_hand == 1)
+    await old.close()
+    with pytest.raises(WorkerGone):
+        await lost
+    new = await WorkerProcess.start(START, VirtualClock())
+    asked = asyncio.create_task(new.ask(forget, shard="s"))
+    await until(lambda: new.in_hand == 1)
+    late, present = workers_ends
+    answer = wire.encode(wire.Finished(1))
+    assert _sent(lambda: send_now(late, answer)) is False, "its channel is closed with it"
+    await asyncio.sleep(0.05)
+    assert (new.in_hand, asked.done()) == (1, False)
+    assert _sent(lambda: send_now(present, answer)) is True
+    assert (await asked).message == wire.Finished(1)
+    await new.close()
+    for end in workers_ends:
+        end.close()
+
+
+def _sent(send: Callable[[], bool]) -> bool:
+    try:
+        return send()
+    except OSError:
+        return False

@@ -1,0 +1,59 @@
+"""The process in reserve: it has loaded the handler before it is needed, and is what takes the place of a dead one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runtime.workers.kit import children, delivery, named, running
+from support.serving import until
+
+from mldserver.records import Shard
+from mldserver.runtime.failure import FailurePolicy
+from mldserver.runtime.workers.life import Limits
+from mldserver.runtime.workers.runtime import WorkerRuntime
+
+HANDLER = """
+import os
+with open("imported", "a") as file:
+    file.write(f"{os.getpid()}\\n")
+schema = "pid BIGINT"
+def process_record(record): return (os.getpid(),)
+"""
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WorkerRuntime:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(HANDLER)
+    return WorkerRuntime("mine", workers=1, policy=FailurePolicy(), limits=Limits(None, None))
+
+
+def imported() -> list[int]:
+    return list(map(int, Path("imported").read_text().split()))
+
+
+async def test_a_dead_worker_is_replaced_by_a_process_that_had_loaded_the_handler_before(
+    runtime: WorkerRuntime, logged: list[dict[str, Any]]
+) -> None:
+    async def started(generation: int) -> int:
+        await until(lambda: len(named(logged, "worker.started")) == generation)
+        return int(named(logged, "worker.started")[-1]["pid"])
+
+    async with running(runtime), asyncio.timeout(60):
+        await runtime.open(Shard("s"))
+        for generation in range(1, 4):
+            present = await started(generation)
+            await until(lambda: bool(runtime._spares._ready))
+            (spare,) = [process.pid for process in runtime._spares._ready]
+            assert spare in imported()
+            assert {spare, present} <= children(os.getpid())
+            os.kill(present, signal.SIGKILL)
+            assert await started(generation + 1) == spare
+            outcome = await runtime.process(delivery("s", "x"))
+            assert outcome.rows is not None
+            assert outcome.rows["pid"].to_pylist() == [spare]
