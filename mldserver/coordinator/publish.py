@@ -32,11 +32,14 @@ from mldserver.faults import kill_point
 from mldserver.manifest import MANIFESTS, Manifest, latest, manifest_path
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable
 
     from mldserver.coordinator.store import OutputStore
 
 __all__ = ["Output", "Publisher"]
+
+_LISTINGS = 5
+"""How often manifests are listed while they are replaced under the reader."""
 
 _NO_EXCHANGE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP})
 
@@ -162,33 +165,62 @@ class Publisher:
             if path < manifest_path(output.window_id, output.revision):
                 self._store.delete(path)
 
-    def attempts(self) -> Iterator[str]:
-        """Yield the folders of attempts that readers do not read."""
-        if not self._store.local:
-            yield from self._nameless()
-            return
-        for window in self._store.folders(self._root):
-            yield from self._store.folders(window)
+    def attempts(self) -> list[str]:
+        """Return the folders of attempts; on object stores also of those that readers read (``unread``)."""
+        if self._store.local:
+            windows = list(self._store.folders(self._root))
+            return [attempt for window in windows for attempt in self._store.folders(window)]
+        # Every window that was ever published is listed, a thousand files in a request.
+        depth = self._root.count("/") + 3
+        return list(dict.fromkeys("/".join(p.split("/")[:depth]) for p, _ in self._store.files(self._root)))
 
-    def _nameless(self) -> Iterator[str]:
-        """Yield the folders that no manifest names.
+    def unread(self, attempts: Iterable[str], suspects: Collection[str]) -> list[str]:
+        """Return which of the suspects readers do not read. ``attempts``: all folders that were listed.
 
-        Every window that was ever published is listed, a thousand files in a request; what its manifest names is read
-        only where that is not plain: one folder and a manifest that names something fit together.
+        To be asked after the ledger was, and only of attempts that cannot be published any more: which ones are shown
+        is looked up now, so that an output that was published since the listing is found among them.
         """
-        folders: dict[str, set[str]] = {}
-        for path, _ in self._store.files(self._root):
-            window, attempt = path.removeprefix(f"{self._root}/").split("/")[:2]
-            folders.setdefault(window, set()).add(f"{self._root}/{window}/{attempt}")
-        sizes = dict(self._store.files(MANIFESTS))
-        manifests = latest(sizes)
-        for window, found in folders.items():
-            manifest = manifests.get(window)
-            if manifest is None:
-                yield from sorted(found)
-            elif len(found) > 1 or sizes[manifest] <= _largest_empty(window):
-                files = Manifest.decode(self._store.get(manifest)).files
-                yield from sorted(each for each in found if not any(f.startswith(f"{each}/") for f in files))
+        if self._store.local:
+            return list(suspects)
+        folders: dict[str, list[str]] = {}
+        for each in attempts:
+            folders.setdefault(_window_of(each), []).append(each)
+        suspected = {_window_of(each) for each in suspects}
+        shown = self._shown_among({window: folders[window] for window in folders.keys() & suspected})
+        return [each for each in suspects if each not in shown]
+
+    def _shown_among(self, folders: dict[str, list[str]]) -> set[str]:
+        """Return which folders the windows' latest manifests name, and those of which that cannot be told."""
+        shown: set[str] = set()
+        for _ in range(_LISTINGS):
+            if not folders:
+                break
+            sizes = dict(self._store.files(MANIFESTS))
+            manifests = latest(sizes)
+            replaced: dict[str, list[str]] = {}
+            for window, found in sorted(folders.items()):
+                path = manifests.get(window)
+                try:
+                    if path is not None:
+                        shown |= self._named(path, sizes[path], window, found)
+                except FileNotFoundError:
+                    # By a later revision, since it was listed.
+                    replaced[window] = found
+            folders = replaced
+        # What is replaced again and again can be looked at by the next start.
+        return shown.union(*folders.values())
+
+    def _named(self, manifest: str, size: int, window: str, found: list[str]) -> set[str]:
+        """Return which folders a manifest names; it is read only where that is not plain."""
+        if len(found) == 1 and size > _largest_empty(window):
+            # It names something, and there is nothing else.
+            return set(found)
+        files = Manifest.decode(self._store.get(manifest)).files
+        return {each for each in found if any(file.startswith(f"{each}/") for file in files)}
+
+
+def _window_of(attempt: str) -> str:
+    return attempt.split("/")[-2]
 
 
 def _largest_empty(window: str) -> int:

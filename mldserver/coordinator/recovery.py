@@ -98,10 +98,11 @@ async def _inherit(ledger: Ledger, store: OutputStore, *, own: bool) -> tuple[in
     """Publish late files, and delete nameless ones, of servers that live no more; return how many of each.
 
     ``own``: whether this server may have files under way. What is deleted was listed before the ledger is read: a file
-    whose server is not registered then was written by one that is gone, and will never be registered.
+    whose server is not registered then was written by one that is gone, and will never be registered. What manifests
+    name is read after it: an output that was published since the listing is visible by then.
     """
     publisher = Publisher(store)
-    found = await asyncio.to_thread(_files, store, publisher)
+    segments, attempts = await asyncio.to_thread(_files, store, publisher)
     scratch = await asyncio.to_thread(store.scratch)
     state = await ledger.peek()
     alive = {server_tag(each) for each in state.servers if own or each != ledger.server_id}
@@ -109,7 +110,12 @@ async def _inherit(ledger: Ledger, store: OutputStore, *, own: bool) -> tuple[in
     await publish_late(late, ledger, store)
     named = {segment.path for segment in (*_segments(state), *state.late_segments)}
     named |= {entry.staging for entry in state.windows.values() if entry.staging is not None}
-    gone = [path for path in found if path not in named and tag_of(path) not in alive]
+
+    def nameless(paths: list[str]) -> list[str]:
+        return [path for path in paths if path not in named and tag_of(path) not in alive]
+
+    unread = await asyncio.to_thread(publisher.unread, attempts, nameless(attempts))
+    gone = [*nameless(segments), *unread]
     kill_point("recovery.sweeping")
     await asyncio.to_thread(_delete, store, gone)
     await asyncio.to_thread(_delete_scratch, scratch, alive)
@@ -117,8 +123,9 @@ async def _inherit(ledger: Ledger, store: OutputStore, *, own: bool) -> tuple[in
     return len(late), len(gone)
 
 
-def _files(store: OutputStore, publisher: Publisher) -> list[str]:
-    return [*(path for path, _ in store.files(SEGMENTS)), *publisher.attempts()]
+def _files(store: OutputStore, publisher: Publisher) -> tuple[list[str], list[str]]:
+    """Return the segments, and the folders of attempts."""
+    return [path for path, _ in store.files(SEGMENTS)], publisher.attempts()
 
 
 def _delete(store: OutputStore, paths: list[str]) -> None:

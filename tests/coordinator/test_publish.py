@@ -55,7 +55,9 @@ class Shop:
         self.publisher.clean([output])
 
     def attempts(self) -> list[str]:
-        return [folder.rpartition("/")[2] for folder in sorted(self.publisher.attempts())]
+        """What nobody reads, were all that wrote here dead."""
+        found = self.publisher.attempts()
+        return [folder.rpartition("/")[2] for folder in sorted(self.publisher.unread(found, found))]
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +175,8 @@ def test_what_readers_read_is_no_attempt_to_be_cleaned_up(shop: Shop) -> None:
     shop.replace(shop.make("a", 1, 1))
     shop.make("b", 1, 2)
     assert shop.attempts() == [f"0001-{TAG}"]
-    assert next(iter(shop.publisher.attempts())).split("/")[-2] == "b"
+    (left,) = shop.publisher.unread(shop.publisher.attempts(), shop.publisher.attempts())
+    assert left.split("/")[-2] == "b"
 
 
 def test_an_attempt_beside_a_revision_without_output_is_to_be_cleaned_up(shop: Shop) -> None:
@@ -200,6 +203,39 @@ def test_a_start_reads_no_manifest_of_a_window_whose_only_attempt_it_is(
     monkeypatch.setattr(remote.store, "get", counted)
     assert remote.attempts() == [f"0001-{TAG}"]
     assert [path.rpartition("/")[2] for path in asked] == ["000002.json"]
+
+
+def test_what_is_published_after_the_listing_is_read(remote: Shop) -> None:
+    outputs = [remote.make(name, 1, 1) for name in ("a", "b")]
+    listed = remote.publisher.attempts()
+    assert [each.staging for each in outputs] == sorted(listed)
+    remote.publisher.publish(outputs[:1])
+    assert remote.publisher.unread(listed, listed) == [outputs[1].staging]
+    assert remote.publisher.unread(listed, []) == []
+
+
+@pytest.mark.parametrize("times", [1, 99])
+def test_a_manifest_that_is_replaced_while_it_is_read_is_looked_for_again(
+    remote: Shop, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    remote.replace(remote.make("a", 1, 1))
+    failed, second = remote.make("a", 2, 2, attempt=2), remote.make("a", 2, 2, attempt=3)
+    get, left = remote.store.get, [times]
+
+    def replaced(path: str) -> bytes:
+        if left[0]:
+            left[0] -= 1
+            remote.publisher.publish([second])
+            remote.store.delete(path)
+            remote.publisher.publish([second])
+            raise FileNotFoundError(path)
+        return get(path)
+
+    monkeypatch.setattr(remote.store, "get", replaced)
+    listed = remote.publisher.attempts()
+    # What is replaced again and again is left to the next start.
+    first = f"_mldserver/outputs/a/0001-{TAG}"
+    assert remote.publisher.unread(listed, listed) == ([first, failed.staging] if times == 1 else [])
 
 
 def test_it_is_told_where_readers_find_a_window(local: Shop) -> None:

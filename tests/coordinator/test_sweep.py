@@ -1,0 +1,90 @@
+"""What a start deletes on an object store while other servers are at work."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from mldserver.coordinator.layout import server_tag
+from mldserver.coordinator.publish import Output, Publisher
+from mldserver.coordinator.recovery import recover
+from mldserver.coordinator.store import OutputStore
+from mldserver.manifest import current_files
+from mldserver.state.ledger import Commit, Flush, LedgerState, Segment
+from mldserver.state.store import SqliteStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+class Asked:
+    """The ledger of a server that starts; something happens just before it is read."""
+
+    def __init__(self, store: SqliteStore, before: Callable[[], None]) -> None:
+        self.server_id = store.server_id
+        self._store = store
+        self._before = before
+
+    async def peek(self) -> LedgerState:
+        self._before()
+        return self._store.peek()
+
+
+def opened(folder: Path, server_id: str) -> SqliteStore:
+    store = SqliteStore(folder / "ledger.sqlite", pipeline="p", server_id=server_id)
+    store.open(now_ms=1)
+    return store
+
+
+async def start(ledger: SqliteStore, store: OutputStore, before: Callable[[], None]) -> None:
+    asked: Any = Asked(ledger, before)
+    await recover(LedgerState(), asked, store, None)
+
+
+async def test_an_output_that_is_published_while_a_start_lists_stays(tmp_path: Path) -> None:
+    store = OutputStore("mock://bucket/out")
+    publisher = Publisher(store)
+    leaving, starting = opened(tmp_path, "leaving"), opened(tmp_path, "starting")
+    segment = Segment("_mldserver/segments/w/s", "w", 1, 1, 0, 1000)
+    leaving.register(Flush((), (segment,)), now_ms=1)
+    leaving.cut(("w",))
+    leaving.begin_attempts(("w",))
+    failed, staging = (publisher.attempt("w", n, server_tag("leaving")) for n in (0, 1))
+    for folder in (failed, staging):
+        store.write(f"{folder}/part-0.parquet", pa.table({"v": [1]}))
+
+    def publish_and_leave() -> None:
+        assert leaving.commit((Commit("w", 1, staging, ("part-0.parquet",), 1),)) == {"w"}
+        publisher.publish([Output("w", 1, staging, ("part-0.parquet",), 1)])
+        leaving.published({"w": 1}, now_ms=2)
+        leaving.leave()
+
+    await start(starting, store, publish_and_leave)
+    assert store.exists(f"{staging}/part-0.parquet")
+    found = current_files(store._absolute(""), store._fs)
+    assert found.paths == (store._absolute(f"{staging}/part-0.parquet"),)
+    assert not store.exists(failed), "an attempt that came to nothing goes"
+    leaving.close()
+    starting.close()
+
+
+async def test_what_counts_and_is_not_visible_stays(tmp_path: Path) -> None:
+    store = OutputStore("mock://bucket/out")
+    leaving, starting = opened(tmp_path, "leaving"), opened(tmp_path, "starting")
+    segment = Segment("_mldserver/segments/w/s", "w", 1, 1, 0, 1000)
+    leaving.register(Flush((), (segment,)), now_ms=1)
+    leaving.cut(("w",))
+    leaving.begin_attempts(("w",))
+    staging = Publisher(store).attempt("w", 1, server_tag("leaving"))
+    store.write(f"{staging}/part-0.parquet", pa.table({"v": [1]}))
+
+    def commit_and_leave() -> None:
+        leaving.commit((Commit("w", 1, staging, ("part-0.parquet",), 1),))
+        leaving.leave()
+
+    await start(starting, store, commit_and_leave)
+    assert store.exists(f"{staging}/part-0.parquet")
+    leaving.close()
+    starting.close()
