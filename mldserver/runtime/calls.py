@@ -4,6 +4,10 @@ Whatever a hook raises comes back as a value, so nothing of the user's can trave
 ``SystemExit``, ``StopIteration``, ``GeneratorExit`` and a ``CancelledError`` that the hook made itself are failures
 like any other. Two things are not the hook's and pass through: the cancellation of the calling task, even when the
 hook swallows it, and a ``KeyboardInterrupt`` on the thread of the server's own event loop, which is the operator's.
+
+Asynchronous calls run in a task of their own, one for all calls of a batch (or lane). Only so can it be known who
+cancels: libraries with time-outs cancel the task that they are in, and older ones do not take that back
+(``Task.uncancel``). What comes neither from the calling task nor from the deadline is the hook's own, and its failure.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ __all__ = ["BoundHook", "Caller", "Returned"]
 
 _T = TypeVar("_T")
 
-_TURN_MS: Final = 100
+_TURN_MS: Final = 10
 """Calls that take longer together let the event loop turn before the next."""
 _PLAIN = frozenset({type(None), tuple, dict, list})
 _TIMEOUT = ("builtins.TimeoutError", "builtins.OSError", "builtins.Exception", "builtins.BaseException")
@@ -132,64 +136,91 @@ class Caller:
         return returned
 
     async def _run_async(self, hook: BoundHook, arguments: Sequence[Any], shard: str) -> Returned:
-        returned, task = Returned(), asyncio.current_task()
-        assert task is not None, "coroutines of the runtime run in tasks"
-        cancels = task.cancelling()
-        limit = asyncio.timeout(None)
-        watch = Watch(hook.name, shard, limit)
+        caller = asyncio.current_task()
+        assert caller is not None, "coroutines of the runtime run in tasks"
+        before = caller.cancelling()
+
+        def given_up() -> bool:
+            return caller.cancelling() > before
+
+        returned, watch = Returned(), Watch(hook.name, shard)
+        watch.task = asyncio.create_task(self._call_each(hook, arguments, watch, returned, given_up))
         self.deadlines.begin(watch)
         self._mark(1)
         try:
-            async with limit:
-                await self._call_each(hook, arguments, watch, returned)
-        except TimeoutError as error:
-            returned.failure = self._too_slow(error.__cause__ or error)
+            # Whoever cancels the caller cancels that task, and waits for its end.
+            await watch.task
         except asyncio.CancelledError as error:
-            if task.cancelling() > cancels:
-                raise
-            returned.failure = describe(error)
+            if not given_up():
+                returned.failure = describe(error)
         finally:
             self._mark(-1)
             self.deadlines.end(watch)
-        if task.cancelling() > cancels:
-            # The hook swallowed the cancellation of this task.
+        if given_up():
             raise asyncio.CancelledError
         return returned
 
     async def _call_each(
-        self, hook: BoundHook, arguments: Sequence[Any], watch: Watch, returned: Returned
+        self,
+        hook: BoundHook,
+        arguments: Sequence[Any],
+        watch: Watch,
+        returned: Returned,
+        given_up: Callable[[], bool],
     ) -> None:
-        turned_ms = self._clock.now_ms()
+        """Make the calls; ``given_up``: whether nobody wants them any more, once this task is cancelled."""
+        task, now_ms = asyncio.current_task(), self._clock.now_ms
+        assert task is not None, "see _run_async"
+        cancelling, take, turned_ms = task.cancelling, returned.values.append, now_ms()
         for argument in arguments:
-            watch.started_ms = self._clock.now_ms()
-            if watch.started_ms - turned_ms >= _TURN_MS:
-                await self._turn(watch)
-                turned_ms = watch.started_ms
+            started_ms = now_ms()
+            if started_ms - turned_ms >= _TURN_MS:
+                # Hooks that never wait for anything would keep the loop to themselves for as long as the batch takes.
+                watch.started_ms = None
+                await _take_back(task)
+                if watch.expired_ms is not None or given_up():
+                    raise asyncio.CancelledError
+                started_ms = turned_ms = now_ms()
+            watch.started_ms = started_ms
+            failure = None
             try:
                 value = await hook.function(argument)
                 value = value if type(value) in _PLAIN else _settled(value)
-            except asyncio.CancelledError:
-                raise
             except BaseException as error:  # the user's code may raise anything; see the module
                 if self._interrupts and isinstance(error, KeyboardInterrupt):
                     raise
-                returned.failure = describe(error)
+                failure, value = describe(error), None
+            if cancelling():
+                late = await _take_back(task)
+                if given_up():
+                    raise asyncio.CancelledError
+                failure = describe(late) if failure is None and late is not None else failure
+            if watch.expired_ms is not None:
+                # Perhaps it swallowed the cancellation at its deadline, and came to an end after all.
+                failure = self._too_slow(failure)
+            if failure is not None:
+                returned.failure = failure
                 return
-            if watch.expired:
-                # It swallowed the cancellation at its deadline, and came to an end after all.
-                returned.failure = self._too_slow(None)
-                return
-            returned.values.append(value)
+            take(value)
 
-    async def _turn(self, watch: Watch) -> None:
-        """Let the loop turn between two calls: hooks that never wait would hold it up for as long as their whole batch."""
-        watch.started_ms = None  # no call runs now: however long this takes, it is not beyond its deadline
-        await asyncio.sleep(0)
-        watch.started_ms = self._clock.now_ms()
-
-    def _too_slow(self, error: BaseException | None) -> Failure:
-        text = describe(error).traceback if error else ""
+    def _too_slow(self, failure: Failure | None) -> Failure:
+        text = "" if failure is None else failure.traceback
         return Failure(f"TimeoutError: it took longer than {self.deadlines.seconds} s", text, _TIMEOUT)
+
+
+async def _take_back(task: asyncio.Task[Any]) -> asyncio.CancelledError | None:
+    """Let the loop turn once, and take back what cancels this task; return the cancellation if it came only now.
+
+    The caller has to look who wanted it.
+    """
+    late = None
+    try:
+        await asyncio.sleep(0)
+    except asyncio.CancelledError as error:
+        late = error
+    while task.uncancel():
+        pass
+    return late
 
 
 def _settled(value: Any) -> Any:

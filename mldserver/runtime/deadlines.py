@@ -26,13 +26,19 @@ class Watch:
 
     hook: str = ""
     shard: str = ""
-    limit: asyncio.Timeout | None = None
-    """What cancels an asynchronous call; a synchronous one cannot be stopped."""
+    task: asyncio.Task[None] | None = None
+    """The task of asynchronous calls, which can be cancelled; a synchronous one cannot be stopped."""
     started_ms: int | None = None
     abandoned: bool = False
-    expired: bool = False
+    expired_ms: int | None = None
+    """When its deadline cancelled an asynchronous call."""
     told_ms: int | None = None
     """When it was last looked at because it was overdue."""
+
+    @property
+    def beyond_ms(self) -> int | None:
+        """Since when it is in the hands of the handler alone: an asynchronous call not before its cancellation."""
+        return self.started_ms if self.task is None else self.expired_ms
 
 
 class Deadlines:
@@ -54,19 +60,20 @@ class Deadlines:
     def end(self, watch: Watch) -> None:
         """Nobody waits for these calls any more. One that runs on, on its thread, is watched to its end."""
         watch.abandoned = True
-        if watch.limit is not None or watch.started_ms is None:
+        if watch.task is not None or watch.started_ms is None:
             self._watches.discard(watch)
         else:
             self._forget_ended()
 
     def running_ms(self) -> int:
-        """Return how long the longest synchronous call has run; from any thread.
+        """Return how long the longest call that cannot be stopped has run; from any thread.
 
-        Those that nobody waits for count too: no other can begin on their thread.
+        An asynchronous call is one from when it goes on after its cancellation. Those that nobody waits for count too:
+        no other can begin on their thread.
         """
         now_ms = self._clock.now_ms()
-        started = [watch.started_ms for watch in tuple(self._watches) if watch.limit is None]
-        return max((now_ms - each for each in started if each is not None), default=0)
+        since = [watch.beyond_ms for watch in tuple(self._watches)]
+        return max((now_ms - each for each in since if each is not None), default=0)
 
     async def run(self) -> None:
         """Look after deadlines until cancelled; return at once when there is none.
@@ -80,8 +87,9 @@ class Deadlines:
             while True:
                 await self._look(self.seconds)
         finally:
+            now_ms = self._clock.now_ms()
             for watch in self._watches:
-                _expire(watch)
+                _expire(watch, now_ms)
 
     async def _look(self, seconds: float) -> None:
         self._forget_ended()
@@ -110,7 +118,7 @@ class Deadlines:
     def _see_to(self, watch: Watch) -> None:
         """Cancel an asynchronous call; tell of one that cannot be stopped, or does not let itself be cancelled."""
         watch.told_ms = self._clock.now_ms()
-        if _expire(watch):
+        if _expire(watch, watch.told_ms):
             return
         log.warning(
             "handler.slow",
@@ -123,12 +131,13 @@ class Deadlines:
         )
 
 
-def _expire(watch: Watch) -> bool:
+def _expire(watch: Watch, now_ms: int) -> bool:
     """Cancel an asynchronous call, once."""
-    if watch.limit is None or watch.expired:
+    if watch.task is None or watch.expired_ms is not None:
         return False
-    watch.expired = True
-    watch.limit.reschedule(asyncio.get_running_loop().time())
+    watch.expired_ms = now_ms
+    # In the loop's next turn: one that comes together with the cancellation of the batch would be one with it.
+    asyncio.get_running_loop().call_soon(watch.task.cancel)
     return True
 
 

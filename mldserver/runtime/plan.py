@@ -95,6 +95,8 @@ class BatchPlan:
     """The records that ended without rows."""
     halted: Again | None = None
     """The failure that stops the shard."""
+    exhausted: bool = False
+    """Whether ``step`` has said that every record is decided: until then a call may be under way."""
     parked: dict[str, records.Sequence] = field(default_factory=dict)
     """The keys with a dead letter of this batch, with its sequence; only when keys are parked."""
     _todo: list[Step] = field(default_factory=list)
@@ -129,6 +131,7 @@ class BatchPlan:
             if step is not self._suspect or len(step.indices) == 1:
                 return step
             self._halve(step)
+        self.exhausted = True
         return None
 
     def condemn(self, faults: Mapping[int, Failure], now_ms: int) -> None:

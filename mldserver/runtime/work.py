@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 from msgspec import structs
 
-from mldserver.errors import HandlerHalted
+from mldserver.errors import HandlerHalted, InternalError
 from mldserver.runtime.base import BatchOutcome
 from mldserver.runtime.failure import Ending, Failure
 from mldserver.runtime.lane import Lane, Tools
@@ -66,12 +66,16 @@ class BatchWork:
     async def run(self) -> BatchOutcome:
         """Work until every record is decided.
 
-        Raises PeerError for a line that is no batch, HandlerHalted when a failure stops the shard.
+        Raises PeerError for a line that is no batch, HandlerHalted when a failure stops the shard, InternalError rather
+        than to leave a record out.
         """
         await (self._run_async() if self.hook.is_async else self._run_sync())
         for lane in self.lanes:
             if lane.plan.halted is not None:
                 raise self._halted(lane, lane.plan.halted)
+        if not all(lane.plan.exhausted for lane in self.lanes):
+            # A group takes a lane that was cancelled for one that came to its end.
+            raise self._left_behind()
         attempts = max([lane.plan.attempts for lane in self.lanes])
         outcome = BatchOutcome(self.taken.outline, self.rows, attempts=attempts)
         ends = self._ends()
@@ -221,6 +225,13 @@ class BatchWork:
             advice="Mend the handler and start again, or let such records become dead letters.",
             **where,
             attempts=again.attempt,
+        )
+
+    def _left_behind(self) -> InternalError:
+        return InternalError(
+            "Records of a batch were not worked on to the end.",
+            did="The batch does not count: the position stays before it.",
+            shard=self.delivery.shard_id,
         )
 
 

@@ -74,12 +74,15 @@ def over(
     concurrency: int | None = None,
     kinds: tuple[str, ...] = KINDS,
 ) -> pytest.MarkDecorator:
-    """Run a test over both kinds of runtime (or those of ``kinds``), with each of these handlers (of ``obedient.py``, unless they name theirs)."""
+    """Run a test over both kinds of runtime (or those of ``kinds``), with each of these handlers.
+
+    They are of ``obedient.py``, unless they name their module.
+    """
     casts = [
         pytest.param(
             Cast(
                 kind,
-                handler if handler.islower() else f"obedient:{handler}",
+                handler if handler.islower() or ":" in handler else f"obedient:{handler}",
                 policy,
                 deadline,
                 concurrency,

@@ -101,7 +101,8 @@ async def test_ctrl_c_on_the_loops_thread_is_the_operators(bench: Any) -> None:
         raise KeyboardInterrupt
 
     # Not in a task of its own: one that is interrupted ends the loop with it.
-    call = bench.caller()._call_each(BoundHook("hook", hook, is_async=True), [None], Watch(), Returned())
+    bound = BoundHook("hook", hook, is_async=True)
+    call = bench.caller()._call_each(bound, [None], Watch(), Returned(), lambda: False)
     with pytest.raises(KeyboardInterrupt):
         await call
 
@@ -180,7 +181,7 @@ async def test_asynchronous_calls_that_never_wait_let_the_loop_turn_between_them
     async def hook(number: int) -> Any:
         if number == 0:
             asyncio.get_running_loop().call_soon(turned.append, 1)
-        bench.clock._now_ns += 60_000_000  # it was busy for 60 ms
+        bench.clock._now_ns += 6_000_000  # it was busy for 6 ms
         return (len(turned),)
 
     assert (await bench.run(hook, range(4))).values == [(0,), (0,), (1,), (1,)]

@@ -83,6 +83,21 @@ async def test_a_call_that_is_given_up_is_watched_until_it_has_ended() -> None:
     assert bench.deadlines._watches == {other}
 
 
+async def test_an_asynchronous_call_that_goes_on_after_its_cancellation_runs_from_then_on() -> None:
+    bench = Bench(VirtualClock())
+    watching = asyncio.create_task(bench.deadlines.run())
+    calling = asyncio.create_task(bench.call(holds_on))
+    await bench.clock.advance(9)
+    assert bench.deadlines.running_ms() == 0, "it may well be waiting, and can be stopped"
+    await bench.clock.advance(8)
+    assert bench.deadlines.running_ms() == 7000
+    calling.cancel()
+    await asyncio.wait({calling})
+    assert bench.deadlines.running_ms() == 0
+    watching.cancel()
+    await asyncio.wait({watching})
+
+
 async def test_a_call_that_is_given_up_before_it_begins_does_not_begin() -> None:
     bench = Bench(VirtualClock())
     watch = Watch("hook", "s")

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mldserver import Discard, Retry
-from mldserver.errors import HandlerHalted, HandlerInvalid
+from mldserver.errors import HandlerHalted, HandlerInvalid, InternalError
 from mldserver.records import Sequence, Shard
 from mldserver.runtime.base import Hook
 from mldserver.runtime.failure import FailurePolicy, OnFailure, OnKeyFailure
 from mldserver.runtime.inline import InlineRuntime
+from mldserver.runtime.lane import Lane
 from mldserver.runtime.work import lane_of
 from mldserver.testing.virtual_loop import LoopClock, VirtualLoop
 
@@ -307,3 +308,22 @@ class World:
                     dead_keys[key] = Sequence(n)
             discarded += what == "discard"
         return rows, letters, discarded, dead_keys
+
+
+async def test_a_batch_whose_lane_was_cancelled_from_outside_does_not_count(
+    kit: Any, monkeypatch: Any
+) -> None:
+    async def process_record(record: Any) -> Any:
+        return (record.json(),)
+
+    async def run_async(lane: Lane, near: Any) -> None:
+        if lane.plan.indices[0] == 0:
+            raise asyncio.CancelledError
+        await original(lane, near)
+
+    original = Lane.run_async
+    monkeypatch.setattr(Lane, "run_async", run_async)
+    runtime = await kit.start(schema=SCHEMA, concurrency=8, process_record=process_record)
+    await runtime.open(Shard(kit.shard))
+    with pytest.raises(InternalError, match="not worked on to the end"):
+        await runtime.process(records(kit, "ab"))
