@@ -191,7 +191,9 @@ def retry(draft: Draft, window_id: str) -> bool:
 def prune(draft: Draft, *, windows_before_ms: int, shards_before_ms: int, limit: int) -> int:
     """Forget windows that were published and are not retained, and shards that ended; return how many."""
     book = draft.book
-    over = [book.windows[each] for each in itertools.islice(book.over.oldest(windows_before_ms), limit)]
+    old = (book.windows[each] for each in book.over.oldest(windows_before_ms))
+    past = (entry for entry in old if entry.end_ms is None or entry.end_ms <= windows_before_ms)
+    over = tuple(itertools.islice(past, limit))
     shards = [
         shard_id
         for shard_id, row in book.shards.items()

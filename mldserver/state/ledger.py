@@ -242,7 +242,8 @@ class LedgerState:
     """How many of them are to be redriven."""
     servers: dict[str, ServerState] = field(default_factory=dict)
     cut_below_ms: int | None = None
-    """Event-time windows that end at or before it and have no entry any more were cut: their rows are late."""
+    """Event-time windows that end at or before it and have no entry any more were cut: their rows are late. It lies
+    before the present: windows whose end is to come are not forgotten."""
     version: int = field(default=0, compare=False)
     """Rises with every change of the ledger: what to ask for the next news with."""
     since: int = field(default=0, compare=False)
@@ -410,6 +411,9 @@ class Ledger(LetterBook, Protocol):
     async def prune(self, *, windows_before_ms: int, shards_before_ms: int, limit: int = 10_000) -> int:
         """Forget windows published and not retained, and shards ended, before those times (ms).
 
+        A window that ends after ``windows_before_ms`` stays, whenever it was published (a row from the future, and a
+        quiet stream): ``cut_below_ms`` would close every window up to its end for good, and without either its id
+        would be given again. It is one small row until its end is as long ago as everything else that is forgotten.
         Returns how many rows went. At most ``limit`` windows a call, those published longest ago: when so many rows
         went, more may follow. Windows that are retained stay (``expire`` them first).
         ``shards_before_ms`` must lie further back than the stream keeps records: a pruned shard that comes back

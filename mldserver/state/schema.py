@@ -8,7 +8,7 @@ ledger that was never created: creation is one transaction. Formats 1 to 3 were 
 ``meta``, exactly one row (id 1)
     ``format``, ``pipeline``: readable in every format to come, so that an older program can say what it found.
     ``created_ms``. ``clock``: next free value of the merge clock; never falls. ``cut_below_ms``: the latest end of
-    all pruned windows; never falls; an event-time window that ends at or before it and has no row was cut.
+    all pruned windows, which lies in the past; never falls; an event-time window that ends at or before it and has no row was cut.
     ``batch_number``, ``batch_rows``, ``batch_opened_ms``: where the open ``batches`` window stands; the number
     never falls, and lies behind that of every one that was cut. ``dead_letters``: how many there are. ``lives``: how often a server has registered.
     ``version``: raised by each transaction that writes. ``pruned_version``: the latest ``changed`` of all pruned

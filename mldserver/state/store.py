@@ -249,7 +249,7 @@ class SqliteStore:
             return members.reset(db, shard_ids)
 
     def prune(self, *, windows_before_ms: int, shards_before_ms: int, limit: int = 10_000) -> int:
-        """Forget windows published and not retained, and shards ended, before those times; return how many."""
+        """Forget windows over and not retained, and shards ended, before those times; return how many."""
         with self._serving() as db:
             return windows.prune(
                 db, windows_before_ms=windows_before_ms, shards_before_ms=shards_before_ms, limit=limit

@@ -193,7 +193,7 @@ def prune(db: sqlite3.Connection, *, windows_before_ms: int, shards_before_ms: i
     """Forget windows that were published and are not retained, and shards that ended; return how many."""
     over = db.execute(
         "SELECT window_id, end_ms, changed FROM windows WHERE state = 'published' AND retained = 0"
-        " AND published_ms < ? ORDER BY published_ms, window_id LIMIT ?",
+        " AND published_ms < ?1 AND (end_ms IS NULL OR end_ms <= ?1) ORDER BY published_ms, window_id LIMIT ?2",
         (windows_before_ms, limit),
     ).fetchall()
     db.executemany("DELETE FROM windows WHERE window_id = ?", [(row["window_id"],) for row in over])

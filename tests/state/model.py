@@ -383,7 +383,10 @@ class ModelServer:
         old = [
             each
             for each in content.windows.values()
-            if each.state is PUBLISHED and not each.retained and each.published_ms < windows_before_ms
+            if each.state is PUBLISHED
+            and not each.retained
+            and each.published_ms < windows_before_ms
+            and (each.end_ms is None or each.end_ms <= windows_before_ms)
         ]
         old = sorted(old, key=lambda each: (each.published_ms, each.window_id))[:limit]
         gone = [each for each, ms in content.ended_ms.items() if ms < shards_before_ms]

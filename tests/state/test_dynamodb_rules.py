@@ -92,7 +92,7 @@ def test_every_reason_to_refuse_a_flush_is_told_at_once(steps: Steps) -> None:
     steps(windows.expire, published_before_ms=9, keep_bytes=0, limit=9)
     told = steps(register, Flush((move("z"),), (seg("s2"), more("s3"))), 1)
     assert (told.lost_shards, told.cut_windows, told.expired_windows) == ({"z"}, {W1}, {W1})
-    assert steps(windows.prune, windows_before_ms=9, shards_before_ms=0, limit=9) == 1
+    assert steps(windows.prune, windows_before_ms=10_000, shards_before_ms=0, limit=9) == 1
     assert steps(register, Flush((), (seg("s2"), more("s3"))), 1).cut_windows == {W1}
     assert steps(register, Flush((), (Segment("b", "batch-1", 1, 1),)), 1).registered
 
