@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import socket
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,6 +24,7 @@ from mldserver.deadletters.places import destination_of
 from mldserver.deadletters.redriver import Redriver
 from mldserver.errors import OperatorError
 from mldserver.protocol.connection import ConnectionLimits
+from mldserver.runtime.aside import aside
 from mldserver.runtime.failure import FailurePolicy, OnFailure, OnKeyFailure
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.runtime.inspection import load_spec
@@ -111,14 +112,19 @@ async def assemble(
     clock: Clock,
     rng: Callable[[], float],
     unique: Callable[[], str],
+    step: Callable[[str], None],
 ) -> Parts:
     """Load the handler and build every part; nothing is opened yet but the handler's module.
 
-    ``engine`` takes the place of Spark; ``rng`` gives floats in [0, 1) for jitter; ``unique`` gives file name parts.
+    ``engine`` takes the place of Spark; ``rng`` gives floats in [0, 1) for jitter; ``unique`` gives file name parts;
+    ``step`` is told what is waited for. Cancelled, it leaves no process behind, and a thread only where user code or a
+    file system hangs: a daemon thread, which holds up nothing.
     Raises HandlerError when the handler cannot be loaded, JavaError when Spark could never start, OperatorError when
     no ledger can be where the settings say, or the output's file system cannot be had.
     """
+    step("handler")
     runtime, spec = await _runtime(settings, clock, rng)
+    step("output folder")
     try:
         return await _assembled(settings, runtime, spec, engine=engine, clock=clock, rng=rng, unique=unique)
     except BaseException:
@@ -134,7 +140,7 @@ async def _runtime(settings: Settings, clock: Clock, rng: Callable[[], float]) -
         "concurrency": settings.concurrency,
     }
     if settings.workers is None:
-        spec = await asyncio.to_thread(load_spec, settings.handler)
+        spec = await aside(partial(load_spec, settings.handler), name="mldserver-import")
         return InlineRuntime(spec, clock=clock, random=rng, **common), spec
     from mldserver.runtime.workers.runtime import WorkerRuntime  # noqa: PLC0415  # not needed where there are none
 
@@ -157,7 +163,7 @@ async def _assembled(
     rng: Callable[[], float],
     unique: Callable[[], str],
 ) -> Parts:
-    store = await asyncio.to_thread(_store, settings)
+    store = await aside(partial(_store, settings), name="mldserver-output")
     server_id = settings.server_id or f"{socket.gethostname()}:{os.getpid()}:{unique()}"
     ledger = ledger_of(settings, server_id=server_id, clock=clock)
     runner: WindowRunner | None = None
@@ -180,7 +186,7 @@ async def _assembled(
             freed=freed,
             table=_table(settings),
         )
-    letters = await asyncio.to_thread(destination_of, settings, store, clock, rng)
+    letters = await aside(partial(destination_of, settings, store, clock, rng), name="mldserver-letters")
     coordinator = Coordinator(
         rules=_rules(settings, spec.windows),
         spec=spec.windows if spec.schema else None,

@@ -5,7 +5,8 @@ flushed and checkpoints sent while Spark still starts; windows wait for it.
 
 Order of stop: no new connections; each shard finishes its request; one last cycle makes everything durable and cuts
 what may close; windows that are being computed get what is left of the grace (they are cut: the next start computes
-them all the same, or another server on the ledger does); engine; ledger.
+them all the same, or another server on the ledger does); engine; ledger. A stop that comes before the start is over
+gives it up: nothing was accepted yet, so that is a clean end. A second one ends all waiting, in whatever stage.
 
 A server that others on its ledger took for dead (it hung for longer than ``server_timeout``, say) exits with a fault, so
 that its supervisor starts it afresh: its shards and windows may have gone on elsewhere, and all that it holds in memory
@@ -31,10 +32,11 @@ from mldserver.clock import SystemClock
 from mldserver.errors import HandlerError, LedgerError, MldserverError, OperatorError, ServerBuried
 from mldserver.observe.logging import reopen
 from mldserver.readiness import Readiness
-from mldserver.sources.shards import kinesis_client, list_shards
+from mldserver.runtime.aside import aside
+from mldserver.sources.shards import StreamShards, kinesis_client
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterator
+    from collections.abc import Callable, Coroutine, Iterator
 
     from mldserver.clock import Clock
     from mldserver.config import Settings
@@ -53,7 +55,9 @@ EXIT_FORCED = 3
 """A second signal, or the grace was over before every row was durable."""
 
 _LET_GO_SECONDS: Final = 1.0
-"""How long connections may take to end, at the very end, while the runtime still runs."""
+"""How long connections may take to end, at the very end, while the runtime still runs; after a forced stop each part."""
+_TELL_SECONDS: Final = 5.0
+"""Between two words on what a start or a stop waits for."""
 
 
 class Server:
@@ -77,6 +81,8 @@ class Server:
         self._stop = asyncio.Event()
         self._forced = asyncio.Event()
         self._reason = ""
+        self._step = ""
+        """What the start waits for."""
         self._readiness = Readiness()
 
     # Life.
@@ -94,8 +100,9 @@ class Server:
         )
         with structlog.contextvars.bound_contextvars(pipeline=self.settings.pipeline), self._signals():
             code = await self._guarded()
-        seconds = (self._clock.now_ms() - began_ms) / 1000
-        log.info("server.stopped", exit_code=code, seconds=seconds)
+        if code == EXIT_CLEAN and self._forced.is_set():
+            code = EXIT_FORCED
+        log.info("server.stopped", exit_code=code, seconds=self._since(began_ms))
         return code
 
     async def _guarded(self) -> int:
@@ -114,36 +121,67 @@ class Server:
         return code
 
     async def _serve(self) -> int:
+        try:
+            parts = await self._started()
+            return EXIT_CLEAN if parts is None else await self._work(parts)
+        finally:
+            if self._parts is not None:
+                await self._close(self._parts)
+
+    async def _started(self) -> Parts | None:
+        """Start; return None when a stop came first, and what had begun was given up."""
+        async with asyncio.TaskGroup() as group:
+            starting = group.create_task(self._start(), name="start")
+            stopped = group.create_task(self._stop.wait(), name="stop")
+            told = group.create_task(self._tell_waiting(lambda: {"start": self._step}), name="waiting")
+            await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                log.info("server.stopping", reason=self._reason or "forced", connections=0)
+            for task in (starting, stopped, told):
+                task.cancel()
+        return self._parts if self._built.is_set() else None
+
+    async def _start(self) -> None:
         parts = self._parts = await assemble(
             self.settings,
             engine=self._engine,
             clock=self._clock,
             rng=self._random.random,
             unique=lambda: uuid.uuid4().hex[:12],
+            step=self._begin,
         )
-        try:
-            await parts.runtime.start()
-            await self._open(parts)
-            self._built.set()
-            async with asyncio.TaskGroup() as group:
-                background = {
-                    name: group.create_task(each, name=name) for name, each in self._background(parts)
-                }
-                listening = group.create_task(parts.listener.run(), name="listener")
-                code = await self._until_stopped(parts)
-                runtime = background.pop("runtime")
-                for task in (listening, *background.values()):
-                    task.cancel()
-                # It ends the calls that hold on when their batches are cancelled, so it goes behind these.
-                await asyncio.wait({listening, background["dead letters"]}, timeout=_LET_GO_SECONDS)
-                runtime.cancel()
-            return code
-        finally:
-            await self._close(parts)
+        await parts.runtime.start()
+        await self._open(parts)
+        self._built.set()
+
+    def _begin(self, step: str) -> None:
+        self._step = step
+
+    async def _work(self, parts: Parts) -> int:
+        async with asyncio.TaskGroup() as group:
+            background = {name: group.create_task(each, name=name) for name, each in self._background(parts)}
+            listening = group.create_task(parts.listener.run(), name="listener")
+            code = await self._until_stopped(parts)
+            if parts.engine is not None and "windows" in background:
+                await self._stop_engine(parts.engine, background["windows"])
+            runtime = background.pop("runtime")
+            for task in (listening, *background.values()):
+                task.cancel()
+            # It ends the calls that hold on when their batches are cancelled, so it goes behind these.
+            await asyncio.wait({listening, background["dead letters"]}, timeout=_LET_GO_SECONDS)
+            runtime.cancel()
+        return code
+
+    async def _stop_engine(self, engine: Engine, windows: asyncio.Task[None]) -> None:
+        """Give the windows up, then stop Spark in order, while it still runs: cancelled, it would only be killed."""
+        windows.cancel()
+        await asyncio.wait({windows}, timeout=_LET_GO_SECONDS)
+        await self._end("engine", engine.close)
 
     async def _open(self, parts: Parts) -> None:
         try:
-            await asyncio.to_thread(claim_output, self.settings, parts.store)
+            await aside(partial(claim_output, self.settings, parts.store), name="mldserver-claim")
+            self._begin("ledger and recovery")
             await parts.coordinator.start()
         except OSError as error:
             raise OperatorError(
@@ -164,13 +202,26 @@ class Server:
             yield "shards", self._list_shards(parts, self.settings.stream)
 
     async def _close(self, parts: Parts) -> None:
-        if parts.engine is not None:
-            await parts.engine.close()
-        await parts.runtime.close()
-        await parts.coordinator.leave()
-        if parts.letters is not None:
-            await parts.letters.close()
-        await parts.ledger.close()
+        """End what there is, in the order of the stop, each part whatever became of those before it."""
+        async with contextlib.AsyncExitStack() as closing:  # the last that is pushed goes first
+            closing.push_async_callback(self._end, "ledger", parts.ledger.close)
+            if parts.letters is not None:
+                closing.push_async_callback(self._end, "dead letters", parts.letters.close)
+            closing.push_async_callback(self._end, "leaving the ledger", parts.coordinator.leave)
+            closing.push_async_callback(self._end, "handler", parts.runtime.close)
+            if parts.engine is not None:
+                closing.push_async_callback(self._end, "engine", parts.engine.close)
+
+    async def _end(self, part: str, close: Callable[[], Coroutine[None, None, None]]) -> None:
+        """Wait until a part is closed; once the stop is forced, not for long."""
+        async with asyncio.TaskGroup() as group:
+            closing = group.create_task(close(), name=f"end of {part}")
+            forced = group.create_task(self._forced.wait(), name="forced")
+            told = group.create_task(self._tell_waiting(lambda: {"end": part}), name="waiting")
+            await asyncio.wait({closing, forced}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({closing}, timeout=_LET_GO_SECONDS)
+            for task in (closing, forced, told):
+                task.cancel()
 
     # Stopping.
 
@@ -187,6 +238,10 @@ class Server:
         self._stop.set()
         self._forced.set()
 
+    async def forced(self) -> None:
+        """Return once the stop is forced. What waits is cancelled then; whether that ends it is its own affair."""
+        await self._forced.wait()
+
     async def _until_stopped(self, parts: Parts) -> int:
         await self._stop.wait()
         began_ms = self._clock.now_ms()
@@ -194,7 +249,7 @@ class Server:
         async with asyncio.TaskGroup() as group:
             orderly = group.create_task(self._finish(parts, began_ms), name="stopping")
             forced = group.create_task(self._forced.wait(), name="forced")
-            told = group.create_task(self._tell_waiting(parts, began_ms), name="waiting")
+            told = group.create_task(self._tell_waiting(partial(_unfinished, parts)), name="waiting")
             await asyncio.wait({orderly, forced}, return_when=asyncio.FIRST_COMPLETED)
             durable = orderly.done() and orderly.result()
             for task in (orderly, forced, told):
@@ -210,26 +265,21 @@ class Server:
                 await parts.coordinator.flush("shutdown")
         except TimeoutError:
             return False
-        left = self.settings.grace - (self._clock.now_ms() - began_ms) / 1000
+        left = self.settings.grace - self._since(began_ms)
         if parts.runner is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(left, 0.0)):
                     await parts.runner.idle()
         return True
 
-    async def _tell_waiting(self, parts: Parts, began_ms: int) -> None:
+    async def _tell_waiting(self, waiting_for: Callable[[], dict[str, object]]) -> None:
+        began_ms = self._clock.now_ms()
         while True:
-            await self._clock.sleep(5)
-            status = parts.coordinator.status()
-            log.info(
-                "server.waiting",
-                waiting_for={
-                    "connections": parts.listener.connections,
-                    "buffered_bytes": status.buffered_bytes,
-                    "windows": status.windows_waiting,
-                },
-                seconds=(self._clock.now_ms() - began_ms) / 1000,
-            )
+            await self._clock.sleep(_TELL_SECONDS)
+            log.info("server.waiting", waiting_for=waiting_for(), seconds=self._since(began_ms))
+
+    def _since(self, began_ms: int) -> float:
+        return (self._clock.now_ms() - began_ms) / 1000
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -258,19 +308,22 @@ class Server:
         while True:
             change = self._readiness.look(parts)
             if change is not None and change.ready:
-                log.info("server.ready", seconds=(self._clock.now_ms() - began_ms) / 1000)
+                log.info("server.ready", seconds=self._since(began_ms))
             elif change is not None and not self._stop.is_set():
                 log.error("server.unready", reason=change.reason)
             await self._clock.sleep(0.25)
 
     async def _list_shards(self, parts: Parts, stream: str) -> None:
-        client = partial(kinesis_client, region=self.settings.region, endpoint_url=self.settings.endpoint_url)
-        while True:
-            listing = await list_shards(client, stream)
-            new = parts.coordinator.know({name: shard.parents for name, shard in (listing or {}).items()})
-            for shard_id in new:
-                log.info("shard.discovered", shard=shard_id, parents=parts.coordinator.parents(shard_id))
-            await self._clock.sleep(self.settings.list_shards_interval)
+        async with StreamShards(
+            stream,
+            partial(kinesis_client, region=self.settings.region, endpoint_url=self.settings.endpoint_url),
+        ) as shards:
+            while True:
+                listing = await shards.list()
+                new = parts.coordinator.know({name: shard.parents for name, shard in (listing or {}).items()})
+                for shard_id in new:
+                    log.info("shard.discovered", shard=shard_id, parents=parts.coordinator.parents(shard_id))
+                await self._clock.sleep(self.settings.list_shards_interval)
 
     async def listening(self) -> str:
         """Return the listener's address once it accepts: ``host:port`` with the real port, or ``unix:/path``."""
@@ -302,6 +355,16 @@ class Server:
         await self._built.wait()
         assert self._parts is not None
         return self._parts
+
+
+def _unfinished(parts: Parts) -> dict[str, object]:
+    """Return what an orderly stop waits for."""
+    status = parts.coordinator.status()
+    return {
+        "connections": parts.listener.connections,
+        "buffered_bytes": status.buffered_bytes,
+        "windows": status.windows_waiting,
+    }
 
 
 def _leaves(group: BaseExceptionGroup[Exception]) -> Iterator[Exception]:

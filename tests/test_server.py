@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
+import sqlite3
 import sys
 from collections import Counter
 from pathlib import Path
@@ -15,7 +17,7 @@ import pyarrow.dataset as ds
 import pytest
 from support.serving import connect, quick, serving, until
 
-from mldserver.config import TcpAddress
+from mldserver.config import TcpAddress, ledger_file
 from mldserver.errors import WindowFailed
 from mldserver.server import EXIT_CLEAN, EXIT_FORCED, EXIT_OPERATOR, Server
 from mldserver.testing import FakeMLD, FakeStream, Form, Habits, LocalEngine
@@ -237,6 +239,39 @@ async def test_what_an_operator_can_mend_is_said_in_one_event_and_exits_2(
     told = [entry for entry in logged if entry["event"] == "server.failed"]
     assert [entry["exit_code"] for entry in told] == [EXIT_OPERATOR] * 6
     assert all(entry["what"] and "exception" not in entry for entry in told)
+
+
+def newer_format(path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("UPDATE meta SET format = format + 1")
+
+
+def one_page_overwritten(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    size = int.from_bytes(data[16:18], "big")
+    data[2 * size : 3 * size] = b"\xa5" * size
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [(newer_format, "The ledger has format"), (one_page_overwritten, "The ledger is damaged")],
+)
+async def test_a_ledger_that_cannot_be_used_is_said_in_one_sentence_and_left_as_it_is(
+    harm: Callable[[Path], None], said: str, tmp_path: Path, handler: str, logged: list[dict[str, Any]]
+) -> None:
+    settings = quick(tmp_path / "out", handler)
+    async with serving(settings):
+        pass
+    path = ledger_file(settings)
+    harm(path)
+    before = path.read_bytes()
+    assert await stopped(settings) == EXIT_OPERATOR
+    (failed,) = [entry for entry in logged if entry["event"] == "server.failed"]
+    assert failed["what"].startswith(said)
+    assert "\n" not in failed["what"]
+    assert failed["advice"]
+    assert path.read_bytes() == before
 
 
 async def test_a_second_stop_forces_and_the_exit_code_says_so(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import os
-import sys
 from pathlib import Path  # noqa: TC003  # cyclopts reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,7 +31,8 @@ Every option is also a variable (`--line-limit` is `MLDSERVER_LINE_LIMIT`) and a
 Durations are written `500 ms`, `30 s`, `10 minutes` or in seconds; sizes `64 MiB` or in bytes.
 
 SIGTERM and SIGINT stop the server: shards finish their request, closed windows are committed, positions
-checkpointed. A second signal forces. SIGHUP opens the log file again.
+checkpointed; one that comes while the server still starts gives the start up. A second signal forces, whatever is
+waited for. SIGHUP opens the log file again.
 
 Exit codes: 0 clean, 1 a fault, 2 wrong settings or environment, 3 forced (a second signal, or the grace was over).
 """
@@ -86,17 +85,9 @@ def serve(
     settings = resolve(
         {"handler": handler, **given}, environ=os.environ, folder=working_directory(), config=config
     )
-    import uvloop  # noqa: PLC0415  # `--help` and wrong settings must not wait for the server's imports
+    from mldserver.cli.life import live  # noqa: PLC0415  # `--help` and wrong settings must not wait for its imports
 
-    from mldserver.observe.logging import logging_to  # noqa: PLC0415  # see above
-    from mldserver.server import Server  # noqa: PLC0415  # see above
-
-    with logging_to(settings):
-        gc.freeze()  # what was imported stays: the collector would stop the event loop to look through it
-        code = uvloop.run(Server(settings).run())
-    if code and settings.log_file is not None:  # the terminal has seen nothing of it
-        sys.stderr.write(f"mldserver: stopped with exit code {code}; {settings.log_file} says why.\n")
-    return code
+    return live(settings)
 
 
 def _with_settings(command: Callable[..., int]) -> inspect.Signature:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 import structlog
 
-if TYPE_CHECKING:
-    import contextlib
-    from collections.abc import Callable
+from mldserver.runtime.aside import aside
 
-__all__ = ["KinesisClient", "ShardListing", "kinesis_client", "list_shards"]
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from types import TracebackType
+
+__all__ = ["KinesisClient", "ShardListing", "StreamShards", "kinesis_client"]
 
 log = structlog.get_logger("mldserver")
+
+_ANY_REGION: Final = "us-east-1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,38 +40,81 @@ class KinesisClient(Protocol):
         ...
 
 
-def kinesis_client(
+@contextlib.asynccontextmanager
+async def kinesis_client(
     *, region: str | None = None, endpoint_url: str | None = None
-) -> contextlib.AbstractAsyncContextManager[KinesisClient]:
-    """Return an aioboto3 client, to be entered; credentials come from where boto3 finds them."""
-    import aioboto3  # noqa: PLC0415  # half a second that only servers with --stream pay
+) -> AsyncIterator[KinesisClient]:
+    """Make an aioboto3 client; credentials come from where boto3 finds them.
 
-    client: contextlib.AbstractAsyncContextManager[KinesisClient] = aioboto3.Session().client(
-        "kinesis", region_name=region, endpoint_url=endpoint_url
-    )
-    return client
-
-
-async def list_shards(
-    open_client: Callable[[], contextlib.AbstractAsyncContextManager[KinesisClient]], stream: str
-) -> dict[str, ShardListing] | None:
-    """Return every shard of the stream by its id, all pages; None when AWS does not say.
-
-    Never fatal: a failure is logged, and shards are known from the ledger and from connections meanwhile.
+    To import the library and to read its models takes most of a second, which is spent in a thread.
     """
+    session = await aside(partial(_session, region), name="mldserver-aws")
+    async with session.client("kinesis", endpoint_url=endpoint_url) as client:
+        yield client
+
+
+def _session(region: str | None) -> Any:
+    """Return an aioboto3 session whose loader has read all that a client of Kinesis is made of. Blocking."""
+    import aioboto3  # noqa: PLC0415  # half a second that only servers with --stream pay
+    import aiobotocore.session  # noqa: PLC0415  # as above
+    import botocore.session  # noqa: PLC0415  # as above
+
+    # A client that is never used: whatever botocore reads for one, its loader keeps.
+    reader = botocore.session.Session()
+    reader.create_client(
+        "kinesis",
+        region_name=_ANY_REGION,
+        aws_access_key_id="none",
+        aws_secret_access_key="none",  # noqa: S106  # so that none are looked for
+    ).close()
+    core = aiobotocore.session.get_session()
+    core.register_component("data_loader", reader.get_component("data_loader"))
+    return aioboto3.Session(botocore_session=core, region_name=region)
+
+
+class StreamShards:
+    """Lists a stream's shards, with one client: made at the first listing, kept until the context ends."""
+
+    def __init__(
+        self, stream: str, make_client: Callable[[], contextlib.AbstractAsyncContextManager[KinesisClient]]
+    ) -> None:
+        """Name the stream; ``make_client`` is called again only when it failed."""
+        self._stream = stream
+        self._make_client = make_client
+        self._client: KinesisClient | None = None
+        self._resources = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._resources.__aexit__(kind, error, trace)
+
+    async def list(self) -> dict[str, ShardListing] | None:
+        """Return every shard of the stream by its id, all pages; None when AWS does not say.
+
+        Never fatal: a failure is logged, and shards are known from the ledger and from connections meanwhile.
+        """
+        try:
+            if self._client is None:
+                self._client = await self._resources.enter_async_context(self._make_client())
+            return await _listed(self._client, self._stream)
+        except Exception as error:  # noqa: BLE001  # credentials, network, throttling, emulators: none may stop the server
+            log.warning("stream.unlisted", stream=self._stream, error=type(error).__name__, what=str(error))
+            return None
+
+
+async def _listed(client: KinesisClient, stream: str) -> dict[str, ShardListing]:
     listing: dict[str, ShardListing] = {}
     request: dict[str, Any] = {"StreamName": stream}
-    try:
-        async with open_client() as client:
-            while request:
-                page = await client.list_shards(**request)
-                listing |= {shard["ShardId"]: _listing(shard) for shard in page["Shards"]}
-                token = page.get("NextToken")
-                # AWS: NextToken excludes StreamName.
-                request = {"NextToken": token} if token else {}
-    except Exception as error:  # noqa: BLE001  # credentials, network, throttling, emulators: none may stop the server
-        log.warning("stream.unlisted", stream=stream, error=type(error).__name__, what=str(error))
-        return None
+    while request:
+        page = await client.list_shards(**request)
+        listing |= {shard["ShardId"]: _listing(shard) for shard in page["Shards"]}
+        token = page.get("NextToken")
+        # AWS: NextToken excludes StreamName.
+        request = {"NextToken": token} if token else {}
     return listing
 
 

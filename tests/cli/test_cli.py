@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import types
@@ -147,7 +148,7 @@ def test_a_command_returns_its_exit_code(command: Callable[..., int], result: ob
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
-    """The settings with which a server was run; it is a fake one that exits with 3."""
+    """The settings with which a server was run; it is a fake one that exits with 1."""
     seen: list[Settings] = []
 
     class Server:
@@ -156,11 +157,12 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
 
         async def run(self) -> int:
             print("from inside")
-            return 3
+            return 1
 
-    module = types.ModuleType("mldserver.server")
-    module.Server = Server  # type: ignore[attr-defined]  # what the real one has
-    monkeypatch.setitem(sys.modules, "mldserver.server", module)
+        async def forced(self) -> None:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr("mldserver.cli.life.Server", Server)
     for variable in (spec.variable for spec in specs().values()):
         monkeypatch.delenv(variable, raising=False)
     return seen
@@ -185,13 +187,13 @@ def test_serve_runs_a_server_with_what_the_options_say(
     (tmp_path / "other.toml").write_text("attempts = 5\ngrace = 8\n")
     options = ["--config", "other.toml", "--listen", ":0", "--accept-gap", "--log-file", "m.log"]
     options += ["--spark-conf", "a=1", "--spark-conf", "b=2"]
-    assert cli.run(["serve", "a.b", *options]) == 3
+    assert cli.run(["serve", "a.b", *options]) == 1
     (settings,) = served
     assert (settings.handler, settings.attempts, settings.grace, settings.accept_gap) == ("a.b", 5, 7.0, True)
     assert settings.spark_conf == {"a": "1", "b": "2"}
     assert str(settings.listen) == "127.0.0.1:0"
     assert b'"event":"handler.output"' in (tmp_path / "m.log").read_bytes()
-    assert capsys.readouterr().err == "mldserver: stopped with exit code 3; m.log says why.\n"
+    assert capsys.readouterr().err == "mldserver: stopped with exit code 1; m.log says why.\n"
 
 
 def test_serve_tells_wrong_settings_before_it_starts_anything(

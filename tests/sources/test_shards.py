@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mldserver.sources.shards import ShardListing, kinesis_client, list_shards
+import pytest
+from botocore.loaders import JSONFileLoader
+
+from mldserver.sources.shards import ShardListing, StreamShards, kinesis_client
 
 if TYPE_CHECKING:
-    import pytest
+    from collections.abc import AsyncIterator
 
 
 def shard(number: int, *parents: str, closed: bool = False) -> dict[str, Any]:
@@ -23,7 +28,7 @@ def shard(number: int, *parents: str, closed: bool = False) -> dict[str, Any]:
     return described | dict(zip(("ParentShardId", "AdjacentParentShardId"), parents, strict=False))
 
 
-PAGES = {
+PAGES: dict[str | None, dict[str, Any]] = {
     None: {"Shards": [shard(0, closed=True), shard(1, closed=True)], "NextToken": "more"},
     "more": {"Shards": [shard(2, "shardId-0"), shard(3, "shardId-0", "shardId-1")]},
 }
@@ -36,33 +41,70 @@ LISTING = {
 
 
 class FakeClient:
-    def __init__(self) -> None:
+    """Answers as Kinesis does, but for the ``failures`` that come first."""
+
+    def __init__(self, failures: int = 0) -> None:
         self.requests: list[dict[str, Any]] = []
+        self.failures = failures
+        self.made = 0
+        self.open = False
+
+    @contextlib.asynccontextmanager
+    async def make(self) -> AsyncIterator[FakeClient]:
+        self.made += 1
+        self.open = True
+        try:
+            yield self
+        finally:
+            self.open = False
 
     async def list_shards(self, **request: Any) -> dict[str, Any]:
         self.requests.append(request)
+        if self.failures:
+            self.failures -= 1
+            raise ConnectionError("no route")
         return PAGES[request.get("NextToken")]
 
 
 async def test_all_pages_are_read_and_the_token_excludes_the_name() -> None:
     client = FakeClient()
-    assert await list_shards(lambda: contextlib.nullcontext(client), "flights") == LISTING
+    async with StreamShards("flights", client.make) as shards:
+        assert await shards.list() == LISTING
     assert client.requests == [{"StreamName": "flights"}, {"NextToken": "more"}]
 
 
-async def test_a_failure_is_logged_and_never_fatal(logged: list[dict[str, Any]]) -> None:
-    def refuse() -> Any:
-        raise ConnectionError("no route")
+async def test_a_failure_is_logged_and_the_same_client_is_asked_again(logged: list[dict[str, Any]]) -> None:
+    client = FakeClient(failures=2)
+    async with StreamShards("flights", client.make) as shards:
+        listings = [await shards.list() for _ in range(4)]
+        assert client.open
+    assert listings == [None, None, LISTING, LISTING]
+    assert (client.made, client.open) == (1, False)
+    told = [entry for entry in logged if entry["event"] == "stream.unlisted"]
+    expected = ("flights", "ConnectionError", "no route")
+    assert [(event["stream"], event["error"], event["what"]) for event in told] == [expected] * 2
 
-    assert await list_shards(refuse, "flights") is None
-    (event,) = [entry for entry in logged if entry["event"] == "stream.unlisted"]
-    assert (event["stream"], event["error"], event["what"]) == ("flights", "ConnectionError", "no route")
+
+async def test_a_client_that_cannot_be_made_is_tried_again_and_never_fatal(
+    logged: list[dict[str, Any]],
+) -> None:
+    client = FakeClient()
+    tries = iter([True, False])
+
+    def make() -> Any:
+        if next(tries):
+            raise ValueError("no region")
+        return client.make()
+
+    async with StreamShards("flights", make) as shards:
+        assert await shards.list() is None
+        assert await shards.list() == LISTING
+    assert [entry["what"] for entry in logged if entry["event"] == "stream.unlisted"] == ["no region"]
 
 
-async def test_the_real_client_asks_the_endpoint_that_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-    targets: list[str] = []
+@contextlib.asynccontextmanager
+async def kinesis(targets: list[str]) -> AsyncIterator[str]:
+    """Serve the pages; note in ``targets`` what is called, and give the address."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
@@ -78,10 +120,42 @@ async def test_the_real_client_asks_the_endpoint_that_it_was_given(monkeypatch: 
         writer.close()
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
     async with server:
-        found = await list_shards(
-            lambda: kinesis_client(region="eu-central-1", endpoint_url=f"http://127.0.0.1:{port}"), "flights"
-        )
-    assert found == LISTING
-    assert targets == ["Kinesis_20131202.ListShards"] * 2
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@pytest.fixture
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+
+
+@pytest.mark.usefixtures("credentials")
+async def test_the_real_client_asks_the_endpoint_that_it_was_given() -> None:
+    targets: list[str] = []
+    async with kinesis(targets) as address:
+        make = partial(kinesis_client, region="eu-central-1", endpoint_url=address)
+        async with StreamShards("flights", make) as shards:
+            assert await shards.list() == LISTING
+            assert await shards.list() == LISTING
+    assert targets == ["Kinesis_20131202.ListShards"] * 4
+
+
+@pytest.mark.usefixtures("credentials")
+async def test_nothing_that_the_real_client_is_made_of_is_read_on_the_event_loops_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: dict[str, str] = {}
+    load = JSONFileLoader.load_file
+
+    def noted(self: JSONFileLoader, path: str) -> Any:
+        read[path] = threading.current_thread().name
+        return load(self, path)
+
+    monkeypatch.setattr(JSONFileLoader, "load_file", noted)
+    async with kinesis([]) as address:
+        make = partial(kinesis_client, region="eu-central-1", endpoint_url=address)
+        async with StreamShards("flights", make) as shards:
+            assert await shards.list() == LISTING
+    assert set(read.values()) == {"mldserver-aws"}
+    assert [path for path in read if "kinesis" in path], "the service's own model is among them"

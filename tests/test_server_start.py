@@ -1,0 +1,244 @@
+"""Signals in every stage of a server's life, to real processes; and what a start that takes long says meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from support.serving import connect, quick, until
+
+from mldserver.errors import InternalError
+from mldserver.server import EXIT_CLEAN, EXIT_FAULT, EXIT_FORCED, Server
+from mldserver.testing import LocalEngine, VirtualClock
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+HANGS_AT_IMPORT = """
+import os, pathlib, subprocess, sys, time
+grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+pathlib.Path("pids").write_text(f"{os.getpid()} {grandchild.pid}")
+time.sleep(600)
+def process_record(record): ...
+"""
+HOLDS_ON = """
+import asyncio, pathlib
+async def process_record(record):
+    pathlib.Path("called").touch()
+    while True:
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            pathlib.Path("refused").touch()
+"""
+INITIALIZE = b'{"action":"initialize","shardId":"s","sequenceNumber":"TRIM_HORIZON","subSequenceNumber":0}\n'
+BATCH = (
+    b'{"action":"processRecords","records":[{"data":"","partitionKey":"k","sequenceNumber":"1",'
+    b'"approximateArrivalTimestamp":1}],"millisBehindLatest":0}\n'
+)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    folder: Path, handler: str, *options: str
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, Path]]:
+    """Run ``mldserver serve``; its log is a file."""
+    (folder / "watched.py").write_text(handler)
+    log_file = folder / "log"
+    with (folder / "stderr").open("wb") as errors:  # a pipe would live as long as whatever the handler starts
+        process = await asyncio.create_subprocess_exec(
+            *(
+                sys.executable,
+                "-m",
+                "mldserver",
+                "serve",
+                "watched",
+                "--listen",
+                "127.0.0.1:0",
+                "--out",
+                "out",
+            ),
+            *("--log-file", str(log_file), *options),
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+            stderr=errors,
+            start_new_session=True,
+        )
+    try:
+        async with asyncio.timeout(60):
+            yield process, log_file
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def entries(log_file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log_file.read_text().splitlines()] if log_file.exists() else []
+
+
+def told(log_file: Path) -> list[str]:
+    return [entry["event"] for entry in entries(log_file)]
+
+
+def lives(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("workers", ["1", "inline"])
+async def test_a_signal_ends_a_start_that_hangs_in_the_handlers_import_in_order(
+    workers: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    pids = tmp_path / "pids"
+    async with serving(tmp_path, HANGS_AT_IMPORT, "--workers", workers) as (process, log_file):
+        await until(lambda: pids.exists() and len(pids.read_text().split()) == 2)
+        process.send_signal(number)
+        assert await process.wait() == EXIT_CLEAN
+    assert told(log_file) == ["server.starting", "server.stopping", "server.stopped"]
+    assert entries(log_file)[1]["reason"] == number.name
+    importing, started = map(int, pids.read_text().split())
+    if workers == "1":  # what the handler starts in the server's own process is the handler's affair
+        assert not lives(importing)
+        await until(lambda: not lives(started))
+    else:
+        os.kill(started, signal.SIGKILL)
+
+
+async def test_a_second_signal_ends_the_process_though_the_handler_refuses_to_be_cancelled(
+    tmp_path: Path,
+) -> None:
+    async with serving(tmp_path, HOLDS_ON, "--workers", "inline") as (process, log_file):
+        await until(lambda: "server.listening" in told(log_file))
+        address = next(each["address"] for each in entries(log_file) if each["event"] == "server.listening")
+        reader, writer = await connect(address)
+        writer.write(INITIALIZE)
+        await reader.readline()
+        writer.write(BATCH)
+        await until((tmp_path / "called").exists)
+        process.send_signal(signal.SIGTERM)
+        await until(lambda: "server.stopping" in told(log_file))
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == EXIT_FORCED
+        writer.close()
+    assert (tmp_path / "refused").exists()
+    (failed,) = [entry for entry in entries(log_file) if entry["event"] == "server.failed"]
+    assert (failed["level"], failed["exit_code"]) == ("critical", EXIT_FORCED)
+    assert "stopped with exit code 3" in (tmp_path / "stderr").read_text()
+
+
+@pytest.fixture
+def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A handler whose import waits for a file, ``go``, which is there at the end at the latest."""
+    go = tmp_path / "go"
+    (tmp_path / "slow.py").write_text(
+        "import pathlib, time\n"
+        f"while not pathlib.Path({str(go)!r}).exists():\n    time.sleep(0.01)\n"
+        "def process_record(record): ...\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "slow"
+    go.touch()
+
+
+async def test_a_start_that_takes_long_says_what_it_waits_for(
+    slow: str, tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    clock, go = VirtualClock(), tmp_path / "go"
+    server = Server(quick(tmp_path / "out", slow), engine=LocalEngine(), clock=clock)
+    async with asyncio.TaskGroup() as group, asyncio.timeout(20):
+        life = group.create_task(server.run())
+        await clock.advance(11)
+        waiting = [entry for entry in logged if entry["event"] == "server.waiting"]
+        assert [entry["waiting_for"] for entry in waiting] == [{"start": "handler"}] * 2
+        assert [entry["seconds"] for entry in waiting] == [5, 10]
+        go.touch()
+        await server.listening()
+        server.stop("the test is over")
+        await until(lambda: "server.stopping" in {entry["event"] for entry in logged})
+        while not life.done():
+            await clock.advance(0.1)
+            await asyncio.sleep(0.01)
+    assert life.result() == EXIT_CLEAN
+
+
+async def test_a_second_stop_during_the_start_is_told_by_the_exit_code(
+    slow: str, tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    server = Server(quick(tmp_path / "out", slow), engine=LocalEngine())
+    async with asyncio.TaskGroup() as group, asyncio.timeout(20):
+        life = group.create_task(server.run())
+        await asyncio.sleep(0)
+        server.stop("first")
+        server.stop("second")
+    assert life.result() == EXIT_FORCED
+
+
+class Unclosable(LocalEngine):
+    """An engine that does not end, or whose end fails."""
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        super().__init__()
+        self.failure = failure
+        self.closing = asyncio.Event()
+
+    async def close(self) -> None:
+        self.closing.set()
+        if self.failure is not None:
+            raise self.failure
+        await asyncio.Event().wait()
+
+
+ROWS = "schema = 'id BIGINT'\ndef process_record(record): ...\n"
+
+
+@pytest.fixture
+def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "with_rows.py").write_text(ROWS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "with_rows"
+
+
+async def test_a_part_that_does_not_end_is_told_and_a_second_stop_ends_the_others_without_it(
+    rows: str, tmp_path: Path, logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mldserver.server._TELL_SECONDS", 0.05)
+    engine = Unclosable()
+    server = Server(quick(tmp_path / "out", rows, server_id="one"), engine=engine)
+    async with asyncio.TaskGroup() as group, asyncio.timeout(20):
+        life = group.create_task(server.run())
+        await server.listening()
+        server.stop("first")
+        await engine.closing.wait()
+        await until(lambda: {"end": "engine"} in [entry.get("waiting_for") for entry in logged])
+        assert not life.done()
+        server.stop("second")
+    assert life.result() == EXIT_FORCED
+    async with asyncio.TaskGroup() as group, asyncio.timeout(20):
+        again = Server(quick(tmp_path / "out", rows, server_id="one"), engine=LocalEngine())
+        life = group.create_task(again.run())
+        await again.listening()  # it has left the ledger: its name is free
+        again.stop("the test is over")
+    assert life.result() == EXIT_CLEAN
+
+
+async def test_a_part_whose_end_fails_does_not_keep_the_others_from_theirs(
+    rows: str, tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    failing = Unclosable(InternalError("the engine is stuck"))
+    for engine, code in ((failing, EXIT_FAULT), (LocalEngine(), EXIT_CLEAN)):
+        server = Server(quick(tmp_path / "out", rows, server_id="one"), engine=engine)
+        async with asyncio.TaskGroup() as group, asyncio.timeout(20):
+            life = group.create_task(server.run())
+            await server.listening()
+            server.stop("the test is over")
+        assert life.result() == code
