@@ -108,8 +108,8 @@ class RecordMethods:
 class Record(RecordMethods, metaclass=ABCMeta):
     """One record of a shard. Made lazily: times and numbers are made of the wire's digits when they are first read.
 
-    The records of a batch are of other classes (``protocol/wire_records.py``), which count as subclasses of this one
-    and look the same.
+    It cannot be changed. The records of a batch are of other classes (``protocol/wire_records.py``), which count as
+    subclasses of this one and look the same.
     """
 
     __slots__ = ("_data", "arrival_ms", "partition_key", "sequence_text", "shard_id", "sub_sequence_number")
@@ -123,6 +123,7 @@ class Record(RecordMethods, metaclass=ABCMeta):
     sub_sequence_number: int
     arrival_ms: int | None
     """Approximate arrival time in milliseconds since the epoch; None when the daemon does not say (V1)."""
+    _data: str | bytes | None
 
     def __init__(
         self,
@@ -135,12 +136,23 @@ class Record(RecordMethods, metaclass=ABCMeta):
         arrival_ms: int | None = None,
     ) -> None:
         """Take the wire's own forms: ``data`` as base64 text (or plain bytes), ``sequence_number`` as digits."""
-        self.shard_id = shard_id
-        self.sequence_text = sequence_number
-        self.sub_sequence_number = sub_sequence_number
-        self._data = data
-        self.partition_key = partition_key
-        self.arrival_ms = arrival_ms
+        keep = object.__setattr__
+        keep(self, "shard_id", shard_id)
+        keep(self, "sequence_text", sequence_number)
+        keep(self, "sub_sequence_number", sub_sequence_number)
+        keep(self, "_data", data)
+        keep(self, "partition_key", partition_key)
+        keep(self, "arrival_ms", arrival_ms)
+
+    if not TYPE_CHECKING:  # a type checker would take any name for an attribute
+
+        def __setattr__(self, name: str, value: object) -> None:
+            """Refuse: what is read of a record later (rows, dead letters, further calls) is what came."""
+            raise AttributeError(f"a record cannot be changed: {name}")
+
+        def __delattr__(self, name: str) -> None:
+            """Refuse, too."""
+            raise AttributeError(f"a record cannot be changed: {name}")
 
     @property
     def data(self) -> bytes:
@@ -149,9 +161,10 @@ class Record(RecordMethods, metaclass=ABCMeta):
         Raises ValueError when the daemon's base64 is damaged.
         """
         data = self._data
-        if type(data) is str:
-            data = self._data = decode_payload(self, data)
-        return data or b""  # type: ignore[return-value]  # str was replaced above
+        if isinstance(data, str):
+            data = decode_payload(self, data)
+            object.__setattr__(self, "_data", data)
+        return data or b""
 
     @property
     def raw_data(self) -> str | bytes | None:

@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mldserver import Batch, Record, Sequence, Shard
+from mldserver.protocol.batches import BatchDecoder
+from mldserver.protocol.messages import Version
 
 BIG = "49590338271490256608559692538361571095921575989136588898"
 
@@ -117,3 +119,21 @@ def test_an_empty_batch_has_the_same_columns() -> None:
 def test_a_shard_knows_where_the_daemon_starts() -> None:
     assert Shard("s1").start is None
     assert Shard("s1", "TRIM_HORIZON") == Shard("s1", "TRIM_HORIZON")
+
+
+def test_a_record_cannot_be_changed() -> None:
+    line = b'{"action":"processRecords","records":[{"sequenceNumber":"5","data":"","approximateArrivalTimestamp":1}]}'
+    (decoded,) = BatchDecoder("s", Version.V2).decode(line).records
+    for made in (record(), decoded):
+        for name in (
+            "sequence_text",
+            "partition_key",
+            "arrival_ms",
+            "sub_sequence_number",
+            "shard_id",
+            "data",
+        ):
+            with pytest.raises(AttributeError):
+                setattr(made, name, 7)
+            with pytest.raises(AttributeError):
+                delattr(made, name)
