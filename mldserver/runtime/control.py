@@ -25,7 +25,13 @@ __all__ = ["BatchResult", "Discard", "Fatal", "Retry", "Verdict"]
 
 
 class Verdict(Exception):
-    """The root of what a handler may raise to say what is to become of its records."""
+    """The root of what a handler may raise to say what is to become of its records.
+
+    The attributes have defaults: a subclass need not call ``super().__init__``.
+    """
+
+    reason: str = ""
+    records: tuple[int | Record, ...] | None = None
 
     def __init__(self, reason: str = "", *, records: Iterable[int | Record] | None = None) -> None:
         """Give a ``reason`` for the log and the dead letter.
@@ -48,6 +54,8 @@ class Fatal(Verdict):
 
 class Retry(Verdict):
     """The call is to be made again, after so many seconds; it counts as an attempt like any other."""
+
+    after: float | None = None
 
     def __init__(self, reason: str = "", *, after: float | None = None) -> None:
         """Wait ``after`` seconds (None: the back-off). Raises ValueError when that is no finite number from 0 on."""

@@ -12,6 +12,7 @@ Of each failed call the policy says whether the record is called again, and if n
 from __future__ import annotations
 
 import enum
+import math
 import re
 import traceback
 from dataclasses import dataclass, replace
@@ -34,8 +35,10 @@ __all__ = [
     "Wish",
     "describe",
     "failure_rule",
+    "printed",
 ]
 
+_MESSAGE_LIMIT = 10_000
 _TRACEBACK_LIMIT = 20_000
 _OWN_FOLDER = str(Path(__file__).parent)
 _IDENTIFIER: Final = r"[^\W\d]\w*"
@@ -208,26 +211,46 @@ class FailurePolicy:
 
 
 def describe(error: BaseException) -> Failure:
-    """Return an error of the user's code as text: its own frames only, bounded, whatever its ``str`` does."""
-    try:
-        message = str(error)
-    except BaseException:  # noqa: BLE001  # the user's exception may fail to print itself, in any way
-        message = "(its message cannot be printed)"
-    name = type(error).__qualname__
-    try:
-        lines = traceback.format_exception(type(error), error, _users_part(error.__traceback__))
-        text = "".join(lines)
-    except BaseException:  # noqa: BLE001  # see above; the name is better than nothing
-        text = f"{name}: {message}\n"
-    if len(text) > _TRACEBACK_LIMIT:
-        half = _TRACEBACK_LIMIT // 2
-        text = f"{text[:half]}\n…\n{text[-half:]}"
-    names = tuple(f"{cls.__module__}.{cls.__qualname__}" for cls in type(error).__mro__[:-1])
+    """Return an error of the user's code as text: its own frames only, bounded. Never fails, whatever the error's code does."""
+    name = _of_class(type(error), "__qualname__")
+    message = printed(error)
     told = f"{name}: {message}" if message else name
+    try:
+        rendered = traceback.TracebackException(
+            type(error), error, _users_part(error.__traceback__), compact=True
+        )
+        text = _middle_cut("".join(map(_middle_cut, rendered.format())))
+    except BaseException:  # noqa: BLE001  # the user's exception may fail in any way; its name is better than nothing
+        text = f"{told}\n"
+    names = tuple(
+        f"{_of_class(cls, '__module__')}.{_of_class(cls, '__qualname__')}"
+        for cls in type.mro(type(error))[:-1]
+    )
     if not isinstance(error, Verdict):
         return Failure(told, text, names)
-    after = error.after if isinstance(error, Retry) else None
-    return Failure(told, text, names, _wish(error), after, error.records)
+    return Failure(told, text, names, _wish(error), _after(error), _records(error))
+
+
+def printed(value: object) -> str:
+    """Return ``str`` of anything of the user's, bounded, even of what fails to print itself."""
+    try:
+        text = str.__str__(str(value))  # what a __str__ returns may be of a class with code of its own
+    except BaseException:  # noqa: BLE001  # it may fail in any way
+        return "(its message cannot be printed)"
+    cut = len(text) - _MESSAGE_LIMIT
+    return text if cut <= 0 else f"{text[:_MESSAGE_LIMIT]}… ({cut} more characters)"
+
+
+def _middle_cut(text: str) -> str:
+    half = _TRACEBACK_LIMIT // 2
+    return text if len(text) <= _TRACEBACK_LIMIT else f"{text[:half]}\n…\n{text[-half:]}"
+
+
+def _of_class(cls: type, name: str) -> str:
+    try:
+        return str(getattr(cls, name))
+    except BaseException:  # noqa: BLE001  # metaclasses have code too
+        return "(a class without a name)"
 
 
 def _wish(error: Verdict) -> Wish | None:
@@ -235,6 +258,24 @@ def _wish(error: Verdict) -> Wish | None:
         if isinstance(error, kind):
             return wish
     return None
+
+
+def _after(error: Verdict) -> float | None:
+    """Return how long to wait; None when a subclass holds something else than a number of seconds there."""
+    try:
+        after = error.after if isinstance(error, Retry) else None
+        return None if after is None or not 0 <= after < math.inf else float(after)
+    except BaseException:  # noqa: BLE001  # subclasses have code too
+        return None
+
+
+def _records(error: Verdict) -> tuple[Any, ...] | None:
+    """Return which records are meant; None when a subclass holds something else than some of them there."""
+    try:
+        records = error.records
+        return None if records is None else tuple(records)
+    except BaseException:  # noqa: BLE001  # see above
+        return None
 
 
 def _users_part(tb: TracebackType | None) -> TracebackType | None:

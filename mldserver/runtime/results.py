@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mldserver.records import Record
-from mldserver.runtime.failure import Failure, describe
+from mldserver.runtime.failure import Failure, describe, printed
 from mldserver.runtime.values import shown
 
 if TYPE_CHECKING:
@@ -51,5 +51,5 @@ def named_places(named: Iterable[Any], records: Sequence[Record]) -> list[int]:
 def _failure(reason: object) -> Failure:
     if isinstance(reason, BaseException):
         return describe(reason)
-    text = "the handler named it" if reason is None else str(reason)
+    text = "the handler named it" if reason is None else printed(reason)
     return Failure(f"Failed: {text}", names=("Failed",))

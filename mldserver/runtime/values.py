@@ -36,7 +36,7 @@ def shown(value: object) -> str:
     """Return a short ``repr`` of anything a handler may return, even of what has a broken ``repr``."""
     try:
         return _SHORT.repr(value)
-    except Exception:  # noqa: BLE001  # the value's own code runs here and may raise anything
+    except BaseException:  # noqa: BLE001  # the value's own code runs here and may raise anything
         return f"<{type(value).__name__} without a repr>"
 
 

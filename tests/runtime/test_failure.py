@@ -235,10 +235,10 @@ def test_an_error_that_cannot_print_itself_is_told_all_the_same() -> None:
 def test_an_error_whose_traceback_cannot_be_printed_is_told_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError
 
-    monkeypatch.setattr("mldserver.runtime.failure.traceback.format_exception", fail)
+    monkeypatch.setattr("mldserver.runtime.failure.traceback.TracebackException", fail)
     assert describe(ValueError("x")).traceback == "ValueError: x\n"
 
 
@@ -246,6 +246,67 @@ def test_long_tracebacks_are_cut_in_the_middle() -> None:
     text = describe(ValueError("x" * 100_000)).traceback
     assert len(text) < 21_000
     assert "\n…\n" in text
+
+
+def test_a_message_is_cut_and_says_how_much_is_left_out() -> None:
+    told = describe(ValueError("x" * 10_000 + "y" * 190_000_000)).error
+    assert told == f"ValueError: {'x' * 10_000}… (190000000 more characters)"
+
+
+def test_long_messages_of_an_errors_causes_are_cut_too() -> None:
+    error = ValueError("x")
+    error.__cause__ = KeyError("y" * 100_000)
+    text = describe(error).traceback
+    assert len(text) < 21_000
+    assert text.endswith("ValueError: x\n")
+
+
+def test_an_error_may_hold_anything_in_the_place_of_what_its_base_says() -> None:
+    class Busy(Retry):
+        def __init__(self, after: Any = None, records: Any = None) -> None:
+            if after is not None:
+                self.after = after
+            if records is not None:
+                self.records = records
+
+    assert (describe(Busy()).after_seconds, describe(Busy()).records) == (None, None)
+    assert describe(Busy(after=5)).after_seconds == 5
+    for odd in ("5", -1, float("nan"), float("inf"), 10**400, object()):
+        failure = describe(Busy(after=odd, records=odd if odd == "5" else 7))
+        assert (failure.wish, failure.after_seconds) == (Wish.RETRY, None)
+    assert describe(Busy(records=iter([1, 2]))).records == (1, 2)
+    assert describe(Busy(records=7)).records is None
+
+
+def test_an_error_whose_class_does_not_tell_its_name_is_told_all_the_same() -> None:
+    class Nameless(type):
+        @property
+        def __module__(cls) -> str:
+            raise SystemExit
+
+    class Odd(Exception, metaclass=Nameless):
+        pass
+
+    failure = describe(Odd("why"))
+    assert failure.error.endswith("Odd: why")
+    assert failure.names[1:] == ("builtins.Exception", "builtins.BaseException")
+
+
+def test_a_message_of_a_class_of_its_own_is_plain_text() -> None:
+    class Text(str):
+        __slots__ = ()
+
+        def __getitem__(self, _: Any) -> Any:
+            raise SystemExit
+
+        def __len__(self) -> int:
+            raise SystemExit
+
+    class Odd(Exception):
+        def __str__(self) -> str:
+            return Text("why")
+
+    assert describe(Odd()).error.endswith("Odd: why")
 
 
 def test_the_servers_own_frames_are_left_out() -> None:
