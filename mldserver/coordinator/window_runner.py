@@ -40,7 +40,8 @@ class WindowPolicy:
     """What happens to windows whose job fails."""
 
     attempts: int = 3
-    """Attempts (in one life of the server) before the policy applies."""
+    """Runs of the window's job that fail (in one life of the server) before the policy applies. What fails beside them,
+    the ledger or the disk, is tried again however often; as many of those in their turn halt the others."""
     retry_base_seconds: float = 1.0
     retry_cap_seconds: float = 60.0
     on_failure: Literal["halt", "dead_letter"] = "halt"
@@ -50,6 +51,23 @@ class WindowPolicy:
     """Jobs at a time."""
     recompute: bool = True
     """Whether a window's segments are kept after it is published, so that late rows can make a next revision."""
+
+
+@dataclass(slots=True)
+class _Failures:
+    """What has gone wrong with a window."""
+
+    runs: int = 0
+    """Runs of its job."""
+    steps: int = 0
+    """All else: what the ledger or the disk refused, and writing an output that counts into its table."""
+
+    def note(self, *, of_run: bool) -> None:
+        """Count one more."""
+        if of_run:
+            self.runs += 1
+        else:
+            self.steps += 1
 
 
 class WindowRunner:
@@ -202,7 +220,7 @@ class WindowRunner:
             self._tell(each)
 
     async def _see_through(self, entry: WindowEntry, committed: Committed | None) -> None:
-        failures = 0
+        failures = _Failures()
         while True:
             try:
                 # Once committed only publishing is tried again: the output counts, computing it anew would not.
@@ -210,10 +228,10 @@ class WindowRunner:
                 if committed is not None:
                     await self._publish([committed])
             except (SparkError, LedgerError, OSError) as error:
-                failures += 1
                 # An output that counts cannot be set aside: only publishing it is left, and tried for ever.
-                computing = committed is None
-                if await self._failed(entry, error, failures, may_set_aside=computing):
+                of_run = committed is None and isinstance(error, WindowFailed | DriverLost)
+                failures.note(of_run=of_run)
+                if await self._failed(entry, error, failures, of_run=of_run):
                     return
                 if committed is not None and isinstance(error, FileNotFoundError):
                     # Somebody else may have published it, and the next revision too: the ledger knows.
@@ -256,13 +274,14 @@ class WindowRunner:
         )
 
     async def _failed(
-        self, entry: WindowEntry, error: Exception, failures: int, *, may_set_aside: bool
+        self, entry: WindowEntry, error: Exception, failures: _Failures, *, of_run: bool
     ) -> bool:
         """Apply the policy to a failed attempt; True when the window is done with."""
         told = _told(error)
-        last = failures >= self._policy.attempts
-        aside = may_set_aside and self._policy.on_failure == "dead_letter"
-        if last and aside and isinstance(error, WindowFailed | DriverLost):
+        most = max(failures.runs, failures.steps)
+        last = most >= self._policy.attempts
+        worn_out = of_run and failures.runs >= self._policy.attempts
+        if worn_out and self._policy.on_failure == "dead_letter":
             try:
                 await self._ledger.set_aside(entry.window_id, str(error))
             except LedgerError as refused:
@@ -271,15 +290,16 @@ class WindowRunner:
             else:
                 self.set_aside += 1
                 self._resume(entry.window_id)
-                log.error("window.set_aside", attempts=failures, **told)
+                log.error("window.set_aside", attempts=failures.runs, **told)
                 return True
-        delay = self._policy.retry_cap_seconds if last else self._delay(failures)
+        tries = failures.runs + failures.steps
+        delay = self._policy.retry_cap_seconds if last else self._delay(tries)
         if last and entry.window_id not in self._halted:
             self._halted.add(entry.window_id)
             self._go.clear()
-            log.error("window.halted", attempts=failures, **told)
+            log.error("window.halted", attempts=most, **told)
         else:
-            log.warning("window.failed", attempt=failures, delay_seconds=round(delay, 3), **told)
+            log.warning("window.failed", attempt=tries, delay_seconds=round(delay, 3), **told)
         await self._clock.sleep(delay)
         return False
 

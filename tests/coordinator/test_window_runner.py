@@ -202,6 +202,41 @@ async def test_a_ledger_that_refuses_to_set_aside_is_asked_again_and_nobody_wait
 
 
 @pytest.mark.parametrize(
+    ("step", "error"), [("begin_attempts", LedgerError("busy")), ("commit", LedgerError("busy"))]
+)
+@pytest.mark.parametrize("outages", [2, 5])
+async def test_what_the_ledger_refuses_is_no_run_that_failed(
+    tmp_path: Path, logged: list[dict[str, Any]], step: str, error: Exception, outages: int
+) -> None:
+    left = [error] * outages
+
+    def fail(name: str, after: bool) -> None:
+        if name == step and not after and left:
+            raise left.pop()
+
+    failing = [3]
+
+    def flaky(job: WindowJob) -> Exception | None:
+        """Three runs of the first window fail, once the ledger works."""
+        if job.window.id != W[0] or left or not failing[0]:
+            return None
+        failing[0] -= 1
+        return WindowFailed("flaky")
+
+    pipeline = make(tmp_path, fail=flaky, attempts=4, on_failure="dead_letter", retry_cap_seconds=8)
+    pipeline.faults.hook = fail
+    async with pipeline.life():
+        await three_windows(pipeline)
+        await pipeline.clock.advance(120)
+        assert pipeline.runner.set_aside == 0
+        assert list(pipeline.published())[:3] == W[:3]
+        assert pipeline.runner.halted == frozenset()
+    # As many outages as runs are allowed halt the others meanwhile.
+    assert len(named(logged, "window.halted")) == (outages > 4)
+    assert named(logged, "window.set_aside") == []
+
+
+@pytest.mark.parametrize(
     ("step", "error"), [("rename", OSError(5, "I/O")), ("published", LedgerError("busy"))]
 )
 @pytest.mark.parametrize("on_failure", ["halt", "dead_letter"])
