@@ -67,6 +67,7 @@ class Stage:
         self.clock = VirtualClock()
         self.processes: list[Process] = []
         self.worker = Worker(0, fresh=self._fresh, limits=LIMITS, clock=self.clock)  # type: ignore[arg-type]  # see Process
+        self.life: asyncio.Task[None] | None = None
 
     async def _fresh(self) -> Any:
         assert all(process.closed for process in self.processes), "restarts overlap"
@@ -79,6 +80,9 @@ class Stage:
 
     async def later(self, seconds: float = 0.3) -> None:
         await self.clock.advance(seconds)
+        assert self.life is not None
+        if self.life.done():
+            self.life.result()
 
     async def die(self, times: int = 1, *, wait: float = 20.0) -> None:
         for _ in range(times):
@@ -89,12 +93,12 @@ class Stage:
 @pytest.fixture
 async def stage() -> AsyncIterator[Stage]:
     made = Stage()
-    task = asyncio.create_task(made.worker.run())
+    made.life = asyncio.create_task(made.worker.run())
     await made.later()
     yield made
-    task.cancel()
+    made.life.cancel()
     with contextlib.suppress(asyncio.CancelledError):
-        await task
+        await made.life
     assert all(process.closed for process in made.processes), "a process is left"
 
 
