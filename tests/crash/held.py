@@ -9,6 +9,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from crash.stories import Letter
+
 from mldserver.clock import SystemClock
 from mldserver.state.dynamodb import DynamoLedger
 
@@ -24,8 +26,8 @@ _PLENTY = 1_000_000
 class Held:
     """What the test asks of a ledger."""
 
-    letters: Counter[int]
-    """The ids in the dead letters."""
+    letters: Counter[Letter]
+    """The dead letters."""
     segments: frozenset[str]
     """Paths of the files that windows are computed from."""
     revised: frozenset[str]
@@ -35,11 +37,11 @@ class Held:
 def in_sqlite(out: Path) -> Held:
     """Ask the file itself."""
     with closing(sqlite3.connect(out / "_mldserver" / "ledger.sqlite")) as db:
-        letters = db.execute("SELECT data FROM dead_letters").fetchall()
+        letters = db.execute("SELECT data, shard_id, sequence FROM dead_letters").fetchall()
         segments = db.execute("SELECT path FROM segments").fetchall()
         revised = db.execute("SELECT window_id FROM windows WHERE revision > 1").fetchall()
     return Held(
-        Counter(json.loads(data)["id"] for (data,) in letters),
+        Counter(Letter(json.loads(data)["id"], shard, sequence) for data, shard, sequence in letters),
         frozenset(path for (path,) in segments),
         frozenset(window for (window,) in revised),
     )
@@ -62,7 +64,9 @@ async def in_dynamodb(place: DynamoPlace, pipeline: str) -> Held:
         await ledger.close()
     windows = state.windows.values()
     return Held(
-        Counter(json.loads(letter.data)["id"] for letter in letters),
+        Counter(
+            Letter(json.loads(each.data)["id"], each.shard_id, str(each.sequence.number)) for each in letters
+        ),
         frozenset(each.path for entry in windows for each in (*entry.segments, *entry.pending)),
         frozenset(entry.window_id for entry in windows if entry.revision > 1),
     )

@@ -158,7 +158,7 @@ class Pair:
                     group.create_task(self._serve(name, daemons))
         place = self._ground.dynamodb
         held = in_sqlite(self._out) if place is None else await in_dynamodb(place, self._pipeline)
-        check(self.story, self._out, held)
+        check(self.story, self._out, held, alone=False)
         assert not self._movers.violations(), f"the daemons complain: {self._movers.violations()}"
         assert self._movers.finished, f"not every end is checkpointed: {self._movers.table.checkpoints}"
 

@@ -10,7 +10,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
@@ -50,6 +50,11 @@ def process_record(record):
     return {{"none": [], "twice": [row, (event["id"] + {twice}, event["at"], arrived)]}}.get(event["what"], row)
 '''
 _BY_COLUMN: Final = 'tumbling("10 seconds", on="at", lateness="2 seconds")'
+
+
+_NAMES: Final = frozenset(
+    {"id", "at", "arrived", "_time", "_clock", "_shard", "_sequence", "_sub_sequence", "_arrival"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,29 @@ OF_LETTERS: Final = frozenset({"letters.stored", "redrive.taken", "redrive.handl
 """Steps that no story comes to: they have a test of their own."""
 
 
+class Columns(NamedTuple):
+    """A row as it must come out: every column but ``_clock``, which tells in which order the rows were merged."""
+
+    id: int
+    at_ms: int
+    arrived_ms: int
+    time_ms: int
+    """``_time``. A story's records never arrive before those that precede them, so it is the arrival time."""
+    shard: str
+    sequence: str
+    sub_sequence: int
+    arrival_ms: int
+    """``_arrival``."""
+
+
+class Letter(NamedTuple):
+    """A dead letter as it must be found."""
+
+    id: int
+    shard: str
+    sequence: str
+
+
 @dataclass(frozen=True, slots=True)
 class Story:
     """One stream and the handler that reads it."""
@@ -102,10 +130,10 @@ class Story:
     kind: str
     """A key of ``KINDS``."""
     stream: FakeStream
-    rows: Counter[int]
-    """The ids that must come out, in windows or in the late dataset."""
-    poisoned: Counter[int]
-    """The ids that must be in the dead letters."""
+    rows: Counter[Columns]
+    """What must come out, in windows or in the late dataset."""
+    poisoned: Counter[Letter]
+    """What must be in the dead letters."""
 
 
 def told(seed: int, *, kind: str, records: int, shards: int = 2) -> Story:
@@ -113,8 +141,6 @@ def told(seed: int, *, kind: str, records: int, shards: int = 2) -> Story:
     dice = random.Random(f"{seed}/story")
     stream = FakeStream(shards, seed=seed, start_ms=_ms(START))
     changes = sorted(dice.sample(range(records // 10, records), 3))
-    rows: Counter[int] = Counter()
-    poisoned: Counter[int] = Counter()
     for number in range(records):
         if changes and number == changes[0]:
             _reshard(stream, dice, split=len(changes) != 2)
@@ -124,10 +150,25 @@ def told(seed: int, *, kind: str, records: int, shards: int = 2) -> Story:
         event_at = at - timedelta(seconds=dice.randint(5, 60)) if what == "old" else at
         event = {"id": number, "at": event_at.isoformat(), "what": what}
         stream.put(json.dumps(event).encode(), f"key-{number}", arrival_ms=_ms(at))
-        poisoned.update([number] if what == "poison" else [])
-        rows.update({"none": [], "poison": [], "twice": [number, number + TWICE]}.get(what, [number]))
     stream.end()
-    return Story(seed, kind, stream, rows, poisoned)
+    return Story(seed, kind, stream, *_expected(stream))
+
+
+def _expected(stream: FakeStream) -> tuple[Counter[Columns], Counter[Letter]]:
+    rows: Counter[Columns] = Counter()
+    poisoned: Counter[Letter] = Counter()
+    for shard in stream.shards.values():
+        for record in shard.records:
+            assert record.data is not None
+            event = json.loads(record.data)
+            number, what = event["id"], event["what"]
+            if what == "poison":
+                poisoned[Letter(number, shard.id, record.sequence_number)] += 1
+            for row_id in {"none": [], "poison": [], "twice": [number, number + TWICE]}.get(what, [number]):
+                at_ms, arrival_ms = _ms(datetime.fromisoformat(event["at"])), record.arrival_ms
+                rest = (shard.id, record.sequence_number, 0, arrival_ms)
+                rows[Columns(row_id, at_ms, arrival_ms, arrival_ms, *rest)] += 1
+    return rows, poisoned
 
 
 def _reshard(stream: FakeStream, dice: random.Random, *, split: bool) -> None:
@@ -154,15 +195,10 @@ def write_handler(folder: Path, kind: str) -> str:
 class Row:
     """One row that came out, and where."""
 
-    id: int
+    columns: Columns
+    clock: int
     window: str
     late: bool
-    at_ms: int
-    arrived_ms: int
-    order: tuple[int, int]
-    """``_time`` and ``_clock``."""
-    shard: str
-    sequence: int
 
 
 def published(out: Path) -> Iterator[Row]:
@@ -177,17 +213,23 @@ def published(out: Path) -> Iterator[Row]:
 
 
 def _rows(table: pa.Table, window: str, *, late: bool) -> Iterator[Row]:
+    assert {*table.column_names} == _NAMES, f"{window}: {table.column_names}"
     for row in table.to_pylist():
-        yield Row(
+        columns = Columns(
             row["id"],
-            window,
-            late,
-            _ms(row["at"].replace(tzinfo=UTC) if row["at"].tzinfo is None else row["at"]),
+            _ms(_aware(row["at"])),
             row["arrived"],
-            (row["_time"], row["_clock"]),
+            row["_time"],
             row["_shard"],
-            int(row["_sequence"]),
+            row["_sequence"],
+            row["_sub_sequence"],
+            _ms(_aware(row["_arrival"])),
         )
+        yield Row(columns, row["_clock"], window, late)
+
+
+def _aware(at: datetime) -> datetime:
+    return at.replace(tzinfo=UTC) if at.tzinfo is None else at
 
 
 def nameless(out: Path, held: Held) -> set[str]:
@@ -208,10 +250,13 @@ def _replaced(file: Path, held: Held) -> bool:
     return exchanged or file.parents[1].name in held.revised
 
 
-def check(story: Story, out: Path, held: Held) -> None:
-    """Compare everything that came out with what must; each difference is named."""
+def check(story: Story, out: Path, held: Held, *, alone: bool = True) -> None:
+    """Compare everything that came out with what must; each difference is named.
+
+    ``alone``: no two servers ran at the same time, so that no two rows have one ``_clock``.
+    """
     rows = list(published(out))
-    found = Counter(row.id for row in rows)
+    found = Counter(row.columns for row in rows)
     assert found == story.rows, f"lost: {story.rows - found}; doubled or foreign: {found - story.rows}"
     letters = held.letters
     assert letters == story.poisoned, f"lost: {story.poisoned - letters}; doubled: {letters - story.poisoned}"
@@ -221,8 +266,10 @@ def check(story: Story, out: Path, held: Held) -> None:
     assert kind.late or not any(row.late for row in rows)
     for row in rows:
         if not kind.batches:
-            assert row.window == _window_of(row.at_ms if kind.column else row.order[0]), row
-        assert row.order[0] >= row.arrived_ms, row
+            at_ms = row.columns.at_ms if kind.column else row.columns.time_ms
+            assert row.window == _window_of(at_ms), row
+    clocks = {row.clock for row in rows}
+    assert not alone or len(clocks) == len(rows), f"{len(clocks)} clocks of {len(rows)} rows"
     _check_order(rows)
 
 
@@ -232,8 +279,10 @@ def _window_of(at_ms: int) -> str:
 
 
 def _check_order(rows: list[Row]) -> None:
-    """The order of a shard's rows by (_time, _clock) is the order of their records."""
-    last: dict[str, int] = {}
-    for row in sorted(rows, key=lambda row: row.order):
-        assert last.get(row.shard, -1) <= row.sequence, f"out of order in its shard: {row}"
-        last[row.shard] = row.sequence
+    """The order of a shard's rows by (_time, _clock) is the order of their records, and of each one's rows."""
+    last: dict[str, tuple[int, int]] = {}
+    for row in sorted(rows, key=lambda row: (row.columns.time_ms, row.clock)):
+        columns = row.columns
+        place = (int(columns.sequence), columns.id)
+        assert last.get(columns.shard, (-1, -1)) < place, f"out of order in its shard: {row}"
+        last[columns.shard] = place

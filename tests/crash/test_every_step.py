@@ -39,7 +39,9 @@ async def test_a_server_killed_at_every_step_loses_and_doubles_nothing(tmp_path:
     stories = await play_all(tmp_path, toll, seed)
     seconds = time.monotonic() - began
     print(f"{toll.died.total()} kills at {len(toll.died)} steps in {stories} stories, {seconds:.0f} s")
+    print(f"{toll.with_workers} of them had a worker process")
     assert [step for step in ALONE if toll.died[step] < ROUNDS] == []
+    assert toll.with_workers
 
 
 async def test_a_server_killed_at_random_instants_loses_and_doubles_nothing(
@@ -51,4 +53,5 @@ async def test_a_server_killed_at_random_instants_loses_and_doubles_nothing(
     began = time.monotonic()
     stories = await play_all(tmp_path, toll, seed)
     print(f"{toll.died.total()} kills in {stories} stories, {time.monotonic() - began:.0f} s")
+    print(f"{toll.with_workers} of them had a worker process")
     assert toll.died.total() >= RANDOM

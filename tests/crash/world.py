@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 RECORDS: Final = 500
 MISSES: Final = 20
+WORKERS_EVERY: Final = 7
+"""One in so many stories, of each kind in turn, is played to servers with a worker process, whose start costs a life a
+second of the processor. In the others handlers run inside the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,8 @@ class Toll:
     """Kills by step; the key of random instants is the empty text."""
     patience: int = MISSES
     """In how many stories a death may be missed."""
+    with_workers: int = 0
+    """How many of those that died had a worker process."""
 
     @classmethod
     def of(cls, deaths: Iterable[Death]) -> Toll:
@@ -170,6 +175,7 @@ class World:
         if code == -signal.SIGKILL and death is not None:
             self._kills -= 1
             self._toll.died[death.step] += 1
+            self._toll.with_workers += self._plan.settings.get("workers") is not None
             return False
         assert code == 0, f"the server ended with {code}: {self._tail()}"
         if death is not None:
@@ -235,7 +241,8 @@ async def play_all(
             story = told(seed * 1000 + number, kind=kind, records=RECORDS)
             try:
                 if play is None:
-                    await World(folder, story, toll, kills=kills_per_story).play()
+                    settings = {} if number % WORKERS_EVERY else {"workers": 1}
+                    await World(folder, story, toll, kills=kills_per_story, settings=settings).play()
                 else:
                     await play(folder, story, toll, kills_per_story)
             except BaseException:
