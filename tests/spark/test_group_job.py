@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.spark_here import end
 
 from mldserver.coordinator.windows import Window
 from mldserver.spark.engine import WindowJob
 from mldserver.spark.group_job import free_name, run_group
 from mldserver.spark.handler import Pipeline
-from mldserver.spark.session import environment, open_session
 from mldserver.spark.window_job import Output
-from mldserver.spark.wire import Start
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from pyspark.sql import DataFrame
 
     from mldserver.spark.session import Session
@@ -56,19 +50,6 @@ class World:
         context.setJobGroup(f"group-{self.groups}", "a group")
         outputs = run_group(self.session.spark, SCHEMA, Pipeline(on_window), jobs, 2)
         return outputs, len(context.statusTracker().getJobIdsForGroup(f"group-{self.groups}"))
-
-
-@pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    scratch = tmp_path_factory.mktemp("spark")
-    start = Start("", SCHEMA, "local[2]", str(scratch), quick=True)
-    before = dict(os.environ)
-    os.environ.update(environment(start, os.environ, java_home=os.environ.get("JAVA_HOME")))
-    session = open_session(start)
-    yield session
-    end(session.spark)
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.fixture

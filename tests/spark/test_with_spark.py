@@ -241,6 +241,32 @@ async def test_a_killed_jvm_fails_its_job_and_is_replaced(world: World, logged: 
     assert (told[0]["who"], told[0]["exit_code"]) == ("jvm", -9)
 
 
+async def test_a_hook_that_sleeps_past_the_deadline_costs_the_driver_its_life_and_nothing_else(
+    world: World, logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = world.engine._life
+    assert life is not None
+    driver = life._process.pid
+    # The one session of the module: a driver of its own would cost this test another start.
+    with monkeypatch.context() as short:
+        short.setattr(world.engine, "_job_deadline", 5.0)
+        short.setattr(life, "_cancel_grace", 0.2)
+        with pytest.raises(WindowFailed, match=r"longer than its deadline of 5 seconds") as caught:
+            await world.engine.compute(world.job("sleeping"))
+        assert caught.value.where["window"] == "sleeping"
+        await until_gone(driver)
+    async with asyncio.timeout(200):
+        while world.engine._life is life:  # noqa: ASYNC110  # no event tells it
+            await asyncio.sleep(0.05)
+        assert (await world.engine.compute(world.job("identity", attempt=10))).rows == 3 * ROWS
+    after = world.engine._life
+    assert after is not None
+    assert after._process.pid != driver
+    told = [event for event in logged if event["event"] in {"spark.lost", "spark.ready"}]
+    assert [event["event"] for event in told] == ["spark.lost", "spark.ready"]
+    assert told[0]["reason"] == "A cancelled job did not end within 0.2 seconds."
+
+
 SERVER = """
 import asyncio, sys
 from mldserver.spark.client import SparkEngine

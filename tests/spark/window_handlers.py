@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql import functions as F  # noqa: N812  # its usual name
@@ -70,3 +71,6 @@ class Windows:
 
     def endless(self, rows: DataFrame, _: Window) -> DataFrame:
         return rows.sparkSession.range(10**15).selectExpr("sum(id % 7) AS s")
+
+    def sleeping(self, _: DataFrame, __: Window) -> None:
+        time.sleep(3600)
