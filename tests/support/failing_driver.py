@@ -3,6 +3,7 @@
     fail    the job fails                       hang    it never ends, but lets itself be cancelled
     die     the process dies under it           deaf    it never ends, whatever it is told
     jvm     its JVM dies, and takes it along    full    the output disk is full in the middle of the output
+    stay    as deaf, and it does not stop when it is told to
 
 After the plan every job succeeds; with ``…`` at its end the last one is repeated for ever. How far the plan is, is kept
 in a file, over the lives of the drivers.
@@ -19,6 +20,8 @@ from pathlib import Path
 from mldserver.errors import WindowFailed
 from mldserver.spark import wire
 from mldserver.testing.engine import _compute, _file
+
+DEAF = {"deaf", "stay"}
 
 
 class FailingDriver:
@@ -42,12 +45,13 @@ class FailingDriver:
         match message:
             case wire.Start():
                 self.send(wire.Started("4.3.0", None), wire.Warm())
-            case wire.Run() if self.last != "deaf":  # its one thread is never free again
+            case wire.Run() if self.last not in DEAF:  # its one thread is never free again
                 self.run(message, self.next())
             case wire.Cancel():
-                if self.last != "deaf":
+                if self.last not in DEAF:
                     self.send(wire.FailedJob(message.id, "Cancelled", "It was cancelled.", cancelled=True))
-            case wire.Stop():
+            case wire.Stop() if self.last != "stay":
+                print("stopping in order", flush=True)
                 os._exit(0)
 
     def next(self) -> str:
