@@ -40,6 +40,7 @@ from mldserver.state import dynamodb_members as members
 from mldserver.state import dynamodb_windows as windows
 from mldserver.state.dynamodb_book import Draft
 from mldserver.state.dynamodb_journal import Journal
+from mldserver.state.dynamodb_snapshot import Compaction
 from mldserver.state.dynamodb_table import Table, backoff_s
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ class DynamoLedger:
         self._resources = contextlib.AsyncExitStack()
         self._table: Table | None = None
         self._journal: Journal | None = None
+        self._compaction: Compaction | None = None
         self._life: int | None = None
         """Which registration of its id this server is; None for a tool."""
         self._closed = False
@@ -166,6 +168,16 @@ class DynamoLedger:
                 table=self._name,
             )
         self._journal = journal
+        self._compaction = Compaction(
+            journal,
+            table,
+            server_id=self._server_id,
+            at_least=self._compact_bytes,
+            turn=self._turn,
+            clock=self._clock,
+            jitter=self._jitter,
+            unique=self._unique,
+        )
 
     async def _reach(self) -> Table:
         if self._table is None:
@@ -239,14 +251,16 @@ class DynamoLedger:
         return self._life
 
     async def sync(self, told: ServerState, since: int = 0) -> LedgerState:
-        """Beat, and return what the ledger holds now. Shortens the log when it is long."""
+        """Beat, and return what the ledger holds now. Shortens the log when it is long, while others take turns."""
         members.own(told, self._server_id)
         async with self._taking_turns():
             life = self._lives()
             await self._decide_as_member(lambda draft: members.beat(draft, told, life))
-            journal = self._reached()
-            if journal.long(self._compact_bytes):
-                await journal.compact()
+            compaction = self._compaction
+            if compaction is None or not compaction.due():
+                return self._held(since)
+        await compaction.run()
+        async with self._turn:
             return self._held(since)
 
     async def find(self, window_ids: tuple[str, ...]) -> tuple[WindowEntry, ...]:
@@ -405,5 +419,7 @@ class DynamoLedger:
         if self._closed:
             return
         self._closed = True
+        if self._compaction is not None:
+            await self._compaction.close()
         async with self._turn:
             await self._resources.aclose()

@@ -4,19 +4,18 @@ A transaction is one ``TransactWriteItems``: ``meta`` goes from version v to v +
 ``log#<v+1>`` (and ``dead#<v+1>``) is put. Who decided on an older version fails, reads the news and decides again. Its
 answer may be lost: then the log says, by the transaction's unique id, whose version v + 1 is.
 
-When the log is longer than the snapshot before it, the book is written as a new snapshot, so that a start reads at most
-twice what the ledger holds. The log's end always stays, so that a reader knows news from none: one that finds the
-first of its news gone reads everything again.
+When the log is longer than the snapshot before it, the book is written as a new snapshot (``dynamodb_snapshot.py``), so
+that a start reads at most some three times what the ledger holds. The log's end always stays, so that a reader knows news
+from none: one that finds the first of its news gone reads everything again.
 
 What is too long for an item is written before the transaction that names it, and is waste until then. A sweep lists the
 waste, moves the version, and deletes what is waste still: whatever was written for an older version cannot be named any
-more, so that no clock and no time-out is part of the argument.
+more, so that no clock and no time-out is part of the argument. (Snapshots can; so a sweep takes them first.)
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from mldserver.errors import LedgerError, LedgerVersionError
@@ -24,6 +23,7 @@ from mldserver.faults import kill_point
 from mldserver.state.dynamodb_book import Book, Changes
 from mldserver.state.dynamodb_codec import pack_changes, pack_letters, unpack_changes, unpack_letters
 from mldserver.state.dynamodb_letters import letter_id
+from mldserver.state.dynamodb_snapshot import Snapshot, Tail
 from mldserver.state.dynamodb_table import Value, backoff_s, version_key
 from mldserver.state.letters import StoredLetter
 from mldserver.state.schema import FORMAT
@@ -49,33 +49,6 @@ _LARGE: Final = 64
 """Rows of a transaction from which on packing them is not the event loop's work."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Snapshot:
-    """A book as a value: everything up to a version. Before the first there is an empty one, of version 0."""
-
-    version: int = 0
-    bytes: int = 0
-    value: Value | None = None
-
-    def attributes(self) -> Item:
-        assert self.value is not None, "the empty snapshot is never written"
-        assert self.value.blob is not None, "snapshots are kept apart"
-        return {
-            "snapshot": {"S": self.value.blob},
-            "snapshot_parts": {"N": str(self.value.parts)},
-            "snapshot_bytes": {"N": str(self.bytes)},
-            "snapshot_version": {"N": str(self.version)},
-        }
-
-    @classmethod
-    def of(cls, item: Item) -> _Snapshot | None:
-        """Return the snapshot that an item names; None when it names none."""
-        if "snapshot" not in item:
-            return None
-        value = Value(blob=item["snapshot"]["S"], parts=int(item["snapshot_parts"]["N"]))
-        return cls(int(item["snapshot_version"]["N"]), int(item["snapshot_bytes"]["N"]), value)
-
-
 class Journal:
     """One pipeline's log and its book. One call at a time; ``book`` is read between calls only."""
 
@@ -95,8 +68,10 @@ class Journal:
         self._clock = clock
         self._jitter = jitter
         self._unique = unique
-        self._snapshot = _Snapshot()
-        self._tail_bytes = 0
+        self.snapshot = Snapshot()
+        """What readers begin with now."""
+        self.tail = Tail()
+        """The log behind it."""
         self._doubtful = False
         """A condition on the book's version has failed: no news is bad news."""
 
@@ -121,28 +96,29 @@ class Journal:
             if meta is None:
                 return False
             self._require_format(meta)
-            if await self._load(_Snapshot.of(meta) or _Snapshot(), int(meta["version"]["N"])):
+            if await self._load(Snapshot.of(meta) or Snapshot(), int(meta["version"]["N"])):
                 self._doubtful = False
                 return True
             # A snapshot was put in force, or a transaction is half visible, between two reads.
             await self._clock.sleep(backoff_s(turn, self._jitter()))
         raise self._damaged("its snapshot or its log has holes")
 
-    async def _load(self, snapshot: _Snapshot, version: int) -> bool:
+    async def _load(self, snapshot: Snapshot, version: int) -> bool:
         book = Book()
         if snapshot.value is not None:
             data = await self._table.bytes_of(snapshot.value)
             if data is None:
                 return False
             book.apply(await self._unpacked(data, {}, off_loop=True))
-        before, self.book = self.book, book
+        known = self.book, self.snapshot, self.tail
+        before = self.book.version
         book.restored(snapshot.version)
-        self._snapshot, self._tail_bytes = snapshot, 0
+        self.book, self.snapshot, self.tail = book, snapshot, Tail()
         whole = await self._read_news() and book.version >= version
-        if not whole or book.version < before.version:
-            self.book = before
-        if whole and book.version < before.version:
-            raise self._damaged(f"it went back from version {before.version} to {book.version}")
+        if not whole or book.version < before:
+            self.book, self.snapshot, self.tail = known
+        if whole and book.version < before:
+            raise self._damaged(f"it went back from version {before} to {book.version}")
         return whole
 
     async def refresh(self) -> None:
@@ -171,15 +147,16 @@ class Journal:
             self._applied(
                 await self._unpacked(data, self.book.windows, off_loop=large),
                 len(data),
-                _Snapshot.of(item),
+                Snapshot.of(item),
             )
         return True
 
-    def _applied(self, changes: Changes, size: int, snapshot: _Snapshot | None = None) -> None:
+    def _applied(self, changes: Changes, size: int, snapshot: Snapshot | None = None) -> None:
         self.book.apply(changes)
-        self._tail_bytes += size + _ITEM_BYTES
+        self.tail.add(size + _ITEM_BYTES)
         if snapshot is not None:
-            self._snapshot, self._tail_bytes = snapshot, 0
+            self.tail.forget(snapshot.version - self.snapshot.version)
+            self.snapshot = snapshot
 
     async def _unpacked(self, data: bytes, windows: Mapping[str, WindowEntry], *, off_loop: bool) -> Changes:
         try:
@@ -251,39 +228,23 @@ class Journal:
             kill_point("ledger.committed")
         return done
 
-    def long(self, at_least: int) -> bool:
-        """Whether the log takes more bytes than these, and than its snapshot."""
-        return self._tail_bytes > max(at_least, self._snapshot.bytes)
+    async def put_in_force(self, snapshot: Snapshot) -> bool:
+        """Let readers begin with a snapshot that is written and waste; False: another transaction was faster.
 
-    async def compact(self) -> None:
-        """Put a snapshot of the book in force, and delete what no reader needs any more. Not, if another was faster."""
-        await self.refresh()
-        old, version, tx = self._snapshot, self.book.version + 1, self._unique()
-        waste = await self._table.waste()
-        data = await asyncio.to_thread(pack_changes, self.book.everything(), {})
-        snapshot = _Snapshot(version, len(data), await self._table.keep_apart(data, f"{tx}-s"))
+        Raises as ``append``. The book must be up to date.
+        """
+        version, tx, named = self.book.version + 1, self._unique(), snapshot.attributes()
+        assert snapshot.value is not None, "it is written"
         nothing = Value(pack_changes(Changes(), {}))
-        named = snapshot.attributes()
         operations = [
             self._log(version, tx, nothing, named),
-            *self._table.named(snapshot.value),
-            *self._table.unnamed(old.value),
+            *self._table.claimed(snapshot.value),
+            *self._table.unnamed(self.snapshot.value),
         ]
-        if not await self._transact(version, tx, operations, named):
-            return
-        self._applied(Changes(), 0, snapshot)
-        await self._sweep({each.blob for each in waste}, before=old.version)
-
-    async def _sweep(self, listed: set[str | None], *, before: int) -> None:
-        """Delete what was waste before the version moved and is waste still, and the log before the last snapshot."""
-        for value in await self._table.waste():
-            if value.blob in listed:
-                await self._table.delete_value(value)
-        last = version_key("log", max(before - 1, 0))
-        old = [item async for item in self._table.between("log#", last, names=("item", "blob", "parts"))]
-        for value in (Value.of(item) for item in old if "blob" in item):
-            await self._table.delete_value(value)
-        await self._table.delete_items([item["item"]["S"] for item in old])
+        done = await self._transact(version, tx, operations, named)
+        if done:
+            self._applied(Changes(), len(nothing.data), snapshot)
+        return done
 
     async def letters(self, after: str | None, *, wanted: bool) -> AsyncGenerator[StoredLetter, None]:
         """Yield letters in order of storage, those behind an id; ``wanted``: only marked ones.

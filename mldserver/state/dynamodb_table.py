@@ -4,7 +4,8 @@ The table has the partition key ``pipeline`` and the sort key ``item`` (both str
 
 ``meta``
     ``format``, ``version`` (that of the latest transaction), ``created_ms``; ``snapshot``, ``snapshot_parts``,
-    ``snapshot_bytes`` and ``snapshot_version``: the latest snapshot's value, absent before the first.
+    ``snapshot_bytes`` and ``snapshot_version``: the latest snapshot's value, and what version it is of; absent before
+    the first.
 ``log#<version>``
     One transaction: ``tx`` (its unique id), ``format``, and its changes as a value. ``snapshot`` and its three
     companions as in ``meta``: only in a transaction that puts a snapshot in force.
@@ -14,7 +15,7 @@ The table has the partition key ``pipeline`` and the sort key ``item`` (both str
     A part of a value that is too long for the item that names it.
 ``waste#<id>``
     A value (its ``parts``) that nothing may name: written before a value's parts, deleted by the transaction that names
-    them, put back by the one that no longer does.
+    them, put back by the one that no longer does. ``taken``: a sweep deletes the parts, and nothing will ever name them.
 
 A *value* of at most ``INLINE_BYTES`` is the attribute ``data``. A longer one is ``blob`` (an id) and ``parts``, written
 beforehand in pieces of ``INLINE_BYTES``.
@@ -44,6 +45,8 @@ _BATCH: Final = 25
 _SENDINGS: Final = 6
 """How often a request is sent before its failure is the caller's: with the pauses, some 5 s of throttling, and up to
 half a minute when every sending runs into the client's time-out."""
+
+_TAKEN: Final = "taken"
 
 _WAITS: Final = 60
 """How often a new table is asked whether it is active."""
@@ -223,15 +226,24 @@ class Table:
 
     async def keep(self, data: bytes, blob: str) -> Value:
         """Return a value that holds ``data``. A long one's parts are written now, as waste, under the unique id."""
-        return Value(data) if len(data) <= INLINE_BYTES else await self.keep_apart(data, blob)
+        return Value(data) if len(data) <= INLINE_BYTES else await self._keep_apart(data, blob)
 
-    async def keep_apart(self, data: bytes, blob: str) -> Value:
-        """Return a value whose parts are written now, however short it is."""
+    async def _keep_apart(self, data: bytes, blob: str) -> Value:
         pieces = [data[at : at + INLINE_BYTES] for at in range(0, len(data), INLINE_BYTES)]
-        await self._put(f"waste#{blob}", {"parts": {"N": str(len(pieces))}})
+        value = Value(blob=blob, parts=len(pieces))
+        await self.put_waste(value)
         for part, piece in enumerate(pieces):
-            await self._put(_part_key(blob, part), {"data": {"B": piece}})
-        return Value(blob=blob, parts=len(pieces))
+            await self.put_part(value, part, piece)
+        return value
+
+    async def put_waste(self, value: Value) -> None:
+        """Note that nothing names a value, before its first part is written."""
+        await self._put(f"waste#{value.blob}", {"parts": {"N": str(value.parts)}})
+
+    async def put_part(self, value: Value, part: int, piece: bytes) -> None:
+        """Write a part of a value."""
+        assert value.blob is not None, "it is kept apart"
+        await self._put(_part_key(value.blob, part), {"data": {"B": piece}})
 
     async def _put(self, item: str, attributes: Item) -> None:
         await self._ask("put_item", TableName=self._name, Item=self.key(item) | attributes)
@@ -239,6 +251,14 @@ class Table:
     def named(self, *values: Value | None) -> list[dict[str, Any]]:
         """Return what a transaction that names these values must do: they are no waste any more."""
         return [self.delete(f"waste#{each.blob}") for each in values if each and each.blob]
+
+    def claimed(self, value: Value) -> list[dict[str, Any]]:
+        """Return as ``named`` does, for a value that a sweep may have taken: then the transaction fails."""
+        condition = {
+            "ConditionExpression": "attribute_exists(pipeline) AND attribute_not_exists(#taken)",
+            "ExpressionAttributeNames": {"#taken": _TAKEN},
+        }
+        return [{"Delete": told["Delete"] | condition} for told in self.named(value)]
 
     def unnamed(self, value: Value | None) -> list[dict[str, Any]]:
         """Return what a transaction that names a value no longer must do."""
@@ -261,6 +281,23 @@ class Table:
             Value(blob=item["item"]["S"].removeprefix("waste#"), parts=int(item["parts"]["N"]))
             async for item in found
         ]
+
+    async def is_waste(self, value: Value) -> bool:
+        """Whether nothing names a value, and no sweep has taken it."""
+        found = await self.get(f"waste#{value.blob}")
+        return found is not None and _TAKEN not in found
+
+    async def discard(self, value: Value) -> None:
+        """Delete a value if it is waste. From the first step on no transaction can name it any more."""
+        answer = await self.send(
+            "put_item",
+            foreseen=Verdict.CONDITION,
+            TableName=self._name,
+            Item=self.key(f"waste#{value.blob}") | {"parts": {"N": str(value.parts)}, _TAKEN: {"N": "1"}},
+            ConditionExpression="attribute_exists(pipeline)",
+        )
+        if answer is not None:
+            await self.delete_value(value)
 
     async def delete_value(self, value: Value) -> None:
         """Delete a value's parts, if it has any, and then what says that it is waste."""

@@ -83,8 +83,8 @@ class FakeDynamo:
     async def put_item(self, **request: Any) -> dict[str, Any]:
         partition, name = self._place(request["Item"])
         if "ConditionExpression" in request:
-            assert request["ConditionExpression"] == "attribute_not_exists(pipeline)"
-            if name in partition:
+            there = {"attribute_not_exists(pipeline)": False, "attribute_exists(pipeline)": True}
+            if (name in partition) is not there[request["ConditionExpression"]]:
                 raise client_error("ConditionalCheckFailedException", "PutItem")
         self._put(request["Item"])
         return {}
@@ -131,7 +131,8 @@ class FakeDynamo:
         if self.before and (error := self.before.pop(0)):
             raise error
         for operation in operations:
-            if "Update" in operation and not self._holds(operation["Update"]):
+            ((_, told),) = operation.items()
+            if "ConditionExpression" in told and not self._holds(told):
                 raise canceled("None", "ConditionalCheckFailed")
         for operation in operations:
             ((kind, told),) = operation.items()
@@ -152,6 +153,9 @@ class FakeDynamo:
         assert size < 800_000
 
     def _holds(self, told: dict[str, Any]) -> bool:
+        if told["ConditionExpression"] == "attribute_exists(pipeline) AND attribute_not_exists(#taken)":
+            partition, name = self._place(told["Key"])
+            return name in partition and told["ExpressionAttributeNames"]["#taken"] not in partition[name]
         assert told["ConditionExpression"] == "#version = :before AND #format = :format"
         partition, name = self._place(told["Key"])
         values = told["ExpressionAttributeValues"]

@@ -255,23 +255,6 @@ async def test_a_sweep_that_is_throttled_is_told_and_made_good_by_the_next(
     assert len(dynamo.items["p"]) < size
 
 
-async def test_a_snapshot_that_another_was_faster_with_is_left(
-    ledger_on: Factory, dynamo: FakeDynamo
-) -> None:
-    ledger, other = await start(ledger_on(compact_bytes=1_000)), await start(ledger_on("two"))
-    kinds = dynamo.kinds()
-    while "blob" not in dynamo.kinds():
-        # The beat is written; the snapshot after it is not.
-        dynamo.before = [None, canceled("ConditionalCheckFailed")]
-        kinds = dynamo.kinds()
-        await beat(ledger)
-    assert "blob" not in kinds
-    assert dynamo.kinds()["waste"] == 1
-    dynamo.before = []
-    assert (await beat(ledger)).servers.keys() == {"one", "two"}
-    await beat(other)
-
-
 async def test_a_server_that_slept_through_two_snapshots_reads_everything_again(
     ledger_on: Factory, dynamo: FakeDynamo
 ) -> None:
