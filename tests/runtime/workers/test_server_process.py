@@ -35,9 +35,8 @@ def process_record(record):
     time.sleep(3600)
 """,
     "on the event loop, where the kernel does not tell of the server's end": """
-ctypes.CDLL(None).prctl(1, 0)
-
 async def process_record(record):
+    ctypes.CDLL(None).prctl(1, 0)
     note()
     time.sleep(3600)
 """,
