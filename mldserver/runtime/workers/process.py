@@ -1,4 +1,8 @@
-"""One worker process, from its start to its end: requests out, answers back, signs of life, what it prints."""
+"""One worker process, from its start to its end: requests out, answers back, signs of life, what it prints.
+
+Each has a channel of its own, which is closed with it: what an old one says too late reaches nobody, so that answers
+need no generation to be told apart by.
+"""
 
 from __future__ import annotations
 

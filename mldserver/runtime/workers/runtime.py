@@ -69,7 +69,7 @@ class WorkerRuntime:
         concurrency: int | None = None,
         log_level: int = 20,
     ) -> None:
-        """Take a dotted path, which is imported in the workers and nowhere else. The rest as in ``InlineRuntime``.
+        """Take a dotted path, which is imported in the workers, never here. The rest as in ``InlineRuntime``.
 
         ``clock`` is what deaths and silence are measured by; processes live in the machine's time, whatever the
         server's clock is.
