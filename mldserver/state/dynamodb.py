@@ -111,6 +111,10 @@ class DynamoLedger:
         self._compaction: Compaction | None = None
         self._life: int | None = None
         """Which registration of its id this server is; None for a tool."""
+        self._readers = 0
+        """Calls that read beside the turns of others."""
+        self._read = asyncio.Event()
+        """Set when one of them has ended."""
         self._closed = False
 
     @property
@@ -384,13 +388,17 @@ class DynamoLedger:
 
     async def parked_keys(self, shard_id: str) -> dict[str, Sequence]:
         """Return the keys of a shard's dead letters, each with the sequence of the oldest."""
-        parked: dict[str, Sequence] = {}
-        async with self._letters() as stored:
-            async for each in stored:
-                letter = each.letter
-                if letter.shard_id == shard_id and letter.partition_key is not None:
-                    parked.setdefault(letter.partition_key, letter.sequence)
-        return parked
+        async with self._taking_turns():
+            journal = self._reached()
+            await journal.refresh()
+            told = journal.book.letters.copy()
+            self._readers += 1
+        try:
+            # Beside the turns of others: there may be many letters, and each shard that is opened asks.
+            return await journal.parked_keys(told, shard_id)
+        finally:
+            self._readers -= 1
+            self._read.set()
 
     @contextlib.asynccontextmanager
     async def _letters(
@@ -422,4 +430,7 @@ class DynamoLedger:
         if self._compaction is not None:
             await self._compaction.close()
         async with self._turn:
+            while self._readers:
+                self._read.clear()
+                await self._read.wait()
             await self._resources.aclose()

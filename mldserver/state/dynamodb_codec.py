@@ -30,7 +30,19 @@ from mldserver.state.rows import storable
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["pack_changes", "pack_letters", "unpack_changes", "unpack_letters"]
+__all__ = [
+    "LetterKeys",
+    "keys_of",
+    "pack_changes",
+    "pack_keys",
+    "pack_letters",
+    "unpack_changes",
+    "unpack_keys",
+    "unpack_letters",
+]
+
+LetterKeys = tuple[tuple[str, str, Sequence] | None, ...]
+"""Shard, key and sequence of each of an item's letters; None for one without a key."""
 
 _T = TypeVar("_T")
 _LENGTH: Final = 4
@@ -273,3 +285,29 @@ def unpack_letters(packed: bytes) -> tuple[DeadLetter, ...]:
     except (zlib.error, TypeError, IndexError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     return tuple(letters)
+
+
+def keys_of(letters: tuple[DeadLetter, ...]) -> LetterKeys:
+    """Return what parks records behind these letters."""
+    return tuple(
+        None if each.partition_key is None else (each.shard_id, each.partition_key, each.sequence)
+        for each in letters
+    )
+
+
+def pack_keys(letters: tuple[DeadLetter, ...]) -> bytes:
+    """Return the keys of letters as bytes: an array of [shard, key, sequence], null for a letter without a key."""
+    rows = [
+        None if each is None else [each[0], storable(each[1]), _sequence_row(each[2])]
+        for each in keys_of(letters)
+    ]
+    return zlib.compress(orjson.dumps(rows))
+
+
+def unpack_keys(packed: bytes) -> LetterKeys:
+    """Return the keys that ``pack_keys`` made bytes of. Raises ValueError for bytes that are none."""
+    try:
+        rows = orjson.loads(zlib.decompress(packed))
+        return tuple(None if row is None else (row[0], row[1], _sequence(row[2])) for row in rows)
+    except (zlib.error, TypeError, IndexError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error

@@ -21,8 +21,15 @@ from typing import TYPE_CHECKING, Any, Final
 from mldserver.errors import LedgerError, LedgerVersionError
 from mldserver.faults import kill_point
 from mldserver.state.dynamodb_book import Book, Changes
-from mldserver.state.dynamodb_codec import pack_changes, pack_letters, unpack_changes, unpack_letters
+from mldserver.state.dynamodb_codec import (
+    pack_changes,
+    pack_keys,
+    pack_letters,
+    unpack_changes,
+    unpack_letters,
+)
 from mldserver.state.dynamodb_letters import letter_id
+from mldserver.state.dynamodb_parked import parked_keys
 from mldserver.state.dynamodb_snapshot import Snapshot, Tail
 from mldserver.state.dynamodb_table import Value, backoff_s, version_key
 from mldserver.state.letters import StoredLetter
@@ -32,8 +39,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping
 
     from mldserver.clock import Clock
+    from mldserver.records import Sequence
     from mldserver.runtime.base import DeadLetter
-    from mldserver.state.dynamodb_book import Draft
+    from mldserver.state.dynamodb_book import Draft, LetterItem
     from mldserver.state.dynamodb_table import Item, Table
     from mldserver.state.ledger import WindowEntry
 
@@ -44,6 +52,9 @@ _READINGS: Final = 20
 
 _ITEM_BYTES: Final = 200
 """What an item of the log takes beside its data, about."""
+
+_KEY_BYTES: Final = 30_000
+"""How long the keys of an item of letters may be beside them: some 500 letters' keys that are nothing alike."""
 
 _LARGE: Final = 64
 """Rows of a transaction from which on packing them is not the event loop's work."""
@@ -172,13 +183,15 @@ class Journal:
         Raises LedgerError when it is not known whether it was written; ``refresh`` finds out.
         """
         changes, letters = draft.changes(), draft.dead_letters
-        data, dead = await self._packed(changes, letters)
+        data, dead, keys = await self._packed(changes, letters)
         tx, version = self._unique(), self.book.version + 1
         log = await self._table.keep(data, f"{tx}-c")
         operations = [self._log(version, tx, log), *self._table.named(log)]
         if dead is not None:
             value = await self._table.keep(dead, f"{tx}-d")
             told = value.attributes() | {"count": {"N": str(len(letters))}}
+            if len(keys) <= _KEY_BYTES:
+                told["keys"] = {"B": keys}
             operations += [self._table.put(version_key("dead", version), told), *self._table.named(value)]
         for spent in draft.spent:
             operations += await self._without(version_key("dead", spent))
@@ -193,12 +206,20 @@ class Journal:
         # Another server was faster: the transaction fails, whatever is in it.
         return [] if found is None else [self._table.delete(item), *self._table.unnamed(Value.of(found))]
 
-    async def _packed(self, changes: Changes, letters: tuple[DeadLetter, ...]) -> tuple[bytes, bytes | None]:
+    async def _packed(
+        self, changes: Changes, letters: tuple[DeadLetter, ...]
+    ) -> tuple[bytes, bytes | None, bytes]:
         windows = self.book.windows
         if not letters and len(changes.windows) + len(changes.shards) < _LARGE:
-            return pack_changes(changes, windows), None
+            return pack_changes(changes, windows), None, b""
         data = await asyncio.to_thread(pack_changes, changes, windows)
-        return data, await asyncio.to_thread(pack_letters, letters) if letters else None
+        if not letters:
+            return data, None, b""
+        return (
+            data,
+            await asyncio.to_thread(pack_letters, letters),
+            await asyncio.to_thread(pack_keys, letters),
+        )
 
     def _log(self, version: int, tx: str, value: Value, more: Item | None = None) -> dict[str, Any]:
         told = {"tx": {"S": tx}, "format": {"N": str(FORMAT)}}
@@ -265,10 +286,29 @@ class Journal:
                     letter_id(each, number), letters[number], wanted=number in told[each].wanted
                 )
 
+    async def parked_keys(self, told: Mapping[str, LetterItem], shard_id: str) -> dict[str, Sequence]:
+        """Return the parked keys of a shard among the letters that the book told of. May run beside other calls."""
+        try:
+            return await parked_keys(self._table, told, shard_id, self._letters_if_there)
+        except ValueError as error:
+            raise self._damaged(f"dead letters cannot be read ({error})") from error
+
     async def _letters_of(self, version: int) -> tuple[DeadLetter, ...]:
-        item = await self._table.get(version_key("dead", version))
-        data = None if item is None else await self._table.bytes_of(Value.of(item))
+        letters = await self._letters_if_there(version)
+        if letters is None:
+            raise self._damaged("dead letters are gone")
+        return letters
+
+    async def _letters_if_there(self, version: int) -> tuple[DeadLetter, ...] | None:
+        """Return an item's letters; None when there is no such item."""
+        name = version_key("dead", version)
+        item = await self._table.get(name)
+        if item is None:
+            return None
+        data = await self._table.bytes_of(Value.of(item))
         if data is None:
+            if await self._table.get(name) is None:
+                return None
             raise self._damaged("dead letters are gone")
         try:
             return await asyncio.to_thread(unpack_letters, data)

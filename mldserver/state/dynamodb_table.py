@@ -10,7 +10,8 @@ The table has the partition key ``pipeline`` and the sort key ``item`` (both str
     One transaction: ``tx`` (its unique id), ``format``, and its changes as a value. ``snapshot`` and its three
     companions as in ``meta``: only in a transaction that puts a snapshot in force.
 ``dead#<version>``
-    The dead letters of that transaction, as a value, and their ``count``. They stay for ever.
+    The dead letters of that transaction, as a value, and their ``count``; ``keys``: their shards, keys and sequences,
+    compressed, where that is not long. It stays until the last of them is deleted.
 ``blob#<id>#<part>``
     A part of a value that is too long for the item that names it.
 ``waste#<id>``
