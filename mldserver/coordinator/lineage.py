@@ -146,11 +146,18 @@ class Lineage:
 
     def floor_ms(self, shard_id: str) -> int | None:
         """Return the least effective time that the shard's next record can have: its own last, or its ancestors'."""
-        node = self._nodes[shard_id]
-        if node.effective_ms is not None:
-            return node.effective_ms
-        floors = (self.floor_ms(parent) for parent in node.parents if parent in self._nodes)
-        return max((floor for floor in floors if floor is not None), default=None)
+        times: list[int] = []
+        seen, queue = {shard_id}, [shard_id]
+        while queue:
+            node = self._nodes[queue.pop()]
+            if node.effective_ms is not None:
+                times.append(node.effective_ms)
+                continue
+            # Shards that were split and merged again have ancestors by many ways: each is asked once.
+            unseen = {parent for parent in node.parents if parent in self._nodes} - seen
+            seen |= unseen
+            queue.extend(unseen)
+        return max(times, default=None)
 
     def connected(self) -> list[ShardNode]:
         """Return the shards that have a connection."""

@@ -171,6 +171,20 @@ def test_a_childs_first_record_is_floored_by_the_latest_of_its_parents() -> None
     assert lineage.floor_ms("n") == 12
 
 
+def test_shards_that_were_split_and_merged_again_and_again_are_floored_at_once() -> None:
+    # Each round doubles the ways to the first shard: 2**400 of them would never be walked.
+    lineage = Lineage()
+    lineage.know("merged-0", 0, effective_ms=7)
+    for number in range(400):
+        halves = (f"low-{number}", f"high-{number}")
+        for half in halves:
+            lineage.know(half, 0, parents=(f"merged-{number}",))
+        lineage.know(f"merged-{number + 1}", 0, parents=halves)
+    assert lineage.floor_ms("merged-400") == 7
+    lineage.reach("high-200", 9)
+    assert lineage.floor_ms("merged-400") == 9
+
+
 def test_an_unknown_parent_is_no_floor() -> None:
     lineage = family(c="p")
     assert lineage.floor_ms("c") is None
