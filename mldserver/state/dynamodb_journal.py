@@ -165,7 +165,7 @@ class Journal:
     def _applied(self, changes: Changes, size: int, snapshot: Snapshot | None = None) -> None:
         self.book.apply(changes)
         self.tail.add(size + _ITEM_BYTES)
-        if snapshot is not None:
+        if snapshot is not None and snapshot.version > self.snapshot.version:
             self.tail.forget(snapshot.version - self.snapshot.version)
             self.snapshot = snapshot
 

@@ -76,6 +76,9 @@ class Tail:
         self._sizes = array("L")
         self.bytes = 0
 
+    def __len__(self) -> int:
+        return len(self._sizes)
+
     def add(self, size: int) -> None:
         """Count the next version."""
         self._sizes.append(size)

@@ -29,6 +29,7 @@ class BusyDynamo(FakeDynamo):
     def __init__(self) -> None:
         super().__init__()
         self.before_part: Callable[[str], Awaitable[None]] | None = None
+        self.before_naming: Callable[[], Awaitable[None]] | None = None
         self.parts: list[str] = []
         self.calls_left: int | None = None
         """After so many calls nothing is answered any more."""
@@ -59,6 +60,11 @@ class BusyDynamo(FakeDynamo):
             if self.before_part is not None:
                 await self.before_part(name)
         return await super().put_item(**request)
+
+    async def transact_write_items(self, **request: Any) -> dict[str, Any]:
+        if self.before_naming is not None and "#taken" in str(request):
+            await self.before_naming()
+        return await super().transact_write_items(**request)
 
 
 @pytest.fixture
@@ -202,6 +208,44 @@ async def test_of_two_servers_that_write_snapshots_the_slower_one_leaves_nothing
     assert left_over(dynamo) == set()
     assert "waste" not in dynamo.kinds()
     assert await ledger_on("tool").peek() == state == await other.peek()
+
+
+async def test_of_two_snapshots_that_come_into_force_one_after_the_other_the_log_of_each_is_known(
+    ledger_on: Factory, dynamo: BusyDynamo
+) -> None:
+    ledger = await filled(ledger_on(compact_bytes=1_000))
+    other = await start(ledger_on("two", compact_bytes=1_000))
+    begun, first_is_in_force = asyncio.Event(), asyncio.Event()
+    later: list[asyncio.Task[Any]] = []
+
+    async def begin_another() -> None:
+        # No sweep that lists the waste before it will take what begins now.
+        if not later:
+            dynamo.before_part = wait_for_the_first
+            later.append(asyncio.get_running_loop().create_task(beat(other)))
+            await begun.wait()
+
+    async def wait_for_the_first(_: str) -> None:
+        begun.set()
+        await first_is_in_force.wait()
+
+    dynamo.before_naming = begin_another
+    async with asyncio.timeout(10):
+        await beat(ledger, 2)
+        first = in_force(dynamo)
+        first_is_in_force.set()
+        await later[0]
+    assert None is not first != in_force(dynamo)
+    await beat(ledger)
+    tool = ledger_on("tool")
+    assert await tool.peek() == await ledger.peek() == await other.peek()
+    for each in (tool, ledger, other):
+        journal = each._journal
+        assert journal is not None
+        assert journal.snapshot.value is not None
+        assert journal.snapshot.value.blob == in_force(dynamo)
+        assert len(journal.tail) == journal.book.version - journal.snapshot.version
+        assert journal.tail.bytes == sum(journal.tail._sizes)
 
 
 async def test_a_snapshot_that_a_sweep_has_taken_is_not_named(ledger_on: Factory, dynamo: BusyDynamo) -> None:
