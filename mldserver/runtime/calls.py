@@ -13,17 +13,19 @@ cancels: libraries with time-outs cancel the task that they are in, and older on
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
-import inspect
+import threading
 from dataclasses import dataclass, field
-from types import GeneratorType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from mldserver.runtime.deadlines import Watch
-from mldserver.runtime.failure import Failure, describe
+from mldserver.runtime.failure import Failure, bad_row, describe
+from mldserver.runtime.rows import BadRow
+from mldserver.runtime.values import settled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from mldserver.clock import Clock
     from mldserver.runtime.deadlines import Deadlines
@@ -35,7 +37,7 @@ _T = TypeVar("_T")
 
 _TURN_MS: Final = 10
 """Calls that take longer together let the event loop turn before the next."""
-_PLAIN = frozenset({type(None), tuple, dict, list})
+_PLAIN: Final[frozenset[type]] = frozenset({type(None), tuple, dict, list})
 _TIMEOUT = ("builtins.TimeoutError", "builtins.OSError", "builtins.Exception", "builtins.BaseException")
 
 
@@ -46,6 +48,10 @@ class BoundHook:
     name: str
     function: Callable[[Any], Any]
     is_async: bool
+    plain: frozenset[type] = _PLAIN
+    """Types of returned values that ``take`` would not change: it is not called for them."""
+    take: Callable[[Any], Any] = settled
+    """Makes of what was returned, at once and as part of the call, what is kept of it. Raises what is wrong with it."""
 
 
 @dataclass(slots=True)
@@ -94,7 +100,12 @@ class Caller:
         """
         if hook.is_async:
             return await self._run_async(hook, arguments, shard)
-        return await self.on_thread(lambda watch: self.call_sync(hook, arguments, watch), hook, shard=shard)
+
+        def call(watch: Watch) -> Returned:
+            with self.in_hand(watch):
+                return self.call_sync(hook, arguments, watch)
+
+        return await self.on_thread(call, hook, shard=shard)
 
     async def on_thread(
         self,
@@ -116,10 +127,9 @@ class Caller:
             self.deadlines.end(watch)
 
     def call_sync(self, hook: BoundHook, arguments: Iterable[Any], watch: Watch) -> Returned:
-        """Do as ``run`` does, for a synchronous hook, on the thread where this is called."""
+        """Do as ``run`` does, for a synchronous hook, on the thread where this is called; ``in_hand``."""
         returned, function, now_ms = Returned(), hook.function, self._clock.now_ms
-        values = returned.values
-        self._mark(1)
+        values, plain, take = returned.values, hook.plain, hook.take
         try:
             for argument in arguments:
                 # In this order: whoever gives the call up looks whether it has begun only when that is written.
@@ -127,13 +137,32 @@ class Caller:
                 if watch.abandoned:
                     break
                 value = function(argument)
-                values.append(value if type(value) in _PLAIN else _settled(value))
+                values.append(value if type(value) in plain else take(value))
         except BaseException as error:  # noqa: BLE001  # the user's code may raise anything; see the module
-            returned.failure = describe(error)
+            returned.failure = _failure(error)
+        return returned
+
+    @contextlib.contextmanager
+    def in_hand(self, watch: Watch) -> Iterator[None]:
+        """The handler's code runs in the block, in calls or because of what they returned, and on this thread."""
+        self._mark(1)
+        try:
+            yield
         finally:
             self._mark(-1)
             watch.started_ms = None
-        return returned
+
+    def begun(self, watch: Watch) -> None:
+        """Let the handler's code be running from now on."""
+        watch.started_ms = self._clock.now_ms()
+
+    def is_operators(self, error: BaseException) -> bool:
+        """Whether an error is none of the handler's, but Ctrl-C: that comes on the main thread alone."""
+        return (
+            self._interrupts
+            and isinstance(error, KeyboardInterrupt)
+            and threading.current_thread() is threading.main_thread()
+        )
 
     async def _run_async(self, hook: BoundHook, arguments: Sequence[Any], shard: str) -> Returned:
         caller = asyncio.current_task()
@@ -171,7 +200,7 @@ class Caller:
         """Make the calls; ``given_up``: whether nobody wants them any more, once this task is cancelled."""
         task, now_ms = asyncio.current_task(), self._clock.now_ms
         assert task is not None, "see _run_async"
-        cancelling, take, turned_ms = task.cancelling, returned.values.append, now_ms()
+        cancelling, plain, turned_ms = task.cancelling, hook.plain, now_ms()
         for argument in arguments:
             started_ms = now_ms()
             if started_ms - turned_ms >= _TURN_MS:
@@ -185,11 +214,11 @@ class Caller:
             failure = None
             try:
                 value = await hook.function(argument)
-                value = value if type(value) in _PLAIN else _settled(value)
+                value = value if type(value) in plain else hook.take(value)
             except BaseException as error:  # the user's code may raise anything; see the module
-                if self._interrupts and isinstance(error, KeyboardInterrupt):
+                if self.is_operators(error):
                     raise
-                failure, value = describe(error), None
+                failure, value = _failure(error), None
             if cancelling():
                 late = await _take_back(task)
                 if given_up():
@@ -201,7 +230,7 @@ class Caller:
             if failure is not None:
                 returned.failure = failure
                 return
-            take(value)
+            returned.values.append(value)
 
     def _too_slow(self, failure: Failure | None) -> Failure:
         text = "" if failure is None else failure.traceback
@@ -223,11 +252,5 @@ async def _take_back(task: asyncio.Task[Any]) -> asyncio.CancelledError | None:
     return late
 
 
-def _settled(value: Any) -> Any:
-    """Run a generator that a hook returned to its end; refuse a coroutine that nobody awaits."""
-    if isinstance(value, GeneratorType):
-        return list(value)
-    if inspect.iscoroutine(value):
-        value.close()
-        raise TypeError("it returned a coroutine without awaiting it: declare the hook with `async def`")
-    return value
+def _failure(error: BaseException) -> Failure:
+    return bad_row(str(error)) if type(error) is BadRow else describe(error)

@@ -33,6 +33,7 @@ __all__ = [
     "OnFailure",
     "OnKeyFailure",
     "Wish",
+    "bad_row",
     "describe",
     "failure_rule",
     "printed",
@@ -98,6 +99,11 @@ class Failure:
     """With RETRY: how long to wait; None: as long as the back-off says."""
     records: tuple[Any, ...] | None = None
     """With DISCARD and FATAL: the records that are meant, as the handler named them; None: all of the call."""
+
+
+def bad_row(text: str) -> Failure:
+    """Return the failure of a record whose row the schema refuses."""
+    return Failure(f"BadRow: {text}", names=("BadRow",))
 
 
 @dataclass(frozen=True, slots=True)

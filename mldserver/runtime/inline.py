@@ -125,7 +125,7 @@ class InlineRuntime:
             interrupts=self._interrupts,
             mark=self._mark,
         )
-        rows = RowBuilder(spec.schema, time_column=spec.time_column)
+        rows = RowBuilder(spec.schema, time_column=spec.time_column, at_once=self._policy.parks)
         self._tools = Tools(
             spec=spec,
             caller=caller,
@@ -297,6 +297,8 @@ class InlineRuntime:
             name: BoundHook(name, getattr(instance, name), hook.is_async)
             for name, hook in tools.spec.hooks.items()
         }
+        if (by_record := hooks.get(RecordHook.RECORD)) is not None:
+            hooks[RecordHook.RECORD] = replace(by_record, plain=tools.rows.plain, take=tools.rows.take)
         initialize = hooks.get("initialize")
         if initialize is not None:
             returned = await tools.caller.run(initialize, [shard], shard=shard.id)

@@ -7,22 +7,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from mldserver.records import Batch
 from mldserver.runtime.calls import BoundHook
 from mldserver.runtime.control import BatchResult
-from mldserver.runtime.failure import Failure, describe
-from mldserver.runtime.plan import Again, BatchPlan, Step
+from mldserver.runtime.failure import Failure, bad_row, describe, printed
 from mldserver.runtime.results import failed_records, named_places
 from mldserver.runtime.spec import HandlerSpec, RecordHook
 from mldserver.runtime.tables import take_table
 from mldserver.runtime.values import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from mldserver.clock import Clock
     from mldserver.records import Record
@@ -30,15 +29,13 @@ if TYPE_CHECKING:
     from mldserver.runtime.deadlines import Watch
     from mldserver.runtime.failure import FailurePolicy
     from mldserver.runtime.outcome import Taken
+    from mldserver.runtime.plan import Again, BatchPlan, Step
     from mldserver.runtime.rows import Built, RowBuilder
     from mldserver.runtime.thread import WorkerThread
 
 __all__ = ["Lane", "Tools"]
 
 log = structlog.get_logger("mldserver")
-
-_BAD_ROW: Final = ("BadRow",)
-_BAD_ROWS: Final = ("BadRows",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +52,21 @@ class Tools:
     rows: RowBuilder
     lanes: int = 1
     """How many records of a batch, of different partition keys, are worked on at the same time."""
+
+
+@dataclass(slots=True)
+class _Came:
+    """What a step's calls came to, before the plan hears of it."""
+
+    built: Built | None = None
+    faults: Mapping[int, Failure] = field(default_factory=dict)
+    """The records that have no rows in ``built`` because of a fault, by index."""
+    failure: Failure | None = None
+    """Why the step failed, all of it or what the next two say."""
+    done: int | None = None
+    """How many of the step's records were done before the failure, in calls of their own."""
+    named: Sequence[int] | None = None
+    """The records that the handler says have failed, by index."""
 
 
 @dataclass(slots=True)
@@ -78,7 +90,7 @@ class Lane:
             await self.pause(step)
             step = await self.on_thread(partial(self.advance, step))
 
-    async def run_async(self, near: Callable[[Callable[[], None]], Any]) -> None:
+    async def run_async(self, near: Callable[[Callable[[Watch], None]], Any]) -> None:
         """Work on the event loop until every record is decided, or the shard stops.
 
         ``near`` runs something whose time grows with the batch where it holds up nobody.
@@ -87,7 +99,7 @@ class Lane:
             await self.pause(step)
             hook, arguments = self._call(step)
             returned = await self.tools.caller.run(hook, arguments, shard=self.shard_id)
-            await near(partial(self._settle, step, returned))
+            await near(partial(self._settle_beside, step, returned))
 
     async def on_thread(self, function: Callable[[Watch], Step | None]) -> Step | None:
         """Return what ``function`` returns, run on the lane's thread."""
@@ -95,9 +107,11 @@ class Lane:
 
     def advance(self, step: Step | None, watch: Watch) -> Step | None:
         """Make calls, this one first; return the one that a pause or a line in the log must come before."""
+        caller = self.tools.caller
         while step is not None:
             hook, arguments = self._call(step)
-            self._settle(step, self.tools.caller.call_sync(hook, arguments, watch))
+            with caller.in_hand(watch):
+                self._settle(step, caller.call_sync(hook, arguments, watch))
             step = self.plan.step()
             if step is not None and (step.failures or self.again):
                 return step
@@ -140,92 +154,100 @@ class Lane:
                 )
                 return hook, [self._batch(step)]
 
+    def _settle_beside(self, step: Step, returned: Returned, watch: Watch) -> None:
+        """Do as ``_settle`` does, where nothing else says that the handler's code may run."""
+        with self.tools.caller.in_hand(watch):
+            self.tools.caller.begun(watch)
+            self._settle(step, returned)
+
     def _settle(self, step: Step, returned: Returned) -> None:
-        """Take what a step's calls came to: rows into ``parts``, failures into the plan."""
-        if self.tools.spec.record_hook is RecordHook.RECORD:
-            self._settle_each(step, returned)
-        elif returned.failure is not None:
-            self._failed(step, returned.failure)
+        """Take what a step's calls came to: rows into ``parts``, failures into the plan.
+
+        Values may have code of their own, which may fail in any way: all of it runs before the plan hears of anything.
+        """
+        try:
+            came = self._judge(step, returned)
+        except BaseException as error:
+            if self.tools.caller.is_operators(error):
+                raise
+            came = _Came(failure=describe(error))
+        if came.built is not None:
+            self.parts.append(came.built)
+        now_ms = self.tools.clock.now_ms()
+        if came.failure is not None:
+            self.again += self._fail(step, came, came.failure, now_ms)
+        if came.faults:
+            self.again += self.plan.faulty(step, came.faults, now_ms)
+
+    def _fail(self, step: Step, came: _Came, failure: Failure, now_ms: int) -> list[Again]:
+        if came.named is not None:
+            return self.plan.named(step, came.named, failure, now_ms)
+        if came.done is None:
+            again = self.plan.failed(step, failure, now_ms)
         else:
-            self._settle_batch(step, returned.values[0])
+            again = self.plan.failed_at(step, came.done, failure, now_ms)
+        return [] if again is None else [again]
 
-    def _settle_each(self, step: Step, returned: Returned) -> None:
-        done = len(returned.values)
+    def _judge(self, step: Step, returned: Returned) -> _Came:
+        if self.tools.spec.record_hook is RecordHook.RECORD:
+            return self._judge_each(step, returned)
         if returned.failure is not None:
-            self._note(self.plan.failed_at(step, done, returned.failure, self._now()))
-            step = Step(step.indices[:done])
-        self._take(step, partial(self.tools.rows.build, zip(step.indices, returned.values, strict=True)))
+            return self._judge_failure(step, returned.failure)
+        return self._judge_batch(step, returned.values[0])
 
-    def _settle_batch(self, step: Step, value: Any) -> None:
-        """Take what a hook returned for a whole call, with or without names of records that failed."""
+    def _judge_each(self, step: Step, returned: Returned) -> _Came:
+        """Each record had a call of its own, up to the first that failed."""
+        done, failure = len(returned.values), returned.failure
+        indices = step.indices if failure is None else step.indices[:done]
+        came = _came(self.tools.rows.build(zip(indices, returned.values, strict=True)))
+        if failure is not None:
+            came.failure, came.done = failure, done
+        return came
+
+    def _judge_batch(self, step: Step, value: Any) -> _Came:
+        """A hook for a whole call returned, with or without names of records that failed."""
         failed: dict[int, Failure] = {}
         if isinstance(value, BatchResult):
             try:
                 failed = failed_records(value, self._records(step))
             except Exception as error:  # noqa: BLE001  # the user's own collection may raise anything
-                self._failed(step, Failure(f"BadRows: {error}", names=_BAD_ROWS))
-                return
+                return _Came(failure=_bad_rows(printed(error)))
             value = value.rows
         if self.tools.spec.record_hook is RecordHook.TABLE:
-            self._take_table(step, value, failed)
-        else:
-            self._take_items(step, value, failed)
+            return self._judge_table(step, value, failed)
+        return self._judge_items(step, value, failed)
 
-    def _take_items(self, step: Step, items: Any, failed: dict[int, Failure]) -> None:
+    def _judge_items(self, step: Step, items: Any, failed: dict[int, Failure]) -> _Came:
         """``process_records`` returns one item a record, or nothing at all."""
         is_items = isinstance(items, list | tuple)
         if items is None or (is_items and not items):
             items = ()  # no rows at all
         elif not is_items or len(items) != len(step.indices):
-            self._failed(step, Failure(_uneven(items, len(step.indices)), names=_BAD_ROWS))
-            return
+            return _Came(failure=_bad_rows(_uneven(items, len(step.indices))))
         pairs = zip(step.indices, items, strict=bool(items))
         kept = [pair for place, pair in enumerate(pairs) if place not in failed] if failed else list(pairs)
-        self._take(step, partial(self.tools.rows.build, kept), failed)
+        return _came(self.tools.rows.build(kept), step, failed)
 
-    def _take_table(self, step: Step, table: Any, failed: dict[int, Failure]) -> None:
+    def _judge_table(self, step: Step, table: Any, failed: dict[int, Failure]) -> _Came:
         spec = self.tools.spec
-        build = partial(
-            take_table,
+        built = take_table(
             table,
             schema=spec.schema,
             time_column=spec.time_column,
             indices=step.indices,
             without=frozenset(failed),
         )
-        self._take(step, build, failed)
+        return _came(built, step, failed)
 
-    def _take(self, step: Step, build: Callable[[], Built], failed: dict[int, Failure] | None = None) -> None:
-        """Build a step's rows: values may have code of their own, which may fail in any way.
-
-        ``failed``: the records that the handler named, by their place in the call; they have no rows.
-        """
-        try:
-            built = build()
-        except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, here too
-            self._note(self.plan.failed(step, describe(error), self._now()))
-            return
-        self.parts.append(built)
-        if built.faults or failed:
-            faults = {
-                index: Failure(f"BadRow: {text}", names=_BAD_ROW) for index, text in built.faults.items()
-            }
-            faults |= {step.indices[place]: failure for place, failure in (failed or {}).items()}
-            self.again += self.plan.faulty(step, faults, self._now())
-
-    def _failed(self, step: Step, failure: Failure) -> None:
+    def _judge_failure(self, step: Step, failure: Failure) -> _Came:
         """A call of a whole batch failed, perhaps because of records that the handler named."""
         if not failure.records:
-            self._note(self.plan.failed(step, failure, self._now()))
-            return
+            return _Came(failure=failure)
         try:
             places = named_places(failure.records, self._records(step))
-        except ValueError as error:
-            failure = replace(failure, error=f"{failure.error} ({error})")
-            self._note(self.plan.failed(step, failure, self._now()))
-            return
-        named = [step.indices[place] for place in places]
-        self.again += self.plan.named(step, named, failure, self._now())
+        except Exception as error:  # noqa: BLE001  # what was named may have code of its own
+            return _Came(failure=replace(failure, error=f"{failure.error} ({printed(error)})"))
+        return _Came(failure=failure, named=[step.indices[place] for place in places])
 
     def _records(self, step: Step) -> Sequence[Record]:
         fresh = self.taken.fresh
@@ -238,15 +260,20 @@ class Lane:
             millis_behind_latest=self.taken.outline.millis_behind_latest,
         )
 
-    def _note(self, again: Again | None) -> None:
-        if again is not None:
-            self.again.append(again)
 
-    def _now(self) -> int:
-        return self.tools.clock.now_ms()
+def _came(built: Built, step: Step | None = None, failed: Mapping[int, Failure] | None = None) -> _Came:
+    """Return what was built; ``failed``: the records of a step that the handler named, by their place in it."""
+    faults = {index: bad_row(text) for index, text in built.faults.items()}
+    if step is not None and failed:
+        faults |= {step.indices[place]: failure for place, failure in failed.items()}
+    return _Came(built, faults)
+
+
+def _bad_rows(text: str) -> Failure:
+    return Failure(f"BadRows: {text}", names=("BadRows",))
 
 
 def _uneven(items: Any, records: int) -> str:
     if not isinstance(items, list | tuple):
-        return f"BadRows: {shown(items)} is not a list with one item a record"
-    return f"BadRows: returned {len(items)} items for {records} records; give each record one (None: no row)"
+        return f"{shown(items)} is not a list with one item a record"
+    return f"returned {len(items)} items for {records} records; give each record one (None: no row)"

@@ -1,6 +1,7 @@
 """What a handler returns, as an Arrow table. Synchronous, no I/O.
 
-A value for a record is a tuple in the order of the schema, a dict by column name, a list of these, or None. Whole
+A value for a record is a tuple in the order of the schema, a dict by column name, a list of these, or None. What
+``process_record`` returns is taken call by call (``RowBuilder.take``): a handler may use one dict again and again. Whole
 columns are converted at once; only when that fails are the values looked at one by one, so that every record at
 fault is named with its column and value, and all others keep their rows.
 """
@@ -10,18 +11,19 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 
-from mldserver.runtime.values import converter, shown
+from mldserver.runtime.values import converter, holds_more, owned, settled, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from mldserver.runtime.schema import Column, Schema
+    from mldserver.runtime.values import Converter
 
-__all__ = ["Built", "RowBuilder", "unknown_columns"]
+__all__ = ["BadRow", "Built", "RowBuilder", "unknown_columns"]
 
 
 @dataclass(slots=True)
@@ -36,21 +38,87 @@ class Built:
     """For each record whose rows cannot be taken: why. It has no rows in ``table``."""
 
 
-class _BadRow(ValueError):
-    """A returned value has not the shape of a row."""
+class BadRow(ValueError):
+    """A returned value is no row of the schema."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """In the place of the rows of one record: why they cannot be taken."""
+
+    text: str
+
+
+_TUPLES: Final = {tuple}
+
+
+def _fits(convert: Converter, value: object) -> bool:
+    return convert.fits(value)
 
 
 class RowBuilder:
     """Builds rows for one handler."""
 
-    def __init__(self, schema: Schema | None, *, time_column: str | None = None) -> None:
-        """Build rows of ``schema``; a null in ``time_column`` (what windows are cut on) is a fault."""
+    def __init__(
+        self, schema: Schema | None, *, time_column: str | None = None, at_once: bool = False
+    ) -> None:
+        """Build rows of ``schema``; a null in ``time_column`` (what windows are cut on) is a fault.
+
+        ``at_once``: ``take`` is to find every fault.
+        """
         self._schema = schema
         self._columns = () if schema is None else schema.columns
         self._names = tuple(column.name for column in self._columns)
         self._known = frozenset(self._names)
+        self._width = -1 if schema is None else len(self._names)
         self._converters = [converter(column.sql, column.type) for column in self._columns]
         self._time_column = time_column
+        self._at_once = at_once
+        self._copied = [place for place, column in enumerate(self._columns) if holds_more(column.type)]
+        self.plain: frozenset[type] = frozenset(
+            {type(None)} if at_once or self._copied else {type(None), tuple}
+        )
+        """Types of values that ``take`` returns as they are."""
+
+    def take(self, value: Any) -> Any:
+        """Return what is to be kept of a value until ``build``: nothing that the handler can change any more.
+
+        Raises BadRow for a row with a fault if all are to be found at once, otherwise ``build`` tells of it; and
+        whatever the value's own code raises.
+        """
+        kind = type(value)
+        # Most values need no more than this.
+        if kind is dict and self._known.issuperset(value):
+            value, kind = tuple(map(value.get, self._names)), tuple
+        if kind is tuple and len(value) == self._width:
+            row = value if not self._copied else self._own(value)
+            if not self._at_once or all(map(_fits, self._converters, row)):
+                return row
+        elif kind is list and not (self._at_once or self._copied) and set(map(type, value)) == _TUPLES:
+            # Some may be of another width, but none can change.
+            return value[0] if len(value) == 1 else value[:]
+        return self._take_slowly(settled(value))
+
+    def _take_slowly(self, value: Any) -> Any:
+        if value is None:
+            return None
+        try:
+            rows = list(map(self._row, value)) if type(value) is list else [self._row(value)]
+        except BadRow as error:
+            if self._at_once:
+                raise
+            return _Fault(str(error))
+        if self._copied:
+            rows = list(map(self._own, rows))
+        if self._at_once and (told := next(filter(None, map(self._row_fault, rows)), None)):
+            raise BadRow(told)
+        return rows
+
+    def _own(self, row: tuple[Any, ...]) -> tuple[Any, ...]:
+        mine = list(row)
+        for place in self._copied:
+            mine[place] = owned(mine[place])
+        return tuple(mine)
 
     def build(self, returned: Iterable[tuple[int, Any]]) -> Built:
         """Return the rows of ``returned``: pairs of a record's index and what the handler returned for it."""
@@ -74,18 +142,20 @@ class RowBuilder:
         rows: list[tuple[Any, ...]] = []
         records: list[int] = []
         faults: dict[int, str] = {}
-        width = len(self._names) if self._schema is not None else -1
         for record, value in returned:
             if value is None:
                 continue
-            if type(value) is tuple and len(value) == width:
+            if type(value) is tuple and len(value) == self._width:
                 rows.append(value)
                 records.append(record)
+                continue
+            if type(value) is _Fault:
+                faults[record] = value.text
                 continue
             try:
                 found = [self._row(row) for row in value] if type(value) is list else [self._row(value)]
             except Exception as error:  # noqa: BLE001  # a user's Mapping may raise anything
-                faults[record] = str(error) if isinstance(error, _BadRow) else f"{shown(value)} is not a row"
+                faults[record] = str(error) if isinstance(error, BadRow) else f"{shown(value)} is not a row"
                 continue
             rows += found
             records += [record] * len(found)
@@ -93,10 +163,10 @@ class RowBuilder:
 
     def _row(self, value: Any) -> tuple[Any, ...]:
         if self._schema is None:
-            raise _BadRow(f"returned {shown(value)}, but the handler declares no schema")
+            raise BadRow(f"returned {shown(value)}, but the handler declares no schema")
         if isinstance(value, tuple):
             if len(value) != len(self._names):
-                raise _BadRow(
+                raise BadRow(
                     f"returned {_count(len(value), 'value')} for "
                     f"{_count(len(self._names), 'column')} ({', '.join(self._names)})"
                 )
@@ -104,9 +174,9 @@ class RowBuilder:
         if isinstance(value, Mapping):
             unknown = [name for name in value if name not in self._known]
             if unknown:
-                raise _BadRow(unknown_columns(unknown, self._names))
+                raise BadRow(unknown_columns(unknown, self._names))
             return tuple([value.get(name) for name in self._names])
-        raise _BadRow(f"{shown(value)} is not a row: return a tuple, a dict, a list of them, or None")
+        raise BadRow(f"{shown(value)} is not a row: return a tuple, a dict, a list of them, or None")
 
     def _arrays(self, rows: Sequence[tuple[Any, ...]]) -> list[Any] | None:
         """Return one array a column, or None when some value is at fault."""
@@ -124,11 +194,19 @@ class RowBuilder:
     def _find_faults(self, rows: Sequence[tuple[Any, ...]], records: Sequence[int]) -> dict[int, str]:
         faults: dict[int, str] = {}
         for row, record in zip(rows, records, strict=True):
-            problems = [self._fault(place, value) for place, value in enumerate(row)]
-            told = [problem for problem in problems if problem]
+            told = self._row_fault(row)
             if told:
-                faults.setdefault(record, "; ".join(told))
+                faults.setdefault(record, told)
         return faults
+
+    def _row_fault(self, row: tuple[Any, ...]) -> str:
+        """Return what is wrong with a row; empty when nothing is."""
+        problems = [
+            self._fault(place, value)
+            for place, (convert, value) in enumerate(zip(self._converters, row, strict=True))
+            if not convert.fits(value)
+        ]
+        return "; ".join(filter(None, problems))
 
     def _fault(self, place: int, value: Any) -> str | None:
         column, convert = self._columns[place], self._converters[place]

@@ -7,23 +7,27 @@ are (``plain``) and has a function for all others, which returns such a value or
 
 from __future__ import annotations
 
+import inspect
 import math
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date, datetime
+from datetime import UTC, date, datetime
 from decimal import Decimal, InvalidOperation
+from types import GeneratorType
 from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 from pyarrow import types
 
-__all__ = ["Converter", "converter", "shown"]
+__all__ = ["Converter", "converter", "holds_more", "owned", "settled", "shown"]
 
 _FLOAT_MAX: Final = float(np.finfo(np.float32).max)
 _NULLS: Final = frozenset({"NAType", "NaTType"})
 """The types of pandas' missing values, known by name: handlers that do not use pandas never load it."""
+_FIXED: Final = frozenset({type(None), bool, int, float, str, bytes, Decimal, date, datetime})
+"""Types of values that cannot be changed."""
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 
@@ -40,6 +44,37 @@ def shown(value: object) -> str:
         return f"<{type(value).__name__} without a repr>"
 
 
+def settled(value: Any) -> Any:
+    """Run a generator that a hook returned to its end; refuse a coroutine that nobody awaits."""
+    if isinstance(value, GeneratorType):
+        return list(value)
+    if inspect.iscoroutine(value):
+        value.close()
+        raise TypeError("it returned a coroutine without awaiting it: declare the hook with `async def`")
+    return value
+
+
+def owned(value: Any) -> Any:
+    """Return a value of a row without anything that the handler could still change: lists, dicts and such are copied."""
+    if type(value) in _FIXED:
+        return value
+    if type(value) is list and _FIXED.issuperset(map(type, value)):
+        return value[:]
+    if isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype == object):
+        copies = [each if type(each) in _FIXED else owned(each) for each in value]
+        return tuple(copies) if isinstance(value, tuple) else copies
+    if isinstance(value, Mapping):
+        return {name: owned(held) for name, held in value.items()}
+    if isinstance(value, bytearray | memoryview):
+        return bytes(value)
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def holds_more(type_: Any) -> bool:
+    """Whether values of a column's type may be of Python types that can be changed."""
+    return bool(types.is_nested(type_) or types.is_binary(type_))
+
+
 @dataclass(frozen=True, slots=True)
 class Converter:
     """Turns the values of one column into an Arrow array."""
@@ -50,6 +85,8 @@ class Converter:
     """Types that Arrow takes without a change of meaning."""
     normal: Callable[[Any], Any]
     """Returns a plain value for one of another type; raises ValueError with the reason."""
+    fits: Callable[[Any], bool]
+    """Says quickly of most values that can be in the column that they can; null is for others to judge."""
 
     def array(self, values: Sequence[Any]) -> Any:
         """Return ``values`` as an Arrow array. Raises whatever the first bad value makes Arrow or Python raise."""
@@ -83,7 +120,23 @@ class Converter:
 def converter(sql: str, type_: Any) -> Converter:
     """Return the converter for an Arrow type of a schema; ``sql`` is its name in messages."""
     plain, normal = _choose(type_)
-    return Converter(sql, type_, frozenset({*plain, type(None)}), normal)
+    return Converter(sql, type_, frozenset({*plain, type(None)}), normal, _fitting(type_))
+
+
+def _fitting(type_: Any) -> Callable[[Any], bool]:
+    if types.is_integer(type_):
+        limit = 1 << (type_.bit_width - 1)
+        return lambda value: type(value) is int and -limit <= value < limit
+    if types.is_string(type_):
+        return lambda value: type(value) is str and value.isascii()
+    if types.is_timestamp(type_):
+        zone = UTC if type_.tz else None
+        return lambda value: type(value) is datetime and value.tzinfo is zone
+    if types.is_list(type_):
+        element = _fitting(type_.value_type)
+        return lambda value: type(value) is list and all(map(element, value))
+    only = next((kind for test, kind in _ONLY if test(type_)), None)
+    return lambda value: type(value) is only
 
 
 def _choose(type_: Any) -> tuple[Iterable[type], Callable[[Any], Any]]:
@@ -228,3 +281,10 @@ _SCALARS: Final[tuple[tuple[Callable[[Any], bool], tuple[type, ...], Callable[[A
     (types.is_decimal, (Decimal, int), _decimal),
     (types.is_date32, (date,), _date),
 )
+_ONLY: Final[tuple[tuple[Callable[[Any], bool], type], ...]] = (
+    (types.is_boolean, bool),
+    (types.is_float64, float),
+    (types.is_binary, bytes),
+    (types.is_date32, date),
+)
+"""Types of which every value can be in the column."""

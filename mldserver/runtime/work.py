@@ -13,6 +13,7 @@ from msgspec import structs
 
 from mldserver.errors import HandlerHalted, InternalError
 from mldserver.runtime.base import BatchOutcome
+from mldserver.runtime.deadlines import Watch
 from mldserver.runtime.failure import Ending, Failure
 from mldserver.runtime.lane import Lane, Tools
 from mldserver.runtime.outcome import Taken, damaged, dead_letter, join_rows, take
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from mldserver.protocol.batches import BatchDecoder
     from mldserver.runtime.base import DeadLetter, Delivery
     from mldserver.runtime.calls import BoundHook
-    from mldserver.runtime.deadlines import Watch
     from mldserver.runtime.plan import Again, Step
 
 __all__ = ["BatchWork", "Tools", "lane_of"]
@@ -103,7 +103,7 @@ class BatchWork:
         step = await self._on_thread(self._begin)
         if len(self.lanes) > 1:
             await self._together(Lane.run_sync)
-            await self._near(self._join)
+            await self._near(lambda _: self._join())
         while step is not None:
             await self.lanes[0].pause(step)
             step = await self._on_thread(partial(self._advance, step))
@@ -122,12 +122,12 @@ class BatchWork:
         return step
 
     async def _run_async(self) -> None:
-        await self._near(self._take_line, _QUICKLY_DECODED)
+        await self._near(lambda _: self._take_line(), _QUICKLY_DECODED)
         if len(self.lanes) == 1:
             await self.lanes[0].run_async(self._near)
         else:
             await self._together(partial(Lane.run_async, near=self._near))
-        await self._near(self._join)
+        await self._near(lambda _: self._join())
 
     async def _together(self, run: Callable[[Lane], Awaitable[None]]) -> None:
         """Work on all lanes at the same time; once one stops the shard, the others are cancelled."""
@@ -138,12 +138,12 @@ class BatchWork:
         except* _Halted:
             pass  # the lane's plan says why
 
-    async def _near(self, function: Callable[[], None], up_to: int = _FEW_ROWS) -> None:
+    async def _near(self, function: Callable[[Watch], None], up_to: int = _FEW_ROWS) -> None:
         """Run something whose time grows with the batch: on the loop for lines of so many bytes, else on a thread."""
         if len(self.delivery.line) <= up_to:
-            function()
+            function(Watch())
         else:
-            await self.tools.threads[0].run(function)
+            await self.tools.caller.on_thread(function, self.hook, shard=self.delivery.shard_id)
 
     def _take_line(self) -> None:
         """Decode the line, and plan one call for all records, or one a lane."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import pytest_asyncio
-from runtime.behaviour_kit import Stage, column, dead, on_stage, over
+from runtime.behaviour_kit import BY_RECORD, PARK, Stage, column, dead, on_stage, over
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -58,3 +58,78 @@ async def test_a_hook_that_copes_with_its_own_cancellation_has_not_failed(stage:
     shard = await stage.opened()
     outcome = await shard.process("times out and knows", "waits well", "cancels later", "waits well")
     assert (column(outcome, "n"), outcome.dead_letters) == ([1, 2, 3, 4], ())
+
+
+# Errors and rows with code of their own.
+
+harmful = over("harmful:Harmful", "harmful:HarmfulAsync")
+harmful_batch = over("harmful:HarmfulBatch", "harmful:HarmfulBatchAsync")
+
+
+@harmful
+@pytest.mark.parametrize(
+    ("payload", "error"),
+    [
+        ("busy", "Busy: 3"),
+        ("changes", "AttributeError: immutable type: 'Record'"),
+        ("shouts", f"ValueError: {'x' * 10_000}… (990000 more characters)"),
+        ("a row that exits", "SystemExit: no"),
+    ],
+)
+async def test_whatever_errors_and_rows_do_is_the_failure_of_their_record(
+    stage: Stage, payload: str, error: str
+) -> None:
+    shard = await stage.opened()
+    outcome = await shard.process("row", payload, "row")
+    (letter,) = outcome.dead_letters
+    assert (column(outcome, "n"), letter.sequence, letter.error) == ([1, 3], (2, 0), error)
+
+
+@harmful_batch
+async def test_a_row_of_a_batch_that_would_end_the_process_is_found(stage: Stage) -> None:
+    shard = await stage.opened()
+    outcome = await shard.process("a row that is good", "a row that exits", "a row that is good")
+    assert (column(outcome, "_sequence"), dead(outcome)) == (["1", "3"], [2])
+    assert outcome.dead_letters[0].error == "SystemExit: no"
+
+
+@harmful_batch
+async def test_so_are_names_of_failed_records_that_have_code(stage: Stage) -> None:
+    shard = await stage.opened()
+    outcome = await shard.process("row", "names with code", "row")
+    assert (column(outcome, "n"), dead(outcome)) == ([1, 3], [2])
+    assert outcome.dead_letters[0].error == "SystemExit: no"
+    outcome = await shard.process("row", "fatal with code", "row")
+    assert (column(outcome, "n"), dead(outcome)) == ([4, 6], [5])
+    assert "is none of the 1 records" in outcome.dead_letters[0].error
+
+
+@over("harmful:HarmfulBatch", "harmful:HarmfulBatchAsync", kinds=("workers",), policy=PARK)
+async def test_a_row_that_ends_its_worker_is_found_like_a_call_that_does(stage: Stage) -> None:
+    shard = await stage.opened()
+    outcome = await shard.process("a row that is good", "a row that kills", "a row that is good")
+    assert (column(outcome, "_sequence"), dead(outcome)) == (["1", "3"], [2])
+
+
+# Rows of one call each.
+
+
+@over("harmful:Reusing")
+async def test_a_row_that_is_used_again_and_again_is_another_one_each_time(stage: Stage) -> None:
+    shard = await stage.opened()
+    outcome = await shard.process("row", "twice", "other")
+    assert column(outcome, "n") == [1, 2, 2, 3]
+    assert column(outcome, "told") == ["row", "twice", "twice", "other"]
+
+
+@over(*BY_RECORD, policy=PARK)
+async def test_when_keys_are_parked_no_later_record_is_called_before_a_bad_row_is_decided(
+    stage: Stage,
+) -> None:
+    shard = await stage.opened()
+    outcome = await shard.process("row", "wrong", "row", "row", keys=["a", "b", "b", "c"])
+    assert (column(outcome, "n"), dead(outcome)) == ([1, 4], [2, 3])
+    assert outcome.dead_letters[0].error == "BadRow: column n: 'x' is not BIGINT"
+    assert outcome.dead_letters[0].attempts == 2
+    assert outcome.dead_letters[1].parked_behind == (2, 0)
+    assert (await shard.calls())[1:] == [1, 2, 2, 4]

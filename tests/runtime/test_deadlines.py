@@ -110,7 +110,8 @@ async def test_a_call_that_is_given_up_before_it_begins_does_not_begin() -> None
 
     bench.clock.now_ms = given_up_meanwhile
     called: list[Any] = []
-    returned = bench.caller.call_sync(BoundHook("hook", called.append, is_async=False), [1], watch)
+    with bench.caller.in_hand(watch):
+        returned = bench.caller.call_sync(BoundHook("hook", called.append, is_async=False), [1], watch)
     assert (called, returned.values, watch.started_ms) == ([], [], None)
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import UTC
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.runtime.rows import RowBuilder
+from mldserver.runtime.rows import BadRow, RowBuilder
 from mldserver.runtime.schema import parse_schema
+from mldserver.runtime.values import converter
 
 SCHEMA = parse_schema("carrier STRING NOT NULL, delay DOUBLE, at TIMESTAMP")
 AT = "2013-01-01T10:15:00Z"
@@ -129,3 +132,145 @@ def test_every_record_is_either_in_the_table_or_at_fault(returned: Any) -> None:
         assert built.table.num_rows == len(built.records)
         assert built.table.column("a").null_count == 0
         assert isinstance(built.table, pa.Table)
+
+
+def taken(*returned: Any, schema: Any = SCHEMA, **options: Any) -> Any:
+    rows = RowBuilder(schema, **options)
+    return [value if type(value) in rows.plain else rows.take(value) for value in returned]
+
+
+NESTED = parse_schema(
+    "tags ARRAY<STRING>, of STRUCT<a: ARRAY<INT>, b: BINARY>, more MAP<STRING, ARRAY<INT>>, raw BINARY"
+)
+
+
+def test_what_is_taken_gives_the_rows_that_it_would_have_given() -> None:
+    returned = (
+        ("UA", 1.0, AT),
+        None,
+        {"delay": 2.0, "carrier": "AA"},
+        [("B6", None, None), {"carrier": "DL"}],
+        [],
+        [("UA", 1.0)],
+        Flight("F9", 3.0, AT),
+        {"carier": "AA"},
+        {},
+        ("UA",),
+        [("UA", None, AT)] * 2,
+        [("UA", 1.0, AT)],
+        5,
+    )
+    of_taken, of_these = build(*taken(*returned)), build(*returned)
+    assert (of_taken.records, of_taken.faults) == (of_these.records, of_these.faults)
+    assert of_taken.table.equals(of_these.table)
+    assert sorted(of_taken.faults) == [5, 7, 8, 9, 12]
+
+
+def test_what_is_taken_cannot_be_changed_any_more() -> None:
+    def row() -> dict[str, Any]:
+        return {
+            "tags": ["a"],
+            "of": {"a": (1, 2), "b": bytearray(b"x")},
+            "more": {"m": np.array([1])},
+            "raw": bytearray(b"y"),
+        }
+
+    mine = row()
+    kept = taken(
+        mine, tuple(mine.values()), [mine, tuple(mine.values())], [tuple(mine.values())], schema=NESTED
+    )
+    before = build(row(), schema=NESTED).table.to_pylist()
+    mine["tags"].append("b")
+    mine["of"]["b"][0] = 0
+    mine["of"]["a"] = None
+    mine["more"]["m"][0] = 7
+    mine["more"]["n"] = []
+    mine["raw"][0] = 0
+    assert build(*kept, schema=NESTED).table.to_pylist() == before * 5
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        (None, 1.0, AT),
+        ("UA", "x", AT),
+        ("UA", 1.0, "noon"),
+        ("UA", 1.0),
+        {"carier": "UA"},
+        [("UA", 1.0, AT), ("UA", "x", AT)],
+        [("UA",)],
+        5,
+    ],
+)
+def test_where_faults_are_to_be_found_at_once_they_are_the_same(wrong: Any) -> None:
+    (late,) = build(wrong).faults.values()
+    with pytest.raises(BadRow) as caught:
+        taken(wrong, at_once=True)
+    assert str(caught.value) == late
+
+
+def test_a_null_in_the_column_that_windows_are_cut_on_is_found_at_once_too() -> None:
+    with pytest.raises(BadRow, match="windows are cut on it"):
+        taken(("UA", 1.0, None), at_once=True, time_column="at")
+
+
+def test_without_a_schema_nothing_can_be_taken() -> None:
+    assert taken(None, [], schema=None, at_once=True) == [None, []]
+    for value in ((), {}, [()]):
+        with pytest.raises(BadRow, match="declares no schema"):
+            taken(value, schema=None, at_once=True)
+
+
+ONE_COLUMN = [
+    parse_schema(f"x {kind}")
+    for kind in (
+        *(
+            "INT",
+            "BIGINT",
+            "TINYINT",
+            "DOUBLE",
+            "FLOAT",
+            "STRING",
+            "BINARY",
+            "BOOLEAN",
+            "DECIMAL(5,2)",
+            "DATE",
+        ),
+        *("TIMESTAMP", "TIMESTAMP_NTZ", "ARRAY<INT>", "MAP<STRING, INT>", "STRUCT<x: INT>"),
+        *("INT NOT NULL", "ARRAY<DOUBLE>"),
+    )
+]
+ANY_VALUE = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.integers(-130, 130),
+    st.floats(),
+    st.text(st.characters(), max_size=3),
+    st.binary(max_size=3),
+    st.decimals(allow_nan=False, allow_infinity=False, places=2),
+    st.dates(),
+    st.datetimes(),
+    st.datetimes(timezones=st.just(UTC)),
+    st.lists(st.integers(-(2**40), 2**40) | st.none(), max_size=3),
+    st.dictionaries(st.sampled_from("xy"), st.integers(), max_size=2),
+)
+
+
+@given(st.sampled_from(ONE_COLUMN), ANY_VALUE)
+def test_a_fault_is_found_at_once_when_and_only_when_it_is_found_at_the_end(schema: Any, value: Any) -> None:
+    built = build((value,), schema=schema)
+    if not built.faults:
+        kept = taken((value,), schema=schema, at_once=True)
+        assert repr(build(*kept, schema=schema).table.to_pylist()) == repr(built.table.to_pylist())
+        return
+    with pytest.raises(BadRow) as caught:
+        taken((value,), schema=schema, at_once=True)
+    assert str(caught.value) == built.faults[0]
+
+
+@given(st.sampled_from(ONE_COLUMN), ANY_VALUE)
+def test_a_value_that_fits_at_a_glance_has_no_fault(schema: Any, value: Any) -> None:
+    (column,) = schema.columns
+    convert = converter(column.sql, column.type)
+    assert not convert.fits(value) or convert.fault(value) is None
