@@ -2,6 +2,11 @@
 
 A thread cannot be killed. So it is a daemon thread: a handler that hangs for ever holds up its own pipeline, which is
 told in the log, but neither the event loop nor the end of the process.
+
+But an exception can be thrown into it from outside (``PyThreadState_SetAsyncExc``), as libraries do that put time-outs on
+synchronous calls. It may come late, anywhere, and most likely when the thread is about to take its next job: it waits for
+one inside C, and what a call returns is lost when the exception comes with it. So a job stays in the queue until it is
+done with.
 """
 
 from __future__ import annotations
@@ -10,8 +15,11 @@ import asyncio
 import contextvars
 import queue
 import threading
+from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from mldserver.runtime.failure import describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +27,34 @@ if TYPE_CHECKING:
 __all__ = ["WorkerThread"]
 
 _T = TypeVar("_T")
-_Job = tuple["Callable[[], Any]", asyncio.AbstractEventLoop, "asyncio.Future[Any]"]
+
+
+class _Job:
+    """A function that waits for its turn, and who waits for it."""
+
+    __slots__ = ("begun", "function", "future", "loop")
+
+    def __init__(
+        self, function: Callable[[], Any], loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any]
+    ) -> None:
+        self.begun = False
+        self.function = function
+        self.loop = loop
+        self.future = future
+
+    def run(self) -> None:
+        """Call the function, and hand over what it returned or raised."""
+        self.begun = True
+        try:
+            result = self.function()
+        except BaseException as error:  # noqa: BLE001  # handed to the caller, whatever it is
+            self.fail(error)
+        else:
+            _hand_over(self.loop, partial(_succeed, self.future, result))
+
+    def fail(self, error: BaseException) -> None:
+        """Hand over an error, unless there is a result already."""
+        _hand_over(self.loop, partial(_fail, self.future, error))
 
 
 class WorkerThread:
@@ -27,7 +62,9 @@ class WorkerThread:
 
     def __init__(self, name: str) -> None:
         """Prepare; the thread starts with ``start``."""
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: deque[_Job | None] = deque()
+        """The first one is in hand; None is the end."""
+        self._come: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._finished: asyncio.Future[None] | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
 
@@ -42,15 +79,15 @@ class WorkerThread:
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[_T] = loop.create_future()
-        self._jobs.put((partial(contextvars.copy_context().run, function), loop, future))
+        self._put(_Job(partial(contextvars.copy_context().run, function), loop, future))
         return await future
 
     def finish(self) -> asyncio.Future[None]:
         """Take nothing more; the future is done when all that is queued has run, and the thread ends."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
-        self._jobs.put((lambda: None, loop, future))
-        self._jobs.put(None)
+        self._put(_Job(lambda: None, loop, future))
+        self._put(None)
         self._finished = future
         return future
 
@@ -71,22 +108,35 @@ class WorkerThread:
         except TimeoutError:
             return False
         finally:
-            self._jobs.put(None)
+            self._put(None)
         return True
 
+    def _put(self, job: _Job | None) -> None:
+        self._jobs.append(job)
+        self._come.put(None)
+
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            function, loop, future = job
-            if future.cancelled():
-                continue
+        ended = False
+        while not ended:
             try:
-                result = function()
-            except BaseException as error:  # noqa: BLE001  # handed to the caller, whatever it is
-                _hand_over(loop, partial(_fail, future, error))
-            else:
-                _hand_over(loop, partial(_succeed, future, result))
-            # Nothing of a finished job is kept alive while the thread waits for the next.
-            del job, function, future
+                ended = self._next()
+            except BaseException:  # noqa: BLE001, S112  # thrown in from outside, meant for a call; see the module
+                continue
+
+    def _next(self) -> bool:
+        """Wait for a job, or do the first one; return whether the end has come."""
+        if not self._jobs:
+            self._come.get()
+            return False
+        job = self._jobs[0]
+        if job is None:
+            return True
+        if job.begun:
+            job.fail(RuntimeError("an exception was thrown into the thread beside the call"))
+        elif not job.future.cancelled():
+            job.run()
+        self._jobs.popleft()
+        return False
 
 
 def _hand_over(loop: asyncio.AbstractEventLoop, settle: Callable[[], None]) -> None:
@@ -103,6 +153,9 @@ def _succeed(future: asyncio.Future[Any], result: object) -> None:
 
 
 def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
-    if not future.done():
-        # A future refuses StopIteration, which would end the awaiting coroutine instead of failing it.
-        future.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
+    if future.done():
+        return
+    if isinstance(error, StopIteration | SystemExit | GeneratorExit | asyncio.CancelledError):
+        # A future refuses the first; each would do something else to the awaiting task, or its loop, than fail it.
+        error = RuntimeError(describe(error).error)
+    future.set_exception(error)

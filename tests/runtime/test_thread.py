@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import ctypes
 import threading
 from typing import Any
 
@@ -140,3 +141,43 @@ async def test_it_is_settled_when_what_was_queued_has_run_also_when_it_is_to_fin
     await settled
     assert ran == [1]
     await running
+
+
+@pytest.mark.parametrize("error", [TimeoutError, SystemExit, KeyboardInterrupt])
+async def test_an_exception_that_is_thrown_in_late_ends_neither_the_thread_nor_its_next_job(
+    thread: Any, error: Any
+) -> None:
+    identity = await thread.run(threading.get_ident)
+    for number in range(3):
+        thrown = ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(identity), ctypes.py_object(error))
+        assert thrown == 1
+        async with asyncio.timeout(20):
+            assert await thread.run(lambda number=number: number) == number
+    assert await thread.run(threading.get_ident) == identity
+
+
+async def test_a_job_whose_result_is_lost_to_such_an_exception_has_failed_and_is_not_done_twice(
+    thread: Any, monkeypatch: Any
+) -> None:
+    ran = []
+
+    def lose(*_: Any) -> None:
+        monkeypatch.undo()
+        raise TimeoutError
+
+    monkeypatch.setattr("mldserver.runtime.thread._hand_over", lose)
+    with pytest.raises(RuntimeError, match="thrown into the thread"):
+        await thread.run(lambda: ran.append(1))
+    assert ran == [1]
+    assert await thread.run(lambda: 7) == 7
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit(), asyncio.CancelledError()])
+async def test_errors_that_would_end_the_loop_or_the_task_that_waits_come_back_as_others(
+    thread: Any, error: Any
+) -> None:
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(RuntimeError, match=type(error).__name__):
+        await thread.run(fail)
