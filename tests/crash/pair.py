@@ -95,7 +95,7 @@ class Pair:
         ground: Ground,
         *,
         kills: int,
-        patience_seconds: float = 60.0,
+        patience_seconds: float = 180.0,
     ) -> None:
         """Die at most ``kills`` times of what ``toll`` holds.
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from crash.lives import Life, Plan
     from crash.stories import Story
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS: Final = (
     "attempt.begun",
@@ -103,7 +103,7 @@ async def test_a_server_with_spark_killed_again_and_again_loses_and_doubles_noth
             kills=kills,
             dice=random.Random(story.seed),
             settings={**QUICK, "cache_dir": cache, "window_retry_base": 0.05, "window_retry_cap": 0.5},
-            patience_seconds=180,
+            patience_seconds=300,
         )
         worlds.append(world)
         await world.play()

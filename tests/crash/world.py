@@ -93,7 +93,7 @@ class World:
         kills: int,
         life: Callable[[Plan, str | None], Life] = LocalLife,
         settings: dict[str, Any] | None = None,
-        patience_seconds: float = 30.0,
+        patience_seconds: float = 120.0,
     ) -> None:
         """Die at most ``kills`` times of what ``toll`` holds; ``life`` makes a life armed for a step.
 
