@@ -16,10 +16,18 @@ from mldserver.coordinator.flush import BufferedBatch, FlushPlan, plan
 from mldserver.coordinator.late import CutWindows, LateRules
 from mldserver.coordinator.layout import segment_path, server_tag, tag_of
 from mldserver.coordinator.recovery import publish_late
-from mldserver.coordinator.windows import OpenWindows, WindowKey, fits
+from mldserver.coordinator.windows import Batches, OpenWindows, WindowKey, fits
 from mldserver.errors import LedgerError, OperatorError
 from mldserver.faults import kill_point
-from mldserver.state.ledger import BatchProgress, Flush, PositionUpdate, Segment, SegmentKind, WindowState
+from mldserver.state.ledger import (
+    BatchProgress,
+    BatchStep,
+    Flush,
+    PositionUpdate,
+    Segment,
+    SegmentKind,
+    WindowState,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -35,6 +43,11 @@ if TYPE_CHECKING:
 __all__ = ["Flushed", "Flusher"]
 
 log = structlog.get_logger("mldserver")
+
+_CROWDED = 2
+"""How often a flush is planned anew because other servers have filled its ``batches`` window meanwhile. Then it takes
+windows of its own: where every flush fills some, servers would else write what they must throw away, the more the more
+there are."""
 
 _EXPIRE_MS = 60_000
 """How often the ledger is asked for windows to expire while their segments take less than their share of the disk."""
@@ -163,10 +176,12 @@ class Flusher:
         began_ms = self._clock.now_ms()
         lost: frozenset[str] = frozenset()
         gone: frozenset[str] = frozenset()
+        crowded = 0
+        own: BatchProgress | None = None
         await self._clear_up()
         while True:
             live = [batch for batch in batches if _counts(batch, lost, gone)]
-            planned = self._plan(live, durable)
+            planned = self._plan(live, durable, own)
             segments = await self._write(planned)
             letters = await self._store_letters(planned, segments)
             kill_point("flush.registering")
@@ -177,7 +192,7 @@ class Flusher:
                         segments,
                         letters,
                         planned.clock,
-                        planned.progress,
+                        None if own else self._step(planned),
                         planned.redriven,
                     )
                 )
@@ -190,8 +205,11 @@ class Flusher:
             lost |= result.lost_shards
             gone |= result.gone_letters
             self._refused(result)
+            crowded += result.batch_progress is not None
+            if crowded == _CROWDED and own is None:
+                own = await self._take_windows(planned.rows)
         kill_point("flush.registered")
-        self._registered(planned, segments)
+        self._registered(planned, segments, own)
         log.debug(
             "flush.done",
             rows=planned.rows,
@@ -221,25 +239,57 @@ class Flusher:
             self._doubtful = ()
         await self._doomed.delete()
 
+    def _step(self, planned: FlushPlan) -> BatchStep | None:
+        windows = self.open_windows
+        if windows is None or not isinstance(windows.spec, Batches):
+            return None
+        return BatchStep(windows.progress, planned.progress, windows.spec.max_rows)
+
+    async def _take_windows(self, rows: int) -> BatchProgress:
+        """Take new ``batches`` windows for these rows, which no other server puts any in; return where they begin."""
+        windows = self.open_windows
+        assert windows is not None, "only batches are crowded"
+        assert isinstance(windows.spec, Batches), "only batches are crowded"
+        while True:
+            begin = BatchProgress(windows.progress.number + (windows.progress.rows > 0))
+            until = BatchProgress(begin.number + -(-rows // windows.spec.max_rows))
+            step = BatchStep(windows.progress, until, windows.spec.max_rows)
+            result = await self._ledger.register(Flush((), batches=step))
+            if result.batch_progress is None:
+                windows.progress = until
+                return begin
+            windows.progress = result.batch_progress
+
     def _refused(self, result: FlushResult) -> None:
         self._cut.refused(result)
         if self.open_windows is not None:
+            if result.batch_progress is not None:
+                # Other servers have filled the window that these rows would have gone into.
+                self.open_windows.progress = result.batch_progress
             # ``batches``: the next rows go to a window behind those that another server has cut.
             self.open_windows.cut(result.cut_windows)
-        log.warning(
-            "flush.refused",
-            lost_shards=sorted(result.lost_shards),
-            cut_windows=sorted(result.cut_windows),
-            expired_windows=sorted(result.expired_windows),
-            gone_letters=sorted(result.gone_letters),
-        )
+        reasons = {
+            "lost_shards": sorted(result.lost_shards),
+            "cut_windows": sorted(result.cut_windows),
+            "expired_windows": sorted(result.expired_windows),
+            "gone_letters": sorted(result.gone_letters),
+        }
+        # A batch that another server has filled is nothing to look into.
+        tell = log.warning if any(reasons.values()) else log.debug
+        tell("flush.refused", **reasons)
 
-    def _plan(self, batches: list[BufferedBatch], durable: Mapping[str, Sequence | None]) -> FlushPlan:
+    def _plan(
+        self,
+        batches: list[BufferedBatch],
+        durable: Mapping[str, Sequence | None],
+        own: BatchProgress | None = None,
+    ) -> FlushPlan:
+        stands = self.open_windows.progress if self.open_windows is not None else BatchProgress()
         return plan(
             batches,
             spec=self._spec,
             clock=self._merge_clock,
-            progress=self.open_windows.progress if self.open_windows is not None else BatchProgress(),
+            progress=own or stands,
             now_ms=self._clock.now_ms(),
             durable=durable,
             kind=self._kind,
@@ -279,10 +329,13 @@ class Flusher:
         self._doomed.add(segments)
         await self._doomed.delete()
 
-    def _registered(self, planned: FlushPlan, segments: tuple[Segment, ...]) -> None:
+    def _registered(
+        self, planned: FlushPlan, segments: tuple[Segment, ...], own: BatchProgress | None
+    ) -> None:
         self._merge_clock = planned.clock
         if self.open_windows is not None:
-            self.open_windows.progress = planned.progress
+            if own is None:
+                self.open_windows.progress = planned.progress
             self.open_windows.opened(file.key for file in planned.files if file.kind is SegmentKind.WINDOW)
         self.rows_durable += planned.rows
         self.dead_letters += len(planned.dead_letters)

@@ -136,6 +136,8 @@ def tumbling(
 def batches(*, max_rows: int = 1_000_000, max_age: str | float | timedelta = "1 minute") -> Batches:
     """Cut rows into runs of at most ``max_rows`` rows, none open for longer than ``max_age``.
 
+    Both hold for all servers of a pipeline together.
+
     Raises ValueError for impossible bounds.
     """
     if max_rows < 1:

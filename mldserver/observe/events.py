@@ -255,9 +255,9 @@ EVENTS: Final[dict[str, EventSpec]] = {
         "Rows are durable, positions moved.",
     ),
     "flush.refused": EventSpec(
-        "warning",
+        "warning|debug",
         ("lost_shards", "cut_windows", "expired_windows", "gone_letters"),
-        "The ledger refused some rows; the rest is written again.",
+        "The ledger refused some rows, or other servers had filled a batch (debug); the rest is written again.",
     ),
     "flush.failed": EventSpec(
         "error",

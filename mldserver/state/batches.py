@@ -1,4 +1,4 @@
-"""Where ``batches`` windows stand: their ids, and what a cut makes of it. Pure; every kind of ledger uses it."""
+"""Where ``batches`` windows stand: their ids, and what flushes and cuts make of it. Pure; every kind of ledger uses it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from mldserver.state.ledger import BatchProgress
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["batch_id", "batch_number", "behind"]
+    from mldserver.state.ledger import BatchStep
+
+__all__ = ["batch_id", "batch_number", "behind", "moved_on"]
 
 _BATCH = re.compile(r"batch-(\d+)")
 
@@ -34,3 +36,24 @@ def behind(progress: BatchProgress, window_ids: Iterable[str]) -> BatchProgress:
     numbers = (batch_number(each) for each in window_ids)
     last = max((number for number in numbers if number is not None), default=-1)
     return BatchProgress(last + 1) if last >= progress.number else progress
+
+
+def moved_on(stands: BatchProgress, step: BatchStep) -> BatchProgress | None:
+    """Return where ``batches`` windows stand after a step; None when it has no room there any more.
+
+    A step that was planned while other servers put rows in counts on from those, as long as it stays in the same
+    window. One that fills it, or goes beyond, is planned anew: which rows go where is another matter then.
+    """
+    since, until = step.since, step.until
+    if until == since:
+        return stands
+    if stands == since or stands.number < since.number:
+        return until
+    if not stands.number == since.number == until.number:
+        return None
+    rows = stands.rows + until.rows - since.rows
+    if rows > step.max_rows:
+        return None
+    if rows == step.max_rows:
+        return BatchProgress(stands.number + 1)
+    return BatchProgress(stands.number, rows, stands.opened_ms if stands.rows else until.opened_ms)

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mldserver.errors import InternalError
-from mldserver.state import dynamodb_letters
+from mldserver.state import batches, dynamodb_letters
 from mldserver.state.dynamodb_book import ShardRow
 from mldserver.state.ledger import FlushResult, SegmentKind, WindowEntry, WindowState
 
 if TYPE_CHECKING:
     from mldserver.state.dynamodb_book import Draft
-    from mldserver.state.ledger import Flush, PositionUpdate, Segment
+    from mldserver.state.ledger import BatchProgress, Flush, PositionUpdate, Segment
 
 __all__ = ["register"]
 
@@ -39,7 +39,14 @@ def _weigh(draft: Draft, flush: Flush) -> FlushResult:
             if each.kind is SegmentKind.RECOMPUTE and not _retained(draft, each)
         ),
         gone_letters=dynamodb_letters.missing(draft, flush.redriven),
+        batch_progress=draft.totals.batch_progress if _moved_on(draft, flush) is None else None,
     )
+
+
+def _moved_on(draft: Draft, flush: Flush) -> BatchProgress | None:
+    """Return where ``batches`` windows stand after the flush; None when it has no room there."""
+    stands = draft.totals.batch_progress
+    return stands if flush.batches is None else batches.moved_on(stands, flush.batches)
 
 
 def _goes_on(draft: Draft, update: PositionUpdate) -> bool:
@@ -69,15 +76,10 @@ def _write(draft: Draft, flush: Flush, now_ms: int) -> None:
         _ADD[segment.kind](draft, segment)
     dynamodb_letters.remove(draft, flush.redriven)
     dynamodb_letters.store(draft, flush.dead_letters)
-    totals, progress = draft.totals, flush.batch_progress
-    if progress is None or progress.number < totals.batch_progress.number:
-        # Not told, or another server is further.
-        progress = totals.batch_progress
-    draft.totals = replace(
-        totals,
-        clock=max(totals.clock, flush.clock),
-        batch_progress=progress,
-    )
+    progress = _moved_on(draft, flush)
+    assert progress is not None, "a flush without room is refused"
+    clock = max(draft.totals.clock, flush.clock)
+    draft.totals = replace(draft.totals, clock=clock, batch_progress=progress)
 
 
 def _move(draft: Draft, update: PositionUpdate, now_ms: int) -> None:

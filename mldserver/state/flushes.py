@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mldserver.errors import InternalError
-from mldserver.state import members, rows, sqlite_letters
+from mldserver.state import members, rows, sqlite_batches, sqlite_letters
 from mldserver.state.ledger import FlushResult, SegmentKind, WindowState
 
 if TYPE_CHECKING:
     import sqlite3
 
-    from mldserver.state.ledger import BatchProgress, Flush, PositionUpdate, Segment
+    from mldserver.state.ledger import Flush, PositionUpdate, Segment
 
 __all__ = ["weigh", "write"]
 
@@ -29,6 +29,7 @@ def weigh(db: sqlite3.Connection, flush: Flush) -> FlushResult:
             if each.kind is SegmentKind.RECOMPUTE and not _retained(db, each)
         ),
         gone_letters=sqlite_letters.missing(db, flush.redriven),
+        batch_progress=sqlite_batches.no_room(db, flush.batches),
     )
 
 
@@ -43,8 +44,8 @@ def write(db: sqlite3.Connection, flush: Flush, now_ms: int) -> None:
     sqlite_letters.remove(db, flush.redriven)
     sqlite_letters.store(db, flush.dead_letters)
     db.execute("UPDATE meta SET clock = max(clock, ?)", (flush.clock,))
-    if flush.batch_progress is not None:
-        _progress(db, flush.batch_progress)
+    if flush.batches is not None:
+        sqlite_batches.move_on(db, flush.batches)
 
 
 def _goes_on(db: sqlite3.Connection, update: PositionUpdate) -> bool:
@@ -153,11 +154,3 @@ def _add_late(db: sqlite3.Connection, segment: Segment) -> None:
 
 
 _ADD = {SegmentKind.WINDOW: _add, SegmentKind.RECOMPUTE: _add_pending, SegmentKind.LATE: _add_late}
-
-
-def _progress(db: sqlite3.Connection, progress: BatchProgress) -> None:
-    """Note where ``batches`` windows stand, unless another server is further."""
-    db.execute(
-        "UPDATE meta SET batch_number = ?1, batch_rows = ?2, batch_opened_ms = ?3 WHERE batch_number <= ?1",
-        (progress.number, progress.rows, progress.opened_ms),
-    )

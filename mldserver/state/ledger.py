@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BatchProgress",
+    "BatchStep",
     "Commit",
     "Flush",
     "FlushResult",
@@ -138,6 +139,17 @@ class BatchProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchStep:
+    """How a flush moves ``batches`` windows on: what lies between the two is what it puts in."""
+
+    since: BatchProgress
+    """Where its plan went on from."""
+    until: BatchProgress
+    max_rows: int
+    """The most rows that a window may have."""
+
+
+@dataclass(frozen=True, slots=True)
 class Flush:
     """One flush, registered in one transaction: segments, positions, dead letters, clock."""
 
@@ -146,7 +158,7 @@ class Flush:
     dead_letters: tuple[DeadLetter, ...] = ()
     clock: int = 0
     """The next free value of the pipeline's merge clock."""
-    batch_progress: BatchProgress | None = None
+    batches: BatchStep | None = None
     redriven: tuple[str, ...] = ()
     """Ids of dead letters that end with it, at most LETTERS_AT_ONCE: what they gave is among the rest of the flush."""
 
@@ -164,11 +176,14 @@ class FlushResult:
     """Windows of RECOMPUTE segments that have no entry or are not retained: their rows go to the late dataset."""
     gone_letters: frozenset[str] = frozenset()
     """Redriven letters that are not there any more, or are not wanted: what they gave must be left out."""
+    batch_progress: BatchProgress | None = None
+    """Where ``batches`` windows stand, when the flush has no room in what other servers left: to be planned anew."""
 
     @property
     def registered(self) -> bool:
         """Whether the transaction took place."""
-        return not (self.lost_shards or self.cut_windows or self.expired_windows or self.gone_letters)
+        refused = self.lost_shards or self.cut_windows or self.expired_windows or self.gone_letters
+        return not refused and self.batch_progress is None
 
 
 class WindowState(enum.StrEnum):
@@ -325,8 +340,9 @@ class Ledger(LetterBook, Protocol):
         """Register a flush as a whole, or refuse it as a whole before anything is written.
 
         A window is cut when its entry says so or, without an entry, when it ends at or before ``cut_below_ms``.
-        RECOMPUTE segments of a retained window (SET_ASIDE ones too) become ``pending``. ``batch_progress`` with a
-        lower number than the stored one is passed over: another server is further. Raises InternalError when a
+        RECOMPUTE segments of a retained window (SET_ASIDE ones too) become ``pending``. The rows of ``batches`` are
+        added to those that other servers have put in since the plan, and refused when the window would have more
+        than ``max_rows``, or another has been begun: so none ever has more. Raises InternalError when a
         position would go down, a path is registered twice, a segment's bounds are not those of its window, or a
         RECOMPUTE segment's window is OPEN.
         """

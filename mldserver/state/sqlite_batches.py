@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     import sqlite3
     from collections.abc import Iterable
 
-__all__ = ["go_behind", "read", "write"]
+    from mldserver.state.ledger import BatchStep
+
+__all__ = ["go_behind", "move_on", "no_room", "read"]
 
 
 def read(db: sqlite3.Connection) -> BatchProgress:
@@ -20,7 +22,7 @@ def read(db: sqlite3.Connection) -> BatchProgress:
     return BatchProgress(*row)
 
 
-def write(db: sqlite3.Connection, progress: BatchProgress) -> None:
+def _write(db: sqlite3.Connection, progress: BatchProgress) -> None:
     """Note where they stand now."""
     db.execute(
         "UPDATE meta SET batch_number = ?, batch_rows = ?, batch_opened_ms = ?",
@@ -28,6 +30,19 @@ def write(db: sqlite3.Connection, progress: BatchProgress) -> None:
     )
 
 
+def no_room(db: sqlite3.Connection, step: BatchStep | None) -> BatchProgress | None:
+    """Return where they stand when a flush has no room there."""
+    stands = read(db)
+    return stands if step is not None and batches.moved_on(stands, step) is None else None
+
+
+def move_on(db: sqlite3.Connection, step: BatchStep) -> None:
+    """Take a flush's rows in."""
+    progress = batches.moved_on(read(db), step)
+    assert progress is not None, "a flush without room is refused"
+    _write(db, progress)
+
+
 def go_behind(db: sqlite3.Connection, window_ids: Iterable[str]) -> None:
     """Go on behind windows that are cut."""
-    write(db, batches.behind(read(db), window_ids))
+    _write(db, batches.behind(read(db), window_ids))

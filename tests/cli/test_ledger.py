@@ -13,6 +13,7 @@ from mldserver.coordinator.layout import LEDGER
 from mldserver.records import Sequence
 from mldserver.state.ledger import (
     BatchProgress,
+    BatchStep,
     Commit,
     Flush,
     PositionUpdate,
@@ -47,7 +48,8 @@ def server(tmp_path: Path) -> Iterator[SqliteStore]:
     batch = Segment("_mldserver/segments/batch/x", "batch-000000000004", 10, 100)
     late = Segment("_mldserver/segments/late", "old", 1, 10, 0, 1000, SegmentKind.LATE)
     progress = BatchProgress(4, 10, 1000)
-    store.register(Flush(moves, (batch, late), clock=1234, batch_progress=progress), now_ms=1)
+    step = BatchStep(BatchProgress(), progress, max_rows=100)
+    store.register(Flush(moves, (batch, late), clock=1234, batches=step), now_ms=1)
     store.release_shard("b", 1)
     store.know_shards({"c": ("a",)})
     store.sync(ServerState("one", 61_000, watermark_ms=2500, held_by="a", reason="behind"))

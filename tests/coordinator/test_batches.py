@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from coordinator.pipeline import RULES, Pipeline
 from mldserver.coordinator.windows import batches
 from mldserver.records import Sequence
 from mldserver.state.batches import batch_id
+from mldserver.testing import VirtualClock
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,3 +39,32 @@ async def test_the_number_of_one_that_was_cut_for_its_age_is_not_given_again_aft
         await pipeline.clock.advance(20)
         assert pipeline.published() == {batch_id(0): [1, 2], batch_id(1): [3, 4]}
         assert pipeline.coordinator.status().windows_halted == ()
+
+
+async def test_no_batch_has_more_rows_than_its_bound_when_two_servers_fill_it(tmp_path: Path) -> None:
+    clock = VirtualClock(1_000_000)
+
+    async def pause() -> None:
+        """Let the other server go on between any two calls of the ledger."""
+        for _ in range(40):
+            await asyncio.sleep(0)
+
+    def server(server_id: str) -> Pipeline:
+        made = Pipeline(
+            tmp_path, spec=batches(max_rows=100, max_age="1 hour"), server_id=server_id, clock=clock
+        )
+        made.faults.pause = pause  # type: ignore[method-assign]  # of this one
+        return made
+
+    one, two = server("one"), server("two")
+    async with one.life(), two.life():
+        a, b = await one.open("a"), await two.open("b")
+        for first in range(1, 601, 10):
+            records = [(first + n, 1000 + first) for n in range(10)]
+            await one.give(a, records)
+            await two.give(b, records)
+            await clock.advance(1)
+        for _ in range(10):
+            await clock.advance(1)
+        found = {window: len(rows) for window, rows in one.published().items()}
+    assert found == dict.fromkeys(map(batch_id, range(12)), 100)

@@ -14,6 +14,8 @@ from mldserver.coordinator.windows import Tumbling, batches
 from mldserver.errors import LedgerError
 from mldserver.records import Sequence
 from mldserver.state.batches import batch_id
+from mldserver.state.ledger import BatchProgress, BatchStep, Flush, Segment
+from mldserver.state.store import SqliteStore
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -290,3 +292,48 @@ async def test_a_shard_whose_position_is_another_one_in_the_ledger_is_left_out(w
     flushed = await writing.flusher.flush([batch], "interval", {})
     assert flushed.lost_shards == {"a"}
     assert writing.files() == {f"{W[0]}/{zero(0)}": [1]}
+
+
+async def test_a_flush_that_others_crowd_out_again_and_again_takes_batches_of_its_own(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    writing = await Writing.begin(tmp_path, batches(max_rows=3, max_age="1 hour"))
+    other = SqliteStore(tmp_path / "ledger.sqlite", pipeline="test", server_id="two")
+    other.open(now_ms=0)
+    crowds: list[str] = []
+
+    def crowd(name: str, after: bool) -> None:
+        """Another server puts a row in just before this one registers what it has written."""
+        if name == "register" and not after and writing.files():
+            stands = other.peek().batch_progress
+            crowds.append(f"theirs-{len(crowds)}")
+            step = BatchStep(stands, BatchProgress(stands.number, stands.rows + 1, 1), 3)
+            segment = Segment(crowds[-1], batch_id(stands.number), 1, 1)
+            assert other.register(Flush((), (segment,), batches=step), now_ms=0).registered
+
+    def held() -> dict[str, list[int]]:
+        windows = writing.registered().windows
+        return {each: [segment.rows for segment in windows[each].segments] for each in windows}
+
+    shard = await writing.ledger.open_shard("a")
+    writing.faults.hook = crowd
+    await writing.flush([writing.batch(shard, *((n, 1000 + n) for n in range(1, 8)))])
+    writing.faults.hook = None
+    # Twice in vain; then nobody else puts rows between theirs, however many come meanwhile.
+    assert held() == {
+        batch_id(0): [1, 1],
+        batch_id(1): [3],
+        batch_id(2): [3],
+        batch_id(3): [1],
+        batch_id(4): [1],
+    }
+    assert len(crowds) == 3
+    refusals = [event for event in logged if event["event"] == "flush.refused"]
+    assert [event["level"] for event in refusals] == ["debug", "debug"]
+    # What comes next goes where all others' rows go.
+    await writing.flush([writing.batch(shard, (9, 2000))])
+    assert held()[batch_id(4)] == [1, 1]
+    entries = await writing.flusher.cut(None, close_all=False)
+    assert [entry.window_id for entry in entries] == [batch_id(number) for number in (1, 2, 3)]
+    other.close()
+    writing.ledger.store.close()

@@ -11,14 +11,16 @@ from mldserver.errors import InternalError, LedgerVersionError
 from mldserver.records import Sequence
 from mldserver.state.ledger import (
     BatchProgress,
+    BatchStep,
     Flush,
     FlushResult,
     LedgerState,
+    Segment,
     ShardState,
     WindowEntry,
     WindowState,
 )
-from tests.state.samples import DIGITS_56, HUGE, W1, W2, held, late, letter, move, opened, seg
+from tests.state.samples import BATCH, DIGITS_56, HUGE, W1, W2, held, late, letter, move, opened, seg
 
 if TYPE_CHECKING:
     from tests.state.samples import Factory
@@ -77,7 +79,7 @@ async def test_a_flush_is_registered_whole_and_survives_a_restart(ledger_factory
             (seg("s1", rows=2), seg("s2", W2), late("l1"), seg("s3", rows=3)),
             (letter(1),),
             clock=41,
-            batch_progress=BatchProgress(7, 100, 99),
+            batches=BatchStep(BatchProgress(), BatchProgress(7, 100, 99), 1000),
         )
         assert (await ledger.register(flush)) == FlushResult()
     assert await held(ledger_factory) == LedgerState(
@@ -187,23 +189,48 @@ async def test_times_and_the_clock_never_go_back(ledger_factory: Factory) -> Non
     assert (state.shards["a"].effective_ms, state.shards["a"].event_ms, state.clock) == (70, 60, 9)
 
 
-async def test_batch_progress_stays_until_another_is_given(ledger_factory: Factory) -> None:
+def put_in(since: BatchProgress, until: BatchProgress, *segments: Segment) -> Flush:
+    return Flush((), segments, batches=BatchStep(since, until, max_rows=10))
+
+
+async def test_batches_stand_where_the_last_flush_ended(ledger_factory: Factory) -> None:
     async with opened(ledger_factory) as (ledger, _):
-        await ledger.register(Flush((), batch_progress=BatchProgress(3, 5, 9)))
+        await ledger.register(put_in(BatchProgress(), BatchProgress(3, 5, 9)))
         await ledger.register(Flush(()))
     assert (await held(ledger_factory)).batch_progress == BatchProgress(3, 5, 9)
     async with opened(ledger_factory) as (ledger, _):
-        await ledger.register(Flush((), batch_progress=BatchProgress(4)))
+        await ledger.register(put_in(BatchProgress(3, 5, 9), BatchProgress(4)))
     assert (await held(ledger_factory)).batch_progress == BatchProgress(4, 0, None)
 
 
-async def test_batch_progress_of_a_server_that_is_behind_is_passed_over(ledger_factory: Factory) -> None:
-    async with opened(ledger_factory) as (ledger, _):
-        await ledger.register(Flush((), batch_progress=BatchProgress(4, 5, 9)))
-        assert (await ledger.register(Flush((), batch_progress=BatchProgress(3, 7, 8)))).registered
-        assert (await held(ledger_factory)).batch_progress == BatchProgress(4, 5, 9)
-        await ledger.register(Flush((), batch_progress=BatchProgress(4, 6, 9)))
-    assert (await held(ledger_factory)).batch_progress == BatchProgress(4, 6, 9)
+async def test_what_several_servers_put_into_a_batch_adds_up_to_its_bound_and_never_beyond(
+    ledger_factory: Factory,
+) -> None:
+    begun = BatchProgress(1)
+    async with opened(ledger_factory) as (one, _), opened(ledger_factory, "two") as (two, _):
+        await one.register(put_in(BatchProgress(), begun))
+        # Both have planned on from the same place.
+        assert (
+            await one.register(put_in(begun, BatchProgress(1, 4, 100), seg("s1", BATCH, rows=4)))
+        ).registered
+        assert (
+            await two.register(put_in(begun, BatchProgress(1, 3, 200), seg("s2", BATCH, rows=3)))
+        ).registered
+        assert (await held(ledger_factory)).batch_progress == BatchProgress(1, 7, 100)
+        before = await held(ledger_factory)
+        full = put_in(BatchProgress(1, 4, 100), BatchProgress(1, 8, 100), seg("s3", BATCH, rows=4))
+        assert await one.register(full) == FlushResult(batch_progress=BatchProgress(1, 7, 100))
+        beyond = put_in(BatchProgress(1, 4, 100), BatchProgress(2, 1, 300), seg("s3", BATCH, rows=6))
+        assert await one.register(beyond) == FlushResult(batch_progress=BatchProgress(1, 7, 100))
+        assert await held(ledger_factory) == before
+        fits = put_in(BatchProgress(1, 4, 100), BatchProgress(1, 7, 100), seg("s3", BATCH, rows=3))
+        assert (await one.register(fits)).registered
+        assert (await held(ledger_factory)).batch_progress == BatchProgress(2)
+        # Nothing goes into one that is full, also before it is cut; who puts nothing in is not in the way.
+        again = put_in(BatchProgress(1, 7, 100), BatchProgress(1, 8, 100), seg("s4", BATCH, rows=1))
+        assert await two.register(again) == FlushResult(batch_progress=BatchProgress(2))
+        assert (await two.register(put_in(BatchProgress(1, 7, 100), BatchProgress(1, 7, 100)))).registered
+    assert (await held(ledger_factory)).batch_progress == BatchProgress(2)
 
 
 async def test_a_file_is_registered_once(ledger_factory: Factory) -> None:

@@ -9,6 +9,7 @@ import pytest
 from mldserver.errors import InternalError
 from mldserver.state.ledger import (
     BatchProgress,
+    BatchStep,
     Commit,
     Flush,
     FlushResult,
@@ -342,12 +343,19 @@ async def test_batches_are_pruned_by_the_time_they_were_published(
 
 async def test_the_number_of_a_batch_that_is_cut_is_never_given_again(ledger_factory: Factory) -> None:
     async with opened(ledger_factory) as (ledger, _):
-        await ledger.register(Flush((), (seg("s1", BATCH),), batch_progress=BatchProgress(1, 5, 100)))
+        await ledger.register(
+            Flush((), (seg("s1", BATCH),), batches=BatchStep(BatchProgress(), BatchProgress(1, 5, 100), 9))
+        )
         await ledger.cut((BATCH,))
         assert (await held(ledger_factory)).batch_progress == BatchProgress(2)
-        # A server that has not heard of it tells what it knew.
-        await ledger.register(Flush((), batch_progress=BatchProgress(1, 5, 100)))
-        await ledger.register(Flush((), (seg("s2", W1),), batch_progress=BatchProgress(4, 5, 200)))
+        # A server that has not heard of it goes on from what it knew.
+        told = await ledger.register(
+            Flush((), batches=BatchStep(BatchProgress(1, 5, 100), BatchProgress(1, 6, 100), 9))
+        )
+        assert told.batch_progress == BatchProgress(2)
+        await ledger.register(
+            Flush((), (seg("s2", W1),), batches=BatchStep(BatchProgress(2), BatchProgress(4, 5, 200), 9))
+        )
         await ledger.register(Flush((), (more("r1", BATCH),)))
         await take_to(ledger, WindowState.CUT, W1)
         await ledger.commit((await attempted(ledger, BATCH),))

@@ -18,6 +18,7 @@ from mldserver.errors import InternalError, ServerBuried
 from mldserver.records import Sequence
 from mldserver.state.ledger import (
     BatchProgress,
+    BatchStep,
     Commit,
     Flush,
     LedgerState,
@@ -43,6 +44,7 @@ ages = st.integers(-1, 12)
 # Few digits and many, so that an order of texts would differ from the order of numbers.
 steps = st.sampled_from([0, 0, 1, 5, 10**30])
 limits = st.sampled_from([1000, 1000, 2, 1])
+few = st.sampled_from([0, 0, 1, 2])
 likely = st.sampled_from([True] * 9 + [False])
 
 
@@ -175,11 +177,23 @@ class LedgerMachine(RuleBasedStateMachine):
         self.now += 1
         updates = tuple(self.update(data, shard_id) for shard_id in sorted(data.draw(st.frozensets(shards))))
         segments = tuple(self.segment(each, likely=data.draw(likely)) for each in touched)
-        progress = data.draw(
-            st.none() | st.builds(BatchProgress, st.integers(0, 9), st.integers(0, 9), times)
+        step = data.draw(
+            st.none() | st.builds(self.step, st.integers(-1, 1), st.integers(-1, 1), few, few, times)
         )
         letters = tuple(letter(n) for n in range(data.draw(st.integers(0, 2))))
-        self.both(server, "register", Flush(updates, segments, letters, clock, progress), now_ms=self.now)
+        self.both(server, "register", Flush(updates, segments, letters, clock, step), now_ms=self.now)
+
+    def step(self, behind: int, missed: int, number: int, rows: int, opened_ms: int | None) -> BatchStep:
+        """What a server puts in whose picture is about right."""
+        stands = self.content.progress
+        since = BatchProgress(
+            max(0, stands.number - behind),
+            max(0, stands.rows - missed),
+            stands.opened_ms if missed else opened_ms,
+        )
+        return BatchStep(
+            since, BatchProgress(since.number + number, since.rows + rows, opened_ms), max_rows=6
+        )
 
     def update(self, data: st.DataObject, shard_id: str) -> PositionUpdate:
         shard = self.content.shards.get(shard_id, ShardState(shard_id, 1))
