@@ -16,7 +16,7 @@ import msgspec
 import orjson
 import structlog
 
-from mldserver.errors import HandlerError, LedgerError, PeerError
+from mldserver.errors import LedgerError, MldserverError, PeerError
 from mldserver.faults import kill_point
 from mldserver.protocol.messages import Version
 from mldserver.records import Shard
@@ -130,7 +130,9 @@ class Redriver:
                 await self._take_unowned(shard_id, letters)
         except Superseded:
             return  # a connection has the shard now: the next round takes its letters there
-        except (HandlerError, PeerError) as error:
+        except LedgerError:
+            raise  # they are tried again when it can be reached
+        except MldserverError as error:
             await self._refuse(letters, error)
 
     async def _take_unowned(self, shard_id: str, letters: tuple[StoredLetter, ...]) -> None:
@@ -179,7 +181,7 @@ class Redriver:
         for key in {each.letter.partition_key for each in letters} - {None, *parked}:
             await self._runtime.unpark(shard_id, str(key))
 
-    async def _refuse(self, letters: tuple[StoredLetter, ...], error: HandlerError | PeerError) -> None:
+    async def _refuse(self, letters: tuple[StoredLetter, ...], error: MldserverError) -> None:
         log.error("redrive.failed", shard=letters[0].letter.shard_id, **error.told())
         await self._ledger.redrive(tuple(each.id for each in letters), wanted=False)
 

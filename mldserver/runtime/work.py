@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 from msgspec import structs
 
-from mldserver.errors import HandlerHalted, InternalError
+from mldserver.errors import HandlerHalted, InternalError, MldserverError
 from mldserver.runtime.base import BatchOutcome
 from mldserver.runtime.deadlines import Watch
-from mldserver.runtime.failure import Ending, Failure
+from mldserver.runtime.failure import Ending, Failure, describe
 from mldserver.runtime.lane import Lane, Tools
 from mldserver.runtime.outcome import Taken, damaged, dead_letter, join_rows, take
 from mldserver.runtime.plan import BatchPlan, End
@@ -66,10 +66,24 @@ class BatchWork:
     async def run(self) -> BatchOutcome:
         """Work until every record is decided.
 
+        What nobody foresaw in what the handler made is a failure of the batch: it is called again, and condemned when it
+        has failed as often as a record may.
+
         Raises PeerError for a line that is no batch, HandlerHalted when a failure stops the shard, InternalError rather
         than to leave a record out.
         """
-        await (self._run_async() if self.hook.is_async else self._run_sync())
+        failures = 0
+        while True:
+            try:
+                await (self._run_async() if self.hook.is_async else self._run_sync())
+                return self._outcome()
+            except (Exception, SystemExit) as error:
+                if isinstance(error, MldserverError) or self.delivery.condemned is not None:
+                    raise
+                failures += 1
+                await self._again(describe(error), failures)
+
+    def _outcome(self) -> BatchOutcome:
         for lane in self.lanes:
             if lane.plan.halted is not None:
                 raise self._halted(lane, lane.plan.halted)
@@ -80,6 +94,26 @@ class BatchWork:
         outcome = BatchOutcome(self.taken.outline, self.rows, attempts=attempts)
         ends = self._ends()
         return self._with_ends(outcome, ends) if ends else outcome
+
+    async def _again(self, failure: Failure, failures: int) -> None:
+        """Wait before the batch is worked on once more; the last time none of its records reaches the handler."""
+        policy, delay = self.tools.policy, 0.0
+        if failures < policy.attempts:
+            delay = policy.delay(failures, self.tools.random())
+        else:
+            self.delivery = structs.replace(self.delivery, condemned=failure.error)
+        log.warning(
+            "handler.failed",
+            shard=self.delivery.shard_id,
+            handler=self.tools.spec.path,
+            hook=self.hook.name,
+            what=failure.error,
+            traceback=failure.traceback,
+            attempt=failures,
+            delay_seconds=delay,
+        )
+        if delay:
+            await self.tools.clock.sleep(delay)
 
     def _with_ends(self, outcome: BatchOutcome, ends: Sequence[tuple[int, End]]) -> BatchOutcome:
         """Return what became of the batch, with the records that have no rows; tell of them."""
@@ -147,7 +181,13 @@ class BatchWork:
 
     def _take_line(self) -> None:
         """Decode the line, and plan one call for all records, or one a lane."""
-        self.taken = take(self.delivery, self.decoder)
+        try:
+            self.taken = take(self.delivery, self.decoder)
+        except MldserverError:
+            raise
+        except Exception as error:
+            raise InternalError(f"A line cannot be decoded: {describe(error).error}.") from error
+        self.rows = None
         self.lanes = [self._lane(place, indices) for place, indices in self._split()]
         if self.tools.spec.record_hook is RecordHook.TABLE and (faults := damaged(self.taken.fresh)):
             self.lanes[0].plan.condemn(faults, self.tools.clock.now_ms())

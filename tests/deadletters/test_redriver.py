@@ -12,7 +12,7 @@ from coordinator.outcomes import outcome
 from mldserver.coordinator.buffer import Buffer
 from mldserver.coordinator.redriving import Redriving
 from mldserver.deadletters.redriver import Redriver, as_line, portions
-from mldserver.errors import HandlerHalted, LedgerError
+from mldserver.errors import HandlerHalted, InternalError, LedgerError
 from mldserver.protocol.batches import decode_records
 from mldserver.protocol.messages import Version
 from mldserver.records import Sequence
@@ -80,13 +80,13 @@ class Handler:
 
     calls: list[Any] = field(default_factory=list)
     bad: frozenset[int] = frozenset()
-    halted: bool = False
+    refuses: Exception | None = None
     during: Callable[[], Any] = lambda: None
 
     async def open(self, shard: Shard) -> None:
         self.calls.append(("open", shard.id))
-        if self.halted:
-            raise HandlerHalted("initialize failed")
+        if self.refuses is not None:
+            raise self.refuses
 
     async def forget(self, shard_id: str) -> None:
         self.calls.append(("forget", shard_id))
@@ -201,8 +201,11 @@ async def test_a_connection_that_comes_takes_the_shard_and_its_letters_stay_want
     assert current.current
 
 
-async def test_letters_that_the_handler_cannot_take_are_not_wanted_any_more(house: House) -> None:
-    house.handler.halted = True
+@pytest.mark.parametrize("error", [HandlerHalted("initialize failed"), InternalError("A bug.")])
+async def test_letters_that_the_handler_cannot_take_are_not_wanted_any_more(
+    house: House, error: Exception
+) -> None:
+    house.handler.refuses = error
     await house.redriver().round()
     assert house.handler.calls == [("open", "a")]
     assert [wanted for _, _, wanted in house.left()] == [False, False, False]

@@ -7,8 +7,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from mldserver.errors import HandlerHalted
+from mldserver.errors import HandlerHalted, InternalError
 from mldserver.records import Batch
+from mldserver.runtime import work
 from mldserver.runtime.failure import FailurePolicy, OnFailure
 
 ONE = FailurePolicy(attempts=1)
@@ -158,3 +159,62 @@ async def test_records_with_damaged_base64_are_dead_before_the_table_is_made(
     await runtime.open(shard)
     outcome = await runtime.process(kit.line([kit.record(1, 1, data="%%%"), kit.record(2, 2)]))
     assert (column(outcome, "n"), kit.dead(outcome), kit.clock.slept) == ([2], [1], [])
+
+
+@pytest.mark.parametrize("hook", ["sync", "async"])
+async def test_what_nobody_foresaw_is_a_failure_of_the_batch(
+    kit: Any, column: Any, hook: Any, monkeypatch: Any, logged: Any
+) -> None:
+    tries: list[int] = []
+
+    def fail_once(parts: Any, *_: Any, **more: Any) -> Any:
+        tries.append(len(parts))
+        if len(tries) == 1:
+            raise pa.ArrowCapacityError("too much")
+        return original(parts, *_, **more)
+
+    def process_records(batch: Any) -> Any:
+        return [number(record) for record in batch]
+
+    async def process_records_async(batch: Any) -> Any:
+        return process_records(batch)
+
+    original = work.join_rows
+    monkeypatch.setattr(work, "join_rows", fail_once)
+    outcome = await kit.run(
+        1, 2, schema=SCHEMA, process_records=process_records if hook == "sync" else process_records_async
+    )
+    assert (column(outcome, "n"), outcome.dead_letters) == ([1, 2], ())
+    (failed,) = (event for event in logged if event["event"] == "handler.failed")
+    assert (failed["what"], failed["attempt"]) == ("ArrowCapacityError: too much", 1)
+    assert kit.clock.slept == [failed["delay_seconds"]]
+
+
+@pytest.mark.parametrize("error", [pa.ArrowCapacityError("too much"), SystemExit("too much")])
+async def test_when_it_does_not_end_no_record_of_the_batch_counts(
+    kit: Any, monkeypatch: Any, error: Any
+) -> None:
+    async def process_record(record: Any) -> Any:
+        return number(record)
+
+    def fail(parts: Any, *_: Any, **__: Any) -> None:
+        if parts:
+            raise error
+
+    monkeypatch.setattr(work, "join_rows", fail)
+    outcome = await kit.run(1, 2, schema=SCHEMA, process_record=process_record)
+    assert (outcome.rows, kit.dead(outcome), len(kit.clock.slept)) == (None, [1, 2], 2)
+    assert {letter.error for letter in outcome.dead_letters} == {f"{type(error).__name__}: too much"}
+    with pytest.raises(HandlerHalted, match="too much"):
+        await kit.run(1, 2, policy=HALT, schema=SCHEMA, process_record=number)
+
+
+async def test_a_line_that_the_decoder_fails_on_is_none_of_the_handlers_doing(
+    kit: Any, monkeypatch: Any
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("odd")
+
+    monkeypatch.setattr(work, "take", fail)
+    with pytest.raises(InternalError, match="RuntimeError: odd"):
+        await kit.run(1, schema=SCHEMA, process_record=number)
