@@ -111,6 +111,14 @@ async def test_a_row_that_ends_its_worker_is_found_like_a_call_that_does(stage: 
     assert (column(outcome, "_sequence"), dead(outcome)) == (["1", "3"], [2])
 
 
+@over("harmful:HarmfulTable")
+async def test_a_table_whose_memory_is_damaged_is_refused(stage: Stage) -> None:
+    shard = await stage.opened()
+    outcome = await shard.process("row", "damaged", "row")
+    assert (column(outcome, "n"), dead(outcome)) == ([1, 3], [2])
+    assert outcome.dead_letters[0].error.startswith("TableMismatch: the table is damaged: ")
+
+
 # Rows of one call each.
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -132,3 +133,27 @@ def test_numbers_too_large_for_a_float_do_not_become_infinite() -> None:
 def test_numbers_with_a_fraction_are_not_cut() -> None:
     built = take(table(n=[1.0, 1.5, 2.0]), schema=parse_schema("n BIGINT"))
     assert built.faults == {11: "column n: '1.5' is not BIGINT"}
+
+
+def texts(offsets: list[int], data: bytes) -> Any:
+    """Return an array of strings out of raw memory, which Arrow does not look at."""
+    raw = pa.py_buffer(np.array(offsets, np.int32).tobytes())
+    return pa.StringArray.from_buffers(len(offsets) - 1, raw, pa.py_buffer(data))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        texts([0, 1, 1_000_000_000, 3], b"abc"),
+        texts([0, 2, 1, 3], b"abc"),
+        texts([0, 1, 2, 3], b"a\xffc"),
+        pa.DictionaryArray.from_arrays(pa.array([0, 1, 7]), pa.array(["a", "b"]), safe=False),
+    ],
+    ids=["beyond the end", "down", "no UTF-8", "no such entry"],
+)
+@pytest.mark.parametrize("record", [{}, {"record": [2, 1, 0]}], ids=["", "by record"])
+def test_a_table_whose_memory_is_not_what_it_says_fails_the_whole_call(name: Any, record: Any) -> None:
+    returned = pa.table({"name": name, **record})
+    for each in (returned, returned.to_batches()[0]):
+        with pytest.raises(TableMismatch, match="the table is damaged: "):
+            take(each)

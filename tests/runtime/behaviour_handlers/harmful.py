@@ -8,7 +8,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from runtime.behaviour_handlers.obedient import ByBatch, ByBatchAsync, ByRecord, ByRecordAsync
+import pyarrow as pa
+from runtime.behaviour_handlers.obedient import ByBatch, ByBatchAsync, ByRecord, ByRecordAsync, ByTable
 
 from mldserver import BatchResult, Fatal, Retry
 
@@ -150,3 +151,16 @@ class Reusing(ByRecord):
             return super().process_record(record)
         self.row |= {"n": record.sequence_number, "told": record.json()}
         return [self.row, self.row] if record.json() == "twice" else self.row
+
+
+class HarmfulTable(ByTable):
+    """Returns texts that are none, in memory of its own."""
+
+    def process_table(self, table: pa.Table) -> Any:
+        made = super().process_table(table)
+        texts = made["told"].combine_chunks()
+        if "damaged" not in texts.to_pylist():
+            return made
+        _, offsets, data = texts.buffers()
+        data = pa.py_buffer(data.to_pybytes().replace(b"damaged", b"damage\xff"))
+        return made.set_column(1, "told", pa.StringArray.from_buffers(len(texts), offsets, data))
