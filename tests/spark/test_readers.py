@@ -122,11 +122,13 @@ async def test_spark_finds_published_windows_alone_and_each_revision_whole(shop:
 
             over = threading.Event()
             reading = group.create_task(asyncio.to_thread(read_until, shop, over))
-            for number in LATE:
-                before |= shop.files("08-00-10Z")
-                shop.put(13, number)
-                await shop.replaced("08-00-10Z", before)
-            over.set()
+            try:
+                for number in LATE:
+                    before |= shop.files("08-00-10Z")
+                    shop.put(13, number)
+                    await shop.replaced("08-00-10Z", before)
+            finally:
+                over.set()
             for rows in await reading:
                 # Hadoop's local file system leaves out names that go between its listing of a folder and its look at
                 # each: Spark then finds no file of the window that is exchanged at this moment. Never some of them.
