@@ -198,6 +198,8 @@ class Lane:
     def _judge_each(self, step: Step, returned: Returned) -> _Came:
         """Each record had a call of its own, up to the first that failed."""
         done, failure = len(returned.values), returned.failure
+        if done == len(step.indices):
+            failure = None  # thrown into the thread from outside, behind the last call
         indices = step.indices if failure is None else step.indices[:done]
         came = _came(self.tools.rows.build(zip(indices, returned.values, strict=True)))
         if failure is not None:

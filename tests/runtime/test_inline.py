@@ -10,7 +10,8 @@ import pytest
 
 from mldserver.errors import HandlerHalted
 from mldserver.records import Sequence, Shard
-from mldserver.runtime.failure import FailurePolicy, OnFailure
+from mldserver.runtime.calls import Caller
+from mldserver.runtime.failure import Failure, FailurePolicy, OnFailure
 
 ONE = FailurePolicy(attempts=1)
 HALT = FailurePolicy(on_failure=OnFailure.HALT)
@@ -207,3 +208,17 @@ async def test_under_halt_the_first_record_that_fails_for_good_stops_the_shard(
     assert caught.value.where["sequence"] == "2"
     assert caught.value.where["attempts"] == 3
     assert [event["level"] for event in logged if event["event"] == "handler.halted"] == ["critical"]
+
+
+async def test_an_exception_that_is_thrown_in_behind_the_last_call_harms_no_record(
+    kit: Any, column: Any, monkeypatch: Any
+) -> None:
+    def late(*arguments: Any) -> Any:
+        returned = call_sync(*arguments)
+        returned.failure = Failure("TimeoutError")
+        return returned
+
+    call_sync = Caller.call_sync
+    monkeypatch.setattr(Caller, "call_sync", late)
+    outcome = await kit.run(1, 2, schema="n INT", process_record=lambda record: (record.json(),))
+    assert (column(outcome, "n"), outcome.dead_letters, outcome.attempts) == ([1, 2], (), 1)
