@@ -313,13 +313,13 @@ def test_the_servers_own_frames_are_left_out() -> None:
     def handler() -> None:
         raise ValueError("x")
 
-    from mldserver.runtime.calls import _settled
+    from mldserver.runtime.values import settled
 
     def generator() -> Any:
         handler()
         yield
 
-    text = describe(_caught(lambda: _settled(generator()))).traceback
+    text = describe(_caught(lambda: settled(generator()))).traceback
     assert "in handler" in text
     refused = _caught(lambda: FailurePolicy(attempts=0))
     deepest = refused.__traceback__
