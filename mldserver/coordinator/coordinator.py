@@ -318,7 +318,7 @@ class Coordinator:
         refuse_gap(opening, state.position, ended=state.ended, accepted=accepted)
         # Under the new epoch: what an older one has not stored by now is delivered again.
         parked = await self._ledger.parked_keys(shard_id) if self.rules.parks else {}
-        await self._fleet.learn_parents(state)
+        await self._fleet.learn_ancestors(state)
         now_ms = self.clock.now_ms()
         new = self.lineage.know(shard_id, now_ms, parents=state.parents)
         proved = self.lineage.proved_ended(shard_id)

@@ -175,14 +175,25 @@ class Fleet:
             self._lineage.end(shard_id, now_ms)
         return ends
 
-    async def learn_parents(self, shard: ShardState) -> None:
-        """Learn how far the parents of a shard that was never read have come, if others may have read them."""
-        if shard.effective_ms is not None or not self.peers:
+    async def learn_ancestors(self, shard: ShardState) -> None:
+        """Learn how far the ancestors of a shard that was never read have come: its records come no earlier.
+
+        Others may have read and ended them since the last look at the ledger, also servers that came since.
+        """
+        if shard.effective_ms is not None or not shard.parents:
             return
-        state = await self.sync()
-        for parent in shard.parents:
-            if parent in state.shards:
-                self._learn_shard(state.shards[parent], self._clock.now_ms())
+        state, now_ms = await self.sync(), self._clock.now_ms()
+        seen, queue = set(shard.parents), list(shard.parents)
+        while queue:
+            ancestor = state.shards.get(queue.pop())
+            if ancestor is None:
+                continue
+            self._learn_shard(ancestor, now_ms)
+            # Also of one whose connection here is dead, which this server has not heard yet.
+            self._lineage.reach(ancestor.shard_id, ancestor.effective_ms)
+            if ancestor.effective_ms is None:
+                queue.extend(parent for parent in ancestor.parents if parent not in seen)
+                seen.update(ancestor.parents)
 
     # What is done about others.
 

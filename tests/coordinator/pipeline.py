@@ -23,6 +23,7 @@ from mldserver.coordinator.store import OutputStore
 from mldserver.coordinator.watermark import WatermarkRules
 from mldserver.coordinator.window_runner import WindowPolicy, WindowRunner
 from mldserver.coordinator.windows import Tumbling, WindowSpec
+from mldserver.errors import LedgerError
 from mldserver.records import Sequence
 from mldserver.sources.base import ShardOpening
 from mldserver.state.store import SqliteStore
@@ -306,7 +307,7 @@ class Daemon:
     async def read(self, pipeline: Pipeline, shard: str) -> None:
         at = self.checkpoints.get(shard, 0)
         start = Sequence(at) if at else "TRIM_HORIZON"
-        session = await pipeline.open(shard, start, parents=self.parents.get(shard, ()))
+        session = await self.open(pipeline, shard, start)
         left = [record for record in self.records[shard] if record[0] > at]
         while left:
             size = self.sizes()
@@ -316,6 +317,14 @@ class Daemon:
             await pipeline.clock.sleep(1.5)
         if await session.end():
             self.ended.add(shard)
+
+    async def open(self, pipeline: Pipeline, shard: str, start: Any) -> ShardSession:
+        """Connect, and again when the ledger fails then: who is not answered comes back."""
+        while True:
+            try:
+                return await pipeline.open(shard, start, parents=self.parents.get(shard, ()))
+            except LedgerError:
+                await pipeline.clock.sleep(0.1)
 
     async def give(self, pipeline: Pipeline, session: ShardSession, batch: Records) -> None:
         after = session.after
