@@ -18,20 +18,29 @@ from mldserver.errors import DriverLost, WindowFailed
 
 pick = st.integers(0, 7)
 turns = st.sampled_from([0, 0, 1, 2, 3, 5, 8, 13, 20, 60])
-one_record = st.tuples(
-    st.integers(-6000, 0), st.integers(-5000, 0), st.sampled_from(["row"] * 6 + ["none", "bad"])
-)
-"""New in the stream: how long ago it arrived, how much earlier it happened (ms), its kind."""
+New = tuple[int, int, str]
+"""A record that is new in the stream: how long ago it arrived, how much earlier it happened (ms), its kind."""
+
+
+def arrived(earliest_ms: int, latest_ms: int) -> st.SearchStrategy[list[New]]:
+    kinds = st.sampled_from(["row"] * 6 + ["none", "bad"])
+    one = st.tuples(st.integers(earliest_ms, latest_ms), st.integers(-5000, 0), kinds)
+    return st.lists(one, min_size=1, max_size=4)
+
+
+news = arrived(-6000, 0)
 delivery = st.tuples(
     pick,
-    st.lists(one_record, min_size=1, max_size=4),
+    news,
     st.integers(1, 5),
     st.integers(0, 3),
     st.sampled_from([0, 0, 0.3, 1, 2]),
 )
 """Which connection, what is new in its shard, how many records at most, turns the handler takes, seconds afterwards."""
 bursts = st.lists(delivery, min_size=2, max_size=5)
-Delivery = tuple[int, list[tuple[int, int, str]], int, int, float]
+floods = st.lists(st.tuples(pick, news, st.just(3), st.integers(0, 1), st.just(0)), min_size=10, max_size=14)
+"""Small batches, and many: what each shard may have too many of is little beside all that comes."""
+Delivery = tuple[int, list[New], int, int, float]
 
 
 class PipelineMachine(MachineBase):
@@ -43,9 +52,7 @@ class PipelineMachine(MachineBase):
     @precondition(lambda self: len(self.stream.shards) < 8)
     def split(self, number: int) -> None:
         growing = self.stream.growing()
-        parent = growing[number % len(growing)]
-        self.stream.child(parent)
-        self.stream.child(parent)
+        self.split_shard(growing[number % len(growing)])
 
     @rule(number=pick)
     @precondition(lambda self: len(self.stream.growing()) > 1 and len(self.stream.shards) < 8)
@@ -126,6 +133,37 @@ class PipelineMachine(MachineBase):
             if connection.is_idle:
                 self.go(lambda: self.give(connection, size, think), amid)
 
+    @rule(number=pick, server=pick, last=arrived(-500, 0), first=arrived(-9000, -3000))
+    @precondition(lambda self: self.any_up and len(self.stream.shards) < 8)
+    def split_and_read(self, number: int, server: int, last: list[New], first: list[New]) -> None:
+        """A shard is split and read to its end; its children begin with what arrived before its last records did."""
+        readable = [name for name in self.stream.readable() if not self.stream.shards[name].closed]
+        if not readable:
+            return
+        name = readable[number % len(readable)]
+        self.produce(name, last)
+        self.split_shard(name)
+        self.read_out(self.host(server), name, 12)
+        for child in [each for each in self.stream.readable() if name in self.stream.shards[each].parents]:
+            self.produce(child, first)
+            self.read_out(self.host(server), child, 3)
+
+    def come_back(self, number: int, server: int, batches: list[Delivery], seconds: int) -> None:
+        """All daemons fall silent, so that the clock carries the watermark; then one comes again, which has shown less."""
+        self.daemon(server, batches)
+        self.read_up(5)
+        self.play(self.clock.advance(seconds))
+        self.promises()
+        self.open(number, server, None, 20)
+        self.play(self.clock.advance(1.5))
+
+    come_back_1 = precondition(lambda self: self.any_up)(
+        rule(number=pick, server=pick, batches=bursts, seconds=st.sampled_from([8, 15]))(come_back)
+    )
+    come_back_2 = precondition(lambda self: self.any_up)(
+        rule(number=pick, server=pick, batches=bursts, seconds=st.sampled_from([8, 15]))(come_back)
+    )
+
     @rule(number=pick)
     @precondition(lambda self: self.idle)
     def checkpoint(self, number: int) -> None:
@@ -204,6 +242,26 @@ class PipelineMachine(MachineBase):
         trouble = self.host(server).trouble
         trouble.fail_in, trouble.fail_after = calls, after
         self.go(turns=turns)
+
+    def run_short(self, server: int, lacking: str | None, batches: list[Delivery], turns: int) -> None:
+        """Nothing becomes durable while daemons read on: writes fail, or the ledger does not answer (None)."""
+        self.daemon(server, [])
+        trouble = self.host(server).trouble
+        if lacking is None:
+            trouble.awake.clear()
+        trouble.lacking = lacking
+        self.deliver(batches, 5)
+        self.promises()
+        trouble.lacking = None
+        self.go(trouble.awake.set, turns)
+
+    lacks = st.sampled_from(["write", "register", None])
+    run_short_1 = precondition(lambda self: self.any_up)(
+        rule(server=pick, lacking=lacks, batches=floods, turns=turns)(run_short)
+    )
+    run_short_2 = precondition(lambda self: self.any_up)(
+        rule(server=pick, lacking=lacks, batches=floods, turns=turns)(run_short)
+    )
 
     @rule(server=pick, calls=st.integers(1, 30), after=st.booleans())
     @precondition(lambda self: self.any_up)

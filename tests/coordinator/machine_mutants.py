@@ -6,7 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mldserver.coordinator.coordinator import Coordinator
+from mldserver.coordinator.holding import Holding
+from mldserver.coordinator.lineage import Lineage
 from mldserver.coordinator.shard_session import ShardSession
+from mldserver.coordinator.watermark import Watermark
 from mldserver.state.store import SqliteStore
 
 if TYPE_CHECKING:
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
 
     import pytest
 
+    from mldserver.coordinator.watermark import View
     from mldserver.records import Sequence
     from mldserver.state.ledger import Flush, FlushResult
 
@@ -59,3 +63,24 @@ def await_between_check_and_act(patch: pytest.MonkeyPatch) -> None:
 def deliver_twice(patch: pytest.MonkeyPatch) -> None:
     """What is delivered again is taken for new."""
     patch.setattr(ShardSession, "after", None)
+
+
+def never_holds(patch: pytest.MonkeyPatch) -> None:
+    """However short memory is, every daemon is answered."""
+    patch.setattr(Holding, "is_held", lambda _holding, _session: False)
+
+
+def children_without_floor(patch: pytest.MonkeyPatch) -> None:
+    """A shard's times do not go on where its parents ended."""
+    patch.setattr(Lineage, "floor_ms", lambda lineage, shard_id: lineage[shard_id].effective_ms)
+
+
+def watermark_goes_back(patch: pytest.MonkeyPatch) -> None:
+    """The watermark is the least of the shards, whatever it was before."""
+
+    def commit(watermark: Watermark, view: View) -> None:
+        if view.watermark_ms is not None:
+            watermark._watermark_ms = view.watermark_ms
+
+    patch.setattr(Watermark, "_reached", lambda _watermark, value: value)
+    patch.setattr(Watermark, "commit", commit)

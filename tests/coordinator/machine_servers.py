@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from coordinator.machine_stream import Made, Stream
 
     from mldserver.coordinator.shard_session import ShardSession
+    from mldserver.runtime.base import BatchOutcome
 
 STORE = frozenset({"write", "rename", "exchange", "delete"})
 """Calls that change the output folder; all others are transactions of the ledger."""
@@ -35,6 +36,8 @@ class Trouble(Faults):
         """How many calls still succeed before one fails."""
         self.fail_after = False
         """Whether it takes effect all the same."""
+        self.lacking: str | None = None
+        """The calls of this name all fail, before they take effect."""
 
     async def pause(self) -> None:
         """Take some turns of the loop, so that rules find calls under way; none while the server hangs."""
@@ -46,17 +49,23 @@ class Trouble(Faults):
         self.at, self.after = len(self.calls) + calls, after
 
     def calm(self) -> None:
-        self.at = self.fail_in = None
+        self.at = self.fail_in = self.lacking = None
         self.awake.set()
 
     def _fail(self, name: str, after: bool) -> None:
+        if name == self.lacking and not after:
+            raise _failure(name, after)
         if self.fail_in is None or after != self.fail_after:
             return
         self.fail_in -= 1
         if self.fail_in < 0:
             self.fail_in = None
-            told = f"{name} failed {'after' if after else 'before'} it took effect"
-            raise OSError(28, told) if name in STORE else LedgerError(told)
+            raise _failure(name, after)
+
+
+def _failure(name: str, after: bool) -> Exception:
+    told = f"{name} failed {'after' if after else 'before'} it took effect"
+    return OSError(28, told) if name in STORE else LedgerError(told)
 
 
 @dataclass(eq=False)
@@ -71,6 +80,8 @@ class Host:
     trouble: Trouble = field(default_factory=Trouble)
     watermark_ms: int | None = None
     """What this life has shown last."""
+    largest: int = 0
+    """Bytes of the largest batch that it was ever given."""
     connections: list[Connection] = field(default_factory=list)
 
     def start(self, *, renamed: bool) -> None:
@@ -184,6 +195,7 @@ class Connection:
         session = self.alive
         session.began()
         made = outcome_of(session, batch, lag_ms)
+        self.host.largest = max(self.host.largest, size_of(made))
         for _ in range(turns):
             await asyncio.sleep(0)
         await session.accept(made)
@@ -200,7 +212,7 @@ class Connection:
         self.leave()
 
 
-def outcome_of(session: ShardSession, batch: list[Made], lag_ms: int) -> Any:
+def outcome_of(session: ShardSession, batch: list[Made], lag_ms: int) -> BatchOutcome:
     """Return what a runtime makes of a batch: what was accepted before is dropped unseen."""
     after = session.after
     fresh = [each for each in batch if after is None or Sequence(each.number) > after]
@@ -217,3 +229,9 @@ def outcome_of(session: ShardSession, batch: list[Made], lag_ms: int) -> Any:
         letters=[dead_letter(session.shard_id, each.number) for each in fresh if each.kind == "bad"],
         lag_ms=lag_ms,
     )
+
+
+def size_of(made: BatchOutcome) -> int:
+    """Return the bytes that a batch takes in memory: its rows, and what its dead letters hold."""
+    letters = sum(len(each.data) + len(each.traceback) for each in made.dead_letters)
+    return letters + (0 if made.rows is None else made.rows.nbytes)
