@@ -98,7 +98,10 @@ class PipelineMachine(MachineBase):
     def daemon(self, server: int, batches: list[Delivery]) -> None:
         """A daemon that does what it should: it connects, delivers, checkpoints, ends what is over."""
         having = {
-            each.shard for host in self.hosts for each in host.connections if each.has_lease(self.stream)
+            each.shard
+            for host in self.hosts
+            for each in host.connections
+            if each.has_lease(self.stream) and not each.closed
         }
         for place, name in enumerate(self.stream.readable()):
             host = self.host(server + place)

@@ -351,7 +351,9 @@ class MachineBase(RuleBasedStateMachine):
     def read_on(self, host: Host, name: str) -> None:
         """Bring a shard one message further, at whichever server has its lease."""
         shard = self.stream.shards[name]
-        having = [each for h in self.hosts for each in h.connections if each.shard == name]
+        having = [
+            each for h in self.hosts for each in h.connections if each.shard == name and not each.closed
+        ]
         reading = next((each for each in having if each.has_lease(self.stream)), None)
         if reading is None:
             self.connect(host, name)
