@@ -52,6 +52,16 @@ class WorkerGone(Exception):
         self.ending = ending
         self.alone = alone
 
+    @property
+    def guilt(self) -> float:
+        """How far it tells against the request: somebody else may have killed the process before that was begun."""
+        return 1.0 if self.alone else 0.1
+
+    @property
+    def died(self) -> str:
+        """The error that the request's records have failed with, if it was theirs."""
+        return f"WorkerDied: the handler ended its process: {self.ending}"
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:

@@ -154,9 +154,9 @@ class WorkerRuntime:
 
     def _halted(self, shard_id: str, gone: WorkerGone, deaths: int) -> HandlerHalted:
         where = {"shard": shard_id, "handler": self._spares.handler, "hook": str(Hook.INITIALIZE)}
-        log.critical("handler.halted", **where, what=_died(gone.ending), attempts=deaths)
+        log.critical("handler.halted", **where, what=gone.died, attempts=deaths)
         return HandlerHalted(
-            f"{Hook.INITIALIZE} failed for good: {_died(gone.ending)}.",
+            f"{Hook.INITIALIZE} failed for good: {gone.died}.",
             did="The shard is not opened.",
             advice="Mend the handler and start again.",
             **where,
@@ -167,15 +167,15 @@ class WorkerRuntime:
         """Run a life-cycle hook (see ``Runtime.notify``)."""
         if hook is Hook.LEASE_LOST:
             self._owing.discard(shard_id)  # whoever has the lease now reads from the last checkpoint
-        guilt, suspect, ending = 0.0, False, ""
+        guilt, suspect, what = 0.0, False, ""
         while guilt < self._policy.attempts:
             try:
                 answer = await self._ask(
                     shard_id, lambda id_: wire.HookMessage(id_, shard_id, hook), alone=suspect
                 )
             except WorkerGone as gone:
-                suspect, ending = True, gone.ending
-                guilt += _guilt(gone)
+                suspect, what = True, gone.died
+                guilt += gone.guilt
             else:
                 return wire.sequence_of(self._expect(answer, wire.Finished).position)
         log.error(
@@ -183,7 +183,7 @@ class WorkerRuntime:
             shard=shard_id,
             handler=self._spares.handler,
             hook=str(hook),
-            what=_died(ending),
+            what=what,
             attempts=self._policy.attempts,
         )
         return None
@@ -231,7 +231,7 @@ class WorkerRuntime:
                     outcome = await self._once(delivery, line, alone=suspect)
                 except WorkerGone as gone:
                     suspect = True
-                    guilt += _guilt(gone)
+                    guilt += gone.guilt
                     if guilt >= self._policy.attempts:
                         worker = self._worker(delivery.shard_id)
                         worker.searching = True
@@ -258,7 +258,7 @@ class WorkerRuntime:
                 self._keep(done, await self._once(delivery, line, part=part, alone=True), delivery)
                 guilt = 0.0
             except WorkerGone as gone:
-                guilt += _guilt(gone)
+                guilt += gone.guilt
                 if guilt < 1:
                     todo.append(part)
                     continue
@@ -267,7 +267,7 @@ class WorkerRuntime:
                     middle = part.start + len(part) // 2
                     todo += [range(middle, part.stop), range(part.start, middle)]
                 else:
-                    lost = await self._surely(delivery, line, part, condemned=_died(gone.ending))
+                    lost = await self._surely(delivery, line, part, condemned=gone.died)
                     self._keep(done, lost, delivery)
         return joined(done)
 
@@ -439,15 +439,6 @@ class WorkerRuntime:
         for letter in outcome.dead_letters:
             if letter.partition_key is not None:
                 keys.setdefault(letter.partition_key, letter.parked_behind or letter.sequence)
-
-
-def _guilt(gone: WorkerGone) -> float:
-    """Return how far a death tells against the batch: somebody else may have killed the process before it was begun."""
-    return 1.0 if gone.alone else 0.1
-
-
-def _died(ending: str) -> str:
-    return f"WorkerDied: the handler ended its process: {ending}"
 
 
 def _keys(keys: Mapping[str, Sequence]) -> dict[str, str]:
