@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet as pq
 
+from mldserver.coordinator.buffer import Buffer
 from mldserver.records import Sequence
 from mldserver.testing import FakeStream, LeaseTable, Place
 from mldserver.testing.leases import SHARD_END
@@ -16,14 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+    from mldserver.coordinator.flush import BufferedBatch
     from mldserver.coordinator.status import CoordinatorStatus
     from mldserver.state.ledger import Flush
     from mldserver.testing.fake_stream import StreamRecord
 
 Key = tuple[str, tuple[int, int]]
 """A record: its shard and its place there, (sequence number, sub-sequence number)."""
-BATCH_BYTES = 20_000
-"""More than one decoded batch of a simulated shard takes."""
 
 
 class Violated(AssertionError):
@@ -90,10 +90,55 @@ class WatchedLeases(LeaseTable):
 
 
 @dataclass
-class Progress:
-    """What one life of a server shows of itself: the watermark never goes back, memory is bounded."""
+class Memory:
+    """What servers buffer, watched where it grows: no more than their budget and, of each shard, one batch.
+
+    Whoever finds no room waits, behind the batch that it has brought.
+    """
 
     budget: int
+    broken: list[str]
+    """Where to tell."""
+    short: int = 0
+    """How often more came than there was room for."""
+
+    def buffer(self) -> WatchedBuffer:
+        """Stand in for the class of buffers."""
+        return WatchedBuffer(self)
+
+
+class WatchedBuffer(Buffer):
+    """A buffer whose batches are weighed by the oracle too."""
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__()
+        self._memory = memory
+        self._largest: dict[str, int] = {}
+
+    def add(self, batch: BufferedBatch) -> int:
+        memory, before = self._memory, self.bytes
+        number, size = super().add(batch), _weigh(batch)
+        self._largest[batch.shard_id] = max(size, self._largest.get(batch.shard_id, 0))
+        held = list(self.snapshot().values())
+        taken = sum(map(_weigh, held))
+        room = memory.budget + sum(self._largest[shard] for shard in {each.shard_id for each in held})
+        memory.short += before <= memory.budget < taken
+        if taken > room:
+            memory.broken.append(f"{taken} bytes are buffered, more than {room}")
+        if self.bytes != taken:
+            memory.broken.append(f"{self.bytes} bytes are said to be buffered, not {taken}")
+        return number
+
+
+def _weigh(batch: BufferedBatch) -> int:
+    letters = sum(len(each.data) + len(each.traceback) for each in batch.dead_letters)
+    return letters + (0 if batch.rows is None else batch.rows.nbytes)
+
+
+@dataclass
+class Progress:
+    """What one life of a server shows of itself: the watermark never goes back."""
+
     watermark_ms: int | None = None
 
     def look(self, status: CoordinatorStatus) -> list[str]:
@@ -101,9 +146,6 @@ class Progress:
         seen, self.watermark_ms = self.watermark_ms, status.watermark_ms
         if seen is not None and (status.watermark_ms is None or status.watermark_ms < seen):
             broken.append(f"the watermark went back from {seen} to {status.watermark_ms}")
-        room = self.budget + BATCH_BYTES * max(1, status.shards_connected)
-        if status.buffered_bytes > room:
-            broken.append(f"{status.buffered_bytes} bytes are buffered, more than {room}")
         return broken
 
 

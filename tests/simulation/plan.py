@@ -59,6 +59,12 @@ class Plan:
     """How often a server's blocking calls hang, some for longer than it may be silent."""
     restarts: int
     """How often a server is stopped in order and started again."""
+    listed: bool
+    """Whether servers know the stream's shards and their parents, as from ListShards."""
+    steps_back: float
+    """The share of records whose arrival time is earlier than that of records before them."""
+    pause: float
+    """For how many seconds no record comes, amid all others."""
 
     @property
     def calm(self) -> bool:
@@ -81,6 +87,7 @@ def make_plan(seed: int) -> Plan:
         return dice.uniform(0, most) if dice.random() < odds else 0.0
 
     trouble = 0.0 if seed % 10 == 0 else 1.0
+    listed = seed % 3 > 0
     return Plan(
         seed=seed,
         servers=dice.choice((1, 1, 2)),
@@ -98,7 +105,7 @@ def make_plan(seed: int) -> Plan:
         max_records=dice.choice((1, 5, 20)),
         latency=dice.choice((0.0005, 0.005, 0.05, 0.2)),
         flush_seconds=dice.choice((0.5, 1.0, 3.0)),
-        buffer_bytes=dice.choice((3_000, 20_000, 512 << 20)),
+        buffer_bytes=dice.choice((500, 3_000, 512 << 20)),
         poison=rate(0.1),
         flaky=rate(0.2),
         throttle=trouble * rate(0.3),
@@ -117,4 +124,9 @@ def make_plan(seed: int) -> Plan:
         lost_leases=round(trouble * some(3, 0.5)),
         stalls=round(trouble * some(2, 0.3)),
         restarts=round(trouble * some(2, 0.3)),
+        listed=listed,
+        # Servers that know no parents cannot put children behind them. Where nothing goes wrong nothing may be late:
+        # what steps behind a clock that has gone on rightly is.
+        steps_back=trouble * listed * rate(0.6, 0.7),
+        pause=dice.choice((0.0, 0.0, 12.0)),
     )

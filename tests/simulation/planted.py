@@ -6,12 +6,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mldserver.coordinator.coordinator import Coordinator
+from mldserver.coordinator.holding import Holding
+from mldserver.coordinator.lineage import Lineage
 from mldserver.coordinator.shard_session import ShardSession
+from mldserver.coordinator.watermark import Watermark
 from mldserver.state.store import SqliteStore
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from mldserver.coordinator.watermark import View
     from mldserver.records import Sequence
     from mldserver.state.ledger import Flush, FlushResult
 
@@ -46,8 +50,36 @@ class Unfenced(SqliteStore):
         return super().register(replace(flush, positions=positions), now_ms=now_ms)
 
 
+class NeverHolds(Holding):
+    """Answers every daemon, however short memory is."""
+
+    def is_held(self, _session: ShardSession) -> bool:
+        return False
+
+
+class Orphans(Lineage):
+    """Lets a shard's times begin anew, wherever its parents' ended."""
+
+    def floor_ms(self, shard_id: str) -> int | None:
+        return self[shard_id].effective_ms
+
+
+class GoesBack(Watermark):
+    """Takes the least of the shards for the watermark, whatever it was before."""
+
+    def commit(self, view: View) -> None:
+        if view.watermark_ms is not None:
+            self._watermark_ms = view.watermark_ms
+
+    def _reached(self, value: int) -> int:
+        return value
+
+
 BUGS: Mapping[str, Mapping[object, object]] = {
     "an await between check and act": {Coordinator: AwaitsBeforeItForgets},
     "a checkpoint that runs ahead": {ShardSession: ChecksPointsTooEarly},
     "a ledger without fences": {SqliteStore: Unfenced},
+    "nobody is held": {Holding: NeverHolds},
+    "children without their parents' times": {Lineage: Orphans},
+    "a watermark that goes back": {Watermark: GoesBack},
 }

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 
     from mldserver.clock import Clock
     from mldserver.config import Settings
+    from mldserver.testing import FakeStream
 
 _WATCH_SECONDS = 0.2
 _RESTART_SECONDS = 1.0
+_LIST_SECONDS = 0.5
 
 
 @dataclass
@@ -34,6 +36,7 @@ class Supervised:
     settings: Settings
     clock: Clock
     faults: Faults
+    stream: FakeStream
     lives: int = 0
     rows_late: int = 0
     """Rows that were late, as its latest life tells."""
@@ -84,7 +87,11 @@ class Supervised:
         )
         async with asyncio.TaskGroup() as group:
             life = group.create_task(server.run())
-            watched = [group.create_task(self._watch(server)), group.create_task(self._announce(server))]
+            watched = [
+                group.create_task(self._watch(server)),
+                group.create_task(self._announce(server)),
+                group.create_task(self._list(server)),
+            ]
             died = group.create_task(process.died.wait())
             await asyncio.wait({life, died}, return_when=asyncio.FIRST_COMPLETED)
             for task in (died, *watched, life):
@@ -95,8 +102,17 @@ class Supervised:
         with contextlib.suppress(OperatorError):  # it was stopped before it listened
             self.address = await server.listening()
 
+    async def _list(self, server: Server) -> None:
+        """Tell the server of the stream's shards, as AWS does where the stream is named."""
+        with contextlib.suppress(OperatorError):  # it was stopped before it listened
+            await server.listening()
+        while self.plan.listed and server._parts is not None:
+            shards = self.stream.shards
+            server._parts.coordinator.know({name: shard.parents for name, shard in shards.items()})
+            await self.clock.sleep(_LIST_SECONDS)
+
     async def _watch(self, server: Server) -> None:
-        progress, positions = Progress(self.plan.buffer_bytes), self.faults.positions
+        progress, positions = Progress(), self.faults.positions
         while True:
             broken = list(positions.broken)
             with contextlib.suppress(RuntimeError):  # it has not started yet

@@ -21,8 +21,8 @@ TESTS = Path(__file__).parents[1]
 SEED = os.environ.get("MLDSERVER_SIM_SEED")
 FIRST = int(os.environ.get("MLDSERVER_SIM_FIRST", "0"))
 WORLDS = int(os.environ.get("MLDSERVER_SIM_WORLDS", "500"))
-SOON = 60
-"""Worlds within which a planted bug must be found."""
+SOON = 400
+"""Worlds within which a planted bug must be found: the rarest shows in about one of a hundred, wherever timing shifts."""
 
 
 def start(*args: object, hash_seed: int = 0) -> subprocess.Popen[str]:
@@ -66,6 +66,7 @@ def test_every_world_keeps_every_promise() -> None:
         "jvm killed",
         "dropped",
         "lease lost",
+        "short of memory",
     }
     if WORLDS >= 500:
         assert faults.keys() >= expected | {"job failed", "throttled"}
@@ -85,11 +86,13 @@ def test_the_world_that_is_asked_for() -> None:
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug: str) -> None:
     # A ledger without fences is rarely seen: the coordinator's own checks stand before it.
-    first = 45 if bug == "a ledger without fences" else 1
+    first = 130 if bug == "a ledger without fences" else 1
     found = told(start(first, first + SOON, 1, bug))[-1]
     assert found["why"] is not None
     assert "Violated" in found["why"]
-    [without_it] = told(start(found["seed"], found["seed"] + 1))
+    alone = found["seed"], found["seed"] + 1, 1
+    [again], [without_it] = told(start(*alone, bug)), told(start(*alone))
+    assert (again["why"], again["trace"]) == (found["why"], found["trace"])
     assert without_it["why"] is None
 
 
@@ -97,3 +100,9 @@ def test_a_seed_is_the_same_world_every_time() -> None:
     once, again = (told(start(1, 6, hash_seed=n)) for n in (1, 2))
     assert [world["same"] for world in once] == [world["same"] for world in again]
     assert len({world["same"] for world in once}) == 5
+
+
+def test_a_seed_is_the_same_world_whatever_was_played_before() -> None:
+    alone, after_another = told(start(23, 24)), told(start(6, 24, 17))
+    assert [world["seed"] for world in after_another] == [6, 23]
+    assert after_another[1] == alone[0]

@@ -23,11 +23,21 @@ from unittest import mock
 import orjson
 from simulation import handlers
 from simulation.faults import Faults
-from simulation.oracles import Positions, Violated, WatchedLeases, WatchedStream, check_outputs, outputs
+from simulation.oracles import (
+    Memory,
+    Positions,
+    Violated,
+    WatchedLeases,
+    WatchedStream,
+    check_outputs,
+    outputs,
+)
+from simulation.ordered import numbered
 from simulation.servers import Supervised
 
 import mldserver.state.sqlite
 from mldserver.config import resolve
+from mldserver.coordinator.buffer import Buffer
 from mldserver.coordinator.layout import LEDGER
 from mldserver.runtime.thread import WorkerThread
 from mldserver.testing import FakeMLD, Habits
@@ -54,6 +64,12 @@ class Daemon(FakeMLD):
 
     servers: list[Supervised]
     dice: random.Random
+    young: dict[str, int]
+    """Children, and from when on (ms) they are read: every server that lists shards has listed them by then."""
+
+    def _startable(self) -> list[str]:
+        now_ms = self._clock.now_ms()
+        return [name for name in super()._startable() if self.young.get(name, 0) <= now_ms]
 
     def _seat(self, shard_id: str) -> ShardSession:
         addresses = [each.address for each in self.servers if each.address is not None]
@@ -69,7 +85,8 @@ class World:
     folder: Path
     loop: VirtualLoop
     dice: random.Random
-    positions: Positions = field(default_factory=Positions)
+    positions: Positions
+    memory: Memory
     poison: set[tuple[int, int]] = field(default_factory=set)
     trace: list[str] = field(default_factory=list)
 
@@ -90,10 +107,10 @@ class World:
             keep_history=False,
         )
         self.servers = [
-            Supervised(name, plan, self._settings(name), self.clock, self.faults)
+            Supervised(name, plan, self._settings(name), self.clock, self.faults, self.stream)
             for name in ("left", "right")[: plan.servers]
         ]
-        self.mld.servers, self.mld.dice = self.servers, self.dice
+        self.mld.servers, self.mld.dice, self.mld.young = self.servers, self.dice, {}
 
     def _settings(self, name: str) -> Settings:
         plan = self.plan
@@ -133,21 +150,28 @@ class World:
         moments = [(round(dice.uniform(0, plan.seconds), plan.digits), "put") for _ in range(plan.records)]
         moments += [(dice.uniform(0, plan.seconds), change) for change in changes]
         for number, (at, what) in enumerate(sorted(moments)):
-            await self.clock.sleep(at - self.loop.time())
+            paused = plan.pause if at > plan.seconds / 2 else 0.0
+            await self.clock.sleep(at + paused - self.loop.time())
             if what == "put":
                 self._put(number)
             elif what == "split":
-                self.stream.split(dice.choice(self.stream.open_shards))
+                self._born(self.stream.split(dice.choice(self.stream.open_shards)))
             elif pairs := self.stream.adjacent_pairs():
-                self.stream.merge(*dice.choice(pairs))
+                self._born((self.stream.merge(*dice.choice(pairs)),))
         self.faults.calm = True
         self.leases.throttle = 0.0
         self.note("calm")
         await self.clock.sleep(dice.choice((0.0, 5.0, 40.0)))
         self.stream.end()
 
+    def _born(self, children: tuple[str, ...]) -> None:
+        if self.plan.listed:
+            self.mld.young |= dict.fromkeys(children, self.clock.now_ms() + 1000)
+
     def _put(self, number: int) -> None:
         now_ms, size = self.clock.now_ms(), 1
+        if self.faults.hit(self.plan.steps_back):
+            now_ms -= self.dice.randint(1, 6000)
         if self.faults.hit(self.plan.aggregates):
             size = self.dice.randint(2, 4)
         fates = [self._fate() for _ in range(size)]
@@ -179,8 +203,12 @@ class World:
         acts = [self._kill] * plan.kills + [self._kill_jvm] * plan.jvm_kills
         acts += [self._drop] * plan.drops + [self._lose] * plan.lost_leases
         acts += [self._stall] * plan.stalls + [self._restart] * plan.restarts
-        moments = sorted((dice.uniform(0, plan.seconds), n, act) for n, act in enumerate(acts))
-        for at, _, act in moments:
+        seconds = plan.seconds + plan.pause
+        moments = [(dice.uniform(0, seconds), n, act) for n, act in enumerate(acts)]
+        if plan.pause and plan.troubled:
+            # The clock has carried the watermark by then, beyond what the shards have shown that come again.
+            moments.append((plan.seconds / 2 + plan.pause - 1, len(acts), self._drop))
+        for at, _, act in sorted(moments):
             await self.clock.sleep(at - self.loop.time())
             act()
 
@@ -236,6 +264,7 @@ class World:
     async def judge(self) -> None:
         """Compare what came out with the stream. Raises Violated."""
         self.faults.told["throttled"] = self.leases.refused["ThrottlingException"]
+        self.faults.told["short of memory"] = self.memory.short
         state, letters = await self._ledger()
         out = self.folder / "out"
         rows = outputs(out, "window=*/*.parquet") + outputs(out, "_late/window=*/*.parquet")
@@ -283,10 +312,17 @@ def play(plan: Plan, planted: Mapping[object, object] | None = None) -> World:
     """
     dice = random.Random(f"{plan.seed}/world")
     names = random.Random(f"{plan.seed}/names")
-    replaced: dict[object, object] = {WorkerThread: VirtualWorker, ThreadPoolExecutor: VirtualExecutor}
+    positions = Positions()
+    memory = Memory(plan.buffer_bytes, positions.broken)
+    replaced: dict[object, object] = {
+        WorkerThread: VirtualWorker,
+        ThreadPoolExecutor: VirtualExecutor,
+        Buffer: memory.buffer,
+    }
     handlers.failed.clear()
     with _folder() as folder, stand_ins(replaced | dict(planted or {})):
         loop = VirtualLoop(lambda: plan.latency * dice.choice((0.2, 0.5, 1.0, 1.0, 3.0)))
+        loop.set_task_factory(numbered())
         with (
             asyncio.Runner(loop_factory=lambda: loop) as runner,
             mock.patch.object(os, "fsync", return_value=None),
@@ -294,7 +330,7 @@ def play(plan: Plan, planted: Mapping[object, object] | None = None) -> World:
                 uuid, "uuid4", side_effect=lambda: uuid.UUID(int=names.getrandbits(128), version=4)
             ),
         ):
-            world = World(plan, folder, loop, dice)
+            world = World(plan, folder, loop, dice, positions, memory)
             try:
                 runner.run(world.live())
                 runner.run(world.judge())
