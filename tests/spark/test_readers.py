@@ -43,6 +43,9 @@ SECOND: Final = range(5, 10)
 LATE: Final = range(20, 32)
 """Rows for the second window that come one at a time, each after the one before it was published."""
 
+GONE: Final = ("FileNotFoundException", "NoSuchFileException", "FILE_NOT_EXIST")
+"""How Spark says that a file is gone, by where it was with it: at its status, its opening, or its reading."""
+
 
 class Shop:
     """An output folder, the stream behind it, and how a reader finds it."""
@@ -84,7 +87,7 @@ class Shop:
         try:
             rows = self._session.spark.read.parquet(str(self.out)).select("id", "window").collect()
         except (Py4JJavaError, PySparkException) as error:
-            if "does not exist" not in str(error):
+            if not any(told in str(error) for told in GONE):
                 raise
             return None
         return Counter(row["id"] for row in rows)
