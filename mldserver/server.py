@@ -33,14 +33,16 @@ from mldserver.errors import HandlerError, LedgerError, MldserverError, Operator
 from mldserver.observe.logging import reopen
 from mldserver.readiness import Readiness
 from mldserver.runtime.aside import aside
-from mldserver.sources.shards import StreamShards, kinesis_client
+from mldserver.sources.shards import ShardPolling, StreamShards, kinesis_client
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator
+    from collections.abc import Callable, Coroutine, Iterator, Mapping
 
     from mldserver.clock import Clock
     from mldserver.config import Settings
+    from mldserver.coordinator.coordinator import Coordinator
     from mldserver.coordinator.status import CoordinatorStatus
+    from mldserver.sources.shards import ShardListing
     from mldserver.spark.engine import Engine
 
 __all__ = ["EXIT_CLEAN", "EXIT_FAULT", "EXIT_FORCED", "EXIT_OPERATOR", "Server"]
@@ -318,12 +320,11 @@ class Server:
             stream,
             partial(kinesis_client, region=self.settings.region, endpoint_url=self.settings.endpoint_url),
         ) as shards:
-            while True:
-                listing = await shards.list()
-                new = parts.coordinator.know({name: shard.parents for name, shard in (listing or {}).items()})
-                for shard_id in new:
-                    log.info("shard.discovered", shard=shard_id, parents=parts.coordinator.parents(shard_id))
-                await self._clock.sleep(self.settings.list_shards_interval)
+            polling = ShardPolling(
+                shards, interval_seconds=self.settings.list_shards_interval, clock=self._clock
+            )
+            parts.coordinator.ask_stream = polling.ask
+            await polling.run(partial(_learn, parts.coordinator))
 
     async def listening(self) -> str:
         """Return the listener's address once it accepts: ``host:port`` with the real port, or ``unix:/path``."""
@@ -365,6 +366,11 @@ def _unfinished(parts: Parts) -> dict[str, object]:
         "buffered_bytes": status.buffered_bytes,
         "windows": status.windows_waiting,
     }
+
+
+def _learn(coordinator: Coordinator, listing: Mapping[str, ShardListing]) -> None:
+    for shard_id in coordinator.know({name: shard.parents for name, shard in listing.items()}):
+        log.info("shard.discovered", shard=shard_id, parents=coordinator.parents(shard_id))
 
 
 def _leaves(group: BaseExceptionGroup[Exception]) -> Iterator[Exception]:

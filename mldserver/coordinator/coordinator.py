@@ -43,7 +43,7 @@ from mldserver.errors import LedgerError, ServerBuried, told_of
 from mldserver.faults import kill_point
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping
 
     from mldserver.clock import Clock
     from mldserver.coordinator.flush import BufferedBatch
@@ -125,6 +125,8 @@ class Coordinator:
         self._waiters: list[tuple[str, asyncio.Future[None]]] = []
         self._over = asyncio.Event()
         self._rows_accepted = 0
+        self.ask_stream: Callable[[], Awaitable[None]] | None = None
+        """Returns once ``know`` was told the stream's shards as they are now; None where no stream is named."""
 
     async def start(self) -> None:
         """Open the ledger, finish what dead servers left, and learn the shards it knew.
@@ -306,6 +308,8 @@ class Coordinator:
         """Take a shard in under a new epoch. Raises GapRefused when it starts beyond the ledger's position."""
         # Before the epoch is raised: a connection that is refused must not cost the live one its shard.
         self.check(opening)
+        if self.ask_stream is not None and not opening.parents and opening.shard_id not in self.lineage:
+            await self.ask_stream()
         with self._fleet.opening():
             return await self._open(opening)
 

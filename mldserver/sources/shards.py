@@ -1,7 +1,12 @@
-"""ListShards: which shards a Kinesis stream has, so that a shard without a connection is known to be missing."""
+"""ListShards: which shards a Kinesis stream has, so that a shard without a connection is known to be missing.
+
+It is polled, and asked at once when a shard is opened that it has not named yet: a child of a split may be connected
+sooner than the next poll, and whoever does not know its parents cannot put its rows behind theirs.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from dataclasses import dataclass
 from functools import partial
@@ -12,14 +17,18 @@ import structlog
 from mldserver.runtime.aside import aside
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Mapping
     from types import TracebackType
 
-__all__ = ["KinesisClient", "ShardListing", "StreamShards", "kinesis_client"]
+    from mldserver.clock import Clock
+
+__all__ = ["KinesisClient", "ShardListing", "ShardPolling", "StreamShards", "kinesis_client"]
 
 log = structlog.get_logger("mldserver")
 
 _ANY_REGION: Final = "us-east-1"
+_PATIENCE_SECONDS: Final = 10.0
+"""How long the opening of a shard waits for AWS to name it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +113,50 @@ class StreamShards:
         except Exception as error:  # noqa: BLE001  # credentials, network, throttling, emulators: none may stop the server
             log.warning("stream.unlisted", stream=self._stream, error=type(error).__name__, what=str(error))
             return None
+
+
+class ShardPolling:
+    """Lists a stream's shards every so often, and whenever it is asked to."""
+
+    def __init__(self, shards: StreamShards, *, interval_seconds: float, clock: Clock) -> None:
+        """List ``shards`` once ``run`` is called."""
+        self._shards = shards
+        self._interval_seconds = interval_seconds
+        self._clock = clock
+        self._asked: list[asyncio.Future[None]] = []
+        self._wake = asyncio.Event()
+
+    async def run(self, tell: Callable[[Mapping[str, ShardListing]], None]) -> None:
+        """Tell what AWS says, until cancelled. Of a listing that failed nothing is told."""
+        while True:
+            self._wake.clear()
+            asked, self._asked = self._asked, []
+            listing = await self._shards.list()
+            if listing is not None:
+                tell(listing)
+            for waiting in asked:
+                if not waiting.done():
+                    waiting.set_result(None)
+            await self._pause()
+
+    async def ask(self) -> None:
+        """Return when a listing that began after this call was told, or has failed, or takes too long."""
+        listed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._asked.append(listed)
+        self._wake.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_PATIENCE_SECONDS):
+                await listed
+
+    async def _pause(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            ways = {
+                group.create_task(self._wake.wait()),
+                group.create_task(self._clock.sleep(self._interval_seconds)),
+            }
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            for way in ways:
+                way.cancel()
 
 
 async def _listed(client: KinesisClient, stream: str) -> dict[str, ShardListing]:

@@ -362,6 +362,30 @@ async def test_a_lost_lease_makes_durable_what_it_can_and_lets_go(pipeline: Pipe
         assert (await pipeline.open("a")).after == S(1)
 
 
+async def test_a_shard_that_the_stream_has_not_named_yet_is_asked_for_before_it_is_opened(
+    pipeline: Pipeline,
+) -> None:
+    async with pipeline.life() as coordinator:
+        asked = []
+
+        async def ask() -> None:
+            asked.append(len(asked))
+            coordinator.know({"parent": (), "child": ("parent",)})
+
+        coordinator.ask_stream = ask
+        parent = await pipeline.open("parent")
+        await pipeline.give(parent, [(1, 9000)])
+        assert await parent.end()
+        coordinator.lineage._nodes.pop("child")
+        child = await pipeline.open("child")
+        await pipeline.give(child, [(2, 1000)])
+        assert asked == [0, 1]
+        assert coordinator.lineage["child"].effective_ms == 9000
+        assert coordinator.parents("child") == ("parent",)
+        await pipeline.open("child")
+        assert asked == [0, 1]
+
+
 async def test_a_shard_that_nobody_has_any_more_is_missing(
     pipeline: Pipeline, logged: list[dict[str, Any]]
 ) -> None:

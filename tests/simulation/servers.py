@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _WATCH_SECONDS = 0.2
 _RESTART_SECONDS = 1.0
-_LIST_SECONDS = 0.5
+_LIST_SECONDS = 30.0
 
 
 @dataclass
@@ -106,9 +106,17 @@ class Supervised:
         """Tell the server of the stream's shards, as AWS does where the stream is named."""
         with contextlib.suppress(OperatorError):  # it was stopped before it listened
             await server.listening()
-        while self.plan.listed and server._parts is not None:
-            shards = self.stream.shards
-            server._parts.coordinator.know({name: shard.parents for name, shard in shards.items()})
+        if not self.plan.listed or server._parts is None:
+            return
+        coordinator = server._parts.coordinator
+
+        async def ask() -> None:
+            await self.clock.sleep(self.plan.latency)
+            coordinator.know({name: shard.parents for name, shard in self.stream.shards.items()})
+
+        coordinator.ask_stream = ask
+        while True:
+            await ask()
             await self.clock.sleep(_LIST_SECONDS)
 
     async def _watch(self, server: Server) -> None:

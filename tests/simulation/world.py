@@ -64,12 +64,6 @@ class Daemon(FakeMLD):
 
     servers: list[Supervised]
     dice: random.Random
-    young: dict[str, int]
-    """Children, and from when on (ms) they are read: every server that lists shards has listed them by then."""
-
-    def _startable(self) -> list[str]:
-        now_ms = self._clock.now_ms()
-        return [name for name in super()._startable() if self.young.get(name, 0) <= now_ms]
 
     def _seat(self, shard_id: str) -> ShardSession:
         addresses = [each.address for each in self.servers if each.address is not None]
@@ -110,7 +104,7 @@ class World:
             Supervised(name, plan, self._settings(name), self.clock, self.faults, self.stream)
             for name in ("left", "right")[: plan.servers]
         ]
-        self.mld.servers, self.mld.dice, self.mld.young = self.servers, self.dice, {}
+        self.mld.servers, self.mld.dice = self.servers, self.dice
 
     def _settings(self, name: str) -> Settings:
         plan = self.plan
@@ -155,18 +149,14 @@ class World:
             if what == "put":
                 self._put(number)
             elif what == "split":
-                self._born(self.stream.split(dice.choice(self.stream.open_shards)))
+                self.stream.split(dice.choice(self.stream.open_shards))
             elif pairs := self.stream.adjacent_pairs():
-                self._born((self.stream.merge(*dice.choice(pairs)),))
+                self.stream.merge(*dice.choice(pairs))
         self.faults.calm = True
         self.leases.throttle = 0.0
         self.note("calm")
         await self.clock.sleep(dice.choice((0.0, 5.0, 40.0)))
         self.stream.end()
-
-    def _born(self, children: tuple[str, ...]) -> None:
-        if self.plan.listed:
-            self.mld.young |= dict.fromkeys(children, self.clock.now_ms() + 1000)
 
     def _put(self, number: int) -> None:
         now_ms, size = self.clock.now_ms(), 1

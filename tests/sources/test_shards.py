@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from botocore.loaders import JSONFileLoader
 
-from mldserver.sources.shards import ShardListing, StreamShards, kinesis_client
+from mldserver.sources import shards as shards_module
+from mldserver.sources.shards import ShardListing, ShardPolling, StreamShards, kinesis_client
+from mldserver.testing import VirtualClock
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -100,6 +102,69 @@ async def test_a_client_that_cannot_be_made_is_tried_again_and_never_fatal(
         assert await shards.list() is None
         assert await shards.list() == LISTING
     assert [entry["what"] for entry in logged if entry["event"] == "stream.unlisted"] == ["no region"]
+
+
+class Listings:
+    """A stream whose listings are numbered, and begin only when a gate is open."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.begun = 0
+        self.fails = False
+
+    async def list(self) -> dict[str, ShardListing] | None:
+        self.begun += 1
+        number = self.begun
+        await self.gate.wait()
+        return None if self.fails else {f"shard-{number}": ShardListing((), closed=False)}
+
+
+@contextlib.asynccontextmanager
+async def polling(listings: Listings) -> AsyncIterator[tuple[ShardPolling, VirtualClock, list[str]]]:
+    clock, told = VirtualClock(), []
+    polls = ShardPolling(listings, interval_seconds=30, clock=clock)  # type: ignore[arg-type]  # it lists, no more is needed
+    task = asyncio.create_task(polls.run(told.extend))
+    await clock.advance(0)
+    try:
+        yield polls, clock, told
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+async def test_a_stream_is_listed_every_so_often() -> None:
+    listings = Listings()
+    listings.gate.set()
+    async with polling(listings) as (_, clock, told):
+        await clock.advance(61)
+    assert told == ["shard-1", "shard-2", "shard-3"]
+
+
+async def test_whoever_asks_waits_for_a_listing_that_begins_afterwards() -> None:
+    listings = Listings()
+    async with polling(listings) as (polls, clock, told):
+        asking = [asyncio.create_task(polls.ask()) for _ in range(3)]
+        await clock.advance(0)
+        assert listings.begun == 1
+        listings.gate.set()
+        await asyncio.gather(*asking)
+        assert told == ["shard-1", "shard-2"]
+
+
+async def test_whoever_asks_goes_on_when_the_listing_fails() -> None:
+    listings = Listings()
+    listings.fails = True
+    listings.gate.set()
+    async with polling(listings) as (polls, _, told):
+        await polls.ask()
+        assert told == []
+
+
+async def test_whoever_asks_does_not_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards_module, "_PATIENCE_SECONDS", 0)
+    async with polling(Listings()) as (polls, _, told):
+        await polls.ask()
+        assert told == []
 
 
 @contextlib.asynccontextmanager
