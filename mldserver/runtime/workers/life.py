@@ -1,7 +1,7 @@
 """When a worker is replaced, and how soon: a pure core. Times are milliseconds of any clock that does not run back.
 
-Lives that come to nothing are counted, and apart from them those that end too soon. The numbers are those of Couchbase Eventing's supervisors: the count halves
-every 30 s, and above five there is a pause of 15 s.
+Lives that come to nothing are counted, and apart from them those that end too soon. The numbers are those of Couchbase
+Eventing's supervisors: the count halves every 30 s, and above five there is a pause of 15 s.
 """
 
 from __future__ import annotations
