@@ -90,13 +90,13 @@ async def test_a_line_that_is_never_finished_is_not_waited_for(
 async def test_a_long_line_may_take_longer_than_the_pause_that_it_may_make(
     build: Build, logged: list[dict[str, Any]]
 ) -> None:
-    house = await build(partial_line_seconds=0.3)
+    house = await build(partial_line_seconds=1.0)
     peer = await house.connect()
     await peer.initialize()
     line = b'{"action":"leaseLost"' + b" " * 20 + b"}\n"
     for place in range(0, len(line), 2):
         await peer.send(line[place : place + 2])
-        await asyncio.sleep(0.03)  # 0.6 s in all
+        await asyncio.sleep(0.1)  # more than twice as long in all, and far from it each time
     await peer.answered("leaseLost")
     assert named(logged, "connection.failed") == []
 
