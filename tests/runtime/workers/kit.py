@@ -13,13 +13,26 @@ from typing import TYPE_CHECKING, Any
 
 from mldserver.protocol.messages import Version
 from mldserver.runtime.base import Delivery
+from mldserver.runtime.workers import wire
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from mldserver.runtime.workers.runtime import WorkerRuntime
 
-__all__ = ["Book", "children", "delivery", "has_ended", "named", "running"]
+__all__ = ["START", "Book", "children", "delivery", "has_ended", "named", "running"]
+
+START = wire.Start(
+    handler="mine",
+    python_path=[],
+    directory=".",
+    policy={},
+    concurrency=None,
+    deadline_seconds=None,
+    arena_bytes=1 << 16,
+    log_level=20,
+)
+"""What a process is begun with, for tests in which it loads nothing."""
 
 
 @contextlib.asynccontextmanager

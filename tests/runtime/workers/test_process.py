@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from runtime.workers.kit import START
 from support.serving import until
 
 from mldserver.runtime.workers import wire
@@ -18,17 +19,6 @@ from mldserver.testing import VirtualClock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-START = wire.Start(
-    handler="mine",
-    python_path=[],
-    directory=".",
-    policy={},
-    concurrency=None,
-    deadline_seconds=None,
-    arena_bytes=1 << 16,
-    log_level=20,
-)
 
 
 @pytest.fixture

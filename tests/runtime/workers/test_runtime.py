@@ -214,3 +214,17 @@ async def test_shards_are_spread_over_the_workers_and_stay_where_they_are(
             homes.setdefault(shard, set()).update(outcome.rows["pid"].to_pylist())
     assert all(len(pids) == 1 for pids in homes.values())
     assert sorted(Counter(pid for pids in homes.values() for pid in pids).values()) == [2, 2]
+
+
+async def test_only_the_shards_of_a_worker_that_failed_go_elsewhere(
+    runtime_of: Callable[..., WorkerRuntime],
+) -> None:
+    runtime = runtime_of("", workers=3)
+    runtime._plan = {"a": 0, "b": 0, "c": 0, "d": 2, "e": 2, "guilty": 2}
+    failed = runtime._workers[2]
+    failed.opened |= {"d": 1, "e": 1, "guilty": 1}
+    failed.suspects = {"guilty"}
+    failed._deaths.useless = failed._deaths.rules.failed_after
+    runtime._evade(failed)
+    assert runtime._plan == {"a": 0, "b": 0, "c": 0, "d": 1, "e": 1, "guilty": 2}
+    assert failed.opened == {"guilty": 1}, "what comes back there is opened anew"

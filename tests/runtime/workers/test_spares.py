@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runtime.workers.kit import children, delivery, named, running
+from runtime.workers.kit import START, children, delivery, named, running
 from support.serving import until
 
 from mldserver.records import Shard
 from mldserver.runtime.failure import FailurePolicy
 from mldserver.runtime.workers.life import Limits
 from mldserver.runtime.workers.runtime import WorkerRuntime
+from mldserver.runtime.workers.spares import Spares
+from mldserver.testing import VirtualClock
 
 HANDLER = """
 import os
@@ -57,3 +59,32 @@ async def test_a_dead_worker_is_replaced_by_a_process_that_had_loaded_the_handle
             outcome = await runtime.process(delivery("s", "x"))
             assert outcome.rows is not None
             assert outcome.rows["pid"].to_pylist() == [spare]
+
+
+async def test_a_spare_that_dies_is_replaced_at_once(
+    runtime: WorkerRuntime, logged: list[dict[str, Any]]
+) -> None:
+    async with running(runtime), asyncio.timeout(60):
+        await runtime.open(Shard("s"))
+        ready = runtime._spares._ready
+        await until(lambda: bool(ready))
+        dead = ready[0].pid
+        os.kill(dead, signal.SIGKILL)
+        await until(lambda: bool(ready) and ready[0].pid != dead)
+    assert named(logged, "worker.not_started")[0]["what"] == (
+        "A spare process ended before it was used: killed by signal 9 (SIGKILL)."
+    )
+
+
+async def test_while_no_process_can_be_had_readiness_is_red() -> None:
+    clock = VirtualClock()
+    spares = Spares(START, clock=clock)
+    assert spares.trouble is None
+    waiting = asyncio.create_task(spares.take())
+    await clock.advance(29)
+    assert spares.trouble is None
+    await clock.advance(2)
+    assert spares.trouble == "no worker process has loaded the handler for 31 s: see worker.not_started"
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert spares.trouble is None

@@ -16,13 +16,8 @@ from support.serving import until
 from mldserver.records import Shard
 from mldserver.runtime.base import Hook
 from mldserver.runtime.failure import FailurePolicy, OnKeyFailure
-from mldserver.runtime.workers import pulse
 from mldserver.runtime.workers.life import Limits
-from mldserver.runtime.workers.pulse import Pulse
 from mldserver.runtime.workers.runtime import WorkerRuntime
-from mldserver.runtime.workers.spares import Spares
-from mldserver.runtime.workers.wire import Start
-from mldserver.testing import VirtualClock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -154,73 +149,3 @@ async def process_record(record):
         await asyncio.gather(*both)
     assert (tmp_path / "ended").exists()
     assert named(logged, "handler.hook_failed") == []
-
-
-# Shards of workers that fail for good.
-
-
-async def test_only_the_shards_of_a_worker_that_failed_go_elsewhere(
-    runtime_of: Callable[..., WorkerRuntime],
-) -> None:
-    runtime = runtime_of("", workers=3)
-    runtime._plan = {"a": 0, "b": 0, "c": 0, "d": 2, "e": 2, "guilty": 2}
-    failed = runtime._workers[2]
-    failed.opened |= {"d": 1, "e": 1, "guilty": 1}
-    failed.suspects = {"guilty"}
-    failed._deaths.useless = failed._deaths.rules.failed_after
-    runtime._evade(failed)
-    assert runtime._plan == {"a": 0, "b": 0, "c": 0, "d": 1, "e": 1, "guilty": 2}
-    assert failed.opened == {"guilty": 1}, "what comes back there is opened anew"
-
-
-# Spares.
-
-
-@pytest.mark.usefixtures("logged")
-async def test_a_spare_that_dies_is_replaced_at_once(
-    runtime_of: Callable[..., WorkerRuntime], logged: list[dict[str, Any]]
-) -> None:
-    async with running(runtime_of("def process_record(record): ...\n")) as runtime, asyncio.timeout(60):
-        await runtime.open(Shard("s"))
-        ready = runtime._spares._ready
-        await until(lambda: bool(ready))
-        dead = ready[0].pid
-        os.kill(dead, signal.SIGKILL)
-        await until(lambda: bool(ready) and ready[0].pid != dead)
-    assert named(logged, "worker.not_started")[0]["what"] == (
-        "A spare process ended before it was used: killed by signal 9 (SIGKILL)."
-    )
-
-
-async def test_while_no_process_can_be_had_readiness_is_red() -> None:
-    clock = VirtualClock()
-    start = Start(
-        handler="mine",
-        python_path=[],
-        directory=".",
-        policy={},
-        concurrency=None,
-        deadline_seconds=None,
-        arena_bytes=4096,
-        log_level=20,
-    )
-    spares = Spares(start, clock=clock)
-    assert spares.trouble is None
-    waiting = asyncio.create_task(spares.take())
-    await clock.advance(29)
-    assert spares.trouble is None
-    await clock.advance(2)
-    assert spares.trouble == "no worker process has loaded the handler for 31 s: see worker.not_started"
-    waiting.cancel()
-    await asyncio.wait({waiting})
-    assert spares.trouble is None
-
-
-def test_a_worker_without_descriptors_beats_on_with_the_size_that_it_had(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    beating = Pulse.__new__(Pulse)
-    beating._resident = 0
-    assert beating._resident_bytes() > 0
-    monkeypatch.setattr(pulse, "_STATM", tmp_path / "cannot be opened")
-    assert beating._resident_bytes() == beating._resident > 0

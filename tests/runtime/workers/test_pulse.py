@@ -1,0 +1,23 @@
+"""What a worker tells of itself twice a second."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mldserver.runtime.workers import pulse
+from mldserver.runtime.workers.pulse import Pulse
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+
+def test_a_worker_without_descriptors_beats_on_with_the_size_that_it_had(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    beating = Pulse.__new__(Pulse)
+    beating._resident = 0
+    assert beating._resident_bytes() > 0
+    monkeypatch.setattr(pulse, "_STATM", tmp_path / "cannot be opened")
+    assert beating._resident_bytes() == beating._resident > 0
