@@ -238,16 +238,25 @@ def nameless(out: Path, held: Held) -> set[str]:
     files = [
         file for part in ("segments", "staging") for file in (private / part).rglob("*") if file.is_file()
     ]
-    # What a revision replaced stays for some seconds, for readers that are about to list it, or until the next start.
-    kept = {file for file in files if file.parents[2].name == "staging" and _replaced(file, held)}
+    # What a revision replaced, and attempts at it that Spark's death ended, stay for some seconds, for readers that are
+    # about to list the first, or until the next start.
+    kept = {file for file in files if _replaced(file.relative_to(private), held)}
     return {str(file.relative_to(out)) for file in {*files} - kept} - held.segments
 
 
 def _replaced(file: Path, held: Held) -> bool:
-    """Whether an attempt's folder holds what its revision has replaced; retention may have forgotten the window."""
-    number = file.parent.name.partition("-")[0]
-    exchanged = file.name.startswith("part-00000-") and file.stem != f"part-00000-{number}"
-    return exchanged or file.parents[1].name in held.revised
+    """Whether a revision has replaced what a file belongs to; retention may have forgotten the window.
+
+    ``file``: ``staging/<window>/<attempt>/...``; deeper than that lies what a job had not finished.
+    """
+    part, window, attempt, *below = file.parts
+    if part != "staging" or not below:
+        return False
+    number = attempt.partition("-")[0]
+    exchanged = (
+        len(below) == 1 and file.name.startswith("part-00000-") and file.stem != f"part-00000-{number}"
+    )
+    return exchanged or window in held.revised
 
 
 def check(story: Story, out: Path, held: Held, *, alone: bool = True) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from typing import TYPE_CHECKING
@@ -24,13 +23,7 @@ ROUNDS = 4
 RANDOM = 160
 
 
-@pytest.fixture
-def seed() -> int:
-    return int(os.environ.get("MLDSERVER_CRASH_SEED") or random.SystemRandom().randrange(1_000_000))
-
-
 async def test_a_server_killed_at_every_step_loses_and_doubles_nothing(tmp_path: Path, seed: int) -> None:
-    print(f"MLDSERVER_CRASH_SEED={seed}")
     dice = random.Random(seed)
     deaths = [Death(step, 1 if turn == 0 else dice.randint(2, 6)) for turn in range(ROUNDS) for step in ALONE]
     dice.shuffle(deaths)
@@ -47,7 +40,6 @@ async def test_a_server_killed_at_every_step_loses_and_doubles_nothing(tmp_path:
 async def test_a_server_killed_at_random_instants_loses_and_doubles_nothing(
     tmp_path: Path, seed: int
 ) -> None:
-    print(f"MLDSERVER_CRASH_SEED={seed}")
     dice = random.Random(seed)
     toll = Toll.of(Death(after_seconds=0.02 + dice.random() * 0.7) for _ in range(RANDOM))
     began = time.monotonic()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import random
 import signal
 import tempfile
@@ -47,11 +46,6 @@ DEATHS = (
 )
 SHARDS = 12
 RECORDS = 300
-
-
-@pytest.fixture
-def seed() -> int:
-    return int(os.environ.get("MLDSERVER_CRASH_SEED") or random.SystemRandom().randrange(1_000_000))
 
 
 @dataclass
@@ -127,7 +121,6 @@ def ward(tmp_path: Path) -> Iterator[Ward]:
 async def test_a_server_killed_at_every_step_of_a_redrive_counts_each_letter_once(
     ward: Ward, tmp_path: Path, seed: int, *, connected: bool
 ) -> None:
-    print(f"MLDSERVER_CRASH_SEED={seed}")
     deaths = list(DEATHS)
     random.Random(seed).shuffle(deaths)
     bad = list(range(3, RECORDS, 10))

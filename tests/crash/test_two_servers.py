@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
 import socket
 import subprocess
@@ -47,11 +46,6 @@ HANGS_AT = (
     "batch.buffered",
 )
 """Steps at which a server that hangs still has much to do when it goes on."""
-
-
-@pytest.fixture
-def seed() -> int:
-    return int(os.environ.get("MLDSERVER_CRASH_SEED") or random.SystemRandom().randrange(1_000_000))
 
 
 def fates(dice: random.Random, steps: Iterable[str], *, instants: int, hangs: int) -> Toll:
@@ -99,7 +93,6 @@ async def a_file() -> AsyncIterator[Ground]:
 async def test_two_servers_on_a_file_killed_while_leases_move_lose_and_double_nothing(
     tmp_path: Path, seed: int
 ) -> None:
-    print(f"MLDSERVER_CRASH_SEED={seed}")
     toll = fates(random.Random(seed), EVERY, instants=100 - len(EVERY), hangs=4)
     await play_pairs(tmp_path, seed, toll, a_file)
 
@@ -131,7 +124,6 @@ async def a_table() -> AsyncIterator[Ground]:
 async def test_two_servers_on_a_table_killed_while_leases_move_lose_and_double_nothing(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    print(f"MLDSERVER_CRASH_SEED={seed}")
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
     instants = DEATHS_ON_A_TABLE - len(ON_A_TABLE) - 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import signal
 from collections import Counter
@@ -11,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from crash.seeds import crash_seed
 from support.java_stack import Stack
 
 if TYPE_CHECKING:
@@ -126,9 +126,7 @@ async def test_no_row_is_lost_or_doubled_while_server_and_daemon_are_restarted(s
 
 
 async def test_server_and_jvm_killed_again_and_again_lose_and_double_nothing(stack: Stack) -> None:
-    seed = int(os.environ.get("MLDSERVER_CRASH_SEED") or random.SystemRandom().randrange(1_000_000))
-    print(f"MLDSERVER_CRASH_SEED={seed}")
-    dice = random.Random(seed)
+    dice = random.Random(crash_seed())
     hours = 4
     everything = orders(0, hours * PER_HOUR)
     kills = ["server", "jvm"] * 3

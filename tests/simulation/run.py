@@ -1,6 +1,6 @@
 """Run worlds from the shell: ``python -m simulation.run 0 500 2`` plays every second seed from 0 on below 500.
 
-Prints one line of JSON for each world. With ``MLDSERVER_SIM_LOG`` in the environment the server's log goes to stderr.
+Prints one line of JSON for each world. With ``SIM_LOG`` in the environment the server's log goes to stderr.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _notes(error: BaseException) -> list[str]:
 
 
 def _drop(_logger: object, _method: str, event: dict[str, Any]) -> dict[str, Any]:
-    if "MLDSERVER_SIM_LOG" in os.environ:
+    if "SIM_LOG" in os.environ:
         sys.stderr.write(f"{event}\n")
     raise structlog.DropEvent
 

@@ -1,7 +1,7 @@
 """Five hundred worlds: the real servers on a virtual clock, with everything that goes wrong drawn from a seed.
 
-``MLDSERVER_SIM_SEED=17 python -m pytest tests/simulation`` plays one world again and prints what happened in it.
-``MLDSERVER_SIM_FIRST`` and ``MLDSERVER_SIM_WORLDS`` choose other seeds, or more of them.
+``SIM_SEED=17 python -m pytest tests/simulation`` plays one world again and prints what happened in it.
+``SIM_FIRST`` and ``SIM_WORLDS`` choose other seeds, or more of them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import pytest
 from simulation.planted import BUGS
 
 TESTS = Path(__file__).parents[1]
-SEED = os.environ.get("MLDSERVER_SIM_SEED")
-FIRST = int(os.environ.get("MLDSERVER_SIM_FIRST", "0"))
-WORLDS = int(os.environ.get("MLDSERVER_SIM_WORLDS", "500"))
+SEED = os.environ.get("SIM_SEED")
+FIRST = int(os.environ.get("SIM_FIRST", "0"))
+WORLDS = int(os.environ.get("SIM_WORLDS", "500"))
 SOON = 400
 """Worlds within which a planted bug must be found: the rarest shows in about one of a hundred, wherever timing shifts."""
 
@@ -41,7 +41,7 @@ def told(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
 
 
 def explain(failed: dict[str, Any]) -> str:
-    again = f"MLDSERVER_SIM_SEED={failed['seed']} python -m pytest tests/simulation"
+    again = f"SIM_SEED={failed['seed']} python -m pytest tests/simulation"
     return f"seed {failed['seed']}: {failed['why']}\n  again: {again}"
 
 
