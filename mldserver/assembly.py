@@ -31,6 +31,7 @@ from mldserver.runtime.inspection import load_spec
 from mldserver.runtime.spec import HandlerKind
 from mldserver.runtime.workers.life import Limits
 from mldserver.sources.mld import MLDListener
+from mldserver.sources.shards import ShardPolling, StreamShards, kinesis_client
 from mldserver.spark.sinks.base import SinkSpec
 from mldserver.state.sqlite import SqliteLedger
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from mldserver.deadletters.base import Destination
     from mldserver.runtime.base import Runtime
     from mldserver.runtime.spec import HandlerSpec
+    from mldserver.sources.shards import MakeKinesis
     from mldserver.spark.engine import Engine
     from mldserver.state.ledger import Ledger
 
@@ -69,6 +71,8 @@ class Parts:
     engine: Engine | None
     runner: WindowRunner | None
     """Engine and runner are None for a handler without rows."""
+    polling: ShardPolling | None
+    """None where no stream is named."""
 
 
 def claim_output(settings: Settings, store: OutputStore) -> None:
@@ -109,6 +113,7 @@ async def assemble(
     settings: Settings,
     *,
     engine: Engine | None,
+    kinesis: MakeKinesis | None,
     clock: Clock,
     rng: Callable[[], float],
     unique: Callable[[], str],
@@ -116,8 +121,8 @@ async def assemble(
 ) -> Parts:
     """Load the handler and build every part; nothing is opened yet but the handler's module.
 
-    ``engine`` takes the place of Spark; ``rng`` gives floats in [0, 1) for jitter; ``unique`` gives file name parts;
-    ``step`` is told what is waited for. Cancelled, it leaves no process behind, and a thread only where user code or a
+    ``engine`` takes the place of Spark, what ``kinesis`` makes that of AWS's client; ``rng`` gives floats in [0, 1) for
+    jitter; ``unique`` gives file name parts; ``step`` is told what is waited for. Cancelled, it leaves no process behind, and a thread only where user code or a
     file system hangs: a daemon thread, which holds up nothing.
     Raises HandlerError when the handler cannot be loaded, JavaError when Spark could never start, OperatorError when
     no ledger can be where the settings say, or the output's file system cannot be had.
@@ -126,7 +131,9 @@ async def assemble(
     runtime, spec = await _runtime(settings, clock, rng)
     step("output folder")
     try:
-        return await _assembled(settings, runtime, spec, engine=engine, clock=clock, rng=rng, unique=unique)
+        return await _assembled(
+            settings, runtime, spec, engine=engine, kinesis=kinesis, clock=clock, rng=rng, unique=unique
+        )
     except BaseException:
         await runtime.close()
         raise
@@ -159,6 +166,7 @@ async def _assembled(
     spec: HandlerSpec,
     *,
     engine: Engine | None,
+    kinesis: MakeKinesis | None,
     clock: Clock,
     rng: Callable[[], float],
     unique: Callable[[], str],
@@ -187,6 +195,7 @@ async def _assembled(
             table=_table(settings),
         )
     letters = await aside(partial(destination_of, settings, store, clock, rng), name="mldserver-letters")
+    polling = _polling(settings, kinesis, clock)
     coordinator = Coordinator(
         rules=_rules(settings, spec.windows),
         spec=spec.windows if spec.schema else None,
@@ -197,6 +206,7 @@ async def _assembled(
         unique=unique,
         locks=_locks(settings),
         letters=letters,
+        ask_stream=None if polling is None else polling.ask,
     )
     listener = MLDListener(
         (settings.listen.path,)
@@ -219,7 +229,17 @@ async def _assembled(
         parks=settings.on_key_failure == "park",
         why_not=_NO_REDRIVE if spec.kind is HandlerKind.PROCESSOR else "",
     )
-    return Parts(spec, store, ledger, runtime, coordinator, listener, redriver, letters, engine, runner)
+    return Parts(
+        spec, store, ledger, runtime, coordinator, listener, redriver, letters, engine, runner, polling
+    )
+
+
+def _polling(settings: Settings, kinesis: MakeKinesis | None, clock: Clock) -> ShardPolling | None:
+    if settings.stream is None:
+        return None
+    make = kinesis or partial(kinesis_client, region=settings.region, endpoint_url=settings.endpoint_url)
+    shards = StreamShards(settings.stream, make)
+    return ShardPolling(shards, interval_seconds=settings.list_shards_interval, clock=clock)
 
 
 def _store(settings: Settings) -> OutputStore:

@@ -33,7 +33,6 @@ from mldserver.errors import HandlerError, LedgerError, MldserverError, Operator
 from mldserver.observe.logging import reopen
 from mldserver.readiness import Readiness
 from mldserver.runtime.aside import aside
-from mldserver.sources.shards import ShardPolling, StreamShards, kinesis_client
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Mapping
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from mldserver.config import Settings
     from mldserver.coordinator.coordinator import Coordinator
     from mldserver.coordinator.status import CoordinatorStatus
-    from mldserver.sources.shards import ShardListing
+    from mldserver.sources.shards import MakeKinesis, ShardListing
     from mldserver.spark.engine import Engine
 
 __all__ = ["EXIT_CLEAN", "EXIT_FAULT", "EXIT_FORCED", "EXIT_OPERATOR", "Server"]
@@ -70,12 +69,17 @@ class Server:
         settings: Settings,
         *,
         engine: Engine | None = None,
+        kinesis: MakeKinesis | None = None,
         clock: Clock | None = None,
         seed: int | None = None,
     ) -> None:
-        """``engine`` takes Spark's place (tests); ``seed`` fixes the jitter of retries."""
+        """``engine`` takes Spark's place, what ``kinesis`` makes that of AWS's client (tests).
+
+        ``seed`` fixes the jitter of retries.
+        """
         self.settings = settings
         self._engine = engine
+        self._kinesis = kinesis
         self._clock = clock or SystemClock()
         self._random = random.Random(seed)  # noqa: S311  # jitter needs no cryptography
         self._parts: Parts | None = None
@@ -147,6 +151,7 @@ class Server:
         parts = self._parts = await assemble(
             self.settings,
             engine=self._engine,
+            kinesis=self._kinesis,
             clock=self._clock,
             rng=self._random.random,
             unique=lambda: uuid.uuid4().hex[:12],
@@ -200,8 +205,8 @@ class Server:
         if parts.engine is not None and parts.runner is not None:
             yield "engine", parts.engine.run()
             yield "windows", parts.runner.run()
-        if self.settings.stream is not None:
-            yield "shards", self._list_shards(parts, self.settings.stream)
+        if parts.polling is not None:
+            yield "shards", parts.polling.run(partial(_learn, parts.coordinator))
 
     async def _close(self, parts: Parts) -> None:
         """End what there is, in the order of the stop, each part whatever became of those before it."""
@@ -314,17 +319,6 @@ class Server:
             elif change is not None and not self._stop.is_set():
                 log.error("server.unready", reason=change.reason)
             await self._clock.sleep(0.25)
-
-    async def _list_shards(self, parts: Parts, stream: str) -> None:
-        async with StreamShards(
-            stream,
-            partial(kinesis_client, region=self.settings.region, endpoint_url=self.settings.endpoint_url),
-        ) as shards:
-            polling = ShardPolling(
-                shards, interval_seconds=self.settings.list_shards_interval, clock=self._clock
-            )
-            parts.coordinator.ask_stream = polling.ask
-            await polling.run(partial(_learn, parts.coordinator))
 
     async def listening(self) -> str:
         """Return the listener's address once it accepts: ``host:port`` with the real port, or ``unix:/path``."""

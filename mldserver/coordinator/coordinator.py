@@ -77,10 +77,12 @@ class Coordinator:
         unique: Callable[[], str],
         locks: LifeLocks | None = None,
         letters: Destination | None = None,
+        ask_stream: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """``spec`` and ``runner`` are None for handlers without rows; ``unique`` names files apart.
 
-        ``locks`` show which other servers are dead, where they can tell. ``letters``: see ``Flusher``.
+        ``locks`` show which other servers are dead, where they can tell. ``letters``: see ``Flusher``. ``ask_stream``
+        returns once ``know`` was told the stream's shards as they are now; None where no stream is named.
         """
         now_ms = clock.now_ms()
         self.rules = rules
@@ -125,8 +127,7 @@ class Coordinator:
         self._waiters: list[tuple[str, asyncio.Future[None]]] = []
         self._over = asyncio.Event()
         self._rows_accepted = 0
-        self.ask_stream: Callable[[], Awaitable[None]] | None = None
-        """Returns once ``know`` was told the stream's shards as they are now; None where no stream is named."""
+        self._ask_stream = ask_stream
 
     async def start(self) -> None:
         """Open the ledger, finish what dead servers left, and learn the shards it knew.
@@ -308,8 +309,8 @@ class Coordinator:
         """Take a shard in under a new epoch. Raises GapRefused when it starts beyond the ledger's position."""
         # Before the epoch is raised: a connection that is refused must not cost the live one its shard.
         self.check(opening)
-        if self.ask_stream is not None and not opening.parents and opening.shard_id not in self.lineage:
-            await self.ask_stream()
+        if self._ask_stream is not None and not opening.parents and opening.shard_id not in self.lineage:
+            await self._ask_stream()
         with self._fleet.opening():
             return await self._open(opening)
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeAlias
 
 import structlog
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from mldserver.clock import Clock
 
-__all__ = ["KinesisClient", "ShardListing", "ShardPolling", "StreamShards", "kinesis_client"]
+__all__ = ["KinesisClient", "MakeKinesis", "ShardListing", "ShardPolling", "StreamShards", "kinesis_client"]
 
 log = structlog.get_logger("mldserver")
 
@@ -47,6 +47,10 @@ class KinesisClient(Protocol):
     async def list_shards(self, **request: Any) -> dict[str, Any]:
         """Kinesis ListShards."""
         ...
+
+
+MakeKinesis: TypeAlias = "Callable[[], contextlib.AbstractAsyncContextManager[KinesisClient]]"
+"""Makes a client, which is closed when its context ends."""
 
 
 @contextlib.asynccontextmanager
@@ -84,9 +88,7 @@ def _session(region: str | None) -> Any:
 class StreamShards:
     """Lists a stream's shards, with one client: made at the first listing, kept until the context ends."""
 
-    def __init__(
-        self, stream: str, make_client: Callable[[], contextlib.AbstractAsyncContextManager[KinesisClient]]
-    ) -> None:
+    def __init__(self, stream: str, make_client: MakeKinesis) -> None:
         """Name the stream; ``make_client`` is called again only when it failed."""
         self._stream = stream
         self._make_client = make_client
@@ -116,10 +118,13 @@ class StreamShards:
 
 
 class ShardPolling:
-    """Lists a stream's shards every so often, and whenever it is asked to."""
+    """Lists a stream's shards every so often, and whenever it is asked to.
+
+    It is made before anything that asks it, and whom it tells is known only once it runs.
+    """
 
     def __init__(self, shards: StreamShards, *, interval_seconds: float, clock: Clock) -> None:
-        """List ``shards`` once ``run`` is called."""
+        """List ``shards`` once ``run`` is called, and close them when that ends."""
         self._shards = shards
         self._interval_seconds = interval_seconds
         self._clock = clock
@@ -128,16 +133,17 @@ class ShardPolling:
 
     async def run(self, tell: Callable[[Mapping[str, ShardListing]], None]) -> None:
         """Tell what AWS says, until cancelled. Of a listing that failed nothing is told."""
-        while True:
-            self._wake.clear()
-            asked, self._asked = self._asked, []
-            listing = await self._shards.list()
-            if listing is not None:
-                tell(listing)
-            for waiting in asked:
-                if not waiting.done():
-                    waiting.set_result(None)
-            await self._pause()
+        async with self._shards:
+            while True:
+                self._wake.clear()
+                asked, self._asked = self._asked, []
+                listing = await self._shards.list()
+                if listing is not None:
+                    tell(listing)
+                for waiting in asked:
+                    if not waiting.done():
+                        waiting.set_result(None)
+                await self._pause()
 
     async def ask(self) -> None:
         """Return when a listing that began after this call was told, or has failed, or takes too long."""

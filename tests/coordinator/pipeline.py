@@ -30,7 +30,7 @@ from mldserver.state.store import SqliteStore
 from mldserver.testing import LocalEngine, VirtualClock
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 
     from mldserver.coordinator.shard_session import ShardSession
 
@@ -154,8 +154,10 @@ class Pipeline:
         server_id: str = "one",
         clock: VirtualClock | None = None,
         locks: bool = False,
+        ask_stream: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """Two with one ``out``, one ``clock`` and other ids are two servers on one ledger."""
+        self.ask_stream = ask_stream
         self.out = out
         self.spec = None if without_rows else spec or Tumbling(10_000)
         self.rules = replace(rules, late=LateRules(recompute=recompute, delay_ms=delay_ms))
@@ -197,6 +199,7 @@ class Pipeline:
             clock=self.clock,
             unique=lambda: f"{self.server_id}{next(self.names)}",
             locks=self.locks,
+            ask_stream=self.ask_stream,
         )
         return self.coordinator
 

@@ -363,16 +363,16 @@ async def test_a_lost_lease_makes_durable_what_it_can_and_lets_go(pipeline: Pipe
 
 
 async def test_a_shard_that_the_stream_has_not_named_yet_is_asked_for_before_it_is_opened(
-    pipeline: Pipeline,
+    tmp_path: Path,
 ) -> None:
+    asked = []
+
+    async def ask() -> None:
+        asked.append(len(asked))
+        pipeline.coordinator.know({"parent": (), "child": ("parent",)})
+
+    pipeline = Pipeline(tmp_path, ask_stream=ask)
     async with pipeline.life() as coordinator:
-        asked = []
-
-        async def ask() -> None:
-            asked.append(len(asked))
-            coordinator.know({"parent": (), "child": ("parent",)})
-
-        coordinator.ask_stream = ask
         parent = await pipeline.open("parent")
         await pipeline.give(parent, [(1, 9000)])
         assert await parent.end()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from simulation.oracles import Progress, Violated
+from support.kinesis import FakeKinesis
 
 from mldserver.errors import OperatorError
 from mldserver.server import EXIT_CLEAN, Server
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 _WATCH_SECONDS = 0.2
 _RESTART_SECONDS = 1.0
-_LIST_SECONDS = 30.0
 
 
 @dataclass
@@ -82,15 +82,19 @@ class Supervised:
             group_limit=self.plan.windows_a_job,
             clock=self.clock,
         )
+        kinesis = FakeKinesis(self.stream, self.clock, latency=self.plan.latency)
         server = self.server = Server(
-            replace(self.settings), engine=engine, clock=self.clock, seed=self.plan.seed
+            replace(self.settings),
+            engine=engine,
+            kinesis=kinesis.make,
+            clock=self.clock,
+            seed=self.plan.seed,
         )
         async with asyncio.TaskGroup() as group:
             life = group.create_task(server.run())
             watched = [
                 group.create_task(self._watch(server)),
                 group.create_task(self._announce(server)),
-                group.create_task(self._list(server)),
             ]
             died = group.create_task(process.died.wait())
             await asyncio.wait({life, died}, return_when=asyncio.FIRST_COMPLETED)
@@ -101,23 +105,6 @@ class Supervised:
     async def _announce(self, server: Server) -> None:
         with contextlib.suppress(OperatorError):  # it was stopped before it listened
             self.address = await server.listening()
-
-    async def _list(self, server: Server) -> None:
-        """Tell the server of the stream's shards, as AWS does where the stream is named."""
-        with contextlib.suppress(OperatorError):  # it was stopped before it listened
-            await server.listening()
-        if not self.plan.listed or server._parts is None:
-            return
-        coordinator = server._parts.coordinator
-
-        async def ask() -> None:
-            await self.clock.sleep(self.plan.latency)
-            coordinator.know({name: shard.parents for name, shard in self.stream.shards.items()})
-
-        coordinator.ask_stream = ask
-        while True:
-            await ask()
-            await self.clock.sleep(_LIST_SECONDS)
 
     async def _watch(self, server: Server) -> None:
         progress, positions = Progress(), self.faults.positions

@@ -126,6 +126,7 @@ class World:
             "server_id": f"{name}" if plan.fixed_name else None,
             "workers": "inline",
             "server_timeout": "8 s",
+            "stream": "world" if plan.listed else None,
             "late": plan.late,
             "recompute_delay": "2 s",
             "retention": plan.retention,

@@ -104,25 +104,24 @@ async def test_a_client_that_cannot_be_made_is_tried_again_and_never_fatal(
     assert [entry["what"] for entry in logged if entry["event"] == "stream.unlisted"] == ["no region"]
 
 
-class Listings:
-    """A stream whose listings are numbered, and begin only when a gate is open."""
+class Listings(FakeClient):
+    """A stream whose listings are numbered, and end only when a gate is open."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.gate = asyncio.Event()
-        self.begun = 0
-        self.fails = False
 
-    async def list(self) -> dict[str, ShardListing] | None:
-        self.begun += 1
-        number = self.begun
+    async def list_shards(self, **request: Any) -> dict[str, Any]:
+        await super().list_shards(**request)
+        number = len(self.requests)
         await self.gate.wait()
-        return None if self.fails else {f"shard-{number}": ShardListing((), closed=False)}
+        return {"Shards": [shard(number)]}
 
 
 @contextlib.asynccontextmanager
 async def polling(listings: Listings) -> AsyncIterator[tuple[ShardPolling, VirtualClock, list[str]]]:
     clock, told = VirtualClock(), []
-    polls = ShardPolling(listings, interval_seconds=30, clock=clock)  # type: ignore[arg-type]  # it lists, no more is needed
+    polls = ShardPolling(StreamShards("flights", listings.make), interval_seconds=30, clock=clock)
     task = asyncio.create_task(polls.run(told.extend))
     await clock.advance(0)
     try:
@@ -137,7 +136,9 @@ async def test_a_stream_is_listed_every_so_often() -> None:
     listings.gate.set()
     async with polling(listings) as (_, clock, told):
         await clock.advance(61)
-    assert told == ["shard-1", "shard-2", "shard-3"]
+        assert listings.open
+    assert told == ["shardId-1", "shardId-2", "shardId-3"]
+    assert not listings.open
 
 
 async def test_whoever_asks_waits_for_a_listing_that_begins_afterwards() -> None:
@@ -145,15 +146,28 @@ async def test_whoever_asks_waits_for_a_listing_that_begins_afterwards() -> None
     async with polling(listings) as (polls, clock, told):
         asking = [asyncio.create_task(polls.ask()) for _ in range(3)]
         await clock.advance(0)
-        assert listings.begun == 1
+        assert len(listings.requests) == 1
         listings.gate.set()
         await asyncio.gather(*asking)
-        assert told == ["shard-1", "shard-2"]
+        assert told == ["shardId-1", "shardId-2"]
+
+
+async def test_whoever_asks_before_the_first_listing_waits_for_that() -> None:
+    listings, told = Listings(), []
+    listings.gate.set()
+    polls = ShardPolling(StreamShards("flights", listings.make), interval_seconds=30, clock=VirtualClock())
+    asking = asyncio.create_task(polls.ask())
+    await asyncio.sleep(0)
+    running = asyncio.create_task(polls.run(told.extend))
+    await asking
+    assert told == ["shardId-1"]
+    running.cancel()
+    await asyncio.wait({running})
 
 
 async def test_whoever_asks_goes_on_when_the_listing_fails() -> None:
     listings = Listings()
-    listings.fails = True
+    listings.failures = 2
     listings.gate.set()
     async with polling(listings) as (polls, _, told):
         await polls.ask()

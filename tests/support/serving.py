@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from mldserver.config import OutPlace
+    from mldserver.sources.shards import MakeKinesis
     from mldserver.spark.engine import Engine
 
 KEEP_EVERYTHING = '''
@@ -48,10 +49,14 @@ def quick(out: OutPlace, handler: str, **changes: Any) -> Settings:
 
 @contextlib.asynccontextmanager
 async def serving(
-    settings: Settings, *, engine: Engine | None = None, exit_code: int = 0
+    settings: Settings,
+    *,
+    engine: Engine | None = None,
+    kinesis: MakeKinesis | None = None,
+    exit_code: int = 0,
 ) -> AsyncIterator[Server]:
     """Run a server while the block runs; it must then stop as it should, cleanly unless told otherwise."""
-    server = Server(settings, engine=engine or LocalEngine(), seed=1)
+    server = Server(settings, engine=engine or LocalEngine(), kinesis=kinesis, seed=1)
     async with asyncio.TaskGroup() as group:
         life = group.create_task(server.run())
         listening = group.create_task(server.listening())

@@ -1,0 +1,54 @@
+"""Kinesis's ListShards over a fake stream: what a server with ``--stream`` asks."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from mldserver.clock import Clock
+    from mldserver.testing import FakeStream
+    from mldserver.testing.fake_stream import StreamShard
+
+_PAGE = 3
+"""Shards a page."""
+
+
+class FakeKinesis:
+    """Lists a stream's shards as they are when it answers."""
+
+    def __init__(self, stream: FakeStream, clock: Clock, *, latency: float = 0.0) -> None:
+        """Answer after ``latency`` seconds of ``clock``."""
+        self.stream = stream
+        self.listings = 0
+        """How many were asked for."""
+        self.clients = 0
+        """How many clients are open."""
+        self._clock = clock
+        self._latency = latency
+
+    @contextlib.asynccontextmanager
+    async def make(self) -> AsyncIterator[FakeKinesis]:
+        """Make a client."""
+        self.clients += 1
+        try:
+            yield self
+        finally:
+            self.clients -= 1
+
+    async def list_shards(self, **request: Any) -> dict[str, Any]:
+        """Return one page."""
+        first = int(request.get("NextToken", 0))
+        self.listings += first == 0
+        await self._clock.sleep(self._latency)
+        shards = list(self.stream.shards.values())
+        page: dict[str, Any] = {"Shards": [_described(each) for each in shards[first : first + _PAGE]]}
+        return page if first + _PAGE >= len(shards) else page | {"NextToken": str(first + _PAGE)}
+
+
+def _described(shard: StreamShard) -> dict[str, Any]:
+    parents = dict(zip(("ParentShardId", "AdjacentParentShardId"), shard.parents, strict=False))
+    numbers = {"StartingSequenceNumber": "1"} | ({"EndingSequenceNumber": "2"} if shard.closed else {})
+    return {"ShardId": shard.id, "SequenceNumberRange": numbers} | parents

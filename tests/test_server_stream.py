@@ -1,0 +1,60 @@
+"""A whole server that was told its stream's name: it asks Kinesis which shards there are."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from support.kinesis import FakeKinesis
+from support.serving import KEEP_EVERYTHING, connect, quick, serving, until
+
+from mldserver.clock import SystemClock
+from mldserver.testing import FakeStream
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "keeps_everything.py").write_text(KEEP_EVERYTHING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "keeps_everything"
+
+
+def settings(tmp_path: Path, handler: str) -> Any:
+    return quick(tmp_path / "out", handler, stream="flights", list_shards_interval=3600.0)
+
+
+def initialize(shard_id: str) -> bytes:
+    told = '{"action":"initialize","shardId":"%s","sequenceNumber":"TRIM_HORIZON","subSequenceNumber":0}\n'
+    return (told % shard_id).encode()
+
+
+async def test_shards_that_the_stream_lists_are_missing_until_a_daemon_connects(
+    tmp_path: Path, handler: str
+) -> None:
+    kinesis = FakeKinesis(FakeStream(4), SystemClock())
+    async with serving(settings(tmp_path, handler), kinesis=kinesis.make) as server, asyncio.timeout(30):
+        await until(lambda: server.status().shards_missing == kinesis.stream.open_shards)
+        assert kinesis.clients == 1
+    assert kinesis.clients == 0
+
+
+async def test_a_child_that_connects_before_the_next_listing_is_asked_for_and_comes_behind_its_parent(
+    tmp_path: Path, handler: str, logged: list[dict[str, Any]]
+) -> None:
+    stream = FakeStream(1)
+    kinesis = FakeKinesis(stream, SystemClock())
+    async with serving(settings(tmp_path, handler), kinesis=kinesis.make) as server, asyncio.timeout(30):
+        await until(lambda: len(server.status().shards_missing) == 1)
+        [parent] = stream.open_shards
+        child, _ = stream.split(parent)
+        reader, writer = await connect(await server.listening())
+        writer.write(initialize(child))
+        await reader.readline()
+        writer.close()
+        assert kinesis.listings == 2
+    told = {entry["shard"]: entry["parents"] for entry in logged if entry["event"] == "shard.discovered"}
+    assert told[child] == (parent,)
