@@ -17,7 +17,7 @@ def batch(shard: str, size: int = 10) -> BufferedBatch:
 
 def test_a_new_buffer_is_empty() -> None:
     buffer = Buffer()
-    assert (len(buffer), buffer.bytes, buffer.shard_bytes("a"), buffer.snapshot()) == (0, 0, 0, {})
+    assert (len(buffer), buffer.bytes, buffer.snapshot()) == (0, 0, {})
 
 
 def test_batches_stay_in_the_order_in_which_they_were_accepted() -> None:
@@ -34,7 +34,7 @@ def test_what_comes_after_a_snapshot_stays_when_the_snapshot_is_removed() -> Non
     buffer.add(later)
     buffer.remove(seen)
     assert list(buffer.snapshot().values()) == [later]
-    assert (buffer.bytes, buffer.shard_bytes("a")) == (3, 3)
+    assert buffer.bytes == 3
 
 
 def test_removing_what_was_dropped_meanwhile_counts_nothing_twice() -> None:
@@ -45,7 +45,7 @@ def test_removing_what_was_dropped_meanwhile_counts_nothing_twice() -> None:
     assert buffer.drop_shard("a") == 1
     buffer.add(batch("a", 7))
     buffer.remove(seen)
-    assert (buffer.bytes, buffer.shard_bytes("a"), buffer.shard_bytes("b")) == (7, 7, 0)
+    assert buffer.bytes == 7
 
 
 def test_dropping_a_shard_that_has_nothing_is_fine() -> None:
@@ -82,8 +82,6 @@ def test_it_behaves_as_a_list_does(script: list[tuple[str, str, int]]) -> None:
             model = [each for each in model if not any(each is old for old in seen_model)]
         assert [id(each) for each in buffer.snapshot().values()] == [id(each) for each in model]
         assert (len(buffer), buffer.bytes) == (len(model), sum(each.bytes for each in model))
-        for shard_id in "abc":
-            assert buffer.shard_bytes(shard_id) == sum(e.bytes for e in model if e.shard_id == shard_id)
 
 
 def test_what_the_ledger_has_already_is_dropped_up_to_its_position_but_not_a_shards_end() -> None:
@@ -102,3 +100,31 @@ def test_what_the_ledger_has_already_is_dropped_up_to_its_position_but_not_a_sha
     assert list(buffer.snapshot().values()) == kept
     assert 1 in buffer
     assert 0 not in buffer
+
+
+class LookedAt:
+    """A batch that counts how often anyone asks whose it is."""
+
+    epoch, bytes, last, ends_shard = 1, 10, Sequence(3), False
+
+    def __init__(self, shard_id: str) -> None:
+        self._shard_id = shard_id
+        self.looks = 0
+
+    @property
+    def shard_id(self) -> str:
+        self.looks += 1
+        return self._shard_id
+
+
+def test_however_many_shards_there_are_each_ones_batches_are_found_without_a_look_at_the_others() -> None:
+    buffer, batches = Buffer(), [LookedAt(f"shard-{number % 100}") for number in range(1000)]
+    for each in batches:
+        buffer.add(each)  # type: ignore[arg-type]  # as much of one as a buffer looks at
+    added = sum(each.looks for each in batches)
+    for number in range(100):
+        buffer.drop_durable(f"shard-{number}", 1, Sequence(2))
+    for number in range(50):
+        assert buffer.drop_shard(f"shard-{number}") == 10
+    assert (len(buffer), buffer.bytes) == (500, 5000)
+    assert sum(each.looks for each in batches) <= added + 10 * len(batches)
