@@ -34,6 +34,7 @@ from mldserver.coordinator.recovery import recover, take_over
 from mldserver.coordinator.redriving import Redriving
 from mldserver.coordinator.retention import Retention
 from mldserver.coordinator.rules import CoordinatorRules
+from mldserver.coordinator.sessions import Sessions
 from mldserver.coordinator.shard_session import ShardSession
 from mldserver.coordinator.standing import Standing
 from mldserver.coordinator.status import status_of
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from mldserver.deadletters.base import Destination
     from mldserver.runtime.base import BatchOutcome
     from mldserver.sources.base import ShardOpening
-    from mldserver.state.ledger import Ledger, LedgerState, ShardState
+    from mldserver.state.ledger import Ledger, LedgerState
 
 __all__ = ["Coordinator", "CoordinatorRules"]
 
@@ -94,7 +95,7 @@ class Coordinator:
         self._ledger = ledger
         self._store = store
         self._runner = runner
-        self._sessions: dict[str, ShardSession] = {}
+        self._sessions = Sessions(lineage=self.lineage, watermark=self.watermark, buffer=self.buffer)
         self._flusher = Flusher(
             spec=spec,
             ledger=ledger,
@@ -221,7 +222,7 @@ class Coordinator:
         """Beat, learn what the ledger holds, and take over what dead servers left."""
         working = frozenset() if self._runner is None else self._runner.unfinished
         state = await self._fleet.sync()
-        self._catch_up(state)
+        self._sessions.catch_up(state.shards.values())
         self._fleet.learn(state)
         self._flusher.learn(state)
         self._learn(state)
@@ -235,40 +236,18 @@ class Coordinator:
         doomed = 0 if self._runner is None else self._runner.doomed_bytes
         self._holding.count(self._picture, self._flusher.doomed_bytes + doomed)
 
-    def _catch_up(self, state: LedgerState) -> None:
-        """See what became of this server's sessions in the ledger: opened elsewhere, or further than was heard."""
-        for shard in state.shards.values():
-            session = self._sessions.get(shard.shard_id)
-            if session is None or shard.epoch < session.epoch:
-                continue
-            if shard.epoch > session.epoch:
-                # Another server has it: this connection may claim nothing any more.
-                session.disconnected()
-                continue
-            session.position.register(shard.position)
-            if shard.position is not None:
-                self.buffer.drop_durable(shard.shard_id, shard.epoch, shard.position)
-
     async def _flush(self, batches: dict[int, BufferedBatch], reason: str) -> bool:
         """Make what is buffered durable. False: rows were left out that the watermark may still count on."""
         batches = {number: batch for number, batch in batches.items() if number in self.buffer}
         if not batches:
             return True
-        durable = {shard_id: session.position.durable for shard_id, session in self._sessions.items()}
-        result = await self._flusher.flush(list(batches.values()), reason, durable)
+        result = await self._flusher.flush(list(batches.values()), reason, self._sessions.durable())
         # No await from here on: what is registered must leave the buffer, or it would be registered twice.
         self.buffer.remove(batches)
         kill_point("flush.done")
         self._holding.segment_bytes += result.bytes
-        for update in result.positions:
-            session = self._sessions.get(update.shard_id)
-            if session is not None and session.epoch == update.epoch:
-                session.position.register(update.position)
-        for batch in batches.values():
-            session = self._sessions.get(batch.shard_id)
-            if batch.shard_id in result.lost_shards and session is not None and session.epoch == batch.epoch:
-                # Its rows were left out: it may not claim them, neither with a checkpoint nor with its end.
-                session.disconnected()
+        self._sessions.registered(result.positions)
+        self._sessions.left_out(batches.values(), result.lost_shards)
         return self.watermark.reopened >= result.lost_shards
 
     async def _cut(self, view: View) -> None:
@@ -286,8 +265,7 @@ class Coordinator:
     async def _let_go(self, now_ms: int) -> None:
         step = await self._retention.step(now_ms, self._holding.segment_bytes)
         self._holding.segment_bytes -= step.bytes
-        for shard_id in step.shards:
-            self._sessions.pop(shard_id, None)
+        self._sessions.forget(step.shards)
         if step.more:
             self._wake.set()
 
@@ -295,13 +273,13 @@ class Coordinator:
 
     def check(self, opening: ShardOpening) -> None:
         """Raise GapRefused when a shard that has a live connection would start beyond its position."""
-        live = self._sessions.get(opening.shard_id)
-        if live is not None and live.alive and not self.rules.accept_gap:
+        live = self._sessions.live(opening.shard_id)
+        if live is not None and not self.rules.accept_gap:
             refuse_gap(opening, live.position.durable, ended=False, accepted=False)
 
     def abandon(self, shard_id: str) -> None:
         """Let go of a shard that its connection has lost to one that could not open it: it is missing from now on."""
-        live = self._sessions.get(shard_id)
+        live = self._sessions.live(shard_id)
         if live is not None:
             live.disconnected()
 
@@ -331,14 +309,11 @@ class Coordinator:
             await self._ledger.end_shards(frozenset(proved))
         # No await from here on: a cycle must not see the shard half taken in.
         session = ShardSession(self, shard_id, state, parked, within_aggregates=opening.within_aggregates)
-        old = self._sessions.get(shard_id)
-        if old is not None and old.epoch > session.epoch:
-            # A newer connection of the shard was taken in meanwhile.
-            session.alive = False
+        if not self._sessions.take_in(session, state, self.clock.now_ms(), tells_lag=opening.tells_lag):
             return session
+        self._missing.connected(shard_id)
         if new or proved:
             self.watermark.settle(now_ms)
-        self._take_over(session, old, state, tells_lag=opening.tells_lag)
         log.info(
             "shard.opened",
             shard=shard_id,
@@ -347,25 +322,6 @@ class Coordinator:
             epoch=state.epoch,
         )
         return session
-
-    def _take_over(
-        self, session: ShardSession, old: ShardSession | None, state: ShardState, *, tells_lag: bool
-    ) -> None:
-        shard_id, now_ms = session.shard_id, self.clock.now_ms()
-        if old is not None:
-            old.alive = False
-        # What the old connection delivered and is not durable comes again from the daemon's checkpoint.
-        self.buffer.drop_shard(shard_id)
-        self._sessions[shard_id] = session
-        self._missing.connected(shard_id)
-        self.lineage[shard_id].effective_ms = state.effective_ms
-        self.lineage.connect(shard_id, now_ms)
-        self.watermark.connect(shard_id, now_ms, tells_lag=tells_lag, event_ms=self._first_event_ms(state))
-
-    def _first_event_ms(self, state: ShardState) -> int | None:
-        if state.event_ms is None and self.rules.watermark.on_arrival:
-            return self.lineage.floor_ms(state.shard_id)
-        return state.event_ms
 
     def know(self, listing: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
         """Learn the shards that the stream lists, with their parents; return the new ones."""
@@ -422,17 +378,12 @@ class Coordinator:
 
     def ended(self, session: ShardSession) -> None:
         """Let go of a shard whose end is durable."""
-        now_ms = self.clock.now_ms()
-        self.lineage.end(session.shard_id, now_ms)
-        self.watermark.disconnect(session.shard_id)
-        self.watermark.settle(now_ms)
+        self._sessions.end(session, self.clock.now_ms())
         log.info("shard.ended", shard=session.shard_id, position=str(session.position.durable))
 
     def disconnected(self, session: ShardSession) -> None:
         """Let go of a shard without its end: it is missing from now on."""
-        if self._sessions.get(session.shard_id) is session:
-            self.lineage.disconnect(session.shard_id, self.clock.now_ms())
-            self.watermark.disconnect(session.shard_id)
+        if self._sessions.let_go(session, self.clock.now_ms()):
             self._fleet.let_go(session.shard_id, session.epoch)
             self._wake.set()
 
