@@ -120,9 +120,7 @@ class Coordinator:
             timeout_ms=rules.server_timeout_ms,
             locks=locks,
         )
-        self._holding = Holding(
-            rules=rules, buffer=self.buffer, lineage=self.lineage, watermark=self.watermark, clock=clock
-        )
+        self._holding = Holding(rules=rules, buffer=self.buffer, watermark=self.watermark, clock=clock)
         self.redriving = Redriving(ledger.server_id, spec, self.buffer, self.flush)
         self._wake = asyncio.Event()
         self._waiters: list[tuple[str, asyncio.Future[None]]] = []

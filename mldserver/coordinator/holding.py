@@ -21,7 +21,6 @@ from mldserver.coordinator.budget import Load, shards_to_hold
 if TYPE_CHECKING:
     from mldserver.clock import Clock
     from mldserver.coordinator.buffer import Buffer
-    from mldserver.coordinator.lineage import Lineage
     from mldserver.coordinator.picture import Picture
     from mldserver.coordinator.rules import CoordinatorRules
     from mldserver.coordinator.shard_session import ShardSession
@@ -39,12 +38,11 @@ class Holding:
     """Which shards wait now, and how long those that ask must."""
 
     def __init__(
-        self, *, rules: CoordinatorRules, buffer: Buffer, lineage: Lineage, watermark: Watermark, clock: Clock
+        self, *, rules: CoordinatorRules, buffer: Buffer, watermark: Watermark, clock: Clock
     ) -> None:
-        """Hold nobody; ``buffer``, ``lineage`` and ``watermark`` say who is how far ahead with how much."""
+        """Hold nobody; ``buffer`` says how much there is, ``watermark`` who is how far ahead."""
         self._rules = rules
         self._buffer = buffer
-        self._lineage = lineage
         self._watermark = watermark
         self._clock = clock
         self._held: frozenset[str] = frozenset()
@@ -74,7 +72,10 @@ class Holding:
             return
         in_vain = self.computing or self.settled_bytes > self._rules.segment_bytes
         everyone = memory > most or (disk_is_full and in_vain)
-        loads = [Load(node.id, self._watermark.shard_ms(node.id)) for node in self._lineage.connected()]
+        # Whoever may give rows: also a stale connection whose shard was ended elsewhere, which has not been heard here.
+        loads = [
+            Load(shard_id, self._watermark.shard_ms(shard_id)) for shard_id in self._watermark.connected()
+        ]
         self._held = shards_to_hold(loads, holder=None if everyone else self.holder)
 
     def is_held(self, session: ShardSession) -> bool:

@@ -170,6 +170,10 @@ class Watermark:
         if clock is not None:
             clock.in_request, clock.answered_ms = False, now_ms
 
+    def connected(self) -> tuple[str, ...]:
+        """Return the shards that have a connection, also those that are known to have ended."""
+        return tuple(self._shards)
+
     def shard_ms(self, shard_id: str) -> int | None:
         """Return the shard's own watermark, None when it has shown nothing yet."""
         clock = self._shards.get(shard_id)
