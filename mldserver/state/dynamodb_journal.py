@@ -125,9 +125,13 @@ class Journal:
         before = self.book.version
         book.restored(snapshot.version)
         self.book, self.snapshot, self.tail = book, snapshot, Tail()
-        whole = await self._read_news() and book.version >= version
-        if not whole or book.version < before:
-            self.book, self.snapshot, self.tail = known
+        whole = False
+        try:
+            whole = await self._read_news() and book.version >= version
+        finally:
+            # Also when the reading failed, or was cancelled: half a book would hide that the ledger went back.
+            if not whole or book.version < before:
+                self.book, self.snapshot, self.tail = known
         if whole and book.version < before:
             raise self._damaged(f"it went back from version {before} to {book.version}")
         return whole

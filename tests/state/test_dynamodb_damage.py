@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mldserver.errors import LedgerError, LedgerVersionError
-from tests.state.dynamodb_fake import FakeDynamo, beat, flush, start
+from tests.state.dynamodb_fake import FakeDynamo, beat, flush, lost_answer, start
 from tests.state.samples import letter
 
 if TYPE_CHECKING:
@@ -37,6 +37,29 @@ async def test_a_table_that_was_rolled_back_is_refused(ledger_on: Factory, dynam
     backup = {name: dict(item) for name, item in dynamo.items["p"].items()}
     await ledger.register(flush("a", 1))
     dynamo.items["p"] = backup
+    for _ in range(2):
+        with pytest.raises(LedgerError, match="went back from version 3 to 2"):
+            await ledger.register(flush("a", 2))
+
+
+async def test_a_table_that_was_rolled_back_is_refused_also_when_it_could_not_be_read_at_once(
+    ledger_on: Factory, dynamo: FakeDynamo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = await start(ledger_on(), "a")
+    backup = {name: dict(item) for name, item in dynamo.items["p"].items()}
+    await ledger.register(flush("a", 1))
+    dynamo.items["p"] = backup
+    query = dynamo.query
+
+    async def lose_the_beginning(**request: Any) -> dict[str, Any]:
+        if request["ExpressionAttributeValues"][":first"]["S"] == "log#00000000000000000001":
+            raise lost_answer()
+        return await query(**request)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dynamo, "query", lose_the_beginning)
+        with pytest.raises(LedgerError, match="out of reach"):
+            await ledger.register(flush("a", 2))
     for _ in range(2):
         with pytest.raises(LedgerError, match="went back from version 3 to 2"):
             await ledger.register(flush("a", 2))
