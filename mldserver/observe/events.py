@@ -336,6 +336,11 @@ EVENTS: Final[dict[str, EventSpec]] = {
         ("shards", "windows_published", "windows_restarted", "files_deleted", "late_published", "clock"),
         "What the start found in the ledger and did.",
     ),
+    "ledger.not_shortened": EventSpec(
+        "warning",
+        (),
+        "The log of a ledger in DynamoDB could not be shortened now; it is tried again in a minute, nothing waits for it.",
+    ),
     "stream.ended": EventSpec("info", ("shards",), "Every known shard has ended; every window closes."),
     "stream.quiet": EventSpec(
         "info", ("seconds",), "Every shard is caught up and silent; the open windows close."

@@ -33,6 +33,8 @@ import random
 import uuid
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+import structlog
+
 from mldserver.errors import InternalError, LedgerError
 from mldserver.state import dynamodb_flushes as flushes
 from mldserver.state import dynamodb_letters
@@ -62,6 +64,8 @@ if TYPE_CHECKING:
     from mldserver.state.letters import StoredLetter
 
 __all__ = ["DynamoLedger"]
+
+log = structlog.get_logger("mldserver")
 
 _T = TypeVar("_T")
 
@@ -260,10 +264,16 @@ class DynamoLedger:
         async with self._taking_turns():
             life = self._lives()
             await self._decide_as_member(lambda draft: members.beat(draft, told, life))
-            compaction = self._compaction
+            state, compaction = self._held(since), self._compaction
             if compaction is None or not compaction.due():
-                return self._held(since)
-        await compaction.run()
+                return state
+        try:
+            await compaction.run()
+        except LedgerError as error:
+            # A long log costs the next start time, and nothing else: no row waits for it.
+            compaction.put_off()
+            log.warning("ledger.not_shortened", **error.told())
+            return state
         async with self._turn:
             return self._held(since)
 

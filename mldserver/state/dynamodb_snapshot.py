@@ -39,6 +39,9 @@ _NAMINGS: Final = 20
 _SPREAD: Final = 0.5
 """How much longer than for another the log may be for a server, as a share."""
 
+_PAUSE_MS: Final = 60_000
+"""How long a snapshot that could not be written is put off: calls must not each wait for it in vain."""
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
@@ -128,10 +131,17 @@ class Compaction:
         self._busy = asyncio.Lock()
         self._closing = False
         self._copy: _Copy | None = None
+        self._not_before_ms = 0
 
     def due(self) -> bool:
         """Whether there is something to do, and nobody does it."""
-        return not self._busy.locked() and (self._copy is not None or self._is_long())
+        if self._busy.locked() or self._clock.now_ms() < self._not_before_ms:
+            return False
+        return self._copy is not None or self._is_long()
+
+    def put_off(self) -> None:
+        """Have nothing to do for a while: it has failed just now."""
+        self._not_before_ms = self._clock.now_ms() + _PAUSE_MS
 
     def _is_long(self) -> bool:
         least = max(self._at_least, self._journal.snapshot.bytes)
@@ -158,8 +168,10 @@ class Compaction:
             pass
 
     async def _begin(self) -> _Copy | None:
-        """Return what is to be written; None when the log is short after all."""
+        """Return what is to be written; None when the log is short after all, or the ledger is being closed."""
         async with self._turn:
+            if self._closing:
+                return None
             await self._journal.refresh()
             if self._copy is not None or not self._is_long():
                 return self._copy

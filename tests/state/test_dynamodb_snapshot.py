@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,12 +16,15 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from mldserver.state.dynamodb import DynamoLedger
+    from tests.state.conftest import HandClock
     from tests.state.dynamodb_emulator import Emulator
 
     Factory = Callable[..., DynamoLedger]
 
 PART = 300
 """Bytes of a part here."""
+PAUSE_MS = 60_000
+"""How long a snapshot that failed is put off."""
 
 
 class BusyDynamo(FakeDynamo):
@@ -30,6 +34,7 @@ class BusyDynamo(FakeDynamo):
         super().__init__()
         self.before_part: Callable[[str], Awaitable[None]] | None = None
         self.before_naming: Callable[[], Awaitable[None]] | None = None
+        self.before_transaction: Callable[[], Awaitable[None]] | None = None
         self.parts: list[str] = []
         self.calls_left: int | None = None
         """After so many calls nothing is answered any more."""
@@ -64,6 +69,8 @@ class BusyDynamo(FakeDynamo):
     async def transact_write_items(self, **request: Any) -> dict[str, Any]:
         if self.before_naming is not None and "#taken" in str(request):
             await self.before_naming()
+        if self.before_transaction is not None:
+            await self.before_transaction()
         return await super().transact_write_items(**request)
 
 
@@ -153,8 +160,13 @@ async def test_the_servers_own_calls_go_on_while_a_snapshot_is_written(
     assert await ledger_on("tool").peek() == state
 
 
+def not_shortened(logged: list[dict[str, Any]]) -> list[str]:
+    """What was told of compactions that failed."""
+    return [each["what"] for each in logged if each["event"] == "ledger.not_shortened"]
+
+
 async def test_what_is_written_of_a_snapshot_is_not_written_again(
-    ledger_on: Factory, dynamo: BusyDynamo
+    ledger_on: Factory, dynamo: BusyDynamo, clock: HandClock, logged: list[dict[str, Any]]
 ) -> None:
     ledger = await filled(ledger_on(compact_bytes=1_000))
 
@@ -163,9 +175,10 @@ async def test_what_is_written_of_a_snapshot_is_not_written_again(
             raise client_error("ThrottlingException", "PutItem")
 
     dynamo.before_part = throttle
-    for _ in range(3):
-        with pytest.raises(LedgerError, match="out of reach"):
-            await beat(ledger)
+    for failed in range(1, 4):
+        await beat(ledger)
+        assert len(not_shortened(logged)) == failed
+        clock.ms += PAUSE_MS
     dynamo.before_part = None
     state = await beat(ledger)
     assert len({name.split("#")[1] for name in dynamo.parts}) == 1
@@ -173,6 +186,29 @@ async def test_what_is_written_of_a_snapshot_is_not_written_again(
     assert in_force(dynamo) == dynamo.parts[0].split("#")[1]
     assert await ledger_on("tool").peek() == state
     assert left_over(dynamo) == set()
+
+
+async def test_while_a_snapshot_cannot_be_written_no_call_fails_by_it_or_tries_it_again_at_once(
+    ledger_on: Factory, dynamo: BusyDynamo, clock: HandClock, logged: list[dict[str, Any]]
+) -> None:
+    ledger = await filled(ledger_on(compact_bytes=1_000))
+
+    async def throttle(_: str) -> None:
+        raise client_error("ThrottlingException", "PutItem")
+
+    dynamo.before_part = throttle
+    for number in range(31, 34):
+        state = await beat(ledger)
+        assert state.shards["a"].position == Sequence(number - 1)
+        assert (await ledger.register(flush("a", number))).registered
+    tried = len(dynamo.parts)
+    assert [told.partition(":")[0] for told in not_shortened(logged)] == ["DynamoDB is out of reach"]
+    clock.ms += PAUSE_MS - 1
+    await beat(ledger)
+    assert len(dynamo.parts) == tried
+    clock.ms += 1
+    await beat(ledger)
+    assert len(dynamo.parts) == 2 * tried
 
 
 async def test_a_snapshot_that_loses_every_race_is_put_in_force_by_a_later_call(
@@ -263,13 +299,14 @@ async def test_a_snapshot_that_a_sweep_has_taken_is_not_named(ledger_on: Factory
 
 
 async def test_a_snapshot_is_kept_when_the_answer_to_its_naming_is_lost_for_good(
-    ledger_on: Factory, dynamo: BusyDynamo
+    ledger_on: Factory, dynamo: BusyDynamo, clock: HandClock, logged: list[dict[str, Any]]
 ) -> None:
     ledger = await filled(ledger_on(compact_bytes=1_000))
     dynamo.after, dynamo.before = [None, lost_answer()], [None, None, *[lost_answer()] * 5]
-    with pytest.raises(LedgerError, match="not known whether"):
-        await beat(ledger)
+    await beat(ledger)
     assert in_force(dynamo) is not None
+    assert len(not_shortened(logged)) == 1
+    clock.ms += PAUSE_MS
     state = await beat(ledger)
     assert await ledger_on("tool").peek() == state
     assert left_over(dynamo) == set()
@@ -290,9 +327,29 @@ async def test_closing_ends_a_snapshot_that_is_being_written(ledger_on: Factory,
     assert (len(dynamo.parts), in_force(dynamo), dynamo.clients) == (1, None, 0)
 
 
+async def test_a_ledger_that_is_closed_amid_a_call_begins_no_snapshot_behind_it(
+    ledger_on: Factory, dynamo: BusyDynamo, logged: list[dict[str, Any]]
+) -> None:
+    ledger = await filled(ledger_on(compact_bytes=1_000))
+    closing: list[asyncio.Task[None]] = []
+
+    async def close() -> None:
+        if not closing:
+            closing.append(asyncio.get_running_loop().create_task(ledger.close()))
+        await asyncio.sleep(0)
+
+    dynamo.before_transaction = close
+    state = await beat(ledger)
+    await closing[0]
+    dynamo.before_transaction = None
+    assert (dynamo.clients, dynamo.parts, not_shortened(logged)) == (0, [], [])
+    assert "waste" not in dynamo.kinds()
+    assert await ledger_on("tool").peek() == state
+
+
 @pytest.mark.parametrize("takes_effect", [False, True])
 async def test_a_server_that_dies_anywhere_in_a_compaction_costs_nothing(
-    ledger_on: Factory, dynamo: BusyDynamo, takes_effect: bool
+    ledger_on: Factory, dynamo: BusyDynamo, takes_effect: bool, logged: list[dict[str, Any]]
 ) -> None:
     writer = await filled(ledger_on("writer", compact_bytes=1 << 40), 5)
     calls, survived = 0, False
@@ -301,11 +358,10 @@ async def test_a_server_that_dies_anywhere_in_a_compaction_costs_nothing(
         dying = await start(ledger_on("dying", compact_bytes=1_000))
         await lengthen(writer, dying)
         dynamo.calls_left, dynamo.takes_effect = calls, takes_effect
-        try:
+        logged.clear()
+        with contextlib.suppress(LedgerError):
             await beat(dying)
-            survived = True
-        except LedgerError:
-            pass
+            survived = not not_shortened(logged)
         dynamo.calls_left = None
         await dying.close()
         assert await ledger_on("tool").peek() == await writer.peek()
