@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from mldserver.aws import aws_client
 from mldserver.config import RemoteOut, SqlitePlace, UnixAddress, home, ledger_file
 from mldserver.coordinator.claim import claim
 from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
@@ -31,7 +32,7 @@ from mldserver.runtime.inspection import load_spec
 from mldserver.runtime.spec import HandlerKind
 from mldserver.runtime.workers.life import Limits
 from mldserver.sources.mld import MLDListener
-from mldserver.sources.shards import ShardPolling, StreamShards, kinesis_client
+from mldserver.sources.shards import ShardPolling, StreamShards
 from mldserver.spark.sinks.base import SinkSpec
 from mldserver.state.sqlite import SqliteLedger
 
@@ -173,7 +174,9 @@ async def _assembled(
 ) -> Parts:
     store = await aside(partial(_store, settings), name="mldserver-output")
     server_id = settings.server_id or f"{socket.gethostname()}:{os.getpid()}:{unique()}"
-    ledger = ledger_of(settings, server_id=server_id, clock=clock)
+    # Beside the loop: a ledger in a table imports a good part of AWS's client.
+    making = partial(ledger_of, settings, server_id=server_id, clock=clock)
+    ledger = await aside(making, name="mldserver-ledger")
     runner: WindowRunner | None = None
 
     def freed(freed_bytes: int) -> None:
@@ -237,7 +240,8 @@ async def _assembled(
 def _polling(settings: Settings, kinesis: MakeKinesis | None, clock: Clock) -> ShardPolling | None:
     if settings.stream is None:
         return None
-    make = kinesis or partial(kinesis_client, region=settings.region, endpoint_url=settings.endpoint_url)
+    where = {"region": settings.region, "endpoint_url": settings.endpoint_url}
+    make = kinesis or partial(aws_client, "kinesis", **where)
     shards = StreamShards(settings.stream, make)
     return ShardPolling(shards, interval_seconds=settings.list_shards_interval, clock=clock)
 

@@ -40,6 +40,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # Where letters go beside the ledger, and how they come back through the handler.
     "deadletters": (
         *CONTRACTS,
+        "aws",
         "config",
         "coordinator.redriving",
         "coordinator.store",
@@ -57,7 +58,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "coordinator": (*CONTRACTS, "faults", "manifest", "remote", "spark.engine"),
     "manifest": (),
     "remote": (),
-    "state": ("records", "errors", "clock", "faults", "runtime.base"),
+    "state": ("records", "errors", "clock", "faults", "aws", "runtime.base"),
     "runtime": ("records", "errors", "clock", "protocol", "coordinator.windows", "kclpy"),
     # The handler's process: an inline runtime behind a socket, whose log goes to the server's.
     "runtime.workers": (
@@ -72,8 +73,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     # What record processors of amazon_kclpy see, whether that is installed or not.
     "kclpy": ("records",),
-    # AWS's client is made beside the event loop.
-    "sources": ("records", "errors", "clock", "faults", "protocol", "runtime.base", "runtime.aside"),
+    # AWS's clients are made beside the event loop.
+    "aws": ("runtime.aside",),
+    "sources": ("records", "errors", "clock", "faults", "protocol", "runtime.base"),
     # The driver process imports the user's handler by the same rules as the runtime does.
     "spark": ("errors", "clock", "faults", "remote", "coordinator.windows", "runtime.loader"),
     "config": ("errors", "faults", "remote", "coordinator.windows", "runtime.failure"),
@@ -146,6 +148,8 @@ ONLY_IN = {
     "sqlite3": ("state", "testing"),
     "cyclopts": ("cli",),
     "aws_kinesis_agg": ("protocol", "testing"),
+    "aioboto3": ("aws",),
+    "aiobotocore": ("aws",),
     "kclpy_ext": ("kcl",),
     "amazon_kclpy": ("kcl",),
 }

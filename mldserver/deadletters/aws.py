@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 from botocore.exceptions import BotoCoreError, ClientError
 
+from mldserver.aws import aws_client
 from mldserver.deadletters.document import document, identity
 from mldserver.deadletters.files import file_content, file_name, grouped
 from mldserver.errors import LedgerError
@@ -93,19 +94,16 @@ class _Aws(ABC):
         self._pipeline = pipeline
         self._clock = clock
         self._jitter = jitter
-        self._session = session
-        self._where = {"region_name": region, "endpoint_url": endpoint_url}
+        self._where: dict[str, Any] = {"region": region, "endpoint_url": endpoint_url, "session": session}
         self._resources = contextlib.AsyncExitStack()
         self._client: Any = None
 
     async def _reach(self) -> Any:
         if self._client is None:
-            import aioboto3  # noqa: PLC0415  # half a second that only servers with such a place pay
-            from aiobotocore.config import AioConfig  # noqa: PLC0415  # as above
-
-            config = AioConfig(connect_timeout=3, read_timeout=20, retries={"mode": "standard"})
-            session = self._session or aioboto3.Session()
-            made = session.client(self.service, config=config, **self._where)
+            retries = {"mode": "standard"}
+            made = aws_client(
+                self.service, connect_timeout=3, read_timeout=20, retries=retries, **self._where
+            )
             self._client = await self._resources.enter_async_context(made)
         return self._client
 

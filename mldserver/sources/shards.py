@@ -9,24 +9,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeAlias
 
 import structlog
 
-from mldserver.runtime.aside import aside
-
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import Callable, Mapping
     from types import TracebackType
 
     from mldserver.clock import Clock
 
-__all__ = ["KinesisClient", "MakeKinesis", "ShardListing", "ShardPolling", "StreamShards", "kinesis_client"]
+__all__ = ["KinesisClient", "MakeKinesis", "ShardListing", "ShardPolling", "StreamShards"]
 
 log = structlog.get_logger("mldserver")
 
-_ANY_REGION: Final = "us-east-1"
 _PATIENCE_SECONDS: Final = 10.0
 """How long the opening of a shard waits for AWS to name it."""
 
@@ -51,38 +47,6 @@ class KinesisClient(Protocol):
 
 MakeKinesis: TypeAlias = "Callable[[], contextlib.AbstractAsyncContextManager[KinesisClient]]"
 """Makes a client, which is closed when its context ends."""
-
-
-@contextlib.asynccontextmanager
-async def kinesis_client(
-    *, region: str | None = None, endpoint_url: str | None = None
-) -> AsyncIterator[KinesisClient]:
-    """Make an aioboto3 client; credentials come from where boto3 finds them.
-
-    To import the library and to read its models takes most of a second, which is spent in a thread.
-    """
-    session = await aside(partial(_session, region), name="mldserver-aws")
-    async with session.client("kinesis", endpoint_url=endpoint_url) as client:
-        yield client
-
-
-def _session(region: str | None) -> Any:
-    """Return an aioboto3 session whose loader has read all that a client of Kinesis is made of. Blocking."""
-    import aioboto3  # noqa: PLC0415  # half a second that only servers with --stream pay
-    import aiobotocore.session  # noqa: PLC0415  # as above
-    import botocore.session  # noqa: PLC0415  # as above
-
-    # A client that is never used: whatever botocore reads for one, its loader keeps.
-    reader = botocore.session.Session()
-    reader.create_client(
-        "kinesis",
-        region_name=_ANY_REGION,
-        aws_access_key_id="none",
-        aws_secret_access_key="none",  # noqa: S106  # so that none are looked for
-    ).close()
-    core = aiobotocore.session.get_session()
-    core.register_component("data_loader", reader.get_component("data_loader"))
-    return aioboto3.Session(botocore_session=core, region_name=region)
 
 
 class StreamShards:

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import structlog
 
+from mldserver.aws import aws_client
 from mldserver.errors import InternalError, LedgerError
 from mldserver.state import dynamodb_flushes as flushes
 from mldserver.state import dynamodb_letters
@@ -102,9 +103,8 @@ class DynamoLedger:
         self._pipeline = pipeline
         self._server_id = server_id
         self._clock = clock
-        self._place = {"region_name": region, "endpoint_url": endpoint_url}
+        self._where: dict[str, Any] = {"region": region, "endpoint_url": endpoint_url, "session": session}
         self._make = create
-        self._session = session
         self._compact_bytes = compact_bytes
         self._jitter = jitter
         self._unique = unique
@@ -189,18 +189,12 @@ class DynamoLedger:
 
     async def _reach(self) -> Table:
         if self._table is None:
-            client = await self._resources.enter_async_context(self._client())
+            # One sending a call: ``Table.send`` knows which errors pass, and pauses on the injected clock.
+            once = {"total_max_attempts": 1}
+            made = aws_client("dynamodb", connect_timeout=3, read_timeout=5, retries=once, **self._where)
+            client = await self._resources.enter_async_context(made)
             self._table = Table(client, self._name, self._pipeline, clock=self._clock, jitter=self._jitter)
         return self._table
-
-    def _client(self) -> Any:
-        import aioboto3  # noqa: PLC0415  # half a second that only servers with a table pay
-        from aiobotocore.config import AioConfig  # noqa: PLC0415  # as above
-
-        # One sending a call: ``Table.send`` knows which errors pass, and pauses on the injected clock.
-        config = AioConfig(connect_timeout=3, read_timeout=5, retries={"total_max_attempts": 1})
-        session = self._session or aioboto3.Session()
-        return session.client("dynamodb", config=config, **self._place)
 
     @contextlib.asynccontextmanager
     async def _taking_turns(self) -> AsyncIterator[None]:

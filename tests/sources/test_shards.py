@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from botocore.loaders import JSONFileLoader
 
+from mldserver.aws import aws_client
 from mldserver.sources import shards as shards_module
-from mldserver.sources.shards import ShardListing, ShardPolling, StreamShards, kinesis_client
+from mldserver.sources.shards import ShardListing, ShardPolling, StreamShards
 from mldserver.testing import VirtualClock
 
 if TYPE_CHECKING:
@@ -213,28 +212,8 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_the_real_client_asks_the_endpoint_that_it_was_given() -> None:
     targets: list[str] = []
     async with kinesis(targets) as address:
-        make = partial(kinesis_client, region="eu-central-1", endpoint_url=address)
+        make = partial(aws_client, "kinesis", region="eu-central-1", endpoint_url=address)
         async with StreamShards("flights", make) as shards:
             assert await shards.list() == LISTING
             assert await shards.list() == LISTING
     assert targets == ["Kinesis_20131202.ListShards"] * 4
-
-
-@pytest.mark.usefixtures("credentials")
-async def test_nothing_that_the_real_client_is_made_of_is_read_on_the_event_loops_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    read: dict[str, str] = {}
-    load = JSONFileLoader.load_file
-
-    def noted(self: JSONFileLoader, path: str) -> Any:
-        read[path] = threading.current_thread().name
-        return load(self, path)
-
-    monkeypatch.setattr(JSONFileLoader, "load_file", noted)
-    async with kinesis([]) as address:
-        make = partial(kinesis_client, region="eu-central-1", endpoint_url=address)
-        async with StreamShards("flights", make) as shards:
-            assert await shards.list() == LISTING
-    assert set(read.values()) == {"mldserver-aws"}
-    assert [path for path in read if "kinesis" in path], "the service's own model is among them"
