@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["CutWindows", "LateRules"]
 
 _REMEMBERED = 10_000
-"""How many windows that the ledger does not tell of any more are known to be cut. For one that is forgotten the ledger
-refuses the late rows, which are then planned again."""
+"""How many windows that the ledger does not tell of any more are known to be cut, from one look at it to the next. For one
+that is forgotten the ledger refuses the late rows, which are then planned again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,9 @@ class CutWindows:
         for entry in state.windows.values():
             if entry.state is not WindowState.OPEN:
                 self._learn(entry, now_ms)
+        # Not where refusals are noted: a flush must not forget of one window what it has to know of another.
+        for window_id in list(itertools.islice(self._over, max(0, len(self._over) - _REMEMBERED))):
+            del self._over[window_id]
 
     def _learn(self, entry: WindowEntry, now_ms: int) -> None:
         if not entry.retained:
@@ -111,8 +114,6 @@ class CutWindows:
             self._retained.pop(window_id, None)
             self._due_ms.pop(window_id, None)
             self._over[window_id] = None
-        for window_id in list(itertools.islice(self._over, max(0, len(self._over) - _REMEMBERED))):
-            del self._over[window_id]
 
     def registered(self, window_ids: Iterable[str], now_ms: int) -> None:
         """Note windows that have rows in the ledger for their next revision."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -160,6 +161,23 @@ async def test_what_other_servers_did_is_learned(again: Writing) -> None:
     assert again.registered().clock == 501
     assert state.windows[W[0]].state is WindowState.PUBLISHED
     other.close()
+
+
+async def test_rows_come_to_rest_in_one_flush_for_however_many_windows_that_are_over_and_not_remembered(
+    again: Writing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = await again.ledger.open_shard("a")
+    rows = [(n, 10_000 * n) for n in range(4)]
+    await again.flush([again.batch(shard, *rows)])
+    await again.flusher.cut(40_000, close_all=False)
+    for window in W:
+        await publish(again, window)
+    monkeypatch.setattr("mldserver.coordinator.late._REMEMBERED", 3)
+    again.restore(await again.ledger.sync(ServerState("one", 1)))
+    async with asyncio.timeout(5):
+        await again.flush([again.batch(shard, *((4 + n, ms) for n, ms in rows))])
+    assert [each.window_id for each in again.registered().late_segments] == W
+    assert again.flusher.rows_late == 4
 
 
 async def test_rows_for_batches_that_another_server_cut_go_to_the_next_one(tmp_path: Path) -> None:
