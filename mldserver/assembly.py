@@ -316,6 +316,7 @@ def _rules(settings: Settings, spec: WindowSpec | None) -> CoordinatorRules:
         segment_bytes=settings.segment_disk_bytes,
         missing_limit_ms=_ms(settings.missing_limit),
         retention_ms=_ms(settings.retention),
+        shard_retention_ms=_ms(settings.shard_retention),
         late=LateRules(
             recompute=settings.late == "recompute",
             delay_ms=_ms(settings.recompute_delay),

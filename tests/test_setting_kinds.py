@@ -129,13 +129,14 @@ def test_a_duration_survives_being_shown(ms: int) -> None:
 
 
 def test_durations_are_shown_in_their_largest_unit() -> None:
-    assert [show_duration(value) for value in (0, 0.1, 5, 60, 3600, 86_400, 90)] == [
+    assert [show_duration(value) for value in (0, 0.1, 5, 60, 3600, 86_400, 691_200, 90)] == [
         "0 s",
         "100 ms",
         "5 s",
         "1 min",
         "1 h",
         "1 day",
+        "8 days",
         "90 s",
     ]
 

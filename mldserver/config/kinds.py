@@ -69,6 +69,7 @@ _SIZE_UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
+_DAY_MS = 86_400_000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _IDENTIFIER = r"[^\W\d]\w*"
 _DOTTED_PATH = re.compile(rf"{_IDENTIFIER}(\.{_IDENTIFIER})*(:{_IDENTIFIER}(\.{_IDENTIFIER})*)?")
@@ -300,7 +301,9 @@ def duration(*, zero: bool = False) -> Kind[float]:
 def show_duration(seconds: float) -> str:
     """Return seconds in the largest unit that divides them."""
     ms = round(seconds * 1000)
-    for unit, factor in (("day", 86_400_000), ("h", 3_600_000), ("min", 60_000), ("s", 1000)):
+    if ms == _DAY_MS:
+        return "1 day"
+    for unit, factor in (("days", _DAY_MS), ("h", 3_600_000), ("min", 60_000), ("s", 1000)):
         if ms % factor == 0 and (ms or unit == "s"):
             return f"{ms // factor} {unit}"
     return f"{ms} ms"

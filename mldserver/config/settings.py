@@ -370,6 +370,13 @@ class Settings:
         kinds.optional(kinds.text("a URL")), None, "Kinesis endpoint, for tests and emulators.", _STREAM
     )
     list_shards_interval: float = _setting(kinds.duration(), 30.0, "How often shards are listed.", _STREAM)
+    shard_retention: float = _setting(
+        kinds.duration(),
+        8 * 86_400.0,
+        "How long ended shards are remembered, at least: longer than the stream keeps records. With `stream` they are "
+        "for as long as it lists them.",
+        _STREAM,
+    )
     accept_gap: bool = _setting(
         kinds.flag(),
         default=False,

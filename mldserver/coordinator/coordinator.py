@@ -108,7 +108,13 @@ class Coordinator:
         self._picture = Picture()
         self._view = self.watermark.view(now_ms)
         self._standing = Standing(self._view, now_ms)
-        self._retention = Retention(rules=rules, flusher=self._flusher, lineage=self.lineage, now_ms=now_ms)
+        self._retention = Retention(
+            rules=rules,
+            flusher=self._flusher,
+            lineage=self.lineage,
+            now_ms=now_ms,
+            named=ask_stream is not None,
+        )
         self._missing = MissingShards(
             self.lineage, settle_ms=rules.watermark.settle_ms, limit_ms=rules.missing_limit_ms
         )
@@ -324,6 +330,7 @@ class Coordinator:
     def know(self, listing: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
         """Learn the shards that the stream lists, with their parents; return the new ones."""
         now_ms = self.clock.now_ms()
+        self._retention.listed = frozenset(listing)
         new = tuple(
             shard for shard, parents in listing.items() if self.lineage.know(shard, now_ms, parents=parents)
         )

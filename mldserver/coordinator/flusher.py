@@ -402,10 +402,15 @@ class Flusher:
         self._doomed.add(free)
         return await self._doomed.delete()
 
-    async def prune(self, windows_before_ms: int, shards_before_ms: int) -> None:
-        """Forget what is older than its retention."""
+    async def prune(
+        self, windows_before_ms: int, shards_before_ms: int, keep_shards: frozenset[str] = frozenset()
+    ) -> None:
+        """Forget what is older than its retention, but for ``keep_shards``."""
         pruned = await self._ledger.prune(
-            windows_before_ms=windows_before_ms, shards_before_ms=shards_before_ms, limit=_PRUNED
+            windows_before_ms=windows_before_ms,
+            shards_before_ms=shards_before_ms,
+            keep_shards=keep_shards,
+            limit=_PRUNED,
         )
         self._pruning = pruned >= _PRUNED
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from collections.abc import Set as AbstractSet
 
 __all__ = ["Lineage", "Presence", "ShardNode"]
 
@@ -172,9 +173,13 @@ class Lineage:
         presences = {node.presence for node in self._nodes.values()}
         return Presence.ENDED in presences and presences <= {Presence.ENDED, Presence.LEFT_OUT}
 
-    def forget_ended(self, before_ms: int) -> tuple[str, ...]:
-        """Drop the shards that ended before a time; return them. Their children keep them as unknown parents."""
-        old = [n for n in self._nodes.values() if n.presence is Presence.ENDED and n.since_ms < before_ms]
+    def forget_ended(self, before_ms: int, *, keep: AbstractSet[str] = frozenset()) -> tuple[str, ...]:
+        """Drop the shards that ended before a time, but for those to keep; return them.
+
+        Their children keep them as unknown parents.
+        """
+        ended = (node for node in self._nodes.values() if node.presence is Presence.ENDED)
+        old = [node for node in ended if node.since_ms < before_ms and node.id not in keep]
         for node in old:
             del self._nodes[node.id]
         for node in self._nodes.values():

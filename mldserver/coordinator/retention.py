@@ -1,6 +1,12 @@
 """What is let go of, and when: segments of old windows, then the windows, then the shards that ended.
 
 A step a cycle, so that nothing waits long for what a server finds that comes back after a day.
+
+A shard that ended must be remembered for as long as the stream keeps records of it (a day by default, a year at most;
+AWS limits). Whoever deletes the daemon's lease table has the shard read again from its beginning, and its rows are known
+for duplicates by its position only; a daemon that stopped before it had checkpointed the shard's end comes back where
+no position is known, and is refused; and children that are read late find no time to go on from. So where the stream is
+named its own listing decides, which names a shard for exactly that long; where it is not, a time that is set.
 """
 
 from __future__ import annotations
@@ -38,12 +44,16 @@ class LetGo:
 class Retention:
     """When what was let go of last."""
 
-    def __init__(self, *, rules: CoordinatorRules, flusher: Flusher, lineage: Lineage, now_ms: int) -> None:
-        """Forget nothing within the first hour."""
+    def __init__(
+        self, *, rules: CoordinatorRules, flusher: Flusher, lineage: Lineage, now_ms: int, named: bool
+    ) -> None:
+        """Forget nothing within the first hour; where the stream is ``named``, no shard before it was listed."""
         self._rules = rules
         self._flusher = flusher
         self._lineage = lineage
         self._pruned_ms = now_ms
+        self.listed: frozenset[str] | None = None if named else frozenset()
+        """The shards that the stream still lists; None before it has, and empty where it is not named."""
 
     async def step(self, now_ms: int, held_bytes: int) -> LetGo:
         """Let go of what is past its retention. ``held_bytes``: what all segments take.
@@ -53,8 +63,10 @@ class Retention:
         deleted = await self._flusher.expire(now_ms - self._rules.retention_ms, held_bytes)
         shards: tuple[str, ...] = ()
         if self._flusher.pruning or now_ms - self._pruned_ms >= _PRUNE_MS:
-            shards_before_ms = now_ms - self._rules.shard_retention_ms
-            await self._flusher.prune(now_ms - self._rules.retention_ms - _HEARD_MS, shards_before_ms)
+            shards_before_ms = 0 if self.listed is None else now_ms - self._rules.shard_retention_ms
+            keep = self.listed or frozenset()
+            windows_before_ms = now_ms - self._rules.retention_ms - _HEARD_MS
+            await self._flusher.prune(windows_before_ms, shards_before_ms, keep)
             self._pruned_ms = now_ms
-            shards = self._lineage.forget_ended(shards_before_ms)
+            shards = self._lineage.forget_ended(shards_before_ms, keep=keep)
         return LetGo(deleted, shards, self._flusher.expiring or self._flusher.pruning)

@@ -22,7 +22,7 @@ class CoordinatorRules:
     retention_ms: int = 86_400_000
     """How long published windows are remembered, and their segments retained for late rows."""
     shard_retention_ms: int = 8 * 86_400_000
-    """How long ended shards are remembered."""
+    """How long ended shards are remembered at least: longer than the stream keeps records (see ``retention.py``)."""
     accept_gap: bool = False
     parks: bool = False
     """Whether records wait behind dead letters of their partition key."""

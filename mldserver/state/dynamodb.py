@@ -364,13 +364,21 @@ class DynamoLedger:
         """Forget where shards without an owner stand; return which those were."""
         return await self._tool(lambda draft: members.reset(draft, shard_ids))
 
-    async def prune(self, *, windows_before_ms: int, shards_before_ms: int, limit: int = 10_000) -> int:
+    async def prune(
+        self,
+        *,
+        windows_before_ms: int,
+        shards_before_ms: int,
+        keep_shards: frozenset[str] = frozenset(),
+        limit: int = 10_000,
+    ) -> int:
         """Forget windows published and not retained, and shards ended, before those times (ms)."""
-        return await self._member(
-            lambda draft: windows.prune(
-                draft, windows_before_ms=windows_before_ms, shards_before_ms=shards_before_ms, limit=limit
-            )
-        )
+
+        def rule(draft: Draft) -> int:
+            over = windows.prune(draft, before_ms=windows_before_ms, limit=limit)
+            return over + members.prune(draft, before_ms=shards_before_ms, keep=keep_shards)
+
+        return await self._member(rule)
 
     async def dead_letters(self, limit: int = 100) -> tuple[DeadLetter, ...]:
         """Return stored dead letters, oldest first."""

@@ -25,6 +25,7 @@ __all__ = [
     "leave",
     "open_shard",
     "own",
+    "prune",
     "release_shard",
     "require",
     "reset",
@@ -132,6 +133,18 @@ def end_shards(draft: Draft, shard_ids: Iterable[str], now_ms: int) -> None:
         row = _know(draft, shard_id, ())
         if row.ended_ms is None:
             draft.shards.put(shard_id, ShardRow(replace(row.state, ended=True), now_ms))
+
+
+def prune(draft: Draft, *, before_ms: int, keep: frozenset[str]) -> int:
+    """Forget shards that ended before a time, but for those to keep; return how many."""
+    gone = [
+        shard_id
+        for shard_id, row in draft.book.shards.items()
+        if row.ended_ms is not None and row.ended_ms < before_ms and shard_id not in keep
+    ]
+    for shard_id in gone:
+        draft.shards.drop(shard_id)
+    return len(gone)
 
 
 def accept_gap(draft: Draft, shard_id: str) -> bool:

@@ -188,23 +188,16 @@ def retry(draft: Draft, window_id: str) -> bool:
     return True
 
 
-def prune(draft: Draft, *, windows_before_ms: int, shards_before_ms: int, limit: int) -> int:
-    """Forget windows that were published and are not retained, and shards that ended; return how many."""
+def prune(draft: Draft, *, before_ms: int, limit: int) -> int:
+    """Forget windows that were published and are not retained; return how many."""
     book = draft.book
-    old = (book.windows[each] for each in book.over.oldest(windows_before_ms))
-    past = (entry for entry in old if entry.end_ms is None or entry.end_ms <= windows_before_ms)
+    old = (book.windows[each] for each in book.over.oldest(before_ms))
+    past = (entry for entry in old if entry.end_ms is None or entry.end_ms <= before_ms)
     over = tuple(itertools.islice(past, limit))
-    shards = [
-        shard_id
-        for shard_id, row in book.shards.items()
-        if row.ended_ms is not None and row.ended_ms < shards_before_ms
-    ]
     ends = [entry.end_ms for entry in over] + [draft.totals.cut_below_ms]
     below = max((end for end in ends if end is not None), default=None)
     draft.totals = replace(draft.totals, cut_below_ms=below)
     _go_behind(draft, over)
     for entry in over:
         draft.windows.drop(entry.window_id)
-    for shard_id in shards:
-        draft.shards.drop(shard_id)
-    return len(over) + len(shards)
+    return len(over)

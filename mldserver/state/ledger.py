@@ -424,16 +424,23 @@ class Ledger(LetterBook, Protocol):
         """
         ...
 
-    async def prune(self, *, windows_before_ms: int, shards_before_ms: int, limit: int = 10_000) -> int:
-        """Forget windows published and not retained, and shards ended, before those times (ms).
+    async def prune(
+        self,
+        *,
+        windows_before_ms: int,
+        shards_before_ms: int,
+        keep_shards: frozenset[str] = frozenset(),
+        limit: int = 10_000,
+    ) -> int:
+        """Forget windows published and not retained, and shards ended, before those times (ms), but for ``keep_shards``.
 
         A window that ends after ``windows_before_ms`` stays, whenever it was published (a row from the future, and a
         quiet stream): ``cut_below_ms`` would close every window up to its end for good, and without either its id
         would be given again. It is one small row until its end is as long ago as everything else that is forgotten.
         Returns how many rows went. At most ``limit`` windows a call, those published longest ago: when so many rows
         went, more may follow. Windows that are retained stay (``expire`` them first).
-        ``shards_before_ms`` must lie further back than the stream keeps records: a pruned shard that comes back
-        is a new one.
+        A pruned shard that comes back is a new one, all of whose records count again: ``shards_before_ms`` must lie
+        further back than the stream keeps records, unless all of which it keeps any are among ``keep_shards``.
         """
         ...
 

@@ -22,6 +22,7 @@ __all__ = [
     "know_shard",
     "leave",
     "open_shard",
+    "prune",
     "release_shard",
     "require",
     "reset",
@@ -122,6 +123,14 @@ def release_shard(db: sqlite3.Connection, shard_id: str, epoch: int) -> None:
 def end_shard(db: sqlite3.Connection, shard_id: str, now_ms: int) -> None:
     """Mark a known shard as ended; when it ended first stays."""
     db.execute("UPDATE shards SET ended_ms = COALESCE(ended_ms, ?) WHERE shard_id = ?", (now_ms, shard_id))
+
+
+def prune(db: sqlite3.Connection, *, before_ms: int, keep: frozenset[str]) -> int:
+    """Forget shards that ended before a time, but for those to keep; return how many."""
+    ended = db.execute("SELECT shard_id FROM shards WHERE ended_ms < ?", (before_ms,)).fetchall()
+    gone = [(row["shard_id"],) for row in ended if row["shard_id"] not in keep]
+    db.executemany("DELETE FROM shards WHERE shard_id = ?", gone)
+    return len(gone)
 
 
 def accept_gap(db: sqlite3.Connection, shard_id: str) -> bool:

@@ -166,12 +166,20 @@ class SqliteLedger:
         """Forget where shards without an owner stand; return those."""
         return await self._call(self._store.reset, shard_ids)
 
-    async def prune(self, *, windows_before_ms: int, shards_before_ms: int, limit: int = 10_000) -> int:
+    async def prune(
+        self,
+        *,
+        windows_before_ms: int,
+        shards_before_ms: int,
+        keep_shards: frozenset[str] = frozenset(),
+        limit: int = 10_000,
+    ) -> int:
         """Forget windows published and not retained, and shards ended, before those times (ms)."""
         return await self._call(
             self._store.prune,
             windows_before_ms=windows_before_ms,
             shards_before_ms=shards_before_ms,
+            keep_shards=keep_shards,
             limit=limit,
         )
 

@@ -248,12 +248,18 @@ class SqliteStore:
         with self._writing() as db:
             return members.reset(db, shard_ids)
 
-    def prune(self, *, windows_before_ms: int, shards_before_ms: int, limit: int = 10_000) -> int:
+    def prune(
+        self,
+        *,
+        windows_before_ms: int,
+        shards_before_ms: int,
+        keep_shards: frozenset[str] = frozenset(),
+        limit: int = 10_000,
+    ) -> int:
         """Forget windows over and not retained, and shards ended, before those times; return how many."""
         with self._serving() as db:
-            return windows.prune(
-                db, windows_before_ms=windows_before_ms, shards_before_ms=shards_before_ms, limit=limit
-            )
+            over = windows.prune(db, before_ms=windows_before_ms, limit=limit)
+            return over + members.prune(db, before_ms=shards_before_ms, keep=keep_shards)
 
     def dead_letters(self, limit: int = 100) -> tuple[DeadLetter, ...]:
         """Return at most ``limit`` dead letters, oldest first."""

@@ -189,12 +189,12 @@ def retry(db: sqlite3.Connection, window_id: str) -> bool:
     )
 
 
-def prune(db: sqlite3.Connection, *, windows_before_ms: int, shards_before_ms: int, limit: int) -> int:
-    """Forget windows that were published and are not retained, and shards that ended; return how many."""
+def prune(db: sqlite3.Connection, *, before_ms: int, limit: int) -> int:
+    """Forget windows that were published and are not retained; return how many."""
     over = db.execute(
         "SELECT window_id, end_ms, changed FROM windows WHERE state = 'published' AND retained = 0"
         " AND published_ms < ?1 AND (end_ms IS NULL OR end_ms <= ?1) ORDER BY published_ms, window_id LIMIT ?2",
-        (windows_before_ms, limit),
+        (before_ms, limit),
     ).fetchall()
     db.executemany("DELETE FROM windows WHERE window_id = ?", [(row["window_id"],) for row in over])
     sqlite_batches.go_behind(db, (row["window_id"] for row in over if row["end_ms"] is None))
@@ -204,4 +204,4 @@ def prune(db: sqlite3.Connection, *, windows_before_ms: int, shards_before_ms: i
     end_ms = max((row["end_ms"] for row in over if row["end_ms"] is not None), default=None)
     if end_ms is not None:
         db.execute("UPDATE meta SET cut_below_ms = max(COALESCE(cut_below_ms, ?1), ?1)", (end_ms,))
-    return len(over) + db.execute("DELETE FROM shards WHERE ended_ms < ?", (shards_before_ms,)).rowcount
+    return len(over)

@@ -195,6 +195,7 @@ def test_shards_that_ended_long_ago_are_forgotten_and_their_children_go_on() -> 
     lineage.end("p", 10)
     lineage.connect("c", 20)
     assert lineage.forget_ended(10) == ()
+    assert lineage.forget_ended(11, keep={"p"}) == ()
     assert lineage.forget_ended(11) == ("p",)
     assert "p" not in lineage
     lineage.disconnect("c", 30)

@@ -401,7 +401,14 @@ class ModelServer:
             self.content.window(window_id, state=CUT, error=None)
         return found
 
-    def prune(self, *, windows_before_ms: int, shards_before_ms: int, limit: int = 10_000) -> int:
+    def prune(
+        self,
+        *,
+        windows_before_ms: int,
+        shards_before_ms: int,
+        keep_shards: frozenset[str] = frozenset(),
+        limit: int = 10_000,
+    ) -> int:
         content = self.serving()
         old = [
             each
@@ -412,7 +419,8 @@ class ModelServer:
             and (each.end_ms is None or each.end_ms <= windows_before_ms)
         ]
         old = sorted(old, key=lambda each: (each.published_ms, each.window_id))[:limit]
-        gone = [each for each, ms in content.ended_ms.items() if ms < shards_before_ms]
+        ended = {each for each, ms in content.ended_ms.items() if ms < shards_before_ms}
+        gone = ended - keep_shards
         for each in old:
             del content.windows[each.window_id]
             self.go_behind(each)

@@ -258,6 +258,15 @@ async def test_ended_shards_are_pruned_by_when_they_ended_first(ledger_factory: 
     assert set((await held(ledger_factory)).shards) == {"b"}
 
 
+async def test_ended_shards_that_are_to_be_kept_are_not_pruned(ledger_factory: Factory) -> None:
+    async with opened(ledger_factory) as (ledger, _):
+        await ledger.end_shards(frozenset({"a", "b", "c"}))
+        kept = frozenset({"a", "c", "unknown"})
+        assert await ledger.prune(windows_before_ms=0, shards_before_ms=10**15, keep_shards=kept) == 1
+        assert await ledger.prune(windows_before_ms=0, shards_before_ms=10**15, keep_shards=kept) == 0
+    assert set((await held(ledger_factory)).shards) == {"a", "c"}
+
+
 BEHIND = letter(3, parked_behind=HUGE, handler_version="sha256:0123456789ab")
 
 

@@ -302,10 +302,10 @@ class LedgerMachine(RuleBasedStateMachine):
         visible = data.draw(st.lists(st.sampled_from([each.path for each in self.content.late] or ["none"])))
         self.both(server, "late_published", tuple(visible))
 
-    @rule(server=servers, age=ages, shard_age=ages, limit=limits)
-    def prune(self, server: int, age: int, shard_age: int, limit: int) -> None:
+    @rule(server=servers, age=ages, shard_age=ages, keep=st.frozensets(shards), limit=limits)
+    def prune(self, server: int, age: int, shard_age: int, keep: frozenset[str], limit: int) -> None:
         before = {"windows_before_ms": self.now - age, "shards_before_ms": self.now - shard_age}
-        self.both(server, "prune", limit=limit, **before)
+        self.both(server, "prune", keep_shards=keep, limit=limit, **before)
 
 
 LedgerMachine.TestCase.settings = settings(
