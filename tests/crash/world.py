@@ -198,8 +198,14 @@ class World:
         return f"{daemon}\n{self._tail()}"
 
     def _tail(self) -> str:
-        log = self._plan.settings["log_file"]
-        return "\n".join(log.read_text("utf-8", "replace").splitlines()[-20:])
+        return tail(self._plan.settings["log_file"])
+
+
+def tail(log: Path) -> str:
+    """Return the last lines of a server's log, or that it ended before it wrote one."""
+    if not log.exists():
+        return f"(there is no log: {log.name} was never written)"
+    return "\n".join(log.read_text("utf-8", "replace").splitlines()[-20:])
 
 
 async def _tell_over(life: Life, daemon: asyncio.Task[int]) -> None:
