@@ -1,50 +1,97 @@
-"""Lets many through at once, or one alone."""
+"""Lets many through at once, or one alone.
+
+What is inside may wait for something that is far off: an ``initialize`` that is tried until it succeeds, a record that
+is to be called again in an hour. Nobody else waits for that: as soon as nothing of what is inside is worked on, it holds
+up others no more.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["Gate"]
+
+PATIENCE_SECONDS: Final = 2.5
+"""How often it is looked, while somebody waits, whether those inside are worked on; twice in a row that must not be so:
+a request that has just been made is not worked on yet."""
 
 
 class Gate:
     """Requests that go together, and suspects that must go alone; suspects come first, so that they are soon done."""
 
-    def __init__(self) -> None:
-        """Begin open."""
+    def __init__(
+        self, *, idle: Callable[[], bool] = lambda: False, patience_seconds: float = PATIENCE_SECONDS
+    ) -> None:
+        """Begin open; ``idle``: whether nothing of what is inside is worked on now."""
+        self._idle = idle
+        self._patience_seconds = patience_seconds
         self._inside = 0
         self._alone = False
-        self._waiting_alone: deque[asyncio.Future[None]] = deque()
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._round = 0
+        """Those of earlier rounds hold up nobody any more."""
+        self._waiting_alone: deque[asyncio.Future[int]] = deque()
+        self._waiting: deque[asyncio.Future[int]] = deque()
+        self._look: asyncio.TimerHandle | None = None
+        self._idled = False
 
-    def leave(self) -> None:
-        """Go out again."""
-        self._inside -= 1
-        self._alone = False
-        self._wake()
+    def leave(self, pass_: int) -> None:
+        """Go out again, with what ``enter`` returned."""
+        if pass_ == self._round:
+            self._inside -= 1
+            self._alone = False
+            self._wake()
 
-    async def enter(self, *, alone: bool) -> None:
-        """Come in, once it is this request's turn."""
+    async def enter(self, *, alone: bool) -> int:
+        """Come in, once it is this request's turn; return what to ``leave`` with."""
         queue = self._waiting_alone if alone else self._waiting
         if self._alone or self._waiting_alone or (alone and self._inside):
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
             queue.append(turn)
+            if self._look is None:
+                self._look_later()
             try:
-                await turn
+                return await turn
             except asyncio.CancelledError:
                 if not turn.cancelled():
-                    self.leave()  # its turn came in the same moment
+                    self.leave(turn.result())  # its turn came in the same moment
                 elif turn in queue:
                     queue.remove(turn)
                     self._wake()
                 raise
-            return
         self._inside += 1
         self._alone = alone
+        return self._round
+
+    def _look_later(self) -> None:
+        self._look = asyncio.get_running_loop().call_later(self._patience_seconds, self._look_inside)
+
+    def _look_inside(self) -> None:
+        """Wait no longer for those inside if they wait themselves."""
+        self._look = None
+        idled, self._idled = self._idled, self._idle()
+        if idled and self._idled:
+            self._round += 1
+            self._inside, self._alone = 0, False
+            self._wake()
+        elif self._waiting or self._waiting_alone:
+            self._look_later()
 
     def _wake(self) -> None:
         """Let in whose turn it is now."""
+        if self._look is not None:  # those that come in now get their time
+            self._look.cancel()
+            self._look = None
+        self._idled = False
+        self._admit()
+        if self._waiting or self._waiting_alone:
+            self._look_later()
+
+    def _admit(self) -> None:
         for queue in (self._waiting_alone, self._waiting):
             while queue and queue[0].cancelled():
                 queue.popleft()
@@ -53,10 +100,10 @@ class Gate:
         if self._waiting_alone:
             if not self._inside:
                 self._inside, self._alone = 1, True
-                self._waiting_alone.popleft().set_result(None)
+                self._waiting_alone.popleft().set_result(self._round)
             return
         for turn in self._waiting:
             if not turn.cancelled():
                 self._inside += 1
-                turn.set_result(None)
+                turn.set_result(self._round)
         self._waiting.clear()

@@ -151,6 +151,11 @@ class WorkerProcess:
         return len(self._shards)
 
     @property
+    def is_busy(self) -> bool:
+        """Whether a call of the handler is under way, or was when it ended."""
+        return self._channel is not None and self._arena.marked
+
+    @property
     def is_open(self) -> bool:
         """Whether it takes requests."""
         return not self._gone.is_set()
@@ -186,7 +191,7 @@ class WorkerProcess:
         """Kill it, wait for its end, and let go of what is shared. Closing again does nothing."""
         self.kill()
         ending = await self.ending()
-        alone = len(self._shards) == 1 and self._channel is not None and self._arena.marked
+        alone = len(self._shards) == 1 and self.is_busy
         if self._channel is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)  # what it started, and left behind

@@ -139,7 +139,7 @@ class WorkerRuntime:
         deaths = 0
         while True:
             alone = shard.id in self._worker(shard.id).suspects
-            worker, process = await self._enter(shard.id, alone=alone)
+            worker, process, pass_ = await self._enter(shard.id, alone=alone)
             try:
                 await self._ensure_open(worker, process, shard.id)
             except WorkerGone as gone:
@@ -150,7 +150,7 @@ class WorkerRuntime:
             else:
                 return
             finally:
-                worker.gate.leave()
+                worker.gate.leave(pass_)
 
     def _halted(self, shard_id: str, gone: WorkerGone, deaths: int) -> HandlerHalted:
         where = {"shard": shard_id, "handler": self._spares.handler, "hook": str(Hook.INITIALIZE)}
@@ -234,11 +234,11 @@ class WorkerRuntime:
                     guilt += gone.guilt
                     if guilt >= self._policy.attempts:
                         worker = self._worker(delivery.shard_id)
-                        worker.searching = True
+                        worker.searches += 1
                         try:
                             outcome = await self._search(delivery, line)
                         finally:
-                            worker.searching = False
+                            worker.searches -= 1
                         break
                 else:
                     break
@@ -306,7 +306,7 @@ class WorkerRuntime:
         shard = delivery.shard_id
         part = delivery.part if part is None else part
         condemned = delivery.condemned if condemned is None else condemned
-        worker, process = await self._enter(shard, alone=alone)
+        worker, process, pass_ = await self._enter(shard, alone=alone)
         try:
             await self._ensure_open(worker, process, shard)
             place_, files, offset = await line.lay(process)
@@ -329,7 +329,7 @@ class WorkerRuntime:
             self._evade(worker)
             raise
         finally:
-            worker.gate.leave()
+            worker.gate.leave(pass_)
         outcome = outcome_of(self._expect(answer, wire.Done), answer.files)
         (self._owing.add if outcome.owes else self._owing.discard)(shard)
         return outcome
@@ -362,28 +362,28 @@ class WorkerRuntime:
             self._expect(answer, wire.Finished)
         worker.opened[shard_id] = generation
 
-    async def _enter(self, shard_id: str, *, alone: bool) -> tuple[Worker, WorkerProcess]:
+    async def _enter(self, shard_id: str, *, alone: bool) -> tuple[Worker, WorkerProcess, int]:
         """Wait for the turn of a request at its shard's worker, which may become another one meanwhile.
 
-        Whoever called leaves the worker's gate again.
+        Whoever called leaves the worker's gate again, with the last that is returned.
         """
         while True:
             worker = self._worker(shard_id)
-            await worker.gate.enter(alone=alone)
+            pass_ = await worker.gate.enter(alone=alone)
             try:
                 process = await worker.process()
                 if self._worker(shard_id) is worker:
-                    return worker, process
+                    return worker, process, pass_
             except BaseException:
-                worker.gate.leave()
+                worker.gate.leave(pass_)
                 raise
-            worker.gate.leave()
+            worker.gate.leave(pass_)
 
     async def _ask(
         self, shard_id: str, message: Callable[[int], wire.FromServer], *, alone: bool = False
     ) -> Answer:
         """Ask the shard's worker something, once it is open there. Raises WorkerGone."""
-        worker, process = await self._enter(shard_id, alone=alone)
+        worker, process, pass_ = await self._enter(shard_id, alone=alone)
         try:
             await self._ensure_open(worker, process, shard_id)
             return await process.ask(message, shard=shard_id)
@@ -391,7 +391,7 @@ class WorkerRuntime:
             self._evade(worker)
             raise
         finally:
-            worker.gate.leave()
+            worker.gate.leave(pass_)
 
     async def _until_done(self, shard_id: str, message: Callable[[int], wire.FromServer]) -> None:
         while True:

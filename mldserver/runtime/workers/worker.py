@@ -25,6 +25,8 @@ __all__ = ["Worker"]
 log = structlog.get_logger("mldserver")
 
 _LOOK_SECONDS: Final = 0.25
+_RETIRE_MS: Final = 30_000
+"""How long a process that is to be replaced may wait for the next attempt at what it has in hand."""
 
 
 class Worker:
@@ -35,7 +37,7 @@ class Worker:
     ) -> None:
         """``fresh`` gives a process that has loaded the handler; it may take its time."""
         self.number = number
-        self.gate = Gate()
+        self.gate = Gate(idle=self._waits)
         self.generation = 0
         """Which process it is, from 1."""
         self.opened: dict[str, int] = {}
@@ -49,8 +51,8 @@ class Worker:
         self._process: WorkerProcess | None = None
         self._there = asyncio.Event()
         self._retiring = False
-        self.searching = False
-        """Whether records are looked for that end the process: then its deaths are progress."""
+        self.searches = 0
+        """How many look for records that end the process: then its deaths are progress."""
 
     @property
     def failed(self) -> bool:
@@ -67,6 +69,11 @@ class Worker:
     def up(self) -> bool:
         """Whether its process lives."""
         return self._process is not None and self._process.is_open
+
+    def _waits(self) -> bool:
+        """Whether nothing that its process has in hand is with the handler: all of it waits for its time."""
+        process = self._process
+        return process is not None and process.is_open and not (self._retiring or process.is_busy)
 
     async def process(self) -> WorkerProcess:
         """Return the present process, once there is one that takes requests."""
@@ -111,9 +118,13 @@ class Worker:
         return cause, stacks
 
     async def _retire(self, process: WorkerProcess) -> bool:
-        """Let it finish what it has in hand; return False when something else became of it meanwhile."""
+        """Let it finish what it has in hand, unless that only waits to be tried again, which may be far off.
+
+        Returns False when something else became of it meanwhile.
+        """
         self._retiring = True
-        while process.in_hand and process.is_open:
+        latest_ms = self._clock.now_ms() + _RETIRE_MS
+        while process.in_hand and process.is_open and (process.is_busy or self._clock.now_ms() < latest_ms):
             if judge(process.beat, process.silent_ms, self._limits) is not Cause.GROWN:
                 self._retiring = False
                 self._there.set()
@@ -127,8 +138,8 @@ class Worker:
         replaced = cause is Cause.GROWN and not process.lost
         delay_ms = self._deaths.died(
             self._clock.now_ms(),
-            useful=bool(process.done) or self.searching,
-            meant=replaced or self.searching,
+            useful=bool(process.done or self.searches),
+            meant=replaced or bool(self.searches),
         )
         told: dict[str, Any] = {
             "worker": self.number,

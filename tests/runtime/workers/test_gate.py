@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.serving import until
 
 from mldserver.runtime.workers.gate import Gate
 
@@ -22,8 +23,9 @@ async def turns(count: int = 10) -> None:
 class Visitors:
     """Pass, note who is inside, and leave when they are told to."""
 
-    def __init__(self) -> None:
-        self.gate = Gate()
+    def __init__(self, patience_seconds: float = 60.0) -> None:
+        self.idle = False
+        self.gate = Gate(idle=lambda: self.idle, patience_seconds=patience_seconds)
         self.inside: list[str] = []
         self.leave: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
@@ -36,13 +38,18 @@ class Visitors:
             await turns()
 
     async def _visit(self, name: str) -> None:
-        await self.gate.enter(alone=name.isupper())
+        pass_ = await self.gate.enter(alone=name.isupper())
         self.inside.append(name)
         try:
             await self.leave[name].wait()
         finally:
             self.inside.remove(name)
-            self.gate.leave()
+            self.gate.leave(pass_)
+
+    async def look(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.gate._look_inside()
+        await turns()
 
     async def go(self, *names: str) -> None:
         for name in names:
@@ -109,6 +116,60 @@ async def test_who_gives_up_beside_one_that_leaves_or_is_alone_is_passed_over() 
     await turns()
     assert visitors.inside == ["g"]
     await visitors.go("g")
+
+
+async def test_nobody_waits_for_those_that_wait_themselves_and_they_leave_unnoticed() -> None:
+    visitors = Visitors()
+    visitors.idle = True
+    await visitors.come("a", "b", "C", "d")
+    await visitors.look(2)
+    assert visitors.inside == ["a", "b", "C"]
+    await visitors.go("a")
+    assert visitors.inside == ["b", "C"], "it does not make room a second time"
+    await visitors.look(2)
+    assert visitors.inside == ["b", "C", "d"]
+    await visitors.come("E")
+    await visitors.go("b", "C")
+    assert visitors.inside == ["d"], "nor do they"
+    await visitors.go("d")
+    assert visitors.inside == ["E"]
+    await visitors.go("E")
+
+
+async def test_those_that_are_worked_on_are_waited_for_however_long_it_takes() -> None:
+    visitors = Visitors()
+    await visitors.come("a", "B")
+    await visitors.look(10)
+    visitors.idle = True
+    await visitors.look()
+    visitors.idle = False
+    await visitors.look()
+    visitors.idle = True
+    await visitors.look()
+    assert visitors.inside == ["a"]
+    await visitors.go("a", "B")
+
+
+async def test_who_has_just_come_in_gets_the_time_to_be_worked_on() -> None:
+    visitors = Visitors()
+    visitors.idle = True
+    await visitors.come("a", "B", "C")
+    await visitors.look()
+    await visitors.go("a")
+    await visitors.look()
+    assert visitors.inside == ["B"]
+    await visitors.look()
+    assert visitors.inside == ["B", "C"]
+    await visitors.go("B", "C")
+
+
+async def test_it_looks_by_itself_for_as_long_as_somebody_waits() -> None:
+    visitors = Visitors(patience_seconds=0.001)
+    visitors.idle = True
+    await visitors.come("a", "B", "C")
+    await until(lambda: visitors.inside == ["a", "B", "C"])
+    await visitors.go("a", "B", "C")
+    assert visitors.gate._look is None
 
 
 @settings(max_examples=50)

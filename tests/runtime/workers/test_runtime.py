@@ -66,7 +66,7 @@ async def test_a_batch_that_no_process_survives_before_the_handler_is_called_cos
     runtime._plan["s"] = 0
     with pytest.raises(HandlerLost, match="before the handler is called: killed by signal 9"):
         await runtime.process(EMPTY)
-    assert runtime._workers[0].searching is False
+    assert runtime._workers[0].searches == 0
 
 
 @pytest.mark.usefixtures("logged")

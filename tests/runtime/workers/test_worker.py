@@ -26,6 +26,7 @@ class Process:
         self.beat: Beat | None = Beat(0, 0, 10)
         self.silent_ms = 0
         self.in_hand = 0
+        self.is_busy = True
         self.done = 0
         self.lost: frozenset[str] = frozenset()
         self.last_words = ""
@@ -149,6 +150,30 @@ async def test_one_that_has_grown_finishes_what_it_has_in_hand_and_takes_nothing
     assert named(logged, "worker.lost") == []
 
 
+async def test_one_that_has_grown_is_not_waited_for_without_end_when_what_it_has_in_hand_waits_itself(
+    stage: Stage, logged: list[dict[str, Any]]
+) -> None:
+    grown = stage.process
+    grown.beat, grown.in_hand, grown.lost = Beat(0, 0, 120), 1, frozenset({"shard-1"})
+    await stage.later(60)
+    assert grown.is_open, "a call is under way"
+    grown.is_busy = False
+    await stage.later(1)
+    assert stage.process is not grown
+    assert [lost["reason"] for lost in named(logged, "worker.lost")] == [
+        "it has grown beyond its memory limit"
+    ]
+
+
+async def test_others_pass_those_of_its_requests_that_only_wait(stage: Stage) -> None:
+    worker = stage.worker
+    assert not worker.gate._idle()
+    stage.process.is_busy = False
+    assert worker.gate._idle()
+    stage.process.end()
+    assert not worker.gate._idle(), "they wait for the next process"
+
+
 async def test_one_that_shrinks_again_before_it_is_replaced_goes_on(
     stage: Stage, logged: list[dict[str, Any]]
 ) -> None:
@@ -236,7 +261,7 @@ async def test_one_that_was_restless_is_not_any_more_once_no_more_than_five_of_i
 async def test_deaths_while_a_culprit_is_looked_for_are_no_reason_to_wait(
     stage: Stage, logged: list[dict[str, Any]]
 ) -> None:
-    stage.worker.searching = True
+    stage.worker.searches = 1
     await stage.die(20, wait=0.1)
     assert {lost["delay_seconds"] for lost in named(logged, "worker.lost")} == {0}
     assert not stage.worker.failed
