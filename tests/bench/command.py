@@ -17,7 +17,12 @@ import pyarrow as pa
 import structlog
 from bench import catch_up, checkpoints, per_row, retained, small_windows, windows
 from bench.hot import measure as hot
+from bench.hot.lines import SHAPES
+from bench.hot.matrix import CONNECTIONS, Chosen
+from bench.hot.matrix_tables import matrix_tables
+from bench.hot.runs import Effort
 from bench.hot.tables import hot_tables
+from bench.memory import available_bytes
 from rich.console import Console
 from rich.table import Table
 
@@ -36,6 +41,11 @@ T = TypeVar("T")
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("windows", "small_windows", "per_row", "checkpoints", "retained", "catch_up", "hot")
+MATRIX = "matrix"
+"""A part of ``hot`` that can be asked for alone."""
+FEW = (1, 4)
+WIDTH = 160
+"""Columns of tables that go into a file: enough for the widest."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(given: argparse.Namespace) -> int:
     console, hush = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = WIDTH
     document: dict[str, Any] = {"machine": _machine()}
     parts = given.only or PARTS
     with tempfile.TemporaryDirectory(prefix="mldserver-bench-", dir=given.folder) as name:
@@ -72,10 +84,12 @@ def _run(given: argparse.Namespace) -> int:
             document["retained"] = retained.measure(given.retained, folder / "retained")
             console.print(retained_table(document["retained"]))
         if "hot" in parts:
-            document["hot"] = hot.everything(
-                rounds=given.rounds, share=given.share, large=given.share >= 1, progress=hush.print
-            )
-            for table in hot_tables(document["hot"]):
+            document["hot"] = hot.everything(Effort(given.rounds, given.share), _cells(given), hush.print)
+            for table in (*hot_tables(document["hot"]), *matrix_tables(document["hot"]["matrix"])):
+                console.print(table)
+        elif MATRIX in parts:
+            document["hot"] = hot.only_matrix(Effort(given.rounds, given.share), _cells(given), hush.print)
+            for table in matrix_tables(document["hot"]["matrix"]):
                 console.print(table)
         if "catch_up" in parts:
             document["catch_up"] = catch_up.measure(given.disk << 20, folder / "catch_up")
@@ -89,7 +103,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tests/bench/run.py", description="Benchmarks: tables, and numbers as JSON."
     )
-    parser.add_argument("--only", action="append", choices=PARTS, help="this part; may be repeated")
+    parser.add_argument(
+        "--only", action="append", choices=(*PARTS, MATRIX), help="this part; may be repeated"
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=[1_000, 100_000, 1_000_000], help="of windows")
     parser.add_argument("--pace", type=int, default=100_000, help="of these, rows a second; 0: unbounded")
     parser.add_argument("--small-windows", type=int, default=120, help="windows that are ready together")
@@ -100,11 +116,35 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--share", type=float, default=1.0, help="of the hot path's batches; less than 1: a quick look"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="rounds that count")
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        choices=[shape.key for shape in SHAPES],
+        default=[shape.key for shape in SHAPES],
+        help="of the matrix's batches, as records x bytes",
+    )
+    parser.add_argument(
+        "--connections",
+        type=int,
+        nargs="+",
+        help=f"of the matrix; default: {', '.join(map(str, CONNECTIONS))}, or {', '.join(map(str, FEW))} of a quick look",
+    )
+    parser.add_argument(
+        "--memory", type=int, help="MiB that a cell of the matrix may use; default: half of what is available"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="rounds that count; the matrix has 3 at most")
     parser.add_argument("--engine", choices=("spark", "local"), default="spark", help="what computes windows")
     parser.add_argument("--folder", type=Path, help="where files go; default: the temporary directory")
     parser.add_argument("--json", type=Path, help="write all numbers to this file too")
     return parser
+
+
+def _cells(given: argparse.Namespace) -> Chosen:
+    return Chosen(
+        shapes=[shape for shape in SHAPES if shape.key in given.shapes],
+        connections=given.connections or (CONNECTIONS if given.share >= 1 else FEW),
+        memory=available_bytes() // 2 if given.memory is None else given.memory << 20,
+    )
 
 
 def _machine() -> dict[str, Any]:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
-from typing import TYPE_CHECKING
+import resource
+from typing import TYPE_CHECKING, Final
 
 import pytest
-from bench.command import main
+from bench.command import WIDTH, main
+from bench.hot import peers
+from bench.hot.lines import Shape
+from bench.hot.matrix_tables import matrix_tables
+from bench.hot.room import FILES, Room, open_files
+from bench.hot.runs import BARE, Effort, side_by_side
 from bench.rounds import in_turn, timed
+from rich.console import Console
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+GIB: Final = 1 << 30
 
 
 def test_every_benchmark_runs_at_a_tiny_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,6 +45,13 @@ def test_every_benchmark_runs_at_a_tiny_size(tmp_path: Path, capsys: pytest.Capt
         "2",
         "--share",
         "0.01",
+        "--shapes",
+        "500x100",
+        "10000x1024",
+        "--connections",
+        "3",
+        "--memory",
+        "40",
     ]
     assert main([*arguments, "--engine", "local", "--folder", str(tmp_path), "--json", str(told)]) == 0
     document = json.loads(told.read_text())
@@ -51,9 +68,17 @@ def test_every_benchmark_runs_at_a_tiny_size(tmp_path: Path, capsys: pytest.Capt
     assert caught["stream_bytes"] == 10 * caught["disk_bytes"]
     assert caught["buffered_bytes"] <= caught["buffer_bytes"] + 4 * 300_000
     assert set(document["hot"]["shapes"]) == {"1 x 100 B", "500 x 100 B", "500 x 1 KiB", "10,000 x 1 KiB"}
+    cells = document["hot"]["matrix"]["cells"]
+    assert set(cells) == {"500 x 100 B", "10,000 x 1 KiB"}
+    small, large = cells["500 x 100 B"]["3"], cells["10,000 x 1 KiB"]["3"]
+    assert set(small["measured"]) == {"raw echo", "inline", "workers", "amazon_kclpy", "bare decode"}
+    assert not small["left_out"]
+    assert not large["measured"]
+    assert "3 lines of 14.9 MiB in flight" in large["left_out"]["inline"]
     printed = capsys.readouterr().out
     assert "ns a row" in printed
     assert "What it must reach" in printed
+    assert "not measured (1)" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["told.json"]
 
 
@@ -65,6 +90,72 @@ def test_windows_are_measured_on_spark(tmp_path: Path, capsys: pytest.CaptureFix
     (measured,) = json.loads(told.read_text())["windows"]
     assert measured["rows"] == 500
     assert "(spark)" in capsys.readouterr().out
+
+
+async def test_no_further_round_begins_when_the_time_is_over() -> None:
+    shape = Shape(1, 100, 3)
+    async with peers.echo() as echo:
+        told = await side_by_side({"raw echo": echo}, shape, Effort(3, 0.1), connections=2, bare=True)
+        assert told["raw echo"]["rounds"] == 3
+        assert told["raw echo"]["resident_bytes"] > 0
+        assert set(told) == {"raw echo", BARE}
+        told = await side_by_side({"raw echo": echo}, shape, Effort(3, 0.1, seconds=0), connections=2)
+        assert told["raw echo"]["rounds"] == 1
+
+
+def test_a_cell_that_memory_has_no_room_for_says_how_much_it_lacks() -> None:
+    room = Room(memory=2 * GIB, files=10_000)
+    assert room.lacking(64, GIB // 64) is None
+    lacking = "65 lines of 16.0 MiB in flight, held by 2 servers: 2.0 GiB, where 2.0 GiB may be used"
+    assert room.lacking(65, GIB // 64) == lacking
+    assert room.lacking_for_processes(64, GIB // 128, GIB // 128) is None
+    lacking = "128 processes of 16.0 MiB beside the servers: 2.1 GiB, where 2.0 GiB may be used"
+    assert room.lacking_for_processes(128, GIB // 64, 400 << 10) == lacking
+
+
+def test_a_cell_that_needs_more_open_files_than_are_allowed_says_so() -> None:
+    room = Room(memory=GIB, files=1024)
+    assert room.lacking(2000, 400) == "6,200 open files, the limit is 1,024"
+    assert room.lacking(200, 400) is None
+    assert room.lacking_for_processes(200, 1, 400) == "1,200 open files, the limit is 1,024"
+
+
+def test_as_many_files_may_be_open_as_the_largest_cell_needs_and_only_meanwhile() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+        with open_files():
+            assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(FILES, before[1])
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 1024
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_the_matrix_shows_ratios_beside_numbers_and_why_somebody_is_missing() -> None:
+    numbers = {"cpu_ns": 200.0, "cpu_s_gib": 0.2, "records_s": 1e6, "p50_us": 500.0, "p99_us": 900.0}
+    echo = {**numbers, "rounds": 3}
+    inline = {**{name: 5 * number for name, number in numbers.items()}, "rounds": 3}
+    cell = {
+        "batches": 7,
+        "measured": {"raw echo": echo, "inline": inline, "bare decode": {"cpu_ns": 50.0, "cpu_s_gib": 0.1}},
+        "left_out": {"amazon_kclpy": "too many processes"},
+    }
+    alone = {"batches": 80, "measured": {"raw echo": echo, "amazon_kclpy": inline}, "left_out": {}}
+    measured = {
+        "cells": {"500 x 1 KiB": {1: alone, 64: cell}},
+        "workers": 3,
+        "seconds": 1.0,
+        "load": [0.5, 2.0],
+    }
+    printed = io.StringIO()
+    Console(width=WIDTH, file=printed).print(*matrix_tables(measured))
+    shown = [" ".join(line.replace("│", " ").split()) for line in printed.getvalue().splitlines()]
+    assert "64 3 x 7 raw echo 200 0.20 1,000,000 0.50 0.90" in shown
+    assert "inline 1,000 (5) 1.00 (5) 5,000,000 (5) 2.50 (5) 4.50 (5)" in shown
+    assert "bare decode 50 (0.25) 0.10 (0.5)" in shown
+    assert "1 3 x 80 raw echo 200 0.20 1,000,000 0.50 0.90 5 x" in shown
+    assert "amazon_kclpy not measured (1)" in shown
+    assert "(1) too many processes" in shown
 
 
 def test_nobody_is_always_first() -> None:

@@ -29,9 +29,18 @@ class Shape:
         return f"{self.records:,} x {size}"
 
     @property
+    def key(self) -> str:
+        """The name as a word of the command line, for example ``500x1024``."""
+        return f"{self.records}x{self.size}"
+
+    @property
     def payload(self) -> int:
         """Bytes of data in a batch, before base64."""
         return self.records * self.size
+
+    def batches_each(self, share: float, connections: int = 1) -> int:
+        """Return how many batches of a round each connection has, when the round has this share of its batches."""
+        return max(1, max(3, round(self.batches * share)) // connections)
 
     def line(self) -> bytes:
         """Return a line in which ``numbered`` finds its places."""

@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import statistics
-import time
 from typing import TYPE_CHECKING, Any
 
 import uvloop
 from bench.hot import peers
 from bench.hot.calls import calls_of_a_batch
 from bench.hot.lines import SHAPES, Shape
-from bench.rounds import in_turn
-
-from mldserver.protocol.batches import BatchDecoder
-from mldserver.protocol.messages import Version
+from bench.hot.matrix import matrix
+from bench.hot.room import open_files
+from bench.hot.runs import Effort, connect, side_by_side
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
-    from bench.hot.peers import Connection, Peer
+    from bench.hot.matrix import Chosen
 
-__all__ = ["everything"]
+__all__ = ["everything", "only_matrix"]
 
 
 async def shapes(
-    given: Sequence[Shape], *, rounds: int, share: float, progress: Callable[[str], None]
+    given: Sequence[Shape], effort: Effort, progress: Callable[[str], None]
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Return by shape and peer: ``cpu_ns`` and ``parent_ns`` a record (least), ``cpu_s_gib``, ``records_s``, ``p50_us``,
-    ``p99_us`` (medians of the rounds). ``share``: of each shape's batches.
-    """
+    """Return by shape what ``side_by_side`` tells of one connection."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     async with contextlib.AsyncExitStack() as stack:
         contenders = [
@@ -47,94 +42,17 @@ async def shapes(
         names = ("raw echo", "raw relay", "inline", "inline, async", "one worker", "amazon_kclpy")
         by_name = dict(zip(names, contenders, strict=True))
         for shape in given:
-            found[shape.name] = await _shape(shape, by_name, rounds, share)
+            found[shape.name] = await side_by_side(by_name, shape, effort, bare=True)
             progress(f"{shape.name}: measured")
     return found
 
 
-async def _shape(
-    shape: Shape, contenders: dict[str, Peer], rounds: int, share: float
-) -> dict[str, dict[str, float]]:
-    line, batches = shape.line(), max(3, round(shape.batches * share))
-    runs = {
-        name: _Run(peer, await peer.connect(f"shard-{shape.records}-{shape.size}"), shape, line)
-        for name, peer in contenders.items()
-    }
-    for name in in_turn(tuple(runs), 1 + rounds):
-        await runs[name].round(batches)
-    return {name: run.result() for name, run in runs.items()}
-
-
-class _Run:
-    """One connection, whose rounds are remembered; the first warms up."""
-
-    def __init__(self, peer: Peer, connection: Connection, shape: Shape, line: bytes) -> None:
-        self._peer, self._connection, self._shape, self._line = peer, connection, shape, line
-        self._sent = 0
-        self._rounds: list[tuple[int, int, float, list[float]]] = []
-
-    async def round(self, batches: int) -> None:
-        peer, numbered = self._peer, self._shape.numbered
-        lines = [numbered(self._line, self._sent + number) for number in range(batches)]
-        self._sent += batches
-        cpu, parent, began = peer.cpu_ns(), peer.parent_cpu_ns(), time.perf_counter()
-        seconds = []
-        for line in lines:
-            sent = time.perf_counter()
-            await self._connection.exchange(line)
-            seconds.append(time.perf_counter() - sent)
-        took = time.perf_counter() - began
-        self._rounds.append((peer.cpu_ns() - cpu, peer.parent_cpu_ns() - parent, took, seconds))
-
-    def result(self) -> dict[str, float]:
-        counted = self._rounds[1:]
-        records = len(counted[0][3]) * self._shape.records
-        least = min(cpu for cpu, *_ in counted)
-        latencies = [_percentiles(seconds) for *_, seconds in counted]
-        return {
-            "cpu_ns": least / records,
-            "parent_ns": min(parent for _, parent, *_ in counted) / records,
-            "cpu_s_gib": least / 1e9 / (records * self._shape.size / 2**30),
-            "records_s": statistics.median(records / took for *_, took, _ in counted),
-            "p50_us": statistics.median(each[0] for each in latencies),
-            "p99_us": statistics.median(each[1] for each in latencies),
-        }
-
-
-def _percentiles(seconds: list[float]) -> tuple[float, float]:
-    """Return the median and the 99th percentile in µs."""
-    ordered = sorted(seconds)
-    return ordered[len(ordered) // 2] * 1e6, ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)] * 1e6
-
-
-async def latency(connections: int, batches: int, rounds: int) -> dict[str, float]:
-    """Return the 99th percentile (µs) of one-record batches at so many connections at a time, by peer: the least."""
-    shape = SHAPES[0]
-    line = shape.line()
-    found = {"raw echo": float("inf"), "inline": float("inf"), "one worker": float("inf")}
+async def latency(connections: int, batches: int, effort: Effort) -> dict[str, float]:
+    """Return the 99th percentile (µs) of one-record batches at so many connections at a time, by peer."""
     async with peers.echo() as echo, peers.mldserver() as inline, peers.mldserver("1") as worker:
-        by_name = dict(zip(found, (echo, inline, worker), strict=True))
-        open_ = {
-            name: [await peer.connect(f"shard-{number}") for number in range(connections)]
-            for name, peer in by_name.items()
-        }
-        sent = 0
-        for name in in_turn(tuple(found), 1 + rounds):
-            lines = [shape.numbered(line, sent + number) for number in range(batches)]
-            sent += batches
-            seconds: list[float] = []
-            async with asyncio.TaskGroup() as group:
-                for connection in open_[name]:
-                    group.create_task(_exchange(connection, lines, seconds))
-            found[name] = min(found[name], _percentiles(seconds)[1])
-    return found
-
-
-async def _exchange(connection: Connection, lines: list[bytes], seconds: list[float]) -> None:
-    for line in lines:
-        sent = time.perf_counter()
-        await connection.exchange(line)
-        seconds.append(time.perf_counter() - sent)
+        by_name = {"raw echo": echo, "inline": inline, "one worker": worker}
+        found = await side_by_side(by_name, SHAPES[0], effort, connections=connections, batches=batches)
+    return {name: each["p99_us"] for name, each in found.items()}
 
 
 async def memory(counts: Sequence[int], kclpy_counts: Sequence[int]) -> dict[str, dict[int, int]]:
@@ -145,10 +63,10 @@ async def memory(counts: Sequence[int], kclpy_counts: Sequence[int]) -> dict[str
             ("one worker, its server", server, counts),
             ("amazon_kclpy", kclpy, kclpy_counts),
         ):
-            kept: list[Connection] = []
+            opened = 0
             for count in steps:
-                while len(kept) < count:
-                    kept.append(await peer.connect(f"shardId-{len(kept):012d}"))
+                await connect(peer, count - opened, f"up-to-{count}")
+                opened = count
                 await asyncio.sleep(1)
                 found[name][count] = peer.parent_bytes() if peer is server else peer.resident_bytes()
     return found
@@ -161,7 +79,7 @@ async def long_line(mib: int) -> dict[str, float]:
     long = Shape(1, mib << 20, 1)
     line = long.numbered(long.line(), 1)
     # The other shard is on the other worker: what is looked for is the server's own event loop.
-    async with peers.mldserver("2") as server:
+    async with peers.mldserver("2", watched=True) as server:
         large = await server.connect("large")
         await large.exchange(SHAPES[0].numbered(SHAPES[0].line(), 0))
         async with peers.prober(server) as calm:
@@ -174,59 +92,44 @@ async def long_line(mib: int) -> dict[str, float]:
     return {"peak": peak, "busy_ms": busy, "longest_ms": meanwhile[0], "calm_ms": calm[0]}
 
 
-async def scaling(batches: int, rounds: int) -> dict[str, float]:
-    """Return records a second of a handler that thinks, with one worker and with two, on eight shards: the best."""
-    shape = SHAPES[2]
-    line = shape.line()
-    found = {"1": 0.0, "2": 0.0}
+async def scaling(batches: int, effort: Effort) -> dict[str, float]:
+    """Return records a second of a handler that thinks, with one worker and with two, on eight shards."""
     async with peers.mldserver("1", "grind") as one, peers.mldserver("2", "grind") as two:
-        by_name = {"1": one, "2": two}
-        open_ = {
-            name: [await peer.connect(f"shard-{number}") for number in range(8)]
-            for name, peer in by_name.items()
-        }
-        sent = 0
-        for name in in_turn(tuple(found), 1 + rounds):
-            lines = [shape.numbered(line, sent + number) for number in range(batches)]
-            sent += batches
-            began = time.perf_counter()
-            async with asyncio.TaskGroup() as group:
-                for connection in open_[name]:
-                    group.create_task(_exchange(connection, lines, []))
-            records = 8 * batches * shape.records
-            found[name] = max(found[name], records / (time.perf_counter() - began))
-    return found
+        found = await side_by_side({"1": one, "2": two}, SHAPES[2], effort, connections=8, batches=batches)
+    return {name: each["records_s"] for name, each in found.items()}
 
 
-def bare(shape: Shape, rounds: int) -> float:
-    """Return the CPU (ns a record) of the decoder alone, data touched, in this process: the least."""
-    line, decoder = shape.line()[:-1], BatchDecoder("shard", Version.V2)
-    least = float("inf")
-    for _ in range(3 * rounds + 2):
-        began = time.process_time_ns()
-        for record in decoder.decode(line).records:
-            len(record.data)
-        least = min(least, time.process_time_ns() - began)
-    return least / shape.records
-
-
-def everything(*, rounds: int, share: float, large: bool, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Measure all; ``large``: with thousands of connections and a line of 200 MB."""
+def everything(effort: Effort, chosen: Chosen, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Measure all, in full with thousands of connections and a line of 200 MB; ``chosen``: cells of the matrix."""
 
     async def run() -> dict[str, Any]:
+        full = effort.full
         told: dict[str, Any] = {
-            "shapes": await shapes(SHAPES, rounds=rounds, share=share, progress=progress),
-            "latency_us": await latency(64 if large else 4, 50 if large else 3, rounds),
+            "shapes": await shapes(SHAPES, effort, progress),
+            "latency_us": await latency(64 if full else 4, 50 if full else 3, effort),
         }
         progress("64 connections: measured")
-        told["memory"] = await memory((1, 8, 64, 512, 2000) if large else (1, 4), (1, 8) if large else (1,))
+        told["memory"] = await memory((1, 8, 64, 512, 2000) if full else (1, 4), (1, 8) if full else (1,))
         progress("idle shards: measured")
-        told["long_line"] = await long_line(150 if large else 1)
+        told["long_line"] = await long_line(150 if full else 1)
         progress("a long line: measured")
-        told["scaling"] = await scaling(4 if large else 1, rounds)
+        told["scaling"] = await scaling(4 if full else 1, effort)
         told["calls"] = await calls_of_a_batch()
+        told["matrix"] = await matrix(chosen, effort, progress)
         return told
 
-    told = uvloop.run(run())
-    told["bare_ns"] = {shape.name: bare(shape, rounds) for shape in SHAPES}
-    return told
+    return _run(run())
+
+
+def only_matrix(effort: Effort, chosen: Chosen, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Measure these cells of the matrix, and nothing else."""
+
+    async def run() -> dict[str, Any]:
+        return {"matrix": await matrix(chosen, effort, progress)}
+
+    return _run(run())
+
+
+def _run(measuring: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+    with open_files():
+        return uvloop.run(measuring)

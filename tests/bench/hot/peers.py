@@ -86,6 +86,10 @@ class Peer:
         """Return the most that the process with the connections ever held."""
         return _status_bytes(self.processes[0], "VmHWM")
 
+    def own_peak_bytes(self) -> int:
+        """Return what it held then that another process of its kind would hold once more: all but files' pages."""
+        return self.peak_bytes() - _status_bytes(self.processes[0], "RssFile")
+
 
 def process_cpu_ns(process: int) -> int:
     """Return the CPU time of a process's threads, in the scheduler's nanoseconds; those that have ended are left out."""
@@ -182,14 +186,19 @@ async def relay() -> AsyncIterator[Peer]:
 
 
 @contextlib.asynccontextmanager
-async def mldserver(workers: str = "inline", handler: str = "touch") -> AsyncIterator[Peer]:
-    """Run a whole server, its engine a small one in the same process."""
-    async with _serving(f"mldserver, {workers}", "-m", "bench.hot.whole_server", workers, handler) as peer:
+async def mldserver(
+    workers: str = "inline", handler: str = "touch", *, watched: bool = False
+) -> AsyncIterator[Peer]:
+    """Run a whole server, its engine a small one in the same process. ``watched``, which costs it 4 % of a processor:
+    ``busy_ms`` can be asked.
+    """
+    arguments = ("bench.hot.whole_server", workers, handler, "yes" if watched else "no")
+    async with _serving(f"mldserver, {workers}", "-m", *arguments) as peer:
         yield peer
 
 
 def busy_ms(server: Peer) -> list[float]:
-    """Return how long (ms) a whole server's event loop has worked in one go, each time that was long."""
+    """Return how long (ms) a watched server's event loop has worked in one go, each time that was long."""
     assert isinstance(server, _Socket)
     return [float(line) for line in (Path(server.path).parent / BUSY).read_text().splitlines()]
 

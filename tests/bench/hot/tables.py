@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from bench.hot.runs import BARE
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def hot_tables(measured: dict[str, Any]) -> Iterator[Table]:
         table = Table(title=f"{shape}: one connection", title_justify="left")
         for name in ("", "CPU ns a record", "of it server", "CPU s a GiB", "records/s", "p50 µs", "p99 µs"):
             table.add_column(name, justify="right" if name else "left")
-        for name, each in peers.items():
+        for name, each in ((name, each) for name, each in peers.items() if name != BARE):
             table.add_row(
                 name,
                 f"{each['cpu_ns']:,.0f}",
@@ -76,8 +77,8 @@ def hot_tables(measured: dict[str, Any]) -> Iterator[Table]:
                 f"{each['p50_us']:,.0f}",
                 f"{each['p99_us']:,.0f}",
             )
-        bare, echo = measured["bare_ns"][shape], peers["raw echo"]["cpu_ns"]
-        table.add_row("bare decode", f"{bare:,.0f}")
+        bare, echo = peers[BARE]["cpu_ns"], peers["raw echo"]["cpu_ns"]
+        table.add_row(BARE, f"{bare:,.0f}")
         table.add_row("floor of inline: echo and decode", f"{bare + echo:,.0f}")
         yield table
     table = Table(title="Resident memory, idle shards", title_justify="left")

@@ -23,8 +23,8 @@ BUSY: Final = "busy"
 LONG_MS: Final = 2.0
 
 
-def main(workers: str, handler: str, path: str) -> int:
-    """Run it until it is told to stop."""
+def main(workers: str, handler: str, watched: str, path: str) -> int:
+    """Run it until it is told to stop; ``watched``: "yes" or "no"."""
     folder = Path(path).parent
     settings = Settings(
         handler=f"bench.hot.handlers.{handler}",
@@ -37,10 +37,12 @@ def main(workers: str, handler: str, path: str) -> int:
     )
     gc.freeze()  # as `mldserver serve` does
     with logging_to(settings):
-        return uvloop.run(_serve(settings, folder / BUSY))
+        return uvloop.run(_serve(settings, folder / BUSY if watched == "yes" else None))
 
 
-async def _serve(settings: Settings, busy: Path) -> int:
+async def _serve(settings: Settings, busy: Path | None) -> int:
+    if busy is None:
+        return await Server(settings, engine=LocalEngine()).run()
     async with asyncio.TaskGroup() as group:
         watch = group.create_task(_watch(busy))
         code = await Server(settings, engine=LocalEngine()).run()
