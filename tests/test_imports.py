@@ -117,6 +117,7 @@ SHELLS = (
     "coordinator.standing",
     "coordinator.status",
     "coordinator.store",
+    "coordinator.turns",
     "coordinator.window_runner",
     "coordinator.window_steps",
 )

@@ -38,9 +38,9 @@ from mldserver.coordinator.sessions import Sessions
 from mldserver.coordinator.shard_session import ShardSession
 from mldserver.coordinator.standing import Standing
 from mldserver.coordinator.status import status_of
+from mldserver.coordinator.turns import Turns
 from mldserver.coordinator.watermark import View, Watermark
 from mldserver.coordinator.windows import OpenWindows
-from mldserver.errors import LedgerError, ServerBuried, told_of
 from mldserver.faults import kill_point
 
 if TYPE_CHECKING:
@@ -128,8 +128,9 @@ class Coordinator:
         )
         self._holding = Holding(rules=rules, buffer=self.buffer, watermark=self.watermark, clock=clock)
         self.redriving = Redriving(ledger.server_id, spec, self.buffer, self.flush)
-        self._wake = asyncio.Event()
-        self._waiters: list[tuple[str, asyncio.Future[None]]] = []
+        self._turns = Turns(
+            self._cycle, after=self._holding.release, interval_ms=rules.flush_interval_ms, clock=clock
+        )
         self._over = asyncio.Event()
         self._rows_accepted = 0
         self._ask_stream = ask_stream
@@ -153,53 +154,16 @@ class Coordinator:
         more, and the process must start afresh.
         """
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._tick(), name="ticks")
-            group.create_task(self._cycles(), name="cycles")
+            group.create_task(self._turns.run(), name="turns")
             group.create_task(self._fleet.beat(), name="beats")
 
     async def leave(self) -> None:
         """Take this server out of the ledger at its end, whether orderly or not. Never raises for the ledger."""
         await self._fleet.leave()
 
-    async def _tick(self) -> None:
-        while True:
-            await self.clock.sleep(self.rules.flush_interval_ms / 1000)
-            self._wake.set()
-
-    async def _cycles(self) -> None:
-        failures = 0
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            waiters, self._waiters = self._waiters, []
-            reason = waiters[0][0] if waiters else "interval"
-            try:
-                await self._cycle(reason)
-            except ServerBuried:
-                raise
-            except (LedgerError, OSError) as error:
-                # Rows stay in memory, positions stay where they are: nothing is lost while this is tried again.
-                failures += 1
-                self._waiters = waiters + self._waiters
-                delay = min(30.0, 0.5 * 2.0**failures)
-                log.error("flush.failed", attempt=failures, delay_seconds=delay, **told_of(error))
-                self._flusher.failing = True
-                await self._holding.release()
-                await self.clock.sleep(delay)
-                self._wake.set()
-                continue
-            failures, self._flusher.failing = 0, False
-            for _, waiter in waiters:
-                if not waiter.done():
-                    waiter.set_result(None)
-            await self._holding.release()
-
     async def flush(self, reason: str) -> None:
         """Return when a whole cycle that began after this call is done."""
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append((reason, waiter))
-        self._wake.set()
-        await waiter
+        await self._turns.whole(reason)
 
     async def _cycle(self, reason: str) -> None:
         now_ms = self.clock.now_ms()
@@ -271,7 +235,7 @@ class Coordinator:
         self._holding.segment_bytes -= step.bytes
         self._sessions.forget(step.shards)
         if step.more:
-            self._wake.set()
+            self._turns.soon()
 
     # What sources ask.
 
@@ -365,12 +329,12 @@ class Coordinator:
             self.buffer.add(batch)
             self._rows_accepted += 0 if batch.rows is None else len(batch.rows)
         if self.buffer.bytes >= self.rules.flush_bytes:
-            self._wake.set()
+            self._turns.soon()
 
     async def admit(self, session: ShardSession) -> None:
         """Wait while the session's shard is held back."""
         if self._holding.is_held(session):
-            self._wake.set()
+            self._turns.soon()
             await self._holding.wait(session)
 
     async def release(self) -> None:
@@ -390,12 +354,12 @@ class Coordinator:
         """Let go of a shard without its end: it is missing from now on."""
         if self._sessions.let_go(session, self.clock.now_ms()):
             self._fleet.let_go(session.shard_id, session.epoch)
-            self._wake.set()
+            self._turns.soon()
 
     def freed(self, freed_bytes: int) -> None:
         """Note that segments were deleted."""
         self._holding.segment_bytes -= freed_bytes
-        self._wake.set()
+        self._turns.soon()
 
     async def over(self) -> None:
         """Return when every known shard has ended and every window is cut."""
@@ -414,4 +378,5 @@ class Coordinator:
             segment_bytes=self._holding.segment_bytes,
             servers=1 + len(self._fleet.peers),
             stream_ended=self._over.is_set(),
+            flush_failing=self._turns.failing,
         )

@@ -102,7 +102,6 @@ class Flusher:
         self._doubtful: tuple[Segment, ...] = ()
         self._doomed = Doomed(store)
         self.open_windows: OpenWindows | None = None
-        self.failing = False
         self.rows_durable = 0
         self.rows_late = 0
         self.dead_letters = 0

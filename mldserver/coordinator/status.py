@@ -56,6 +56,7 @@ def status_of(
     segment_bytes: int,
     servers: int,
     stream_ended: bool,
+    flush_failing: bool,
 ) -> CoordinatorStatus:
     """Return a snapshot of what a coordinator's parts count."""
     return CoordinatorStatus(
@@ -78,5 +79,5 @@ def status_of(
         reason=view.holder.reason,
         servers=servers,
         stream_ended=stream_ended,
-        flush_failing=flusher.failing,
+        flush_failing=flush_failing,
     )
