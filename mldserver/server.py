@@ -168,7 +168,7 @@ class Server:
         async with asyncio.TaskGroup() as group:
             background = {name: group.create_task(each, name=name) for name, each in self._background(parts)}
             listening = group.create_task(parts.listener.run(), name="listener")
-            code = await self._until_stopped(parts)
+            code = await self._until_stopped(parts, redriving=background["dead letters"])
             if parts.engine is not None and "windows" in background:
                 await self._stop_engine(parts.engine, background["windows"])
             runtime = background.pop("runtime")
@@ -249,8 +249,9 @@ class Server:
         """Return once the stop is forced. What waits is cancelled then; whether that ends it is its own affair."""
         await self._forced.wait()
 
-    async def _until_stopped(self, parts: Parts) -> int:
+    async def _until_stopped(self, parts: Parts, *, redriving: asyncio.Task[None]) -> int:
         await self._stop.wait()
+        redriving.cancel()  # the next start goes on with it; no shard's last request waits for it
         began_ms = self._clock.now_ms()
         log.info("server.stopping", reason=self._reason or "forced", connections=parts.listener.connections)
         async with asyncio.TaskGroup() as group:

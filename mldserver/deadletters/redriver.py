@@ -1,6 +1,7 @@
 """Runs dead letters through the handler once more, when the ledger says that somebody wants it.
 
-Letters of a shard that a connection here has run between its batches, on its handler. Those of a shard that no server
+Letters of a shard that a connection here has run between its batches, on its handler, and are given up when the shard
+ends or is to go elsewhere: no daemon waits for them. Those of a shard that no server
 has run on a handler that is opened for them, and given up at once when a connection comes. What they give is registered
 together with their end (``Redriving``): who takes them twice, after a crash or beside another server, counts once.
 """
@@ -124,12 +125,12 @@ class Redriver:
                 await self._refuse(letters, PeerError(self._why_not))
             elif (claim := self._owners.current(shard_id)) is not None:
                 if claim.opened:
-                    async with claim.work():
+                    async with claim.visit():
                         await self._run(shard_id, letters)
             elif not self._redriving.is_elsewhere(shard_id):
                 await self._take_unowned(shard_id, letters)
         except Superseded:
-            return  # a connection has the shard now: the next round takes its letters there
+            return  # a connection has the shard now, or lets it go: the next round takes its letters there
         except LedgerError:
             raise  # they are tried again when it can be reached
         except MldserverError as error:

@@ -262,6 +262,7 @@ class Conductor:
         shard, claim = self._opened()
         await self._within_deadline(self._under_way.idle())
         await self._give_up()
+        claim.evict()
         async with claim.work():
             position = await self._runtime.notify(self._shard_id, Hook.SHUTDOWN_REQUESTED)
             if position is not None:
@@ -289,6 +290,7 @@ class Conductor:
     async def _lose(self) -> None:
         shard, claim = self._opened()
         await self._give_up()
+        claim.evict()
         async with claim.work():
             await self._runtime.notify(self._shard_id, Hook.LEASE_LOST)
             await shard.lost()
@@ -301,6 +303,7 @@ class Conductor:
         """The shard's end. Without its checkpoint there is no status: see ``protocol/states.py``."""
         shard, claim = self._opened()
         await self._under_way.idle()
+        claim.evict()
         async with claim.work():
             if self._under_way.incomplete:
                 raise self._unfinished()
@@ -355,6 +358,7 @@ class Conductor:
             if not self._finishing:
                 self._link.log.warning("shard.disconnected", position=_shown(self._shard.after))
             self._shard.disconnected()
+        self._claim.evict()
         try:
             async with self._claim.work():
                 await self._runtime.forget(self._shard_id)

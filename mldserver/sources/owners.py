@@ -29,7 +29,9 @@ class Claim:
         """Begin as the current one; ``lock`` is shared by all claims of the shard."""
         self.lock = lock
         self.scopes: set[asyncio.Timeout] = set()
-        """Of the work that is done, or waits for the lock."""
+        """Of the owner's work that is done, or waits for the lock."""
+        self._visits: set[asyncio.Timeout] = set()
+        """Of what visitors do, or wait for."""
         self.current = True
         self.opened = False
         """Whether the runtime has the shard open for it."""
@@ -39,28 +41,43 @@ class Claim:
 
         Raises Superseded when the claim is no longer current, also in the middle of the work, which is cancelled.
         """
-        return _Work(self)
+        return _Work(self, self.scopes)
+
+    def visit(self) -> AbstractAsyncContextManager[None]:
+        """Do work for somebody else between two pieces of the owner's; likewise, and Superseded after ``evict`` too."""
+        return _Work(self, self._visits)
+
+    def evict(self) -> None:
+        """Cancel what visitors do: the owner has something to do that cannot wait."""
+        _cancel(self._visits)
 
     def supersede(self) -> None:
         """Cancel the work: another claim has come."""
         self.current = False
-        for scope in self.scopes:
+        _cancel(self.scopes)
+        self.evict()
+
+
+def _cancel(scopes: set[asyncio.Timeout]) -> None:
+    for scope in scopes:
+        if not scope.expired():
             scope.reschedule(asyncio.get_running_loop().time())
 
 
 class _Work:
     """The work of a claim. Written out, since every batch comes through here: a generator would cost thrice as much."""
 
-    __slots__ = ("_claim", "_scope")
+    __slots__ = ("_claim", "_scope", "_scopes")
 
-    def __init__(self, claim: Claim) -> None:
+    def __init__(self, claim: Claim, scopes: set[asyncio.Timeout]) -> None:
         self._claim = claim
         self._scope = asyncio.timeout(None)
+        self._scopes = scopes
 
     async def __aenter__(self) -> None:
         claim = self._claim
         await self._scope.__aenter__()
-        claim.scopes.add(self._scope)
+        self._scopes.add(self._scope)
         try:
             await claim.lock.acquire()
         except BaseException as error:
@@ -79,7 +96,7 @@ class _Work:
 
     async def _leave(self, error: BaseException | None) -> None:
         scope = self._scope
-        self._claim.scopes.discard(scope)
+        self._scopes.discard(scope)
         kind = None if error is None else type(error)
         try:
             await scope.__aexit__(kind, error, None)

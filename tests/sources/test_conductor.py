@@ -9,6 +9,7 @@ import pytest
 
 from mldserver.errors import DecodeError, GapRefused, HandlerHalted
 from mldserver.records import Sequence
+from mldserver.sources.owners import Superseded
 
 if TYPE_CHECKING:
     from tests.sources.house import House
@@ -356,3 +357,37 @@ async def test_an_error_in_letting_go_is_logged_and_the_connection_is_gone(
     await house.empty()
     assert "stuck" in named(logged, "connection.failed")[0]["exception"]
     assert not house.running.done()
+
+
+@pytest.mark.parametrize(
+    ("message", "action"),
+    [
+        ({"action": "leaseLost"}, "leaseLost"),
+        ({"action": "shutdownRequested"}, "shutdownRequested"),
+        ({"action": "shardEnded"}, "shardEnded"),
+        (None, ""),
+    ],
+)
+async def test_a_daemon_does_not_wait_for_dead_letters_that_run_between_its_batches(
+    house: House, message: dict[str, Any] | None, action: str
+) -> None:
+    daemon = await house.connect()
+    await daemon.initialize()
+    claim = house.listener.owners.current(SHARD)
+    assert claim is not None
+
+    async def redrive() -> None:
+        with pytest.raises(Superseded):
+            async with claim.visit():
+                await asyncio.Event().wait()
+
+    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+        group.create_task(redrive())
+        if message is None:
+            await daemon.close()
+            await house.empty()
+            return
+        await daemon.send(message)
+        if action == "shardEnded":
+            await daemon.checkpointed()
+        await daemon.answered(action)

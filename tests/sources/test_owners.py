@@ -87,6 +87,53 @@ async def test_a_claim_that_waits_for_its_turn_is_superseded_too() -> None:
         assert third.current
 
 
+async def test_who_visits_goes_when_the_owner_cannot_wait_and_the_owners_work_goes_on() -> None:
+    claim = ShardOwners().take("s")
+    order: list[str] = []
+    leave = asyncio.Event()
+
+    async def stays(name: str) -> None:
+        async with claim.visit():
+            order.append(name)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await leave.wait()
+
+    async def visit(name: str) -> None:
+        with pytest.raises(Superseded):
+            await stays(name)
+
+    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+        group.create_task(visit("visitor"))
+        group.create_task(visit("waits for the lock"))
+        await asyncio.sleep(0)
+        claim.evict()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        claim.evict()  # again, while it is on its way out
+        working = group.create_task(_worked(claim, order))
+        await asyncio.sleep(0)
+        leave.set()
+        await asyncio.wait({working})
+        claim.evict()
+    assert order == ["visitor", "owner"]
+    assert claim.current
+    async with claim.visit():
+        order.append("another time")
+    claim.supersede()
+    with pytest.raises(Superseded):
+        async with claim.visit():
+            raise AssertionError("a visit at a claim that is not current")
+
+
+async def _worked(claim: Claim, order: list[str]) -> None:
+    async with claim.work():
+        claim.evict()
+        await asyncio.sleep(0)
+        order.append("owner")
+
+
 async def test_a_time_out_inside_the_work_is_its_own() -> None:
     claim = ShardOwners().take("s")
     with pytest.raises(TimeoutError):
