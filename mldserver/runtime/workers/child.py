@@ -20,7 +20,7 @@ from asyncio import FIRST_COMPLETED
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
 import msgspec
 import uvloop
@@ -61,6 +61,9 @@ NEAR_BYTES: Final = 1 << 20
 """Bytes of rows that are copied on the loop."""
 
 
+_Request: TypeAlias = wire.Process | wire.Open | wire.HookMessage | wire.Park | wire.Unpark | wire.Forget
+
+
 @dataclass(frozen=True, slots=True)
 class _Answer:
     message: wire.FromWorker
@@ -76,9 +79,12 @@ class Child:
         self._over = asyncio.Event()
         self._started = asyncio.Event()
         self._queue: asyncio.Queue[tuple[wire.FromServer, Descriptors]] = asyncio.Queue()
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._tasks: dict[int, tuple[str, asyncio.Task[None]]] = {}
+        """What works on each request, and for which shard."""
         self._cancelled: set[int] = set()
         """The requests of which the server says that nobody waits for them any more."""
+        self._ending: dict[str, set[asyncio.Task[None]]] = {}
+        """What still works on such requests, by shard: its hooks may take their time to end."""
         self._runtime: InlineRuntime | None = None
         self._arena: memoryview = memoryview(b"")
         self._channel = Channel(end, receive=self._receive, ended=self._over.set)
@@ -142,23 +148,24 @@ class Child:
     def _take(self, group: asyncio.TaskGroup, message: wire.FromServer, files: Descriptors) -> None:
         match message:
             case wire.Process():
-                self._begin(group, message.id, self._process(message, files))
+                own = mapped(files[0], message.line.length) if files else None
+                for file in files:
+                    os.close(file)
+                self._begin(group, message, self._process(message, own))
             case wire.Open():
-                self._begin(group, message.id, self._ready().open(Shard(message.shard, message.start)))
+                self._begin(group, message, self._ready().open(Shard(message.shard, message.start)))
             case wire.HookMessage():
-                self._begin(group, message.id, self._notify(message))
+                self._begin(group, message, self._notify(message))
             case wire.Park():
                 keys = {key: wire.position(text) for key, text in message.keys.items()}
-                self._begin(group, message.id, self._ready().park(message.shard, keys))
+                self._begin(group, message, self._ready().park(message.shard, keys))
             case wire.Unpark():
-                self._begin(group, message.id, self._ready().unpark(message.shard, message.key))
+                self._begin(group, message, self._ready().unpark(message.shard, message.key))
             case wire.Forget():
-                self._begin(group, message.id, self._ready().forget(message.shard))
+                # At once: whoever lets a shard go does not wait for a call that hangs.
+                self._begin(group, message, self._ready().forget(message.shard), behind=False)
             case wire.Cancel():
-                if (task := self._tasks.get(message.id)) is not None:
-                    self._cancelled.add(message.id)
-                    # Behind its first step, however soon this comes: without that it would end without an answer.
-                    asyncio.get_running_loop().call_soon(task.cancel)
+                self._cancel(message.id)
             case wire.Start():
                 raise wire.WireError("a second Start")
 
@@ -167,9 +174,35 @@ class Child:
         return self._runtime
 
     def _begin(
-        self, group: asyncio.TaskGroup, request: int, work: Coroutine[Any, Any, _Answer | None]
+        self,
+        group: asyncio.TaskGroup,
+        message: _Request,
+        work: Coroutine[Any, Any, _Answer | None],
+        *,
+        behind: bool = True,
     ) -> None:
-        self._tasks[request] = group.create_task(self._answer(request, work))
+        before = self._ending.get(message.shard)
+        if before and behind:
+            work = _behind(frozenset(before), work)
+        self._tasks[message.id] = message.shard, group.create_task(self._answer(message.id, work))
+
+    def _cancel(self, request: int) -> None:
+        """Nobody waits for a request any more; what follows for its shard begins when it has ended all the same."""
+        if request not in self._tasks or request in self._cancelled:
+            return
+        shard, task = self._tasks[request]
+        self._cancelled.add(request)
+        ending = self._ending.setdefault(shard, set())
+        ending.add(task)
+
+        def ended(_: object) -> None:
+            ending.discard(task)
+            if not ending and self._ending.get(shard) is ending:
+                del self._ending[shard]
+
+        task.add_done_callback(ended)
+        # Behind its first step, however soon this comes: without that it would end without an answer.
+        asyncio.get_running_loop().call_soon(task.cancel)
 
     async def _answer(self, request: int, work: Coroutine[Any, Any, _Answer | None]) -> None:
         try:
@@ -185,10 +218,7 @@ class Child:
         self._cancelled.discard(request)
         self._send(answer.message, answer.file)
 
-    async def _process(self, message: wire.Process, files: Descriptors) -> _Answer:
-        own = mapped(files[0], message.line.length) if files else None
-        for file in files:
-            os.close(file)
+    async def _process(self, message: wire.Process, own: mmap | None) -> _Answer:
         delivery = Delivery(
             message.shard,
             self._line(message.line, own),
@@ -219,6 +249,18 @@ class Child:
             return self._arena[place.offset : place.offset + place.length]
         assert own is not None, "a line that is neither in the message nor in the arena comes as a file"
         return memoryview(own)
+
+
+async def _behind(
+    before: frozenset[asyncio.Task[None]], work: Coroutine[Any, Any, _Answer | None]
+) -> _Answer | None:
+    """Do ``work`` when what is before it has ended. Calls for one shard never overlap."""
+    try:
+        await asyncio.wait(before)
+    except BaseException:
+        work.close()
+        raise
+    return await work
 
 
 async def _answer_of(request: int, outcome: BatchOutcome) -> _Answer:
