@@ -255,12 +255,17 @@ class Coordinator:
         """Take a shard in under a new epoch. Raises GapRefused when it starts beyond the ledger's position."""
         # Before the epoch is raised: a connection that is refused must not cost the live one its shard.
         self.check(opening)
-        if self._ask_stream is not None and not opening.parents and opening.shard_id not in self.lineage:
-            await self._ask_stream()
         with self._fleet.opening():
-            return await self._open(opening)
+            # It counts from now on: however long the stream and the ledger take to answer, no window closes without it.
+            now_ms = self.clock.now_ms()
+            new = self.lineage.know(opening.shard_id, now_ms, parents=opening.parents)
+            if new:
+                self.watermark.settle(now_ms)
+            if new and self._ask_stream is not None and not opening.parents:
+                await self._ask_stream()
+            return await self._open(opening, new=new)
 
-    async def _open(self, opening: ShardOpening) -> ShardSession:
+    async def _open(self, opening: ShardOpening, *, new: bool) -> ShardSession:
         shard_id = opening.shard_id
         # Parents that only ListShards names are kept with the shard: after a restart they order it all the same.
         parents = opening.parents or self.parents(shard_id)
@@ -271,7 +276,7 @@ class Coordinator:
         parked = await self._ledger.parked_keys(shard_id) if self.rules.parks else {}
         await self._fleet.learn_ancestors(state)
         now_ms = self.clock.now_ms()
-        new = self.lineage.know(shard_id, now_ms, parents=state.parents)
+        self.lineage.know(shard_id, now_ms, parents=state.parents)
         proved = self.lineage.proved_ended(shard_id)
         if proved:
             await self._ledger.end_shards(frozenset(proved))

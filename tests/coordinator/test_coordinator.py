@@ -386,6 +386,54 @@ async def test_a_shard_that_the_stream_has_not_named_yet_is_asked_for_before_it_
         assert asked == [0, 1]
 
 
+async def test_no_window_closes_before_a_shard_that_is_being_opened_however_long_the_answers_take(
+    tmp_path: Path,
+) -> None:
+    async def ask() -> None:
+        await pipeline.clock.sleep(5)
+
+    pipeline = Pipeline(tmp_path, ask_stream=ask)
+    async with pipeline.life(), asyncio.TaskGroup() as group:
+        opening = group.create_task(pipeline.open("ahead"))
+        await pipeline.clock.advance(7)
+        ahead = await opening
+        await pipeline.give(ahead, [(1, 1000)], lag_ms=60_000)
+        opening = group.create_task(pipeline.open("slow"))
+        await pipeline.clock.advance(1)
+        await pipeline.give(ahead, [(2, 25_000)], lag_ms=60_000)
+        await pipeline.clock.advance(3)
+        assert (opening.done(), pipeline.published()) == (False, {})
+        await pipeline.clock.advance(2)
+        slow = await opening
+        await pipeline.give(slow, [(7, 2000), (8, 25_000)], lag_ms=60_000)
+        await pipeline.clock.advance(4)
+        assert pipeline.published() == {W[0]: [1, 7]}
+        assert pipeline.late() == []
+
+
+async def test_a_shard_whose_opening_is_given_up_before_the_ledger_knows_it_is_missing(
+    pipeline: Pipeline,
+) -> None:
+    def refuse(name: str, after: bool) -> None:
+        if name == "open_shard" and not after:
+            raise LedgerError("out of reach")
+
+    async with pipeline.life():
+        ahead = await pipeline.open("ahead")
+        await pipeline.clock.advance(3)
+        pipeline.faults.hook = refuse
+        with pytest.raises(LedgerError):
+            await pipeline.open("late to come")
+        pipeline.faults.hook = None
+        await pipeline.give(ahead, [(1, 1000), (2, 25_000)], lag_ms=60_000)
+        await pipeline.clock.advance(5)
+        assert pipeline.published() == {}
+        late = await pipeline.open("late to come")
+        await pipeline.give(late, [(7, 2000), (8, 25_000)], lag_ms=60_000)
+        await pipeline.clock.advance(4)
+        assert (pipeline.published(), pipeline.late()) == ({W[0]: [1, 7]}, [])
+
+
 async def test_a_shard_that_nobody_has_any_more_is_missing(
     pipeline: Pipeline, logged: list[dict[str, Any]]
 ) -> None:
