@@ -272,6 +272,7 @@ class Server:
                 await parts.listener.drain()
                 await parts.coordinator.flush("shutdown")
         except TimeoutError:
+            self.force()  # user code may refuse to be cancelled: from now on nothing is waited for
             return False
         left = self.settings.grace - self._since(began_ms)
         if parts.runner is not None:

@@ -114,10 +114,12 @@ async def test_a_signal_ends_a_start_that_hangs_in_the_handlers_import_in_order(
         os.kill(started, signal.SIGKILL)
 
 
-async def test_a_second_signal_ends_the_process_though_the_handler_refuses_to_be_cancelled(
-    tmp_path: Path,
+@pytest.mark.parametrize("grace", [None, "1s"], ids=["a second signal", "the end of the grace"])
+async def test_what_forces_the_stop_ends_the_process_though_the_handler_refuses_to_be_cancelled(
+    grace: str | None, tmp_path: Path
 ) -> None:
-    async with serving(tmp_path, HOLDS_ON, "--workers", "inline") as (process, log_file):
+    options = () if grace is None else ("--grace", grace)
+    async with serving(tmp_path, HOLDS_ON, "--workers", "inline", *options) as (process, log_file):
         await until(lambda: "server.listening" in told(log_file))
         address = next(each["address"] for each in entries(log_file) if each["event"] == "server.listening")
         reader, writer = await connect(address)
@@ -127,7 +129,8 @@ async def test_a_second_signal_ends_the_process_though_the_handler_refuses_to_be
         await until((tmp_path / "called").exists)
         process.send_signal(signal.SIGTERM)
         await until(lambda: "server.stopping" in told(log_file))
-        process.send_signal(signal.SIGTERM)
+        if grace is None:
+            process.send_signal(signal.SIGTERM)
         assert await process.wait() == EXIT_FORCED
         writer.close()
     assert (tmp_path / "refused").exists()
