@@ -92,7 +92,7 @@ def test_every_reason_to_refuse_a_flush_is_told_at_once(steps: Steps) -> None:
     steps(windows.expire, published_before_ms=9, keep_bytes=0, limit=9)
     told = steps(register, Flush((move("z"),), (seg("s2"), more("s3"))), 1)
     assert (told.lost_shards, told.cut_windows, told.expired_windows) == ({"z"}, {W1}, {W1})
-    assert steps(windows.prune, windows_before_ms=10_000, shards_before_ms=0, limit=9) == 1
+    assert steps(windows.prune, before_ms=10_000, limit=9) == 1
     assert steps(register, Flush((), (seg("s2"), more("s3"))), 1).cut_windows == {W1}
     assert steps(register, Flush((), (Segment("b", "batch-1", 1, 1),)), 1).registered
 
@@ -136,7 +136,8 @@ def test_shards_that_nobody_knows_are_noted_or_passed_over(steps: Steps) -> None
     steps(members.end_shards, ("a",), 6)
     assert steps.book.shards["a"].ended_ms == 5
     assert steps(members.accept_gap, "a")
-    assert steps(windows.prune, windows_before_ms=0, shards_before_ms=6, limit=9) == 1
+    assert steps(members.prune, before_ms=6, keep=frozenset({"a"})) == 0
+    assert steps(members.prune, before_ms=6, keep=frozenset()) == 1
 
 
 def test_windows_that_are_elsewhere_in_their_life_are_passed_over(steps: Steps) -> None:
@@ -191,5 +192,5 @@ def test_a_batch_that_an_older_program_cut_without_raising_the_number_raises_it_
     entry = WindowEntry(BATCH, WindowState.PUBLISHED, retained=False, published_ms=5)
     steps.book.apply(Changes(windows={BATCH: entry}))
     assert steps.book.totals.batch_progress == BatchProgress()
-    assert steps(windows.prune, windows_before_ms=9, shards_before_ms=0, limit=9) == 1
+    assert steps(windows.prune, before_ms=9, limit=9) == 1
     assert steps.book.totals.batch_progress == BatchProgress(2)

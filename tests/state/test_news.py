@@ -201,9 +201,7 @@ RULES: dict[str, Callable[[Draft], Any]] = {
         draft, published_before_ms=0, keep_bytes=0, limit=5
     ),
     "adopt": lambda draft: dynamodb_windows.adopt(draft, "one"),
-    "prune": lambda draft: dynamodb_windows.prune(
-        draft, windows_before_ms=10**9, shards_before_ms=0, limit=10
-    ),
+    "prune": lambda draft: dynamodb_windows.prune(draft, before_ms=10**9, limit=10),
 }
 
 
