@@ -208,16 +208,14 @@ class WorkerRuntime:
         self._parked.pop(shard_id, None)
         self._owing.discard(shard_id)
         worker = self._workers[self._plan.pop(shard_id)]
-        generation = worker.opened.pop(shard_id, None)
-        if generation != worker.generation or not worker.up:
+        generation, process = worker.opened.pop(shard_id, None), worker.present
+        if generation != worker.generation or process is None:
             return
         try:
-            process = await worker.process()
-            if generation == worker.generation:
-                answer = await process.ask(lambda id_: wire.Forget(id_, shard_id), shard=shard_id)
-                self._expect(answer, wire.Finished)
+            answer = await process.ask(lambda id_: wire.Forget(id_, shard_id), shard=shard_id)
         except WorkerGone:
             return
+        self._expect(answer, wire.Finished)
 
     # Batches.
 

@@ -66,9 +66,9 @@ class Worker:
         return self._deaths.restless(self._clock.now_ms())
 
     @property
-    def up(self) -> bool:
-        """Whether its process lives."""
-        return self._process is not None and self._process.is_open
+    def present(self) -> WorkerProcess | None:
+        """Its process while that lives, be it to be replaced soon."""
+        return self._process if self._process is not None and self._process.is_open else None
 
     def _waits(self) -> bool:
         """Whether nothing that its process has in hand is with the handler: all of it waits for its time."""

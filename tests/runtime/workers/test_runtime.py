@@ -131,6 +131,18 @@ async def test_a_shard_that_is_not_open_is_a_bug_of_the_caller(
     await runtime.forget("s")
 
 
+@pytest.mark.usefixtures("logged")
+async def test_who_lets_a_shard_go_does_not_wait_until_its_worker_is_replaced(
+    runtime_of: Callable[..., WorkerRuntime],
+) -> None:
+    """At the end of the server no process may come any more."""
+    async with running(runtime_of("def process_record(record): ...\n")) as runtime, asyncio.timeout(20):
+        await runtime.open(Shard("s"))
+        runtime._workers[0]._retiring = True
+        await runtime.forget("s")
+        assert runtime._workers[0].opened == {}
+
+
 async def test_a_call_that_hangs_when_its_batch_was_given_up_does_not_hold_up_other_shards_for_ever(
     runtime_of: Callable[..., WorkerRuntime], logged: list[dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -110,7 +110,7 @@ def named(logged: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
 async def test_a_process_that_ends_is_followed_by_another_of_the_next_generation(
     stage: Stage, logged: list[dict[str, Any]]
 ) -> None:
-    assert (stage.worker.generation, stage.worker.up) == (1, True)
+    assert (stage.worker.generation, stage.worker.present) == (1, stage.process)
     stage.process.last_words = "Segmentation fault"
     stage.process.end("shard-1")
     await stage.later()
