@@ -44,7 +44,7 @@ PARTS = ("windows", "small_windows", "per_row", "checkpoints", "retained", "catc
 MATRIX = "matrix"
 """A part of ``hot`` that can be asked for alone."""
 FEW = (1, 4)
-WIDTH = 160
+WIDTH = 200
 """Columns of tables that go into a file: enough for the widest."""
 
 
