@@ -10,6 +10,8 @@ from support.kinesis import FakeKinesis
 from support.serving import KEEP_EVERYTHING, connect, quick, serving, until
 
 from mldserver.clock import SystemClock
+from mldserver.coordinator.layout import LEDGER
+from mldserver.state.store import SqliteStore
 from mldserver.testing import FakeStream
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ async def test_shards_that_the_stream_lists_are_missing_until_a_daemon_connects(
 
 
 async def test_a_child_that_connects_before_the_next_listing_is_asked_for_and_comes_behind_its_parent(
-    tmp_path: Path, handler: str, logged: list[dict[str, Any]]
+    tmp_path: Path, handler: str
 ) -> None:
     stream = FakeStream(1)
     kinesis = FakeKinesis(stream, SystemClock())
@@ -56,5 +58,8 @@ async def test_a_child_that_connects_before_the_next_listing_is_asked_for_and_co
         await reader.readline()
         writer.close()
         assert kinesis.listings == 2
-    told = {entry["shard"]: entry["parents"] for entry in logged if entry["event"] == "shard.discovered"}
-    assert told[child] == (parent,)
+    ledger = SqliteStore(tmp_path / "out" / LEDGER, pipeline=handler, server_id="tool")
+    shards = ledger.peek().shards
+    ledger.close()
+    assert shards[child].parents == (parent,)
+    assert shards[parent].ended, "as its child shows"
