@@ -47,12 +47,12 @@ BATCH = (
 
 @contextlib.asynccontextmanager
 async def serving(
-    folder: Path, handler: str, *options: str
+    folder: Path, handler: str, *options: str, errors: str = "stderr"
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, Path]]:
     """Run ``mldserver serve``; its log is a file."""
     (folder / "watched.py").write_text(handler)
     log_file = folder / "log"
-    with (folder / "stderr").open("wb") as errors:  # a pipe would live as long as whatever the handler starts
+    with (folder / errors).open("wb") as stderr:  # a pipe would live as long as whatever the handler starts
         process = await asyncio.create_subprocess_exec(
             *(
                 sys.executable,
@@ -68,7 +68,7 @@ async def serving(
             *("--log-file", str(log_file), *options),
             cwd=folder,
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-            stderr=errors,
+            stderr=stderr,
             start_new_session=True,
         )
     try:
@@ -137,6 +137,18 @@ async def test_what_forces_the_stop_ends_the_process_though_the_handler_refuses_
     (failed,) = [entry for entry in entries(log_file) if entry["event"] == "server.failed"]
     assert (failed["level"], failed["exit_code"]) == ("critical", EXIT_FORCED)
     assert "stopped with exit code 3" in (tmp_path / "stderr").read_text()
+
+
+async def test_a_forced_stop_ends_the_process_though_nobody_reads_its_standard_error_any_more(
+    tmp_path: Path,
+) -> None:
+    async with serving(tmp_path, HANGS_AT_IMPORT, "--workers", "inline", errors="/dev/full") as (process, _):
+        pids = tmp_path / "pids"
+        await until(lambda: pids.exists() and len(pids.read_text().split()) == 2)
+        for number in (signal.SIGTERM, signal.SIGINT):  # two of one kind might become one
+            process.send_signal(number)
+        assert await process.wait() == EXIT_FORCED
+    os.kill(int(pids.read_text().split()[1]), signal.SIGKILL)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from cyclopts import App, CycloptsError
 
-from mldserver.cli.process import ReaderGone, guard_output
+from mldserver.cli.process import ReaderGone, complain, guard_output
 from mldserver.errors import HandlerError, MldserverError, OperatorError
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _leaves(group: ExceptionGroup[MldserverError]) -> Iterator[MldserverError]:
 def _told(errors: list[MldserverError]) -> int:
     """Tell errors on standard error and return the exit code: a fault of ours outweighs what the operator did."""
     for error in errors:
-        sys.stderr.write(f"mldserver: {error}\n")
+        complain(str(error))
     theirs = all(isinstance(error, OperatorError | HandlerError) for error in errors)
     return EXIT_OPERATOR if theirs else EXIT_FAULT
 

@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import gc
 import os
-import sys
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import structlog
 import uvloop
 
+from mldserver.cli.process import complain
 from mldserver.observe.logging import logging_to
 from mldserver.server import EXIT_FORCED, Server
 
@@ -72,12 +72,13 @@ async def _last_resort(server: Server, leave: Callable[[], None]) -> None:
 
 def _leave(settings: Settings, logs: contextlib.ExitStack) -> None:
     """End the process without waiting for anything but the log."""
-    logs.close()
-    _tell(settings, EXIT_FORCED)
-    sys.stderr.flush()
-    os._exit(EXIT_FORCED)
+    try:
+        logs.close()
+        _tell(settings, EXIT_FORCED)
+    finally:
+        os._exit(EXIT_FORCED)
 
 
 def _tell(settings: Settings, code: int) -> None:
     if code and settings.log_file is not None:  # the terminal has seen nothing of it
-        sys.stderr.write(f"mldserver: stopped with exit code {code}; {settings.log_file} says why.\n")
+        complain(f"stopped with exit code {code}; {settings.log_file} says why.")

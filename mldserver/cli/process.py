@@ -1,7 +1,8 @@
-"""What the process was started with, and may not have: a working directory, and a standard output that takes what is written."""
+"""What the process was started with, and may not have: a working directory, and standard streams that take what is written."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
@@ -10,9 +11,10 @@ from typing import Final
 
 from mldserver.errors import OperatorError
 
-__all__ = ["ReaderGone", "StandardOutput", "guard_output", "working_directory"]
+__all__ = ["ReaderGone", "StandardOutput", "complain", "guard_output", "working_directory"]
 
 _STDOUT: Final = 1
+_STDERR: Final = 2
 
 
 class ReaderGone(BrokenPipeError):
@@ -41,24 +43,38 @@ class StandardOutput(io.FileIO):
 def _discard(descriptor: int) -> None:
     """Let what is still written go nowhere: Python flushes at exit, and nothing may complain then."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    if nowhere == descriptor:  # it was closed
-        os.set_inheritable(descriptor, True)
-        return
     os.dup2(nowhere, descriptor)
     os.close(nowhere)
 
 
+def _open_standard_descriptors() -> None:
+    """Open those that the process was started without: what is opened later must not be taken for them."""
+    for descriptor in range(_STDERR + 1):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest that is free is this one
+
+
 def guard_output() -> None:
-    """Let ``sys.stdout`` tell its own errors from all others. One that the process was started without goes nowhere."""
+    """Let ``sys.stdout`` tell its own errors from all others. Streams that the process was started without go nowhere."""
+    _open_standard_descriptors()
+    if sys.stderr is None:
+        sys.stderr = open(_STDERR, "w", encoding="utf-8", closefd=False)  # noqa: SIM115  # for as long as the process lives
     former = sys.stdout
-    if former is None:
-        _discard(_STDOUT)
     sys.stdout = io.TextIOWrapper(
         io.BufferedWriter(StandardOutput(_STDOUT, "w", closefd=False)),
         encoding=former.encoding if former else "utf-8",
         errors=former.errors if former else "replace",
         line_buffering=os.isatty(_STDOUT),
     )
+
+
+def complain(text: str) -> None:
+    """Write a line to standard error. Where it cannot be written there is nobody to be told."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"mldserver: {text}\n")
+        sys.stderr.flush()
 
 
 def working_directory() -> Path:

@@ -77,6 +77,24 @@ def test_a_reader_that_is_gone_is_told_by_the_exit_code_at_most(
     assert (done.returncode, done.stderr) == (code, "")
 
 
+def test_a_process_without_any_standard_stream_works_and_so_do_its_workers(small_input: Path) -> None:
+    done = shell(
+        f"export MLDSERVER_WORKERS=1; {MLDSERVER} sim handlers.departures --input in.jsonl --engine local --out out "
+        "<&- >&- 2>&-",
+        small_input,
+    )
+    assert done.returncode == 0
+    assert list((small_input / "out").glob("window=*/*.parquet"))
+
+
+@pytest.mark.parametrize("stream", ["2>&-", "2>/dev/full"])
+def test_an_error_that_nobody_can_be_told_is_in_the_exit_code_all_the_same(
+    tmp_path: Path, stream: str
+) -> None:
+    done = shell(f"{MLDSERVER} logs /no/such/file {stream}", tmp_path)
+    assert (done.returncode, done.stderr) == (2, "")
+
+
 def test_input_that_is_closed_is_told_in_a_sentence(tmp_path: Path) -> None:
     done = shell(f"{MLDSERVER} logs - <&-", tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
