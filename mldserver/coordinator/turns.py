@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 __all__ = ["Turns"]
 
 log = structlog.get_logger("mldserver")
+
+_LONGEST_SECONDS: Final = 30.0
+"""The longest pause before a cycle that keeps failing is tried again."""
 
 
 class Turns:
@@ -85,7 +88,7 @@ class Turns:
             await self._after()
 
     async def _fail(self, failures: int, error: LedgerError | OSError) -> None:
-        delay = min(30.0, 0.5 * 2.0**failures)
+        delay = min(_LONGEST_SECONDS, 0.5 * 2.0 ** min(failures, 10))
         log.error("flush.failed", attempt=failures, delay_seconds=delay, **told_of(error))
         self.failing = True
         await self._after()

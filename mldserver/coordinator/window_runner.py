@@ -310,9 +310,8 @@ class WindowRunner:
             self._go.set()
 
     def _delay(self, failures: int) -> float:
-        most: float = min(
-            self._policy.retry_cap_seconds, self._policy.retry_base_seconds * 2 ** (failures - 1)
-        )
+        doubled = self._policy.retry_base_seconds * 2.0 ** min(failures - 1, 60)
+        most = min(self._policy.retry_cap_seconds, doubled)
         return most * (0.5 + self._random() / 2)
 
 

@@ -21,9 +21,9 @@ FULL = OSError(28, "No space left on device")
 class Cycles:
     """A cycle that takes as long as a gate is shut, and fails as it is told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, interval_ms: int = 1000) -> None:
         self.clock = VirtualClock(0)
-        self.turns = Turns(self.cycle, after=self.after, interval_ms=1000, clock=self.clock)
+        self.turns = Turns(self.cycle, after=self.after, interval_ms=interval_ms, clock=self.clock)
         self.reasons: list[str] = []
         self.began_ms: list[int] = []
         self.failed = False
@@ -108,6 +108,18 @@ async def test_a_cycle_that_failed_is_tried_again_after_longer_and_longer_pauses
     pauses = [entry["delay_seconds"] for entry in logged if entry["event"] == "flush.failed"]
     assert pauses == [1, 2, 4, 8, 16, 30, 30, 1]
     assert cycles.reasons[:8] == ["shutdown"] * 8, "it is still for the same"
+
+
+async def test_a_ledger_that_is_away_for_half_a_day_is_waited_for(logged: list[dict[str, Any]]) -> None:
+    cycles = Cycles(interval_ms=3_600_000)
+    cycles.errors = [FULL] * 1400
+    async with cycles.running():
+        cycles.turns.soon()
+        await cycles.clock.advance(12 * 3600)
+    assert not cycles.turns.failing
+    assert [entry["delay_seconds"] for entry in logged if entry["event"] == "flush.failed"][5:] == [
+        30.0
+    ] * 1395
 
 
 @pytest.mark.parametrize("error", [ServerBuried("dead"), ZeroDivisionError("a bug")], ids=["buried", "bug"])
