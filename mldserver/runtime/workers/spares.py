@@ -27,6 +27,8 @@ _FIRST_STARTS: Final = 3
 """Processes that may be killed in a row while the server has not begun, until that is told instead of tried again."""
 _PAUSE_MS: Final = 200
 """At least, between a start that came to nothing and the next."""
+_LOAD_SECONDS: Final = 600.0
+"""How long a process may take to load the handler, once one has loaded it: then it hangs, and another may not."""
 _LONG_MS: Final = 30_000
 """How long a worker may wait for a process that has loaded the handler until a person should look."""
 
@@ -146,11 +148,12 @@ class Spares:
         process: WorkerProcess | None = None
         try:
             process = await WorkerProcess.start(self._start, self._clock)
-            await process.loaded()
+            async with asyncio.timeout(_LOAD_SECONDS):
+                await process.loaded()
         except (OSError, HandlerError, WorkerGone) as error:
             if process is not None:
                 await process.close()
-            await self._pause(_loading(error) if isinstance(error, WorkerGone) else str(error))
+            await self._pause(_not_made(error))
             return None
         except BaseException:
             if process is not None:
@@ -169,6 +172,12 @@ class Spares:
         """End what is ready."""
         while self._ready:
             await self._ready.popleft().close()
+
+
+def _not_made(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return f"Loading the handler took longer than {_LOAD_SECONDS:g} s."
+    return _loading(error) if isinstance(error, WorkerGone) else str(error)
 
 
 def _loading(gone: WorkerGone) -> str:

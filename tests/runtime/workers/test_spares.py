@@ -12,9 +12,12 @@ import pytest
 from runtime.workers.kit import START, children, delivery, named, running
 from support.serving import until
 
+from mldserver.clock import SystemClock
 from mldserver.records import Shard
 from mldserver.runtime.failure import FailurePolicy
+from mldserver.runtime.workers import spares
 from mldserver.runtime.workers.life import Limits
+from mldserver.runtime.workers.process import WorkerProcess
 from mldserver.runtime.workers.runtime import WorkerRuntime
 from mldserver.runtime.workers.spares import Spares
 from mldserver.testing import VirtualClock
@@ -88,3 +91,40 @@ async def test_while_no_process_can_be_had_readiness_is_red() -> None:
     waiting.cancel()
     await asyncio.wait({waiting})
     assert spares.trouble is None
+
+
+class Loading:
+    """A process as spares see it, that loads the handler or hangs over it."""
+
+    def __init__(self, *, hangs: bool) -> None:
+        self.hangs = hangs
+        self.is_open = True
+
+    async def loaded(self) -> None:
+        await asyncio.sleep(3600 if self.hangs else 0)
+
+    async def close(self) -> None:
+        self.is_open = False
+
+
+async def test_a_process_that_hangs_over_the_handler_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, logged: list[dict[str, Any]]
+) -> None:
+    made: list[Loading] = []
+
+    async def start(*_: Any) -> Loading:
+        made.append(Loading(hangs=len(made) < 2))
+        return made[-1]
+
+    monkeypatch.setattr(spares, "_LOAD_SECONDS", 0.01)
+    monkeypatch.setattr(WorkerProcess, "start", start)
+    kept = Spares(START, clock=SystemClock())
+    running = asyncio.create_task(kept.run())
+    async with asyncio.timeout(20):
+        process: Any = await kept.take()
+    running.cancel()
+    await asyncio.wait({running})
+    assert process is made[2]
+    assert [each.is_open for each in made[:3]] == [False, False, True]
+    told = {each["what"] for each in named(logged, "worker.not_started")}
+    assert told == {"Loading the handler took longer than 0.01 s."}
