@@ -208,9 +208,11 @@ class WorkerRuntime:
         self._parked.pop(shard_id, None)
         self._owing.discard(shard_id)
         worker = self._workers[self._plan.pop(shard_id)]
-        generation, process = worker.opened.pop(shard_id, None), worker.present
-        if generation != worker.generation or process is None:
+        worker.opened.pop(shard_id, None)
+        process = worker.present
+        if process is None:
             return
+        # Whether it is open there or not: an opening that was given up, or has failed, leaves something too.
         try:
             answer = await process.ask(lambda id_: wire.Forget(id_, shard_id), shard=shard_id)
         except WorkerGone:

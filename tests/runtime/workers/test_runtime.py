@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,7 +24,6 @@ from mldserver.runtime.workers.runtime import WorkerRuntime
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 HALT = FailurePolicy(attempts=2, base_seconds=0, cap_seconds=0, on_failure=OnFailure.HALT)
 EMPTY = Delivery("s", b'{"action":"processRecords","records":[]}', Version.V2, 9_000, None)
@@ -33,9 +33,11 @@ EMPTY = Delivery("s", b'{"action":"processRecords","records":[]}', Version.V2, 9
 def runtime_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., WorkerRuntime]:
     monkeypatch.chdir(tmp_path)
 
-    def make(text: str, kill_after_ms: int | None = None, *, workers: int = 1) -> WorkerRuntime:
+    def make(
+        text: str, kill_after_ms: int | None = None, *, workers: int = 1, handler: str = "mine"
+    ) -> WorkerRuntime:
         (tmp_path / "mine.py").write_text(text)
-        return WorkerRuntime("mine", workers=workers, policy=HALT, limits=Limits(kill_after_ms, None))
+        return WorkerRuntime(handler, workers=workers, policy=HALT, limits=Limits(kill_after_ms, None))
 
     return make
 
@@ -141,6 +143,40 @@ async def test_who_lets_a_shard_go_does_not_wait_until_its_worker_is_replaced(
         runtime._workers[0]._retiring = True
         await runtime.forget("s")
         assert runtime._workers[0].opened == {}
+
+
+@pytest.mark.usefixtures("logged")
+async def test_a_shard_whose_opening_was_given_up_leaves_nothing_in_its_worker(
+    runtime_of: Callable[..., WorkerRuntime], tmp_path: Path
+) -> None:
+    text = """
+import pathlib, time
+from amazon_kclpy.v3 import processor
+
+class Processor(processor.RecordProcessorBase):
+    def initialize(self, initialize_input):
+        pathlib.Path("reached").touch()
+        while not pathlib.Path("go").exists(): time.sleep(0.01)
+    def process_records(self, process_records_input): ...
+    def lease_lost(self, lease_lost_input): ...
+    def shard_ended(self, shard_ended_input): ...
+    def shutdown_requested(self, shutdown_requested_input): ...
+"""
+
+    def threads(pid: int) -> list[str]:
+        return [each.read_text().strip() for each in Path(f"/proc/{pid}/task").glob("*/comm")]
+
+    runtime = runtime_of(text, handler="mine:Processor")
+    async with running(runtime), asyncio.timeout(60):
+        opening = asyncio.create_task(runtime.open(Shard("s")))
+        await until((tmp_path / "reached").exists)
+        pid = (await runtime._workers[0].process()).pid
+        before = len(threads(pid))
+        opening.cancel()
+        await asyncio.wait({opening})
+        await runtime.forget("s")
+        (tmp_path / "go").touch()
+        await until(lambda: len(threads(pid)) < before)
 
 
 async def test_a_call_that_hangs_when_its_batch_was_given_up_does_not_hold_up_other_shards_for_ever(
