@@ -25,6 +25,7 @@ from mldserver.runtime.workers.child import STACKS_SIGNAL
 from mldserver.runtime.workers.life import Beat
 from mldserver.runtime.workers.memory import SharedArena
 from mldserver.runtime.workers.output import Output
+from mldserver.runtime.workers.room import Room
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,7 +89,7 @@ class WorkerProcess:
         self._shards: dict[int, str] = {}
         self._held: dict[int, int] = {}
         """Offsets in the arena by request: taken until it is answered, whether anyone waits or not."""
-        self._room = asyncio.Event()
+        self._room = Room(arena)
         self._loaded: asyncio.Future[wire.Loaded] = asyncio.get_running_loop().create_future()
         self._gone = asyncio.Event()
         self.on_end: Callable[[], None] = lambda: None
@@ -200,7 +201,7 @@ class WorkerProcess:
             self._arena.close()
             self._output.close()
         self._gone.set()
-        self._room.set()
+        self._room.close()
         self.lost |= frozenset(self._shards.values())
         for each in self._requests.values():
             if not each.done():
@@ -257,17 +258,18 @@ class WorkerProcess:
 
     async def put(self, line: bytes | bytearray) -> int:
         """Copy a line into shared memory when there is room; return its offset. Raises WorkerGone."""
-        while self.is_open:
-            offset = self._arena.take(len(line))
-            if offset is not None and len(line) <= _NEAR_BYTES:
-                self._arena.put(line, offset)
-            elif offset is not None:
-                await self._put_far(line, offset)
-            if offset is not None:
-                return offset
-            self._room.clear()
-            await self._room.wait()
-        raise WorkerGone("it has ended", alone=False)
+        offset = None
+        if self.is_open:
+            offset = self._room.at_once(len(line))
+            if offset is None:
+                offset = await self._room.wait(len(line))
+        if offset is None or not self.is_open:
+            raise WorkerGone("it has ended", alone=False)
+        if len(line) <= _NEAR_BYTES:
+            self._arena.put(line, offset)
+        else:
+            await self._put_far(line, offset)
+        return offset
 
     async def _put_far(self, line: bytes | bytearray, offset: int) -> None:
         """Copy a line beside the loop; its room is taken until that has ended, whoever waits."""
@@ -276,12 +278,8 @@ class WorkerProcess:
         try:
             await asyncio.shield(writing)
         except BaseException:
-            writing.add_done_callback(lambda _: self._give_back(offset))
+            writing.add_done_callback(lambda _: self._room.give_back(offset))
             raise
-
-    def _give_back(self, offset: int) -> None:
-        self._arena.give_back(offset)
-        self._room.set()
 
     async def ask(
         self,
@@ -348,7 +346,7 @@ class WorkerProcess:
     def _answered(self, message: wire.Done | wire.Finished | wire.Failed, files: Descriptors) -> None:
         offset = self._held.pop(message.id, None)
         if offset is not None:
-            self._give_back(offset)
+            self._room.give_back(offset)
         self._shards.pop(message.id, None)
         self.done += isinstance(message, wire.Done)
         future = self._requests.pop(message.id, None)
