@@ -17,13 +17,13 @@ KCLPY_SHARES: Final = {"500 x 100 B": 6, "500 x 1 KiB": 4.5, "10,000 x 1 KiB": 4
 
 
 def targets(measured: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
-    """Return (what, what it must be, what it is, whether it is)."""
+    """Return (what, what it must be, what it is, whether it is): ratios of each contender's best round."""
     found = []
     by_shape = measured["shapes"]
     for name, times in KCLPY_SHARES.items():
         peers = by_shape[name]
-        best = min(peers["inline"]["cpu_ns"], peers["inline, async"]["cpu_ns"])
-        ratio = peers["amazon_kclpy"]["cpu_ns"] / best
+        best = min(peers["inline"]["least_cpu_ns"], peers["inline, async"]["least_cpu_ns"])
+        ratio = peers["amazon_kclpy"]["least_cpu_ns"] / best
         found.append(
             (
                 f"CPU a record against amazon_kclpy, {name}",
@@ -33,9 +33,9 @@ def targets(measured: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
             )
         )
     middle = by_shape["500 x 1 KiB"]
-    share = middle["one worker"]["parent_ns"] / middle["one worker"]["cpu_ns"]
+    share = middle["one worker"]["least_parent_ns"] / middle["one worker"]["least_cpu_ns"]
     found.append(("the server's share with a worker, 500 x 1 KiB", "<= 15 %", f"{share:.0%}", share <= 0.15))
-    ratio = middle["one worker"]["parent_ns"] / middle["raw echo"]["cpu_ns"]
+    ratio = middle["one worker"]["least_parent_ns"] / middle["raw echo"]["least_cpu_ns"]
     found.append(
         ("framing and hand-over against the echo, 500 x 1 KiB", "<= 2.5 x", f"{ratio:.1f} x", ratio <= 2.5)
     )
