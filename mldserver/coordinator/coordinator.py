@@ -30,7 +30,7 @@ from mldserver.coordinator.layout import SEGMENTS, STAGING
 from mldserver.coordinator.lineage import Lineage
 from mldserver.coordinator.missing import MissingShards
 from mldserver.coordinator.picture import Picture
-from mldserver.coordinator.recovery import recover, take_over
+from mldserver.coordinator.recovery import heirless, recover, take_over
 from mldserver.coordinator.redriving import Redriving
 from mldserver.coordinator.retention import Retention
 from mldserver.coordinator.rules import CoordinatorRules
@@ -146,6 +146,7 @@ class Coordinator:
         self._flusher.restore(state, open_windows)
         self._learn(state)
         await recover(state, self._ledger, self._store, self._runner)
+        self._fleet.settled()
 
     async def run(self) -> None:
         """Turn the cycle until cancelled: at every interval, and at once when something asks for it.
@@ -194,9 +195,11 @@ class Coordinator:
         self._fleet.learn(state)
         self._flusher.learn(state)
         self._learn(state)
-        buried = await self._fleet.bury()
+        inherit = bool(await self._fleet.bury()) or heirless(state)
         if self._runner is not None:
-            await take_over(self._picture.under_way, buried, working, self._ledger, self._store, self._runner)
+            under_way = self._picture.under_way
+            await take_over(under_way, working, self._ledger, self._store, self._runner, inherit=inherit)
+        self._fleet.settled()
 
     def _learn(self, state: LedgerState) -> None:
         self._picture.learn(state)

@@ -62,6 +62,7 @@ class Fleet:
         self._version = 0
         """Of the ledger's state that was learned last: beats ask for what happened since."""
         self._released: dict[str, int] = {}
+        self._buried: frozenset[str] = frozenset()
 
     # What others learn.
 
@@ -198,23 +199,29 @@ class Fleet:
     # What is done about others.
 
     async def bury(self) -> frozenset[str]:
-        """Bury the servers that are dead, or silent for too long; return them. Raises LedgerError."""
+        """Bury the servers that are dead, or silent for too long. Raises LedgerError.
+
+        Returns them, and those of earlier calls after which nothing was ``settled`` yet.
+        """
         now_ms = self._clock.now_ms()
         told = {each.server_id: each for each in self.peers.overdue(now_ms)}
         if self._locks is not None and self.peers:
             told |= await asyncio.to_thread(self._dead, self._locks)
-        buried: frozenset[str] = frozenset()
         for server_id, each in told.items():
             # Only if it has not beaten since it was looked at.
             kill_point("server.burying")
             gone = await self._ledger.bury(frozenset({server_id}), beat_before_ms=each.beat_ms + 1)
             kill_point("server.buried")
-            buried |= gone
+            self._buried |= gone
             if gone:
                 log.warning("server.buried", server=server_id, seconds=max(0, now_ms - each.beat_ms) / 1000)
             if gone and self._locks is not None:
                 await asyncio.to_thread(self._locks.forget, server_id)
-        return buried
+        return self._buried
+
+    def settled(self) -> None:
+        """Note that what the buried left was taken over."""
+        self._buried = frozenset()
 
     def _dead(self, locks: LifeLocks) -> dict[str, ServerState]:
         return {each.server_id: each for each in self.peers.told() if locks.is_dead(each.server_id)}

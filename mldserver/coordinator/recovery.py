@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mldserver.coordinator.window_runner import WindowRunner
     from mldserver.state.ledger import Ledger, LedgerState, Segment, WindowEntry
 
-__all__ = ["publish_late", "recover", "take_over"]
+__all__ = ["heirless", "publish_late", "recover", "take_over"]
 
 log = structlog.get_logger("mldserver")
 
@@ -58,27 +58,34 @@ async def recover(
     )
 
 
+def heirless(state: LedgerState) -> bool:
+    """Whether late rows are registered that nobody makes visible: their server died, or left before it could."""
+    alive = {server_tag(each) for each in state.servers}
+    return any(tag_of(segment.path) not in alive for segment in state.late_segments)
+
+
 async def take_over(
     under_way: Mapping[str, WindowEntry],
-    buried: Collection[str],
     working: Collection[str],
     ledger: Ledger,
     store: OutputStore,
     runner: WindowRunner,
+    *,
+    inherit: bool,
 ) -> None:
-    """While the server runs: adopt windows that lost their server, and clean up after those that were buried.
+    """While the server runs: adopt windows that lost their server, and clean up after servers that are gone.
 
     ``under_way``: what the ledger has cut or committed. ``working``: the windows that the runner had before that was
-    read. One that is this server's and not among them was cut by a call whose answer was lost. Raises LedgerError and
-    OSError; repeatable.
+    read. One that is this server's and not among them was cut by a call whose answer was lost. ``inherit``: whether
+    servers are gone after which nobody has cleaned up. Raises LedgerError and OSError; repeatable.
     """
     entries = under_way.values()
     mine = [each for each in entries if each.owner == ledger.server_id and each.window_id not in working]
-    if buried or any(each.owner is None for each in entries):
+    if inherit or any(each.owner is None for each in entries):
         mine += await ledger.adopt()
         kill_point("windows.adopted")
     runner.submit(_in_order(mine))
-    if buried:
+    if inherit:
         await _inherit(ledger, store, own=True)
 
 

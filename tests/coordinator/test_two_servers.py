@@ -330,6 +330,57 @@ async def test_a_server_that_leaves_is_waited_for_by_nobody(tmp_path: Path) -> N
         assert other.coordinator.status().shards_missing == ("a",)
 
 
+async def late_and_not_shown(server: Pipeline) -> None:
+    """Bring a server to where a late row is registered and cannot be made visible."""
+    await server.clock.advance(3)
+    await server.give(await server.open("a"), [(1, 1000), (2, 25_000)])
+    await server.clock.advance(5)
+    assert server.published() == {W[0]: [1]}
+
+    def refuse(name: str, after: bool) -> None:
+        if name == "rename" and not after:
+            raise OSError("no")
+
+    server.faults.hook = refuse
+    await server.give(await server.open("b"), [(3, 2000)])
+    await server.clock.advance(2)
+    assert (len(server.state().late_segments), server.late()) == (1, [])
+
+
+async def test_late_rows_of_a_server_that_died_are_shown_although_the_first_try_fails(
+    tmp_path: Path,
+) -> None:
+    one, other = two(tmp_path)
+    async with one.life():
+        await late_and_not_shown(one)
+    one.faults.hook = None
+    failed: list[str] = []
+
+    def fail_once(name: str, after: bool) -> None:
+        if name == "peek" and "bury" in other.faults.calls and not failed:
+            failed.append(name)
+            raise LedgerError("out of reach")
+
+    other.faults.hook = fail_once
+    async with other.life():
+        await other.clock.advance(12)
+        assert failed
+        assert other.late() == [3]
+        assert other.state().late_segments == ()
+
+
+async def test_late_rows_of_a_server_that_left_before_they_were_shown_are_shown_by_another(
+    tmp_path: Path,
+) -> None:
+    one, other = two(tmp_path)
+    async with other.life():
+        async with one.life() as leaving:
+            await late_and_not_shown(one)
+            await leaving.leave()
+        await other.clock.advance(3)
+        assert other.late() == [3]
+
+
 # Anything at all.
 
 
