@@ -1,7 +1,7 @@
 """What is logged and printed in a worker goes to the server, whose log is the only one.
 
-A flood of prints is cut: so many lines a second pass, the rest is counted. What is lost because the server does not
-listen is counted too.
+A flood of prints, or of what the handler and its libraries log, is cut: so many lines a second pass, the rest is
+counted. What is lost because the server does not listen is counted too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from mldserver.observe.caught import caught_output
+from mldserver.observe.events import EVENTS
 from mldserver.observe.logging import libraries_through_us
 from mldserver.runtime.workers.channel import send_now
 from mldserver.runtime.workers.wire import Told, encode
@@ -28,6 +29,9 @@ __all__ = ["Flood", "Teller", "telling_through"]
 
 LINES_A_SECOND: Final = 200
 BURST: Final = 1000
+PRINTED: Final = "handler.output"
+OURS: Final = frozenset(EVENTS) - {PRINTED, "library.log"}
+"""Events that are the runtime's own, of which there are never more than it makes calls."""
 LONGEST: Final = 65_536
 """Characters of a text in an event."""
 URGENT_SECONDS: Final = 1.0
@@ -60,7 +64,8 @@ class Teller:
     def __init__(self, end: socket.socket) -> None:
         """Send through ``end``."""
         self._end = end
-        self._flood = Flood()
+        self._prints = Flood()
+        self._logs = Flood()
         self._lock = threading.RLock()
         self._lost = 0
         self._since = ""
@@ -74,7 +79,7 @@ class Teller:
         """Send an event, whatever structlog's configuration has become: it is the handler's too."""
         urgent = method not in {"debug", "info"}
         with self._lock:
-            if name == "handler.output" and not self._flood.passes():
+            if name not in OURS and not (self._prints if name == PRINTED else self._logs).passes():
                 self._lose(1)
             else:
                 self._tell_lost()
@@ -140,7 +145,7 @@ def telling_through(end: socket.socket, level: int) -> Iterator[Teller]:
 
     def printed(stream: str, text: str) -> None:
         if level <= logging.INFO:
-            teller.send("info", "handler.output", {"stream": stream, "text": text})
+            teller.send("info", PRINTED, {"stream": stream, "text": text})
 
     with libraries_through_us(), caught_output(printed):
         yield teller

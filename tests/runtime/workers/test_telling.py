@@ -15,7 +15,7 @@ from mldserver.runtime.workers.channel import pair
 from mldserver.runtime.workers.telling import BURST, LINES_A_SECOND, LONGEST, Flood, _plain, telling_through
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 class Server:
@@ -105,18 +105,44 @@ def test_errors_come_with_their_traceback(server: Server) -> None:
     assert "ValueError: here" in fields["exception"]
 
 
-def test_what_is_printed_beyond_a_flood_is_counted(server: Server) -> None:
+@pytest.mark.parametrize(
+    ("say", "event"),
+    [
+        (lambda: print("x"), "handler.output"),
+        (lambda: logging.getLogger("lib").error("x"), "library.log"),
+        (lambda: structlog.get_logger("mine").warning("its own"), "its own"),
+    ],
+    ids=["printed", "logged by a library", "logged by the handler"],
+)
+def test_what_is_said_beyond_a_flood_is_counted(server: Server, say: Callable[[], None], event: str) -> None:
     with telling_through(server.here, logging.INFO) as teller:
         told = []
-        for _ in range(BURST // 100 + 5):
-            print("x\n" * 100, end="")
-            told += server.read()
+        for number in range(BURST + 500):
+            say()
+            if number % 100 == 0:
+                told += server.read()
         teller.tell_lost()
         told += server.read()
-    printed = sum(event == "handler.output" for _, event, _ in told)
-    lost = sum(fields["lines"] for _, event, fields in told if event == "log.lost")
-    assert BURST <= printed < BURST + 400
-    assert printed + lost == BURST + 500
+    said = sum(name == event for _, name, _ in told)
+    lost = sum(fields["lines"] for _, name, fields in told if name == "log.lost")
+    assert BURST <= said < BURST + 400
+    assert said + lost == BURST + 500
+
+
+def test_what_the_runtime_itself_tells_is_never_cut_and_floods_do_not_use_up_each_others_room(
+    server: Server,
+) -> None:
+    with telling_through(server.here, logging.INFO):
+        told = []
+        for number in range(BURST + 500):
+            structlog.get_logger("mldserver").error("handler.dead_letter")
+            logging.getLogger("lib").error("x")
+            if number % 100 == 0:
+                told += server.read()
+        print("still")
+        told += server.read()
+    assert sum(name == "handler.dead_letter" for _, name, _ in told) == BURST + 500
+    assert sum(name == "handler.output" for _, name, _ in told) == 1
 
 
 def test_a_server_that_does_not_listen_costs_events_and_not_the_worker(server: Server) -> None:
