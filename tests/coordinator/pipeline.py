@@ -172,11 +172,11 @@ class Pipeline:
         self.coordinator: Coordinator
         self.runner: WindowRunner | None
         self.engine: LocalEngine
-        self.ledger: InlineLedger
+        self.ledger: Any
 
     def build(self) -> Coordinator:
         store = FaultyStore(str(self.out), self.faults)
-        self.ledger = InlineLedger(self.out / LEDGER, self.clock, self.faults, self.server_id)
+        self.ledger = self.make_ledger()
         self.engine = self.make_engine()
         self.runner = None
         if self.spec is not None:
@@ -203,6 +203,12 @@ class Pipeline:
         )
         return self.coordinator
 
+    def make_ledger(self) -> Any:
+        return InlineLedger(self.out / LEDGER, self.clock, self.faults, self.server_id)
+
+    async def close_ledger(self) -> None:
+        self.ledger.store.close()
+
     @contextlib.asynccontextmanager
     async def life(self) -> AsyncIterator[Coordinator]:
         """Start everything; at the end of the block the process is killed, without any goodbye."""
@@ -218,7 +224,7 @@ class Pipeline:
                 for task in tasks:
                     task.cancel()
         finally:
-            self.ledger.store.close()
+            await self.close_ledger()
             if self.locks is not None:
                 self.locks.drop()
 
