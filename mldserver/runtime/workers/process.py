@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 import mldserver
+from mldserver.errors import HandlerHalted
+from mldserver.runtime.base import Hook
 from mldserver.runtime.workers import wire
 from mldserver.runtime.workers.channel import Channel, pair
 from mldserver.runtime.workers.child import STACKS_SIGNAL
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from mldserver.clock import Clock
     from mldserver.runtime.workers.memory import Descriptors
 
-__all__ = ["Answer", "WorkerGone", "WorkerProcess"]
+__all__ = ["Answer", "Unopened", "WorkerGone", "WorkerProcess"]
 
 log = structlog.get_logger("mldserver")
 
@@ -62,6 +64,22 @@ class WorkerGone(Exception):
     def died(self) -> str:
         """The error that the request's records have failed with, if it was theirs."""
         return f"WorkerDied: the handler ended its process: {self.ending}"
+
+
+class Unopened(WorkerGone):
+    """It ended while a shard was opened: whatever wanted the shard to be open has not been begun."""
+
+    def halted(self, shard_id: str, handler: str, deaths: int) -> HandlerHalted:
+        """Return what stops the shard, told in the log, when ``initialize`` has ended so many processes."""
+        where = {"shard": shard_id, "handler": handler, "hook": str(Hook.INITIALIZE)}
+        log.critical("handler.halted", **where, what=self.died, attempts=deaths)
+        return HandlerHalted(
+            f"{Hook.INITIALIZE} failed for good: {self.died}.",
+            did="The shard is not opened.",
+            advice="Mend the handler and start again.",
+            **where,
+            attempts=deaths,
+        )
 
 
 @dataclass(frozen=True, slots=True)

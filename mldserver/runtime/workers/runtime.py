@@ -22,14 +22,14 @@ import msgspec
 import structlog
 
 from mldserver.clock import SteadyClock
-from mldserver.errors import HandlerHalted, HandlerLost, InternalError
+from mldserver.errors import HandlerLost, InternalError
 from mldserver.runtime.base import BatchOutcome, Hook
 from mldserver.runtime.failure import OnFailure
 from mldserver.runtime.workers import wire
 from mldserver.runtime.workers.answers import joined, outcome_of, spec_of
 from mldserver.runtime.workers.lines import Held
 from mldserver.runtime.workers.plan import place, spread
-from mldserver.runtime.workers.process import Answer, WorkerGone, WorkerProcess
+from mldserver.runtime.workers.process import Answer, Unopened, WorkerGone, WorkerProcess
 from mldserver.runtime.workers.spares import Spares
 from mldserver.runtime.workers.worker import Worker
 
@@ -142,26 +142,19 @@ class WorkerRuntime:
             worker, process, pass_ = await self._enter(shard.id, alone=alone)
             try:
                 await self._ensure_open(worker, process, shard.id)
-            except WorkerGone as gone:
+            except Unopened as gone:
                 deaths += alone
-                if self._policy.on_failure is OnFailure.HALT and deaths >= self._policy.attempts:
-                    raise self._halted(shard.id, gone, deaths) from gone
-                self._evade(worker)
+                self._after_opening(worker, shard.id, gone, deaths)
             else:
                 return
             finally:
                 worker.gate.leave(pass_)
 
-    def _halted(self, shard_id: str, gone: WorkerGone, deaths: int) -> HandlerHalted:
-        where = {"shard": shard_id, "handler": self._spares.handler, "hook": str(Hook.INITIALIZE)}
-        log.critical("handler.halted", **where, what=gone.died, attempts=deaths)
-        return HandlerHalted(
-            f"{Hook.INITIALIZE} failed for good: {gone.died}.",
-            did="The shard is not opened.",
-            advice="Mend the handler and start again.",
-            **where,
-            attempts=deaths,
-        )
+    def _after_opening(self, worker: Worker, shard_id: str, gone: Unopened, deaths: int) -> None:
+        """Let a shard be opened again whose opening has ended its process so often. Raises HandlerHalted instead."""
+        if self._policy.on_failure is OnFailure.HALT and deaths >= self._policy.attempts:
+            raise gone.halted(shard_id, self._spares.handler, deaths) from gone
+        self._evade(worker)
 
     async def notify(self, shard_id: str, hook: Hook) -> Sequence | None:
         """Run a life-cycle hook (see ``Runtime.notify``)."""
@@ -306,36 +299,43 @@ class WorkerRuntime:
         shard = delivery.shard_id
         part = delivery.part if part is None else part
         condemned = delivery.condemned if condemned is None else condemned
-        worker, process, pass_ = await self._enter(shard, alone=alone)
-        try:
-            await self._ensure_open(worker, process, shard)
-            place_, files, offset = await line.lay(process)
+        answer, deaths, again = None, 0, False
+        while answer is None:
+            alone = alone or (again and shard in self._worker(shard).suspects)
+            worker, process, pass_ = await self._enter(shard, alone=alone)
+            try:
+                await self._ensure_open(worker, process, shard)
+                place_, files, offset = await line.lay(process)
 
-            def message(request: int) -> wire.Process:
-                return wire.Process(
-                    request,
-                    shard,
-                    place_,
-                    int(delivery.version),
-                    delivery.received_ms,
-                    wire.sequence_text(delivery.after),
-                    None if part is None else (part.start, part.stop),
-                    condemned,
-                    delivery.redriven,
-                )
+                def message(request: int, place_: wire.Place = place_) -> wire.Process:
+                    return wire.Process(
+                        request,
+                        shard,
+                        place_,
+                        int(delivery.version),
+                        delivery.received_ms,
+                        wire.sequence_text(delivery.after),
+                        None if part is None else (part.start, part.stop),
+                        condemned,
+                        delivery.redriven,
+                    )
 
-            answer = await process.ask(message, shard=shard, files=files, offset=offset)
-        except WorkerGone:
-            self._evade(worker)
-            raise
-        finally:
-            worker.gate.leave(pass_)
+                answer = await process.ask(message, shard=shard, files=files, offset=offset)
+            except Unopened as gone:  # that tells nothing of the batch
+                again = True
+                deaths += alone
+                self._after_opening(worker, shard, gone, deaths)
+            except WorkerGone:
+                self._evade(worker)
+                raise
+            finally:
+                worker.gate.leave(pass_)
         outcome = outcome_of(self._expect(answer, wire.Done), answer.files)
         (self._owing.add if outcome.owes else self._owing.discard)(shard)
         return outcome
 
     async def _ensure_open(self, worker: Worker, process: WorkerProcess, shard_id: str) -> None:
-        """Open the shard in this process, unless it is. Raises WorkerGone, HandlerHalted, and HandlerLost."""
+        """Open the shard in this process, unless it is. Raises Unopened, HandlerHalted, and HandlerLost."""
         if worker.opened.get(shard_id) == worker.generation:
             return
         if shard_id in self._owing:
@@ -353,13 +353,12 @@ class WorkerRuntime:
             log.info("shard.reopened", shard=shard_id, worker=worker.number)
         try:
             answer = await process.ask(lambda id_: wire.Open(id_, shard_id, shard.start), shard=shard_id)
-        except WorkerGone as gone:
-            # Whatever it was that wanted the shard to be open has not been begun.
-            raise WorkerGone(gone.ending, alone=False) from gone
-        self._expect(answer, wire.Finished)
-        if keys := self._parked.get(shard_id):
-            answer = await process.ask(lambda id_: wire.Park(id_, shard_id, _keys(keys)), shard=shard_id)
             self._expect(answer, wire.Finished)
+            if keys := self._parked.get(shard_id):
+                answer = await process.ask(lambda id_: wire.Park(id_, shard_id, _keys(keys)), shard=shard_id)
+                self._expect(answer, wire.Finished)
+        except WorkerGone as gone:
+            raise Unopened(gone.ending, alone=False) from gone
         worker.opened[shard_id] = generation
 
     async def _enter(self, shard_id: str, *, alone: bool) -> tuple[Worker, WorkerProcess, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 from collections import Counter
@@ -18,8 +19,9 @@ from mldserver.protocol.messages import Version
 from mldserver.records import Shard
 from mldserver.runtime.base import Delivery
 from mldserver.runtime.failure import FailurePolicy, OnFailure
+from mldserver.runtime.workers import wire
 from mldserver.runtime.workers.life import Limits
-from mldserver.runtime.workers.process import WorkerGone
+from mldserver.runtime.workers.process import Answer, Unopened, WorkerGone
 from mldserver.runtime.workers.runtime import WorkerRuntime
 
 if TYPE_CHECKING:
@@ -69,6 +71,45 @@ async def test_a_batch_that_no_process_survives_before_the_handler_is_called_cos
     with pytest.raises(HandlerLost, match="before the handler is called: killed by signal 9"):
         await runtime.process(EMPTY)
     assert runtime._workers[0].searches == 0
+
+
+class Opened:
+    """A process that does every batch."""
+
+    async def ask(self, *_: Any, **__: Any) -> Answer:
+        return Answer(wire.Done(1, wire.Outline(0, 0, None, None, None, 0), [], None, 0), [])
+
+
+@pytest.mark.parametrize("suspected", [False, True], ids=["others may have been at work", "it was alone"])
+async def test_initialize_that_ends_its_process_tells_nothing_of_the_batch_that_waits(
+    runtime_of: Callable[[str], WorkerRuntime],
+    monkeypatch: pytest.MonkeyPatch,
+    logged: list[dict[str, Any]],
+    *,
+    suspected: bool,
+) -> None:
+    runtime = runtime_of("")
+    (worker,) = runtime._workers
+    runtime._plan["s"] = 0
+    worker.suspects = {"s"} if suspected else set()
+    deaths = itertools.count(1)
+
+    async def process() -> Any:
+        return Opened()
+
+    async def ensure_open(*_: Any) -> None:
+        if next(deaths) <= 50:
+            raise Unopened("killed by signal 11 (SIGSEGV)", alone=False)
+
+    monkeypatch.setattr(worker, "process", process)
+    monkeypatch.setattr(runtime, "_ensure_open", ensure_open)
+    if suspected:
+        with pytest.raises(HandlerHalted, match="initialize failed for good: WorkerDied"):
+            await runtime.process(EMPTY)
+        assert [event["attempts"] for event in logged if event["event"] == "handler.halted"] == [2]
+    else:
+        assert (await runtime.process(EMPTY)).outline.records == 0
+        assert next(deaths) == 52
 
 
 @pytest.mark.usefixtures("logged")
