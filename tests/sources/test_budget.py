@@ -11,14 +11,17 @@ from mldserver.sources.budget import ReadBudget
 class Reader:
     def __init__(self) -> None:
         self.paused = False
+        self.calls = 0
 
     def pause(self) -> None:
         assert not self.paused
         self.paused = True
+        self.calls += 1
 
     def resume(self) -> None:
         assert self.paused
         self.paused = False
+        self.calls += 1
 
 
 def test_within_the_budget_nobody_waits() -> None:
@@ -63,29 +66,71 @@ def test_a_reader_that_is_gone_is_not_called_any_more() -> None:
     assert budget.held == 0
 
 
+def test_as_many_go_on_as_there_is_room_for_those_first_that_wait_longest() -> None:
+    budget, whole = ReadBudget(100, step=20), Reader()
+    readers = [Reader() for _ in range(6)]
+    budget.set_whole(whole, 100)
+    for reader in readers:
+        budget.set_partial(reader, 1)
+    assert [reader.paused for reader in readers] == [False, True, True, True, True, True]
+    budget.set_whole(whole, 54)
+    assert [reader.paused for reader in readers] == [False, False, False, True, True, True]
+    budget.set_partial(readers[0], 0)
+    assert [reader.paused for reader in readers] == [False, False, False, False, True, True]
+
+
+def test_a_line_that_is_done_wakes_a_few_of_a_thousand() -> None:
+    budget, whole = ReadBudget(10_000, step=100), Reader()
+    readers = [Reader() for _ in range(1000)]
+    for reader in readers:
+        budget.set_partial(reader, 9)
+    budget.set_whole(whole, 1200)
+    budget.set_whole(whole, 800)
+    assert sum(not reader.paused for reader in readers) == 3
+    calls = sum(reader.calls for reader in readers)
+    budget.set_whole(whole, 1200)
+    assert sum(not reader.paused for reader in readers) == 1
+    assert sum(reader.calls for reader in readers) == calls + 2
+
+
+def test_a_reader_whose_line_is_dropped_while_it_waits_goes_on() -> None:
+    budget, first, second = ReadBudget(10), Reader(), Reader()
+    budget.set_partial(first, 20)
+    budget.set_partial(second, 20)
+    budget.set_partial(second, 0)
+    assert (first.paused, second.paused) == (False, False)
+
+
 sizes = st.lists(st.tuples(st.sampled_from("pwf"), st.integers(0, 4), st.integers(0, 30)))
 
 
-@given(sizes, st.integers(1, 40))
-def test_whoever_waits_there_is_always_one_that_goes_on(
-    steps: list[tuple[str, int, int]], limit: int
+@given(sizes, st.integers(1, 40), st.integers(1, 15))
+def test_whoever_waits_there_are_always_as_many_that_go_on_as_there_is_room_for(
+    steps: list[tuple[str, int, int]], limit: int, step: int
 ) -> None:
-    budget, readers = ReadBudget(limit), [Reader() for _ in range(5)]
+    budget, readers = ReadBudget(limit, step=step), [Reader() for _ in range(5)]
     partial: dict[int, int] = {}
     whole: dict[int, int] = {}
     for kind, index, size in steps:
         if kind == "p":
             budget.set_partial(readers[index], size)
             partial[index] = size
+            if not size:
+                del partial[index]
         elif kind == "w":
             budget.set_whole(readers[index], size)
             whole[index] = size
         else:
             budget.forget(readers[index])
             readers[index].paused = False
-            partial[index] = whole[index] = 0
+            partial.pop(index, None)
+            whole[index] = 0
         assert budget.held == sum(partial.values()) + sum(whole.values())
-        reading = [index for index, held in partial.items() if held]
-        waiting = [index for index in reading if readers[index].paused]
-        assert len(waiting) == (max(len(reading) - 1, 0) if budget.held > limit else 0)
+        reading = list(partial)
+        going = [index for index in reading if not readers[index].paused]
+        if budget.held > limit:
+            assert going == reading[:1]
+        else:
+            assert len(going) >= min(len(reading), 1 + (limit - budget.held) // step)
+        assert budget.others_wait == (len(going) < len(reading))
         assert all(not reader.paused for index, reader in enumerate(readers) if index not in reading)
