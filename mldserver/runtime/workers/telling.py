@@ -83,8 +83,10 @@ class Teller:
                 self._lose(1)
             else:
                 self._tell_lost()
-                told = encode(Told(method, name, {key: _plain(value) for key, value in event.items()}))
-                if not self._sent(told, URGENT_SECONDS if urgent else 0.0):
+                fields = {key: _plain(value) for key, value in event.items()}
+                if "self" in fields:  # a handler may bind it; no logger's method can be called with it
+                    fields["self_"] = fields.pop("self")
+                if not self._sent(encode(Told(method, name, fields)), URGENT_SECONDS if urgent else 0.0):
                     self._lose(1)
 
     def _sent(self, told: bytes, wait: float) -> bool:

@@ -94,6 +94,15 @@ def test_events_prints_and_what_libraries_log_are_told_from_the_level_on(server:
     assert third[0] == "warning"
 
 
+def test_what_a_handler_binds_hinders_no_event(server: Server) -> None:
+    with telling_through(server.here, logging.INFO), structlog.contextvars.bound_contextvars(self="me"):
+        structlog.get_logger("mldserver").error("handler.failed", what="it")
+    ((level, event, fields),) = server.read()
+    with structlog.testing.capture_logs() as told:
+        getattr(structlog.get_logger(), level)(event, **fields)
+    assert told == [{"event": "handler.failed", "log_level": "error", "what": "it", "self_": "me"}]
+
+
 def test_errors_come_with_their_traceback(server: Server) -> None:
     with telling_through(server.here, logging.INFO):
         try:
