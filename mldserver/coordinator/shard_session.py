@@ -59,8 +59,7 @@ class ShardSession:
             return
         self._coordinator.take(self, outcome)
         await self._coordinator.admit(self)
-        if self.alive:
-            self._coordinator.watermark.answered(self.shard_id, self._coordinator.clock.now_ms())
+        self._answered()
 
     def settle(self, outcome: BatchOutcome, batch: BufferedBatch) -> BufferedBatch:
         """Count a batch as accepted; return it with the end of what it makes durable."""
@@ -88,12 +87,15 @@ class ShardSession:
     async def drain(self) -> None:
         """Flush what was accepted."""
         if self.alive:
+            self._leaving()
             await self._coordinator.flush("shutdown_requested")
+            self._answered()
 
     async def end(self) -> bool:
         """Flush, and mark the shard ended durably. False: it is owned elsewhere."""
         if not self.alive:
             return False
+        self._leaving()
         self._coordinator.end(self)
         await self._coordinator.flush("shard_ended")
         if self._replaced():
@@ -102,12 +104,22 @@ class ShardSession:
         self._coordinator.ended(self)
         return True
 
+    def _leaving(self) -> None:
+        # While the ledger is out of reach nothing more comes: taken for idle, the shard would let windows close whose rows
+        # its children have, or its next owner.
+        self._coordinator.watermark.leaving(self.shard_id)
+
+    def _answered(self) -> None:
+        if self.alive:
+            self._coordinator.watermark.answered(self.shard_id, self._coordinator.clock.now_ms())
+
     def _replaced(self) -> bool:
         return not self.alive
 
     async def lost(self) -> None:
         """Flush what was accepted, then let go."""
         if self.alive:
+            self._leaving()
             await self._coordinator.flush("lease_lost")
         self.disconnected()
 

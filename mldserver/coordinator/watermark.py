@@ -151,6 +151,10 @@ class Watermark:
         clock.in_request = True
         clock.receive(now_ms)
 
+    def leaving(self, shard_id: str) -> None:
+        """A request was received behind which no batch may follow: until it is answered the shard is not silent."""
+        self._shards[shard_id].in_request = True
+
     def observed(
         self, shard_id: str, now_ms: int, *, records: int, lag_ms: int | None, event_ms: int | None
     ) -> None:

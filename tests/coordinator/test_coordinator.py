@@ -352,6 +352,28 @@ async def test_a_child_that_connects_ends_its_parents_durably_and_its_rows_come_
     assert pipeline.state().shards["p"].ended
 
 
+@pytest.mark.parametrize("leaves", ["end", "lost", "drain"])
+async def test_a_shard_that_waits_for_the_ledger_to_leave_is_not_idle_and_goes_on_elsewhere_in_time(
+    pipeline: Pipeline, leaves: str
+) -> None:
+    async with pipeline.life(), asyncio.TaskGroup() as group:
+        leaving, ahead = await pipeline.open("a"), await pipeline.open("z")
+        await pipeline.give(leaving, [(1, 1000)])
+        await pipeline.give(ahead, [(11, 1500), (12, 25_000)], lag_ms=60_000)
+        fail(pipeline, "register", lambda: LedgerError("out of reach"))
+        left = group.create_task(getattr(leaving, leaves)())
+        await pipeline.clock.advance(12)
+        pipeline.faults.hook = None
+        while not left.done():
+            await pipeline.clock.advance(0.1)
+        next_one = await (
+            pipeline.open("child", parents=("a",)) if leaves == "end" else pipeline.open("a", S(1))
+        )
+        await pipeline.give(next_one, [(21, 2000), (22, 25_000)])
+        await pipeline.clock.advance(4)
+        assert (pipeline.published(), pipeline.late()) == ({W[0]: [1, 11, 21]}, [])
+
+
 async def test_a_lost_lease_makes_durable_what_it_can_and_lets_go(pipeline: Pipeline) -> None:
     async with pipeline.life() as coordinator:
         session = await pipeline.open("a")
