@@ -44,6 +44,8 @@ class Supervised:
     """It shall not come back."""
     process: VirtualProcess | None = None
     server: Server | None = None
+    asked: Server | None = None
+    """The latest that was asked to stop."""
     address: str | None = None
     """Where it listens; None while it does not."""
 
@@ -65,14 +67,19 @@ class Supervised:
 
     def restart(self) -> None:
         """Stop it in order; its supervisor starts it again."""
-        if self.server is not None:
-            self.server.stop("a new version comes")
+        self._stop("a new version comes")
 
     def stop(self) -> None:
         """Stop it in order, for good."""
         assert self.server is not None
         self.stopping = True
-        self.server.stop("the world is over")
+        self._stop("the world is over")
+
+    def _stop(self, reason: str) -> None:
+        # Once a life: a second word would force it.
+        if self.server is not None and self.server is not self.asked:
+            self.asked = self.server
+            self.server.stop(reason)
 
     async def _live(self, process: VirtualProcess) -> int | None:
         """Live once; return the exit code, None for a sudden death."""
