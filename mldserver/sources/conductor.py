@@ -144,6 +144,8 @@ class Conductor:
                     return
                 self._quiet.clear()
                 await self._take(message)
+                # Not kept until the next one comes: a shard that is idle must not hold its last batch's line.
+                del message
         except Exception as error:  # noqa: BLE001  # whatever it is, only this connection may end by it
             self._abort(error)
         finally:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 import stat
+import tracemalloc
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -374,3 +375,23 @@ async def test_a_batch_of_many_megabytes_arrives_whole(build: Build) -> None:
     await daemon.process(*range(1, 30_001))
     assert (await daemon.checkpointed())["sequenceNumber"] == "30000"
     await daemon.answered("processRecords")
+
+
+async def test_a_long_line_leaves_no_memory_with_an_idle_connection(build: Build) -> None:
+    house = await build(line_bytes=2**26, read_bytes=2**26)
+    daemon = await house.connect()
+    await daemon.initialize()
+    await daemon.process(1)
+    await daemon.checkpointed()
+    await daemon.answered("processRecords")
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        await daemon.send(b'{"action":"processRecords","records":[' + b" " * 2**23)
+        await daemon.send(b'],"millisBehindLatest":0}\n')
+        await daemon.answered("processRecords")
+        after, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most - before > 2**23
+    assert after - before < 2**20
