@@ -5,9 +5,16 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from coordinator.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Pipeline:
+    return Pipeline(tmp_path)
 
 
 @pytest.fixture(autouse=True)

@@ -374,3 +374,18 @@ class Daemon:
                 assert not firsts or not lasts or lasts[-1] < firsts[0]
         clocks = [row["_clock"] for row in rows]
         assert len(set(clocks)) == len(clocks)
+
+
+def named(logged: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
+    """Return the log events of these names."""
+    return [event for event in logged if event["event"] in names]
+
+
+def fail(pipeline: Pipeline, name: str, error: Callable[[], Exception]) -> None:
+    """Let every call of a name fail from now on."""
+
+    def hook(called: str, after: bool) -> None:
+        if called == name and not after:
+            raise error()
+
+    pipeline.faults.hook = hook

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from coordinator.pipeline import Pipeline
+from coordinator.pipeline import Pipeline, named
 
 from mldserver.coordinator.window_runner import WindowPolicy
 from mldserver.coordinator.windows import Tumbling, tumbling_id
@@ -68,10 +68,6 @@ async def three_windows(pipeline: Pipeline) -> None:
     await pipeline.give(session, [*((n + 1, ms) for n, ms in records), (9, 30_000)])
     for _ in range(2):
         await pipeline.cycle()
-
-
-def named(logged: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    return [event for event in logged if event["event"] == name]
 
 
 async def test_windows_go_into_the_table_and_their_staged_files_go(

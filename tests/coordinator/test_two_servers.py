@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from coordinator.pipeline import RULES, Crash, Daemon, Faults, Pipeline
+from coordinator.pipeline import RULES, Crash, Daemon, Faults, Pipeline, named
 
 from mldserver.coordinator.layout import SERVERS, server_tag
 from mldserver.coordinator.windows import Tumbling, WindowSpec, batches, tumbling_id
@@ -45,10 +45,6 @@ async def both(one: Pipeline, other: Pipeline) -> AsyncIterator[None]:
     async with one.life(), other.life():
         await one.clock.advance(3)
         yield
-
-
-def named(logged: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    return [event for event in logged if event["event"] == name]
 
 
 # The watermark of several.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from coordinator.pipeline import Crash, Pipeline
+from coordinator.pipeline import Crash, Pipeline, named
 
 from mldserver.coordinator.layout import server_tag
 from mldserver.coordinator.window_runner import WindowPolicy
@@ -47,10 +47,6 @@ async def three_windows(pipeline: Pipeline) -> None:
     await pipeline.give(session, [*((n + 1, ms) for n, ms in records), (9, 30_000)])
     for _ in range(2):
         await pipeline.cycle()
-
-
-def named(logged: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
-    return [event for event in logged if event["event"] in names]
 
 
 async def test_windows_are_computed_and_published_oldest_first(

@@ -1,0 +1,144 @@
+"""The async shell as its sources see it: when windows close, and what holds them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from coordinator.pipeline import RULES, Pipeline, named
+
+from mldserver.coordinator.watermark import WatermarkRules
+from mldserver.coordinator.windows import Tumbling, tumbling_id
+from mldserver.records import Sequence
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+S = Sequence
+W = [tumbling_id(start) for start in range(0, 100_000, 10_000)]
+
+
+async def test_a_missing_shard_holds_the_windows_is_told_and_is_left_out_after_the_limit(
+    pipeline: Pipeline, logged: list[dict[str, Any]]
+) -> None:
+    async with pipeline.life() as coordinator:
+        gone, there = await pipeline.open("gone"), await pipeline.open("there")
+        await pipeline.give(gone, [(1, 1000)])
+        await pipeline.give(there, [(1, 2000)])
+        await pipeline.cycle()
+        gone.disconnected()
+        await pipeline.give(there, [(2, 55_000)])
+        await pipeline.clock.advance(30)
+        assert pipeline.published() == {}
+        status = coordinator.status()
+        assert (status.held_by, status.reason, status.shards_missing) == ("gone", "missing", ("gone",))
+        assert [event["shard"] for event in named(logged, "shard.missing")] == ["gone"]
+        assert named(logged, "watermark.held") == []
+        await pipeline.clock.advance(35)
+        assert [event["shard"] for event in named(logged, "shard.left_out")] == ["gone"]
+        assert pipeline.published()[W[0]] == [1, 1]
+        back = await pipeline.open("gone")
+        await pipeline.give(back, [(2, 3000)])
+        await pipeline.cycle()
+        assert pipeline.late() == [2]
+        assert coordinator.status().rows_late == 1
+        back.disconnected()
+        await pipeline.clock.advance(5)
+        assert len(named(logged, "shard.missing")) == 2, "it is told again after it was there"
+
+
+async def test_a_watermark_that_stands_still_is_told_once_a_minute(
+    pipeline: Pipeline, logged: list[dict[str, Any]]
+) -> None:
+    async with pipeline.life():
+        slow = await pipeline.open("slow")
+        await pipeline.give(slow, [(1, 1000)], lag_ms=99_999)
+        await pipeline.clock.advance(150)
+    held = named(logged, "watermark.held")
+    assert [(event["held_by"], event["reason"]) for event in held] == [("slow", "behind")] * 2
+
+
+async def test_shards_that_the_stream_lists_are_waited_for(pipeline: Pipeline) -> None:
+    async with pipeline.life() as coordinator:
+        session = await pipeline.open("a")
+        await pipeline.clock.advance(2)
+        assert coordinator.know({"a": (), "b": (), "c": ("b",)}) == ("b", "c")
+        assert coordinator.know({"a": (), "b": (), "c": ("b",)}) == ()
+        assert (coordinator.parents("c"), coordinator.parents("unknown")) == (("b",), ())
+        await pipeline.give(session, [(1, 1000), (2, 25_000)])
+        await pipeline.clock.advance(3)
+        assert pipeline.published() == {}
+        assert coordinator.status().shards_missing == ("b",)
+
+
+async def test_a_stream_cut_on_a_column_closes_its_windows_when_it_is_quiet(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    import pyarrow as pa
+
+    def at(value: int) -> dict[str, Any]:
+        return {"value": pa.array([value]), "at": pa.array([1000 * value], pa.timestamp("ms"))}
+
+    rules = replace(RULES, watermark=WatermarkRules(False, 0, 5000, 10_000, 1000))
+    pipeline = Pipeline(tmp_path, spec=Tumbling(10_000, "at"), rules=rules)
+    async with pipeline.life():
+        session = await pipeline.open("a")
+        await pipeline.give(session, [(1, 1)], columns=at(3))
+        await pipeline.clock.advance(9)
+        assert pipeline.published() == {}
+        await pipeline.clock.advance(3)
+        assert pipeline.published() == {W[0]: [3]}
+        assert len(named(logged, "stream.quiet")) == 1
+        await pipeline.give(session, [(2, 2)], columns=at(4))
+        await pipeline.cycle()
+        assert pipeline.late() == [4]
+
+
+async def test_lateness_keeps_windows_open(tmp_path: Path) -> None:
+    pipeline = Pipeline(tmp_path, spec=Tumbling(10_000, lateness_ms=5000))
+    async with pipeline.life():
+        session = await pipeline.open("a")
+        await pipeline.give(session, [(1, 1000), (2, 14_999)], lag_ms=1)
+        await pipeline.clock.advance(3)
+        assert pipeline.published() == {}
+        await pipeline.give(session, [(3, 15_000)], lag_ms=1)
+        await pipeline.clock.advance(3)
+        assert pipeline.published() == {W[0]: [1]}
+
+
+async def test_rows_that_come_while_windows_are_cut_are_late_and_not_lost(pipeline: Pipeline) -> None:
+    async with pipeline.life():
+        first = await pipeline.open("a")
+        await pipeline.give(first, [(1, 1000), (2, 25_000)], lag_ms=1)
+        await pipeline.clock.advance(3)
+        assert pipeline.published() == {W[0]: [1]}
+        second = await pipeline.open("b")
+        await pipeline.give(second, [(3, 2000), (4, 26_000)], lag_ms=1)
+        await pipeline.clock.advance(3)
+        assert pipeline.late() == [3]
+        assert [await first.end(), await second.end()] == [True, True]
+        await pipeline.clock.advance(5)
+        assert pipeline.published() == {W[0]: [1], W[2]: [2, 4]}
+
+
+async def test_rows_that_are_accepted_while_others_are_written_close_no_window_before_they_are_durable(
+    pipeline: Pipeline,
+) -> None:
+    async with pipeline.life():
+        await pipeline.clock.advance(2)
+        session = await pipeline.open("a")
+        await pipeline.clock.advance(2)
+        await pipeline.give(session, [(1, 1000)], lag_ms=1)
+        given: list[asyncio.Task[None]] = []
+
+        def give_more(name: str, after: bool) -> None:
+            if name == "write" and not given:
+                more = pipeline.give(session, [(2, 5000), (3, 25_000)], lag_ms=1)
+                given.append(asyncio.get_running_loop().create_task(more))
+
+        pipeline.faults.hook = give_more
+        await pipeline.clock.advance(5)
+        assert given[0].done()
+        assert pipeline.published() == {W[0]: [1, 2]}
+        assert pipeline.late() == []
