@@ -135,6 +135,10 @@ RULES = CoordinatorRules(
     missing_limit_ms=60_000,
     watermark=WatermarkRules(idle_ms=5000, quiet_ms=10_000, settle_ms=1000),
 )
+QUICK = replace(
+    RULES, server_timeout_ms=5000, watermark=replace(RULES.watermark, idle_ms=60_000, quiet_ms=120_000)
+)
+"""Of servers that share a ledger: one that dies is missed soon, a silent shard late."""
 
 
 class Pipeline:
@@ -374,6 +378,16 @@ class Daemon:
                 assert not firsts or not lasts or lasts[-1] < firsts[0]
         clocks = [row["_clock"] for row in rows]
         assert len(set(clocks)) == len(clocks)
+
+
+def two(out: Path, **changes: Any) -> tuple[Pipeline, Pipeline]:
+    """Return two servers of one pipeline, by one clock."""
+    clock = VirtualClock(1_000_000)
+    values = {"rules": QUICK} | changes
+    return (
+        Pipeline(out, server_id="one", clock=clock, **values),
+        Pipeline(out, server_id="two", clock=clock, **values),
+    )
 
 
 def named(logged: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
