@@ -102,7 +102,8 @@ THE_USERS = {
     *("answer_deadline", "handler_timeout", "concurrency", "workers", "worker_memory", "worker_kill_after"),
     *("window_on_failure", "window_attempts", "window_retry_base", "window_retry_cap", "window_deadline"),
     *("window_concurrency", "window_group", "flush_bytes", "buffer_bytes", "segment_disk_bytes", "late"),
-    *("recompute_delay", "retention", "retention_bytes", "idle_time", "quiet_time", "missing_limit"),
+    *("recompute_delay", "retention", "retention_bytes", "shard_retention"),
+    *("idle_time", "quiet_time", "missing_limit"),
     *("connection_limit", "line_limit", "initialize_timeout", "partial_line_timeout", "close_timeout"),
     *("server_timeout", "grace", "accept_gap", "log_level", "spark_conf", "spark_ui", "java_home"),
     # It lies elsewhere, and only saves time.
