@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from coordinator.leases import Leases, stream
 from coordinator.pipeline import RULES, Pipeline
-from coordinator.test_two_servers import Leases, stream
 
 from mldserver.coordinator.windows import Tumbling, batches
 from mldserver.errors import InternalError, LedgerError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from coordinator.test_two_servers import QUICK, two
+from coordinator.pipeline import QUICK, two
 
 if TYPE_CHECKING:
     from pathlib import Path
