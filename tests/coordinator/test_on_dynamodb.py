@@ -15,6 +15,7 @@ from coordinator.pipeline import RULES, Pipeline
 from mldserver.coordinator.windows import Tumbling, batches
 from mldserver.errors import InternalError, LedgerError
 from mldserver.state.dynamodb import DynamoLedger
+from mldserver.state.ledger import WindowState
 from mldserver.testing import VirtualClock
 from tests.state.dynamodb_fake import FakeDynamo, client_error, lost_answer
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from mldserver.coordinator.shard_session import ShardSession
     from mldserver.records import Sequence
+    from mldserver.state.ledger import LedgerState
 
 SPECS = {
     "arrival": Tumbling(10_000),
@@ -95,10 +97,15 @@ class OnDynamo(Pipeline):
     async def close_ledger(self) -> None:
         await self.ledger.close()
 
-    async def read_letters(self) -> None:
+    async def see_to_the_end(self) -> None:
+        """Wait until the table itself says that all is published, and read the dead letters.
+
+        What a server saw of it at its latest look may be older than what another has written since.
+        """
         self.dynamo.rate, self.dynamo.silent = 0.0, 0
         reader = self.make_ledger()
-        await reader.peek()
+        while not _published(await reader.peek()):
+            await self.clock.sleep(1)
         self.letters = [(each.shard_id, each.sequence) for each in await reader.dead_letters(10_000)]
         await reader.close()
 
@@ -108,6 +115,13 @@ class OnDynamo(Pipeline):
     def state(self) -> Any:
         """What the ledger held at this server's latest look."""
         return self.ledger._held()
+
+
+def _published(state: LedgerState) -> bool:
+    windows = state.windows.values()
+    return not state.late_segments and all(
+        entry.state is WindowState.PUBLISHED and not entry.pending for entry in windows
+    )
 
 
 class PatientLeases(Leases):
@@ -164,7 +178,7 @@ async def test_servers_that_die_while_answers_are_lost_lose_and_double_nothing(
 
     async def work() -> None:
         await daemon.see_out()
-        await one.read_letters()
+        await one.see_to_the_end()
 
     async with asyncio.timeout(120), asyncio.TaskGroup() as group:
         lives = [group.create_task(daemon.live(each, each.server_id)) for each in (one, other)]
