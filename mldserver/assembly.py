@@ -123,8 +123,8 @@ async def assemble(
     """Load the handler and build every part; nothing is opened yet but the handler's module.
 
     ``engine`` takes the place of Spark, what ``kinesis`` makes that of AWS's client; ``rng`` gives floats in [0, 1) for
-    jitter; ``unique`` gives file name parts; ``step`` is told what is waited for. Cancelled, it leaves no process behind, and a thread only where user code or a
-    file system hangs: a daemon thread, which holds up nothing.
+    jitter; ``unique`` gives file name parts; ``step`` is told what is waited for. Cancelled, it leaves no process behind,
+    and a thread only where user code or a file system hangs: a daemon thread, which holds up nothing.
     Raises HandlerError when the handler cannot be loaded, JavaError when Spark could never start, OperatorError when
     no ledger can be where the settings say, or the output's file system cannot be had.
     """
