@@ -70,14 +70,14 @@ class Unopened(WorkerGone):
     """It ended while a shard was opened: whatever wanted the shard to be open has not been begun."""
 
     def halted(self, shard_id: str, handler: str, deaths: int) -> HandlerHalted:
-        """Return what stops the shard, told in the log, when ``initialize`` has ended so many processes."""
-        where = {"shard": shard_id, "handler": handler, "hook": str(Hook.INITIALIZE)}
-        log.critical("handler.halted", **where, what=self.died, attempts=deaths)
+        """Return what stops the shard when ``initialize`` has ended so many processes."""
         return HandlerHalted(
             f"{Hook.INITIALIZE} failed for good: {self.died}.",
             did="The shard is not opened.",
             advice="Mend the handler and start again.",
-            **where,
+            shard=shard_id,
+            handler=handler,
+            hook=str(Hook.INITIALIZE),
             attempts=deaths,
         )
 

@@ -153,7 +153,9 @@ class WorkerRuntime:
     def _after_opening(self, worker: Worker, shard_id: str, gone: Unopened, deaths: int) -> None:
         """Let a shard be opened again whose opening has ended its process so often. Raises HandlerHalted instead."""
         if self._policy.on_failure is OnFailure.HALT and deaths >= self._policy.attempts:
-            raise gone.halted(shard_id, self._spares.handler, deaths) from gone
+            halted = gone.halted(shard_id, self._spares.handler, deaths)
+            log.critical("handler.halted", **halted.where, what=gone.died)
+            raise halted from gone
         self._evade(worker)
 
     async def notify(self, shard_id: str, hook: Hook) -> Sequence | None:
