@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -152,8 +153,12 @@ async def test_a_forced_stop_ends_the_process_though_nobody_reads_its_standard_e
 
 
 @pytest.fixture
-def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A handler whose import waits for a file, ``go``, which is there at the end at the latest."""
+def slow(logged: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A handler whose import waits for a file, ``go``, which is there at the end at the latest.
+
+    A start that is given up leaves its import behind, which puts the log's configuration back at its end: that may not
+    come upon the next test.
+    """
     go = tmp_path / "go"
     (tmp_path / "slow.py").write_text(
         "import pathlib, time\n"
@@ -163,6 +168,10 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.syspath_prepend(str(tmp_path))
     yield "slow"
     go.touch()
+    for thread in threading.enumerate():
+        if thread.name.startswith("mldserver-"):
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 async def test_a_start_that_takes_long_says_what_it_waits_for(

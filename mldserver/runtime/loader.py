@@ -87,13 +87,19 @@ def _search_first(directory: str) -> None:
 
 @contextlib.contextmanager
 def _structlog_as_it_is() -> Iterator[None]:
-    """Put structlog's configuration back: the server's log is one, and its events have a schema."""
+    """Put structlog's configuration back if the block changed it: the server's log is one, and its events have a schema.
+
+    It is never without one in between: the loop logs meanwhile.
+    """
     before = structlog.get_config() if structlog.is_configured() else None
+    if before is not None:
+        before["processors"] = list(before["processors"])  # the block might change the list itself
     try:
         yield
     finally:
-        structlog.reset_defaults()
-        if before is not None:
+        if before is None:
+            structlog.reset_defaults()
+        elif structlog.get_config() != before:
             structlog.configure(**before)
 
 

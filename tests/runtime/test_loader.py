@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import structlog
 
 from mldserver.errors import HandlerInvalid, HandlerNotFound
 from mldserver.runtime.loader import load, relative
@@ -177,6 +178,39 @@ def test_a_package_of_the_users_does_not_hide_the_ready_made_one(
     assert load("handlers.raw").target.schema.startswith("data BINARY")
     with pytest.raises(HandlerNotFound, match=r"There is no module 'handlers\.nothing'"):
         load("handlers.nothing")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "structlog.configure(processors=[], logger_factory=structlog.PrintLoggerFactory())",
+        "structlog.reset_defaults()",
+        "structlog.get_config()['processors'].clear()",
+    ],
+)
+def test_what_a_module_does_to_structlog_at_import_is_undone(
+    write: Any, text: str, logged: list[dict[str, Any]]
+) -> None:
+    write("loud.py", f"import structlog\n{text}\n")
+    load("loud")
+    structlog.get_logger("mldserver").info("server.stopped", exit_code=0, seconds=0.0)
+    assert [entry["event"] for entry in logged] == ["server.stopped"]
+
+
+def test_structlog_is_not_configured_by_an_import_where_it_was_not_before(write: Any) -> None:
+    write("loud.py", "import structlog\nstructlog.configure(processors=[])\n")
+    structlog.reset_defaults()
+    load("loud")
+    assert not structlog.is_configured()
+
+
+def test_an_import_that_leaves_structlog_alone_never_touches_its_configuration(
+    write: Any, logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for change in ("configure", "reset_defaults"):
+        monkeypatch.setattr(structlog, change, lambda *_, **__: pytest.fail("the loop may log just now"))
+    write("quiet.py", "import structlog\n")
+    load("quiet")
 
 
 def test_files_below_the_working_directory_are_told_by_their_path_from_it(tmp_path: Path) -> None:
