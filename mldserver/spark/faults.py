@@ -36,13 +36,18 @@ class Fault:
 
 
 def describe(error: BaseException) -> Fault:
-    """Return what to tell of ``error``."""
-    return Fault(type(error).__name__, message(error), user_traceback(error))
+    """Return what to tell of ``error``; whatever code the user's exception has, it fails no one here."""
+    name, said = type(error).__name__, message(error)
+    try:
+        told = user_traceback(error)
+    except Exception:  # noqa: BLE001  # a thousand causes in a row, say: better no frames than no answer
+        told = f"{name}: {said}"
+    return Fault(name, said, told)
 
 
 def message(error: BaseException) -> str:
     """Return an error's text without the Java stack below it."""
-    text = str(error)
+    text = _printed(error)
     # An exception raised in Java carries "\n\tat package.Class.method" lines, Spark's own a "JVM stacktrace:" part.
     for marker in ("\nJVM stacktrace:", "\n\tat ", "\nDriver stacktrace:"):
         text = text.partition(marker)[0]
@@ -51,14 +56,21 @@ def message(error: BaseException) -> str:
 
 def lost_connection(error: BaseException) -> bool:
     """Whether an error, or one that it came from, may mean that the other end of a connection died."""
-    seen: list[BaseException] = []
+    seen: set[int] = set()
     at: BaseException | None = error
-    while at is not None and at not in seen:
+    while at is not None and id(at) not in seen:
         if isinstance(at, (OSError, EOFError)) or type(at).__name__ == "Py4JNetworkError":
             return True
-        seen.append(at)
+        seen.add(id(at))
         at = at.__cause__ or at.__context__
     return False
+
+
+def _printed(error: BaseException) -> str:
+    try:
+        return str.__str__(str(error))  # what a __str__ returns may be of a class with code of its own
+    except BaseException:  # noqa: BLE001  # the user's __str__ may fail in any way; so does py4j's without its JVM
+        return "(its message cannot be printed)"
 
 
 def _is_users(frame: traceback.FrameSummary) -> bool:

@@ -279,13 +279,24 @@ _FROM_JSON: dict[tuple[type[Message], str], Callable[[Any], Any]] = {
 
 
 def encode(message: Message) -> bytes:
-    """Return the message as it goes over the socket. Raises WireError when it is larger than LIMIT."""
+    """Return the message as it goes over the socket. Raises WireError when it is larger than LIMIT.
+
+    Halves of surrogate pairs, which a user's error may have in its text, are written as escapes.
+    """
     # Shallow on purpose: orjson writes nested dataclasses and datetimes itself.
     body = {item.name: getattr(message, item.name) for item in fields(message)}
-    payload = orjson.dumps({"type": type(message).__name__, **body})
+    told = {"type": type(message).__name__, **body}
+    try:
+        payload = orjson.dumps(told)
+    except TypeError:  # orjson's JSONEncodeError
+        payload = orjson.dumps({name: _encodable(value) for name, value in told.items()})
     if len(payload) > LIMIT:
         raise WireError(f"a message of {len(payload)} bytes is longer than {LIMIT}")
     return len(payload).to_bytes(_PREFIX, "big") + payload
+
+
+def _encodable(value: Any) -> Any:
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
 def _decode(payload: bytes) -> Message:
