@@ -9,20 +9,22 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import stat
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mldserver.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from typing_extensions import Buffer
 
 __all__ = ["LogOutput"]
 
 _MODE = 0o644
+_END = ord("\n")
 
 
 class LogOutput:
@@ -37,6 +39,8 @@ class LogOutput:
         self._write = write
         # A signal handler may log while the same thread writes: with a plain lock it would wait for itself.
         self._lock = threading.RLock()
+        self._torn = _ends_within_a_line(fd)
+        """What was written last has no end: the disk was full meanwhile. The next line must not be taken for its rest."""
 
     @classmethod
     def to_file(cls, path: Path) -> LogOutput:
@@ -57,7 +61,7 @@ class LogOutput:
         """Write a line and its end. Returns False when it is lost: the disk is full, the reader has gone."""
         with self._lock:
             try:
-                self._write_all(line + b"\n")
+                self._write_all(b"\n" * self._torn + line + b"\n")
             except OSError:
                 return False
             return True
@@ -71,19 +75,27 @@ class LogOutput:
                 # Somebody set O_NONBLOCK on the terminal or pipe that we share with them.
                 select.select([], [self._fd], [])
                 continue
+            if written:
+                self._torn = view[written - 1] != _END
             view = view[written:]
 
     def opened(self) -> int | None:
         """Open the file again (after logrotate moved it), for ``swap``; None without a file.
 
-        Raises ConfigError when it cannot be opened.
+        Raises ConfigError when it cannot be opened; so too when it is a named pipe that nobody reads, for the event
+        loop must not wait for a reader.
         """
-        return None if self.path is None else _open(self.path)
+        if self.path is None:
+            return None
+        fresh = _open(self.path, os.O_NONBLOCK)
+        os.set_blocking(fresh, True)
+        return fresh
 
     def swap(self, fresh: int) -> None:
         """Write to another descriptor from now on, and close the old one."""
         with self._lock:
             old, self._fd = self._fd, fresh
+            self._torn = _ends_within_a_line(fresh)
         os.close(old)
 
     def close(self) -> None:
@@ -95,12 +107,24 @@ class LogOutput:
                 os.close(fd)
 
 
-def _open(path: Path) -> int:
+def _open(path: Path, flags: int = 0) -> int:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, _MODE)
+        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | flags, _MODE)
     except OSError as error:
         raise ConfigError(
             f"The log file {path} cannot be opened: {error.strerror}.",
             advice="Check log_file and its rights.",
         ) from error
+
+
+def _ends_within_a_line(fd: int) -> bool:
+    """Tell whether a file's last line was cut off, by a full disk or a machine that went down."""
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return False
+        with Path(f"/dev/fd/{fd}").open("rb") as file:  # ours is for writing only
+            file.seek(-1, os.SEEK_END)
+            return file.read() != b"\n"
+    except OSError:  # it is empty, or may not be read
+        return False

@@ -81,6 +81,66 @@ def test_a_full_disk_loses_lines_and_says_so() -> None:
     output.close()
 
 
+def test_a_line_that_the_full_disk_cut_off_does_not_swallow_the_next(
+    log_file: tuple[Path, LogOutput],
+) -> None:
+    path, file = log_file
+    room = iter([4, 0, 0, 1, 0])
+
+    def write(fd: int, data: memoryview) -> int:
+        if not (taken := next(room, len(data))):
+            raise OSError(errno.ENOSPC, "full")
+        return os.write(fd, data[:taken])
+
+    output = LogOutput(os.open(path, os.O_WRONLY | os.O_APPEND), write=write)  # type: ignore[arg-type]  # it is called with memoryviews only
+    assert not output.line(b"one, cut off")
+    assert not output.line(b"two, lost")
+    assert not output.line(b"three, lost but for the end that it gives the first")
+    assert output.line(b"four")
+    assert output.line(b"five")
+    output.close()
+    assert path.read_bytes() == b"one,\nfour\nfive\n"
+    assert file.line(b"six")
+    assert path.read_bytes() == b"one,\nfour\nfive\nsix\n"
+
+
+@pytest.mark.parametrize("end", [b"", b"\n"])
+def test_a_file_whose_last_line_was_cut_off_is_gone_on_with_on_a_line_of_its_own(
+    tmp_path: Path, end: bytes
+) -> None:
+    path = tmp_path / "x.log"
+    path.write_bytes(b"cut off" + end)
+    output = LogOutput.to_file(path)
+    output.line(b"one")
+    path.rename(tmp_path / "old.log")
+    path.write_bytes(b"of another" + end)
+    fresh = output.opened()
+    assert fresh is not None
+    output.swap(fresh)
+    output.line(b"two")
+    output.line(b"three")
+    output.close()
+    assert (tmp_path / "old.log").read_bytes() == b"cut off\none\n"
+    assert path.read_bytes() == b"of another\ntwo\nthree\n"
+
+
+def test_a_named_pipe_that_nobody_reads_is_not_waited_for_when_it_is_opened_again(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    output = LogOutput.to_file(path)
+    fresh = output.opened()
+    assert fresh is not None
+    assert os.get_blocking(fresh), "a reader that is slow must not lose lines"
+    output.swap(fresh)
+    assert output.line(b"x")
+    os.close(reader)
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        output.opened()
+    assert not output.line(b"y")
+    output.close()
+
+
 def test_a_reader_that_went_away_does_no_harm() -> None:
     read, write = os.pipe()
     os.close(read)
