@@ -7,6 +7,8 @@
  * - The server closes: stdout is flushed and closed by exiting. The daemon sees an EOF only that way.
  * - SIGINT, SIGTERM and SIGHUP are ignored: Ctrl-C reaches the whole process group, and the daemon still has to say
  *   shutdownRequested through this process.
+ * - A server's host that vanishes without a word is noticed within a minute of silence: the daemon waits for an answer
+ *   without any limit, and renews its lease meanwhile.
  * - Memory is two buffers, whatever the length of a line. Nothing is read before the last read was passed on, so each
  *   side feels the other's back-pressure.
  *
@@ -16,6 +18,8 @@
 #include <errno.h>
 #include <limits.h>
 #include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <poll.h>
 #include <signal.h>
 #include <stdio.h>
@@ -55,6 +59,23 @@ static int connect_unix(const char *path)
     return server;
 }
 
+/* No TCP_USER_TIMEOUT: it would also end a connection whose server does not read for a while, for want of memory. */
+static void notice_silence(int server)
+{
+    static const struct {
+        int level, name, value;
+    } options[] = {
+        {SOL_SOCKET, SO_KEEPALIVE, 1},
+#ifdef TCP_KEEPIDLE
+        {IPPROTO_TCP, TCP_KEEPIDLE, 30}, /* seconds of silence before the first probe */
+        {IPPROTO_TCP, TCP_KEEPINTVL, 10},
+        {IPPROTO_TCP, TCP_KEEPCNT, 3},
+#endif
+    };
+    for (size_t i = 0; i < sizeof options / sizeof *options; i++)
+        setsockopt(server, options[i].level, options[i].name, &options[i].value, sizeof options[i].value);
+}
+
 static int connect_tcp(const char *text)
 {
     char host[256];
@@ -75,6 +96,8 @@ static int connect_tcp(const char *text)
         die(1, gai_strerror(problem));
     for (struct addrinfo *at = found; at; at = at->ai_next) {
         int server = socket(at->ai_family, at->ai_socktype | SOCK_CLOEXEC, at->ai_protocol);
+        if (server >= 0)
+            notice_silence(server);
         if (server >= 0 && connect(server, at->ai_addr, at->ai_addrlen) == 0) {
             freeaddrinfo(found);
             return server;

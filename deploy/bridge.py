@@ -17,6 +17,8 @@ BUFFER = 65536
 PIPE_BUF = 4096
 LINGER_SECONDS = 2.0
 IGNORED = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGPIPE)
+# How long a server may say nothing, not even that it is there; some platforms lack some of these.
+SILENCE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
 
 
 class Flow:
@@ -57,6 +59,10 @@ def connect(address: str) -> _socket.socket:
     found = _socket.getaddrinfo(host.strip("[]").encode(), port, 0, _socket.SOCK_STREAM)
     for family, kind, protocol, _name, where in found:
         server = _socket.socket(family, kind, protocol)
+        server.setsockopt(_socket.SOL_SOCKET, _socket.SO_KEEPALIVE, 1)
+        for name, value in SILENCE:
+            if hasattr(_socket, name):
+                server.setsockopt(_socket.IPPROTO_TCP, getattr(_socket, name), value)
         try:
             server.connect(where)
         except OSError as error:

@@ -158,6 +158,22 @@ def test_a_reset_ends_the_bridge_with_an_error(bridged: Bridged) -> None:
     assert errors.count("\n") == 1
 
 
+def keepalive_seconds(connection: socket.socket) -> float | None:
+    """Return when the peer of a loopback connection sends its next keepalive probe; None: it never does."""
+    own, peer = (f"0100007F:{name[1]:04X}" for name in (connection.getsockname(), connection.getpeername()))
+    lines = Path("/proc/net/tcp").read_text("ascii").splitlines()
+    (timer,) = (words[5] for words in map(str.split, lines) if words[1:3] == [peer, own])
+    active, ticks = timer.split(":")
+    return int(ticks, 16) / os.sysconf("SC_CLK_TCK") if active == "02" else None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="timers are read from /proc")
+def test_a_server_whose_host_vanished_is_asked_for_after_half_a_minute_of_silence(bridged: Bridged) -> None:
+    seconds = keepalive_seconds(bridged.server)
+    assert seconds is not None
+    assert seconds <= 31
+
+
 def test_when_nobody_reads_stdout_the_bridge_exits(bridged: Bridged) -> None:
     assert bridged.process.stdout is not None
     bridged.process.stdout.close()
