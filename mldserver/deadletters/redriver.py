@@ -17,7 +17,7 @@ import msgspec
 import orjson
 import structlog
 
-from mldserver.errors import LedgerError, MldserverError, PeerError
+from mldserver.errors import HandlerError, LedgerError, MldserverError, PeerError
 from mldserver.faults import kill_point
 from mldserver.protocol.messages import Version
 from mldserver.records import Shard
@@ -26,10 +26,11 @@ from mldserver.sources.owners import Superseded
 from mldserver.state.letters import LETTERS_AT_ONCE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from mldserver.clock import Clock
     from mldserver.coordinator.redriving import Redriving
+    from mldserver.records import Sequence
     from mldserver.runtime.base import BatchOutcome, DeadLetter, Runtime
     from mldserver.sources.owners import ShardOwners
     from mldserver.state.ledger import Ledger
@@ -98,6 +99,8 @@ class Redriver:
         self._clock = clock
         self._parks = parks
         self._why_not = why_not
+        self._waiting: set[str] = set()
+        """Letters that this round was told of, and that are not wanted any more."""
 
     async def run(self) -> None:
         """Redrive letters for ever."""
@@ -114,9 +117,12 @@ class Redriver:
     async def round(self) -> None:
         """Take every wanted letter that may be taken here, once. Raises LedgerError."""
         after = None
+        self._waiting.clear()
         while page := await self._ledger.letters(after=after, limit=_PAGE, wanted=True):
             for portion in portions(page):
-                await self._take(portion[0].letter.shard_id, portion)
+                left = tuple(each for each in portion if each.id not in self._waiting)
+                if left:
+                    await self._take(left[0].letter.shard_id, left)
             after = page[-1].id
 
     async def _take(self, shard_id: str, letters: tuple[StoredLetter, ...]) -> None:
@@ -162,6 +168,7 @@ class Redriver:
         )
         outcome = _with_history(await self._runtime.process(delivery), letters)
         kill_point("redrive.handled")
+        await self._hold_back(shard_id, outcome, letters)
         await self._redriving.register(shard_id, outcome, tuple(each.id for each in letters))
         kill_point("redrive.done")
         await self._unpark(shard_id, letters)
@@ -174,6 +181,31 @@ class Redriver:
             seconds=(self._clock.now_ms() - began_ms) / 1000,
         )
 
+    async def _hold_back(
+        self, shard_id: str, outcome: BatchOutcome, letters: tuple[StoredLetter, ...]
+    ) -> None:
+        """Leave the later letters of keys that fail again where they are: they must not overtake, whoever takes them.
+
+        That is durable before the failure is: a server that dies in between runs the failing ones once more.
+        """
+        failed: dict[str, Sequence] = {}
+        for letter in outcome.dead_letters:
+            if self._parks and letter.partition_key is not None:
+                failed.setdefault(letter.partition_key, letter.sequence)
+        after, here = None, {each.id for each in letters}
+        while failed and (page := await self._ledger.letters(after=after, limit=_PAGE, wanted=True)):
+            behind = tuple(
+                each
+                for each in page
+                if each.id not in here
+                and each.letter.shard_id == shard_id
+                and _is_behind(each.letter, failed)
+            )
+            if behind:
+                await self._refuse(behind, _overtaking())
+                self._waiting.update(each.id for each in behind)
+            after = page[-1].id
+
     async def _unpark(self, shard_id: str, letters: tuple[StoredLetter, ...]) -> None:
         """Let keys go on of which no letter is left. No batch of the shard is under way, and all letters are stored."""
         if not self._parks:
@@ -185,6 +217,20 @@ class Redriver:
     async def _refuse(self, letters: tuple[StoredLetter, ...], error: MldserverError) -> None:
         log.error("redrive.failed", shard=letters[0].letter.shard_id, **error.told())
         await self._ledger.redrive(tuple(each.id for each in letters), wanted=False)
+
+
+def _overtaking() -> HandlerError:
+    return HandlerError(
+        "An earlier letter of their partition key failed again.",
+        did="They stay behind it, and are not wanted any more.",
+        advice="Redrive them together with it.",
+    )
+
+
+def _is_behind(letter: DeadLetter, failed: Mapping[str, Sequence]) -> bool:
+    """Whether a letter waits behind one of its key; ``failed``: the first of each key."""
+    first = None if letter.partition_key is None else failed.get(letter.partition_key)
+    return first is not None and letter.sequence > first
 
 
 def _with_history(outcome: BatchOutcome, letters: tuple[StoredLetter, ...]) -> BatchOutcome:

@@ -181,6 +181,47 @@ async def test_a_key_that_still_has_letters_stays_parked(house: House) -> None:
     assert house.handler.calls[1:] == [("unpark", "a", "other")]
 
 
+@pytest.mark.parametrize("parks", [True, False])
+async def test_what_waits_behind_a_letter_that_fails_again_does_not_overtake_it(
+    house: House, parks: bool
+) -> None:
+    last = LETTERS_AT_ONCE + 15
+    house.store.add_letters(tuple(letter(number) for number in range(10, last + 1)), wanted=True)
+    house.store.add_letters((letter(last + 1, key="other"), letter(last + 2, "b")), wanted=True)
+    house.handler.bad = frozenset({10})
+    await house.redriver(parks=parks).round()
+    numbers = [numbers for name, *_, numbers in house.handler.calls if name == "process"]
+    first = [1, 2, 9, *range(10, LETTERS_AT_ONCE + 7)]
+    behind = list(range(LETTERS_AT_ONCE + 7, last + 1))
+    assert numbers == [first, [last + 1] if parks else [*behind, last + 1], [last + 2]]
+    waiting = [(number, 3, False) for number in behind] if parks else []
+    assert house.left() == [*waiting, (10, 5, False)]
+
+
+@pytest.mark.parametrize("fails", ["to be stored", "not"])
+async def test_letters_behind_one_that_fails_again_wait_before_that_is_stored(
+    house: House, fails: str
+) -> None:
+    house.store.add_letters(tuple(letter(number) for number in range(10, LETTERS_AT_ONCE + 10)), wanted=True)
+    house.handler.bad = frozenset({1})
+    seen: list[list[bool]] = []
+
+    async def flush(reason: str) -> None:
+        seen.append([wanted for number, _, wanted in house.left() if number > LETTERS_AT_ONCE + 6])
+        if fails == "to be stored":
+            raise LedgerError("away")
+        await House.flush(house, reason)
+
+    house.redriving._flush = flush
+    redriver = house.redriver(parks=True)
+    if fails == "to be stored":
+        with pytest.raises(LedgerError):
+            await redriver.round()
+    else:
+        await redriver.round()
+    assert seen == [[False] * 3]
+
+
 async def test_another_servers_shard_is_left_to_it(house: House) -> None:
     shards = {"a": ShardState("a", 1, owner="two")}
     house.redriving.learn(LedgerState(shards=shards, redrives=3))
