@@ -164,6 +164,38 @@ def test_what_was_given_is_told_without_secrets() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    "pair",
+    [
+        "spark.hadoop.fs.azure.account.key.me.dfs.core.windows.net=hush",
+        "spark.hadoop.fs.azure.sas.box.me.blob.core.windows.net=hush",
+        "spark.hadoop.fs.gs.auth.service.account.private.key=hush",
+        "spark.driver.extraJavaOptions=-Djavax.net.ssl.keyStorePassword=hush",
+        "sfPasswd=hush",
+    ],
+)
+def test_no_value_that_opens_something_is_told(pair: str) -> None:
+    for option in ("spark_conf", "sink_options"):
+        settings = resolved({option: [pair, "x=shown"], "sink": "delta:/t"})
+        assert "hush" not in str(settings.given())
+        assert f"{pair.partition('=')[0]}=…; x=shown" in settings.given()[option]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"sink_options": ["password=hush", "oops"]}, "sink_options .* 'oops' is not key=value"),
+        ({"spark_conf": {"a.secret": "hush", "b": []}}, "spark_conf .* the value of 'b' is neither"),
+        ({"sink": "jbdc:postgresql://db/x?user=me&password=hush"}, r"sink = 'jbdc:.*password=…' \("),
+        ({"out": "s4://key:hush@bucket/x"}, r"out = 's4://key:…@bucket/x' \("),
+    ],
+)
+def test_a_refusal_tells_what_is_wrong_without_secrets(given: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as caught:
+        resolved(given)
+    assert "hush" not in str(caught.value)
+
+
 # What is refused
 
 

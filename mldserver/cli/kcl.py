@@ -17,6 +17,7 @@ from cyclopts import App, Parameter
 from mldserver.cli.process import working_directory
 from mldserver.clock import SystemClock
 from mldserver.config import resolve
+from mldserver.config.redaction import java_option
 from mldserver.errors import ConfigError
 from mldserver.kcl.bridge import bridge_command
 from mldserver.kcl.launch import prepare, private_folder
@@ -152,7 +153,11 @@ async def _run(
         grace=shutdown_seconds(properties) + settings.close_timeout,
         clock=SystemClock(),
         chance=random.SystemRandom().random,
-        told={"java": java.version, "properties": properties, "command": [launch.java, *java_options]},
+        told={
+            "java": java.version,
+            "properties": properties,
+            "command": [launch.java, *map(java_option, java_options)],
+        },
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

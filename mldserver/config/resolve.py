@@ -7,10 +7,10 @@ import re
 import tomllib
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from mldserver.config import letters, sinks
+from mldserver.config import letters, redaction, sinks
 from mldserver.config.kinds import show_duration, show_size
 from mldserver.config.places import SqlitePlace, cache_folder, ledger_file
-from mldserver.config.settings import ENV_PREFIX, Settings, specs
+from mldserver.config.settings import ENV_PREFIX, MAY_HOLD_SECRETS, Settings, specs
 from mldserver.errors import ConfigError
 from mldserver.faults import KILL_VARIABLE
 
@@ -133,10 +133,16 @@ def _parsed(name: str, given: _Given) -> Any:
     try:
         return kind.parse(given.value)
     except ValueError as error:
+        # What is wrong with pairs is in the error; the others may be secrets.
+        told = name if name in MAY_HOLD_SECRETS else f"{name} = {_told(given.value)}"
         raise ConfigError(
-            f"{name} = {given.value!r} ({given.origin}) is not possible: {error}.",
+            f"{told} ({given.origin}) is not possible: {error}.",
             advice=f"Allowed is {kind.allowed}.",
         ) from error
+
+
+def _told(value: object) -> str:
+    return repr(redaction.url(value) if isinstance(value, str) else value)
 
 
 def _check_handler(settings: Settings) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from mldserver.config import failures, kinds, letters, places, sinks
+from mldserver.config import failures, kinds, letters, places, redaction, sinks
 from mldserver.config.kinds import (
     Address,
     Kind,
@@ -31,18 +31,17 @@ if TYPE_CHECKING:
     from mldserver.config.sinks import TableSink
     from mldserver.runtime.failure import FailureRule
 
-__all__ = ["ENV_PREFIX", "Settings", "Spec", "default_pipeline", "specs"]
+__all__ = ["ENV_PREFIX", "MAY_HOLD_SECRETS", "Settings", "Spec", "default_pipeline", "specs"]
 
 ENV_PREFIX: Final = "MLDSERVER_"
+MAY_HOLD_SECRETS: Final = frozenset({"spark_conf", "sink_options"})
+"""Settings that are pairs, some of whose values may be secret."""
 
 KIB: Final = 2**10
 MIB: Final = 2**20
 GIB: Final = 2**30
 
 T = TypeVar("T")
-
-# What Spark itself redacts in its UI and logs (its default of spark.redaction.regex).
-_SECRET = re.compile(r"secret|password|token|access\.?key", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,8 +424,8 @@ class Settings:
 
 
 def _shown(name: str, value: Any) -> str:
-    if name in {"spark_conf", "sink_options"}:
-        value = {key: "…" if _SECRET.search(key) else item for key, item in value.items()}
+    if name in MAY_HOLD_SECRETS:
+        value = redaction.pairs(value)
     return specs()[name].kind.show(value)
 
 

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
+from mldserver.config import redaction
 from mldserver.config.kinds import Kind, local_path
 from mldserver.errors import ConfigError
 
@@ -19,9 +20,6 @@ _CATALOG_NAME = re.compile(r"(?:\w+|`[^`]+`)(?:\.(?:\w+|`[^`]+`)){2,}")
 _JDBC = re.compile(r"jdbc:[A-Za-z0-9]+:\S.*")
 _SQL_PART: Final = r"(?:[\w$#]+|\"[^\"]+\"|`[^`]+`|\[[^\]]+\])"
 _SQL_NAME = re.compile(rf"{_SQL_PART}(?:\.{_SQL_PART})*")
-_SECRET_OPTION = re.compile(r"([^;?&:=]*(?:secret|password|token|key)[^;?&:=]*=)[^;&]*", re.IGNORECASE)
-_PASSWORD = re.compile(r"([:/][^/:@;?]+[/:])[^/@;?]+@")
-"""``//user:password@host``, and Oracle's ``:user/password@host``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +33,7 @@ class TableSink:
     def __str__(self) -> str:
         """Return it as it was written, without secrets: for logs and messages."""
         if self.format == "jdbc":
-            return _PASSWORD.sub(r"\1…@", _SECRET_OPTION.sub(r"\1…", self.target))
+            return redaction.url(self.target)
         return f"{self.format}:{self.target}"
 
     __repr__ = __str__

@@ -68,7 +68,8 @@ def started(environment: dict[str, str], tmp_path: Path) -> Iterator[subprocess.
         "--region",
         "eu-central-1",
     ]
-    command += ["--connect", "127.0.0.1:7071", "--property", "maxRecords=7", "--java-option", "-Xmx64m"]
+    command += ["--connect", "127.0.0.1:7071", "--property", "maxRecords=7"]
+    command += ["--java-option", "-Daws.secretAccessKey=hush", "--java-option", "-Xmx64m"]
     process = subprocess.Popen(
         [*command, "--log-format", "json"], env=environment, cwd=tmp_path, stdout=subprocess.PIPE
     )
@@ -98,6 +99,7 @@ def test_it_runs_the_daemon_with_its_files_and_stops_it_in_order(
     assert "<configuration>" in (seen / "logback.xml").read_text()
     events = logged(started)
     assert [event["event"] for event in events] == ["kcl.starting", "kcl.log", "kcl.exited"]
+    assert events[0]["command"][1:] == ["-Daws.secretAccessKey=…", "-Xmx64m"]
     assert events[1]["text"] == "up with -Xmx64m"
     assert events[2]["exit_code"] == 143
     bridge = Path(executable.split()[2])
