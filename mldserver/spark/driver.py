@@ -132,7 +132,13 @@ class Driver:
         if start.sink is not None:
             dispatch.check(session.spark, start.sink)
         return Jobs(
-            session, start.schema, pipeline, self.send, concurrency=start.concurrency, sink=start.sink
+            session,
+            start.schema,
+            pipeline,
+            self.send,
+            concurrency=start.concurrency,
+            stopped=self._session_stopped,
+            sink=start.sink,
         )
 
     def _warm_up(self, session: Session, start: Start) -> None:
@@ -168,6 +174,11 @@ class Driver:
         code = session.jvm.wait()
         if not self._stopping:
             self.send(JvmGone(code))
+            self.die()
+
+    def _session_stopped(self) -> None:
+        if not self._stopping:
+            self.send(Log("warning", "The Spark session is stopped, and no job can run on it any more."))
             self.die()
 
     def _stop(self) -> None:

@@ -30,6 +30,9 @@ __all__ = ["Jobs"]
 
 _PROGRESS_SECONDS = 0.5
 
+_CLOSED = "[INVALID_HANDLE.SESSION_"
+"""How a Spark Connect server's answers begin when it has let go of a session: after an hour without a job, say."""
+
 _DEATH_SECONDS = 5
 """How long after its calls began to fail a dying JVM may still be there."""
 
@@ -56,10 +59,15 @@ class Jobs:
         send: Callable[[Message], None],
         *,
         concurrency: int,
+        stopped: Callable[[], None],
         sink: SinkSpec | None = None,
     ) -> None:
-        """Use ``send`` from any thread. ``sink``: where outputs are published, if that is a table."""
+        """Use ``send`` from any thread. ``sink``: where outputs are published, if that is a table.
+
+        ``stopped`` is called from any thread when a job has left, or found, a session on which no other can run.
+        """
         self._session = session
+        self._stopped = stopped
         self._schema = schema
         self._pipeline = pipeline
         self._send = send
@@ -96,18 +104,27 @@ class Jobs:
         with self._lock:
             job.running = not job.cancelled
         answer: Message
+        closed = False
         try:
             answer = self._compute(job) if job.running else self._cancelled(job)
         except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit included
             if self._jvm_is_gone(error):
                 return  # not the job's failure: whoever watches the JVM ends this process, and so the job
             fault = describe(error)
+            closed = self._session.connect and fault.message.startswith(_CLOSED)
             answer = FailedJob(
                 job.run.id, fault.error, fault.message, fault.traceback, cancelled=job.cancelled
             )
         with self._lock:
             del self._jobs[job.run.id]
         self._send(answer)
+        if closed or self._is_stopped():
+            self._stopped()
+
+    def _is_stopped(self) -> bool:
+        with contextlib.suppress(Exception):  # of a JVM that is going: whoever watches it sees to that
+            return self._session.is_stopped
+        return False
 
     def _jvm_is_gone(self, error: BaseException) -> bool:
         """Whether an error came from a dead JVM. Its calls fail a moment before its end can be seen."""

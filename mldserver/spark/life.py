@@ -239,6 +239,7 @@ class Life:
             case JvmGone():
                 self.jvm_exit_code = message.exit_code
             case Log():
+                self._last_lines.append(message.text[:_LINE_CHARACTERS])
                 self._log(spark_log.Entry(message.level, message.text, "mldserver.spark.driver"))
             case _:
                 raise WireError(f"{type(message).__name__} does not come from a driver")

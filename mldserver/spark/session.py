@@ -185,6 +185,14 @@ class Session:
         """The UI's address, if there is one."""
         return None if self.connect else self.spark.sparkContext.uiWebUrl
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether no job can run on it any more: the user's code stopped it, or Spark did, its cluster being gone."""
+        if self.connect:
+            return bool(self.spark.is_stopped)  # type: ignore[attr-defined]  # there in Connect's class
+        context = self.spark.sparkContext._jsc  # noqa: SLF001  # no Python face yet
+        return context is None or bool(context.sc().isStopped())
+
     def stop(self) -> None:
         """Stop the session and, in classic mode, let the JVM exit by itself (its standard input ends)."""
         if self.jvm is None:

@@ -267,6 +267,22 @@ async def test_a_hook_that_sleeps_past_the_deadline_costs_the_driver_its_life_an
     assert told[0]["reason"] == "A cancelled job did not end within 0.2 seconds."
 
 
+async def test_a_session_that_a_hook_stops_costs_the_driver_its_life_and_nothing_else(
+    world: World, logged: list[dict[str, Any]]
+) -> None:
+    life = world.engine._life
+    assert life is not None
+    with pytest.raises(WindowFailed) as caught:
+        await world.engine.compute(world.job("stopping"))
+    assert caught.value.where["window"] == "stopping"
+    async with asyncio.timeout(200):
+        while world.engine._life is life:  # noqa: ASYNC110  # no event tells it
+            await asyncio.sleep(0.05)
+        assert (await world.engine.compute(world.job("identity", attempt=11))).rows == 3 * ROWS
+    (lost,) = [event for event in logged if event["event"] == "spark.lost"]
+    assert lost["reason"].endswith("The Spark session is stopped, and no job can run on it any more.")
+
+
 SERVER = """
 import asyncio, sys
 from mldserver.spark.client import SparkEngine

@@ -74,3 +74,7 @@ class Windows:
 
     def sleeping(self, _: DataFrame, __: Window) -> None:
         time.sleep(3600)
+
+    def stopping(self, rows: DataFrame, _: Window) -> DataFrame:
+        rows.sparkSession.stop()
+        return rows

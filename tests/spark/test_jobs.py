@@ -1,0 +1,104 @@
+"""A driver's jobs over a Spark that only fails: every one of them is answered, and a stopped session is told."""
+
+from __future__ import annotations
+
+import queue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from spark.bench import job
+
+from mldserver.spark import wire
+from mldserver.spark.handler import Pipeline
+from mldserver.spark.jobs import Jobs
+from mldserver.spark.session import Session
+
+STOPPED = "the session is stopped"
+
+
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise LookupError("no words")
+
+
+class FailingSpark:
+    """A session of Spark Connect whose every read raises the same error."""
+
+    def __init__(self, error: BaseException, *, is_stopped: bool = False) -> None:
+        self.error = error
+        self.is_stopped = is_stopped
+        self.tags = set()
+        self.addTag = self.tags.add
+        self.removeTag = self.tags.remove
+
+    @property
+    def read(self) -> Any:
+        raise self.error
+
+
+def said(spark: Any, *, connect: bool = True) -> list[Any]:
+    """Run a job to its end, and a second one for which the first must have made room; return what is told."""
+    told: queue.Queue[Any] = queue.Queue()
+    session = Session(spark, connect=connect, cores=1, jvm=None)
+    jobs = Jobs(session, "", Pipeline(None), told.put, concurrency=1, stopped=lambda: told.put(STOPPED))
+    jobs.start(wire.Run(1, job("first")))
+    jobs.start(wire.Run(2, job("second")))
+    heard = [told.get(timeout=60)]
+    while getattr(heard[-1], "id", None) != 2:
+        heard.append(told.get(timeout=60))
+    return heard
+
+
+def chain(length: int) -> Exception:
+    """Return an error that came of one that came of one …"""
+    last = error = ValueError("0")
+    for number in range(1, length):
+        last.__cause__ = ValueError(str(number))
+        last = last.__cause__
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (Wordless(), "(its message cannot be printed)"),
+        (ValueError("half a pair: \ud83d"), "half a pair: \ud83d"),
+        (chain(5000), "0"),
+        (SystemExit(3), "3"),
+    ],
+    ids=["without words", "half a character", "with a thousand causes", "an exit"],
+)
+def test_a_job_is_answered_whatever_its_error_is_like(error: BaseException, message: str) -> None:
+    heard = said(FailingSpark(error))
+    assert [(answer.id, answer.error, answer.message) for answer in heard] == [
+        (1, type(error).__name__, message),
+        (2, type(error).__name__, message),
+    ]
+    assert all(wire.Decoder().feed(wire.encode(answer)) for answer in heard)
+
+
+@pytest.mark.parametrize(
+    "spark",
+    [
+        FailingSpark(ValueError("no"), is_stopped=True),
+        FailingSpark(
+            RuntimeError("[INVALID_HANDLE.SESSION_CLOSED] The handle abc is invalid. SQLSTATE: HY000")
+        ),
+    ],
+    ids=["by the user's code", "by its server"],
+)
+def test_a_job_that_leaves_or_finds_a_session_stopped_is_answered_before_that_is_told(spark: Any) -> None:
+    heard = said(spark)
+    assert [getattr(each, "id", each) for each in heard] == [1, STOPPED, 2]
+
+
+@pytest.mark.parametrize(("inner", "stopped"), [(None, True), (True, True), (False, False)])
+def test_a_session_of_ones_own_is_stopped_by_python_or_by_spark_itself(
+    inner: bool | None, stopped: bool
+) -> None:
+    java = None if inner is None else SimpleNamespace(sc=lambda: SimpleNamespace(isStopped=lambda: inner))
+    spark: Any = SimpleNamespace(sparkContext=SimpleNamespace(_jsc=java))
+    assert Session(spark, connect=False, cores=1, jvm=None).is_stopped is stopped
+    # Nothing can be asked of a JVM that is gone, and whoever watches it tells.
+    assert STOPPED not in said(SimpleNamespace(), connect=False)
