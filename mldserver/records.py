@@ -45,6 +45,8 @@ class Shard:
     """The shard's id, e.g. ``shardId-000000000001``."""
     start: str | None = None
     """Where the daemon starts: digits, ``TRIM_HORIZON``, ``LATEST``, ``AT_TIMESTAMP``, ``SHARD_END``; None in V1."""
+    start_sub: int = 0
+    """Which user record of a KPL aggregate that is, if its number is one's; else 0."""
 
 
 class RecordMethods:

@@ -68,10 +68,11 @@ class Processor:
 
     def initialize(self, shard: Shard) -> None:
         """Tell it its shard."""
-        self.progress = Progress(shard.start)
+        self.progress = Progress(shard.start, shard.start_sub)
         self._checkpointer = Checkpointer(self.progress, self._error)
         first = self._version == 1
-        self._delegate.initialize(shard.id if first else InitializeInput(shard.id, shard.start))
+        told = InitializeInput(shard.id, shard.start, shard.start_sub)
+        self._delegate.initialize(shard.id if first else told)
 
     def process_records(self, batch: Batch) -> None:
         """Give it records, or none where the daemon sent none.

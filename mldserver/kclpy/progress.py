@@ -26,8 +26,8 @@ class Progress:
 
     __slots__ = ("_floor", "_reach", "closed", "delivered", "end_checkpointed", "position")
 
-    def __init__(self, start: str | None = None) -> None:
-        """``start``: where the daemon starts; digits bound the first checkpoint, sentinels do not."""
+    def __init__(self, start: str | None = None, start_sub: int = 0) -> None:
+        """``start``, ``start_sub``: where the daemon starts; digits bound the first checkpoint, sentinels do not."""
         self.delivered: Sequence | None = None
         """The last record that the processor was given."""
         self.position: Sequence | None = None
@@ -36,7 +36,7 @@ class Progress:
         """Whether a checkpoint covered everything delivered since ``ending``."""
         self.closed = False
         """The lease is gone, or the connection: nothing can be checkpointed any more."""
-        self._floor = Sequence(int(start)) if start is not None and start.isdigit() else None
+        self._floor = Sequence(int(start), start_sub) if start is not None and start.isdigit() else None
         self._reach: Sequence | None = None
 
     def deliver(self, last: Sequence | None) -> None:

@@ -205,7 +205,8 @@ class Conductor:
             kill_point("shard.opening")
             self._shard = await self._intake.open_shard(opening)
             kill_point("shard.opened")
-            await self._runtime.open(Shard(message.shard_id, message.sequence_number))
+            start_sub = message.sub_sequence_number or 0
+            await self._runtime.open(Shard(message.shard_id, message.sequence_number, start_sub))
             if self._shard.parked:
                 await self._runtime.park(message.shard_id, self._shard.parked)
             claim.opened = True

@@ -14,7 +14,7 @@ from mldserver.kclpy.messages import DictRecord
 from mldserver.kclpy.processor import Processor, ProcessorClass
 from mldserver.records import Batch, Record, Sequence, Shard
 
-SHARD = Shard("shardId-000000000007", "41")
+SHARD = Shard("shardId-000000000007", "41", start_sub=2)
 FIELDS = {
     "data": "AAEC",
     "partitionKey": "key",
@@ -76,7 +76,7 @@ def test_later_versions_get_one_object_for_each_call(version: int) -> None:
     assert (initialize.shard_id, initialize.sequence_number, initialize.sub_sequence_number) == (
         SHARD.id,
         "41",
-        0,
+        2,
     )
     assert [each.action for _, each in spy.calls] == ["initialize", "processRecords", "shutdownRequested"]
     assert process.millis_behind_latest == 9

@@ -97,6 +97,14 @@ def test_where_the_daemon_starts_bounds_the_first_checkpoint() -> None:
     assert (progress.position, sentinel.position) == (S(5), S(1))
 
 
+def test_where_the_daemon_starts_may_be_inside_an_aggregate() -> None:
+    progress = Progress("4", 2)
+    progress.deliver(S(4, 6))
+    assert refused(progress, "4", 1) == "IllegalArgumentException"
+    progress.checkpoint("4", 3)
+    assert progress.position == S(4, 3)
+
+
 def test_the_place_where_the_daemon_started_may_be_checkpointed_before_any_record_came() -> None:
     progress = given_to(None, start="4")
     progress.checkpoint("4")

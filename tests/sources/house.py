@@ -39,6 +39,7 @@ class FakeRuntime:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
+        self.opened: list[Shard] = []
         self.gate = asyncio.Event()
         self.gate.set()
         self.reached = asyncio.Event()
@@ -56,6 +57,7 @@ class FakeRuntime:
 
     async def open(self, shard: Shard) -> None:
         self.calls.append(("open", shard.id, shard.start))
+        self.opened.append(shard)
         await self.doors.wait()
         self._fail("open")
 

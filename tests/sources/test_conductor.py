@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mldserver.errors import DecodeError, GapRefused, HandlerHalted
-from mldserver.records import Sequence
+from mldserver.records import Sequence, Shard
 from mldserver.sources.owners import Superseded
 
 if TYPE_CHECKING:
@@ -27,6 +27,18 @@ async def test_initialize_opens_the_shard_and_then_the_handler(house: House) -> 
     assert house.intake.shards[0].opening.start == Sequence(49, 0)
     assert house.intake.shards[0].opening.tells_lag
     assert house.runtime.calls == [("open", SHARD, "49")]
+
+
+@pytest.mark.parametrize(("told", "sub"), [(3, 3), (None, 0)])
+async def test_a_start_inside_an_aggregate_is_told_to_coordinator_and_handler(
+    house: House, told: int | None, sub: int
+) -> None:
+    daemon = await house.connect()
+    await daemon.ask(
+        {"action": "initialize", "shardId": SHARD, "sequenceNumber": "49", "subSequenceNumber": told}
+    )
+    assert house.intake.shards[0].opening.start == Sequence(49, sub)
+    assert house.runtime.opened == [Shard(SHARD, "49", sub)]
 
 
 @pytest.mark.parametrize("start", ["TRIM_HORIZON", "LATEST", None])

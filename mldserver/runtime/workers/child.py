@@ -153,7 +153,8 @@ class Child:
                     os.close(file)
                 self._begin(group, message, self._process(message, own))
             case wire.Open():
-                self._begin(group, message, self._ready().open(Shard(message.shard, message.start)))
+                shard = Shard(message.shard, message.start, message.start_sub)
+                self._begin(group, message, self._ready().open(shard))
             case wire.HookMessage():
                 self._begin(group, message, self._notify(message))
             case wire.Park():

@@ -354,7 +354,9 @@ class WorkerRuntime:
         if shard_id in worker.opened:
             log.info("shard.reopened", shard=shard_id, worker=worker.number)
         try:
-            answer = await process.ask(lambda id_: wire.Open(id_, shard_id, shard.start), shard=shard_id)
+            answer = await process.ask(
+                lambda id_: wire.Open(id_, shard_id, shard.start, shard.start_sub), shard=shard_id
+            )
             self._expect(answer, wire.Finished)
             if keys := self._parked.get(shard_id):
                 answer = await process.ask(lambda id_: wire.Park(id_, shard_id, _keys(keys)), shard=shard_id)

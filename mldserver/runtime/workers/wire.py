@@ -112,6 +112,7 @@ class Open(_Message, frozen=True):
     id: int
     shard: str
     start: str | None
+    start_sub: int
 
 
 class HookMessage(_Message, frozen=True):

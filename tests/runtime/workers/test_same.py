@@ -47,7 +47,7 @@ class ByRecord:
         self.hooks = []
 
     def initialize(self, shard):
-        self.hooks.append(f"initialize {shard.id.split('-')[-1]} {shard.start}")
+        self.hooks.append(f"initialize {shard.id.split('-')[-1]} {shard.start} {shard.start_sub}")
 
     def shutdown_requested(self, shard):
         self.hooks.append("shutdown_requested")
@@ -190,7 +190,7 @@ async def told(runtime: Runtime, shard: str, script: list[tuple[str, Any]]) -> l
                 case "hook":
                     outcomes.append(await runtime.notify(shard, what))
                 case "reopen":
-                    await runtime.open(Shard(shard, str(number)))
+                    await runtime.open(Shard(shard, str(number), start_sub=3))
                 case "park":
                     await runtime.park(shard, {"key-0": Sequence(1, 2)})
                 case "unpark":
