@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,6 +20,8 @@ __all__ = ["RECORD_COLUMN", "TableMismatch", "take_table"]
 
 RECORD_COLUMN = "record"
 """The column of a returned table that says which record of the input each row comes from."""
+
+_ANY_INTEGER: Final = pa.decimal128(20, 0)
 
 
 class TableMismatch(ValueError):
@@ -116,29 +118,59 @@ def _column(table: Any, column: Column) -> Any:
             raise TableMismatch(f"column {column.name} is missing")
         return pa.chunked_array([pa.nulls(table.num_rows, column.type)])
     held = table.column(column.name)
-    problem = _kind_problem(held.type, column)
+    problem = _kind_problem(held.type, column.type, column.sql)
     if problem:
         raise TableMismatch(f"column {column.name}: {problem}")
     return held
 
 
-def _kind_problem(held: Any, column: Column) -> str | None:
-    """Say where Arrow would cast from one meaning to another."""
-    if types.is_timestamp(held) and types.is_timestamp(column.type) and bool(held.tz) != bool(column.type.tz):
-        return f"{held} {'has a' if held.tz else 'has no'} time zone, so it is not {column.sql}"
-    if types.is_timestamp(column.type) and not (
-        types.is_timestamp(held)
-        or types.is_string(held)
-        or types.is_large_string(held)
-        or types.is_null(held)
-    ):
-        return f"{held} is not {column.sql}"
-    return None
+def _kind_problem(held: Any, wanted: Any, sql: str) -> str | None:
+    """Say where Arrow would cast from one meaning to another, or leave something out.
+
+    ``held`` and ``wanted`` are Arrow types of a column called ``sql``, or of a part of its values.
+    """
+    held = held.value_type if types.is_dictionary(held) else held
+    if types.is_timestamp(held) and types.is_timestamp(wanted) and bool(held.tz) != bool(wanted.tz):
+        return f"{held} {'has a' if held.tz else 'has no'} time zone, so it is not {sql}"
+    if types.is_struct(held) and types.is_struct(wanted):
+        lost = [field.name for field in held if wanted.get_field_index(field.name) < 0]
+        parts = [(field.type, wanted.field(field.name).type) for field in held if field.name not in lost]
+        return f"{sql} has no field {lost[0]!r}" if lost else _part_problem(parts, sql)
+    if types.is_map(held) and types.is_map(wanted):
+        return _part_problem([(held.key_type, wanted.key_type), (held.item_type, wanted.item_type)], sql)
+    if _is_list(held) and types.is_list(wanted):
+        return _kind_problem(held.value_type, wanted.value_type, sql)
+    return f"{held} is not {sql}" if _other_meaning(held, wanted) else None
+
+
+def _part_problem(parts: Sequence[tuple[Any, Any]], sql: str) -> str | None:
+    problems = (_kind_problem(held, wanted, sql) for held, wanted in parts)
+    return next(filter(None, problems), None)
+
+
+def _is_list(type_: Any) -> bool:
+    return bool(types.is_list(type_) or types.is_large_list(type_) or types.is_fixed_size_list(type_))
+
+
+def _other_meaning(held: Any, wanted: Any) -> bool:
+    """Whether one of two simple types is a time, a date, or a truth value, and the other is none."""
+    if types.is_null(held) or _is_text(held) or types.is_string(wanted):
+        return False
+    if types.is_boolean(wanted):
+        return not types.is_boolean(held)
+    return any(test(held) != test(wanted) for test in (types.is_timestamp, types.is_date, types.is_temporal))
+
+
+def _is_text(type_: Any) -> bool:
+    return bool(types.is_string(type_) or types.is_large_string(type_) or types.is_string_view(type_))
 
 
 def _whole(held: Any, column: Column, time_column: str | None) -> Any:
     """Return the column cast to its type, or None when some value is at fault."""
     try:
+        if types.is_integer(held.type) and types.is_decimal(column.type):
+            # Arrow asks for room for every number that the type can hold; here the values are what counts.
+            held = held.cast(_ANY_INTEGER)
         cast = held if held.type == column.type else held.cast(column.type, safe=True)
     except (pa.ArrowException, ValueError):
         return None
@@ -156,6 +188,13 @@ def _row_fault(columns: list[Any], schema: Schema, time_column: str | None, row:
     for held, column in zip(columns, schema.columns, strict=True):
         if _whole(held.slice(row, 1), column, time_column) is None:
             value = held[row]
-            reason = f"{shown(str(value))} is not {column.sql}" if value.is_valid else "it is null"
+            reason = f"{_told(value)} is not {column.sql}" if value.is_valid else "it is null"
             told.append(f"column {column.name}: {reason}")
     return "; ".join(told)
+
+
+def _told(value: Any) -> str:
+    try:
+        return shown(str(value))
+    except (OverflowError, ValueError):  # Arrow's times can be beyond Python's
+        return shown(value)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -108,6 +109,25 @@ def test_a_null_in_the_column_that_windows_are_cut_on_is_a_fault() -> None:
             "timestamp[us, tz=UTC] has a time zone, so it is not TIMESTAMP_NTZ",
         ),
         ("TIMESTAMP", pa.array([1]), "int64 is not TIMESTAMP"),
+        ("TIMESTAMP", pa.array([1], pa.timestamp("us")).dictionary_encode(), "[us] has no time zone"),
+        ("ARRAY<TIMESTAMP>", pa.array([[1]], pa.list_(pa.timestamp("us"))), "not ARRAY<TIMESTAMP>"),
+        ("ARRAY<TIMESTAMP>", pa.array([[1]], pa.large_list(pa.timestamp("us"))), "not ARRAY<TIMESTAMP>"),
+        (
+            "MAP<STRING, TIMESTAMP_NTZ>",
+            pa.array([[("a", 1)]], pa.map_(pa.string(), pa.timestamp("us", tz="UTC"))),
+            "timestamp[us, tz=UTC] has a time zone, so it is not MAP<STRING, TIMESTAMP_NTZ>",
+        ),
+        (
+            "STRUCT<a: STRUCT<b: TIMESTAMP>>",
+            pa.array([{"a": {"b": 1}}], pa.struct({"a": pa.struct({"b": pa.timestamp("us")})})),
+            "timestamp[us] has no time zone",
+        ),
+        ("STRUCT<a: INT>", pa.array([{"a": 1, "lost": 2}]), "STRUCT<`a`: INT> has no field 'lost'"),
+        ("DATE", pa.array([1], pa.int32()), "int32 is not DATE"),
+        ("DATE", pa.array([1], pa.timestamp("us", tz="UTC")), "timestamp[us, tz=UTC] is not DATE"),
+        ("BIGINT", pa.array([1], pa.timestamp("us")), "timestamp[us] is not BIGINT"),
+        ("INT", pa.array([1], pa.date32()), "date32[day] is not INT"),
+        ("BOOLEAN", pa.array([5]), "int64 is not BOOLEAN"),
     ],
 )
 def test_columns_of_another_meaning_are_refused(ddl: Any, column: Any, problem: Any) -> None:
@@ -128,6 +148,48 @@ def test_numbers_too_large_for_a_float_do_not_become_infinite() -> None:
     assert built.faults == {10: "column x: '1e+300' is not FLOAT"}
     assert built.table.column("x").to_pylist() == [float("inf"), 1.0]
     assert take(table(x=[1, 2, 3]), schema=schema).faults == {}
+
+
+@pytest.mark.parametrize(
+    ("ddl", "column", "value"),
+    [
+        (
+            "ARRAY<TIMESTAMP>",
+            pa.array([["1970-01-01T00:00:00Z", None]]),
+            [datetime(1970, 1, 1, tzinfo=UTC), None],
+        ),
+        ("STRUCT<a: INT, b: STRING>", pa.array([{"b": "x"}]), {"a": None, "b": "x"}),
+        ("MAP<STRING, INT>", pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64())), [("a", 1)]),
+        ("DATE", pa.array([date(1970, 1, 2)], pa.date64()), date(1970, 1, 2)),
+        ("STRING", pa.array(["a"]).dictionary_encode(), "a"),
+        (
+            "TIMESTAMP",
+            pa.array([0], pa.timestamp("s", tz="UTC")).dictionary_encode(),
+            datetime(1970, 1, 1, tzinfo=UTC),
+        ),
+        ("DECIMAL(5,2)", pa.array([7]), Decimal("7.00")),
+        ("BIGINT", pa.array([True]), 1),
+    ],
+)
+def test_columns_of_the_same_meaning_are_cast(ddl: Any, column: Any, value: Any) -> None:
+    built = take(table(at=column), schema=parse_schema(f"at {ddl}"), indices=[0])
+    assert built.table.column("at").to_pylist() == [value]
+
+
+def test_whole_numbers_become_decimals_when_they_fit() -> None:
+    largest = 2**63 - 1
+    built = take(table(n=[999, 1000, largest]), schema=parse_schema("n DECIMAL(5,2)"))
+    assert built.faults == {
+        11: "column n: '1000' is not DECIMAL(5,2)",
+        12: f"column n: '{largest}' is not DECIMAL(5,2)",
+    }
+    assert built.table.column("n").to_pylist() == [Decimal("999.00")]
+
+
+def test_a_time_beyond_pythons_is_a_fault_of_its_record_alone() -> None:
+    times = pa.array([0, 2**62, 0], pa.timestamp("s", tz="UTC"))
+    built = take(table(at=times), schema=parse_schema("at TIMESTAMP"))
+    assert (built.records, list(built.faults)) == ([10, 12], [11])
 
 
 def test_numbers_with_a_fraction_are_not_cut() -> None:
