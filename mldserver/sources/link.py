@@ -7,6 +7,7 @@ nothing: the peer may vanish between any two lines of the conductor.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 from typing import TYPE_CHECKING, Final, cast
 
@@ -283,7 +284,9 @@ class Link(asyncio.BufferedProtocol):
 
     def _end_output(self) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write_eof()
+            # A peer that has reset the connection by now: the loop is about to find out.
+            with contextlib.suppress(OSError):
+                self._transport.write_eof()
 
     def _close(self, reason: CloseReason, cut_off: int) -> None:
         self.close_reason = reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -205,6 +206,22 @@ async def test_nothing_is_written_to_a_transport_that_is_closing() -> None:
     link.pause()
     link.resume()
     assert transport.done == []
+
+
+async def test_a_peer_that_resets_once_it_has_the_last_status_has_finished(
+    monkeypatch: pytest.MonkeyPatch, logged: Any
+) -> None:
+    def write_eof(_: Transport) -> None:
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    monkeypatch.setattr(Transport, "write_eof", write_eof)
+    link, _ = initialized()
+    heard(link, b'{"action":"leaseLost"}\n')
+    link.answer()
+    assert set(link._timers) == {"close"}
+    link.connection_lost(ConnectionResetError())
+    assert link.close_reason is CloseReason.FINISHED
+    assert not [event for event in logged if event["level"] in {"warning", "error"}]
 
 
 async def test_a_stranger_on_the_port_is_told_apart_from_a_daemon_that_breaks_the_protocol(
