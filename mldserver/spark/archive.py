@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from mldserver.spark.java import Java
 
-__all__ = ["archive_path", "default_cache", "discard", "keep", "unfinished"]
+__all__ = ["archive_path", "default_cache", "discard", "is_there", "keep", "unfinished"]
 
 _KEPT = 3
 """Archives in the cache beyond which the oldest go: an upgrade leaves the file of the version before."""
@@ -57,6 +57,14 @@ def archive_path(
     key = hashlib.sha256("\n".join(told).encode()).hexdigest()[:12]
     readable = re.sub(r"[^\w.-]", "_", version)
     return cache / f"spark-{readable}-java-{java.major}-{key}.jsa"
+
+
+def is_there(archive: Path) -> bool:
+    """Whether there is an archive to start from; one in a place that cannot be looked into is none."""
+    try:
+        return archive.is_file()
+    except OSError:  # a home that a service's unit file hides, for one
+        return False
 
 
 def unfinished(archive: Path) -> Path:

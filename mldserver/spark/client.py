@@ -11,6 +11,7 @@ this very machine, are not waited for: ``run`` raises.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import tempfile
@@ -128,16 +129,16 @@ class SparkEngine:
     @property
     def is_ready(self) -> bool:
         """Whether a job would start at once."""
-        return self._ready_life is not None
+        return self._ready_life is not None and not self._ready_life.is_over
 
     @property
     def phase(self) -> str:
         """``starting``, ``warming``, ``ready``, ``restarting`` or ``closed``: what there is to wait for."""
         if self._over is not None:
             return "closed"
-        if self._ready_life is not None:
+        if self.is_ready:
             return "ready"
-        if self._life is None:
+        if self._life is None or self._life.is_over:
             return "restarting" if self._starts else "starting"
         return "starting" if self._life.started is None else "warming"
 
@@ -211,11 +212,12 @@ class SparkEngine:
             await self._ended.wait()
 
     async def _ready(self) -> Life:
-        while self._ready_life is None:
+        # A driver that is dead stays here for as long as it takes to clean up after it.
+        while (life := self._ready_life) is None or life.is_over:
             if self._over is not None:
                 raise DriverLost("No Spark driver will come any more.", did=self._over)
             await self._changed.wait()
-        return self._ready_life
+        return life
 
     def _announce(self, life: Life | None) -> None:
         self._ready_life = life
@@ -276,7 +278,8 @@ class SparkEngine:
             await asyncio.to_thread(shutil.rmtree, start.scratch, ignore_errors=True)
         if start.archive is not None and not life.jobs_done and not self._closing.is_set():
             # A truncated file was seen to crash the JVM instead of being declined: the next start goes without.
-            await asyncio.to_thread(Path(start.archive).unlink, missing_ok=True)
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(Path(start.archive).unlink, missing_ok=True)
         return life
 
     async def _follow(self, life: Life, began: float, java: Java | None, wanted: Path | None) -> None:
@@ -293,7 +296,14 @@ class SparkEngine:
         )
         if wanted is not None and self._archive_after is not None:
             await self._clock.sleep(self._archive_after)
+            await self._train(wanted, java)
+
+    async def _train(self, wanted: Path, java: Java | None) -> None:
+        try:
             start = await asyncio.to_thread(self._start, str(wanted), train=True)
+        except OSError as error:  # a full disk is no reason to end a driver that works
+            log.warning("spark.log", logger=__name__, text=f"No class archive was made. {error}")
+        else:
             await train(start, self._command, self._environment(start, java), self._clock)
 
     def _plan(self, java: Java | None) -> tuple[Start, Path | None]:
@@ -303,7 +313,7 @@ class SparkEngine:
             if java is None
             else archive.archive_path(self._cache, java, self._conf, os.environ, quick=self._quick)
         )
-        if path is not None and path.is_file():
+        if path is not None and archive.is_there(path):
             return self._start(str(path), train=False), None
         return self._start(None, train=False), path
 

@@ -94,6 +94,11 @@ class Life:
         """The driver's exit code, once it is dead."""
         return self._process.exit_code
 
+    @property
+    def is_over(self) -> bool:
+        """Whether a job would not even be sent: the driver is dead, or is being killed."""
+        return self._over
+
     def reason(self) -> str:
         """Return why the life ended, in a sentence."""
         if self._reason:
@@ -111,14 +116,18 @@ class Life:
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 output = self._tasks.create_task(self._process.read_output(self._printed, self._said))
-                watch = self._tasks.create_task(self._watch_start(start_deadline))
+                watches = (
+                    self._tasks.create_task(self._watch_start(start_deadline)),
+                    self._tasks.create_task(self._watch_end()),
+                )
                 self._process.send(self._start)
                 try:
                     await self._read()
                 finally:
                     # Also when it is cancelled: from now on the group takes no task any more.
                     self._over = True
-                watch.cancel()
+                for watch in watches:
+                    watch.cancel()
                 for ended in self._cancelling.values():
                     ended.set()
                 await self._process.kill()
@@ -213,6 +222,14 @@ class Life:
                 await self.warm.wait()
         except TimeoutError:
             self.kill(f"The driver was not ready within {deadline:g} seconds.")
+
+    async def _watch_end(self) -> None:
+        """See an end that the socket does not tell: what the user's code has forked holds it open."""
+        await self._process.wait()
+        self._process.signal_group()
+        # Its last words may be on their way; who left the group with the socket will not close it.
+        await asyncio.sleep(_DRAIN_SECONDS)
+        self._process.hang_up()
 
     def _take(self, message: Message) -> None:
         match message:

@@ -119,6 +119,10 @@ class DriverProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
+    def hang_up(self) -> None:
+        """Let ``messages`` end, whoever holds the other end of the socket."""
+        self._writer.transport.abort()
+
     async def wait(self) -> int:
         """Wait for the child's end and return its exit code."""
         return await self._process.wait()

@@ -41,7 +41,7 @@ async def train(start: Start, command: Sequence[str], environment: Mapping[str, 
         said = str(error) or said
     finally:
         await asyncio.to_thread(_tidy, start, wanted)
-    if await asyncio.to_thread(wanted.is_file):
+    if await asyncio.to_thread(archive.is_there, wanted):
         said = f"Spark's classes are archived in {wanted}: later starts take about half the time."
         log.info("spark.log", logger=__name__, text=said)
     else:

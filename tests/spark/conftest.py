@@ -1,4 +1,4 @@
-"""A Spark session in the test's own process, as one who reads the output has it."""
+"""A Spark session in the test's own process, as one who reads the output has it; and a Java that only says its version."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from mldserver.spark.wire import Start
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from mldserver.spark.session import Session
 
@@ -28,3 +29,12 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     end(session.spark)
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture
+def java(tmp_path: Path) -> Path:
+    (tmp_path / "java" / "bin").mkdir(parents=True)
+    file = tmp_path / "java" / "bin" / "java"
+    file.write_text("#!/bin/sh\necho 'openjdk version \"17.0.1\"'\n")
+    file.chmod(0o755)
+    return tmp_path / "java"

@@ -78,6 +78,12 @@ class FakeDriver:
             self.send(wire.FailedJob(run.id, "ValueError", "no good", "File my.py"))
         elif name == "dies":
             os._exit(9)
+        elif name == "floods":
+            for stream in (sys.stdout, sys.stderr):
+                print(*range(5000), sep="\n", file=stream, flush=True)
+            self.send(wire.Done(run.id, (), 0))
+        elif name.startswith("forks"):
+            self.fork(leave=name == "forks away")
         elif name == "jvm dies":
             self.send(wire.JvmGone(-9))
             os.kill(os.getpid(), signal.SIGKILL)
@@ -97,6 +103,20 @@ class FakeDriver:
             self.send(wire.Done(run.id, (), 0))
         elif name != "hangs":
             self.send(wire.Done(999, (), 0), wire.Done(run.id, (f"{name}.parquet",), run.job.rows))
+
+    def fork(self, *, leave: bool) -> None:
+        """Die, and leave a child that holds the socket: in the group, or out of it."""
+        child = os.fork()
+        if not child:
+            if leave:
+                os.setsid()
+            os.close(1)
+            os.close(2)
+            while True:
+                signal.pause()
+        if leave:
+            print(f"away {child}", flush=True)
+        os._exit(9)
 
     def run_group(self, run: wire.RunGroup) -> None:
         names = {job.window.id for job in run.jobs}

@@ -313,15 +313,6 @@ async def test_a_cluster_that_is_away_is_waited_for(
     assert "SomeError: no session" in events(logged, "spark.lost")[0]["reason"]
 
 
-@pytest.fixture
-def java(tmp_path: Path) -> Path:
-    (tmp_path / "java" / "bin").mkdir(parents=True)
-    file = tmp_path / "java" / "bin" / "java"
-    file.write_text("#!/bin/sh\necho 'openjdk version \"17.0.1\"'\n")
-    file.chmod(0o755)
-    return tmp_path / "java"
-
-
 async def test_a_local_spark_that_fails_three_times_ends_the_engine(
     bench: Callable[..., Bench], java: Path
 ) -> None:

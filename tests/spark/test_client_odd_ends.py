@@ -1,0 +1,107 @@
+"""The engine against a scripted driver: ends that are noticed late, disks and caches that refuse."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import shutil
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from spark.bench import Bench, job
+from support.serving import until
+
+from mldserver.errors import DriverLost
+from mldserver.spark import client, life, wire
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def texts(logged: list[dict[str, Any]], name: str) -> list[str]:
+    return [event["text"] for event in logged if event["event"] == name]
+
+
+@pytest.mark.parametrize("way", ["forks", "forks away"])
+async def test_a_death_is_noticed_though_a_forked_child_holds_the_socket(
+    tmp_path: Path, logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setattr(life, "_DRAIN_SECONDS", 0.1)
+    it = Bench(tmp_path, "good")
+    try:
+        async with it.running():
+            with pytest.raises(DriverLost, match="exit code 9"):
+                await it.engine.compute(job(way))
+            await it.clock.end_sleep()
+            assert (await it.engine.compute(job("w"))).files == ("w.parquet",)
+    finally:
+        for text in texts(logged, "handler.output"):
+            if text.startswith("away "):
+                os.kill(int(text.removeprefix("away ")), signal.SIGKILL)
+
+
+async def test_a_job_waits_for_the_next_driver_while_what_the_last_one_left_is_cleaned_up(
+    tmp_path: Path, java: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = Bench(tmp_path, "good", master="local[1]", java_home=str(java), archive_after=60)
+    training, tidy = asyncio.Event(), asyncio.Event()
+
+    async def train(start: wire.Start, *_: object) -> None:
+        shutil.rmtree(start.scratch)
+        training.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await tidy.wait()
+
+    monkeypatch.setattr(client, "train", train)
+    async with it.running():
+        await it.engine.ready()
+        await it.clock.end_sleep()
+        await training.wait()
+        with pytest.raises(DriverLost):
+            await it.engine.compute(job("dies"))
+        call = asyncio.ensure_future(it.engine.compute(job("w")))
+        await asyncio.wait({call}, timeout=0.05)
+        assert (it.engine.is_ready, it.engine.phase, call.done()) == (False, "restarting", False)
+        tidy.set()
+        await it.clock.end_sleep()
+        assert (await call).files == ("w.parquet",)
+
+
+async def test_a_disk_without_room_for_an_archive_costs_no_driver(
+    tmp_path: Path, java: Path, logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = Bench(tmp_path, "good", master="local[1]", java_home=str(java), archive_after=60)
+    starts = it.engine._start
+
+    def without_room(archived: str | None, *, train: bool) -> wire.Start:
+        if train:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return starts(archived, train=train)
+
+    monkeypatch.setattr(it.engine, "_start", without_room)
+    async with it.running():
+        await it.engine.ready()
+        await it.clock.end_sleep()
+        await until(lambda: bool(texts(logged, "spark.log")))
+        assert (await it.engine.compute(job("w"))).files == ("w.parquet",)
+    assert texts(logged, "spark.log") == ["No class archive was made. [Errno 28] No space left on device"]
+    assert len(it.lives) == 1
+
+
+async def test_a_cache_that_cannot_be_looked_into_is_gone_without(
+    tmp_path: Path, java: Path, logged: list[dict[str, Any]]
+) -> None:
+    nowhere = tmp_path / ("x" * 300)  # as a folder without permission is, for who may do all
+    it = Bench(tmp_path, "good", master="local[1]", java_home=str(java), archive_after=60, cache_dir=nowhere)
+    async with it.running():
+        await it.engine.ready()
+        await it.clock.end_sleep()
+        await until(lambda: bool(texts(logged, "spark.log")))
+        assert (await it.engine.compute(job("w"))).files == ("w.parquet",)
+    (text,) = texts(logged, "spark.log")
+    assert text.startswith("No class archive was made. [Errno 36]")
+    assert len(it.lives) == 1
