@@ -77,7 +77,15 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "aws": ("runtime.aside",),
     "sources": ("records", "errors", "clock", "faults", "protocol", "runtime.base"),
     # The driver process imports the user's handler by the same rules as the runtime does.
-    "spark": ("errors", "clock", "faults", "remote", "coordinator.windows", "runtime.loader"),
+    "spark": (
+        "errors",
+        "clock",
+        "faults",
+        "remote",
+        "coordinator.windows",
+        "runtime.loader",
+        "observe.flood",
+    ),
     "config": ("errors", "faults", "remote", "coordinator.windows", "runtime.failure"),
     "observe": ("errors", "config"),
     "kcl": ("errors", "clock", "config", "spark.java", ""),

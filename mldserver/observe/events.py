@@ -225,7 +225,8 @@ EVENTS: Final[dict[str, EventSpec]] = {
     "log.lost": EventSpec(
         "warning",
         ("lines", "since"),
-        "So many lines are missing here, the first from `since`: the disk was full, or the reader stalled or gone.",
+        "So many lines are missing here, the first from `since`: the disk was full, the reader stalled or gone, or a "
+        "flood was cut.",
     ),
     "worker.started": EventSpec("info", ("worker", "pid", "generation"), "A worker process takes shards."),
     "worker.lost": EventSpec(

@@ -13,6 +13,7 @@ import structlog
 from mldserver.errors import DriverLost, WindowFailed
 from mldserver.faults import kill_point
 from mldserver.spark import spark_log
+from mldserver.spark.printed import Printed
 from mldserver.spark.wire import (
     Cancel,
     Done,
@@ -78,6 +79,7 @@ class Life:
         self._cancelling: dict[int, asyncio.Event] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self._stdout, self._stderr = Printed(), Printed()
         self._reason = ""
         self._over = False
         self.warm = asyncio.Event()
@@ -115,7 +117,9 @@ class Life:
         """Run the life; return when the driver is dead. ``start_deadline``: seconds until it must be warm."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                output = self._tasks.create_task(self._process.read_output(self._printed, self._said))
+                output = self._tasks.create_task(
+                    self._process.read_output(self._take_stdout, self._take_stderr)
+                )
                 watches = (
                     self._tasks.create_task(self._watch_start(start_deadline)),
                     self._tasks.create_task(self._watch_end()),
@@ -137,6 +141,8 @@ class Life:
             self._over = True
             await self._process.kill()
             self._lose_jobs()
+            self._stdout.tell()
+            self._stderr.tell()
 
     async def _read(self) -> None:
         try:
@@ -287,16 +293,24 @@ class Life:
             if not answer.done():
                 answer.set_exception(self._lost())
 
-    def _printed(self, line: str) -> None:
+    def _take_stdout(self, line: str) -> bool:
+        """Log a line, or count it; return which."""
         if self.started is None:
             self._last_lines.append(line[:_LINE_CHARACTERS])  # a crash at start is told on standard output
-        log.info("handler.output", stream="stdout", text=line)
+        passes = self._stdout.passes()
+        if passes:
+            log.info("handler.output", stream="stdout", text=line)
+        return passes
 
-    def _said(self, line: str) -> None:
+    def _take_stderr(self, line: str) -> bool:
+        """Log what a line says, or count it; return which."""
         entry = spark_log.parse(line)
         if entry.level != "debug":
             self._last_lines.append(entry.text[:_LINE_CHARACTERS])
-        self._log(entry)
+        passes = self._stderr.passes()
+        if passes:
+            self._log(entry)
+        return passes
 
     def _log(self, entry: spark_log.Entry) -> None:
         told = {"logger": entry.logger, "text": entry.text, "exception": entry.exception}

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 
 __all__ = ["DriverProcess", "driver_command"]
 
+_READ_BYTES = 8192
+"""Of output at a time: thousands of empty lines at most."""
+
+_PAUSE_SECONDS = 0.01
+
 _KILL_SECONDS = 10
 """How long a killed group may take to be gone, and its pipes to close."""
 
@@ -107,8 +112,11 @@ class DriverProcess:
                 for message in decoder.feed(data):
                     yield message
 
-    async def read_output(self, stdout: Callable[[str], None], stderr: Callable[[str], None]) -> None:
-        """Pass on every line that the child, its JVM and its workers print, until all of them are gone."""
+    async def read_output(self, stdout: Callable[[str], bool], stderr: Callable[[str], bool]) -> None:
+        """Pass on every line that the child, its JVM and its workers print, until all of them are gone.
+
+        What it is passed to returns False when that is too much of it: then the child is made to wait a little.
+        """
         out, err = self._outputs
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(_pass_lines(out.reader, stdout))
@@ -162,10 +170,11 @@ async def _open_pipe() -> tuple[_Output, int]:
     return _Output(reader, transport), theirs
 
 
-async def _pass_lines(stream: asyncio.StreamReader, take: Callable[[str], None]) -> None:
+async def _pass_lines(stream: asyncio.StreamReader, take: Callable[[str], bool]) -> None:
     lines = Lines()
-    while data := await stream.read(1 << 16):
-        for line in lines.feed(data):
-            take(line)
+    while data := await stream.read(_READ_BYTES):
+        passed = [take(line) for line in lines.feed(data)]
+        # Even lines that nobody keeps cost time: whoever floods the pipe waits, others on the event loop do not.
+        await asyncio.sleep(0 if all(passed) else _PAUSE_SECONDS)
     for line in lines.end():
         take(line)

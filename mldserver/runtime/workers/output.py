@@ -15,7 +15,7 @@ from typing import Final
 
 import structlog
 
-from mldserver.runtime.workers.telling import Flood
+from mldserver.observe.flood import Flood
 
 __all__ = ["Output"]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,18 +16,17 @@ import structlog
 
 from mldserver.observe.caught import caught_output
 from mldserver.observe.events import EVENTS
+from mldserver.observe.flood import Flood
 from mldserver.observe.logging import libraries_through_us
 from mldserver.runtime.workers.channel import send_now
 from mldserver.runtime.workers.wire import Told, encode
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Iterator, Mapping, MutableMapping
+    from collections.abc import Iterator, Mapping, MutableMapping
 
-__all__ = ["Flood", "Teller", "telling_through"]
+__all__ = ["Teller", "telling_through"]
 
-LINES_A_SECOND: Final = 200
-BURST: Final = 1000
 PRINTED: Final = "handler.output"
 OURS: Final = frozenset(EVENTS) - {PRINTED, "library.log"}
 """Events that are the runtime's own, of which there are never more than it makes calls."""
@@ -36,26 +34,6 @@ LONGEST: Final = 65_536
 """Characters of a text in an event."""
 URGENT_SECONDS: Final = 1.0
 """How long a thread waits for the server to take a warning or an error."""
-
-
-class Flood:
-    """Lets a burst pass, then so many lines a second."""
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        """Begin with room for a burst; ``now`` gives seconds."""
-        self._now = now
-        self._room = float(BURST)
-        self._at = now()
-
-    def passes(self) -> bool:
-        """Whether one more line does."""
-        now = self._now()
-        self._room = min(float(BURST), self._room + (now - self._at) * LINES_A_SECOND)
-        self._at = now
-        if self._room < 1:
-            return False
-        self._room -= 1
-        return True
 
 
 class Teller:

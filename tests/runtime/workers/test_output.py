@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mldserver.observe.flood import BURST, Flood
 from mldserver.runtime.workers import output
 from mldserver.runtime.workers.output import Output
-from mldserver.runtime.workers.telling import BURST, Flood
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

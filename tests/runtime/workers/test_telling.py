@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import structlog
 
+from mldserver.observe.flood import BURST
 from mldserver.runtime.workers import wire
 from mldserver.runtime.workers.channel import pair
-from mldserver.runtime.workers.telling import BURST, LINES_A_SECOND, LONGEST, Flood, _plain, telling_through
+from mldserver.runtime.workers.telling import LONGEST, _plain, telling_through
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,16 +46,6 @@ def server() -> Iterator[Server]:
     made.here.close()
     made.there.close()
     structlog.reset_defaults()
-
-
-def test_a_flood_gets_a_burst_and_then_so_many_a_second() -> None:
-    now = 0.0
-    flood = Flood(lambda: now)
-    assert sum(flood.passes() for _ in range(2 * BURST)) == BURST
-    now = 0.5
-    assert sum(flood.passes() for _ in range(2 * BURST)) == LINES_A_SECOND // 2
-    now = 3600.0
-    assert sum(flood.passes() for _ in range(2 * BURST)) == BURST
 
 
 def test_texts_of_any_length_are_told_and_cut() -> None:

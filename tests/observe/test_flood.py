@@ -1,0 +1,13 @@
+from __future__ import annotations
+
+from mldserver.observe.flood import BURST, LINES_A_SECOND, Flood
+
+
+def test_a_flood_gets_a_burst_and_then_so_many_a_second() -> None:
+    now = 0.0
+    flood = Flood(lambda: now)
+    assert sum(flood.passes() for _ in range(2 * BURST)) == BURST
+    now = 0.5
+    assert sum(flood.passes() for _ in range(2 * BURST)) == LINES_A_SECOND // 2
+    now = 3600.0
+    assert sum(flood.passes() for _ in range(2 * BURST)) == BURST

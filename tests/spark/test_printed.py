@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from spark.bench import Bench, job
+from support.serving import until
+
+from mldserver.observe.flood import BURST, LINES_A_SECOND
+from mldserver.spark import life, process
+from mldserver.spark.printed import Printed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+
+def lost(logged: list[dict[str, Any]]) -> list[int]:
+    return [event["lines"] for event in logged if event["event"] == "log.lost"]
+
+
+def test_what_a_flood_loses_is_told_once_a_second_and_at_the_end(logged: list[dict[str, Any]]) -> None:
+    now = 0.0
+    printed = Printed(lambda: now)
+    assert sum(printed.passes() for _ in range(BURST + 30)) == BURST
+    now = 0.5
+    assert sum(printed.passes() for _ in range(LINES_A_SECOND)) == LINES_A_SECOND // 2
+    assert lost(logged) == []
+    now = 1.5
+    assert printed.passes()
+    assert lost(logged) == [30 + LINES_A_SECOND // 2]
+    now = 100.0
+    assert sum(printed.passes() for _ in range(BURST + 7)) == BURST
+    printed.tell()
+    printed.tell()
+    assert lost(logged) == [30 + LINES_A_SECOND // 2, 1, 6]
+
+
+async def test_of_a_drivers_flood_a_burst_is_logged_and_the_rest_is_counted(
+    tmp_path: Path, logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(life, "Printed", partial(Printed, lambda: 0.0))
+    it = Bench(tmp_path, "good")
+    async with it.running():
+        await it.engine.compute(job("floods"))
+        alive = it.engine._life
+        assert alive is not None
+        await until(lambda: alive._stdout._lost == alive._stderr._lost == 5000 - BURST)
+        assert alive._last_lines[-1] == "4999"
+    texts = [str(number) for number in range(BURST)]
+    assert [event["text"] for event in logged if event["event"] == "handler.output"] == texts
+    assert [event["text"] for event in logged if event["event"] == "spark.log"] == texts
+    # One more of standard output: what the driver says as it stops.
+    assert sorted(lost(logged)) == [5000 - BURST, 5001 - BURST]
+
+
+async def test_others_have_their_turn_while_a_flood_is_read() -> None:
+    pipe = asyncio.StreamReader()
+    pipe.feed_data(b"\n" * 16 * process._READ_BYTES)
+    pipe.feed_eof()
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    taken = []
+
+    def take(line: str) -> bool:
+        taken.append(line)
+        return False
+
+    async with asyncio.TaskGroup() as tasks:
+        meanwhile = tasks.create_task(other())
+        await process._pass_lines(pipe, take)
+        meanwhile.cancel()
+    assert len(taken) == 16 * process._READ_BYTES
+    assert turns > 16
