@@ -213,13 +213,13 @@ class Life:
     def _cancel(self, job_id: int) -> None:
         if self._over or self._tasks is None:
             return
-        self._cancelling[job_id] = asyncio.Event()
+        ended = self._cancelling[job_id] = asyncio.Event()
         self._process.send(Cancel(job_id))
-        self._tasks.create_task(self._see_it_end(job_id))
+        self._tasks.create_task(self._see_it_end(ended))
 
-    async def _see_it_end(self, job_id: int) -> None:
+    async def _see_it_end(self, ended: asyncio.Event) -> None:
         """Kill the driver when a cancelled job does not end: Python code in a loop cannot be stopped otherwise."""
-        if not await happens(self._cancelling[job_id], self._clock, self._cancel_grace):
+        if not await happens(ended, self._clock, self._cancel_grace):
             self.kill(f"A cancelled job did not end within {self._cancel_grace:g} seconds.")
 
     async def _watch_start(self, deadline: float) -> None:

@@ -71,6 +71,24 @@ async def test_a_job_waits_for_the_next_driver_while_what_the_last_one_left_is_c
         assert (await call).files == ("w.parquet",)
 
 
+async def test_a_job_may_end_in_the_very_moment_in_which_it_is_cancelled(tmp_path: Path) -> None:
+    it = Bench(tmp_path, "good")
+    async with it.running():
+        await it.engine.ready()
+        alive = it.engine._life
+        assert alive is not None
+        call = asyncio.ensure_future(it.engine.compute(job("hangs")))
+        await until(lambda: bool(alive._waiting))
+        (job_id,) = alive._waiting
+        call.cancel()
+        # Behind the call's own step in the loop's queue, and before any that this brings about.
+        asyncio.get_running_loop().call_soon(alive._answer, wire.Done(job_id, (), 0))
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert (await it.engine.compute(job("w"))).files == ("w.parquet",)
+    assert len(it.lives) == 1
+
+
 async def test_a_disk_without_room_for_an_archive_costs_no_driver(
     tmp_path: Path, java: Path, logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
