@@ -9,6 +9,7 @@ together with their end (``Redriving``): who takes them twice, after a crash or 
 from __future__ import annotations
 
 import base64
+import contextlib
 from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
@@ -101,12 +102,14 @@ class Redriver:
         self._why_not = why_not
         self._waiting: set[str] = set()
         """Letters that this round was told of, and that are not wanted any more."""
+        self._asking: dict[str, set[str]] = {}
+        """Keys of shards that go on once the ledger says that no letter of theirs is left: it may be out of reach."""
 
     async def run(self) -> None:
         """Redrive letters for ever."""
         while True:
             await self._clock.sleep(_SECONDS)
-            if not self._redriving.wanted:
+            if not self._redriving.wanted and not self._asking:
                 continue
             try:
                 await self.round()
@@ -116,6 +119,7 @@ class Redriver:
 
     async def round(self) -> None:
         """Take every wanted letter that may be taken here, once. Raises LedgerError."""
+        await self._ask_again()
         after = None
         self._waiting.clear()
         while page := await self._ledger.letters(after=after, limit=_PAGE, wanted=True):
@@ -171,7 +175,7 @@ class Redriver:
         await self._hold_back(shard_id, outcome, letters)
         await self._redriving.register(shard_id, outcome, tuple(each.id for each in letters))
         kill_point("redrive.done")
-        await self._unpark(shard_id, letters)
+        await self._unpark(shard_id, (each.letter.partition_key for each in letters))
         log.info(
             "redrive.done",
             shard=shard_id,
@@ -206,13 +210,27 @@ class Redriver:
                 self._waiting.update(each.id for each in behind)
             after = page[-1].id
 
-    async def _unpark(self, shard_id: str, letters: tuple[StoredLetter, ...]) -> None:
-        """Let keys go on of which no letter is left. No batch of the shard is under way, and all letters are stored."""
+    async def _unpark(self, shard_id: str, keys: Iterable[str | None]) -> None:
+        """Let those keys go on of which no letter is left. No batch of the shard is under way, and all letters are stored."""
         if not self._parks:
             return
+        asking = self._asking.setdefault(shard_id, set())
+        asking.update(key for key in keys if key is not None)
         parked = await self._ledger.parked_keys(shard_id)
-        for key in {each.letter.partition_key for each in letters} - {None, *parked}:
-            await self._runtime.unpark(shard_id, str(key))
+        for key in asking.difference(parked):
+            await self._runtime.unpark(shard_id, key)
+        del self._asking[shard_id]
+
+    async def _ask_again(self) -> None:
+        """Do what a ledger out of reach has left undone. A shard that is opened meanwhile learns its keys anew."""
+        for shard_id in tuple(self._asking):
+            claim = self._owners.current(shard_id)
+            if claim is None or not claim.opened:
+                del self._asking[shard_id]
+                continue
+            with contextlib.suppress(Superseded):
+                async with claim.visit():
+                    await self._unpark(shard_id, ())
 
     async def _refuse(self, letters: tuple[StoredLetter, ...], error: MldserverError) -> None:
         log.error("redrive.failed", shard=letters[0].letter.shard_id, **error.told())

@@ -258,6 +258,32 @@ async def test_a_processor_that_keeps_its_position_is_given_none(house: House) -
     assert [wanted for _, _, wanted in house.left()] == [False, False, False]
 
 
+@pytest.mark.parametrize("stays", [True, False])
+async def test_a_key_goes_on_also_when_the_ledger_was_away_as_its_last_letter_went(
+    house: House, stays: bool
+) -> None:
+    async def flush(reason: str) -> None:
+        await House.flush(house, reason)
+        house.ledger.failing = True
+
+    claim = house.owners.take("a")
+    claim.opened = True
+    house.redriving._flush = flush
+    house.redriving.learn(LedgerState(redrives=3))
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(house.redriver(parks=True).run())
+        await house.clock.advance(2)
+        assert (house.handler.calls, house.left()) == ([("process", "a", [1, 2, 9])], [])
+        house.redriving.learn(LedgerState())
+        house.ledger.failing = False
+        if not stays:
+            house.owners.release("a", claim)
+        await house.clock.advance(10)
+        running.cancel()
+    unparked = [("unpark", "a", "k"), ("unpark", "a", "other")] if stays else []
+    assert sorted(house.handler.calls[1:]) == unparked
+
+
 async def test_it_looks_only_when_something_is_wanted_and_again_when_the_ledger_was_away(
     house: House,
 ) -> None:
