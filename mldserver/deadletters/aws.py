@@ -239,7 +239,10 @@ def _key(letter: DeadLetter) -> str:
 
 
 class BucketDestination(_Aws):
-    """A bucket of S3: JSON lines, one object for each shard of a flush."""
+    """A bucket of S3: JSON lines, one object for each shard of a flush, below the pipeline's name.
+
+    Another pipeline on the same stream has shards and sequences of the same names.
+    """
 
     service = "s3"
 
@@ -247,7 +250,7 @@ class BucketDestination(_Aws):
         client = await self._reach()
         bucket, _, prefix = self._place.partition("/")
         for group in grouped(letters):
-            name = file_name(group, "jsonl")
+            name = f"{self._pipeline}/{file_name(group, 'jsonl')}"
             await client.put_object(
                 Bucket=bucket,
                 Key=f"{prefix}/{name}" if prefix else name,

@@ -37,7 +37,8 @@ def destination_of(
                 f"dead_letters = {place} cannot be reached: {error}.",
                 advice="Check the URI: its name, and the options after the question mark.",
             ) from error
-        return FolderDestination(other, "", pipeline=settings.pipeline, kind=kind)
+        # Another pipeline on the same stream, with files of the same names, may have the same place.
+        return FolderDestination(other, settings.pipeline, pipeline=settings.pipeline, kind=kind)
     from mldserver.deadletters import aws  # noqa: PLC0415  # most servers never need AWS's client
 
     kinds: dict[str, type[aws.QueueDestination | aws.BucketDestination | aws.StreamDestination]] = {

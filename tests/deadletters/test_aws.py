@@ -136,7 +136,7 @@ async def test_a_bucket_holds_json_lines_and_a_repeat_writes_them_over(aws: str,
             assert await bucket.store(LETTERS) == ()
         (found,) = (await client.list_objects_v2(Bucket="letters"))["Contents"]
         body = await (await client.get_object(Bucket="letters", Key=found["Key"]))["Body"].read()
-    assert found["Key"].startswith("dead/a/")
+    assert found["Key"].startswith("dead/p/a/")
     assert [from_document(json.loads(line)) for line in body.splitlines()] == list(LETTERS)
 
 

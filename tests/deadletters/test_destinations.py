@@ -167,9 +167,22 @@ def test_a_folder_elsewhere_is_reached_at_the_start_or_told(tmp_path: Path) -> N
         return destination_of(settings, OutputStore(str(tmp_path)), VirtualClock(0), lambda: 0.5)
 
     asyncio.run(made(str(tmp_path / "else")).store(LETTERS))
-    assert sorted(each.name for each in (tmp_path / "else").iterdir()) == ["a", "b"]
+    assert files(tmp_path / "else") == ["h/a/1-0.parquet", "h/b/1-0.parquet"]
     with pytest.raises(OperatorError, match="cannot be reached"):
         made("nothing://x")
+
+
+async def test_two_pipelines_on_one_stream_may_share_a_folder_elsewhere(tmp_path: Path) -> None:
+    store = OutputStore(str(tmp_path))
+    for pipeline in ("first", "second"):
+        settings = quick(
+            tmp_path, "h", pipeline=pipeline, dead_letters=LetterPlace("jsonl", str(tmp_path / "else"))
+        )
+        place = destination_of(settings, store, VirtualClock(0), lambda: 0.5)
+        assert place is not None
+        await place.store(LETTERS)
+    for pipeline in ("first", "second"):
+        assert len(read_letters(str(tmp_path / "else" / pipeline), pipeline)) == len(LETTERS)
 
 
 async def test_an_object_store_takes_a_file_in_one_put(tmp_path: Path) -> None:
