@@ -286,16 +286,17 @@ class InlineRuntime:
     async def _try_open(self, shard: Shard, tools: Tools) -> tuple[str, Failure] | None:
         """Make a handler and run ``initialize``; return the hook that failed, and why."""
         instance: Any = tools.spec.target
-        if tools.spec.kind is not HandlerKind.MODULE:
+        if tools.spec.kind is HandlerKind.MODULE:
+            functions = _functions(tools.spec, instance)
+        else:
             # The instance comes back in a list of one: hooks may not return objects of their own to the runtime.
-            make = BoundHook("__init__", lambda _: [tools.spec.target()], is_async=False)
+            make = BoundHook("__init__", lambda _: [_made(tools.spec)], is_async=False)
             made = await tools.caller.run(make, [shard], shard=shard.id)
             if made.failure is not None:
                 return make.name, made.failure
-            instance = made.values[0][0]
+            instance, functions = made.values[0][0]
         hooks = {
-            name: BoundHook(name, getattr(instance, name), hook.is_async)
-            for name, hook in tools.spec.hooks.items()
+            name: BoundHook(name, functions[name], hook.is_async) for name, hook in tools.spec.hooks.items()
         }
         if (by_record := hooks.get(RecordHook.RECORD)) is not None:
             hooks[RecordHook.RECORD] = replace(by_record, plain=tools.rows.plain, take=tools.rows.take)
@@ -381,3 +382,13 @@ class InlineRuntime:
         if opened is None:
             raise InternalError("A shard is used that is not open.", shard=shard_id)
         return opened
+
+
+def _made(spec: HandlerSpec) -> tuple[Any, dict[str, Any]]:
+    """Return a new instance and its hooks by name: what a class makes, and what that has, is up to the user's code."""
+    instance = spec.target()
+    return instance, _functions(spec, instance)
+
+
+def _functions(spec: HandlerSpec, instance: Any) -> dict[str, Any]:
+    return {name: getattr(instance, name) for name in spec.hooks}

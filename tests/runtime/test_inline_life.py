@@ -49,6 +49,21 @@ async def test_a_class_is_made_once_per_opening_and_a_module_is_shared(kit: Any)
     assert len(made) == 3
 
 
+async def test_a_class_whose_instance_lacks_a_hook_fails_as_its_init_would(kit: Any) -> None:
+    class Strange:
+        schema = SCHEMA
+
+        def __new__(cls) -> Any:
+            return None
+
+        def process_record(self, record: Any) -> Any:
+            return (record.json(),)
+
+    runtime = await kit.start(Strange, policy=FailurePolicy(attempts=1, on_failure=OnFailure.HALT))
+    with pytest.raises(HandlerHalted, match="__init__ failed for good: AttributeError: 'NoneType' object"):
+        await runtime.open(Shard("a"))
+
+
 async def test_life_cycle_hooks_are_called_with_the_shard(kit: Any, shard: Any) -> None:
     seen = []
 
