@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mldserver.records import Record
 from mldserver.runtime.failure import Failure, describe, printed
 from mldserver.runtime.values import shown
@@ -40,8 +42,8 @@ def named_places(named: Iterable[Any], records: Sequence[Record]) -> list[int]:
         if isinstance(name, Record):
             by_sequence = by_sequence or {record.sequence: place for place, record in enumerate(records)}
             place = by_sequence.get(name.sequence)
-        elif isinstance(name, int) and not isinstance(name, bool) and 0 <= name < len(records):
-            place = name
+        elif isinstance(name, int | np.integer) and not isinstance(name, bool) and 0 <= name < len(records):
+            place = int(name)
         if place is None:
             raise ValueError(f"{shown(name)} was named as failed, but is none of the {len(records)} records")
         places.append(place)

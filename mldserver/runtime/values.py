@@ -166,7 +166,10 @@ def _integer(value: Any) -> int:
 def _double(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
         raise _Refused
-    return float(value)
+    number = float(value)
+    if math.isinf(number) and isinstance(value, Decimal) and value.is_finite():
+        raise _Refused(": it is too large")
+    return number
 
 
 def _single(value: Any) -> float:

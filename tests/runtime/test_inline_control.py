@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -133,6 +134,12 @@ async def test_only_the_records_that_a_batch_names_are_called_again(kit: Any, co
     outcome = await kit.run(1, 2, 3, 4, schema=SCHEMA, process_records=kind(hook))
     assert calls == [[1, 2, 3, 4], [2, 4]]
     assert (column(outcome, "n"), outcome.dead_letters, outcome.attempts) == ([1, 2, 3, 4], (), 2)
+
+
+async def test_places_may_be_numbers_of_numpy(kit: Any, column: Any, kind: Any) -> None:
+    hook, calls = result([(1,), None, (3,)], lambda batch: np.flatnonzero([0, 1, 0]))
+    outcome = await kit.run(1, 2, 3, schema=SCHEMA, process_records=kind(hook))
+    assert (calls, column(outcome, "n"), outcome.dead_letters) == ([[1, 2, 3], [2]], [1, 2, 3], ())
 
 
 async def test_records_that_a_batch_keeps_naming_are_dead_letters(kit: Any, column: Any, kind: Any) -> None:

@@ -111,6 +111,8 @@ def test_a_value_keeps_its_meaning(ddl: Any, value: Any, held: Any) -> None:
         ("DOUBLE", "x", "'x' is not DOUBLE"),
         ("DOUBLE", True, "True is not DOUBLE"),
         ("FLOAT", 1e300, "1e+300 is not FLOAT: it is too large"),
+        ("DOUBLE", Decimal("1e400"), "Decimal('1E+400') is not DOUBLE: it is too large"),
+        ("FLOAT", Decimal("-1e400"), "Decimal('-1E+400') is not FLOAT: it is too large"),
         ("STRING", 1, "1 is not STRING"),
         ("STRING", b"x", "b'x' is not STRING: decode it first"),
         ("STRING", "\ud800", "'\\ud800' is not STRING"),
