@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import pickle
 import subprocess
 import sys
@@ -272,3 +273,14 @@ def test_the_readme_holds_the_table() -> None:
     if not marker:
         pytest.skip("the README has no settings yet")
     assert rest.partition("<!-- /settings -->")[0].strip() == settings_table().strip()
+
+
+def test_a_folder_that_may_not_be_looked_into_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exists(_path: Path) -> bool:  # root may look anywhere, and tests may run as root
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "exists", exists)
+    told = refusal(folder=tmp_path)
+    assert "mldserver.toml cannot be told: Permission denied. Start from a folder that you may read" in told

@@ -56,6 +56,9 @@ Late = Literal["recompute", "separate"]
 LOOPBACK = "127.0.0.1"
 HIGHEST_PORT = 65_535
 
+_LARGEST = 2**63 - 1
+"""What SQLite, Arrow and messages between processes hold; more than there is of anything."""
+
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)?", re.IGNORECASE)
 _SIZE_UNITS = {
@@ -236,6 +239,8 @@ def count(*, at_least: int) -> Kind[int]:
             raise ValueError("it is no whole number")
         if number < at_least:
             raise ValueError("it is too small")
+        if number > _LARGEST:
+            raise ValueError("it is too large")
         return number
 
     return Kind(f"a whole number from {at_least} on", parse, metavar="N")
@@ -247,8 +252,10 @@ def size(*, at_least: int = 1) -> Kind[int]:
     def parse(raw: object) -> int:
         number = raw if _is_number(raw) else _size_of(_as_text(raw))
         assert isinstance(number, int | float)
-        if not math.isfinite(number) or number < at_least:
-            raise ValueError("it is too small" if number < at_least else "it is no number")
+        if number < at_least:
+            raise ValueError("it is too small")
+        if not number <= _LARGEST:
+            raise ValueError("it is too large" if number > _LARGEST else "it is no number")
         return int(number)
 
     return Kind(

@@ -72,7 +72,13 @@ def _config_file(environ: Mapping[str, str], folder: Path, config: Path | None) 
     if named := environ.get(CONFIG_VARIABLE):
         return folder / named
     default = folder / CONFIG_FILE
-    return default if default.exists() else None
+    try:
+        return default if default.exists() else None
+    except OSError as error:
+        raise ConfigError(
+            f"Whether there is a settings file {default} cannot be told: {error.strerror}.",
+            advice=f"Start from a folder that you may read, or name a file with --config or {CONFIG_VARIABLE}.",
+        ) from error
 
 
 def _from_file(path: Path | None) -> dict[str, _Given]:
