@@ -24,7 +24,8 @@ class Readiness:
     def __init__(self) -> None:
         """Start red, silently: a server that starts is not broken."""
         self._green = asyncio.Event()
-        self._told_red = False
+        self._told_broken = False
+        """Whether it was told, since it was green last, that something is broken."""
 
     @property
     def is_green(self) -> bool:
@@ -42,14 +43,14 @@ class Readiness:
             if self._green.is_set():
                 return None
             self._green.set()
-            self._told_red = False
+            self._told_broken = False
             return Change(ready=True, reason="")
-        # Spark that is still starting is no news; what is broken before the first green is.
-        news = self._green.is_set() or (found.broken and not self._told_red)
+        # Spark that is still starting is no news; what is broken is, also where it breaks while Spark starts again.
+        news = self._green.is_set() or (found.broken and not self._told_broken)
         self._green.clear()
         if not news:
             return None
-        self._told_red = True
+        self._told_broken = found.broken
         return Change(ready=False, reason=found.reason)
 
 

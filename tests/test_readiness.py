@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+import pytest
+
+from mldserver.readiness import Change, Readiness
+
+if TYPE_CHECKING:
+    from mldserver.assembly import Parts
+
+
+@dataclass
+class World:
+    """The parts as readiness sees them, under the test's control."""
+
+    spark: bool = True
+    halted: tuple[str, ...] = ()
+    flush_failing: bool = False
+    trouble: str | None = None
+    listening: bool = True
+    readiness: Readiness = field(default_factory=Readiness)
+
+    def look(self) -> Change | None:
+        status = SimpleNamespace(windows_halted=self.halted, flush_failing=self.flush_failing)
+        parts = SimpleNamespace(
+            coordinator=SimpleNamespace(status=lambda: status),
+            listener=SimpleNamespace(is_listening=self.listening),
+            runtime=SimpleNamespace(trouble=self.trouble),
+            engine=SimpleNamespace(is_ready=self.spark),
+        )
+        return self.readiness.look(cast("Parts", parts))
+
+
+def told(change: Change | None) -> str:
+    assert change is not None
+    return "ready" if change.ready else change.reason
+
+
+def test_a_server_that_starts_alarms_nobody_and_says_once_that_it_is_ready() -> None:
+    world = World(spark=False, listening=False)
+    assert world.look() is None
+    world.listening = True
+    assert world.look() is None
+    world.spark = True
+    assert told(world.look()) == "ready"
+    assert world.readiness.is_green
+    assert world.look() is None
+
+
+@pytest.mark.parametrize("green_before", [False, True])
+def test_what_is_broken_is_told_once_until_it_is_green_again(green_before: bool) -> None:
+    world = World(spark=green_before)
+    world.look()
+    world.trouble = "no worker process has loaded the handler for 30 s"
+    assert told(world.look()) == world.trouble
+    world.trouble = "no worker process has loaded the handler for 31 s"
+    assert world.look() is None
+    assert not world.readiness.is_green
+    world.spark, world.trouble = True, None
+    assert told(world.look()) == "ready"
+    world.flush_failing = True
+    assert "rows cannot be made durable" in told(world.look())
+
+
+def test_what_breaks_while_spark_is_away_is_told_too() -> None:
+    world = World()
+    world.look()
+    world.spark = False
+    assert "Spark is not running" in told(world.look())
+    assert world.look() is None
+    world.halted = ("2013-01-01T10-00-00Z",)
+    assert told(world.look()) == "window 2013-01-01T10-00-00Z keeps failing and every other waits for it"
+    assert world.look() is None
+    world.halted = ()
+    assert world.look() is None, "Spark is still away, which was told"
+    world.halted = ("2013-01-01T10-00-00Z",)
+    assert world.look() is None
+    world.halted, world.spark = (), True
+    assert told(world.look()) == "ready"
