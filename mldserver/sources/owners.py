@@ -75,6 +75,8 @@ class _Work:
         self._scopes = scopes
 
     async def __aenter__(self) -> None:
+        if not self._claim.current:
+            raise Superseded  # not only once the lock is free: whoever has it may open the shard for hours
         claim = self._claim
         await self._scope.__aenter__()
         self._scopes.add(self._scope)

@@ -277,7 +277,16 @@ class House:
 
     async def empty(self) -> None:
         """Wait until every connection is gone."""
-        while self.listener.connections:  # noqa: ASYNC110  # the listener has no event for it: only tests ask
+        await self.holds_connections(0)
+
+    async def holds_connections(self, count: int) -> None:
+        """Wait until there are so many connections."""
+        while self.listener.connections != count:  # noqa: ASYNC110  # the listener has no event for it: only tests ask
+            await asyncio.sleep(0)
+
+    async def opens(self, count: int) -> None:
+        """Wait until the runtime was asked to open so many shards."""
+        while sum(call[0] == "open" for call in self.runtime.calls) < count:  # noqa: ASYNC110  # see above
             await asyncio.sleep(0)
 
     async def holds(self, size: int) -> None:

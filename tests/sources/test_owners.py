@@ -87,6 +87,16 @@ async def test_a_claim_that_waits_for_its_turn_is_superseded_too() -> None:
         assert third.current
 
 
+async def test_a_claim_that_is_not_current_does_not_wait_for_the_work_of_the_one_that_is() -> None:
+    owners = ShardOwners()
+    first, second = owners.take("s"), owners.take("s")
+    async with second.work():
+        for scope in (first.work(), first.visit()):
+            with pytest.raises(Superseded):
+                async with asyncio.timeout(5), scope:
+                    raise AssertionError("work of a claim that is not current")
+
+
 async def test_who_visits_goes_when_the_owner_cannot_wait_and_the_owners_work_goes_on() -> None:
     claim = ShardOwners().take("s")
     order: list[str] = []

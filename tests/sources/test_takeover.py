@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 from mldserver.errors import GapRefused, LedgerError
@@ -50,6 +51,23 @@ async def test_taking_a_shard_over_cancels_the_earlier_connections_batch_and_ans
     await first.answered("processRecords")
     assert house.intake.shards[0].calls == ["began"]
     assert house.listener._budget.held == 0
+
+
+async def test_a_connection_that_lost_its_shard_ends_while_the_new_one_is_still_being_opened(
+    house: House,
+) -> None:
+    first, second = await house.connect(), await house.connect()
+    await first.initialize()
+    house.runtime.doors.clear()
+    await second.send(
+        {"action": "initialize", "shardId": SHARD, "sequenceNumber": None, "subSequenceNumber": None}
+    )
+    await house.opens(2)
+    await first.close()
+    async with asyncio.timeout(5):
+        await house.holds_connections(1)
+    house.runtime.doors.set()
+    await second.answered("initialize")
 
 
 async def test_a_connection_that_is_refused_takes_the_shard_from_nobody(house: House) -> None:
