@@ -11,23 +11,22 @@ from __future__ import annotations
 import base64
 import contextlib
 from dataclasses import replace
-from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 import orjson
 import structlog
 
+from mldserver.deadletters.wanted import PAGE, wanted_portions
 from mldserver.errors import HandlerError, LedgerError, MldserverError, PeerError
 from mldserver.faults import kill_point
 from mldserver.protocol.messages import Version
 from mldserver.records import Shard
 from mldserver.runtime.base import Delivery
 from mldserver.sources.owners import Superseded
-from mldserver.state.letters import LETTERS_AT_ONCE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Mapping
 
     from mldserver.clock import Clock
     from mldserver.coordinator.redriving import Redriving
@@ -37,30 +36,12 @@ if TYPE_CHECKING:
     from mldserver.state.ledger import Ledger
     from mldserver.state.letters import StoredLetter
 
-__all__ = ["Redriver", "as_line", "portions"]
+__all__ = ["Redriver", "as_line"]
 
 log = structlog.get_logger("mldserver")
 
 _SECONDS: Final = 0.5
 """Between two looks at what the ledger was last seen to hold; that costs nothing."""
-_PAGE: Final = 500
-_PORTION_BYTES: Final = 8 * 1024 * 1024
-"""Payloads that are in memory at a time, unless one alone is larger."""
-
-
-def portions(letters: Iterable[StoredLetter]) -> Iterator[tuple[StoredLetter, ...]]:
-    """Yield letters as they run together: of one shard, in its order, and not too many."""
-    in_order = sorted(letters, key=lambda each: (each.letter.shard_id, each.letter.sequence))
-    for _, of_shard in groupby(in_order, key=lambda each: each.letter.shard_id):
-        portion: list[StoredLetter] = []
-        size = 0
-        for each in of_shard:
-            size += len(each.letter.data)
-            if portion and (size > _PORTION_BYTES or len(portion) == LETTERS_AT_ONCE):
-                yield tuple(portion)
-                portion, size = [], len(each.letter.data)
-            portion.append(each)
-        yield tuple(portion)
 
 
 def as_line(letters: Iterable[DeadLetter]) -> bytes:
@@ -120,14 +101,12 @@ class Redriver:
     async def round(self) -> None:
         """Take every wanted letter that may be taken here, once. Raises LedgerError."""
         await self._ask_again()
-        after = None
         self._waiting.clear()
-        while page := await self._ledger.letters(after=after, limit=_PAGE, wanted=True):
-            for portion in portions(page):
+        async with contextlib.aclosing(wanted_portions(self._ledger)) as wanted:
+            async for portion in wanted:
                 left = tuple(each for each in portion if each.id not in self._waiting)
                 if left:
                     await self._take(left[0].letter.shard_id, left)
-            after = page[-1].id
 
     async def _take(self, shard_id: str, letters: tuple[StoredLetter, ...]) -> None:
         try:
@@ -197,7 +176,7 @@ class Redriver:
             if self._parks and letter.partition_key is not None:
                 failed.setdefault(letter.partition_key, letter.sequence)
         after, here = None, {each.id for each in letters}
-        while failed and (page := await self._ledger.letters(after=after, limit=_PAGE, wanted=True)):
+        while failed and (page := await self._ledger.letters(after=after, limit=PAGE, wanted=True)):
             behind = tuple(
                 each
                 for each in page

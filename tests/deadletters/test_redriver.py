@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,9 @@ from coordinator.outcomes import outcome
 
 from mldserver.coordinator.buffer import Buffer
 from mldserver.coordinator.redriving import Redriving
-from mldserver.deadletters.redriver import Redriver, as_line, portions
+from mldserver.deadletters import wanted
+from mldserver.deadletters.redriver import Redriver, as_line
+from mldserver.deadletters.wanted import portions, wanted_portions
 from mldserver.errors import HandlerHalted, InternalError, LedgerError
 from mldserver.protocol.batches import decode_records
 from mldserver.protocol.messages import Version
@@ -220,6 +223,38 @@ async def test_letters_behind_one_that_fails_again_wait_before_that_is_stored(
     else:
         await redriver.round()
     assert seen == [[False] * 3]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("page", [1, 7, 100, 101, 102])
+async def test_letters_of_many_pages_run_in_the_order_of_their_shards_not_of_their_storage(
+    house: House, monkeypatch: pytest.MonkeyPatch, page: int, seed: int
+) -> None:
+    monkeypatch.setattr(wanted, "PAGE", page)
+    more = [letter(number, shard) for number in range(10, 59) for shard in "ab"]
+    random.Random(seed).shuffle(more)
+    house.store.add_letters(tuple(more), wanted=True)
+    house.store.add_letters((letter(70), letter(71)))
+    await house.redriver().round()
+    runs = [(call[1], call[2]) for call in house.handler.calls if call[0] == "process"]
+    run = {each: [number for shard, numbers in runs if shard == each for number in numbers] for each in "ab"}
+    assert run == {"a": [1, 2, 9, *range(10, 59)], "b": list(range(10, 59))}
+    assert max(len(numbers) for _, numbers in runs) == LETTERS_AT_ONCE
+    assert [number for number, *_ in house.left()] == [70, 71]
+
+
+async def test_letters_that_are_gone_before_their_turn_are_left_out(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wanted, "PAGE", 2)
+    house.store.add_letters(tuple(letter(number) for number in range(10, 60)), wanted=True)
+    found = wanted_portions(house.ledger)
+    assert len(await anext(found)) == LETTERS_AT_ONCE
+    last = house.store.letters(limit=1000)[-5:]
+    house.store.purge((last[0].id, last[1].id))
+    house.store.redrive((last[3].id,), wanted=False)
+    (rest,) = [portion async for portion in found]
+    assert [each.letter.sequence.number for each in rest] == [*range(47, 55), 57, 59]
 
 
 async def test_another_servers_shard_is_left_to_it(house: House) -> None:
