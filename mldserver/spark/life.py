@@ -191,7 +191,7 @@ class Life:
         answer: asyncio.Future[Done | DoneGroup] = asyncio.get_running_loop().create_future()
         self._waiting[job_id] = (asked, answer)
         try:
-            self._process.send(asked)
+            self._send(asked)
             kill_point("sink.writing" if isinstance(asked, Publish) else "job.running")
             async with asyncio.timeout(deadline) as limit:
                 return await answer
@@ -209,6 +209,16 @@ class Life:
             raise
         finally:
             self._waiting.pop(job_id, None)
+
+    def _send(self, asked: Run | RunGroup | Publish) -> None:
+        try:
+            self._process.send(asked)
+        except WireError as error:  # half a million segments
+            raise WindowFailed(
+                f"The job cannot be sent to the Spark driver: {error}.",
+                advice="Make windows shorter, or flush_interval longer, so that a window has fewer segments.",
+                **_window_of(asked),
+            ) from error
 
     def _cancel(self, job_id: int) -> None:
         if self._over or self._tasks is None:

@@ -7,13 +7,14 @@ import errno
 import os
 import shutil
 import signal
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from spark.bench import Bench, job
 from support.serving import until
 
-from mldserver.errors import DriverLost
+from mldserver.errors import DriverLost, WindowFailed
 from mldserver.spark import client, life, wire
 
 if TYPE_CHECKING:
@@ -85,6 +86,20 @@ async def test_a_job_may_end_in_the_very_moment_in_which_it_is_cancelled(tmp_pat
         asyncio.get_running_loop().call_soon(alive._answer, wire.Done(job_id, (), 0))
         with pytest.raises(asyncio.CancelledError):
             await call
+        assert (await it.engine.compute(job("w"))).files == ("w.parquet",)
+    assert len(it.lives) == 1
+
+
+async def test_a_window_of_too_many_segments_fails_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = Bench(tmp_path, "good")
+    async with it.running():
+        await it.engine.ready()
+        monkeypatch.setattr(wire, "LIMIT", 2000)
+        with pytest.raises(WindowFailed, match="longer than 2000") as caught:
+            await it.engine.compute(replace(job("long"), segments=("/a/segment",) * 200))
+        assert caught.value.where == {"window": "long"}
         assert (await it.engine.compute(job("w"))).files == ("w.parquet",)
     assert len(it.lives) == 1
 
