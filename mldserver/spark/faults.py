@@ -6,6 +6,9 @@ error and the user's own frames; that is what is kept.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import os
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +18,7 @@ __all__ = ["Fault", "describe", "lost_connection", "message", "user_traceback"]
 _LIMIT = 20_000
 """Characters of a message or a traceback: a query plan in an error can have megabytes."""
 
-_MACHINERY = (
-    f"{Path(__file__).parent}/",
-    "/pyspark/",
-    "/py4j/",
-    "/concurrent/futures/",
-    "/asyncio/",
-    "<frozen ",
-)
-"""Parts of file names of frames that are not the user's."""
+_LIBRARY = Path(os.__file__).parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +68,17 @@ def _printed(error: BaseException) -> str:
         return "(its message cannot be printed)"
 
 
+@functools.cache
+def _machinery() -> tuple[str, ...]:
+    """Return how the file names of frames begin that are not the user's: a folder of theirs may be named as one of these."""
+    found = (importlib.util.find_spec(name) for name in ("pyspark", "py4j"))
+    packages = (Path(each.origin).parent for each in found if each is not None and each.origin)
+    ours = (Path(__file__).parent, _LIBRARY / "concurrent" / "futures", _LIBRARY / "asyncio")
+    return ("<frozen ", *(f"{folder}/" for folder in (*ours, *packages)))
+
+
 def _is_users(frame: traceback.FrameSummary) -> bool:
-    return not any(part in frame.filename for part in _MACHINERY)
+    return not frame.filename.startswith(_machinery())
 
 
 def _told(error: BaseException, seen: set[int]) -> list[str]:

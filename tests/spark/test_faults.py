@@ -4,6 +4,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Never
 
+import py4j.protocol
 import pytest
 
 from mldserver.spark.faults import describe, lost_connection, message, user_traceback
@@ -16,6 +17,13 @@ def caught(function: Callable[[], object]) -> Exception:
     with pytest.raises(Exception) as info:  # noqa: PT011  # any error will do
         function()
     return info.value
+
+
+def raising_in(file: str) -> Callable[[], object]:
+    """Return a function that raises, and stands in this file."""
+    namespace = {}
+    exec(compile("def inner(): raise ValueError('deep')", file, "exec"), namespace)
+    return namespace["inner"]
 
 
 def test_the_java_stack_below_a_message_is_cut() -> None:
@@ -38,12 +46,15 @@ def test_the_users_frames_are_kept_and_the_machinerys_are_not() -> None:
 
     told = user_traceback(caught(user_code))
     assert "in user_code" in told
-    code = compile("def inner(): raise ValueError('deep')", "/somewhere/py4j/protocol.py", "exec")
-    namespace = {}
-    exec(code, namespace)
-    told = user_traceback(caught(namespace["inner"]))
+    told = user_traceback(caught(raising_in(py4j.protocol.__file__)))
     assert "py4j" not in told
     assert told.endswith("ValueError: deep")
+
+
+@pytest.mark.parametrize("folder", ["pyspark", "py4j", "asyncio"])
+def test_a_users_folder_may_be_named_as_one_of_the_machinerys(folder: str) -> None:
+    told = user_traceback(caught(raising_in(f"/srv/{folder}/departures.py")))
+    assert f'File "/srv/{folder}/departures.py", line 1, in inner' in told
 
 
 def test_causes_are_told_first() -> None:
