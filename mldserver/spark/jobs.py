@@ -31,7 +31,7 @@ __all__ = ["Jobs"]
 _PROGRESS_SECONDS = 0.5
 
 _CLOSED = "[INVALID_HANDLE.SESSION_"
-"""How a Spark Connect server's answers begin when it has let go of a session: after an hour without a job, say."""
+"""What a Spark Connect server's errors name when it has let go of a session: after an hour without a job, say."""
 
 _DEATH_SECONDS = 5
 """How long after its calls began to fail a dying JVM may still be there."""
@@ -111,7 +111,7 @@ class Jobs:
             if self._jvm_is_gone(error):
                 return  # not the job's failure: whoever watches the JVM ends this process, and so the job
             fault = describe(error)
-            closed = self._session.connect and fault.message.startswith(_CLOSED)
+            closed = self._session.connect and _CLOSED in fault.message
             answer = FailedJob(
                 job.run.id, fault.error, fault.message, fault.traceback, cancelled=job.cancelled
             )

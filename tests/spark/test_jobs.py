@@ -82,11 +82,12 @@ def test_a_job_is_answered_whatever_its_error_is_like(error: BaseException, mess
     "spark",
     [
         FailingSpark(ValueError("no"), is_stopped=True),
+        FailingSpark(RuntimeError("[INVALID_HANDLE.SESSION_CLOSED] The handle abc is invalid.")),
         FailingSpark(
-            RuntimeError("[INVALID_HANDLE.SESSION_CLOSED] The handle abc is invalid. SQLSTATE: HY000")
+            RuntimeError("(org.apache.spark.SparkSQLException) [INVALID_HANDLE.SESSION_NOT_FOUND] …")
         ),
     ],
-    ids=["by the user's code", "by its server"],
+    ids=["by the user's code", "by its server", "by one that told the class"],
 )
 def test_a_job_that_leaves_or_finds_a_session_stopped_is_answered_before_that_is_told(spark: Any) -> None:
     heard = said(spark)
