@@ -210,8 +210,9 @@ class Driver:
 
     def _leave(self, code: int) -> None:
         self._tidy()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # whatever the user's code has made of it, this process ends
+                stream.flush()
         os._exit(code)  # threads of cancelled jobs may still hang in user code
 
     def _tidy(self) -> None:
