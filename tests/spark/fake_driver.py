@@ -112,8 +112,8 @@ class FakeDriver:
                 os.setsid()
             os.close(1)
             os.close(2)
-            while True:
-                signal.pause()
+            signal.alarm(600)  # nobody else ends it, should the test fail
+            signal.pause()
         if leave:
             print(f"away {child}", flush=True)
         os._exit(9)
