@@ -176,11 +176,18 @@ def _whole(held: Any, column: Column, time_column: str | None) -> Any:
         return None
     bad_null = cast.null_count and (column.name == time_column or not column.nullable)
     # A cast to a smaller float turns what is too large into infinity.
-    return None if bad_null or _infinities(cast) != _infinities(held) else cast
+    grown = cast is not held and _infinities(cast) != _infinities(held)
+    return None if bad_null or grown else cast
 
 
 def _infinities(held: Any) -> int:
-    return (pc.sum(pc.is_inf(held)).as_py() or 0) if types.is_floating(held.type) else 0
+    if types.is_floating(held.type):
+        return pc.sum(pc.is_inf(held)).as_py() or 0
+    if _is_list(held.type):
+        return _infinities(pc.list_flatten(held))
+    if types.is_struct(held.type):
+        return sum(_infinities(pc.struct_field(held, [place])) for place in range(held.type.num_fields))
+    return 0
 
 
 def _row_fault(columns: list[Any], schema: Schema, time_column: str | None, row: int) -> str:

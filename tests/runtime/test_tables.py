@@ -151,6 +151,19 @@ def test_numbers_too_large_for_a_float_do_not_become_infinite() -> None:
 
 
 @pytest.mark.parametrize(
+    ("ddl", "wrap"),
+    [
+        ("ARRAY<FLOAT>", lambda number: [number, None]),
+        ("STRUCT<a: INT, b: FLOAT>", lambda number: {"b": number}),
+        ("ARRAY<STRUCT<b: ARRAY<FLOAT>>>", lambda number: [{"b": [number]}, None]),
+    ],
+)
+def test_numbers_too_large_for_a_float_are_faults_inside_lists_and_structs_too(ddl: str, wrap: Any) -> None:
+    built = take(table(x=[wrap(1e300), wrap(float("inf")), wrap(1.0)]), schema=parse_schema(f"x {ddl}"))
+    assert (list(built.faults), built.records) == ([10], [11, 12])
+
+
+@pytest.mark.parametrize(
     ("ddl", "column", "value"),
     [
         (
