@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 import structlog
 
-from mldserver.errors import DecodeError, InternalError, PeerError
+from mldserver.errors import DecodeError, InternalError, PeerError, ProtocolViolation
 from mldserver.protocol import events as ev
 from mldserver.protocol.connection import MLDConnection
 from mldserver.protocol.events import CloseReason, Timer
@@ -108,6 +108,12 @@ class Link(asyncio.BufferedProtocol):
         self._core.receive_eof()
         self._pump()
         return True
+
+    def pause_writing(self) -> None:
+        """Close: a peer that has not read an answer has nothing to ask, so what is unread is never more than a line."""
+        error = ProtocolViolation("The peer sends requests and does not read the answers.", did=_CLOSED)
+        # Not at once: the loop says so in the middle of a write.
+        self._loop.call_soon(self.abort, error)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  # a reset is an EOF to the protocol
         """Note that nothing can be read or written any more."""

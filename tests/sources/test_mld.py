@@ -14,6 +14,7 @@ import pytest
 
 from mldserver.clock import SystemClock
 from mldserver.errors import OperatorError
+from mldserver.protocol.states import State
 from mldserver.sources.mld import MLDListener
 
 if TYPE_CHECKING:
@@ -67,6 +68,29 @@ async def test_nonsense_inside_a_batch_is_found_by_the_runtime_and_ends_the_conn
     await peer.send(b'{"action":"processRecords","records":[{"sequenceNumber":1}]}\n')
     await peer.sees_the_end()
     assert "records[0].sequenceNumber" in named(logged, "connection.failed")[0]["what"]
+
+
+async def test_a_peer_that_reads_no_answers_is_sent_away_before_they_fill_the_memory(
+    build: Build, tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    house = await build((tmp_path / "s",), close_seconds=0.01)
+    peer = await house.connect()
+    peer.writer.transport.pause_reading()
+    await peer.send(INITIALIZE)
+    while not house.runtime.calls:  # noqa: ASYNC110  # the runtime has no event for it: only tests ask
+        await asyncio.sleep(0)
+    (link,) = house.listener._serving
+    asked = 0
+    while not link.closed:
+        await asyncio.sleep(0)
+        if link._core.state is State.IDLE and len(house.runtime.calls) == 1 + asked:
+            asked += 1
+            assert asked < 5_000
+            await peer.send(b'{"action":"processRecords","records":[],"millisBehindLatest":0}\n')
+    (failed,) = named(logged, "connection.failed")
+    assert failed["error"] == "ProtocolViolation"
+    assert "does not read" in failed["what"]
+    await house.empty()
 
 
 async def test_a_peer_that_says_nothing_is_sent_away(build: Build, logged: list[dict[str, Any]]) -> None:
