@@ -16,7 +16,7 @@ from cyclopts import App, Parameter
 
 from mldserver.cli.process import working_directory
 from mldserver.clock import SystemClock
-from mldserver.config import resolve
+from mldserver.config import TcpAddress, resolve
 from mldserver.config.redaction import java_option
 from mldserver.errors import ConfigError
 from mldserver.kcl.bridge import bridge_command
@@ -48,8 +48,8 @@ Needs Java 17 or later and the extra: `pip install 'mldserver[kcl]'`. AWS creden
 them. The daemon leases the stream's shards and opens one connection for each; when it exits it is started again, after
 a delay that doubles up to a minute. Run one on every host that should share the work.
 
-Stream, region, log and Java may also come from `MLDSERVER_…` variables or `mldserver.toml`; `--connect` is then where
-the server listens.
+Stream, region, log level and format, and Java may also come from `MLDSERVER_…` variables or `mldserver.toml`;
+`--connect` is then where the server listens. The log file may not: it would be the server's.
 
 Example: `mldserver kcl --stream departures --app departures-hourly --region eu-central-1`
 
@@ -90,7 +90,7 @@ def kcl(
         ),
     ] = (),
     java_home: Annotated[str | None, Parameter(help="Java's folder; none: JAVA_HOME, then PATH.")] = None,
-    log_file: Annotated[Path | None, Parameter(help="Log to this file, opened again on SIGHUP.")] = None,
+    log_file: Annotated[str | None, Parameter(help="Log to this file, opened again on SIGHUP.")] = None,
     log_level: Annotated[str | None, Parameter(help="Least level to log.")] = None,
     log_format: Annotated[str | None, Parameter(help="auto, json or pretty.")] = None,
     config: Annotated[Path | None, Parameter(help="Settings file instead of mldserver.toml.")] = None,
@@ -102,14 +102,17 @@ def kcl(
         "listen": connect,
         "endpoint_url": endpoint_url,
         "java_home": java_home,
+        "log_file": log_file,
         "log_level": log_level,
         "log_format": log_format,
         # This command runs no handler, but the table of settings asks for one.
         "handler": "kcl",
     }
-    settings = resolve(given, environ=os.environ, folder=working_directory(), config=config)
     # Never the server's log file: two processes would rotate it.
-    settings = replace(settings, log_file=log_file)
+    settings = resolve(
+        given, environ=os.environ, folder=working_directory(), config=config, leave_out=("log_file",)
+    )
+    _check(app, settings)
     wanted = DaemonSettings(
         stream=_required("stream", settings.stream),
         app=app,
@@ -126,6 +129,17 @@ def kcl(
         properties = daemon_properties(replace(wanted, executable=bridge_command(settings.listen, folder)))
         with logging_to(settings):
             return asyncio.run(_run(settings, folder, properties, java_option))
+
+
+def _check(app: str, settings: Settings) -> None:
+    """Raise ConfigError for what the daemon would fail at again and again."""
+    if not app.strip():
+        raise ConfigError("The KCL application's name is empty.", advice="Use --app NAME.")
+    if isinstance(settings.listen, TcpAddress) and not settings.listen.port:
+        raise ConfigError(
+            f"The address {settings.listen} has port 0, to which nobody can connect.",
+            advice="Give --connect the address that the server's log says (server.listening).",
+        )
 
 
 def _required(name: str, value: str | None) -> str:

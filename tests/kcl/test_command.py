@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LIMIT = 30
+APP = ["--app", "a"]
 
 FAKE_JAVA = f"""#!{sys.executable} -ISE
 import os, shutil, signal, sys
@@ -122,13 +123,15 @@ def test_no_daemon_survives_a_killed_supervisor(started: subprocess.Popen[bytes]
         (["--stream", "s"], "No region was given"),
         (["--stream", "s", "--region", "r", "--property", "x"], "is not KEY=VALUE"),
         (["--stream", "s", "--region", "r", "--initial-position", "now"], "no initial position"),
+        (["--stream", "s", "--region", "r", "--app", " "], "application's name is empty"),
+        (["--stream", "s", "--region", "r", "--connect", ":0"], "127.0.0.1:0 has port 0"),
     ],
 )
 def test_wrong_settings_are_one_sentence_and_exit_code_2(
     environment: dict[str, str], tmp_path: Path, arguments: list[str], says: str
 ) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "mldserver", "kcl", "--app", "a", *arguments],
+        [sys.executable, "-m", "mldserver", "kcl", *([] if "--app" in arguments else APP), *arguments],
         env=environment,
         cwd=tmp_path,
         capture_output=True,
@@ -139,6 +142,24 @@ def test_wrong_settings_are_one_sentence_and_exit_code_2(
     assert done.returncode == 2
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_its_log_file_is_a_path_as_the_server_takes_it_and_never_the_server_s(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "mldserver.toml").write_text('log_file = "server.log"')
+    options = ["--stream", "s", "--region", "r", "--log-file", "~/daemon.log", "--java-home", "/nowhere"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mldserver", "kcl", *APP, *options],
+        env={**environment, "HOME": str(tmp_path), "MLDSERVER_LOG_FILE": "server.log"},
+        cwd=tmp_path,
+        capture_output=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert (tmp_path / "daemon.log").exists()
+    assert not (tmp_path / "server.log").exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the tether is Linux's")
