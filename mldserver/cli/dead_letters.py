@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import App, Group, Parameter
+from cyclopts.validators import Number
 
 from mldserver.cli.logs import since_time
 from mldserver.cli.looking import (
@@ -99,7 +100,11 @@ _ALL: Final = Which()
 
 @app.command(name="list")
 def list_letters(
-    *, which: Which = _ALL, limit: int = 100, where: Where = _NOWHERE, as_json: AsJson = False
+    *,
+    which: Which = _ALL,
+    limit: Annotated[int, Parameter(validator=Number(gte=0))] = 100,
+    where: Where = _NOWHERE,
+    as_json: AsJson = False,
 ) -> int:
     """List letters, in the order in which they were stored.
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import App, Parameter
+from cyclopts.validators import Number
 
 from mldserver.cli.process import ReaderGone
 from mldserver.config.kinds import Level  # noqa: TC001  # cyclopts reads the annotations
@@ -98,7 +99,7 @@ def logs(
     level: Level | None = None,
     event: Annotated[list[str] | None, Parameter(negative=())] = None,
     since: str | None = None,
-    lines: Annotated[int | None, Parameter(name=("--lines", "-n"))] = None,
+    lines: Annotated[int | None, Parameter(name=("--lines", "-n"), validator=Number(gte=0))] = None,
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
     """Show a log.
@@ -140,7 +141,7 @@ def logs(
 def _show(shown: Iterable[bytes], last: int | None = None) -> None:
     """Write lines as they come; with ``last`` only the last so many, at the end."""
     out = sys.stdout.buffer
-    for line in shown if last is None else deque(shown, maxlen=max(last, 0)):
+    for line in shown if last is None else deque(shown, maxlen=min(last, sys.maxsize)):
         out.write(line + b"\n")
         if last is None:
             out.flush()

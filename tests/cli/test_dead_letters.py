@@ -229,6 +229,7 @@ def test_letters_are_deleted_only_at_a_second_word(
         (["redrive", "--from", "x.jsonl", "--all"], "all letters of the files"),
         (["redrive", "--from", "x.jsonl"], "no files of dead letters"),
         (["list", "--since", "noon"], "neither a time nor a duration"),
+        (["list", "--limit", "-1"], "Must be >= 0"),
     ],
 )
 def test_what_is_not_meant_is_refused_and_changes_nothing(

@@ -200,3 +200,12 @@ def test_a_wrong_level_is_refused(
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     assert run(["logs", str(log_file), "--level", "loud"]) == 2
     assert "critical" in capsys.readouterr().err
+
+
+def test_a_number_of_last_lines_may_be_any_but_negative(
+    log_file: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    assert shown(capfdbinary, log_file, "-n", 0) == []
+    assert shown(capfdbinary, log_file, "-n", 10**30) == shown(capfdbinary, log_file)
+    assert run(["logs", str(log_file), "-n", "-5"]) == 2
+    assert b"Must be >= 0" in capfdbinary.readouterr().err
