@@ -15,6 +15,8 @@ __all__ = ["ReaderGone", "StandardOutput", "complain", "guard_output", "working_
 
 _STDOUT: Final = 1
 _STDERR: Final = 2
+_ESCAPED: Final = "backslashreplace"
+"""For text that the terminal's encoding does not have, such as file names that are no UTF-8: no reason to fail."""
 
 
 class ReaderGone(BrokenPipeError):
@@ -60,12 +62,12 @@ def guard_output() -> None:
     """Let ``sys.stdout`` tell its own errors from all others. Streams that the process was started without go nowhere."""
     _open_standard_descriptors()
     if sys.stderr is None:
-        sys.stderr = open(_STDERR, "w", encoding="utf-8", closefd=False)  # noqa: SIM115  # for as long as the process lives
+        sys.stderr = open(_STDERR, "w", encoding="utf-8", errors=_ESCAPED, closefd=False)  # noqa: SIM115  # for as long as the process lives
     former = sys.stdout
     sys.stdout = io.TextIOWrapper(
         io.BufferedWriter(StandardOutput(_STDOUT, "w", closefd=False)),
         encoding=former.encoding if former else "utf-8",
-        errors=former.errors if former else "replace",
+        errors=former.errors if former and former.errors != "strict" else _ESCAPED,
         line_buffering=os.isatty(_STDOUT),
     )
 

@@ -95,6 +95,13 @@ def test_an_error_that_nobody_can_be_told_is_in_the_exit_code_all_the_same(
     assert (done.returncode, done.stderr) == (2, "")
 
 
+def test_what_the_encoding_of_the_output_does_not_have_is_escaped(tmp_path: Path) -> None:
+    check = "check \"$(printf 'caf\\303\\251\\377')\""
+    done = shell(f"export PYTHONIOENCODING=ascii:strict; {MLDSERVER} {check}", tmp_path)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.endswith("udcff: 1 problem\n")
+
+
 def test_input_that_is_closed_is_told_in_a_sentence(tmp_path: Path) -> None:
     done = shell(f"{MLDSERVER} logs - <&-", tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
