@@ -142,7 +142,9 @@ class _Teller:
         if now - self._told_at < _PROGRESS_SECONDS or status is None:
             return
         self._told_at = now
-        waiting = "" if simulation.server.is_ready else ", waiting for the engine to start"
+        # At the end the server is not ready either, but nothing waits any more.
+        idle = status.windows_waiting and not simulation.server.is_ready
+        waiting = f", {status.windows_waiting} waiting for the engine to start" if idle else ""
         self.line(
             "…",
             f"{simulation.mld.records_sent} delivered, {status.rows_durable} rows durable, "

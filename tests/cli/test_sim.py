@@ -41,6 +41,24 @@ def test_a_run_ends_with_a_summary_and_success(tmp_path: Path, capsys: pytest.Ca
     assert list(out.glob("window=*/*.parquet"))
 
 
+def test_progress_says_how_far_it_is_and_waits_for_nothing_in_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mldserver.cli.sim._PROGRESS_SECONDS", 0)
+    arguments = [
+        "handlers.departures_daily",
+        "--engine",
+        "local",
+        "--limit",
+        "50",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    assert run(["sim", *arguments]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("…")]
+    assert told[-1].endswith("50 delivered, 50 rows durable, 1 windows published")
+
+
 def test_a_run_leaves_the_configured_ledger_table_and_dead_letters_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
