@@ -84,7 +84,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "remote",
         "coordinator.windows",
         "runtime.loader",
-        "observe.flood",
+        "observe.printed",
     ),
     "config": ("errors", "faults", "remote", "coordinator.windows", "runtime.failure"),
     "observe": ("errors", "config"),

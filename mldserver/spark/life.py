@@ -12,8 +12,8 @@ import structlog
 
 from mldserver.errors import DriverLost, WindowFailed
 from mldserver.faults import kill_point
+from mldserver.observe.printed import Printed
 from mldserver.spark import spark_log
-from mldserver.spark.printed import Printed
 from mldserver.spark.wire import (
     Cancel,
     Done,

@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
-from datetime import UTC, datetime
 from typing import Final
 
 import structlog
 
-from mldserver.observe.flood import Flood
+from mldserver.observe.printed import Printed
 
 __all__ = ["Output"]
 
@@ -24,8 +23,6 @@ log = structlog.get_logger("mldserver")
 _READ_BYTES: Final = 4096
 """At a time: thousands of empty lines at most."""
 _PAUSE_SECONDS: Final = 0.05
-_TOLD_SECONDS: Final = 1.0
-"""How often at most it is told that lines were left out."""
 _REST_BYTES: Final = 1 << 20
 """Read at most of what is left at the end; a pipe holds 64 KiB (Linux)."""
 _KEPT_LINES: Final = 200
@@ -35,16 +32,13 @@ _LONGEST_LINE: Final = 8192
 class Output:
     """The read end of a pipe, on the event loop."""
 
-    def __init__(self, file: int, *, flood: Flood | None = None) -> None:
-        """Own ``file`` from now on; ``flood`` says how many lines are told."""
+    def __init__(self, file: int, *, printed: Printed | None = None) -> None:
+        """Own ``file`` from now on; ``printed`` says how many lines are told."""
         self._file = file
-        self._flood = flood or Flood()
+        self._printed = printed or Printed()
         self._loop = asyncio.get_running_loop()
         self._begun = b""
         self._last: deque[bytes] = deque(maxlen=_KEPT_LINES)
-        self._lost = 0
-        self._since = ""
-        self._told = self._loop.time()
         self._pause: asyncio.TimerHandle | None = None
         self._silent = False
         self._flooded = False
@@ -110,25 +104,16 @@ class Output:
 
     def _tell(self, lines: list[bytes]) -> None:
         self._flooded = False
-        if self._lost and self._loop.time() - self._told >= _TOLD_SECONDS:
-            self._tell_lost()
-        for place, line in enumerate(lines):
-            if not self._flood.passes():
-                self._since = self._since or _now()
-                self._lost += len(lines) - place
+        for line in lines:
+            if self._printed.passes():
+                log.info("handler.output", stream="stderr", text=_text(line))
+            else:
                 self._flooded = True
-                return
-            log.info("handler.output", stream="stderr", text=_text(line))
-
-    def _tell_lost(self) -> None:
-        log.warning("log.lost", lines=self._lost, since=self._since)
-        self._lost, self._since, self._told = 0, "", self._loop.time()
 
     def _end(self) -> None:
         if self._begun:
             self._take(b"\n")
-        if self._lost:
-            self._tell_lost()
+        self._printed.tell()
         self._open = False
         self._loop.remove_reader(self._file)
         os.close(self._file)
@@ -136,7 +121,3 @@ class Output:
 
 def _text(line: bytes) -> str:
     return line[:_LONGEST_LINE].decode("utf-8", "replace").rstrip("\r")
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mldserver.observe.flood import BURST, Flood
+from mldserver.observe.flood import BURST
+from mldserver.observe.printed import Printed
 from mldserver.runtime.workers import output
 from mldserver.runtime.workers.output import Output
 
@@ -22,7 +23,7 @@ class Pipe:
     def __init__(self) -> None:
         reader, self.writer = os.pipe()
         self.now = 0.0
-        self.output = Output(reader, flood=Flood(lambda: self.now))
+        self.output = Output(reader, printed=Printed(lambda: self.now))
 
     async def write(self, data: bytes, *, turns: int = 5) -> None:
         os.write(self.writer, data)
@@ -105,7 +106,6 @@ async def test_after_stacks_were_asked_for_lines_are_kept_and_not_told(
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """No waits."""
     monkeypatch.setattr(output, "_PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(output, "_TOLD_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("hasty")

@@ -1,7 +1,7 @@
-"""What one of the driver's standard streams says, within bounds: a flood is cut and slowed, and what is cut is counted.
+"""What another process prints on one of its standard streams, within bounds: a flood is cut, and what is cut is counted.
 
-A function on Spark's workers that prints a line for each row makes millions of them: were all of them logged, the event
-loop would have time for nothing else.
+A handler, or a function on Spark's workers, that prints a line for each row makes millions of them: were all of them
+logged, the event loop would have time for nothing else.
 """
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+"""A driver that prints without end."""
+
 from __future__ import annotations
 
 import asyncio
@@ -7,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from spark.bench import Bench, job
 from support.serving import until
 
-from mldserver.observe.flood import BURST, LINES_A_SECOND
+from mldserver.observe.flood import BURST
+from mldserver.observe.printed import Printed
 from mldserver.spark import life, process
-from mldserver.spark.printed import Printed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,23 +21,6 @@ if TYPE_CHECKING:
 
 def lost(logged: list[dict[str, Any]]) -> list[int]:
     return [event["lines"] for event in logged if event["event"] == "log.lost"]
-
-
-def test_what_a_flood_loses_is_told_once_a_second_and_at_the_end(logged: list[dict[str, Any]]) -> None:
-    now = 0.0
-    printed = Printed(lambda: now)
-    assert sum(printed.passes() for _ in range(BURST + 30)) == BURST
-    now = 0.5
-    assert sum(printed.passes() for _ in range(LINES_A_SECOND)) == LINES_A_SECOND // 2
-    assert lost(logged) == []
-    now = 1.5
-    assert printed.passes()
-    assert lost(logged) == [30 + LINES_A_SECOND // 2]
-    now = 100.0
-    assert sum(printed.passes() for _ in range(BURST + 7)) == BURST
-    printed.tell()
-    printed.tell()
-    assert lost(logged) == [30 + LINES_A_SECOND // 2, 1, 6]
 
 
 async def test_of_a_drivers_flood_a_burst_is_logged_and_the_rest_is_counted(
