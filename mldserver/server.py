@@ -333,9 +333,11 @@ class Server:
     async def finished(self) -> None:
         """Return once every known shard has ended and every window is published (or set aside)."""
         parts = await self._assembled()
-        await parts.coordinator.over()
-        if parts.runner is not None:
-            await parts.runner.idle()
+        while not parts.coordinator.is_over or (parts.runner is not None and parts.runner.waiting):
+            # Children may come while its last windows are computed.
+            await parts.coordinator.over()
+            if parts.runner is not None:
+                await parts.runner.idle()
 
     def status(self) -> CoordinatorStatus:
         """Return a snapshot. Raises RuntimeError before the parts are built."""

@@ -131,7 +131,8 @@ class Coordinator:
         self._turns = Turns(
             self._cycle, after=self._holding.release, interval_ms=rules.flush_interval_ms, clock=clock
         )
-        self._over = asyncio.Event()
+        self._ended = asyncio.Event()
+        """Set while the stream is over, as the latest cycle found it; wakes those who wait for that."""
         self._rows_accepted = 0
         self._ask_stream = ask_stream
 
@@ -228,10 +229,11 @@ class Coordinator:
             self._holding.computing |= bool(entries)
             if entries and view.quiet:
                 log.info("stream.quiet", seconds=self.rules.watermark.quiet_ms / 1000)
-        # Rows accepted while this cycle ran are cut by the next one.
-        if view.over and not self.buffer and not self._flusher.recomputing and not self._over.is_set():
+        if not self.is_over:
+            self._ended.clear()
+        elif not self._ended.is_set():
             log.info("stream.ended", shards=len(self.lineage))
-            self._over.set()
+            self._ended.set()
 
     async def _let_go(self, now_ms: int) -> None:
         step = await self._retention.step(now_ms, self._holding.segment_bytes)
@@ -369,9 +371,17 @@ class Coordinator:
         self._holding.segment_bytes -= freed_bytes
         self._turns.soon()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether every known shard has ended and every window is cut: no more when a shard comes, or rows."""
+        ended = self._view.over and self.lineage.all_ended()
+        return ended and not (self.buffer or self._flusher.open_windows or self._flusher.recomputing)
+
     async def over(self) -> None:
-        """Return when every known shard has ended and every window is cut."""
-        await self._over.wait()
+        """Return when the stream is over, however often it seemed to be before."""
+        while not self.is_over:
+            self._ended.clear()
+            await self._ended.wait()
 
     def status(self) -> CoordinatorStatus:
         """Return a snapshot."""
@@ -385,6 +395,6 @@ class Coordinator:
             buffered_bytes=self.buffer.bytes,
             segment_bytes=self._holding.segment_bytes,
             servers=1 + len(self._fleet.peers),
-            stream_ended=self._over.is_set(),
+            stream_ended=self.is_over,
             flush_failing=self._turns.failing,
         )

@@ -210,6 +210,28 @@ async def test_when_every_shard_has_ended_every_window_is_published_and_the_stre
     ]
 
 
+async def test_a_stream_that_was_over_and_gets_a_child_is_over_when_that_has_ended_too(
+    pipeline: Pipeline, logged: list[dict[str, Any]]
+) -> None:
+    async with pipeline.life() as coordinator:
+        parent = await pipeline.open("p")
+        await pipeline.give(parent, [(1, 1000)])
+        assert await parent.end()
+        await pipeline.clock.drive(coordinator.over())
+        child = await pipeline.open("c", parents=("p",))
+        assert not coordinator.status().stream_ended, "at once, not with the next cycle"
+        waiting = asyncio.get_running_loop().create_task(coordinator.over())
+        await pipeline.give(child, [(2, 15_000)])
+        await pipeline.clock.advance(10)
+        assert not waiting.done()
+        assert await child.end()
+        await pipeline.clock.advance(5)
+        assert waiting.done()
+        assert pipeline.runner.waiting == coordinator.status().windows_open == 0
+        assert pipeline.published() == {W[0]: [1], W[1]: [2]}
+    assert [event["shards"] for event in named(logged, "stream.ended")] == [1, 2]
+
+
 async def test_an_end_that_is_not_durable_yet_is_not_told(pipeline: Pipeline) -> None:
     async with pipeline.life() as coordinator:
         session = await pipeline.open("a")
