@@ -31,6 +31,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "clock": (),
     # Named steps at which a crash test kills the process: one comparison in production.
     "faults": (),
+    # Files that outlive a power cut.
+    "disk": (),
     "protocol.messages": ("records",),
     "runtime.base": ("records", "protocol.messages"),
     "sources.base": ("records", "runtime.base"),
@@ -55,10 +57,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "spark.engine": ("coordinator.windows",),
     "spark.java": ("errors",),
     "protocol": ("records", "errors"),
-    "coordinator": (*CONTRACTS, "faults", "manifest", "remote", "spark.engine"),
+    "coordinator": (*CONTRACTS, "disk", "faults", "manifest", "remote", "spark.engine"),
     "manifest": (),
     "remote": (),
-    "state": ("records", "errors", "clock", "faults", "aws", "runtime.base"),
+    "state": ("records", "errors", "clock", "disk", "faults", "aws", "runtime.base"),
     "runtime": ("records", "errors", "clock", "protocol", "coordinator.windows", "kclpy"),
     # The handler's process: an inline runtime behind a socket, whose log goes to the server's.
     "runtime.workers": (

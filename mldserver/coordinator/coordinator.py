@@ -26,7 +26,7 @@ from mldserver.coordinator.flush import buffered, shard_end
 from mldserver.coordinator.flusher import Flusher
 from mldserver.coordinator.gap import refuse_gap
 from mldserver.coordinator.holding import Holding
-from mldserver.coordinator.layout import SEGMENTS, STAGING
+from mldserver.coordinator.layout import PRIVATE, SEGMENTS, STAGING
 from mldserver.coordinator.lineage import Lineage
 from mldserver.coordinator.missing import MissingShards
 from mldserver.coordinator.picture import Picture
@@ -141,7 +141,7 @@ class Coordinator:
 
         Raises LedgerError, and OSError (the output folder is out of reach).
         """
-        await asyncio.to_thread(self._store.prepare, *((SEGMENTS, STAGING) if self._spec else ()))
+        await asyncio.to_thread(self._store.begin, PRIVATE, *((SEGMENTS, STAGING) if self._spec else ()))
         state = await self._fleet.join()
         open_windows = OpenWindows(self._spec, state.batch_progress) if self._spec else None
         self._flusher.restore(state, open_windows)

@@ -34,6 +34,7 @@ __all__ = [
     "LEDGER",
     "OUTPUTS",
     "OWNER",
+    "PRIVATE",
     "PUBLISH_LOCK",
     "SEGMENTS",
     "SERVERS",

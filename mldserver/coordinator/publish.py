@@ -42,6 +42,7 @@ _LISTINGS = 5
 """How often manifests are listed while they are replaced under the reader."""
 
 _NO_EXCHANGE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP})
+_TAKEN = frozenset({errno.ENOTEMPTY, errno.EEXIST})
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,8 @@ class Publisher:
     def publish(self, outputs: Iterable[Output]) -> None:
         """Make outputs visible, together; repeatable.
 
-        Raises OSError: FileNotFoundError when an output is gone, and when a first revision finds its place taken.
+        Raises OSError (FileNotFoundError when an output is gone), and OperatorError when a first revision finds its
+        place taken: by what another ledger published, or this one before it was restored.
         """
         if self._store.local:
             with self._store.alone(PUBLISH_LOCK):
@@ -133,12 +135,27 @@ class Publisher:
                 store.exchange(output.staging, target)
                 kill_point("revision.exchanged")
             else:
-                store.rename(output.staging, target)
+                self._appear(output, target)
                 kill_point("window.renamed")
         elif not store.exists(f"{target}/{output.files[0]}"):
             raise FileNotFoundError(
                 errno.ENOENT, f"neither {output.staging} nor {target} holds the window's output"
             )
+
+    def _appear(self, output: Output, target: str) -> None:
+        try:
+            self._store.rename(output.staging, target)
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+            raise OperatorError(
+                f"Window {output.window_id} cannot be published: {self._store.uri(target)} is there already,"
+                " and this ledger did not publish it.",
+                did="The folder was left as it is; the window's output counts and is kept in staging.",
+                advice="Compare the two, then move the folder out of the output folder (or delete it): "
+                "the window is tried again by itself.",
+                path=self._store.uri(target),
+            ) from error
 
     def _name(self, output: Output) -> None:
         files = tuple(f"{output.staging}/{file}" for file in output.files)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ import pyarrow.parquet as pq
 
 from mldserver.coordinator.exchange import exchange
 from mldserver.coordinator.layout import SPARK
+from mldserver.disk import make_folder, sync
 from mldserver.remote import opened, spark_uri
 
 if TYPE_CHECKING:
@@ -63,8 +63,15 @@ class OutputStore:
     def _absolute(self, path: str) -> str:
         return f"{self._base}/{path}" if path else self._base
 
+    def begin(self, *folders: str) -> None:
+        """Make the folder and the named ones in it, at a start; no power cut takes them away again."""
+        self.prepare(*folders)
+        if self.local:
+            for folder in folders:
+                make_folder(Path(self._absolute(folder)))
+
     def prepare(self, *folders: str) -> None:
-        """Make the folder, and the named ones in it."""
+        """Make the folder, and the named ones in it. Not synced."""
         for folder in ("", *folders):
             self._fs.create_dir(self._absolute(folder), recursive=True)
 
@@ -109,19 +116,12 @@ class OutputStore:
             # A folder on the way may be new too: its own entry lies in the folder above it.
             above |= dict.fromkeys(parent for parent in target.parents if parent.is_relative_to(self._base))
         for each in [*wanted, *sorted(above, key=lambda folder: len(folder.parts), reverse=True)]:
-            self._sync(each)
+            sync(each)
 
     def sync_entries(self, folder: str = "") -> None:
         """Force what a local folder names to disk: after renames in it, of things that are on disk themselves."""
         if self.local:
-            self._sync(Path(self._absolute(folder)))
-
-    def _sync(self, path: Path) -> None:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            sync(Path(self._absolute(folder)))
 
     def exists(self, path: str) -> bool:
         """Whether a file or folder is there."""

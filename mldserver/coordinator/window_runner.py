@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import structlog
 
 from mldserver.coordinator.window_steps import Committed, WindowSteps
-from mldserver.errors import DriverLost, LedgerError, MldserverError, SparkError, WindowFailed
+from mldserver.errors import (
+    DriverLost,
+    LedgerError,
+    MldserverError,
+    OperatorError,
+    SparkError,
+    WindowFailed,
+)
 from mldserver.state.ledger import WindowState
 
 if TYPE_CHECKING:
@@ -30,6 +37,9 @@ if TYPE_CHECKING:
 __all__ = ["WindowPolicy", "WindowRunner"]
 
 log = structlog.get_logger("mldserver")
+
+_FAULTS = (SparkError, LedgerError, OperatorError, OSError)
+"""What a window is tried again after; all else is a bug."""
 
 _GROUP_BYTES = 64 * 1024 * 1024
 """A group takes no more windows once its segments have so many bytes; so at most its last window is a large one."""
@@ -196,7 +206,7 @@ class WindowRunner:
         entries = [entry for entry in group if entry.window_id not in alone]
         try:
             done = await self._steps.compute(entries)
-        except (SparkError, LedgerError, OSError) as error:
+        except _FAULTS as error:
             log.warning("window.group_failed", windows=len(entries), **_told(error))
             return dict.fromkeys((entry.window_id for entry in group), None)
         # Whoever began an attempt and is not among them finds out alone what has become of the window.
@@ -204,7 +214,7 @@ class WindowRunner:
         alone |= {each.entry.window_id: each for each in done or ()}
         try:
             await self._publish(done or ())
-        except (SparkError, LedgerError, OSError) as error:
+        except _FAULTS as error:
             log.warning("window.group_failed", windows=len(done or ()), **_told(error))
             return alone
         for each in done or ():
@@ -227,7 +237,7 @@ class WindowRunner:
                 committed = committed or await self._commit(entry)
                 if committed is not None:
                     await self._publish([committed])
-            except (SparkError, LedgerError, OSError) as error:
+            except _FAULTS as error:
                 # An output that counts cannot be set aside: only publishing it is left, and tried for ever.
                 of_run = committed is None and isinstance(error, WindowFailed | DriverLost)
                 failures.note(of_run=of_run)

@@ -11,6 +11,7 @@ import sqlite3
 import time
 from typing import TYPE_CHECKING
 
+from mldserver.disk import make_folder
 from mldserver.errors import LedgerError, LedgerVersionError, OperatorError
 from mldserver.state import schema
 from mldserver.state.faults import damaged, translate
@@ -31,7 +32,7 @@ def create_or_open(path: Path, *, pipeline: str, busy_timeout_ms: int, now_ms: i
     LedgerError for a damaged one. The file is then as it was.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
     except OSError as error:
         raise OperatorError(
             f"The folder {path.parent} cannot be made: {error.strerror}.", path=str(path)

@@ -156,7 +156,7 @@ def test_output_that_is_nowhere_is_an_error(local: Shop) -> None:
 
 def test_a_first_revision_never_takes_a_place_that_is_taken(local: Shop) -> None:
     local.store.write(f"{window_path('a')}/other.parquet", pa.table({"v": [8]}))
-    with pytest.raises(OSError, match="not empty"):
+    with pytest.raises(OperatorError, match="window=a is there already, and this ledger did not publish it"):
         local.publisher.publish([local.make("a", 1, 1)])
     assert local.shown() == [8]
 

@@ -73,6 +73,31 @@ def test_preparing_makes_the_folders_and_may_be_repeated(store: OutputStore, tmp
     assert (tmp_path / "out" / "b" / "c").is_dir()
 
 
+def test_a_new_output_folder_is_on_disk_with_every_entry_that_leads_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(identity(os.fstat(descriptor))))
+    OutputStore(str(tmp_path / "new" / "out")).begin("_mldserver/segments")
+    out = tmp_path / "new" / "out"
+    for folder in (out / "_mldserver" / "segments", out / "_mldserver", out, tmp_path / "new", tmp_path):
+        assert identity(folder.stat()) in synced
+
+
+def test_folders_above_that_nobody_may_read_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Path] = []
+
+    def closed(path: Path, flags: int) -> int:
+        asked.append(path)
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "open", closed)
+    OutputStore(str(tmp_path / "out")).begin("_mldserver")
+    assert asked == [tmp_path / "out" / "_mldserver"]
+
+
 def test_rows_are_written_with_their_size_told(store: OutputStore, tmp_path: Path) -> None:
     size = store.write("seg/w/one.parquet", ROWS)
     path = tmp_path / "out" / "seg" / "w" / "one.parquet"

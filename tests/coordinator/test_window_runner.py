@@ -256,6 +256,29 @@ async def test_what_is_committed_is_published_however_often_that_fails_and_never
         assert pipeline.runner.set_aside == 0
 
 
+@pytest.mark.parametrize("group", [1, 8])
+async def test_a_published_folder_that_is_there_already_is_left_alone_and_told_in_a_sentence(
+    tmp_path: Path, logged: list[dict[str, Any]], group: int
+) -> None:
+    stranger = tmp_path / f"window={W[0]}" / "part-of-another-ledger.parquet"
+    stranger.parent.mkdir()
+    stranger.touch()
+    pipeline = make(tmp_path, engine=lambda: LocalEngine(group_limit=group), retry_cap_seconds=4)
+    async with pipeline.life():
+        await three_windows(pipeline)
+        await pipeline.clock.advance(30)
+        assert [path.name for path in stranger.parent.iterdir()] == [stranger.name]
+        (halted,) = named(logged, "window.halted")
+        assert halted["what"].endswith("is there already, and this ledger did not publish it.")
+        assert str(stranger.parent) in halted["what"]
+        assert "move the folder out" in halted["advice"]
+        stranger.parent.rename(tmp_path / "elsewhere")
+        await pipeline.clock.advance(10)
+        published = pipeline.published()
+        assert [published[window] for window in W[:3]] == [[1, 2], [3, 4], [5, 6]]
+    assert not any("Errno" in str(event) for event in logged)
+
+
 async def test_an_attempt_that_lost_its_claim_is_thrown_away_and_done_again(
     tmp_path: Path, logged: list[dict[str, Any]]
 ) -> None:
