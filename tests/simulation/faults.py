@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from mldserver.coordinator.store import OutputStore
 from mldserver.errors import DriverLost, LedgerError, WindowFailed
 from mldserver.state.store import SqliteStore
 
@@ -15,8 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from simulation.oracles import Positions
+    from simulation.outputs import Outputs
     from simulation.plan import Plan
 
+    from mldserver.clock import Clock
     from mldserver.spark.engine import WindowJob
     from mldserver.testing.virtual_process import Call, VirtualProcess
 
@@ -32,6 +35,8 @@ class Faults:
     dice: random.Random
     positions: Positions
     note: Callable[[str], None]
+    outputs: Outputs
+    clock: Clock
     calm: bool = False
     """No more faults from now on."""
     calls: int = 0
@@ -48,10 +53,12 @@ class Faults:
     def before(self, process: VirtualProcess, call: Call) -> None:
         self.calls += 1
         self.note(f"{process.name} {call.owner}.{call.name}")
+        if isinstance(call.target, OutputStore) and call.name == "write":
+            self.outputs.wrote(*call.args)
         self._perhaps_die(process, after=False)
         if self.calm:
             return
-        if call.owner == "OutputStore" and call.name == "write" and self.hit(self.plan.store_fails):
+        if isinstance(call.target, OutputStore) and call.name == "write" and self.hit(self.plan.store_fails):
             self.tell("disk full", "write fails")
             raise OSError(28, "No space left on device")
         if _is_transaction(call) and self.hit(self.plan.ledger_before):
@@ -59,14 +66,21 @@ class Faults:
             raise LedgerError(f"{call.name} failed before it took effect.")
 
     def after(self, process: VirtualProcess, call: Call, result: object) -> None:
-        if call.name == "register" and result.registered:  # type: ignore[attr-defined]  # a FlushResult
-            self.positions.register(call.args[0])
+        if isinstance(call.target, SqliteStore) and (call.name != "register" or result.registered):  # type: ignore[attr-defined]  # a FlushResult
+            self.happened(call.name, call.args)
         if call.owner == "LifeLocks" and call.name == "hold":
             self.locks.setdefault(process, []).append(call.target)
         self._perhaps_die(process, after=True)
         if not self.calm and _is_transaction(call) and self.hit(self.plan.ledger_after):
             self.tell("answer lost", call.name)
             raise LedgerError(f"{call.name} took effect, but its answer was lost.")
+
+    def happened(self, call: str, args: tuple[Any, ...]) -> None:
+        """Let the oracles know of a transaction of the ledger that took effect."""
+        if call == "register":
+            self.positions.register(args[0])
+        if args:
+            self.outputs.happened(call, args[0], self.clock.now_ms())
 
     def fail_job(self, job: WindowJob) -> Exception | None:
         if self.calm or not self.hit(self.plan.engine_fails):

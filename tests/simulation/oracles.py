@@ -1,12 +1,9 @@
-"""What must hold at every moment of a world, and at its end."""
+"""What must hold at every moment of a world."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-
-import pyarrow.parquet as pq
 
 from mldserver.coordinator.buffer import Buffer
 from mldserver.records import Sequence
@@ -14,20 +11,21 @@ from mldserver.testing import FakeStream, LeaseTable, Place
 from mldserver.testing.leases import SHARD_END
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
     from mldserver.coordinator.flush import BufferedBatch
     from mldserver.coordinator.status import CoordinatorStatus
     from mldserver.state.ledger import Flush
     from mldserver.testing.fake_stream import StreamRecord
 
-Key = tuple[str, tuple[int, int]]
-"""A record: its shard and its place there, (sequence number, sub-sequence number)."""
-
 
 class Violated(AssertionError):
     """A promise was broken."""
+
+
+def leaves(error: BaseException) -> list[BaseException]:
+    """Return the errors of a group, or the one."""
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for each in error.exceptions for leaf in leaves(each)]
+    return [error]
 
 
 @dataclass
@@ -147,67 +145,3 @@ class Progress:
         if seen is not None and (status.watermark_ms is None or status.watermark_ms < seen):
             broken.append(f"the watermark went back from {seen} to {status.watermark_ms}")
         return broken
-
-
-def outputs(out: Path, pattern: str) -> list[dict[str, Any]]:
-    return [row for path in sorted(out.glob(pattern)) for row in pq.read_table(path).to_pylist()]
-
-
-def check_outputs(
-    stream: FakeStream,
-    poison: set[tuple[int, int]],
-    rows: list[dict[str, Any]],
-    letters: Iterable[Key],
-    *,
-    one_server: bool,
-) -> list[str]:
-    """Compare all outputs with the stream: exactly once, in order inside each shard, children after parents.
-
-    With ``one_server`` the order is a total one.
-    """
-    broken = []
-    expected = Counter(
-        (shard.id, record.order) for shard in stream.shards.values() for record in shard.records
-    )
-    bad = Counter({key: n for key, n in expected.items() if key[1] in poison})
-    found = Counter(map(_key, rows))
-    buried = Counter(letters)
-    for name, have, want in (("rows", found, expected - bad), ("dead letters", buried, bad)):
-        if missing := want - have:
-            broken.append(f"{name}: {missing.total()} are missing: {_some(missing)}")
-        if surplus := have - want:
-            broken.append(f"{name}: {surplus.total()} too many: {_some(surplus)}")
-    rows = sorted(rows, key=lambda row: (row["_time"], row["_clock"]))
-    ties = Counter(row["_clock"] for row in rows)
-    ties -= Counter(set(ties))
-    if one_server and ties and not broken:
-        broken.append(f"clock values are shared by several rows: {_some(ties)}")
-    return broken + _order(stream, [_key(row) for row in rows])
-
-
-def _key(row: dict[str, Any]) -> Key:
-    return row["_shard"], (int(row["_sequence"]), row["_sub_sequence"])
-
-
-def _order(stream: FakeStream, order: list[Key]) -> list[str]:
-    broken = []
-    first: dict[str, int] = {}
-    last: dict[str, int] = {}
-    before: dict[str, tuple[int, int]] = {}
-    for place, (shard, number) in enumerate(order):
-        if number < before.get(shard, number):
-            broken.append(f"{shard}: {number} comes after {before[shard]}")
-        before[shard] = number
-        first.setdefault(shard, place)
-        last[shard] = place
-    for shard in stream.shards.values():
-        broken += [
-            f"{shard.id} begins before its parent {parent} is over"
-            for parent in shard.parents
-            if shard.id in first and parent in last and first[shard.id] < last[parent]
-        ]
-    return broken
-
-
-def _some(counted: Counter[Any]) -> str:
-    return ", ".join(map(str, sorted(counted)[:3]))

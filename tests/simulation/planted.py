@@ -5,19 +5,27 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+
 from mldserver.coordinator.coordinator import Coordinator
+from mldserver.coordinator.flusher import Flusher
 from mldserver.coordinator.holding import Holding
+from mldserver.coordinator.late import CutWindows
 from mldserver.coordinator.lineage import Lineage
 from mldserver.coordinator.shard_session import ShardSession
 from mldserver.coordinator.watermark import Watermark
+from mldserver.coordinator.windows import WindowKey, tumbling_id
+from mldserver.state.batches import batch_id, batch_number
+from mldserver.state.ledger import SegmentKind
 from mldserver.state.store import SqliteStore
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from mldserver.coordinator.flush import FlushPlan
     from mldserver.coordinator.watermark import View
     from mldserver.records import Sequence
-    from mldserver.state.ledger import Flush, FlushResult
+    from mldserver.state.ledger import Flush, FlushResult, WindowEntry
 
 
 class AwaitsBeforeItForgets(Coordinator):
@@ -75,7 +83,70 @@ class GoesBack(Watermark):
         return value
 
 
+class NextWindow(Flusher):
+    """Puts every row into the window behind its own."""
+
+    def _plan(self, *args: Any) -> FlushPlan:
+        planned = super()._plan(*args)
+        return replace(planned, files=tuple(replace(each, key=_next(each.key)) for each in planned.files))
+
+
+def _next(key: WindowKey) -> WindowKey:
+    if key.start_ms is None or key.end_ms is None:
+        return WindowKey(batch_id((batch_number(key.id) or 0) + 1))
+    return WindowKey(tumbling_id(key.end_ms), key.end_ms, 2 * key.end_ms - key.start_ms)
+
+
+class SwapsValues(Flusher):
+    """Gives two rows of one file each other's value."""
+
+    def _plan(self, *args: Any) -> FlushPlan:
+        planned = super()._plan(*args)
+        return replace(
+            planned, files=tuple(replace(each, rows=_swapped(each.rows)) for each in planned.files)
+        )
+
+
+def _swapped(rows: pa.Table) -> pa.Table:
+    values = rows.column("n").to_pylist()
+    turned = pa.array([*values[1::-1], *values[2:]], pa.int64())
+    return rows.set_column(rows.schema.get_field_index("n"), "n", turned)
+
+
+class DropsLateRows(SqliteStore):
+    """Forgets rows that came too late for their window's first revision."""
+
+    def register(self, flush: Flush, *, now_ms: int) -> FlushResult:
+        kept = tuple(each for each in flush.segments if each.kind is SegmentKind.WINDOW)
+        return super().register(replace(flush, segments=kept), now_ms=now_ms)
+
+
+class AllLateBeside(CutWindows):
+    """Sends rows to the late dataset although their window could be computed again."""
+
+    def kind(self, key: WindowKey) -> SegmentKind:
+        kind = super().kind(key)
+        return SegmentKind.LATE if kind is SegmentKind.RECOMPUTE else kind
+
+
+class RevisesWithout(SqliteStore):
+    """Computes a revision without the segment that came last."""
+
+    def cut(self, window_ids: tuple[str, ...]) -> tuple[WindowEntry, ...]:
+        return tuple(
+            each
+            if each.revision == 1
+            else replace(each, segments=each.segments[:-1], rows_in=each.rows_in - each.segments[-1].rows)
+            for each in super().cut(window_ids)
+        )
+
+
 BUGS: Mapping[str, Mapping[object, object]] = {
+    "every row in the next window": {Flusher: NextWindow},
+    "values of one row swapped": {Flusher: SwapsValues},
+    "a late row in neither place": {SqliteStore: DropsLateRows},
+    "late rows beside a window that is retained": {CutWindows: AllLateBeside},
+    "a revision without a row": {SqliteStore: RevisesWithout},
     "an await between check and act": {Coordinator: AwaitsBeforeItForgets},
     "a checkpoint that runs ahead": {ShardSession: ChecksPointsTooEarly},
     "a ledger without fences": {SqliteStore: Unfenced},

@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 import structlog
+from simulation.oracles import leaves
 from simulation.plan import make_plan
 from simulation.planted import BUGS
 from simulation.world import play, summary
@@ -27,18 +28,15 @@ def run(seed: int, bug: str | None = None) -> dict[str, Any]:
     try:
         world = play(make_plan(seed), BUGS[bug] if bug else None)
     except (Exception, BaseExceptionGroup) as error:  # noqa: BLE001  # whatever it is, the seed has failed
-        return told | {"why": "; ".join(_leaves(error)), "trace": _notes(error)}
+        return told | {
+            "why": "; ".join(f"{type(each).__name__}: {each}" for each in leaves(error)),
+            "trace": _notes(error),
+        }
     if CheckedLogger.violations:
         return told | {"why": "; ".join(map(str, CheckedLogger.violations)), "trace": []}
     same = hashlib.sha256(json.dumps(summary(world)).encode()).hexdigest()
     lives = sum(each.lives for each in world.servers)
     return told | {"same": same, "lives": lives, "calls": world.faults.calls, "faults": world.faults.told}
-
-
-def _leaves(error: BaseException) -> list[str]:
-    if isinstance(error, BaseExceptionGroup):
-        return [text for each in error.exceptions for text in _leaves(each)]
-    return [f"{type(error).__name__}: {error}"]
 
 
 def _notes(error: BaseException) -> list[str]:

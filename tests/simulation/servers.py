@@ -7,10 +7,10 @@ import contextlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from simulation.oracles import Progress, Violated
+from simulation.oracles import Progress, Violated, leaves
 from support.kinesis import FakeKinesis
 
-from mldserver.errors import OperatorError
+from mldserver.errors import HandlerError, LedgerError, OperatorError
 from mldserver.server import EXIT_CLEAN, Server
 from mldserver.testing import LocalEngine
 from mldserver.testing.virtual_process import VirtualProcess
@@ -25,6 +25,27 @@ if TYPE_CHECKING:
 
 _WATCH_SECONDS = 0.2
 _RESTART_SECONDS = 1.0
+_EXPECTED = (OperatorError, HandlerError, LedgerError, asyncio.CancelledError)
+"""How a server may end: told to an operator, or buried by others (a LedgerError too)."""
+
+
+class WatchedServer(Server):
+    """A server that may not end by an error which it does not know."""
+
+    broken: list[str]
+    process: VirtualProcess
+
+    async def _serve(self) -> int:
+        try:
+            return await super()._serve()
+        except (Exception, BaseExceptionGroup) as error:
+            if not self.process.dead:
+                self.broken += [
+                    f"{self.process.name} failed: {each!r}"
+                    for each in leaves(error)
+                    if not isinstance(each, _EXPECTED)
+                ]
+            raise
 
 
 @dataclass
@@ -38,8 +59,6 @@ class Supervised:
     faults: Faults
     stream: FakeStream
     lives: int = 0
-    rows_late: int = 0
-    """Rows that were late, as its latest life tells."""
     stopping: bool = False
     """It shall not come back."""
     process: VirtualProcess | None = None
@@ -90,13 +109,14 @@ class Supervised:
             clock=self.clock,
         )
         kinesis = FakeKinesis(self.stream, self.clock, latency=self.plan.latency)
-        server = self.server = Server(
+        server = self.server = WatchedServer(
             replace(self.settings),
             engine=engine,
             kinesis=kinesis.make,
             clock=self.clock,
             seed=self.plan.seed,
         )
+        server.broken, server.process = self.faults.positions.broken, process
         async with asyncio.TaskGroup() as group:
             life = group.create_task(server.run())
             watched = [
@@ -118,9 +138,7 @@ class Supervised:
         while True:
             broken = list(positions.broken)
             with contextlib.suppress(RuntimeError):  # it has not started yet
-                status = server.status()
-                self.rows_late = status.rows_late
-                broken += progress.look(status)
+                broken += progress.look(server.status())
             if broken:
                 raise Violated("; ".join(broken))
             await self.clock.sleep(_WATCH_SECONDS)

@@ -29,10 +29,9 @@ from simulation.oracles import (
     Violated,
     WatchedLeases,
     WatchedStream,
-    check_outputs,
-    outputs,
 )
 from simulation.ordered import numbered
+from simulation.outputs import Outputs
 from simulation.servers import Supervised
 
 import mldserver.state.sqlite
@@ -47,10 +46,10 @@ from mldserver.testing.virtual_process import VirtualExecutor, VirtualWorker, st
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from simulation.oracles import Key
     from simulation.plan import Plan
 
     from mldserver.config import Settings
+    from mldserver.runtime.base import DeadLetter
     from mldserver.state.ledger import LedgerState
     from mldserver.testing.session import ShardSession
 
@@ -81,14 +80,14 @@ class World:
     dice: random.Random
     positions: Positions
     memory: Memory
-    poison: set[tuple[int, int]] = field(default_factory=set)
     trace: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         plan = self.plan
         self.clock = LoopClock(self.loop)
-        self.faults = Faults(plan, self.dice, self.positions, self.note)
         self.stream = WatchedStream(plan.shards, seed=plan.seed, start_ms=self.clock.now_ms())
+        self.outputs = Outputs(plan, self.stream, self.folder / "out", self.positions.broken)
+        self.faults = Faults(plan, self.dice, self.positions, self.note, self.outputs, self.clock)
         self.leases = WatchedLeases(seed=plan.seed, throttle=plan.throttle)
         self.stream.positions = self.leases.positions = self.positions
         self.mld = Daemon(
@@ -170,10 +169,9 @@ class World:
             (f"key-{number}", self._payload(10 * number + sub, fails)) for sub, fails in enumerate(fates)
         ]
         if size > 1:
-            records = self.stream.put_aggregate(users, arrival_ms=now_ms)
+            self.stream.put_aggregate(users, arrival_ms=now_ms)
         else:
-            records = (self.stream.put(users[0][1], users[0][0], arrival_ms=now_ms),)
-        self.poison |= {record.order for record, fails in zip(records, fates, strict=True) if fails < 0}
+            self.stream.put(users[0][1], users[0][0], arrival_ms=now_ms)
 
     def _fate(self) -> int:
         """How many calls for a record fail; -1: all."""
@@ -257,26 +255,21 @@ class World:
         self.faults.told["throttled"] = self.leases.refused["ThrottlingException"]
         self.faults.told["short of memory"] = self.memory.short
         state, letters = await self._ledger()
-        out = self.folder / "out"
-        rows = outputs(out, "window=*/*.parquet") + outputs(out, "_late/window=*/*.parquet")
-        broken = self.positions.broken + check_outputs(
-            self.stream, self.poison, rows, letters, one_server=self.plan.servers == 1
-        )
-        if self.plan.calm and self.plan.handler == "Arrival":
-            broken += [
-                f"{each.rows_late} rows are late for no reason" for each in self.servers if each.rows_late
-            ]
+        broken = self.positions.broken + self.outputs.check(letters)
+        self.faults.told["revised"] = self.outputs.revisions
+        if self.plan.calm and self.plan.handler == "Arrival" and self.outputs.late:
+            broken.append(f"{self.outputs.late} rows are late for no reason")
         broken += [text for text in self.mld.violations if not self._excused(text)]
         broken += [f"{each.shard_id} is not ended" for each in state.shards.values() if not each.ended]
         if broken:
             raise Violated("; ".join(broken))
 
-    async def _ledger(self) -> tuple[LedgerState, list[Key]]:
+    async def _ledger(self) -> tuple[LedgerState, tuple[DeadLetter, ...]]:
         ledger = mldserver.state.sqlite.SqliteLedger(
             self.folder / "out" / LEDGER, pipeline="world", server_id="judge", clock=self.clock
         )
         state = await ledger.peek()
-        letters = [(each.shard_id, tuple(each.sequence)) for each in await ledger.dead_letters(100_000)]
+        letters = await ledger.dead_letters(100_000)
         await ledger.close()
         return state, letters
 

@@ -1,0 +1,306 @@
+"""What must come out of a world: every row in its window with its values, every revision whole, late rows where they go.
+
+All of it follows from the stream's records, and from the moments at which the ledger took effect (``happened``). Nothing
+of the server's code is used.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pyarrow.parquet as pq
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    import pyarrow as pa
+    from simulation.plan import Plan
+
+    from mldserver.runtime.base import DeadLetter
+    from mldserver.state.ledger import Flush
+    from mldserver.testing import FakeStream
+    from mldserver.testing.fake_stream import StreamRecord
+
+Key = tuple[str, tuple[int, int]]
+"""A record: its shard and its place there, (sequence number, sub-sequence number)."""
+
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+SIZE_MS = {"Arrival": 5000, "Column": 4000}
+"""Of the windows that have bounds (``handlers.py``)."""
+MAX_ROWS = 7
+"""Of the windows that have none."""
+RETENTION_MS = {"1 day": 86_400_000, "10 s": 10_000}
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What is to become of a record."""
+
+    record: StreamRecord
+    n: int
+    at_ms: int
+    fails: int
+    """How many calls fail first; -1: all."""
+    effective_ms: int
+    """The latest arrival time in its shard up to it, and not less than in its parents."""
+
+
+@dataclass
+class _Window:
+    """What the ledger has of a window."""
+
+    rows: list[Key] = field(default_factory=list)
+    """In the order in which they were registered, but for those of the late dataset."""
+    cuts: list[int] = field(default_factory=list)
+    """How many of them each revision holds."""
+    shown_ms: list[int] = field(default_factory=list)
+    """When each revision was published."""
+    attempt: int = 0
+    """Which attempt was published last."""
+    late: list[Key] = field(default_factory=list)
+
+    def revision(self, number: int) -> Counter[Key]:
+        """Return the rows of a revision, counted from 1."""
+        return Counter(self.rows[: self.cuts[number - 1]])
+
+
+@dataclass
+class Outputs:
+    """What servers write, register, cut and publish, against what they may."""
+
+    plan: Plan
+    stream: FakeStream
+    out: Path
+    broken: list[str]
+    """Where to tell."""
+    written: dict[str, list[Key]] = field(default_factory=dict)
+    """The rows of each segment."""
+    windows: dict[str, _Window] = field(default_factory=dict)
+    letters_ever: set[Key] = field(default_factory=set)
+    """Records that were a dead letter at some time."""
+    late: int = 0
+    """How many rows came after their window was cut, but for dead letters that ran again."""
+    revisions: int = 0
+    """How many were cut for them."""
+
+    def wrote(self, path: str, rows: pa.Table) -> None:
+        """A segment is being written."""
+        self.written[path] = list(_keys(rows))
+
+    def happened(self, call: str, argument: Any, now_ms: int) -> None:
+        """A transaction of the ledger took effect."""
+        if call == "register":
+            self._registered(argument, now_ms)
+        elif call == "cut":
+            self._cut(argument)
+        elif call == "published":
+            self._published(argument, now_ms)
+
+    def _registered(self, flush: Flush, now_ms: int) -> None:
+        self.letters_ever |= {key_of(letter) for letter in flush.dead_letters}
+        for segment in flush.segments:
+            name = segment.window_id
+            window, rows = self.windows.setdefault(name, _Window()), self.written[segment.path]
+            if len(rows) != segment.rows:
+                self.broken.append(f"{name}: {segment.rows} rows are registered, {len(rows)} were written")
+            if str(segment.kind) != "window":
+                self.late += len(set(rows) - self.letters_ever)
+            if str(segment.kind) == "late":
+                self._may_be_late(name, window, now_ms)
+                window.late += rows
+                continue
+            if (str(segment.kind) == "recompute") is not bool(window.cuts):
+                self.broken.append(f"{name}: {segment.kind} rows after {len(window.cuts)} cuts")
+            window.rows += rows
+
+    def _may_be_late(self, name: str, window: _Window, now_ms: int) -> None:
+        """Rows go to the late dataset when their window is cut and, where it would be computed again, not retained."""
+        if not window.cuts or self.plan.handler == "Runs":
+            self.broken.append(f"{name}: late rows, and it was never cut")
+        if self.plan.late == "recompute":
+            shown = len(window.shown_ms) == len(window.cuts)
+            if not shown or window.shown_ms[-1] + RETENTION_MS[self.plan.retention] > now_ms:
+                self.broken.append(f"{name}: late rows beside a window that is retained")
+
+    def _cut(self, names: Iterable[str]) -> None:
+        for name in names:
+            window = self.windows.get(name, _Window())
+            again = len(window.shown_ms) == len(window.cuts) and window.cuts[-1:] != [len(window.rows)]
+            if again and window.rows:
+                self.revisions += bool(window.cuts)
+                window.cuts.append(len(window.rows))
+
+    def _published(self, attempts: Mapping[str, int], now_ms: int) -> None:
+        for name, attempt in attempts.items():
+            window = self.windows[name]
+            if attempt <= window.attempt:
+                continue  # told once more, perhaps when the next revision was on its way
+            window.attempt = attempt
+            window.shown_ms.append(now_ms)
+            files = sorted(self.out.glob(f"window={name}/*.parquet"))
+            seen = Counter(key for file in files for key in _keys(pq.ParquetFile(file).read(_PLACE)))
+            if len(window.shown_ms) != len(window.cuts) or seen != window.revision(len(window.cuts)):
+                self.broken.append(f"{name}: what readers see is not revision {len(window.cuts)}")
+
+    # The end.
+
+    def expected(self) -> dict[Key, Expected]:
+        """Say of every record of the stream what it is."""
+        found: dict[Key, Expected] = {}
+        for shard_id, times in _effective(self.stream).items():
+            for record, ms in zip(self.stream.shards[shard_id].records, times, strict=True):
+                told = orjson.loads(record.data or b"")
+                found[shard_id, record.order] = Expected(record, told["n"], told["at"], told["fails"], ms)
+        return found
+
+    def check(self, letters: Iterable[DeadLetter]) -> list[str]:
+        """Compare all that came out with the stream; return what is wrong."""
+        expected, stored = self.expected(), list(letters)
+        rows = list(self._rows())
+        broken = _once(expected, Counter(_key(row) for _, _, row in rows), Counter(map(key_of, stored)))
+        for name, late, row in rows:
+            told = expected.get(_key(row))
+            if told is not None and (wrong := self._wrong(told, name, row)):
+                broken.append(f"{_key(row)} in {'_late/' * late}{name}: {', '.join(wrong)}")
+        broken += self._complete(rows)
+        broken += _ordered(self.stream, [row for _, _, row in rows if _key(row) not in self.letters_ever])
+        if self.plan.servers == 1 and not broken:
+            broken += _one_clock([row for _, _, row in rows])
+        return broken
+
+    def _rows(self) -> Iterator[tuple[str, bool, dict[str, Any]]]:
+        """Yield the window of every visible row, whether it is in the late dataset, and the row."""
+        for late in (False, True):
+            for folder in sorted((self.out / "_late" if late else self.out).glob("window=*")):
+                for file in sorted(folder.glob("*.parquet")):
+                    for row in pq.ParquetFile(file).read().to_pylist():
+                        yield folder.name.removeprefix("window="), late, row
+
+    def _wrong(self, told: Expected, name: str, row: dict[str, Any]) -> list[str]:
+        """Name the columns that are not what the record says, and the window."""
+        arrival_ms = told.record.arrival_ms
+        v1 = self.plan.form.name == "V1"
+        wants = {"n": told.n, "at": told.at_ms, "_arrival": None if v1 else arrival_ms}
+        wrong = [
+            f"{column} is {row[column]}, not {want}"
+            for column, want in wants.items()
+            if _ms(row[column]) != want
+        ]
+        # In V1 no arrival times are told: receipt is what counts. A dead letter that runs again knows its own only.
+        earliest = arrival_ms if v1 or _key(row) in self.letters_ever else told.effective_ms
+        if row["_time"] < earliest or (row["_time"] > told.effective_ms and not v1):
+            wrong.append(f"_time is {row['_time']}, not {earliest} to {told.effective_ms}")
+        if self.plan.handler != "Runs":
+            at_ms = told.at_ms if self.plan.handler == "Column" else row["_time"]
+            home = _window_at(at_ms // SIZE_MS[self.plan.handler] * SIZE_MS[self.plan.handler])
+            wrong += [f"it belongs to {home}"] if home != name else []
+        return wrong
+
+    def _complete(self, rows: list[tuple[str, bool, dict[str, Any]]]) -> list[str]:
+        """Each window's last revision, and its late dataset, hold all that was registered for them."""
+        broken = []
+        shown: dict[tuple[str, bool], Counter[Key]] = {}
+        for name, late, row in rows:
+            shown.setdefault((name, late), Counter())[_key(row)] += 1
+        wanted = {(name, False): Counter(window.rows) for name, window in self.windows.items() if window.rows}
+        wanted |= {(name, True): Counter(window.late) for name, window in self.windows.items() if window.late}
+        for place in sorted(shown.keys() | wanted):
+            have, want = shown.get(place, Counter()), wanted.get(place, Counter())
+            if have != want:
+                broken.append(f"{place}: {_some(want - have)} are missing, {_some(have - want)} too many")
+        if self.plan.handler == "Runs":
+            crowded = [name for name, window in self.windows.items() if len(window.rows) > MAX_ROWS]
+            broken += [f"{name} has more than {MAX_ROWS} rows" for name in crowded]
+        return broken
+
+
+_PLACE = ["_shard", "_sequence", "_sub_sequence"]
+
+
+def _keys(rows: pa.Table) -> Iterator[Key]:
+    for shard, number, sub in zip(*(rows.column(name).to_pylist() for name in _PLACE), strict=True):
+        yield shard, (int(number), sub)
+
+
+def _key(row: dict[str, Any]) -> Key:
+    return row["_shard"], (int(row["_sequence"]), row["_sub_sequence"])
+
+
+def key_of(letter: DeadLetter) -> Key:
+    """Return which record a dead letter is."""
+    return letter.shard_id, (letter.sequence.number, letter.sequence.sub)
+
+
+def _ms(value: Any) -> Any:
+    """Return a time of a column as milliseconds, anything else as it is."""
+    if not isinstance(value, datetime):
+        return value
+    return (value.replace(tzinfo=value.tzinfo or UTC) - EPOCH) // timedelta(milliseconds=1)
+
+
+def _window_at(start_ms: int) -> str:
+    return (EPOCH + timedelta(milliseconds=start_ms)).strftime("%Y-%m-%dT%H-%M-%SZ")
+
+
+def _effective(stream: FakeStream) -> dict[str, list[int]]:
+    """Return each record's effective time, by shard; parents stand before their children."""
+    times: dict[str, list[int]] = {}
+    ends: dict[str, int] = {}
+    for shard in stream.shards.values():
+        latest = max((ends[parent] for parent in shard.parents), default=0)
+        times[shard.id] = []
+        for record in shard.records:
+            latest = max(latest, record.arrival_ms)
+            times[shard.id].append(latest)
+        ends[shard.id] = latest
+    return times
+
+
+def _once(expected: dict[Key, Expected], rows: Counter[Key], letters: Counter[Key]) -> list[str]:
+    """Every record is one row, or one dead letter where all its calls fail."""
+    broken = []
+    bad = Counter(key for key, told in expected.items() if told.fails < 0)
+    for name, have, want in (("rows", rows, Counter(expected.keys()) - bad), ("dead letters", letters, bad)):
+        if missing := want - have:
+            broken.append(f"{name}: {missing.total()} are missing: {_some(missing)}")
+        if surplus := have - want:
+            broken.append(f"{name}: {surplus.total()} too many: {_some(surplus)}")
+    return broken
+
+
+def _ordered(stream: FakeStream, rows: list[dict[str, Any]]) -> list[str]:
+    """By (_time, _clock) each shard's rows stand in its order, and children behind their parents."""
+    broken = []
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    before: dict[str, tuple[int, int]] = {}
+    rows = sorted(rows, key=lambda row: (row["_time"], row["_clock"]))
+    for place, (shard, number) in enumerate(map(_key, rows)):
+        if number < before.get(shard, number):
+            broken.append(f"{shard}: {number} comes after {before[shard]}")
+        before[shard] = number
+        first.setdefault(shard, place)
+        last[shard] = place
+    for child in stream.shards.values():
+        broken += [
+            f"{child.id} begins before its parent {parent} is over"
+            for parent in child.parents
+            if child.id in first and parent in last and first[child.id] < last[parent]
+        ]
+    return broken
+
+
+def _one_clock(rows: list[dict[str, Any]]) -> list[str]:
+    """With one server the order is a total one, and runs of rows follow each other in it."""
+    ties = Counter(row["_clock"] for row in rows)
+    ties -= Counter(set(ties))
+    return [f"clock values are shared by several rows: {_some(ties)}"] if ties else []
+
+
+def _some(counted: Counter[Any]) -> str:
+    return ", ".join(map(str, sorted(counted)[:3])) or "none"
