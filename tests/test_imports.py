@@ -37,7 +37,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "runtime.base": ("records", "protocol.messages"),
     "sources.base": ("records", "runtime.base"),
     "state.letters": ("records", "runtime.base"),
-    "state.ledger": ("records", "runtime.base", "state.letters"),
+    "state.batches": (),
+    "state.ledger": ("records", "runtime.base", "state.letters", "state.batches"),
     "deadletters.base": ("runtime.base",),
     # Where letters go beside the ledger, and how they come back through the handler.
     "deadletters": (

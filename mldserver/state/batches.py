@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from mldserver.state.ledger import BatchProgress
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from mldserver.state.ledger import BatchStep
-
-__all__ = ["batch_id", "batch_number", "behind", "moved_on"]
+__all__ = ["BatchProgress", "BatchStep", "batch_id", "batch_number", "behind", "moved_on"]
 
 _BATCH = re.compile(r"batch-(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchProgress:
+    """Where ``batches`` windows stand: the open one's number, its rows so far, and when its first row came."""
+
+    number: int = 0
+    rows: int = 0
+    opened_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStep:
+    """How a flush moves ``batches`` windows on: what lies between the two is what it puts in."""
+
+    since: BatchProgress
+    """Where its plan went on from."""
+    until: BatchProgress
+    max_rows: int
+    """The most rows that a window may have."""
 
 
 def batch_id(number: int) -> str:

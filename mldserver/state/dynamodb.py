@@ -283,6 +283,11 @@ class DynamoLedger:
         others = server_ids - {self._server_id}
         return await self._member(lambda draft: members.bury(draft, others, beat_before_ms))
 
+    async def claim(self, folder: str, *, instead_of: str | None = None) -> LedgerState:
+        """Be the ledger of an output folder, unless it is another's; return what it holds then."""
+        await self._member(lambda draft: members.claim(draft, folder, instead_of))
+        return self._held()
+
     async def leave(self) -> None:
         """Take this server's row out."""
         life = self._lives()
@@ -389,13 +394,12 @@ class DynamoLedger:
     ) -> tuple[StoredLetter, ...]:
         """Return a page of letters in order of storage."""
         found: list[StoredLetter] = []
-        if limit <= 0:
-            return ()
-        async with self._letters(after, wanted=wanted) as stored:
-            async for each in stored:
-                found.append(each)
-                if len(found) == limit:
-                    break
+        async with self._taking_turns():
+            journal = self._reached()
+            await journal.refresh()
+            async with contextlib.aclosing(journal.letters(after, wanted=wanted)) as stored:
+                while len(found) < limit and (each := await anext(stored, None)) is not None:
+                    found.append(each)
         return tuple(found)
 
     async def parked_keys(self, shard_id: str) -> dict[str, Sequence]:
@@ -411,16 +415,6 @@ class DynamoLedger:
         finally:
             self._readers -= 1
             self._read.set()
-
-    @contextlib.asynccontextmanager
-    async def _letters(
-        self, after: str | None = None, *, wanted: bool = False
-    ) -> AsyncIterator[AsyncIterator[StoredLetter]]:
-        async with self._taking_turns():
-            journal = self._reached()
-            await journal.refresh()
-            async with contextlib.aclosing(journal.letters(after, wanted=wanted)) as stored:
-                yield stored
 
     async def redrive(self, ids: tuple[str, ...], *, wanted: bool = True) -> frozenset[str]:
         """Mark letters to be redriven, or not."""

@@ -45,6 +45,8 @@ class Totals:
     lives: int = 0
     """How often a server has registered."""
     cut_below_ms: int | None = None
+    ledger_id: str = ""
+    folder: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +224,9 @@ class Book:
             redrives=sum(len(item.wanted) for item in self.letters.values()),
             servers={server_id: row.state for server_id, row in self.servers.items()},
             cut_below_ms=self.totals.cut_below_ms,
+            ledger_id=self.totals.ledger_id,
+            folder=self.totals.folder,
+            lives=self.totals.lives,
             version=self.version,
             since=since,
         )

@@ -1,6 +1,6 @@
 """Between a DynamoDB ledger's changes and bytes: JSON arrays, compressed with zlib. Pure.
 
-Format 4 (the number that every kind of ledger shares, ``schema.py``). Changes are an object of ``totals`` (an array,
+Format 5 (the number that every kind of ledger shares, ``schema.py``). Changes are an object of ``totals`` (an array,
 absent when unchanged) and ``shards``, ``windows``, ``servers``, ``late``, ``letters`` (objects: the row by its key; null: it went).
 Sequence numbers are decimal text. A window's two lists of segments are each ``[n, [segment …]]``: the first n of the
 list that the version before held, then these, so that a flush into a window of a thousand segments writes one.
@@ -101,12 +101,14 @@ def _totals_row(totals: Totals) -> list[Any]:
         totals.lives,
         totals.cut_below_ms,
         [progress.number, progress.rows, progress.opened_ms],
+        totals.ledger_id,
+        totals.folder,
     ]
 
 
 def _totals(row: list[Any]) -> Totals:
-    clock, dead_letters, lives, cut_below_ms, progress = row
-    return Totals(clock, BatchProgress(*progress), dead_letters, lives, cut_below_ms)
+    clock, dead_letters, lives, cut_below_ms, progress, *whose = row
+    return Totals(clock, BatchProgress(*progress), dead_letters, lives, cut_below_ms, *whose)
 
 
 def _sequence_row(sequence: Sequence | None) -> list[Any] | None:

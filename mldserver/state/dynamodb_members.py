@@ -9,6 +9,7 @@ from mldserver.errors import InternalError, ServerBuried
 from mldserver.state.dynamodb_book import ServerRow, ShardRow
 from mldserver.state.ledger import ServerState, ShardState
 from mldserver.state.rows import storable
+from mldserver.state.schema import new_ledger_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -19,6 +20,7 @@ __all__ = [
     "accept_gap",
     "beat",
     "bury",
+    "claim",
     "end_shards",
     "enter",
     "know_shards",
@@ -35,7 +37,8 @@ __all__ = [
 def enter(draft: Draft, server_id: str, now_ms: int) -> int:
     """Register a server, burying who had its id before; return the life that it begins."""
     _release(draft, server_id)
-    draft.totals = replace(draft.totals, lives=draft.totals.lives + 1)
+    ledger_id = draft.totals.ledger_id or new_ledger_id()
+    draft.totals = replace(draft.totals, lives=draft.totals.lives + 1, ledger_id=ledger_id)
     draft.servers.put(server_id, ServerRow(ServerState(server_id, now_ms), draft.totals.lives))
     return draft.totals.lives
 
@@ -74,6 +77,14 @@ def bury(draft: Draft, server_ids: Iterable[str], beat_before_ms: int) -> frozen
         if row is None:
             gone.add(server_id)
     return frozenset(gone)
+
+
+def claim(draft: Draft, folder: str, instead_of: str | None) -> None:
+    """Note whose ledger it is, unless that is known; in place of one that is given up, anew."""
+    if draft.totals.ledger_id == instead_of:
+        draft.totals = replace(draft.totals, ledger_id=new_ledger_id(), folder=folder)
+    elif draft.totals.folder is None:
+        draft.totals = replace(draft.totals, folder=folder)
 
 
 def leave(draft: Draft, server_id: str, life: int) -> None:

@@ -101,8 +101,8 @@ def _create(db: sqlite3.Connection, path: Path, pipeline: str, now_ms: int) -> N
             for statement in schema.DDL:
                 db.execute(statement)
             db.execute(
-                "INSERT INTO meta (id, format, pipeline, created_ms) VALUES (1, ?, ?, ?)",
-                (schema.FORMAT, pipeline, now_ms),
+                "INSERT INTO meta (id, format, pipeline, created_ms, ledger_id) VALUES (1, ?, ?, ?, ?)",
+                (schema.FORMAT, pipeline, now_ms, schema.new_ledger_id()),
             )
         db.execute("COMMIT")
     finally:

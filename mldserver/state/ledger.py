@@ -22,6 +22,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from mldserver.state.batches import BatchProgress, BatchStep
 from mldserver.state.letters import LetterBook
 
 if TYPE_CHECKING:
@@ -130,26 +131,6 @@ class PositionUpdate:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchProgress:
-    """Where ``batches`` windows stand: the open one's number, its rows so far, and when its first row came."""
-
-    number: int = 0
-    rows: int = 0
-    opened_ms: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class BatchStep:
-    """How a flush moves ``batches`` windows on: what lies between the two is what it puts in."""
-
-    since: BatchProgress
-    """Where its plan went on from."""
-    until: BatchProgress
-    max_rows: int
-    """The most rows that a window may have."""
-
-
-@dataclass(frozen=True, slots=True)
 class Flush:
     """One flush, registered in one transaction: segments, positions, dead letters, clock."""
 
@@ -250,7 +231,7 @@ class LedgerState:
     late_segments: tuple[Segment, ...] = ()
     """Registered files of the late dataset that may not be visible yet."""
     clock: int = 0
-    batch_progress: BatchProgress = BatchProgress()
+    batch_progress: BatchProgress = field(default_factory=BatchProgress)
     dead_letters: int = 0
     """How many there are."""
     redrives: int = 0
@@ -259,6 +240,12 @@ class LedgerState:
     cut_below_ms: int | None = None
     """Event-time windows that end at or before it and have no entry any more were cut: their rows are late. It lies
     before the present: windows whose end is to come are not forgotten."""
+    ledger_id: str = field(default="", compare=False)
+    """Which ledger this is: made with it, and anew when it goes on from an older state (``claim``)."""
+    folder: str | None = field(default=None, compare=False)
+    """The id of the output folder that claimed it; None before."""
+    lives: int = field(default=0, compare=False)
+    """How often a server has registered: a ledger that was rolled back has fewer than its folder has seen."""
     version: int = field(default=0, compare=False)
     """Rises with every change of the ledger: what to ask for the next news with."""
     since: int = field(default=0, compare=False)
@@ -307,6 +294,14 @@ class Ledger(LetterBook, Protocol):
 
         Those that were gone already, or never there, are returned too. Their shards lose their owner; their windows
         (CUT, COMMITTED) may be adopted. A server never buries itself.
+        """
+        ...
+
+    async def claim(self, folder: str, *, instead_of: str | None = None) -> LedgerState:
+        """Be the ledger of an output folder, unless it is another's; return what it holds then.
+
+        ``instead_of``: if that is its ``ledger_id`` still, it gets a new one and the folder: what was written under the
+        old one, and is not named, is not this ledger's any more.
         """
         ...
 

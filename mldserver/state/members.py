@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from mldserver.errors import InternalError, ServerBuried
 from mldserver.state import rows
+from mldserver.state.schema import new_ledger_id
 
 if TYPE_CHECKING:
     import sqlite3
@@ -17,6 +18,7 @@ __all__ = [
     "accept_gap",
     "beat",
     "bury",
+    "claim",
     "end_shard",
     "enter",
     "know_shard",
@@ -79,6 +81,14 @@ def bury(db: sqlite3.Connection, server_ids: Iterable[str], beat_before_ms: int)
         if found is None:
             gone.add(server_id)
     return frozenset(gone)
+
+
+def claim(db: sqlite3.Connection, folder: str, instead_of: str | None) -> None:
+    """Note whose ledger it is, unless that is known; in place of one that is given up, anew."""
+    db.execute("UPDATE meta SET folder = ? WHERE folder IS NULL", (folder,))
+    db.execute(
+        "UPDATE meta SET ledger_id = ?, folder = ? WHERE ledger_id = ?", (new_ledger_id(), folder, instead_of)
+    )
 
 
 def leave(db: sqlite3.Connection, server_id: str, life: int) -> None:

@@ -194,6 +194,9 @@ def read_state(db: sqlite3.Connection, since: int) -> LedgerState:
             row["server_id"]: _server(row) for row in db.execute("SELECT * FROM servers ORDER BY server_id")
         },
         cut_below_ms=meta["cut_below_ms"],
+        ledger_id=meta["ledger_id"],
+        folder=meta["folder"],
+        lives=meta["lives"],
         version=meta["version"],
         since=since,
     )

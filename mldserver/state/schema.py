@@ -1,9 +1,9 @@
-"""The ledger's file format: one SQLite database for one pipeline, format 4.
+"""The ledger's file format: one SQLite database for one pipeline, format 5.
 
 The database is in WAL mode and carries ``APPLICATION_ID`` in its header. All times are milliseconds since the Unix
 epoch (UTC). Sequence numbers have 21 to 60 digits, more than an INTEGER holds: they are TEXT in decimal digits and
 are compared as integers by the program, never by SQL. Lists are JSON arrays of strings. A file without tables is a
-ledger that was never created: creation is one transaction. Formats 1 to 3 were never released.
+ledger that was never created: creation is one transaction. Formats 1 to 4 were never released.
 
 ``meta``, exactly one row (id 1)
     ``format``, ``pipeline``: readable in every format to come, so that an older program can say what it found.
@@ -13,7 +13,8 @@ ledger that was never created: creation is one transaction. Formats 1 to 3 were 
     never falls, and lies behind that of every one that was cut. ``dead_letters``: how many there are. ``lives``: how often a server has registered.
     ``version``: raised by each transaction that writes. ``pruned_version``: the latest ``changed`` of all pruned
     windows: who has read less must read everything. ``retained_bytes``: of all segments of published windows that
-    are retained; kept by triggers.
+    are retained; kept by triggers. ``ledger_id``: random, in the names of its files; a restored ledger has another.
+    ``folder``: the id of the output folder that claimed it (``owner.json`` there); NULL before.
 ``servers``, one row for each server that lives, or is not buried yet
     ``life``: which registration it is; a server that finds another, or no row, was buried. ``beat_ms``,
     ``watermark_ms``, ``idle``, ``held_by``, ``reason``: as it last told.
@@ -42,11 +43,12 @@ ledger that was never created: creation is one transaction. Formats 1 to 3 were 
 
 from __future__ import annotations
 
+import uuid
 from typing import Final
 
-__all__ = ["APPLICATION_ID", "DDL", "FORMAT"]
+__all__ = ["APPLICATION_ID", "DDL", "FORMAT", "new_ledger_id"]
 
-FORMAT: Final = 4
+FORMAT: Final = 5
 
 APPLICATION_ID: Final = int.from_bytes(b"MLDS", "big")
 """Stands in the database's header: what tells a ledger from any other SQLite file."""
@@ -67,7 +69,9 @@ DDL: Final = (
         lives           INTEGER NOT NULL DEFAULT 0,
         version         INTEGER NOT NULL DEFAULT 0,
         pruned_version  INTEGER NOT NULL DEFAULT 0,
-        retained_bytes  INTEGER NOT NULL DEFAULT 0
+        retained_bytes  INTEGER NOT NULL DEFAULT 0,
+        ledger_id       TEXT NOT NULL,
+        folder          TEXT
     )
     """,
     """
@@ -181,3 +185,8 @@ DDL: Final = (
     "CREATE INDEX dead_letters_wanted ON dead_letters (id) WHERE wanted",
 )
 """The statements that create a ledger, run in one transaction."""
+
+
+def new_ledger_id() -> str:
+    """Return eight hexadecimal digits that no other ledger has: they stand in the names of the files that it registers."""
+    return uuid.uuid4().hex[:8]

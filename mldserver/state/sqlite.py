@@ -92,6 +92,10 @@ class SqliteLedger:
         """Remove servers that have not beaten since a time; return those that are gone."""
         return await self._call(self._store.bury, server_ids, beat_before_ms=beat_before_ms)
 
+    async def claim(self, folder: str, *, instead_of: str | None = None) -> LedgerState:
+        """Be the ledger of an output folder, unless it is another's; return what it holds then."""
+        return await self._call(self._store.claim, folder, instead_of=instead_of)
+
     async def leave(self) -> None:
         """Take this server's row out."""
         await self._call(self._store.leave)

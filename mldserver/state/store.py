@@ -153,6 +153,12 @@ class SqliteStore:
         with self._serving() as db:
             return members.bury(db, server_ids - {self.server_id}, beat_before_ms)
 
+    def claim(self, folder: str, *, instead_of: str | None = None) -> LedgerState:
+        """Be the ledger of an output folder, unless it is another's; return what it holds then."""
+        with self._serving() as db:
+            members.claim(db, folder, instead_of)
+            return self._state(db)
+
     def leave(self) -> None:
         """Take this server out, unless it is out already."""
         with self._writing() as db:

@@ -56,6 +56,42 @@ async def test_a_server_is_known_from_its_opening_on(ledger_factory: Factory) ->
             assert both.servers == {"one": ServerState("one", 1_000), "two": ServerState("two", 1_000)}
 
 
+async def test_a_ledger_keeps_its_identity_and_the_folder_that_claimed_it_first(
+    ledger_factory: Factory,
+) -> None:
+    async with two(ledger_factory) as (one, other):
+        new = await one.peek()
+        assert (len(new.ledger_id), new.folder, new.lives) == (8, None, 2)
+        claimed = await one.claim("folder")
+        assert (claimed.ledger_id, claimed.folder) == (new.ledger_id, "folder")
+        for claimed in (
+            await other.claim("elsewhere"),
+            await other.claim("elsewhere", instead_of="deadbeef"),
+        ):
+            assert (claimed.ledger_id, claimed.folder) == (new.ledger_id, "folder")
+    async with opened(ledger_factory, "one") as (_, state):
+        assert (state.ledger_id, state.folder, state.lives) == (new.ledger_id, "folder", 3)
+
+
+async def test_a_ledger_that_goes_on_from_an_older_state_gets_another_identity_once(
+    ledger_factory: Factory,
+) -> None:
+    async with two(ledger_factory) as (one, other):
+        old = (await one.claim("folder")).ledger_id
+        anew = await one.claim("restored", instead_of=old)
+        assert (anew.ledger_id != old, anew.folder) == (True, "restored")
+        late_comer = await other.claim("restored", instead_of=old)
+        assert (late_comer.ledger_id, late_comer.folder) == (anew.ledger_id, "restored")
+
+
+async def test_only_a_server_claims_a_folder(ledger_factory: Factory) -> None:
+    async with opened(ledger_factory, "one"):
+        pass
+    async with peeked(ledger_factory) as (ledger, _):
+        with pytest.raises(InternalError):
+            await ledger.claim("folder")
+
+
 async def test_servers_tell_each_other_where_they_stand(ledger_factory: Factory) -> None:
     told = ServerState("one", 5_000, 77, idle=True, held_by="shard-3", reason="behind")
     other = ServerState("two", 6_000, None)
