@@ -129,8 +129,8 @@ async def test_a_server_that_was_taken_for_dead_exits_with_a_fault_and_its_daemo
         life = group.create_task(server.run())
         await server.listening()
         store = SqliteStore(out / "_mldserver" / "ledger.sqlite", pipeline=handler, server_id="two")
-        store.open(now_ms=0)
-        assert store.bury(frozenset({"one"}), beat_before_ms=2**60) == {"one"}
+        seen = store.open(now_ms=0).servers["one"]
+        assert store.bury({"one": seen.beat_ms}) == {"one"}
         store.close()
     assert life.result() == EXIT_FAULT
     failed = next(entry for entry in logged if entry["event"] == "server.failed")

@@ -208,9 +208,8 @@ class Fleet:
         if self._locks is not None and self.peers:
             told |= await asyncio.to_thread(self._dead, self._locks)
         for server_id, each in told.items():
-            # Only if it has not beaten since it was looked at.
             kill_point("server.burying")
-            gone = await self._ledger.bury(frozenset({server_id}), beat_before_ms=each.beat_ms + 1)
+            gone = await self._ledger.bury({server_id: each.beat_ms})
             kill_point("server.buried")
             self._buried |= gone
             if gone:

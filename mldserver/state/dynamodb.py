@@ -278,10 +278,10 @@ class DynamoLedger:
             windows = self._reached().book.windows
             return tuple(windows[each] for each in window_ids if each in windows)
 
-    async def bury(self, server_ids: frozenset[str], *, beat_before_ms: int) -> frozenset[str]:
-        """Remove servers that have not beaten since a time; return those that are gone."""
-        others = server_ids - {self._server_id}
-        return await self._member(lambda draft: members.bury(draft, others, beat_before_ms))
+    async def bury(self, seen: Mapping[str, int]) -> frozenset[str]:
+        """Remove servers whose beat is still the one that was seen; return those that are gone."""
+        others = {each: beat_ms for each, beat_ms in seen.items() if each != self._server_id}
+        return await self._member(lambda draft: members.bury(draft, others))
 
     async def claim(self, folder: str, *, instead_of: str | None = None) -> LedgerState:
         """Be the ledger of an output folder, unless it is another's; return what it holds then."""

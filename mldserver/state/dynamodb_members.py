@@ -66,12 +66,12 @@ def beat(draft: Draft, told: ServerState, life: int) -> None:
     draft.servers.put(told.server_id, ServerRow(kept, life))
 
 
-def bury(draft: Draft, server_ids: Iterable[str], beat_before_ms: int) -> frozenset[str]:
-    """Remove servers that have not beaten since; return those that are gone, whoever removed them."""
+def bury(draft: Draft, seen: Mapping[str, int]) -> frozenset[str]:
+    """Remove servers that have not beaten since they were seen; return those that are gone, whoever removed them."""
     gone = set()
-    for server_id in server_ids:
+    for server_id, beat_ms in seen.items():
         row = draft.servers.get(server_id)
-        if row is not None and row.state.beat_ms < beat_before_ms:
+        if row is not None and row.state.beat_ms == beat_ms:
             _remove(draft, server_id)
             row = None
         if row is None:

@@ -88,7 +88,7 @@ class ServerState:
 
     server_id: str
     beat_ms: int
-    """When it last beat."""
+    """When it last beat, by its own time of day; two beats of a server are never the same."""
     watermark_ms: int | None = None
     """Its own shards' watermark, told only after everything that the watermark counted on was registered; None:
     it has seen nothing yet, and holds the pipeline's."""
@@ -289,11 +289,12 @@ class Ledger(LetterBook, Protocol):
         """Return windows as they are, also those that are published and not retained; unknown ones are left out."""
         ...
 
-    async def bury(self, server_ids: frozenset[str], *, beat_before_ms: int) -> frozenset[str]:
-        """Remove servers whose last beat is before ``beat_before_ms``; return those of ``server_ids`` that are gone.
+    async def bury(self, seen: Mapping[str, int]) -> frozenset[str]:
+        """Remove servers whose last beat (ms) is still the one that was seen; return those that are gone.
 
-        Those that were gone already, or never there, are returned too. Their shards lose their owner; their windows
-        (CUT, COMMITTED) may be adopted. A server never buries itself.
+        One that has beaten since lives, whatever the clocks say: beats are compared for equality alone. Those that were
+        gone already, or never there, are returned too. Their shards lose their owner; their windows (CUT, COMMITTED)
+        may be adopted. A server never buries itself.
         """
         ...
 

@@ -10,7 +10,7 @@ from mldserver.state.schema import new_ledger_id
 
 if TYPE_CHECKING:
     import sqlite3
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from mldserver.state.ledger import ServerState, ShardState
 
@@ -68,12 +68,12 @@ def beat(db: sqlite3.Connection, server_id: str, told: ServerState) -> None:
     )
 
 
-def bury(db: sqlite3.Connection, server_ids: Iterable[str], beat_before_ms: int) -> frozenset[str]:
-    """Remove servers that have not beaten since; return those that are gone, whoever removed them."""
+def bury(db: sqlite3.Connection, seen: Mapping[str, int]) -> frozenset[str]:
+    """Remove servers that have not beaten since they were seen; return those that are gone, whoever removed them."""
     gone = set()
-    for server_id in sorted(server_ids):
+    for server_id, beat_ms in sorted(seen.items()):
         buried = db.execute(
-            "DELETE FROM servers WHERE server_id = ? AND beat_ms < ?", (server_id, beat_before_ms)
+            "DELETE FROM servers WHERE server_id = ? AND beat_ms = ?", (server_id, beat_ms)
         ).rowcount
         if buried:
             _release(db, server_id)

@@ -88,9 +88,9 @@ class SqliteLedger:
         """Return windows as they are; unknown ones are left out."""
         return await self._call(self._store.find, window_ids)
 
-    async def bury(self, server_ids: frozenset[str], *, beat_before_ms: int) -> frozenset[str]:
-        """Remove servers that have not beaten since a time; return those that are gone."""
-        return await self._call(self._store.bury, server_ids, beat_before_ms=beat_before_ms)
+    async def bury(self, seen: Mapping[str, int]) -> frozenset[str]:
+        """Remove servers whose beat is still the one that was seen; return those that are gone."""
+        return await self._call(self._store.bury, seen)
 
     async def claim(self, folder: str, *, instead_of: str | None = None) -> LedgerState:
         """Be the ledger of an output folder, unless it is another's; return what it holds then."""

@@ -148,10 +148,11 @@ class SqliteStore:
             found = [rows.read_window(db, each) for each in window_ids]
         return tuple(entry for entry in found if entry is not None)
 
-    def bury(self, server_ids: frozenset[str], *, beat_before_ms: int) -> frozenset[str]:
-        """Remove servers that have not beaten since a time; return those that are gone."""
+    def bury(self, seen: Mapping[str, int]) -> frozenset[str]:
+        """Remove servers whose beat is still the one that was seen; return those that are gone."""
         with self._serving() as db:
-            return members.bury(db, server_ids - {self.server_id}, beat_before_ms)
+            others = {each: beat_ms for each, beat_ms in seen.items() if each != self.server_id}
+            return members.bury(db, others)
 
     def claim(self, folder: str, *, instead_of: str | None = None) -> LedgerState:
         """Be the ledger of an output folder, unless it is another's; return what it holds then."""

@@ -278,7 +278,8 @@ async def live_and_be_buried(server: Pipeline, other: Pipeline) -> None:
     async with server.life():
         session = await server.open("a")
         await server.give(session, [(1, 1000)])
-        other.ledger.store.bury(frozenset({server.server_id}), beat_before_ms=2**40)
+        seen = server.state().servers[server.server_id]
+        assert other.ledger.store.bury({server.server_id: seen.beat_ms})
         await server.clock.advance(2)
 
 

@@ -24,7 +24,7 @@ from mldserver.state.ledger import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from mldserver.state.ledger import Commit, Flush, PositionUpdate
 
@@ -132,12 +132,12 @@ class ModelServer:
         self.serving().servers[self.server_id] = told
         return self.content.state()
 
-    def bury(self, server_ids: frozenset[str], *, beat_before_ms: int) -> frozenset[str]:
+    def bury(self, seen: Mapping[str, int]) -> frozenset[str]:
         content = self.serving()
-        for server_id in server_ids - {self.server_id}:
-            if server_id in content.servers and content.servers[server_id].beat_ms < beat_before_ms:
+        for server_id in seen.keys() - {self.server_id}:
+            if server_id in content.servers and content.servers[server_id].beat_ms == seen[server_id]:
                 self.remove(server_id)
-        return server_ids - set(content.servers)
+        return frozenset(seen.keys() - content.servers.keys())
 
     def remove(self, server_id: str) -> None:
         del self.content.servers[server_id], self.content.lives[server_id]

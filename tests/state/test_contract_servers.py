@@ -206,12 +206,9 @@ async def test_a_server_that_does_not_beat_is_buried_and_its_windows_are_adopted
         await bring_to(one, WindowState.CUT, W1, "s1")
         await bring_to(other, WindowState.CUT, BATCH, "s3")
         output = await attempted(one)
-        assert await other.bury(frozenset({"one"}), beat_before_ms=1_000) == frozenset()
-        await one.sync(ServerState("one", 2_000))
-        assert await other.bury(frozenset({"one"}), beat_before_ms=2_000) == frozenset()
         assert await other.adopt() == ()
-        assert await other.bury(frozenset({"one", "gone"}), beat_before_ms=2_001) == {"one", "gone"}
-        assert await other.bury(frozenset({"one"}), beat_before_ms=0) == {"one"}
+        assert await other.bury({"one": 1_000, "gone": 1}) == {"one", "gone"}
+        assert await other.bury({"one": 0}) == {"one"}
         assert set(await servers(ledger_factory)) == {"two"}
         shards = (await held(ledger_factory)).shards
         assert (shards["a"].owner, shards["b"].owner) == (None, "two")
@@ -228,9 +225,23 @@ async def test_a_server_that_does_not_beat_is_buried_and_its_windows_are_adopted
     assert (await entry(ledger_factory, W2)).state is WindowState.PUBLISHED
 
 
+@pytest.mark.parametrize("beat_ms", [1_001, 2_000, 999, -3_600_000])
+async def test_a_server_that_has_beaten_since_it_was_seen_is_not_buried_wherever_its_clock_was_set(
+    ledger_factory: Factory, beat_ms: int
+) -> None:
+    async with two(ledger_factory) as (one, other):
+        await one.open_shard("a")
+        seen = (await servers(ledger_factory))["one"].beat_ms
+        await one.sync(ServerState("one", beat_ms))
+        assert await other.bury({"one": seen}) == frozenset()
+        assert (await held(ledger_factory)).shards["a"].owner == "one"
+        await one.sync(ServerState("one", beat_ms + 1))
+        assert await other.bury({"one": beat_ms + 1}) == {"one"}
+
+
 async def test_a_server_never_buries_itself(ledger_factory: Factory) -> None:
     async with opened(ledger_factory) as (one, _):
-        assert await one.bury(frozenset({"one"}), beat_before_ms=10**9) == frozenset()
+        assert await one.bury({"one": 1_000}) == frozenset()
         await one.open_shard("a")
 
 
@@ -238,7 +249,7 @@ def writing_calls(ledger: Ledger) -> dict[str, Callable[[], Awaitable[Any]]]:
     """Every call of a server that would write something."""
     return {
         "sync": lambda: ledger.sync(ServerState("one", 9)),
-        "bury": lambda: ledger.bury(frozenset({"two"}), beat_before_ms=10**9),
+        "bury": lambda: ledger.bury({"two": 1_000}),
         "open_shard": lambda: ledger.open_shard("a"),
         "release_shard": lambda: ledger.release_shard("a", 1),
         "know_shards": lambda: ledger.know_shards({"x": ()}),
@@ -261,7 +272,7 @@ async def test_nothing_that_a_buried_server_tries_counts(ledger_factory: Factory
         await one.register(Flush((), (late("l1"),)))
         await bring_to(one, WindowState.CUT, W1, "s1")
         await bring_to(other, WindowState.COMMITTED, BATCH, "s2")
-        await other.bury(frozenset({"one"}), beat_before_ms=10**9)
+        assert await other.bury({"one": 1_000}) == {"one"}
         async with peeked(ledger_factory) as (_, before):
             for name, call in writing_calls(one).items():
                 with pytest.raises(ServerBuried):

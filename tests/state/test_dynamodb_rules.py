@@ -105,8 +105,8 @@ def test_only_a_servers_own_life_counts(steps: Steps) -> None:
     steps(members.leave, "one", first)
     steps(members.require, "one", second)
     steps(members.beat, ServerState("one", 5), second)
-    assert steps(members.bury, {"one", "two"}, 5) == {"two"}
-    assert steps(members.bury, {"one", "two"}, 6) == {"one", "two"}
+    assert steps(members.bury, {"one": 4, "two": 5}) == {"two"}
+    assert steps(members.bury, {"one": 5, "two": 5}) == {"one", "two"}
     with pytest.raises(InternalError, match="told of"):
         members.own(ServerState("two", 1), "one")
 
