@@ -1,4 +1,8 @@
-"""Time is passed in: parts ask a clock, tests give them one that they move by hand."""
+"""Time is passed in: parts ask a clock, tests give them one that they move by hand.
+
+A clock has two readings. ``now_ms`` is the time of day: for what is stored or shown, and never for a difference, since
+anybody may set it. ``steady_ms`` is what durations are measured by: it never goes back, and says nothing to others.
+"""
 
 from __future__ import annotations
 
@@ -6,41 +10,36 @@ import asyncio
 import time
 from typing import Protocol
 
-__all__ = ["Clock", "SteadyClock", "SystemClock", "steady"]
+__all__ = ["Clock", "SystemClock"]
 
 
 class Clock(Protocol):
-    """Wall-clock time in milliseconds, and the only way parts of the server wait for time to pass."""
+    """Time in milliseconds, and the only way parts of the server wait for it to pass."""
 
     def now_ms(self) -> int:
-        """Return milliseconds since the Unix epoch."""
+        """Return milliseconds since the Unix epoch, as this host has them now."""
+        ...
+
+    def steady_ms(self) -> int:
+        """Return milliseconds since some instant: nobody sets them."""
         ...
 
     async def sleep(self, seconds: float) -> None:
-        """Return after ``seconds`` of this clock."""
+        """Return after ``seconds`` of steady time."""
         ...
 
 
 class SystemClock:
-    """The machine's own clock."""
+    """The machine's own clocks. Its steady time stands still while the machine sleeps."""
 
     def now_ms(self) -> int:
-        """Return milliseconds since the Unix epoch."""
+        """Return milliseconds since the Unix epoch, as this host has them now."""
         return time.time_ns() // 1_000_000
+
+    def steady_ms(self) -> int:
+        """Return milliseconds since some instant: nobody sets them."""
+        return time.monotonic_ns() // 1_000_000
 
     async def sleep(self, seconds: float) -> None:
         """Sleep on the running event loop."""
         await asyncio.sleep(seconds)
-
-
-class SteadyClock(SystemClock):
-    """The machine's time since some instant: nobody sets it, and it stands still while the machine sleeps."""
-
-    def now_ms(self) -> int:
-        """Return milliseconds since that instant."""
-        return time.monotonic_ns() // 1_000_000
-
-
-def steady(clock: Clock) -> Clock:
-    """Return what durations are measured by beside ``clock``: the machine's steady time, or the clock itself in tests."""
-    return SteadyClock() if isinstance(clock, SystemClock) else clock

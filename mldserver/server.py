@@ -95,7 +95,7 @@ class Server:
 
     async def run(self) -> int:
         """Serve until stopped; return the exit code. Never raises for what an operator can mend: that is logged."""
-        began_ms = self._clock.now_ms()
+        began_ms = self._clock.steady_ms()
         log.info(
             "server.starting",
             version=__version__,
@@ -252,7 +252,7 @@ class Server:
     async def _until_stopped(self, parts: Parts, *, redriving: asyncio.Task[None]) -> int:
         await self._stop.wait()
         redriving.cancel()  # the next start goes on with it; no shard's last request waits for it
-        began_ms = self._clock.now_ms()
+        began_ms = self._clock.steady_ms()
         log.info("server.stopping", reason=self._reason or "forced", connections=parts.listener.connections)
         async with asyncio.TaskGroup() as group:
             orderly = group.create_task(self._finish(parts, began_ms), name="stopping")
@@ -282,13 +282,13 @@ class Server:
         return True
 
     async def _tell_waiting(self, waiting_for: Callable[[], dict[str, object]]) -> None:
-        began_ms = self._clock.now_ms()
+        began_ms = self._clock.steady_ms()
         while True:
             await self._clock.sleep(_TELL_SECONDS)
             log.info("server.waiting", waiting_for=waiting_for(), seconds=self._since(began_ms))
 
     def _since(self, began_ms: int) -> float:
-        return (self._clock.now_ms() - began_ms) / 1000
+        return (self._clock.steady_ms() - began_ms) / 1000
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -313,7 +313,7 @@ class Server:
     # Watching.
 
     async def _watch(self, parts: Parts) -> None:
-        began_ms = self._clock.now_ms()
+        began_ms = self._clock.steady_ms()
         while True:
             change = self._readiness.look(parts)
             if change is not None and change.ready:

@@ -1,25 +1,27 @@
-"""Which clock durations are measured by."""
+"""The machine's clock: one reading that anybody may set, one that nobody does."""
 
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
-from mldserver.clock import SteadyClock, SystemClock, steady
-from mldserver.testing.clock import VirtualClock
+from mldserver.clock import SystemClock
 
-
-def test_the_system_clock_tells_the_time_of_day_and_the_steady_one_does_not_follow_it() -> None:
-    assert abs(SystemClock().now_ms() - time.time() * 1000) < 5000
-    assert abs(SteadyClock().now_ms() - time.monotonic() * 1000) < 5000
+if TYPE_CHECKING:
+    import pytest
 
 
-async def test_both_sleep_on_the_loop() -> None:
+def test_the_time_of_day_may_be_set_and_steady_time_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SystemClock()
+    assert abs(clock.now_ms() - time.time() * 1000) < 5000
+    wall, steady = clock.now_ms(), clock.steady_ms()
+    set_back_ns = time.time_ns() - 3_600_000_000_000
+    monkeypatch.setattr(time, "time_ns", lambda: set_back_ns)
+    assert clock.now_ms() < wall
+    assert clock.steady_ms() >= steady
+
+
+async def test_it_sleeps_on_the_loop() -> None:
     began = time.monotonic()
-    await SteadyClock().sleep(0.01)
+    await SystemClock().sleep(0.01)
     assert time.monotonic() - began >= 0.009
-
-
-def test_durations_are_measured_by_the_steady_clock_unless_time_is_simulated() -> None:
-    assert isinstance(steady(SystemClock()), SteadyClock)
-    virtual = VirtualClock()
-    assert steady(virtual) is virtual

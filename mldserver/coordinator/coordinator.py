@@ -85,7 +85,7 @@ class Coordinator:
         ``locks`` show which other servers are dead, where they can tell. ``letters``: see ``Flusher``. ``ask_stream``
         returns once ``know`` was told the stream's shards as they are now; None where no stream is named.
         """
-        now_ms = clock.now_ms()
+        now_ms = clock.steady_ms()
         self.rules = rules
         self.clock = clock
         self.buffer = Buffer()
@@ -112,11 +112,8 @@ class Coordinator:
             rules=rules,
             flusher=self._flusher,
             lineage=self.lineage,
-            now_ms=now_ms,
+            clock=clock,
             named=ask_stream is not None,
-        )
-        self._missing = MissingShards(
-            self.lineage, settle_ms=rules.watermark.settle_ms, limit_ms=rules.missing_limit_ms
         )
         self._fleet = Fleet(
             ledger=ledger,
@@ -125,6 +122,13 @@ class Coordinator:
             clock=clock,
             timeout_ms=rules.server_timeout_ms,
             locks=locks,
+        )
+        self._missing = MissingShards(
+            self.lineage,
+            # By then a lease has moved, and a server that died is buried.
+            tell_ms=max(rules.watermark.settle_ms, rules.server_timeout_ms),
+            limit_ms=rules.missing_limit_ms,
+            owned=self._fleet.peers.owns,
         )
         self._holding = Holding(rules=rules, buffer=self.buffer, watermark=self.watermark, clock=clock)
         self.redriving = Redriving(ledger.server_id, spec, self.buffer, self.flush)
@@ -168,11 +172,11 @@ class Coordinator:
         await self._turns.whole(reason)
 
     async def _cycle(self, reason: str) -> None:
-        now_ms = self.clock.now_ms()
-        self._missing.look(now_ms)
+        now_ms = self.clock.steady_ms()
         view, mark = self.watermark.look(now_ms), self._fleet.mark()
         batches = self.buffer.snapshot()
         await self._sync()
+        self._missing.look(now_ms)
         complete = await self._flush(batches, reason)
         await self._flusher.publish_late()
         await self._fleet.release()
@@ -186,7 +190,7 @@ class Coordinator:
         self._holding.holder = view.holder.shard_id
         self._standing.note(view, now_ms, waiting=bool(self._flusher.open_windows))
         await self._cut(view)
-        await self._let_go(now_ms)
+        await self._let_go()
 
     async def _sync(self) -> None:
         """Beat, learn what the ledger holds, and take over what dead servers left."""
@@ -235,8 +239,8 @@ class Coordinator:
             log.info("stream.ended", shards=len(self.lineage))
             self._ended.set()
 
-    async def _let_go(self, now_ms: int) -> None:
-        step = await self._retention.step(now_ms, self._holding.segment_bytes)
+    async def _let_go(self) -> None:
+        step = await self._retention.step(self._holding.segment_bytes)
         self._holding.segment_bytes -= step.bytes
         self._sessions.forget(step.shards)
         if step.more:
@@ -262,7 +266,7 @@ class Coordinator:
         self.check(opening)
         with self._fleet.opening():
             # It counts from now on: however long the stream and the ledger take to answer, no window closes without it.
-            now_ms = self.clock.now_ms()
+            now_ms = self.clock.steady_ms()
             new = self.lineage.know(opening.shard_id, now_ms, parents=opening.parents)
             if new:
                 self.watermark.settle(now_ms)
@@ -280,16 +284,15 @@ class Coordinator:
         # Under the new epoch: what an older one has not stored by now is delivered again.
         parked = await self._ledger.parked_keys(shard_id) if self.rules.parks else {}
         await self._fleet.learn_ancestors(state)
-        now_ms = self.clock.now_ms()
+        now_ms = self.clock.steady_ms()
         self.lineage.know(shard_id, now_ms, parents=state.parents)
         proved = self.lineage.proved_ended(shard_id)
         if proved:
             await self._ledger.end_shards(frozenset(proved))
         # No await from here on: a cycle must not see the shard half taken in.
         session = ShardSession(self, shard_id, state, parked, within_aggregates=opening.within_aggregates)
-        if not self._sessions.take_in(session, state, self.clock.now_ms(), tells_lag=opening.tells_lag):
+        if not self._sessions.take_in(session, state, self.clock.steady_ms(), tells_lag=opening.tells_lag):
             return session
-        self._missing.connected(shard_id)
         if new or proved:
             self.watermark.settle(now_ms)
         log.info(
@@ -303,7 +306,7 @@ class Coordinator:
 
     def know(self, listing: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
         """Learn the shards that the stream lists, with their parents; return the new ones."""
-        now_ms = self.clock.now_ms()
+        now_ms = self.clock.steady_ms()
         self._retention.listed = frozenset(listing)
         new = tuple(
             shard for shard, parents in listing.items() if self.lineage.know(shard, now_ms, parents=parents)
@@ -320,7 +323,7 @@ class Coordinator:
 
     def take(self, session: ShardSession, outcome: BatchOutcome) -> None:
         """Buffer a batch of a live session."""
-        shard_id, now_ms = session.shard_id, self.clock.now_ms()
+        shard_id, now_ms = session.shard_id, self.clock.steady_ms()
         batch = buffered(
             shard_id, session.epoch, outcome, floor_ms=self.lineage.floor_ms(shard_id), spec=self._spec
         )
@@ -334,6 +337,7 @@ class Coordinator:
             records=outline.records,
             lag_ms=outline.millis_behind_latest,
             event_ms=batch.latest_event_ms if fresh else None,
+            arrival_ms=batch.effective_ms,
         )
         if fresh or batch.last is not None:
             self.buffer.add(batch)
@@ -357,12 +361,12 @@ class Coordinator:
 
     def ended(self, session: ShardSession) -> None:
         """Let go of a shard whose end is durable."""
-        self._sessions.end(session, self.clock.now_ms())
+        self._sessions.end(session, self.clock.steady_ms())
         log.info("shard.ended", shard=session.shard_id, position=str(session.position.durable))
 
     def disconnected(self, session: ShardSession) -> None:
         """Let go of a shard without its end: it is missing from now on."""
-        if self._sessions.let_go(session, self.clock.now_ms()):
+        if self._sessions.let_go(session, self.clock.steady_ms()):
             self._fleet.let_go(session.shard_id, session.epoch)
             self._turns.soon()
 

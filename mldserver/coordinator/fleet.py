@@ -58,6 +58,8 @@ class Fleet:
         self._openings = 0
         self._opening = 0
         self._beat_ms = 0
+        """The latest beat, as others see it."""
+        self._beat_at_ms = clock.steady_ms()
         self._joined = False
         self._version = 0
         """Of the ledger's state that was learned last: beats ask for what happened since."""
@@ -87,6 +89,7 @@ class Fleet:
     def _statement(self) -> ServerState:
         # Two beats are never the same, whatever the clock does: by that others see that this server lives.
         self._beat_ms = max(self._clock.now_ms(), self._beat_ms + 1)
+        self._beat_at_ms = self._clock.steady_ms()
         server_id = self.peers.server_id
         if self._told is None or self._told[1] != self._openings:
             return ServerState(server_id, self._beat_ms, reason="settling")
@@ -125,7 +128,7 @@ class Fleet:
         """Beat for ever whenever nothing else has for a while: a cycle may take long. Raises ServerBuried."""
         while True:
             await self._clock.sleep(self._timeout_ms / 4000)
-            if self._clock.now_ms() - self._beat_ms < self._timeout_ms // 4:
+            if self._clock.steady_ms() - self._beat_at_ms < self._timeout_ms // 4:
                 continue
             try:
                 await self.sync()
@@ -153,11 +156,12 @@ class Fleet:
 
     def learn(self, state: LedgerState) -> bool:
         """Take in the shards and servers of a ledger; True when it named a shard, or a shard's end, that is news."""
-        now_ms = self._clock.now_ms()
+        now_ms = self._clock.steady_ms()
         self._version = state.version
         self.peers.learn(state.servers, state.shards, now_ms)
         news = [self._learn_shard(shard, now_ms) for shard in state.shards.values()]
-        for shard_id in state.shards:
+        for shard_id, shard in state.shards.items():
+            self._watermark.arrived(shard.effective_ms, now_ms)
             self._lineage.elsewhere(shard_id, now_ms, read=self.peers.counts(shard_id))
         if any(news):
             self._watermark.settle(now_ms)
@@ -183,7 +187,7 @@ class Fleet:
         """
         if shard.effective_ms is not None or not shard.parents:
             return
-        state, now_ms = await self.sync(), self._clock.now_ms()
+        state, now_ms = await self.sync(), self._clock.steady_ms()
         seen, queue = set(shard.parents), list(shard.parents)
         while queue:
             ancestor = state.shards.get(queue.pop())
@@ -203,8 +207,7 @@ class Fleet:
 
         Returns them, and those of earlier calls after which nothing was ``settled`` yet.
         """
-        now_ms = self._clock.now_ms()
-        told = {each.server_id: each for each in self.peers.overdue(now_ms)}
+        told = {each.server_id: each for each in self.peers.overdue()}
         if self._locks is not None and self.peers:
             told |= await asyncio.to_thread(self._dead, self._locks)
         for server_id, each in told.items():
@@ -213,7 +216,7 @@ class Fleet:
             kill_point("server.buried")
             self._buried |= gone
             if gone:
-                log.warning("server.buried", server=server_id, seconds=max(0, now_ms - each.beat_ms) / 1000)
+                log.warning("server.buried", server=server_id, seconds=self.peers.silent_ms(server_id) / 1000)
             if gone and self._locks is not None:
                 await asyncio.to_thread(self._locks.forget, server_id)
         return self._buried

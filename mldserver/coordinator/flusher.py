@@ -96,7 +96,7 @@ class Flusher:
         self._tag = server_tag(ledger.server_id)
         self._merge_clock = 0
         self._cut = CutWindows(self._rules)
-        self._expired_ms = clock.now_ms()
+        self._expired_ms = clock.steady_ms()
         self._expiring = self._pruning = False
         self._late: tuple[Segment, ...] = ()
         self._doubtful: tuple[Segment, ...] = ()
@@ -157,7 +157,7 @@ class Flusher:
                 self.open_windows.opened([WindowKey(entry.window_id, entry.start_ms, entry.end_ms)])
             else:
                 self.open_windows.cut([entry.window_id])
-        self._cut.learn(state, self._clock.now_ms())
+        self._cut.learn(state, self._clock.steady_ms())
 
     def _kind(self, key: WindowKey) -> SegmentKind:
         if self.open_windows is not None and key.id in self.open_windows:
@@ -172,7 +172,7 @@ class Flusher:
         ``durable``: the shards' positions in the ledger, as far as this server knows; a shard that has another one
         there (an earlier flush whose answer was lost, or another server) is lost.
         """
-        began_ms = self._clock.now_ms()
+        began_ms = self._clock.steady_ms()
         lost: frozenset[str] = frozenset()
         gone: frozenset[str] = frozenset()
         crowded = 0
@@ -217,7 +217,7 @@ class Flusher:
             bytes=sum(segment.bytes for segment in segments),
             shards=len(planned.positions),
             dead_letters=len(planned.dead_letters),
-            seconds=(self._clock.now_ms() - began_ms) / 1000,
+            seconds=(self._clock.steady_ms() - began_ms) / 1000,
             reason=reason,
         )
         waiting = sum(segment.bytes for segment in segments if segment.kind is not SegmentKind.LATE)
@@ -344,7 +344,7 @@ class Flusher:
             log.warning("window.late", window=segment.window_id, rows=segment.rows, kind=str(segment.kind))
         self._late += tuple(segment for segment in late if segment.kind is SegmentKind.LATE)
         again = [segment.window_id for segment in late if segment.kind is SegmentKind.RECOMPUTE]
-        self._cut.registered(again, self._clock.now_ms())
+        self._cut.registered(again, self._clock.steady_ms())
 
     async def publish_late(self) -> None:
         """Make registered late rows visible. Raises OSError or LedgerError; repeatable."""
@@ -359,8 +359,10 @@ class Flusher:
         """
         if self.open_windows is None:
             return ()
-        now_ms = self._clock.now_ms()
-        closable = self.open_windows.closable(watermark_ms=watermark_ms, now_ms=now_ms, close_all=close_all)
+        now_ms = self._clock.steady_ms()
+        closable = self.open_windows.closable(
+            watermark_ms=watermark_ms, now_ms=now_ms, wall_ms=self._clock.now_ms(), close_all=close_all
+        )
         due = self._cut.due(now_ms, at_once=close_all)
         if not closable and not due:
             return ()
@@ -384,7 +386,7 @@ class Flusher:
 
         ``held_bytes``: what all segments take. Asks the ledger only now and then while that is little.
         """
-        now_ms = self._clock.now_ms()
+        now_ms = self._clock.steady_ms()
         soon = held_bytes > self._rules.retained_bytes or self._expiring
         if not soon and now_ms - self._expired_ms < _EXPIRE_MS:
             return await self._doomed.delete()

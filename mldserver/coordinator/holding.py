@@ -85,7 +85,7 @@ class Holding:
 
     async def wait(self, session: ShardSession) -> None:
         """Wait while the session's shard is held back."""
-        began_ms = self._clock.now_ms()
+        began_ms = self._clock.steady_ms()
         memory = self._buffer.bytes > self._rules.buffer_bytes * _SHORT
         log.info(
             "shard.held",
@@ -98,7 +98,9 @@ class Holding:
             await self._changed.wait_for(
                 lambda: not session.alive or session.finishing or session.shard_id not in self._held
             )
-        log.info("shard.released", shard=session.shard_id, seconds=(self._clock.now_ms() - began_ms) / 1000)
+        log.info(
+            "shard.released", shard=session.shard_id, seconds=(self._clock.steady_ms() - began_ms) / 1000
+        )
 
     async def release(self) -> None:
         """Decide anew, and let those go on that need not wait."""

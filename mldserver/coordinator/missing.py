@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import structlog
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mldserver.coordinator.lineage import Lineage
 
 __all__ = ["MissingShards"]
@@ -17,22 +19,27 @@ log = structlog.get_logger("mldserver")
 class MissingShards:
     """What was told of the missing shards of a lineage."""
 
-    def __init__(self, lineage: Lineage, *, settle_ms: int, limit_ms: int) -> None:
-        """Tell of a shard after ``settle_ms`` without a connection, leave it out after ``limit_ms``."""
+    def __init__(
+        self, lineage: Lineage, *, tell_ms: int, limit_ms: int, owned: Callable[[str], bool]
+    ) -> None:
+        """Tell of a shard after ``tell_ms`` without a connection, leave it out after ``limit_ms``.
+
+        ``owned``: whether another server has taken a shard, of which nothing is told: it is on its way.
+        """
         self._lineage = lineage
-        self._settle_ms = settle_ms
+        self._tell_ms = tell_ms
+        self._owned = owned
         self._limit_ms = limit_ms
         self._told: set[str] = set()
 
-    def connected(self, shard_id: str) -> None:
-        """Note that a shard has a connection."""
-        self._told.discard(shard_id)
-
     def look(self, now_ms: int) -> None:
         """Log who is missing; leave out those that are missing for too long."""
-        for node in self._lineage.missing():
+        missing = self._lineage.missing()
+        self._told.intersection_update(node.id for node in missing)
+        for node in missing:
             missing_ms = now_ms - node.since_ms
-            if self._settle_ms <= missing_ms < self._limit_ms and node.id not in self._told:
+            due = self._tell_ms <= missing_ms < self._limit_ms and not self._owned(node.id)
+            if due and node.id not in self._told:
                 self._told.add(node.id)
                 log.warning(
                     "shard.missing",
@@ -42,7 +49,6 @@ class MissingShards:
                     advice=f"Start the daemon that owns it. After {self._limit_ms // 1000} s it is left out.",
                 )
         for shard_id in self._lineage.leave_out(now_ms, self._limit_ms):
-            self._told.discard(shard_id)
             log.error(
                 "shard.left_out",
                 shard=shard_id,

@@ -1,19 +1,21 @@
-"""The other servers on the ledger: who lives, and what each reads. A synchronous core; the time is passed in.
+"""The other servers on the ledger: who lives, and what each reads. A synchronous core; steady time is passed in.
 
 Every server tells, with each beat, how far its own shards are. What it tells holds once everything that it counted on
 is registered, so that the least of all is a watermark for all. Two things make that sound:
 
 * A shard that changes hands is *missing* for everyone until its new owner has beaten again: only that beat surely counts
   the shard in. The one that lost it drops it no earlier, so that between the two it is always counted by somebody.
-* A server that tells nothing (it has just started, has just taken a shard, or misses one) holds the watermark.
+* A server that tells nothing (it has just started, has just taken a shard, or misses one) holds the watermark. So does
+  one whose beats stop: what it told holds, but idle it is no more, since its shards may bring rows that it cannot store.
 
-Servers' clocks may differ. A server is overdue when its beat, whatever it says, has not changed for the timeout on the
-clock of the one that looks.
+Servers' clocks are never compared. A server is silent while its beat, whatever it says, does not change before the eyes
+of the one that looks; it is overdue when it was for the timeout. Time in which nobody looked (the ledger was out of
+reach, the process was stopped) counts for little: it says nothing of the others.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -27,8 +29,8 @@ __all__ = ["Peers"]
 @dataclass(slots=True)
 class _Peer:
     told: ServerState
-    since_ms: int
-    """When its latest beat was first seen here."""
+    silent_ms: int = 0
+    """For how long its latest beat was seen to stand still."""
 
 
 class _Claim(NamedTuple):
@@ -46,6 +48,7 @@ class Peers:
         """Start alone. ``timeout_ms``: after so long without a beat a server is overdue."""
         self.server_id = server_id
         self._timeout_ms = timeout_ms
+        self._looked_ms: int | None = None
         self._peers: dict[str, _Peer] = {}
         self._claims: dict[str, _Claim] = {}
 
@@ -56,11 +59,14 @@ class Peers:
         self, servers: Mapping[str, ServerState], shards: Mapping[str, ShardState], now_ms: int
     ) -> None:
         """Take in what the ledger holds."""
-        for server_id, told in servers.items():
-            known = self._peers.get(server_id)
-            if server_id != self.server_id and (known is None or known.told.beat_ms != told.beat_ms):
-                self._peers[server_id] = _Peer(told, now_ms)
-        self._peers = {server_id: peer for server_id, peer in self._peers.items() if server_id in servers}
+        watched_ms = 0 if self._looked_ms is None else min(now_ms - self._looked_ms, self._timeout_ms // 2)
+        self._looked_ms = now_ms
+        known = self._peers
+        self._peers = {each: _Peer(told) for each, told in servers.items() if each != self.server_id}
+        for server_id, peer in self._peers.items():
+            before = known.get(server_id)
+            if before is not None and before.told.beat_ms == peer.told.beat_ms:
+                peer.silent_ms = before.silent_ms + watched_ms
         self._claims = {
             shard_id: self._claim(shard)
             for shard_id, shard in shards.items()
@@ -79,10 +85,23 @@ class Peers:
         claim = self._claims.get(shard_id)
         return claim is not None and self._peers[claim.owner].told.beat_ms != claim.beat_ms
 
-    def told(self) -> tuple[ServerState, ...]:
-        """Return what each of them told last."""
-        return tuple(peer.told for peer in self._peers.values())
+    def owns(self, shard_id: str) -> bool:
+        """Whether another server that is not buried has taken the shard, whether or not it counts it in yet."""
+        return shard_id in self._claims
 
-    def overdue(self, now_ms: int) -> tuple[ServerState, ...]:
+    def told(self) -> tuple[ServerState, ...]:
+        """Return what each of them told last; one that misses its beats is not idle any more."""
+        return tuple(
+            replace(peer.told, idle=False, reason="silent")
+            if peer.told.idle and peer.silent_ms >= self._timeout_ms // 2
+            else peer.told
+            for peer in self._peers.values()
+        )
+
+    def silent_ms(self, server_id: str) -> int:
+        """Return for how long a server's latest beat was seen to stand still."""
+        return self._peers[server_id].silent_ms
+
+    def overdue(self) -> tuple[ServerState, ...]:
         """Return those whose beat has not changed for the timeout."""
-        return tuple(peer.told for peer in self._peers.values() if now_ms - peer.since_ms >= self._timeout_ms)
+        return tuple(peer.told for peer in self._peers.values() if peer.silent_ms >= self._timeout_ms)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from mldserver.clock import Clock
     from mldserver.coordinator.flusher import Flusher
     from mldserver.coordinator.lineage import Lineage
     from mldserver.coordinator.rules import CoordinatorRules
@@ -45,28 +46,34 @@ class Retention:
     """When what was let go of last."""
 
     def __init__(
-        self, *, rules: CoordinatorRules, flusher: Flusher, lineage: Lineage, now_ms: int, named: bool
+        self, *, rules: CoordinatorRules, flusher: Flusher, lineage: Lineage, clock: Clock, named: bool
     ) -> None:
         """Forget nothing within the first hour; where the stream is ``named``, no shard before it was listed."""
         self._rules = rules
         self._flusher = flusher
         self._lineage = lineage
-        self._pruned_ms = now_ms
+        self._clock = clock
+        self._pruned_ms = clock.steady_ms()
         self.listed: frozenset[str] | None = None if named else frozenset()
         """The shards that the stream still lists; None before it has, and empty where it is not named."""
 
-    async def step(self, now_ms: int, held_bytes: int) -> LetGo:
+    async def step(self, held_bytes: int) -> LetGo:
         """Let go of what is past its retention. ``held_bytes``: what all segments take.
 
         Raises LedgerError and OSError; repeatable.
         """
-        deleted = await self._flusher.expire(now_ms - self._rules.retention_ms, held_bytes)
+        # The ledger keeps times of day; what only this server remembers goes by its steady time.
+        wall_ms, now_ms = self._clock.now_ms(), self._clock.steady_ms()
+        deleted = await self._flusher.expire(wall_ms - self._rules.retention_ms, held_bytes)
         shards: tuple[str, ...] = ()
         if self._flusher.pruning or now_ms - self._pruned_ms >= _PRUNE_MS:
-            shards_before_ms = 0 if self.listed is None else now_ms - self._rules.shard_retention_ms
             keep = self.listed or frozenset()
-            windows_before_ms = now_ms - self._rules.retention_ms - _HEARD_MS
-            await self._flusher.prune(windows_before_ms, shards_before_ms, keep)
+            ended_ms = self._rules.shard_retention_ms
+            windows_before_ms = wall_ms - self._rules.retention_ms - _HEARD_MS
+            await self._flusher.prune(
+                windows_before_ms, 0 if self.listed is None else wall_ms - ended_ms, keep
+            )
             self._pruned_ms = now_ms
-            shards = self._lineage.forget_ended(shards_before_ms, keep=keep)
+            if self.listed is not None:
+                shards = self._lineage.forget_ended(now_ms - ended_ms, keep=keep)
         return LetGo(deleted, shards, self._flusher.expiring or self._flusher.pruning)

@@ -51,7 +51,7 @@ class ShardSession:
     def began(self) -> None:
         """Note that a batch was received: the shard is not silent while it is worked on."""
         if self.alive:
-            self._coordinator.watermark.began(self.shard_id, self._coordinator.clock.now_ms())
+            self._coordinator.watermark.began(self.shard_id, self._coordinator.clock.steady_ms())
 
     async def accept(self, outcome: BatchOutcome) -> None:
         """Take a batch's rows; returns when the daemon may be answered."""
@@ -111,7 +111,7 @@ class ShardSession:
 
     def _answered(self) -> None:
         if self.alive:
-            self._coordinator.watermark.answered(self.shard_id, self._coordinator.clock.now_ms())
+            self._coordinator.watermark.answered(self.shard_id, self._coordinator.clock.steady_ms())
 
     def _replaced(self) -> bool:
         return not self.alive

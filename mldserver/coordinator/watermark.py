@@ -1,4 +1,4 @@
-"""The watermark: up to which event time no more rows are expected. A synchronous core over an injected clock.
+"""The watermark: up to which event time no more rows are expected. A synchronous core; steady time is passed in.
 
 Each connected shard has a watermark of its own: the latest event time it has shown, minus the allowed disorder. The
 pipeline's is the least of them and never goes back: ``view`` and ``look`` only look, ``commit`` makes a view binding,
@@ -6,16 +6,21 @@ which the caller does once every row that the view counted on is durable (``stil
 stall it, and shards that are only late to connect must not be overtaken:
 
 * A shard that is *caught up* (an empty batch with ``millisBehindLatest`` 0, or silence where the daemon sends no empty
-  batches) advances with the clock when windows are cut on arrival time, and leaves the minimum after ``idle_ms`` when
+  batches) advances with time when windows are cut on arrival time, and leaves the minimum after ``idle_ms`` when
   they are cut on a column.
 * A shard that is *missing* (known, expected, not connected) holds it; so does the *settle* time after the start and
   after every shard that appears or ends, since children may not be known yet.
 * When every known shard has ended and the settle time is over, the stream is over. When all are caught up and silent
   for ``quiet_ms``, a stream cut on a column is quiet. Both close every open window.
 
-How far the clock may carry a caught-up shard: the daemon prefetches up to four batches a shard (KCL 3.1.3), so the
-batch in hand was fetched, at the earliest, when the fifth before it was taken. The shard advances to the receipt of
-that one: everything that had arrived by then is delivered.
+How far time may carry a caught-up shard: the daemon prefetches up to four batches a shard (KCL 3.1.3), so the batch in
+hand was fetched, at the earliest, when the fifth before it was taken. The shard advances to the receipt of that one:
+everything that had arrived by then is delivered.
+
+Arrival times are AWS's, so that receipt must be told by AWS's clock, and no host's time of day is ever asked. AWS's
+clock shows at least the latest arrival time known (of any shard, from here or from the ledger), plus the steady time
+since then, less a thousandth of that: a steady clock, too, runs fast while its host's clock is mended. What comes
+after can only have arrived later.
 """
 
 from __future__ import annotations
@@ -34,6 +39,9 @@ __all__ = ["PREFETCH", "Holder", "View", "Watermark", "WatermarkRules"]
 
 PREFETCH = 5
 """Four batches in the daemon's queue and one being put there."""
+
+_DRIFT = 1000
+"""Steady time is trusted to one part in so many (Linux mends clocks by one in 2000)."""
 
 _FINISHED = frozenset({"quiet", "no shards", "ended"})
 _IDLE = _FINISHED | {"idle"}
@@ -60,6 +68,7 @@ class _ShardClock:
     tells_lag: bool
     event_ms: int | None
     advanced_ms: int | None = None
+    """Up to where everything that had arrived is delivered, by AWS's clock."""
     received: list[int] = field(default_factory=list)
     """When its latest batches came, PREFETCH + 1 of them at most. (A deque takes 760 bytes, however short it is.)"""
     in_request: bool = False
@@ -75,6 +84,11 @@ class _ShardClock:
         self.received.append(now_ms)
         del self.received[: -PREFETCH - 1]
 
+    def advance(self, reached_ms: int | None) -> None:
+        """Everything that had arrived by then is delivered; None: that is not known."""
+        if reached_ms is not None and (self.advanced_ms is None or reached_ms > self.advanced_ms):
+            self.advanced_ms = reached_ms
+
 
 @dataclass(frozen=True, slots=True)
 class Holder:
@@ -82,7 +96,8 @@ class Holder:
 
     shard_id: str | None
     reason: str
-    """``behind``, ``nothing seen``, ``missing``, ``settling``, ``idle``, ``quiet``, ``no shards`` or ``ended``."""
+    """``behind``, ``nothing seen``, ``missing``, ``settling``, ``idle``, ``quiet``, ``no shards`` or ``ended``; of another
+    server also ``silent``: it was idle, and has missed its beats."""
     server_id: str | None = None
     """The other server that holds it; None: this one."""
 
@@ -122,6 +137,8 @@ class Watermark:
         self._shards: dict[str, _ShardClock] = {}
         self._settle_until_ms = now_ms + rules.settle_ms
         self._watermark_ms: int | None = None
+        self._arrival: tuple[int, int] | None = None
+        """The arrival time that says most of AWS's clock, and the steady time at which it was known."""
         self._reopened: dict[str, int | None] = {}
         """Shards that were connected since the last ``look``, and the watermark with which each went on."""
 
@@ -141,6 +158,22 @@ class Watermark:
         self._shards[shard_id] = clock
         self._reopened[shard_id] = self._value(clock)
 
+    def arrived(self, arrival_ms: int | None, now_ms: int) -> None:
+        """A record is known, at a steady time, that had arrived at ``arrival_ms``; None: none is."""
+        if arrival_ms is None:
+            return
+        shown_ms = self._aws_ms(now_ms)
+        if shown_ms is None or arrival_ms > shown_ms:
+            self._arrival = (arrival_ms, now_ms)
+
+    def _aws_ms(self, at_ms: int) -> int | None:
+        """Return what AWS's clock showed at least at a steady time; None while no arrival time is known."""
+        if self._arrival is None:
+            return None
+        arrival_ms, known_ms = self._arrival
+        since = at_ms - known_ms
+        return arrival_ms + since - -(-abs(since) // _DRIFT)
+
     def disconnect(self, shard_id: str) -> None:
         """A shard's connection is gone, or the shard has ended."""
         self._shards.pop(shard_id, None)
@@ -156,17 +189,29 @@ class Watermark:
         self._shards[shard_id].in_request = True
 
     def observed(
-        self, shard_id: str, now_ms: int, *, records: int, lag_ms: int | None, event_ms: int | None
+        self,
+        shard_id: str,
+        now_ms: int,
+        *,
+        records: int,
+        lag_ms: int | None,
+        event_ms: int | None,
+        arrival_ms: int | None,
     ) -> None:
-        """A batch is accepted. ``event_ms``: the latest event time among its rows (None when it has none)."""
+        """A batch is accepted.
+
+        ``event_ms``: the latest event time among its rows; ``arrival_ms``: the latest effective arrival time among its
+        records. None when it has none.
+        """
         clock = self._shards[shard_id]
+        self.arrived(arrival_ms, clock.received[-1])
         clock.lag_ms, clock.empty = lag_ms, records == 0
         if records:
             clock.last_record_ms = now_ms
         if event_ms is not None and (clock.event_ms is None or event_ms > clock.event_ms):
             clock.event_ms = event_ms
         if self._proved_caught_up(clock) and len(clock.received) > PREFETCH:
-            clock.advanced_ms = max(clock.received[0], clock.advanced_ms or clock.received[0])
+            clock.advance(self._aws_ms(clock.received[0]))
 
     def answered(self, shard_id: str, now_ms: int) -> None:
         """A batch was answered: from now on the shard's silence counts."""
@@ -291,10 +336,9 @@ class Watermark:
         )
 
     def _advance_silent(self, clock: _ShardClock, now_ms: int) -> None:
-        """Carry a shard without empty batches with the clock, an idle time behind it."""
+        """Carry a shard without empty batches with time, an idle time behind it."""
         if not self._proved_caught_up(clock) and self._caught_up(clock, now_ms):
-            reached = now_ms - self.rules.idle_ms
-            clock.advanced_ms = max(reached, clock.advanced_ms or reached)
+            clock.advance(self._aws_ms(now_ms - self.rules.idle_ms))
 
     def _quiet(self, now_ms: int) -> bool:
         last = max(clock.last_record_ms for clock in self._shards.values())

@@ -153,7 +153,7 @@ class WindowRunner:
         """Take windows that are this server's: CUT ones are computed, COMMITTED ones published. Twice is once."""
         for entry in entries:
             if _key(entry) not in self._unfinished:
-                self._unfinished[_key(entry)] = self._clock.now_ms()
+                self._unfinished[_key(entry)] = self._clock.steady_ms()
                 self._idle.clear()
                 self._queue.put_nowait(entry)
 
@@ -266,7 +266,7 @@ class WindowRunner:
         return done[0]
 
     def _tell(self, committed: Committed) -> None:
-        now_ms = self._clock.now_ms()
+        now_ms = self._clock.steady_ms()
         entry, output = committed.entry, committed.output
         log.info(
             "window.done",

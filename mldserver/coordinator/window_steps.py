@@ -118,7 +118,7 @@ class WindowSteps:
         return await self._commit(begun, results)
 
     async def _begin(self, entries: Sequence[WindowEntry]) -> tuple[_Begun, ...]:
-        began_ms = self._clock.now_ms()
+        began_ms = self._clock.steady_ms()
         attempts = await self._ledger.begin_attempts(tuple(entry.window_id for entry in entries))
         begun = []
         for entry in entries:
@@ -193,7 +193,7 @@ class WindowSteps:
             log.debug("window.dropped", window=entry.window_id, revision=entry.revision)
             return None
         commit = Commit(found.window_id, found.attempt, found.staging, found.files, found.rows_out)
-        return Committed(found, found.attempt, output_of(found, commit), 0.0, self._clock.now_ms())
+        return Committed(found, found.attempt, output_of(found, commit), 0.0, self._clock.steady_ms())
 
     async def publish(self, committed: Sequence[Committed]) -> None:
         """Make committed windows visible, and free what is not needed any more. Repeatable.
@@ -223,7 +223,7 @@ class WindowSteps:
             self._freeing.pop(segment.path, None)
         for output in outputs:
             if output not in at_once:
-                self._replaced.put_nowait((self._clock.now_ms() + _READING_MS, output))
+                self._replaced.put_nowait((self._clock.steady_ms() + _READING_MS, output))
         kill_point("window.cleaned")
         self._freed(sum(segment.bytes for segment in freed))
 
@@ -247,7 +247,7 @@ class WindowSteps:
         """Delete what revisions have replaced, each a while after that, until cancelled."""
         while True:
             due_ms, output = await self._replaced.get()
-            await self._clock.sleep(max(0, due_ms - self._clock.now_ms()) / 1000)
+            await self._clock.sleep(max(0, due_ms - self._clock.steady_ms()) / 1000)
             # A disk that fails must not stop this: a later start finds what is left.
             with contextlib.suppress(OSError):
                 await asyncio.to_thread(self.publisher.clean, [output])

@@ -262,6 +262,8 @@ class OpenWindows:
         self.spec = spec
         self.progress = progress or BatchProgress()
         self._open: dict[str, WindowKey] = {}
+        self._aging: tuple[int, int] | None = None
+        """The ``batches`` window in progress, and since when it is open by this server's steady time."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -281,10 +283,13 @@ class OpenWindows:
             if isinstance(self.spec, Batches):
                 self.progress = behind(self.progress, [window_id])
 
-    def closable(self, *, watermark_ms: int | None, now_ms: int, close_all: bool = False) -> tuple[str, ...]:
+    def closable(
+        self, *, watermark_ms: int | None, now_ms: int, wall_ms: int, close_all: bool = False
+    ) -> tuple[str, ...]:
         """Return the ids of the open windows that may be cut, oldest first.
 
-        Tumbling: the watermark has reached end + lateness. Batches: full, or open for longer than the maximal age.
+        Tumbling: the watermark has reached end + lateness. Batches: full, or open for longer than the maximal age, by
+        the steady time ``now_ms``; the time of day says only how old one is that is seen for the first time.
         ``close_all``: every one (the stream is over, or quiet).
         """
         keys = sorted(self._open.values(), key=lambda key: (key.start_ms or 0, key.id))
@@ -295,11 +300,15 @@ class OpenWindows:
                 return ()
             reached = watermark_ms - self.spec.lateness_ms
             return tuple(key.id for key in keys if key.end_ms is not None and key.end_ms <= reached)
-        return tuple(key.id for key in keys if self._batch_done(key, self.spec, now_ms))
+        return tuple(key.id for key in keys if self._batch_done(key, self.spec, now_ms, wall_ms))
 
-    def _batch_done(self, key: WindowKey, spec: Batches, now_ms: int) -> bool:
+    def _batch_done(self, key: WindowKey, spec: Batches, now_ms: int, wall_ms: int) -> bool:
         number = batch_number(key.id)
         if number is not None and number < self.progress.number:
             return True
         opened = self.progress.opened_ms
-        return opened is not None and now_ms - opened >= spec.max_age_ms
+        if opened is None:
+            return False
+        if self._aging is None or self._aging[0] != self.progress.number:
+            self._aging = self.progress.number, now_ms - max(0, wall_ms - opened)
+        return now_ms - self._aging[1] >= spec.max_age_ms

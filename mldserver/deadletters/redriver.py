@@ -138,7 +138,7 @@ class Redriver:
             self._owners.release(shard_id, claim)
 
     async def _run(self, shard_id: str, letters: tuple[StoredLetter, ...]) -> None:
-        began_ms = self._clock.now_ms()
+        began_ms = self._clock.steady_ms()
         kill_point("redrive.taken")
         delivery = Delivery(
             shard_id,
@@ -161,7 +161,7 @@ class Redriver:
             letters=len(letters),
             rows=0 if outcome.rows is None else outcome.rows.num_rows,
             dead_letters=len(outcome.dead_letters),
-            seconds=(self._clock.now_ms() - began_ms) / 1000,
+            seconds=(self._clock.steady_ms() - began_ms) / 1000,
         )
 
     async def _hold_back(

@@ -79,9 +79,9 @@ class Supervisor:
         Raises OperatorError when the command cannot be started at all.
         """
         while not self._stopping.is_set():
-            began = self._clock.now_ms()
+            began = self._clock.steady_ms()
             code = await self._once()
-            ran = (self._clock.now_ms() - began) / 1000
+            ran = (self._clock.steady_ms() - began) / 1000
             if self._stopping.is_set():
                 log.info("kcl.exited", exit_code=code, seconds=ran)
                 break

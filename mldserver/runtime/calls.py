@@ -128,7 +128,7 @@ class Caller:
 
     def call_sync(self, hook: BoundHook, arguments: Iterable[Any], watch: Watch) -> Returned:
         """Do as ``run`` does, for a synchronous hook, on the thread where this is called; ``in_hand``."""
-        returned, function, now_ms = Returned(), hook.function, self._clock.now_ms
+        returned, function, now_ms = Returned(), hook.function, self._clock.steady_ms
         values, plain, take = returned.values, hook.plain, hook.take
         try:
             for argument in arguments:
@@ -154,7 +154,7 @@ class Caller:
 
     def begun(self, watch: Watch) -> None:
         """Let the handler's code be running from now on."""
-        watch.started_ms = self._clock.now_ms()
+        watch.started_ms = self._clock.steady_ms()
 
     def is_operators(self, error: BaseException) -> bool:
         """Whether an error is none of the handler's, but Ctrl-C: that comes on the main thread alone."""
@@ -198,7 +198,7 @@ class Caller:
         given_up: Callable[[], bool],
     ) -> None:
         """Make the calls; ``given_up``: whether nobody wants them any more, once this task is cancelled."""
-        task, now_ms = asyncio.current_task(), self._clock.now_ms
+        task, now_ms = asyncio.current_task(), self._clock.steady_ms
         assert task is not None, "see _run_async"
         cancelling, plain, turned_ms = task.cancelling, hook.plain, now_ms()
         for argument in arguments:

@@ -71,7 +71,7 @@ class Deadlines:
         An asynchronous call is one from when it goes on after its cancellation. Those that nobody waits for count too:
         no other can begin on their thread.
         """
-        now_ms = self._clock.now_ms()
+        now_ms = self._clock.steady_ms()
         since = [watch.beyond_ms for watch in tuple(self._watches)]
         return max((now_ms - each for each in since if each is not None), default=0)
 
@@ -87,7 +87,7 @@ class Deadlines:
             while True:
                 await self._look(self.seconds)
         finally:
-            now_ms = self._clock.now_ms()
+            now_ms = self._clock.steady_ms()
             for watch in self._watches:
                 _expire(watch, now_ms)
 
@@ -100,16 +100,15 @@ class Deadlines:
         overdue = [watch for watch in self._watches if self._left(watch, seconds) <= 0]
         for watch in overdue:
             self._see_to(watch)
-        # Calls that begin meanwhile are due later than the first of those that run, and never later than this, however
-        # far the clock was set back since.
-        await self._clock.sleep(min([seconds, *(self._left(watch, seconds) for watch in self._watches)]))
+        # Calls that begin meanwhile are due later than the first of those that run.
+        await self._clock.sleep(min(self._left(watch, seconds) for watch in self._watches))
 
     def _forget_ended(self) -> None:
         self._watches -= {watch for watch in self._watches if watch.abandoned and watch.started_ms is None}
 
     def _left(self, watch: Watch, seconds: float) -> float:
         """Return the seconds until a watch must be looked at."""
-        now_ms = self._clock.now_ms()
+        now_ms = self._clock.steady_ms()
         left = seconds - _running(watch, now_ms)
         if watch.told_ms is not None:
             left = max(left, seconds - (now_ms - watch.told_ms) / 1000)
@@ -117,7 +116,7 @@ class Deadlines:
 
     def _see_to(self, watch: Watch) -> None:
         """Cancel an asynchronous call; tell of one that cannot be stopped, or does not let itself be cancelled."""
-        watch.told_ms = self._clock.now_ms()
+        watch.told_ms = self._clock.steady_ms()
         if _expire(watch, watch.told_ms):
             return
         log.warning(

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from msgspec import structs
 
-from mldserver.clock import steady
 from mldserver.errors import HandlerHalted, HandlerInvalid, InternalError
 from mldserver.kclpy.processor import Processor
 from mldserver.protocol.batches import BatchDecoder
@@ -116,12 +115,11 @@ class InlineRuntime:
         spec = self._handler
         if isinstance(spec, str):
             spec = await self._thread.run(partial(load_spec, spec))
-        clock = steady(self._clock)
-        deadlines = Deadlines(handler=spec.path, clock=clock, seconds=self._deadline)
+        deadlines = Deadlines(handler=spec.path, clock=self._clock, seconds=self._deadline)
         caller = Caller(
             thread=self._thread,
             deadlines=deadlines,
-            clock=clock,
+            clock=self._clock,
             interrupts=self._interrupts,
             mark=self._mark,
         )
@@ -328,7 +326,7 @@ class InlineRuntime:
 
     def _remind(self, shard: Shard, processor: Processor) -> None:
         """Tell of a processor that takes records and never says that it is done with them."""
-        late_ms = processor.overdue.look(processor.progress, self._clock.now_ms())
+        late_ms = processor.overdue.look(processor.progress, self._clock.steady_ms())
         if late_ms is not None:
             log.warning(
                 "handler.not_checkpointing",

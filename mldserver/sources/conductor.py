@@ -76,6 +76,8 @@ class Conductor:
         self._intake = intake
         self._owners = owners
         self._clock = clock
+        # Receipts stand in for arrival times that V1 does not send: whoever sets the clock must not disorder them.
+        self._wall_ms = clock.now_ms() - clock.steady_ms()
         self._shard_id = ""
         self._version = Version.V2
         self._claim: Claim | None = None
@@ -104,7 +106,7 @@ class Conductor:
 
     async def run(self) -> None:
         """Serve until the connection is closed, then let go of the shard. Errors end the connection, no more."""
-        began = self._clock.now_ms()
+        began = self._clock.steady_ms()
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._serve()), group.create_task(self._under_way.run())]
@@ -117,7 +119,7 @@ class Conductor:
             self._link.log.info(
                 "connection.closed",
                 reason=str(self._link.close_reason),
-                seconds=(self._clock.now_ms() - began) / 1000,
+                seconds=(self._clock.steady_ms() - began) / 1000,
                 batches=self._batches,
                 records=self._records,
             )
@@ -236,20 +238,21 @@ class Conductor:
     async def _work(self, batch: Batch[_Done]) -> _Done:
         """Take one batch through handler and coordinator; return when the daemon may be answered."""
         shard, claim = self._opened()
-        began = self._clock.now_ms()
+        began = self._clock.steady_ms()
         async with claim.work():
             shard.began()
+            received_ms = batch.received_ms + self._wall_ms
             delivery = Delivery(
-                self._shard_id, batch.line, self._version, received_ms=batch.received_ms, after=shard.after
+                self._shard_id, batch.line, self._version, received_ms=received_ms, after=shard.after
             )
             outcome = await self._runtime.process(delivery)
             self._under_way.free(batch)
             batch.handled = True
             kill_point("batch.handled")
-            handled = self._clock.now_ms()
+            handled = self._clock.steady_ms()
             await shard.accept(outcome)
             kill_point("batch.buffered")
-            answerable = self._clock.now_ms()
+            answerable = self._clock.steady_ms()
             if self._finishing:
                 await shard.drain()
         return _Done(outcome, batch.size, batch.received_ms, began, handled, answerable)
@@ -391,7 +394,7 @@ class Conductor:
             handler_seconds=(done.handled_ms - done.began_ms) / 1000,
             held_seconds=(done.answerable_ms - done.handled_ms) / 1000,
             checkpoint=_shown(checkpoint),
-            seconds=(self._clock.now_ms() - done.received_ms) / 1000,
+            seconds=(self._clock.steady_ms() - done.received_ms) / 1000,
         )
 
 

@@ -63,12 +63,11 @@ class EarlyAnswers:
             for one in tuple(self._owing):
                 if self._left(one, deadline) <= 0:
                     one.answer_early()
-            # Sleeps through all that are done in time; what comes meanwhile is due later than what is there, and never
-            # later than this, however far the clock was set back since.
+            # Sleeps through all that are done in time; what comes meanwhile is due later than what is there.
             lefts = [self._left(one, deadline) for one in self._owing]
             again = min(_AGAIN_SECONDS, deadline)
             await self._clock.sleep(min([deadline, *(left if left > 0 else again for left in lefts)]))
 
     def _left(self, one: Answerable, deadline: float) -> float:
         since_ms = one.since_ms
-        return deadline if since_ms is None else deadline - (self._clock.now_ms() - since_ms) / 1000
+        return deadline if since_ms is None else deadline - (self._clock.steady_ms() - since_ms) / 1000

@@ -36,6 +36,7 @@ class Batch(Generic[_T]):
 
     line: Line
     received_ms: int
+    """Steady time."""
     answer: asyncio.Future[_T | None]
     """Resolved when the daemon may be answered: with what the work came to, or with None when it goes on."""
     handled: bool = False
@@ -108,7 +109,7 @@ class UnderWay(Generic[_T]):
         if self._over:
             self._freed(len(line))
             raise RuntimeError("batches were given up, or have failed: none may follow them")
-        batch: Batch[_T] = Batch(line, self._clock.now_ms(), asyncio.get_running_loop().create_future())
+        batch: Batch[_T] = Batch(line, self._clock.steady_ms(), asyncio.get_running_loop().create_future())
         self._batches.append(batch)
         self._idle.clear()
         self._come.set()

@@ -135,13 +135,13 @@ class Compaction:
 
     def due(self) -> bool:
         """Whether there is something to do, and nobody does it."""
-        if self._busy.locked() or self._clock.now_ms() < self._not_before_ms:
+        if self._busy.locked() or self._clock.steady_ms() < self._not_before_ms:
             return False
         return self._copy is not None or self._is_long()
 
     def put_off(self) -> None:
         """Have nothing to do for a while: it has failed just now."""
-        self._not_before_ms = self._clock.now_ms() + _PAUSE_MS
+        self._not_before_ms = self._clock.steady_ms() + _PAUSE_MS
 
     def _is_long(self) -> bool:
         least = max(self._at_least, self._journal.snapshot.bytes)

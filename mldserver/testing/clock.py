@@ -1,4 +1,4 @@
-"""A clock that stands still until a test moves it."""
+"""A clock that stands still until a test moves it, and whose time of day a test may set."""
 
 from __future__ import annotations
 
@@ -23,14 +23,23 @@ class VirtualClock:
     """``mldserver.clock.Clock`` for tests: nobody wakes before ``advance`` reaches their time."""
 
     def __init__(self, now_ms: int = 1_800_000_000_000) -> None:
-        """Start at ``now_ms`` milliseconds since the Unix epoch."""
-        self._now_ns = now_ms * _NS_PER_MS
+        """Start at ``now_ms`` milliseconds since the Unix epoch; steady time starts at zero."""
+        self._wall_ms = now_ms
+        self._now_ns = 0
         self._order = itertools.count()
         self._sleepers: list[tuple[int, int, asyncio.Future[None]]] = []
 
     def now_ms(self) -> int:
         """Return milliseconds since the Unix epoch."""
+        return self._wall_ms + self.steady_ms()
+
+    def steady_ms(self) -> int:
+        """Return milliseconds since the start."""
         return self._now_ns // _NS_PER_MS
+
+    def step(self, seconds: float) -> None:
+        """Set the time of day forward, or back when negative; nobody sleeps shorter or longer for it."""
+        self._wall_ms += round(seconds * 1000)
 
     @property
     def sleepers(self) -> int:

@@ -148,7 +148,7 @@ class FakeMLD:
         """
         self.leases.lose(shard_id, graceful=graceful)
         if back_after_seconds is not None:
-            self._grants.append((self._clock.now_ms() + round(back_after_seconds * 1000), shard_id))
+            self._grants.append((self._clock.steady_ms() + round(back_after_seconds * 1000), shard_id))
 
     def drop(self, shard_id: str) -> None:
         """Cut one shard's connection, as when its bridge dies: the whole JVM exits."""
@@ -164,7 +164,7 @@ class FakeMLD:
 
         Without any grace (``shutdownGraceMillis=0``, the KCL's default) every shard just sees EOF.
         """
-        self._stop_at_ms = self._clock.now_ms() + round(self._grace * 1000)
+        self._stop_at_ms = self._clock.steady_ms() + round(self._grace * 1000)
         if self._grace <= 0:
             self._death = _Stopped
             self._die.set()
@@ -237,12 +237,12 @@ class FakeMLD:
                     return
             elif not self._sessions:
                 return
-            elif self._clock.now_ms() >= self._stop_at_ms:
+            elif self._clock.steady_ms() >= self._stop_at_ms:
                 raise _Stopped
             await self._clock.sleep(self.habits.idle_seconds)
 
     def _grant_due(self) -> None:
-        now = self._clock.now_ms()
+        now = self._clock.steady_ms()
         for due, shard_id in tuple(self._grants):
             # The lease comes back only after this worker has let go of it.
             if due <= now and self.leases.elsewhere(shard_id) and shard_id not in self._sessions:

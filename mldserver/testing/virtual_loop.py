@@ -170,11 +170,19 @@ class LoopClock:
     def __init__(self, loop: asyncio.AbstractEventLoop, start_ms: int = 1_800_000_000_000) -> None:
         """The loop's time zero is ``start_ms`` milliseconds since the Unix epoch."""
         self._loop = loop
-        self._start_ms = start_ms
+        self._wall_ms = start_ms
 
     def now_ms(self) -> int:
         """Return milliseconds since the Unix epoch."""
-        return self._start_ms + int(self._loop.time() * 1000)
+        return self._wall_ms + self.steady_ms()
+
+    def steady_ms(self) -> int:
+        """Return milliseconds of the loop."""
+        return int(self._loop.time() * 1000)
+
+    def step(self, seconds: float) -> None:
+        """Set the time of day forward, or back when negative; nobody sleeps shorter or longer for it."""
+        self._wall_ms += round(seconds * 1000)
 
     async def sleep(self, seconds: float) -> None:
         """Sleep on the loop."""

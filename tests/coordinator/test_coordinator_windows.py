@@ -44,7 +44,7 @@ async def test_a_missing_shard_holds_the_windows_is_told_and_is_left_out_after_t
         assert pipeline.late() == [2]
         assert coordinator.status().rows_late == 1
         back.disconnected()
-        await pipeline.clock.advance(5)
+        await pipeline.clock.advance(31)
         assert len(named(logged, "shard.missing")) == 2, "it is told again after it was there"
 
 

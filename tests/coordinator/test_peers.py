@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mldserver.coordinator.peers import Peers
 from mldserver.state.ledger import ServerState, ShardState
 
@@ -18,20 +20,24 @@ class Ledger:
     def __init__(self) -> None:
         self.peers = Peers(OWN, timeout_ms=1000)
         self.beats: dict[str, int] = {OWN: 1}
+        self.states: dict[str, ServerState] = {}
         self.shards: dict[str, ShardState] = {}
 
     def own(self, shard_id: str, owner: str | None, epoch: int = 1, *, ended: bool = False) -> None:
         self.shards[shard_id] = ShardState(shard_id, epoch, owner=owner, ended=ended)
 
     def look(self, now_ms: int = 0) -> Peers:
-        servers = {server_id: told(server_id, beat) for server_id, beat in self.beats.items()}
+        servers = {
+            each: replace(self.states.get(each, told(each, beat)), beat_ms=beat)
+            for each, beat in self.beats.items()
+        }
         self.peers.learn(servers, self.shards, now_ms)
         return self.peers
 
 
 def test_a_server_alone_has_no_peers() -> None:
     peers = Ledger().look()
-    assert (len(peers), peers.told(), peers.overdue(10_000)) == (0, (), ())
+    assert (len(peers), peers.told(), peers.overdue()) == (0, (), ())
 
 
 def test_a_shard_counts_elsewhere_once_its_owner_has_beaten_since_it_was_seen_to_own_it() -> None:
@@ -90,8 +96,47 @@ def test_a_shard_whose_owner_is_buried_counts_no_more() -> None:
 def test_a_server_is_overdue_when_its_beat_stands_still_on_the_clock_of_the_one_that_looks() -> None:
     ledger = Ledger()
     ledger.beats["two"] = 999_999_999  # its own clock is far ahead
-    assert ledger.look(0).overdue(999) == ()
-    assert ledger.look(900).overdue(1000) == (told("two", 999_999_999),)
-    ledger.beats["two"] = 3  # or far behind, and it lives
-    assert ledger.look(1000).overdue(1500) == ()
-    assert [each.server_id for each in ledger.look(1500).overdue(2000)] == ["two"]
+    for now_ms in (0, 500, 999):
+        assert ledger.look(now_ms).overdue() == ()
+    assert ledger.look(1000).overdue() == (told("two", 999_999_999),)
+    assert ledger.peers.silent_ms("two") == 1000
+    ledger.beats["two"] = 3  # or was set back, and it lives
+    for now_ms in (1100, 1600, 2099):
+        assert ledger.look(now_ms).overdue() == ()
+    assert [each.server_id for each in ledger.look(2100).overdue()] == ["two"]
+
+
+def test_time_in_which_this_server_did_not_look_says_little_of_the_others() -> None:
+    """The ledger was out of everybody's reach for an hour: whoever is back first buries nobody."""
+    ledger = Ledger()
+    ledger.beats["two"] = 5
+    ledger.look(0)
+    assert ledger.look(3_600_000).overdue() == ()
+    ledger.beats["two"] = 6
+    assert ledger.look(3_600_400).overdue() == ()
+    assert ledger.look(7_200_000).overdue() == ()
+    assert ledger.look(7_200_500).overdue() == (told("two", 6),)
+
+
+def test_a_server_that_misses_its_beats_is_not_idle_for_the_others_any_more() -> None:
+    ledger = Ledger()
+    ledger.beats |= {"idle": 5, "busy": 5}
+    ledger.states["idle"] = ServerState("idle", 0, None, idle=True, reason="idle")
+    ledger.states["busy"] = ServerState("busy", 0, 700, held_by="z", reason="behind")
+    ledger.look(0)
+    assert [each.idle for each in ledger.look(499).told()] == [True, False]
+    idle, busy = ledger.look(500).told()
+    assert idle == ServerState("idle", 5, None, idle=False, reason="silent")
+    assert busy == ServerState("busy", 5, 700, held_by="z", reason="behind"), "holds where it last told"
+    ledger.beats["idle"] = 6
+    assert [each.idle for each in ledger.look(600).told()] == [True, False]
+
+
+def test_a_shard_is_owned_from_its_opening_on_until_its_owner_is_gone() -> None:
+    ledger = Ledger()
+    ledger.beats["two"] = 5
+    ledger.own("a", "two")
+    ledger.own("mine", OWN)
+    assert [ledger.look().owns(shard) for shard in ("a", "mine", "unknown")] == [True, False, False]
+    ledger.own("a", None)
+    assert not ledger.look().owns("a")

@@ -41,11 +41,24 @@ class Stream:
         self.now += ms
         return self
 
+    def arrived(self, aws_ms: int | None = None) -> Stream:
+        """A record is known whose arrival AWS's clock stamped just now; that clock shows what this one does, or more."""
+        self.watermark.arrived(self.now if aws_ms is None else aws_ms, self.now)
+        return self
+
     def batch(
-        self, shard: str, event_ms: int | None = None, *, records: int = 1, lag_ms: int | None = 5
+        self,
+        shard: str,
+        event_ms: int | None = None,
+        *,
+        records: int = 1,
+        lag_ms: int | None = 5,
+        arrival_ms: int | None = None,
     ) -> Stream:
         self.watermark.began(shard, self.now)
-        self.watermark.observed(shard, self.now, records=records, lag_ms=lag_ms, event_ms=event_ms)
+        self.watermark.observed(
+            shard, self.now, records=records, lag_ms=lag_ms, event_ms=event_ms, arrival_ms=arrival_ms
+        )
         self.watermark.answered(shard, self.now)
         return self
 
@@ -78,6 +91,10 @@ class Stream:
     @property
     def ms(self) -> int | None:
         return self.view.watermark_ms
+
+    def aws(self, ago_ms: int, *, known_ms: int = 0) -> int:
+        """Return what AWS's clock showed at least some time ago, when it was known some time ago to show what this does."""
+        return self.now - ago_ms - -(-abs(known_ms - ago_ms) // 1000)
 
 
 def test_the_least_shard_holds_the_watermark() -> None:
@@ -197,66 +214,105 @@ def test_a_view_that_is_older_than_the_last_commit_takes_nothing_back() -> None:
 
 
 def test_a_caught_up_shard_moves_with_the_clock_as_far_as_the_daemons_prefetch_allows() -> None:
-    stream = Stream().connect("a", "b").settled().batch("b", 10**9)
-    opened = stream.now
+    stream = Stream().connect("a", "b").settled().batch("b", 10**9).arrived()
     stream.empty("a", PREFETCH - 1)
     assert stream.ms is None
     stream.empty("a", 1)
-    assert stream.ms == opened - SETTLE  # the connection stands for the first fetch
+    assert stream.ms == stream.aws(SETTLE + 5000, known_ms=5000)  # the connection stands for the first fetch
     stream.empty("a", 1)
-    assert stream.ms == opened + 1000
+    assert stream.ms == stream.aws(5000, known_ms=6000)
     stream.empty("a", 10)
-    assert stream.ms == opened + 11_000
+    assert stream.ms == stream.aws(5000, known_ms=16_000)
+
+
+def test_how_far_time_carries_a_shard_is_told_by_the_arrival_times_and_by_no_hosts_clock() -> None:
+    for aws_ms in (-(10**6), 0, 500, 10**12):
+        stream = Stream().connect("a").settled().arrived(aws_ms).empty("a", PREFETCH + 1)
+        assert stream.ms == aws_ms + 1000 - 1
+
+
+def test_time_carries_no_shard_while_no_arrival_time_is_known() -> None:
+    stream = Stream().connect("a").settled().empty("a", 2 * PREFETCH).wait(10 * IDLE)
+    assert stream.view == View(None, Holder("a", "nothing seen"))
+    assert stream.arrived().empty("a").ms is not None
+
+
+def test_a_batch_says_what_awss_clock_showed_when_it_was_received() -> None:
+    stream = Stream().connect("a", "b").settled()
+    stream.watermark.began("b", stream.now)
+    stream.wait(3000)
+    stream.watermark.observed("b", stream.now, records=1, lag_ms=9, event_ms=10**9, arrival_ms=stream.now)
+    assert stream.empty("a", PREFETCH + 1).ms == stream.aws(5000, known_ms=9000) + 3000
+
+
+def test_of_the_arrival_times_that_counts_which_says_most_of_awss_clock() -> None:
+    stream = Stream().connect("a").settled().arrived().wait(5000)
+    stream.arrived(10)  # of a shard that lags
+    stream.watermark.arrived(None, stream.now)
+    assert stream.empty("a", PREFETCH + 1).ms == stream.aws(5000, known_ms=11_000)
+    stream.arrived(stream.now + 5)
+    assert stream.empty("a").ms == stream.aws(5000, known_ms=1000) + 5
+
+
+def test_a_steady_clock_that_runs_a_little_fast_makes_no_row_late() -> None:
+    """A day without any record, on a host whose clock is mended by one in 2000 all the time."""
+    stream = Stream().connect("a").settled().arrived()
+    day = 86_400_000
+    aws_ms = stream.now + day - day // 2000
+    stream.wait(day).empty("a", PREFETCH + 1)
+    assert stream.ms is not None
+    assert aws_ms - day // 1000 < stream.ms < aws_ms
 
 
 def test_the_clock_never_takes_a_shard_behind_its_own_rows() -> None:
-    stream = Stream().connect("a").settled().batch("a", 10**9).empty("a", PREFETCH + 1)
+    stream = Stream().connect("a").settled().arrived().batch("a", 10**9).empty("a", PREFETCH + 1)
     assert stream.ms == 10**9
 
 
 def test_an_empty_batch_of_a_shard_that_lags_moves_nothing() -> None:
-    stream = Stream().connect("a").settled()
+    stream = Stream().connect("a").settled().arrived()
     for _ in range(PREFETCH + 3):
         stream.wait(1000).batch("a", records=0, lag_ms=60_000)
     assert stream.ms is None
 
 
 def test_rows_that_come_after_an_idle_time_do_not_take_the_shard_back() -> None:
-    stream = Stream().connect("a").settled().empty("a", PREFETCH + 1)
+    stream = Stream().connect("a").settled().arrived().empty("a", PREFETCH + 1)
     reached = stream.ms
+    assert reached is not None
     assert stream.batch("a", 5).ms == reached
 
 
 def test_the_allowed_disorder_is_taken_off_the_clock_too() -> None:
-    plain = Stream().connect("a").settled().empty("a", PREFETCH + 1)
-    with_disorder = Stream(disorder_ms=50).connect("a").settled().empty("a", PREFETCH + 1)
+    plain = Stream().connect("a").settled().arrived().empty("a", PREFETCH + 1)
+    with_disorder = Stream(disorder_ms=50).connect("a").settled().arrived().empty("a", PREFETCH + 1)
     assert plain.ms is not None
     assert with_disorder.ms == plain.ms - 50
 
 
 def test_a_silent_shard_of_a_daemon_that_tells_no_lag_follows_the_clock_an_idle_time_behind() -> None:
-    stream = Stream().connect("a", tells_lag=False).batch("a", 500, lag_ms=None).settled()
+    stream = Stream().arrived().connect("a", tells_lag=False).batch("a", 500, lag_ms=None).settled()
     assert stream.wait(IDLE - SETTLE - 1).ms == 500
-    assert stream.wait(1).ms == stream.now - IDLE
-    assert stream.wait(5000).ms == stream.now - IDLE
+    assert stream.wait(1).ms == stream.aws(IDLE, known_ms=IDLE)
+    assert stream.wait(5000).ms == stream.aws(IDLE, known_ms=IDLE + 5000)
 
 
 def test_a_silent_shard_without_lag_follows_the_clock_where_the_daemon_sends_no_empty_batches() -> None:
-    stream = Stream().connect("a").batch("a", 500, lag_ms=0).wait(IDLE)
-    assert stream.ms == stream.now - IDLE
+    stream = Stream().arrived().connect("a").batch("a", 500, lag_ms=0).wait(IDLE)
+    assert stream.ms == stream.aws(IDLE, known_ms=IDLE)
 
 
 def test_a_silent_shard_that_said_it_lags_is_waited_for() -> None:
-    assert Stream().connect("a").batch("a", 500, lag_ms=1).wait(10 * IDLE).ms == 500
+    assert Stream().arrived().connect("a").batch("a", 500, lag_ms=1).wait(10 * IDLE).ms == 500
 
 
 def test_a_shard_whose_batch_is_being_worked_on_is_not_silent() -> None:
-    stream = Stream().connect("a", tells_lag=False).batch("a", 500, lag_ms=None)
+    stream = Stream().arrived().connect("a", tells_lag=False).batch("a", 500, lag_ms=None)
     stream.watermark.began("a", stream.now)
     assert stream.wait(10 * IDLE).ms == 500
     stream.watermark.answered("a", stream.now)
     assert stream.ms == 500
-    assert stream.wait(IDLE).ms == stream.now - IDLE
+    assert stream.wait(IDLE).ms == stream.aws(IDLE, known_ms=11 * IDLE)
 
 
 def test_an_answer_to_a_shard_that_is_gone_is_nothing() -> None:
@@ -274,7 +330,9 @@ def test_cut_on_a_column_an_idle_shard_leaves_the_minimum() -> None:
 
 
 def test_cut_on_a_column_the_clock_moves_no_shard() -> None:
-    stream = Stream(on_arrival=False).connect("a").batch("a", 500).settled().empty("a", PREFETCH + 2)
+    stream = (
+        Stream(on_arrival=False).connect("a").arrived().batch("a", 500).settled().empty("a", PREFETCH + 2)
+    )
     assert stream.ms == 500
 
 
@@ -325,9 +383,9 @@ def test_what_was_committed_stays_when_the_stream_is_over() -> None:
 
 
 def test_times_before_1970_are_times_like_any_other() -> None:
-    stream = Stream(now=-100_000).connect("a", tells_lag=False).batch("a", -99_000, lag_ms=None)
+    stream = Stream().arrived(-100_000).connect("a", tells_lag=False).batch("a", -99_000, lag_ms=None)
     assert stream.settled().ms == -99_000
-    assert stream.wait(10 * IDLE).ms == stream.now - IDLE
+    assert stream.wait(10 * IDLE).ms == -100_000 + SETTLE + 9 * IDLE - (SETTLE + 9 * IDLE) // 1000
 
 
 steps = st.lists(

@@ -214,7 +214,7 @@ def test_batches_never_exceed_their_rows_and_lose_none_also_when_a_plan_is_throw
         windows.progress = assigned.progress
         windows.opened(assigned.keys)
         total += rows
-        closable = windows.closable(watermark_ms=None, now_ms=1, close_all=cut_all)
+        closable = windows.closable(watermark_ms=None, now_ms=1, wall_ms=1, close_all=cut_all)
         if not cut_all:
             assert all(content[own] == max_rows for own in closable)
         windows.cut(closable)
@@ -229,9 +229,9 @@ def test_batches_never_exceed_their_rows_and_lose_none_also_when_a_plan_is_throw
 def test_a_window_closes_when_the_watermark_reaches_its_end_and_lateness() -> None:
     windows = OpenWindows(tumbling("1 hour", lateness="1 minute"))
     windows.opened([key(0)])
-    assert windows.closable(watermark_ms=None, now_ms=0) == ()
-    assert windows.closable(watermark_ms=HOUR + 59_999, now_ms=0) == ()
-    assert windows.closable(watermark_ms=HOUR + 60_000, now_ms=0) == (key(0).id,)
+    assert windows.closable(watermark_ms=None, now_ms=0, wall_ms=0) == ()
+    assert windows.closable(watermark_ms=HOUR + 59_999, now_ms=0, wall_ms=0) == ()
+    assert windows.closable(watermark_ms=HOUR + 60_000, now_ms=0, wall_ms=0) == (key(0).id,)
 
 
 def test_windows_close_oldest_first_also_where_names_do_not_sort() -> None:
@@ -239,8 +239,8 @@ def test_windows_close_oldest_first_also_where_names_do_not_sort() -> None:
     starts = [1000, 500, 0, -500, -9 * 10**15]
     windows.opened(key(start, 500) for start in starts)
     expected = tuple(tumbling_id(start) for start in sorted(starts))
-    assert windows.closable(watermark_ms=10_000, now_ms=0) == expected
-    assert windows.closable(watermark_ms=None, now_ms=0, close_all=True) == expected
+    assert windows.closable(watermark_ms=10_000, now_ms=0, wall_ms=0) == expected
+    assert windows.closable(watermark_ms=None, now_ms=0, wall_ms=0, close_all=True) == expected
 
 
 def test_a_window_is_open_until_it_is_cut() -> None:
@@ -251,14 +251,27 @@ def test_a_window_is_open_until_it_is_cut() -> None:
     assert key(0).id in windows
     windows.cut([key(0).id, "unknown"])
     assert key(0).id not in windows
-    assert windows.closable(watermark_ms=9 * HOUR, now_ms=0) == (key(HOUR).id,)
+    assert windows.closable(watermark_ms=9 * HOUR, now_ms=0, wall_ms=0) == (key(HOUR).id,)
 
 
 def test_a_batch_closes_when_it_is_full_or_old() -> None:
     windows = OpenWindows(batches(max_rows=2, max_age=1), BatchProgress(1, 1, 5000))
     windows.opened([WindowKey(batch_id(0)), WindowKey(batch_id(1))])
-    assert windows.closable(watermark_ms=None, now_ms=5999) == (batch_id(0),)
-    assert windows.closable(watermark_ms=None, now_ms=6000) == (batch_id(0), batch_id(1))
+    assert windows.closable(watermark_ms=None, now_ms=5999, wall_ms=5999) == (batch_id(0),)
+    assert windows.closable(watermark_ms=None, now_ms=6000, wall_ms=6000) == (batch_id(0), batch_id(1))
+
+
+def test_the_age_of_a_batch_is_steady_time_wherever_the_time_of_day_is_set() -> None:
+    hour = 3_600_000
+    windows = OpenWindows(batches(max_rows=2, max_age=10), BatchProgress(0, 1, 5000))
+    windows.opened([WindowKey(batch_id(0))])
+    assert windows.closable(watermark_ms=None, now_ms=100, wall_ms=6000) == (), "a second old already"
+    assert windows.closable(watermark_ms=None, now_ms=9099, wall_ms=15_000 + hour) == ()
+    assert windows.closable(watermark_ms=None, now_ms=9100, wall_ms=15_000 - hour) == (batch_id(0),)
+    windows.progress = BatchProgress(1, 1, 15_000)
+    windows.opened([WindowKey(batch_id(1))])
+    assert windows.closable(watermark_ms=None, now_ms=9100, wall_ms=15_000 - hour) == (batch_id(0),)
+    assert windows.closable(watermark_ms=None, now_ms=19_100, wall_ms=0) == (batch_id(0), batch_id(1))
 
 
 def test_cutting_the_batch_in_progress_starts_the_next_one() -> None:
@@ -273,7 +286,7 @@ def test_cutting_the_batch_in_progress_starts_the_next_one() -> None:
 def test_a_batch_in_progress_without_a_first_row_is_not_old() -> None:
     windows = OpenWindows(batches(max_rows=2, max_age=1))
     windows.opened([WindowKey(batch_id(0))])
-    assert windows.closable(watermark_ms=None, now_ms=10**12) == ()
+    assert windows.closable(watermark_ms=None, now_ms=10, wall_ms=10**12) == ()
 
 
 def test_windows_of_another_kind_or_size_do_not_fit() -> None:

@@ -38,6 +38,8 @@ class NoTime:
     def now_ms(self) -> int:
         return 0
 
+    steady_ms = now_ms
+
     async def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
 

@@ -31,6 +31,8 @@ class HastyClock:
     def now_ms(self) -> int:
         return 0
 
+    steady_ms = now_ms
+
     async def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
         self._on_sleep(seconds)

@@ -18,6 +18,8 @@ class InstantClock:
     def now_ms(self) -> int:
         return self.ms
 
+    steady_ms = now_ms
+
     async def sleep(self, seconds: float) -> None:
         self.ms += round(seconds * 1000)
 

@@ -36,6 +36,8 @@ class RecordingClock:
     def now_ms(self) -> int:
         return self.ms
 
+    steady_ms = now_ms
+
     async def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
         self.ms += round(seconds * 1000)

@@ -29,6 +29,8 @@ class HandClock:
     def now_ms(self) -> int:
         return 0
 
+    steady_ms = now_ms
+
     async def sleep(self, seconds: float) -> None:
         ended = asyncio.Event()
         self.sleeps.put_nowait((seconds, ended))

@@ -29,6 +29,8 @@ class HandClock:
     def now_ms(self) -> int:
         return self.ms
 
+    steady_ms = now_ms
+
     async def sleep(self, seconds: float) -> None:
         raise AssertionError("a ledger never waits for time to pass")
 
@@ -47,6 +49,8 @@ class PatientClock:
 
     def now_ms(self) -> int:
         return self.hand.ms
+
+    steady_ms = now_ms
 
     async def sleep(self, seconds: float) -> None:
         self.slept += seconds

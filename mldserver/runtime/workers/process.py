@@ -118,7 +118,7 @@ class WorkerProcess:
         self.lost: frozenset[str] = frozenset()
         """Shards whose requests were unanswered when it ended."""
         self.beat: Beat | None = None
-        self._beat_ms = clock.now_ms()
+        self._beat_ms = clock.steady_ms()
 
     @classmethod
     async def start(cls, start: wire.Start, clock: Clock, *, again: bool = True) -> WorkerProcess:
@@ -162,7 +162,7 @@ class WorkerProcess:
     @property
     def silent_ms(self) -> int:
         """How long it has not beaten."""
-        return self._clock.now_ms() - self._beat_ms
+        return self._clock.steady_ms() - self._beat_ms
 
     @property
     def in_hand(self) -> int:
@@ -355,7 +355,7 @@ class WorkerProcess:
                 self._answered(message, files)
             case wire.BeatMessage():
                 self.beat = Beat(message.running_ms, message.blocked_ms, message.resident_bytes)
-                self._beat_ms = self._clock.now_ms()
+                self._beat_ms = self._clock.steady_ms()
             case wire.Told(event="handler.loaded") if self._again:
                 pass
             case wire.Told():

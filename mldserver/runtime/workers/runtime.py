@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import msgspec
 import structlog
 
-from mldserver.clock import SteadyClock
+from mldserver.clock import SystemClock
 from mldserver.errors import HandlerLost, InternalError
 from mldserver.runtime.base import BatchOutcome, Hook
 from mldserver.runtime.failure import OnFailure
@@ -75,7 +75,7 @@ class WorkerRuntime:
         server's clock is.
         """
         self._policy = policy
-        clock = clock or SteadyClock()
+        clock = clock or SystemClock()
         start = wire.Start(
             handler=handler,
             python_path=[path for path in sys.path if path],

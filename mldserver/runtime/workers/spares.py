@@ -57,7 +57,7 @@ class Spares:
     def trouble(self) -> str | None:
         """What a person should look at: somebody has waited too long for a process."""
         since_ms = self._wanted_since_ms
-        waited_ms = 0 if since_ms is None else self._clock.now_ms() - since_ms
+        waited_ms = 0 if since_ms is None else self._clock.steady_ms() - since_ms
         if waited_ms < _LONG_MS:
             return None
         return f"no worker process has loaded the handler for {waited_ms // 1000} s: see worker.not_started"
@@ -94,14 +94,14 @@ class Spares:
         self._wanted += 1
         self._changed.set()
         if self._wanted_since_ms is None:
-            self._wanted_since_ms = self._clock.now_ms()
+            self._wanted_since_ms = self._clock.steady_ms()
         try:
             await self._until(lambda: any(process.is_open for process in self._ready))
             process = next(process for process in self._ready if process.is_open)
             self._ready.remove(process)
         finally:
             self._wanted -= 1
-            self._wanted_since_ms = self._clock.now_ms() if self._wanted else None
+            self._wanted_since_ms = self._clock.steady_ms() if self._wanted else None
             self._changed.set()
         return process
 
@@ -164,7 +164,7 @@ class Spares:
 
     async def _pause(self, what: str) -> None:
         """Say what became of a process, and wait before the next."""
-        delay_seconds = max(_PAUSE_MS, self._deaths.died(self._clock.now_ms(), useful=False)) / 1000
+        delay_seconds = max(_PAUSE_MS, self._deaths.died(self._clock.steady_ms(), useful=False)) / 1000
         log.error("worker.not_started", what=what, delay_seconds=delay_seconds)
         await self._clock.sleep(delay_seconds)
 

@@ -63,7 +63,7 @@ class Worker:
     @property
     def restless(self) -> bool:
         """Whether its processes die too often, though they do something."""
-        return self._deaths.restless(self._clock.now_ms())
+        return self._deaths.restless(self._clock.steady_ms())
 
     @property
     def present(self) -> WorkerProcess | None:
@@ -123,8 +123,10 @@ class Worker:
         Returns False when something else became of it meanwhile.
         """
         self._retiring = True
-        latest_ms = self._clock.now_ms() + _RETIRE_MS
-        while process.in_hand and process.is_open and (process.is_busy or self._clock.now_ms() < latest_ms):
+        latest_ms = self._clock.steady_ms() + _RETIRE_MS
+        while (
+            process.in_hand and process.is_open and (process.is_busy or self._clock.steady_ms() < latest_ms)
+        ):
             if judge(process.beat, process.silent_ms, self._limits) is not Cause.GROWN:
                 self._retiring = False
                 self._there.set()
@@ -137,7 +139,7 @@ class Worker:
         self.suspects = set(process.lost)
         replaced = cause is Cause.GROWN and not process.lost
         delay_ms = self._deaths.died(
-            self._clock.now_ms(),
+            self._clock.steady_ms(),
             useful=bool(process.done or self.searches),
             meant=replaced or bool(self.searches),
         )
