@@ -16,6 +16,13 @@ def test_it_is_a_clock() -> None:
     assert clock.now_ms() == 5
 
 
+async def test_the_time_of_day_is_set_apart_from_the_time_that_passes() -> None:
+    clock = VirtualClock(5000)
+    await clock.advance(1)
+    clock.step(-3600)
+    assert (clock.now_ms(), clock.steady_ms()) == (6000 - 3_600_000, 1000)
+
+
 async def test_sleepers_wake_in_order_at_their_own_times(virtual_clock: VirtualClock) -> None:
     woken: list[tuple[str, int]] = []
     start = virtual_clock.now_ms()

@@ -141,11 +141,12 @@ def test_other_threads_are_not_needed_to_call_soon() -> None:
     assert play(work()) == (7, 0.0)
 
 
-def test_the_clock_is_the_loops() -> None:
-    async def work() -> tuple[int, int]:
+def test_the_clock_is_the_loops_and_its_time_of_day_may_be_set() -> None:
+    async def work() -> tuple[int, int, int]:
         clock = LoopClock(asyncio.get_running_loop(), start_ms=1000)
         before = clock.now_ms()
+        clock.step(10)
         await clock.sleep(2.5)
-        return before, clock.now_ms()
+        return before, clock.now_ms(), clock.steady_ms()
 
-    assert play(work())[0] == (1000, 3500)
+    assert play(work())[0] == (1000, 13_500, 2500)
