@@ -1,4 +1,4 @@
-"""Every test logs through a check of the event registry; ``logged`` holds what was logged."""
+"""Lanes of tests (see support/lanes.py), and a log that is checked: ``logged`` holds what a test logged."""
 
 from __future__ import annotations
 
@@ -8,15 +8,54 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
+from support.lanes import ALLOWED_SECONDS, is_quick
 
 from mldserver.observe.schema import CheckedLogger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 # How fast a machine is, and what else runs on it, says nothing about what is tested.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the long lane."""
+    parser.addoption("--long", action="store_true", help="soak: many more worlds, kills and examples")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """In the quick lane nothing else is even imported."""
+    quick = config.option.markexpr == "quick"
+    return True if quick and collection_path.suffix == ".py" and not is_quick(collection_path) else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what is quick, and leave out what only the long lane runs."""
+    for item in items:
+        if is_quick(item.path):
+            item.add_marker("quick")
+    if not config.option.long:
+        soak = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=soak)
+        items[:] = [item for item in items if item not in soak]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Name the tests that take longer than their lane allows."""
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        lane = "long" if config.option.long else "quick" if "quick" in report.keywords else "day"
+        if report.when == "call" and report.duration > ALLOWED_SECONDS[lane]:
+            took = f"{report.duration:.0f} s, of {ALLOWED_SECONDS[lane]:.0f} s"
+            terminalreporter.write_line(f"too slow for the {lane} lane: {report.nodeid} ({took})")
+
+
+@pytest.fixture
+def long(request: pytest.FixtureRequest) -> bool:
+    """Whether this is the long lane."""
+    return bool(request.config.option.long)
 
 
 @pytest.fixture(autouse=True)

@@ -91,9 +91,10 @@ async def a_file() -> AsyncIterator[Ground]:
 
 
 async def test_two_servers_on_a_file_killed_while_leases_move_lose_and_double_nothing(
-    tmp_path: Path, seed: int
+    tmp_path: Path, seed: int, long: bool
 ) -> None:
-    toll = fates(random.Random(seed), EVERY, instants=100 - len(EVERY), hangs=4)
+    instants, hangs = (100 - len(EVERY), 4) if long else (4, 2)
+    toll = fates(random.Random(seed), EVERY, instants=instants, hangs=hangs)
     await play_pairs(tmp_path, seed, toll, a_file)
 
 
@@ -122,12 +123,15 @@ async def a_table() -> AsyncIterator[Ground]:
 
 
 async def test_two_servers_on_a_table_killed_while_leases_move_lose_and_double_nothing(
-    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, seed: int, long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
-    instants = DEATHS_ON_A_TABLE - len(ON_A_TABLE) - 2
-    toll = fates(random.Random(seed), ON_A_TABLE, instants=instants, hangs=2)
+    dice = random.Random(seed)
+    if long:
+        toll = fates(dice, ON_A_TABLE, instants=DEATHS_ON_A_TABLE - len(ON_A_TABLE) - 2, hangs=2)
+    else:
+        toll = fates(dice, dice.sample(ON_A_TABLE, 14), instants=2, hangs=1)
     await play_pairs(tmp_path, seed, toll, a_table)
 
 

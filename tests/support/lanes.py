@@ -1,0 +1,93 @@
+"""Which tests run when, told by folder and file: what is quick, what is soak, and how long a test of a lane may take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+__all__ = ["ALLOWED_SECONDS", "is_quick"]
+
+TESTS: Final = Path(__file__).parents[1]
+
+QUICK: Final = (
+    "coordinator",
+    "deadletters",
+    "kclpy",
+    "observe",
+    "protocol",
+    "runtime",
+    "sources",
+    "state",
+    "test_config.py",
+    "test_errors.py",
+    "test_failure_settings.py",
+    "test_ledger_places.py",
+    "test_manifest.py",
+    "test_records.py",
+    "test_remote.py",
+    "test_setting_kinds.py",
+    "test_sink_settings.py",
+)
+"""Rooms of cores and codecs."""
+
+NOT_QUICK: Final = (
+    # Whole streams, months, and every order of events.
+    "coordinator/test_any_order.py",
+    "coordinator/test_batches.py",
+    "coordinator/test_bounded.py",
+    "coordinator/test_exactly_once.py",
+    "coordinator/test_future.py",
+    "coordinator/test_leases_at_random.py",
+    "coordinator/test_machine.py",
+    "coordinator/test_month.py",
+    "coordinator/test_on_dynamodb.py",
+    "coordinator/test_publish.py",
+    "coordinator/test_reopened.py",
+    # AWS's APIs over HTTP.
+    "deadletters/test_aws.py",
+    # Processes.
+    "kclpy/test_kclpy_samples.py",
+    "kclpy/test_kclpy_story.py",
+    "kclpy/test_kclpy_workers.py",
+    "observe/test_logging.py",
+    "protocol/test_against_fake_mld.py",
+    "protocol/test_connection_fuzz.py",
+    "runtime/test_behaviour.py",
+    "runtime/test_behaviour_harm.py",
+    "runtime/test_behaviour_life.py",
+    "runtime/test_check.py",
+    "runtime/workers",
+    # Sockets.
+    "sources/test_mld.py",
+    "sources/test_on_uvloop.py",
+    # Both ledgers, one contract.
+    "state/test_contract.py",
+    "state/test_contract_late.py",
+    "state/test_contract_letters.py",
+    "state/test_contract_servers.py",
+    "state/test_contract_windows.py",
+    "state/test_dynamodb.py",
+    "state/test_dynamodb_create.py",
+    "state/test_dynamodb_machine.py",
+    "state/test_dynamodb_month.py",
+    "state/test_dynamodb_snapshot.py",
+    "state/test_letters_agree.py",
+    "state/test_news.py",
+    "state/test_store_crash.py",
+    "state/test_store_machine.py",
+    "state/test_store_processes.py",
+)
+"""What is in those rooms and takes longer."""
+
+ALLOWED_SECONDS: Final = {"quick": 2.0, "day": 60.0, "long": 1800.0}
+"""How long one test may take in its lane, on two slow cores, before the run's summary names it."""
+
+
+def is_quick(path: Path) -> bool:
+    """Tell whether a test file is in the quick lane."""
+    place = path.relative_to(TESTS).as_posix()
+
+    def within(names: tuple[str, ...]) -> bool:
+        return any(place == name or place.startswith(f"{name}/") for name in names)
+
+    return within(QUICK) and not within(NOT_QUICK)
