@@ -110,7 +110,9 @@ EVENTS: Final[dict[str, EventSpec]] = {
         "warning", ("position",), "The connection is gone without an ending; the shard holds the watermark."
     ),
     "shard.missing": EventSpec(
-        "warning", ("seconds",), "A known shard has no connection; it holds the watermark."
+        "warning",
+        ("seconds",),
+        "A known shard has had no connection for ``server_timeout``, here or elsewhere; it holds the watermark.",
     ),
     "shard.left_out": EventSpec(
         "error",

@@ -10,8 +10,11 @@ import pytest
 from mldserver.errors import DecodeError, GapRefused, HandlerHalted
 from mldserver.records import Sequence, Shard
 from mldserver.sources.owners import Superseded
+from mldserver.testing.clock import VirtualClock
+from tests.sources.house import serving
 
 if TYPE_CHECKING:
+    from mldserver.runtime.base import BatchOutcome, Delivery
     from tests.sources.house import House
 
 SHARD = "shardId-000000000000"
@@ -61,6 +64,26 @@ async def test_v1_is_known_by_its_initialize_and_keeps_its_checkpoint_form(house
     )
     assert await daemon.checkpointed() == {"action": "checkpoint", "checkpoint": "7"}
     await daemon.answered("processRecords")
+
+
+async def test_receipts_that_stand_in_for_v1s_arrival_times_go_on_when_the_clock_is_set_back() -> None:
+    clock, received_ms = VirtualClock(), list[int]()
+    async with serving(clock=clock) as house:
+        process = house.runtime.process
+
+        async def noted(delivery: Delivery) -> BatchOutcome:
+            received_ms.append(delivery.received_ms)
+            return await process(delivery)
+
+        house.runtime.process = noted  # type: ignore[method-assign]  # what it is given is looked at
+        daemon = await house.connect()
+        await daemon.ask({"action": "initialize", "shardId": SHARD})
+        began_ms = clock.now_ms()
+        for _ in range(2):
+            await daemon.ask({"action": "processRecords", "records": []})
+            clock.step(-3600)
+            await clock.advance(5)
+    assert received_ms == [began_ms, began_ms + 5000]
 
 
 async def test_a_batch_is_processed_accepted_checkpointed_and_answered_with_one_log_line(
