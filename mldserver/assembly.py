@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mldserver.aws import aws_client
 from mldserver.config import RemoteOut, SqlitePlace, UnixAddress, home, ledger_file
-from mldserver.coordinator.claim import claim
+from mldserver.coordinator.claim import FolderClaim
 from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
 from mldserver.coordinator.late import LateRules
 from mldserver.coordinator.layout import SERVERS, SPARK, server_tag
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from mldserver.spark.engine import Engine
     from mldserver.state.ledger import Ledger
 
-__all__ = ["Parts", "assemble", "claim_output", "ledger_of"]
+__all__ = ["Parts", "assemble", "claim_of", "ledger_of"]
 
 
 _NO_REDRIVE: Final = (
@@ -76,15 +76,15 @@ class Parts:
     """None where no stream is named."""
 
 
-def claim_output(settings: Settings, store: OutputStore) -> None:
-    """Make the output folder the pipeline's own. Blocking. Raises OperatorError when it is another's, and OSError."""
+def claim_of(settings: Settings, store: OutputStore) -> FolderClaim:
+    """Return the pipeline's claim on the output folder; nothing is touched yet."""
     place = settings.ledger
     if isinstance(place, SqlitePlace):
         named = None if isinstance(settings.out, Path) and place.path is None else str(_absolute(place))
     else:
         # Not its region or address, which one server may take from its settings and another from its environment.
-        named = f"dynamodb://{place.table}"
-    claim(store, pipeline=settings.pipeline, ledger=named)
+        named = f"dynamodb://{place.table}/{settings.pipeline}"
+    return FolderClaim(store, pipeline=settings.pipeline, ledger=named, new_ledger=settings.new_ledger)
 
 
 def _absolute(place: SqlitePlace) -> SqlitePlace:
@@ -207,6 +207,7 @@ async def _assembled(
         runner=runner,
         clock=clock,
         unique=unique,
+        claim=claim_of(settings, store),
         locks=_locks(settings),
         letters=letters,
         ask_stream=None if polling is None else polling.ask,

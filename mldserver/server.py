@@ -27,12 +27,11 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from mldserver import __version__
-from mldserver.assembly import Parts, assemble, claim_output
+from mldserver.assembly import Parts, assemble
 from mldserver.clock import SystemClock
 from mldserver.errors import HandlerError, LedgerError, MldserverError, OperatorError, ServerBuried
 from mldserver.observe.logging import reopen
 from mldserver.readiness import Readiness
-from mldserver.runtime.aside import aside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Mapping
@@ -187,7 +186,6 @@ class Server:
 
     async def _open(self, parts: Parts) -> None:
         try:
-            await aside(partial(claim_output, self.settings, parts.store), name="mldserver-claim")
             self._begin("ledger and recovery")
             await parts.coordinator.start()
         except OSError as error:

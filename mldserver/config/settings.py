@@ -131,6 +131,12 @@ class Settings:
         "Where positions and windows are kept: a file (in a local `out`, or at PATH), or a table for several hosts.",
         _PIPELINE,
     )
+    new_ledger: bool = _setting(
+        kinds.flag(),
+        default=False,
+        meaning="Begin anew in a folder whose ledger was lost or exchanged; what this one does not name is set apart.",
+        section=_PIPELINE,
+    )
     sink: TableSink | None = _setting(
         sinks.sink(),
         None,

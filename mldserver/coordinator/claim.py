@@ -1,57 +1,204 @@
-"""Whose an output folder is: one pipeline's on one ledger.
+"""Whose an output folder is: one pipeline's, on one ledger.
 
-A start deletes files that its ledger does not name. With the ledger in the folder itself these are its own; with a
-ledger elsewhere they might be another's, which somebody gave the same folder by mistake. So the folder says whose it
-is: ``_mldserver/owner.json``, written by the first server and compared by every other. Blocking.
+Folder and ledger know each other. ``_mldserver/owner.json`` names the ledger by its random id and says how often it
+was claimed; the ledger names the folder by an id that stands in that file. A start compares the two before
+anything is deleted, written or published. So it notices a ledger that is missing, exchanged or rolled back beside what
+an earlier one left, and a second folder on a ledger (two hosts, each with a local folder of its own).
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
-from typing import TYPE_CHECKING
+import uuid
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Final
 
-from mldserver.coordinator.layout import OWNER
+import structlog
+
+from mldserver.coordinator.layout import (
+    LATE,
+    OUTPUTS,
+    OWNER,
+    PUBLISH_LOCK,
+    SEGMENTS,
+    clock_of,
+    ledger_of,
+    window_path,
+)
 from mldserver.errors import OperatorError
+from mldserver.manifest import MANIFESTS
 
 if TYPE_CHECKING:
     from mldserver.coordinator.store import OutputStore
+    from mldserver.state.ledger import Ledger, LedgerState
 
-__all__ = ["claim"]
+__all__ = ["FolderClaim", "Owner"]
 
+log = structlog.get_logger("mldserver")
 
-def claim(store: OutputStore, *, pipeline: str, ledger: str | None) -> None:
-    """Make the folder this pipeline's, on this ledger (None: the one inside the folder, which tells for itself).
-
-    Raises OperatorError when it is another's, and OSError.
-    """
-    wanted = {"format": 1, "pipeline": pipeline, "ledger": ledger}
-    try:
-        data = store.get(OWNER)
-    except FileNotFoundError:
-        data = b""
-    # An empty file was cut off by a crash, or is being written by another server: of this pipeline, or it finds out.
-    if data:
-        _compare(store, data, wanted)
-    elif ledger is not None:
-        store.put(OWNER, json.dumps(wanted, ensure_ascii=False).encode())
+_FORMAT: Final = 2
+_WAYS_OUT: Final = (
+    "Restore the ledger (`mldserver ledger restore`), or name another `out`. To go on with this ledger in this "
+    "folder start once with --new-ledger: what it does not name is moved to _mldserver/quarantine, and the daemons "
+    "must read again what is to count again."
+)
 
 
-def _compare(store: OutputStore, data: bytes, wanted: dict[str, object]) -> None:
-    try:
-        found = json.loads(data)
-    except ValueError:
-        found = None
-    if found == wanted:
-        return
-    whose = (
-        f"pipeline {found.get('pipeline')} on the ledger {found.get('ledger')}"
-        if isinstance(found, dict)
-        else "something unknown"
-    )
-    own = "the one in the folder" if wanted["ledger"] is None else wanted["ledger"]
-    raise OperatorError(
-        f"The output folder {store.uri()} belongs to {whose}; this is pipeline {wanted['pipeline']} on the ledger {own}.",
-        did="Nothing was touched.",
-        advice=f"Name another folder. If the ledger was moved on purpose, delete {OWNER} in the folder first: "
-        "segments that the new ledger does not name will then be deleted.",
-    )
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """What the folder says."""
+
+    folder: str
+    """Its own id."""
+    pipeline: str
+    ledger: str | None
+    """Where its ledger is; None: in the folder."""
+    ledger_id: str | None = None
+    """None: no start has got so far."""
+    claims: int = 0
+    """The ledger's when a server started last. It has as many or more, unless it was rolled back."""
+
+
+class FolderClaim:
+    """One start's claim on one folder."""
+
+    def __init__(
+        self, store: OutputStore, *, pipeline: str, ledger: str | None, new_ledger: bool = False
+    ) -> None:
+        """``ledger``: where it is, None for the one in the folder. ``new_ledger``: take it whatever the folder says."""
+        self._store = store
+        self._new_ledger = new_ledger
+        self._mine = Owner("", pipeline, ledger)
+        self._found = self._mine
+        self._segments: list[str] = []
+
+    def look(self) -> None:
+        """Read what the folder says before the ledger is touched; a new folder gets its id. Blocking.
+
+        Raises OperatorError when its ledger is elsewhere, and OSError.
+        """
+        with self._store.alone(PUBLISH_LOCK):
+            found = self.read(self._store)
+            if found is None:
+                # On object stores, where two servers may do this at once, both find the same.
+                uri = self._store.uri().encode()
+                folder = uuid.uuid4().hex if self._store.local else hashlib.sha256(uri).hexdigest()[:32]
+                found = replace(self._mine, folder=folder)
+                self.write(self._store, found)
+        self._found = found
+        self._segments = [path for path, _ in self._store.files(SEGMENTS)]
+        mine = self._mine
+        # Of the pipeline's name a ledger itself is the judge; in a table it is a part of the place.
+        if found.ledger != mine.ledger and not self._new_ledger:
+            raise OperatorError(
+                f"The output folder {self._store.uri()} belongs to pipeline {found.pipeline} on the ledger "
+                f"{_named(found.ledger)}; this is pipeline {mine.pipeline} on the ledger {_named(mine.ledger)}.",
+                did="Nothing was touched.",
+                advice="Name another folder, or the ledger it had. If the ledger was moved on purpose, start once with "
+                "--new-ledger.",
+            )
+
+    async def settle(self, state: LedgerState, ledger: Ledger) -> LedgerState:
+        """Compare folder and ledger, and note each in the other; return what the ledger holds then.
+
+        ``state``: as this server's registration found it. Raises OperatorError when the two do not belong together,
+        and then nothing in the folder was touched; OSError and LedgerError.
+        """
+        folder = self._found.folder
+        if state.folder is not None and self._found.ledger_id is None and self._mine.ledger is None:
+            # Somebody has deleted owner.json: the ledger, which lies in the folder, knows it still.
+            folder = state.folder
+        self._require_folder(state, folder)
+        doubt = await asyncio.to_thread(self._doubt, state)
+        if doubt and not self._new_ledger:
+            raise OperatorError(
+                doubt, did="The server did not start; nothing in the folder was touched.", advice=_WAYS_OUT
+            )
+        state = await ledger.claim(folder, instead_of=state.ledger_id if doubt else None)
+        self._require_folder(state, folder)
+        noted = replace(self._mine, folder=folder, ledger_id=state.ledger_id, claims=state.claims)
+        await asyncio.to_thread(self._note, noted)
+        if doubt:
+            log.warning("ledger.accepted", what=doubt, did="It is the folder's ledger from now on.")
+        return state
+
+    def _require_folder(self, state: LedgerState, folder: str) -> None:
+        if state.folder not in {None, folder}:
+            raise OperatorError(
+                f"The ledger {_named(self._mine.ledger)} belongs to another output folder than {self._store.uri()}.",
+                did="The server did not start; nothing in the folder was touched.",
+                advice="Servers on one ledger share one folder: name the folder that it has, on storage that every "
+                "host reaches, or give this folder a ledger (or a pipeline name) of its own.",
+            )
+
+    def _doubt(self, state: LedgerState) -> str:
+        """Return why folder and ledger do not belong together; empty when they do. Blocking."""
+        found, out = self._found, self._store.uri()
+        if found.ledger != self._mine.ledger:
+            return f"The ledger of {out} is {_named(self._mine.ledger)} now; it was {_named(found.ledger)}."
+        if state.folder is None and (left := self._left()):
+            return (
+                f"The ledger {_named(self._mine.ledger)} is new, and the one that knew what {out} holds is missing "
+                f"({left})."
+            )
+        if found.ledger_id not in {None, state.ledger_id} and state.folder is not None:
+            return f"The ledger {_named(self._mine.ledger)} is not the one that {out} had last."
+        # What was listed before the ledger was read was written at a clock that a ledger has at least, ever after.
+        clocks = [clock_of(path) for path in self._segments if ledger_of(path) == state.ledger_id]
+        if found.ledger_id == state.ledger_id and (
+            state.claims < found.claims or max(clocks, default=0) > state.clock
+        ):
+            return (
+                f"The ledger {_named(self._mine.ledger)} is older than {out}: it was rolled back, "
+                "to a copy of an earlier day perhaps."
+            )
+        return ""
+
+    def _left(self) -> str:
+        """Return what a ledger would know of, in words; empty for a folder without any of it."""
+        store = self._store
+        counts = {
+            "windows": sum(folder.startswith(window_path("")) for folder in store.folders("")),
+            "manifests": sum(1 for _ in store.files(MANIFESTS)),
+            "segments": len(self._segments),
+            "outputs": sum(1 for _ in store.files(OUTPUTS)),
+            "late files": sum(1 for _ in store.files(LATE)),
+        }
+        return ", ".join(f"{name}: {count:,}" for name, count in counts.items() if count)
+
+    def _note(self, owner: Owner) -> None:
+        with self._store.alone(PUBLISH_LOCK):
+            self.write(self._store, owner)
+
+    @staticmethod
+    def write(store: OutputStore, owner: Owner) -> None:
+        """Let the folder say whose it is. Blocking."""
+        store.replace(OWNER, json.dumps({"format": _FORMAT} | asdict(owner), ensure_ascii=False).encode())
+
+    @staticmethod
+    def read(store: OutputStore) -> Owner | None:
+        """Return whose the folder is; None when it does not say so. Blocking. Raises OperatorError, OSError."""
+        try:
+            data = store.get(OWNER)
+        except FileNotFoundError:
+            return None
+        # An empty file was cut off by a crash, on a file system that shows files before they are whole.
+        if not data:
+            return None
+        try:
+            told = json.loads(data)
+            if told.pop("format") == _FORMAT:
+                return Owner(**told)
+        except (ValueError, TypeError, AttributeError, KeyError):
+            pass
+        raise OperatorError(
+            f"The output folder {store.uri()} belongs to something unknown: {OWNER} in it cannot be read.",
+            did="Nothing was touched.",
+            advice="Name another folder; or, if it is this pipeline's, delete that file.",
+        )
+
+
+def _named(ledger: str | None) -> str:
+    return "in the folder" if ledger is None else ledger

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
     from mldserver.clock import Clock
+    from mldserver.coordinator.claim import FolderClaim
     from mldserver.coordinator.flush import BufferedBatch
     from mldserver.coordinator.lives import LifeLocks
     from mldserver.coordinator.status import CoordinatorStatus
@@ -76,13 +77,14 @@ class Coordinator:
         runner: WindowRunner | None,
         clock: Clock,
         unique: Callable[[], str],
+        claim: FolderClaim,
         locks: LifeLocks | None = None,
         letters: Destination | None = None,
         ask_stream: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """``spec`` and ``runner`` are None for handlers without rows; ``unique`` names files apart.
 
-        ``locks`` show which other servers are dead, where they can tell. ``letters``: see ``Flusher``. ``ask_stream``
+        ``claim``: on the output folder. ``locks`` show which other servers are dead, where they can tell. ``letters``: see ``Flusher``. ``ask_stream``
         returns once ``know`` was told the stream's shards as they are now; None where no stream is named.
         """
         now_ms = clock.steady_ms()
@@ -94,6 +96,7 @@ class Coordinator:
         self._spec = spec
         self._ledger = ledger
         self._store = store
+        self._claim = claim
         self._runner = runner
         self._sessions = Sessions(lineage=self.lineage, watermark=self.watermark, buffer=self.buffer)
         self._flusher = Flusher(
@@ -143,10 +146,12 @@ class Coordinator:
     async def start(self) -> None:
         """Open the ledger, finish what dead servers left, and learn the shards it knew.
 
-        Raises LedgerError, and OSError (the output folder is out of reach).
+        Raises LedgerError, OperatorError (folder and ledger do not belong together), and OSError (the folder is out of
+        reach).
         """
         await asyncio.to_thread(self._store.begin, PRIVATE, *((SEGMENTS, STAGING) if self._spec else ()))
-        state = await self._fleet.join()
+        await asyncio.to_thread(self._claim.look)
+        state = await self._claim.settle(await self._fleet.join(), self._ledger)
         open_windows = OpenWindows(self._spec, state.batch_progress) if self._spec else None
         self._flusher.restore(state, open_windows)
         self._learn(state)

@@ -14,7 +14,7 @@ import structlog
 from mldserver.coordinator.doomed import Doomed
 from mldserver.coordinator.flush import BufferedBatch, FlushPlan, plan
 from mldserver.coordinator.late import CutWindows, LateRules
-from mldserver.coordinator.layout import segment_path, server_tag, tag_of
+from mldserver.coordinator.layout import segment_path, tag_of, writer_tag
 from mldserver.coordinator.recovery import publish_late
 from mldserver.coordinator.windows import Batches, OpenWindows, WindowKey, fits
 from mldserver.errors import LedgerError, OperatorError
@@ -93,7 +93,7 @@ class Flusher:
         self._unique = unique
         self._letters = letters
         self._rules = late or LateRules()
-        self._tag = server_tag(ledger.server_id)
+        self._tag = ""
         self._merge_clock = 0
         self._cut = CutWindows(self._rules)
         self._expired_ms = clock.steady_ms()
@@ -145,6 +145,7 @@ class Flusher:
 
         The clock above all: a shard that comes from another server goes on behind the rows that it has there.
         """
+        self._tag = writer_tag(state.ledger_id, self._ledger.server_id)
         self._merge_clock = max(self._merge_clock, state.clock)
         # Also those of a registration whose answer was lost.
         self._late = tuple(each for each in state.late_segments if tag_of(each.path) == self._tag)

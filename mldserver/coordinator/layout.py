@@ -3,11 +3,12 @@
     <out>/window=<id>/part-….parquet            published windows: what readers read
     <out>/_late/window=<id>/….parquet           the late dataset (hidden from readers of <out>, as all below)
     <out>/_mldserver/ledger.sqlite              the ledger
-    <out>/_mldserver/owner.json                 whose the folder is, where the ledger lies elsewhere
+    <out>/_mldserver/owner.json                 whose the folder is (``claim.py``)
     <out>/_mldserver/servers/<tag>.lock         held by each server that lives
     <out>/_mldserver/segments/<id>/             rows of windows that are not published yet, or retained
     <out>/_mldserver/staging/<id>/<n>-<tag>/    the n-th attempt's output
     <out>/_mldserver/spark/<tag>/               scratch space of a server's Spark driver
+    <out>/_mldserver/quarantine/<ledger>-<n>/   files of other ledgers, as the n-th start on this one found them
 
 On object stores nothing is renamed (``publish.py``): an attempt's output stays where it was written, and manifests say
 which one counts.
@@ -18,8 +19,8 @@ which one counts.
 Where the output is not local, the ledger's file, locks and scratch space lie on the host's own disk (``config/places.py``).
 
 Names that begin with an underscore are invisible to Spark's and Arrow's dataset readers. Every segment and every attempt
-carries the tag of the server that wrote it, so that what a dead one left can be told from what a live one is about to
-register.
+carries the tag of its writer, which is the ledger's id and the server's tag: so what a dead server left can be told from
+what a live one is about to register, and both from what was never this ledger's.
 """
 
 from __future__ import annotations
@@ -36,17 +37,21 @@ __all__ = [
     "OWNER",
     "PRIVATE",
     "PUBLISH_LOCK",
+    "QUARANTINE",
     "SEGMENTS",
     "SERVERS",
     "SPARK",
     "STAGING",
     "attempt_number",
     "attempt_path",
+    "clock_of",
     "late_path",
+    "ledger_of",
     "segment_path",
     "server_tag",
     "tag_of",
     "window_path",
+    "writer_tag",
 ]
 
 PRIVATE = "_mldserver"
@@ -58,16 +63,22 @@ OUTPUTS = f"{PRIVATE}/outputs"
 PUBLISH_LOCK = f"{PRIVATE}/publish.lock"
 SERVERS = f"{PRIVATE}/servers"
 SPARK = f"{PRIVATE}/spark"
+QUARANTINE = f"{PRIVATE}/quarantine"
 LATE = "_late"
 
 _PREFIX = {SegmentKind.WINDOW: "", SegmentKind.RECOMPUTE: "again-", SegmentKind.LATE: "late-"}
-_SEGMENT = re.compile(r"(?:again-|late-)?\d{16,}-([0-9a-f]{8})-[^/]*")
-_ATTEMPT = re.compile(r"(\d{4,})-([0-9a-f]{8})")
+_SEGMENT = re.compile(r"(?:again-|late-)?(\d{16,})-([0-9a-f]{16})-[^/]*")
+_ATTEMPT = re.compile(r"(\d{4,})-([0-9a-f]{16})")
 
 
 def server_tag(server_id: str) -> str:
     """Return eight hexadecimal digits that stand for a server in file names."""
     return hashlib.sha256(server_id.encode()).hexdigest()[:8]
+
+
+def writer_tag(ledger_id: str, server_id: str) -> str:
+    """Return sixteen hexadecimal digits that stand for a server on a ledger in the names of files."""
+    return ledger_id + server_tag(server_id)
 
 
 def window_path(window_id: str) -> str:
@@ -92,11 +103,26 @@ def attempt_number(folder: str) -> int:
 
 
 def tag_of(path: str) -> str | None:
-    """Return the tag of the server that wrote a segment, or an attempt's folder; None when the name has none."""
+    """Return the tag of the writer of a segment, or of an attempt's folder; None when the name has none."""
     name = path.rpartition("/")[2]
     if found := _SEGMENT.fullmatch(name):
-        return found[1]
+        return found[2]
     return found[2] if (found := _ATTEMPT.fullmatch(name)) else None
+
+
+def clock_of(path: str) -> int:
+    """Return the merge clock at which a segment was written; 0 when the name has none.
+
+    No ledger's clock is before that of a segment that was written for it, unless it was rolled back.
+    """
+    found = _SEGMENT.fullmatch(path.rpartition("/")[2])
+    return int(found[1]) if found else 0
+
+
+def ledger_of(path: str) -> str | None:
+    """Return the id of the ledger that a segment, or an attempt's folder, was written for; None: the name has none."""
+    tag = tag_of(path)
+    return None if tag is None else tag[:8]
 
 
 def late_path(segment: str) -> str:

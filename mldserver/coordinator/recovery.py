@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from mldserver.coordinator.layout import SEGMENTS, late_path, server_tag, tag_of
+from mldserver.coordinator.layout import (
+    PRIVATE,
+    QUARANTINE,
+    SEGMENTS,
+    late_path,
+    ledger_of,
+    server_tag,
+    tag_of,
+    writer_tag,
+)
 from mldserver.coordinator.publish import Publisher
 from mldserver.faults import kill_point
 from mldserver.state.ledger import WindowState
@@ -40,6 +49,7 @@ async def recover(
     """
     adopted: tuple[WindowEntry, ...] = ()
     if runner is not None:
+        runner.begin(state)
         if runner.recompute:
             await asyncio.to_thread(runner.publisher.check)
         kill_point("recovery.opened")
@@ -60,7 +70,7 @@ async def recover(
 
 def heirless(state: LedgerState) -> bool:
     """Whether late rows are registered that nobody makes visible: their server died, or left before it could."""
-    alive = {server_tag(each) for each in state.servers}
+    alive = {writer_tag(state.ledger_id, each) for each in state.servers}
     return any(tag_of(segment.path) not in alive for segment in state.late_segments)
 
 
@@ -104,6 +114,7 @@ def _segments(state: LedgerState) -> list[Segment]:
 async def _inherit(ledger: Ledger, store: OutputStore, *, own: bool) -> tuple[int, int]:
     """Publish late files, and delete nameless ones, of servers that live no more; return how many of each.
 
+    Nameless ones that were not written for this ledger are not its to delete: they are moved to quarantine.
     ``own``: whether this server may have files under way. What is deleted was listed before the ledger is read: a file
     whose server is not registered then was written by one that is gone, and will never be registered. What manifests
     name is read after it: an output that was published since the listing is visible by then.
@@ -112,7 +123,8 @@ async def _inherit(ledger: Ledger, store: OutputStore, *, own: bool) -> tuple[in
     segments, attempts = await asyncio.to_thread(_files, store, publisher)
     scratch = await asyncio.to_thread(store.scratch)
     state = await ledger.peek()
-    alive = {server_tag(each) for each in state.servers if own or each != ledger.server_id}
+    servers = [each for each in state.servers if own or each != ledger.server_id]
+    alive = {writer_tag(state.ledger_id, each) for each in servers}
     late = tuple(segment for segment in state.late_segments if tag_of(segment.path) not in alive)
     await publish_late(late, ledger, store)
     named = {segment.path for segment in (*_segments(state), *state.late_segments)}
@@ -122,10 +134,16 @@ async def _inherit(ledger: Ledger, store: OutputStore, *, own: bool) -> tuple[in
         return [path for path in paths if path not in named and tag_of(path) not in alive]
 
     unread = await asyncio.to_thread(publisher.unread, attempts, nameless(attempts))
-    gone = [*nameless(segments), *unread]
+    found = [*nameless(segments), *unread]
+    gone = [path for path in found if ledger_of(path) == state.ledger_id]
+    strangers = [path for path in found if ledger_of(path) != state.ledger_id]
     kill_point("recovery.sweeping")
     await asyncio.to_thread(_delete, store, gone)
-    await asyncio.to_thread(_delete_scratch, scratch, alive)
+    if strangers:
+        await asyncio.to_thread(
+            _set_apart, store, strangers, f"{QUARANTINE}/{state.ledger_id}-{state.claims}"
+        )
+    await asyncio.to_thread(_delete_scratch, scratch, {server_tag(each) for each in servers})
     kill_point("recovery.swept")
     return len(late), len(gone)
 
@@ -140,6 +158,13 @@ def _delete(store: OutputStore, paths: list[str]) -> None:
         store.delete(path)
     for folder in {path.rpartition("/")[0] for path in paths} | set(store.folders(SEGMENTS)):
         store.drop_empty(folder)
+
+
+def _set_apart(store: OutputStore, paths: list[str], quarantine: str) -> None:
+    for path in paths:
+        store.move(path, f"{quarantine}{path.removeprefix(PRIVATE)}")
+        store.drop_empty(path.rpartition("/")[0])
+    log.warning("recovery.quarantined", count=len(paths), path=store.uri(quarantine))
 
 
 def _delete_scratch(folders: list[Path], alive: set[str]) -> None:

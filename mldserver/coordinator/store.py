@@ -150,6 +150,13 @@ class OutputStore:
         """Rename a folder; one that is in the way and not empty is an error. Not synced."""
         self._fs.move(self._absolute(source), self._absolute(target))
 
+    def move(self, source: str, target: str) -> None:
+        """Move a file or folder to where nothing is, making the folders above. Not synced."""
+        for path in [source] if self.local else [path for path, _ in self.files(source)] or [source]:
+            destination = self._absolute(target + path.removeprefix(source))
+            self._fs.create_dir(destination.rpartition("/")[0], recursive=True)
+            self._fs.move(self._absolute(path), destination)
+
     def exchange(self, one: str, other: str) -> None:
         """Let two local folders change places in one step. Not synced."""
         exchange(self._absolute(one), self._absolute(other))
@@ -171,6 +178,18 @@ class OutputStore:
         self._fs.create_dir(target.rpartition("/")[0], recursive=True)
         with self._fs.open_output_stream(target) as stream:
             stream.write(data)
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Write a small file in place of what is there: readers find one of the two, whole, also after a power cut."""
+        if not self.local:
+            self.put(path, data)
+            return
+        target = Path(self._absolute(path))
+        part = target.with_name(f"{target.name}.part")
+        part.write_bytes(data)
+        sync(part)
+        part.replace(target)
+        sync(target.parent)
 
     def get(self, path: str) -> bytes:
         """Return a small file's content."""

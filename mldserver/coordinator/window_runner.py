@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mldserver.clock import Clock
     from mldserver.coordinator.store import OutputStore
     from mldserver.spark.engine import Engine
-    from mldserver.state.ledger import Ledger, WindowEntry
+    from mldserver.state.ledger import Ledger, LedgerState, WindowEntry
 
 __all__ = ["WindowPolicy", "WindowRunner"]
 
@@ -148,6 +148,10 @@ class WindowRunner:
     def halted(self) -> frozenset[str]:
         """Windows that kept failing and that every other waits for."""
         return frozenset(self._halted)
+
+    def begin(self, state: LedgerState) -> None:
+        """Learn at the start which ledger this is."""
+        self._steps.ledger_id = state.ledger_id
 
     def submit(self, entries: Iterable[WindowEntry]) -> None:
         """Take windows that are this server's: CUT ones are computed, COMMITTED ones published. Twice is once."""

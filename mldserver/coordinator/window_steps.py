@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from mldserver.coordinator.layout import SEGMENTS, server_tag
+from mldserver.coordinator.layout import SEGMENTS, writer_tag
 from mldserver.coordinator.publish import Output, Publisher
 from mldserver.coordinator.windows import as_window
 from mldserver.faults import kill_point
@@ -88,7 +88,8 @@ class WindowSteps:
         self._clock = clock
         self._retain = retain
         self._freed = freed
-        self._tag = server_tag(ledger.server_id)
+        self.ledger_id = ""
+        """Of the ledger that attempts are made for."""
         self._freeing: dict[str, Segment] = {}
         """Segments that the ledger names no more and that are not deleted yet."""
         self._replaced: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
@@ -120,13 +121,14 @@ class WindowSteps:
     async def _begin(self, entries: Sequence[WindowEntry]) -> tuple[_Begun, ...]:
         began_ms = self._clock.steady_ms()
         attempts = await self._ledger.begin_attempts(tuple(entry.window_id for entry in entries))
+        tag = writer_tag(self.ledger_id, self._ledger.server_id)
         begun = []
         for entry in entries:
             attempt = attempts.get(entry.window_id)
             if attempt is None:
                 log.debug("window.dropped", window=entry.window_id, revision=entry.revision)
             else:
-                staging = self.publisher.attempt(entry.window_id, attempt, self._tag)
+                staging = self.publisher.attempt(entry.window_id, attempt, tag)
                 begun.append(_Begun(entry, attempt, staging, began_ms))
         kill_point("attempt.begun")
         await asyncio.to_thread(self._make_room, begun)

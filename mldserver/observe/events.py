@@ -339,6 +339,14 @@ EVENTS: Final[dict[str, EventSpec]] = {
         ("shards", "windows_published", "windows_restarted", "files_deleted", "late_published", "clock"),
         "What the start found in the ledger and did.",
     ),
+    "recovery.quarantined": EventSpec(
+        "warning",
+        ("count", "path"),
+        "Files in the output folder were not written for this ledger: they were moved to ``path``, not deleted.",
+    ),
+    "ledger.accepted": EventSpec(
+        "warning", (), "Folder and ledger did not belong together; ``--new-ledger`` said to go on with both."
+    ),
     "ledger.not_shortened": EventSpec(
         "warning",
         (),

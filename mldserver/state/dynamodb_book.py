@@ -47,6 +47,7 @@ class Totals:
     cut_below_ms: int | None = None
     ledger_id: str = ""
     folder: str | None = None
+    claims: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +227,7 @@ class Book:
             cut_below_ms=self.totals.cut_below_ms,
             ledger_id=self.totals.ledger_id,
             folder=self.totals.folder,
-            lives=self.totals.lives,
+            claims=self.totals.claims,
             version=self.version,
             since=since,
         )

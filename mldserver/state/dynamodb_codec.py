@@ -103,6 +103,7 @@ def _totals_row(totals: Totals) -> list[Any]:
         [progress.number, progress.rows, progress.opened_ms],
         totals.ledger_id,
         totals.folder,
+        totals.claims,
     ]
 
 

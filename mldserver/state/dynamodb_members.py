@@ -81,10 +81,10 @@ def bury(draft: Draft, seen: Mapping[str, int]) -> frozenset[str]:
 
 def claim(draft: Draft, folder: str, instead_of: str | None) -> None:
     """Note whose ledger it is, unless that is known; in place of one that is given up, anew."""
-    if draft.totals.ledger_id == instead_of:
-        draft.totals = replace(draft.totals, ledger_id=new_ledger_id(), folder=folder)
-    elif draft.totals.folder is None:
-        draft.totals = replace(draft.totals, folder=folder)
+    totals = replace(draft.totals, claims=draft.totals.claims + 1, folder=draft.totals.folder or folder)
+    if totals.ledger_id == instead_of:
+        totals = replace(totals, ledger_id=new_ledger_id(), folder=folder)
+    draft.totals = totals
 
 
 def leave(draft: Draft, server_id: str, life: int) -> None:

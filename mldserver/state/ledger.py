@@ -244,8 +244,8 @@ class LedgerState:
     """Which ledger this is: made with it, and anew when it goes on from an older state (``claim``)."""
     folder: str | None = field(default=None, compare=False)
     """The id of the output folder that claimed it; None before."""
-    lives: int = field(default=0, compare=False)
-    """How often a server has registered: a ledger that was rolled back has fewer than its folder has seen."""
+    claims: int = field(default=0, compare=False)
+    """How often a server has claimed it: a ledger that was rolled back has fewer than its folder has seen."""
     version: int = field(default=0, compare=False)
     """Rises with every change of the ledger: what to ask for the next news with."""
     since: int = field(default=0, compare=False)

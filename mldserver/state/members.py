@@ -85,7 +85,7 @@ def bury(db: sqlite3.Connection, seen: Mapping[str, int]) -> frozenset[str]:
 
 def claim(db: sqlite3.Connection, folder: str, instead_of: str | None) -> None:
     """Note whose ledger it is, unless that is known; in place of one that is given up, anew."""
-    db.execute("UPDATE meta SET folder = ? WHERE folder IS NULL", (folder,))
+    db.execute("UPDATE meta SET claims = claims + 1, folder = COALESCE(folder, ?)", (folder,))
     db.execute(
         "UPDATE meta SET ledger_id = ?, folder = ? WHERE ledger_id = ?", (new_ledger_id(), folder, instead_of)
     )

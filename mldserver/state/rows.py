@@ -196,7 +196,7 @@ def read_state(db: sqlite3.Connection, since: int) -> LedgerState:
         cut_below_ms=meta["cut_below_ms"],
         ledger_id=meta["ledger_id"],
         folder=meta["folder"],
-        lives=meta["lives"],
+        claims=meta["claims"],
         version=meta["version"],
         since=since,
     )

@@ -15,6 +15,7 @@ ledger that was never created: creation is one transaction. Formats 1 to 4 were 
     windows: who has read less must read everything. ``retained_bytes``: of all segments of published windows that
     are retained; kept by triggers. ``ledger_id``: random, in the names of its files; a restored ledger has another.
     ``folder``: the id of the output folder that claimed it (``owner.json`` there); NULL before.
+    ``claims``: how often a server has claimed it for that folder.
 ``servers``, one row for each server that lives, or is not buried yet
     ``life``: which registration it is; a server that finds another, or no row, was buried. ``beat_ms``,
     ``watermark_ms``, ``idle``, ``held_by``, ``reason``: as it last told.
@@ -71,7 +72,8 @@ DDL: Final = (
         pruned_version  INTEGER NOT NULL DEFAULT 0,
         retained_bytes  INTEGER NOT NULL DEFAULT 0,
         ledger_id       TEXT NOT NULL,
-        folder          TEXT
+        folder          TEXT,
+        claims          INTEGER NOT NULL DEFAULT 0
     )
     """,
     """

@@ -9,6 +9,7 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mldserver.coordinator.claim import FolderClaim
 from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
 from mldserver.coordinator.layout import LEDGER
 from mldserver.coordinator.store import OutputStore
@@ -70,6 +71,7 @@ async def living(
         freed=lambda freed: coordinator.freed(freed),  # noqa: PLW0108  # made below
     )
     coordinator = Coordinator(
+        claim=FolderClaim(store, pipeline="bench", ledger=None),
         rules=rules,
         spec=spec,
         ledger=ledger,

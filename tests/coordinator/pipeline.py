@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from coordinator.outcomes import dead_letter, outcome
 
+from mldserver.coordinator.claim import FolderClaim
 from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
 from mldserver.coordinator.late import LateRules
 from mldserver.coordinator.layout import LEDGER, SERVERS
@@ -172,6 +173,7 @@ class Pipeline:
         self.locks = LifeLocks(out / SERVERS) if locks else None
         self.clock = clock or VirtualClock(1_000_000)
         self.faults = Faults()
+        self.new_ledger = False
         self.names = itertools.count()
         self.coordinator: Coordinator
         self.runner: WindowRunner | None
@@ -202,6 +204,7 @@ class Pipeline:
             runner=self.runner,
             clock=self.clock,
             unique=lambda: f"{self.server_id}{next(self.names)}",
+            claim=FolderClaim(store, pipeline="test", ledger=None, new_ledger=self.new_ledger),
             locks=self.locks,
             ask_stream=self.ask_stream,
         )
@@ -273,7 +276,9 @@ class Pipeline:
         return sorted(
             path.name
             for path in self.out.glob("_mldserver/**/*")
-            if path.is_file() and "ledger" not in path.name and not path.name.endswith(".lock")
+            if path.is_file()
+            and "ledger" not in path.name
+            and not path.name.endswith((".lock", "owner.json"))
         )
 
     def stored_dead_letters(self) -> list[tuple[str, Sequence]]:

@@ -1,68 +1,284 @@
-"""An output folder is one pipeline's, on one ledger."""
+"""An output folder is one pipeline's, on one ledger, and each of the two knows the other."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from coordinator.pipeline import Pipeline, named
 
-from mldserver.assembly import claim_output
+from mldserver.assembly import claim_of
 from mldserver.config import resolve
-from mldserver.coordinator.claim import claim
-from mldserver.coordinator.layout import OWNER
+from mldserver.coordinator.claim import FolderClaim
+from mldserver.coordinator.layout import LEDGER, OWNER, PRIVATE, QUARANTINE, segment_path
 from mldserver.coordinator.store import OutputStore
+from mldserver.coordinator.windows import tumbling_id
 from mldserver.errors import OperatorError
+from mldserver.state.ledger import SegmentKind
+from mldserver.state.sqlite import SqliteLedger
+from mldserver.testing import VirtualClock
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+FIRST, SECOND = tumbling_id(0), tumbling_id(10_000)
+
+
+@pytest.fixture(params=["local", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> OutputStore:
+    made = OutputStore(str(tmp_path / "out") if request.param == "local" else "mock://bucket/out")
+    made.begin(PRIVATE)
+    return made
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> OutputStore:
-    return OutputStore(str(tmp_path / "out"))
+async def start(tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
+    """A start's first steps, on a ledger outside the folder."""
+    ledgers: list[SqliteLedger] = []
+
+    async def begin(
+        store: OutputStore, ledger: str = "ledger", place: str | None = "x", *, new_ledger: bool = False
+    ) -> Any:
+        claim = FolderClaim(store, pipeline="a", ledger=place, new_ledger=new_ledger)
+        claim.look()
+        opened = SqliteLedger(
+            tmp_path / ledger, pipeline="a", server_id=f"s{len(ledgers)}", clock=VirtualClock(0)
+        )
+        ledgers.append(opened)
+        return await claim.settle(await opened.open(), opened)
+
+    yield begin
+    for each in ledgers:
+        await each.close()
 
 
-def test_the_first_pipeline_owns_the_folder_and_others_are_refused(store: OutputStore) -> None:
-    claim(store, pipeline="a", ledger="dynamodb://one")
-    claim(store, pipeline="a", ledger="dynamodb://one")
-    for pipeline, ledger in (("b", "dynamodb://one"), ("a", "dynamodb://two"), ("a", None)):
-        with pytest.raises(OperatorError, match="belongs to pipeline a on the ledger dynamodb://one"):
-            claim(store, pipeline=pipeline, ledger=ledger)
+async def test_folder_and_ledger_know_each_other_from_the_first_start_on(
+    store: OutputStore, start: Any
+) -> None:
+    state = await start(store)
+    told = json.loads(store.get(OWNER))
+    assert told == {
+        "format": 2,
+        "folder": state.folder,
+        "pipeline": "a",
+        "ledger": "x",
+        "ledger_id": state.ledger_id,
+        "claims": 1,
+    }
+    again = await start(store)
+    assert (again.folder, again.ledger_id) == (state.folder, state.ledger_id)
+    assert json.loads(store.get(OWNER)) == told | {"claims": 2}
 
 
-def test_with_the_ledger_inside_the_folder_nothing_is_written(store: OutputStore) -> None:
-    claim(store, pipeline="a", ledger=None)
-    assert not store.exists(OWNER)
+async def test_another_place_of_the_ledger_is_refused_before_it_is_opened(
+    store: OutputStore, start: Any, tmp_path: Path
+) -> None:
+    await start(store)
+    for place in ("y", None):
+        with pytest.raises(OperatorError, match="belongs to pipeline a on the ledger x; this is pipeline a"):
+            await start(store, "other", place)
+    assert not (tmp_path / "other").exists()
 
 
-def test_a_file_that_a_crash_cut_off_is_written_again(store: OutputStore) -> None:
+async def test_a_ledger_that_was_moved_on_purpose_is_taken(store: OutputStore, start: Any) -> None:
+    before = await start(store)
+    moved = await start(store, place="y", new_ledger=True)
+    assert moved.ledger_id != before.ledger_id, "another copy of it is not the folder's any more"
+    assert (await start(store, place="y")).ledger_id == moved.ledger_id
+
+
+async def test_a_file_that_a_crash_cut_off_is_written_again(store: OutputStore, start: Any) -> None:
     store.put(OWNER, b"")
-    claim(store, pipeline="a", ledger="x")
-    assert b'"pipeline": "a"' in store.get(OWNER)
+    await start(store)
+    assert json.loads(store.get(OWNER))["pipeline"] == "a"
 
 
-@pytest.mark.parametrize("damage", [b"{", b"[]"])
+@pytest.mark.parametrize("damage", [b"{", b"[]", b"{}", b'{"format": 1}', b'{"format": 2, "what": 1}'])
 def test_what_nobody_understands_is_refused(store: OutputStore, damage: bytes) -> None:
     store.put(OWNER, damage)
-    with pytest.raises(
-        OperatorError, match="belongs to something unknown; this is pipeline a on the ledger x"
-    ) as told:
-        claim(store, pipeline="a", ledger="x")
-    assert OWNER in told.value.advice
+    with pytest.raises(OperatorError, match="belongs to something unknown") as told:
+        FolderClaim(store, pipeline="a", ledger="x").look()
+    assert OWNER in told.value.what
 
 
 @pytest.mark.parametrize(
     ("ledger", "named"),
     [
         ("sqlite:l.sqlite", f"sqlite:{Path.cwd() / 'l.sqlite'}"),
-        ("dynamodb://table?region=here", "dynamodb://table"),
+        ("dynamodb://table?region=here", "dynamodb://table/h"),
+        ("sqlite", None),
     ],
 )
-def test_a_ledger_elsewhere_is_named_as_every_server_names_it(
-    store: OutputStore, ledger: str, named: str
+def test_a_ledger_is_named_as_every_server_names_it(
+    store: OutputStore, ledger: str, named: str | None
 ) -> None:
-    values = {"handler": "h", "out": store.uri(), "ledger": ledger}
-    claim_output(resolve(values, environ={}, folder=Path("/nowhere")), store)
-    assert f'"ledger": "{named}"'.encode() in store.get(OWNER)
+    values = {"handler": "h", "out": "/somewhere", "ledger": ledger}
+    claim_of(resolve(values, environ={}, folder=Path("/nowhere")), store).look()
+    assert json.loads(store.get(OWNER))["ledger"] == named
 
 
-def test_a_ledger_in_its_usual_place_needs_no_name(store: OutputStore) -> None:
-    claim_output(resolve({"handler": "h", "out": store.uri()}, environ={}, folder=Path("/nowhere")), store)
-    assert not store.exists(OWNER)
+@pytest.mark.parametrize(
+    ("left", "words"),
+    [
+        (f"window={FIRST}/part.parquet", "(windows: 1)"),
+        (segment_path("w", 1, "u", kind=SegmentKind.WINDOW, tag="0" * 16), "(segments: 1)"),
+        ("_late/window=w/late.parquet", "(late files: 1)"),
+    ],
+)
+async def test_a_new_ledger_beside_what_an_earlier_one_left_is_refused_with_the_ways_out(
+    store: OutputStore, start: Any, left: str, words: str
+) -> None:
+    store.put(left, b"x")
+    with pytest.raises(OperatorError) as told:
+        await start(store)
+    assert words in told.value.what
+    assert "is missing" in told.value.what
+    for way in ("mldserver ledger restore", "another `out`", "--new-ledger"):
+        assert way in told.value.advice
+    with pytest.raises(OperatorError):
+        await start(store)
+    assert store.exists(left)
+    await start(store, new_ledger=True)
+    await start(store)
+
+
+async def test_a_new_ledger_in_a_folder_where_nothing_is_left_is_no_loss(
+    store: OutputStore, start: Any
+) -> None:
+    await start(store)
+    assert (await start(store, "new")).folder == json.loads(store.get(OWNER))["folder"]
+
+
+async def test_an_exchanged_ledger_is_refused(store: OutputStore, start: Any) -> None:
+    await start(store)
+    owner = json.loads(store.get(OWNER))
+    store.put(OWNER, json.dumps(owner | {"ledger_id": "0" * 8}).encode())
+    with pytest.raises(OperatorError, match=r"is not the one that .*/out had last"):
+        await start(store)
+
+
+async def test_a_ledger_that_was_rolled_back_is_refused(store: OutputStore, start: Any) -> None:
+    for _ in range(2):
+        await start(store)
+    owner = json.loads(store.get(OWNER))
+    store.put(OWNER, json.dumps(owner | {"claims": 9}).encode())
+    with pytest.raises(OperatorError, match="it was rolled back"):
+        await start(store)
+    accepted = await start(store, new_ledger=True)
+    assert accepted.ledger_id != owner["ledger_id"], "what the lost days wrote is not this ledger's"
+
+
+async def test_two_folders_on_one_ledger_are_refused_whatever_the_operator_says(
+    start: Any, tmp_path: Path
+) -> None:
+    """Two hosts, each with a local folder."""
+    folders = [OutputStore(str(tmp_path / name)) for name in ("here", "there")]
+    for each in folders:
+        each.begin(PRIVATE)
+    await start(folders[0])
+    for new_ledger in (False, True):
+        with pytest.raises(OperatorError, match=r"belongs to another output folder than .*/there"):
+            await start(folders[1], new_ledger=new_ledger)
+    await start(folders[0])
+
+
+async def test_a_folder_that_moves_takes_its_ledger_along(start: Any, tmp_path: Path) -> None:
+    folder = OutputStore(str(tmp_path / "here"))
+    folder.begin(PRIVATE)
+    before = await start(folder)
+    (tmp_path / "here").rename(tmp_path / "there")
+    assert (await start(OutputStore(str(tmp_path / "there")))).folder == before.folder
+
+
+# Whole starts.
+
+
+async def rows_in(pipeline: Pipeline) -> None:
+    """One window is published, another open."""
+    async with pipeline.life():
+        session = await pipeline.open("a")
+        await pipeline.give(session, [(1, 1000), (2, 2000), (3, 15_000)])
+        for _ in range(3):
+            await pipeline.cycle()
+    assert pipeline.published() == {FIRST: [1, 2]}
+
+
+def quarantined(out: Path) -> list[str]:
+    return sorted(path.name for path in (out / QUARANTINE).rglob("*.parquet"))
+
+
+def lose_ledger(out: Path) -> None:
+    for path in out.glob(f"{LEDGER}*"):
+        path.unlink()
+
+
+async def test_a_lost_ledger_is_told_and_nothing_is_deleted_until_the_operator_says_so(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    pipeline = Pipeline(tmp_path)
+    await rows_in(pipeline)
+    segments = pipeline.private_files()
+    lose_ledger(tmp_path)
+    with pytest.raises(OperatorError, match=r"is missing \(windows: 1, segments: 1\)"):
+        async with pipeline.life():
+            pass
+    assert pipeline.private_files() == segments
+    pipeline.new_ledger = True
+    async with pipeline.life():
+        pass
+    (told,) = named(logged, "recovery.quarantined")
+    assert told["count"] == 1
+    assert told["path"].startswith(str(tmp_path / QUARANTINE))
+    assert quarantined(tmp_path) == segments
+    assert list((tmp_path / PRIVATE / "segments").iterdir()) == []
+    assert pipeline.published() == {FIRST: [1, 2]}
+    assert len(named(logged, "ledger.accepted")) == 1
+
+
+async def test_a_ledger_that_lost_its_folders_word_gives_it_again(tmp_path: Path) -> None:
+    pipeline = Pipeline(tmp_path)
+    await rows_in(pipeline)
+    before = json.loads((tmp_path / OWNER).read_text())
+    (tmp_path / OWNER).unlink()
+    async with pipeline.life():
+        pass
+    after = json.loads((tmp_path / OWNER).read_text())
+    assert after == before | {"claims": before["claims"] + 1}
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+async def test_a_ledger_from_before_the_last_rows_is_refused_and_their_segments_are_kept(
+    tmp_path: Path, logged: list[dict[str, Any]], restarts: int
+) -> None:
+    """Also one from the midst of the last server's life: the segments' names tell more than the ledger knows."""
+    pipeline = Pipeline(tmp_path)
+    async with pipeline.life():
+        session = await pipeline.open("a")
+        await pipeline.give(session, [(1, 1000)])
+        await pipeline.cycle()
+        pipeline.ledger.store._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        old = (tmp_path / LEDGER).read_bytes()
+        for number in (2, 3):
+            await pipeline.give(session, [(number, 1000 * number)])
+            await pipeline.cycle()
+    for _ in range(restarts):
+        async with pipeline.life():
+            pass
+    segments = pipeline.private_files()
+    assert len(segments) == 3
+    lose_ledger(tmp_path)
+    (tmp_path / LEDGER).write_bytes(old)
+    for _ in range(2):
+        with pytest.raises(OperatorError, match="it was rolled back"):
+            async with pipeline.life():
+                pass
+    assert pipeline.private_files() == segments
+    pipeline.new_ledger = True
+    async with pipeline.life():
+        pass
+    assert quarantined(tmp_path) == segments[1:]
+    pipeline.new_ledger = False
+    async with pipeline.life():
+        pass

@@ -5,7 +5,7 @@ import pytest
 from mldserver.coordinator import layout
 from mldserver.state.ledger import SegmentKind
 
-TAG = layout.server_tag("host:1:x")
+TAG = layout.writer_tag("0123abcd", "host:1:x")
 
 
 def test_a_published_window_lies_in_a_hive_partition() -> None:
@@ -51,9 +51,23 @@ def test_a_segments_name_tells_which_server_wrote_it(kind: SegmentKind) -> None:
     assert layout.tag_of(segment(5, kind)) == TAG
 
 
-@pytest.mark.parametrize("name", ["x.parquet", "0000000000000009-u.parquet", "0001", "", "late-"])
+@pytest.mark.parametrize("path", [segment(5), layout.attempt_path(layout.STAGING, "w", 1, TAG)])
+def test_names_tell_for_which_ledger_it_was_written(path: str) -> None:
+    assert layout.ledger_of(path) == "0123abcd"
+
+
+@pytest.mark.parametrize("kind", SegmentKind)
+def test_a_segments_name_tells_its_clock(kind: SegmentKind) -> None:
+    assert layout.clock_of(segment(10**17, kind)) == 10**17
+    assert layout.clock_of(layout.attempt_path(layout.STAGING, "w", 1, TAG)) == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["x.parquet", "0000000000000009-u.parquet", "0001", "0001-0123abcd", "", "late-"]
+)
 def test_other_names_tell_nothing(name: str) -> None:
-    assert layout.tag_of(f"_mldserver/segments/w/{name}") is None
+    path = f"_mldserver/segments/w/{name}"
+    assert layout.tag_of(path) is layout.ledger_of(path) is None
 
 
 def test_readers_of_the_output_see_neither_private_files_nor_late_rows() -> None:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.s3 import bucket
 
-from mldserver.coordinator.layout import server_tag, window_path
+from mldserver.coordinator.layout import window_path, writer_tag
 from mldserver.coordinator.publish import Output, Publisher
 from mldserver.coordinator.store import OutputStore
 from mldserver.errors import OperatorError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-TAG = server_tag("one")
+TAG = writer_tag("0" * 8, "one")
 
 
 class Shop:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from coordinator.pipeline import Crash, Faults, FaultyStore, Pipeline
 
-from mldserver.coordinator.layout import LEDGER, STAGING, attempt_path, segment_path, server_tag
+from mldserver.coordinator.layout import LEDGER, STAGING, attempt_path, segment_path, writer_tag
 from mldserver.coordinator.windows import Tumbling, batches, tumbling_id
 from mldserver.errors import LedgerError, OperatorError
 from mldserver.state.ledger import SegmentKind, WindowState
@@ -137,7 +137,7 @@ async def test_what_an_attempt_left_in_staging_is_deleted(tmp_path: Path) -> Non
     pipeline = Pipeline(tmp_path)
     await first_life(pipeline, dies_before="commit")
     (left,) = (tmp_path / "_mldserver" / "staging" / FIRST).iterdir()
-    assert left.name == f"0001-{server_tag('one')}"
+    assert left.name == f"0001-{writer_tag(pipeline.state().ledger_id, 'one')}"
     async with pipeline.life():
         assert not left.exists()
 
@@ -146,12 +146,12 @@ async def test_what_servers_that_live_have_under_way_is_left_alone(tmp_path: Pat
     pipeline = Pipeline(tmp_path)
     await first_life(pipeline)
     other = SqliteStore(tmp_path / LEDGER, pipeline="test", server_id="two")
-    other.open(now_ms=pipeline.clock.now_ms())
+    ledger_id = other.open(now_ms=pipeline.clock.now_ms()).ledger_id
     theirs, nobodys = (
-        tmp_path / segment_path("w", 1, "u", kind=SegmentKind.WINDOW, tag=server_tag(name))
+        tmp_path / segment_path("w", 1, "u", kind=SegmentKind.WINDOW, tag=writer_tag(ledger_id, name))
         for name in ("two", "dead")
     )
-    job = tmp_path / attempt_path(STAGING, "w", 1, server_tag("two"))
+    job = tmp_path / attempt_path(STAGING, "w", 1, writer_tag(ledger_id, "two"))
     job.mkdir(parents=True)
     theirs.parent.mkdir(parents=True)
     for path in (theirs, nobodys, job / "part"):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from mldserver.coordinator.layout import server_tag
+from mldserver.coordinator.layout import writer_tag
 from mldserver.coordinator.publish import Output, Publisher
 from mldserver.coordinator.recovery import recover
 from mldserver.coordinator.store import OutputStore
@@ -51,7 +51,9 @@ async def test_an_output_that_is_published_while_a_start_lists_stays(tmp_path: P
     leaving.register(Flush((), (segment,)), now_ms=1)
     leaving.cut(("w",))
     leaving.begin_attempts(("w",))
-    failed, staging = (publisher.attempt("w", n, server_tag("leaving")) for n in (0, 1))
+    failed, staging = (
+        publisher.attempt("w", n, writer_tag(leaving.peek().ledger_id, "leaving")) for n in (0, 1)
+    )
     for folder in (failed, staging):
         store.write(f"{folder}/part-0.parquet", pa.table({"v": [1]}))
 
@@ -77,7 +79,7 @@ async def test_what_counts_and_is_not_visible_stays(tmp_path: Path) -> None:
     leaving.register(Flush((), (segment,)), now_ms=1)
     leaving.cut(("w",))
     leaving.begin_attempts(("w",))
-    staging = Publisher(store).attempt("w", 1, server_tag("leaving"))
+    staging = Publisher(store).attempt("w", 1, writer_tag(leaving.peek().ledger_id, "leaving"))
     store.write(f"{staging}/part-0.parquet", pa.table({"v": [1]}))
 
     def commit_and_leave() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from coordinator.pipeline import Crash, Pipeline, named
 
-from mldserver.coordinator.layout import server_tag
+from mldserver.coordinator.layout import writer_tag
 from mldserver.coordinator.window_runner import WindowPolicy
 from mldserver.coordinator.windows import Tumbling, tumbling_id
 from mldserver.errors import DriverLost, LedgerError, WindowFailed
@@ -74,7 +74,13 @@ async def test_an_engine_gets_the_windows_files_bounds_and_sizes(tmp_path: Path)
         assert (job.attempt, job.rows, job.window.revision, job.window.pipeline) == (1, 2, 1, "test")
         assert len(job.segments) == 1
         assert job.bytes > 0
-        assert job.staging == str(tmp_path / "_mldserver" / "staging" / W[1] / f"0001-{server_tag('one')}")
+        assert job.staging == str(
+            tmp_path
+            / "_mldserver"
+            / "staging"
+            / W[1]
+            / f"0001-{writer_tag(pipeline.state().ledger_id, 'one')}"
+        )
 
 
 async def test_a_job_that_fails_is_tried_again_with_growing_delays_and_leaves_nothing(
@@ -261,10 +267,10 @@ async def test_a_published_folder_that_is_there_already_is_left_alone_and_told_i
     tmp_path: Path, logged: list[dict[str, Any]], group: int
 ) -> None:
     stranger = tmp_path / f"window={W[0]}" / "part-of-another-ledger.parquet"
-    stranger.parent.mkdir()
-    stranger.touch()
     pipeline = make(tmp_path, engine=lambda: LocalEngine(group_limit=group), retry_cap_seconds=4)
     async with pipeline.life():
+        stranger.parent.mkdir()
+        stranger.touch()
         await three_windows(pipeline)
         await pipeline.clock.advance(30)
         assert [path.name for path in stranger.parent.iterdir()] == [stranger.name]
@@ -321,7 +327,13 @@ async def test_what_an_earlier_life_left_under_the_same_attempt_is_gone_before_t
 ) -> None:
     pipeline = make(tmp_path)
     async with pipeline.life():
-        left = tmp_path / "_mldserver" / "staging" / W[0] / f"0001-{server_tag('one')}"
+        left = (
+            tmp_path
+            / "_mldserver"
+            / "staging"
+            / W[0]
+            / f"0001-{writer_tag(pipeline.state().ledger_id, 'one')}"
+        )
         left.mkdir(parents=True)
         (left / "part-x.parquet").write_bytes(b"half a file")
         await three_windows(pipeline)

@@ -61,16 +61,16 @@ async def test_a_ledger_keeps_its_identity_and_the_folder_that_claimed_it_first(
 ) -> None:
     async with two(ledger_factory) as (one, other):
         new = await one.peek()
-        assert (len(new.ledger_id), new.folder, new.lives) == (8, None, 2)
+        assert (len(new.ledger_id), new.folder, new.claims) == (8, None, 0)
         claimed = await one.claim("folder")
-        assert (claimed.ledger_id, claimed.folder) == (new.ledger_id, "folder")
+        assert (claimed.ledger_id, claimed.folder, claimed.claims) == (new.ledger_id, "folder", 1)
         for claimed in (
             await other.claim("elsewhere"),
             await other.claim("elsewhere", instead_of="deadbeef"),
         ):
             assert (claimed.ledger_id, claimed.folder) == (new.ledger_id, "folder")
     async with opened(ledger_factory, "one") as (_, state):
-        assert (state.ledger_id, state.folder, state.lives) == (new.ledger_id, "folder", 3)
+        assert (state.ledger_id, state.folder, state.claims) == (new.ledger_id, "folder", 3)
 
 
 async def test_a_ledger_that_goes_on_from_an_older_state_gets_another_identity_once(

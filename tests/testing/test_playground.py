@@ -105,7 +105,16 @@ THE_USERS = {
     *("recompute_delay", "retention", "retention_bytes", "shard_retention"),
     *("idle_time", "quiet_time", "missing_limit"),
     *("connection_limit", "line_limit", "initialize_timeout", "partial_line_timeout", "close_timeout"),
-    *("server_timeout", "grace", "accept_gap", "log_level", "spark_conf", "spark_ui", "java_home"),
+    *(
+        "server_timeout",
+        "grace",
+        "accept_gap",
+        "new_ledger",
+        "log_level",
+        "spark_conf",
+        "spark_ui",
+        "java_home",
+    ),
     # It lies elsewhere, and only saves time.
     "cache_dir",
 }
