@@ -327,6 +327,7 @@ def _rules(settings: Settings, spec: WindowSpec | None) -> CoordinatorRules:
         accept_gap=settings.accept_gap,
         parks=settings.on_key_failure == "park",
         server_timeout_ms=_ms(settings.server_timeout),
+        max_ahead_ms=None if settings.max_ahead is None else _ms(settings.max_ahead),
         watermark=WatermarkRules(
             on_arrival=not column,
             disorder_ms=spec.disorder_ms if isinstance(spec, Tumbling) else 0,
@@ -361,6 +362,7 @@ def _failure_policy(settings: Settings) -> FailurePolicy:
         max_age_ms=None if settings.max_age is None else _ms(settings.max_age),
         rules=settings.failure_rules,
         on_key_failure=OnKeyFailure(settings.on_key_failure),
+        max_ahead_ms=_ms(settings.max_ahead) if settings.max_ahead and settings.on_ahead == "fail" else None,
     )
 
 

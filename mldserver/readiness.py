@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from mldserver.assembly import Parts
+    from mldserver.coordinator.status import CoordinatorStatus
 
 __all__ = ["Change", "Readiness"]
 
@@ -61,17 +62,23 @@ class _Red(NamedTuple):
 
 
 def _reason(parts: Parts) -> _Red | None:
-    status = parts.coordinator.status()
     if not parts.listener.is_listening:
         return _Red("no address is listened on", broken=False)
-    if status.windows_halted:
-        return _Red(
-            f"window {status.windows_halted[0]} keeps failing and every other waits for it", broken=True
-        )
-    if status.flush_failing:
-        return _Red("rows cannot be made durable: see the latest flush.failed", broken=True)
-    if (trouble := parts.runtime.trouble) is not None:
+    trouble = _trouble(parts.coordinator.status()) or parts.runtime.trouble
+    if trouble is not None:
         return _Red(trouble, broken=True)
     if parts.engine is not None and not parts.engine.is_ready:
         return _Red("Spark is not running: windows wait for it, rows go on being stored", broken=False)
+    return None
+
+
+def _trouble(status: CoordinatorStatus) -> str | None:
+    if status.windows_halted:
+        return f"window {status.windows_halted[0]} keeps failing and every other waits for it"
+    if status.flush_failing:
+        return "rows cannot be made durable: see the latest flush.failed"
+    if status.stuck:
+        who = "the watermark" if status.held_by is None else f"shard {status.held_by}"
+        where = "" if status.held_by_server is None else f" at server {status.held_by_server}"
+        return f"{who}{where} stands still ({status.reason}), and windows that are due wait for it"
     return None

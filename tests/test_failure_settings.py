@@ -60,3 +60,11 @@ def test_the_settings_make_the_policy() -> None:
         5, 0.5, 4.0, OnFailure.SKIP, 60_000, RULES, OnKeyFailure.PARK
     )
     assert _failure_policy(Settings(handler="h")) == FailurePolicy()
+
+
+@pytest.mark.parametrize(
+    ("given", "bound_ms"),
+    [({}, None), ({"on_ahead": "fail"}, 600_000), ({"on_ahead": "fail", "max_ahead": None}, None)],
+)
+def test_rows_that_run_ahead_fail_only_where_they_are_to(given: dict[str, Any], bound_ms: int | None) -> None:
+    assert _failure_policy(Settings(handler="h", **given)).max_ahead_ms == bound_ms

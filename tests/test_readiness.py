@@ -19,12 +19,21 @@ class World:
     spark: bool = True
     halted: tuple[str, ...] = ()
     flush_failing: bool = False
+    stuck: bool = False
+    held_by_server: str | None = None
     trouble: str | None = None
     listening: bool = True
     readiness: Readiness = field(default_factory=Readiness)
 
     def look(self) -> Change | None:
-        status = SimpleNamespace(windows_halted=self.halted, flush_failing=self.flush_failing)
+        status = SimpleNamespace(
+            windows_halted=self.halted,
+            flush_failing=self.flush_failing,
+            stuck=self.stuck,
+            held_by="shard-7" if self.stuck else None,
+            held_by_server=self.held_by_server,
+            reason="behind",
+        )
         parts = SimpleNamespace(
             coordinator=SimpleNamespace(status=lambda: status),
             listener=SimpleNamespace(is_listening=self.listening),
@@ -80,3 +89,15 @@ def test_what_breaks_while_spark_is_away_is_told_too() -> None:
     assert world.look() is None
     world.halted, world.spark = (), True
     assert told(world.look()) == "ready"
+
+
+def test_a_watermark_that_stands_still_is_told_with_the_shard_that_holds_it() -> None:
+    world = World()
+    world.look()
+    world.stuck = True
+    assert told(world.look()) == "shard shard-7 stands still (behind), and windows that are due wait for it"
+    assert not world.readiness.is_green
+    world.stuck = False
+    assert told(world.look()) == "ready"
+    world.stuck, world.held_by_server = True, "right"
+    assert "shard shard-7 at server right stands still" in told(world.look())

@@ -24,6 +24,7 @@ __all__ = [
     "Late",
     "Level",
     "LogFormat",
+    "OnAhead",
     "OnFailure",
     "OnKeyFailure",
     "OnWindowFailure",
@@ -48,6 +49,7 @@ T = TypeVar("T")
 
 Level = Literal["debug", "info", "warning", "error", "critical"]
 LogFormat = Literal["auto", "json", "pretty"]
+OnAhead = Literal["keep", "fail"]
 OnFailure = Literal["dead_letter", "skip", "halt"]
 OnKeyFailure = Literal["continue", "park"]
 OnWindowFailure = Literal["dead_letter", "halt"]

@@ -17,6 +17,7 @@ from mldserver.config.kinds import (
     Late,
     Level,
     LogFormat,
+    OnAhead,
     OnFailure,
     OnKeyFailure,
     OnWindowFailure,
@@ -37,7 +38,6 @@ ENV_PREFIX: Final = "MLDSERVER_"
 MAY_HOLD_SECRETS: Final = frozenset({"spark_conf", "sink_options"})
 """Settings that are pairs, some of whose values may be secret."""
 
-KIB: Final = 2**10
 MIB: Final = 2**20
 GIB: Final = 2**30
 
@@ -180,7 +180,7 @@ class Settings:
         kinds.count(at_least=1), 1024, "Connections at a time; more wait in the kernel's queue.", _CONNECTIONS
     )
     line_limit: int = _setting(
-        kinds.size(at_least=KIB), 256 * MIB, "Longest message that a daemon may send.", _CONNECTIONS
+        kinds.size(at_least=1024), 256 * MIB, "Longest message that a daemon may send.", _CONNECTIONS
     )
     initialize_timeout: float = _setting(
         kinds.duration(),
@@ -320,7 +320,19 @@ class Settings:
     idle_time: float = _setting(
         kinds.duration(),
         30.0,
-        "A shard that is caught up and silent for this long holds no window.",
+        "A shard that is caught up and gives no row for this long holds no window.",
+        _COORDINATOR,
+    )
+    max_ahead: float | None = _setting(
+        kinds.optional(kinds.duration()),
+        600.0,
+        "How far a row's time may run ahead of its record's arrival and still close windows; none: any time.",
+        _COORDINATOR,
+    )
+    on_ahead: OnAhead = _setting(
+        kinds.choice("keep", "fail"),
+        "keep",
+        "What becomes of such a row: it is kept in its own window, or its record fails as one with a bad row does.",
         _COORDINATOR,
     )
     quiet_time: float = _setting(
@@ -438,13 +450,7 @@ def _shown(name: str, value: Any) -> str:
 def specs() -> dict[str, Spec]:
     """Return the table by name, in order."""
     return {
-        each.name: Spec(
-            each.name,
-            each.metadata["kind"],
-            each.metadata["help"],
-            each.metadata["section"],
-            each.metadata["shown"],
-        )
+        each.name: Spec(each.name, *(each.metadata[key] for key in ("kind", "help", "section", "shown")))
         for each in dataclasses.fields(Settings)
         if "kind" in each.metadata
     }

@@ -36,7 +36,7 @@ from mldserver.coordinator.retention import Retention
 from mldserver.coordinator.rules import CoordinatorRules
 from mldserver.coordinator.sessions import Sessions
 from mldserver.coordinator.shard_session import ShardSession
-from mldserver.coordinator.standing import Standing
+from mldserver.coordinator.standing import AheadRows, Standing
 from mldserver.coordinator.status import status_of
 from mldserver.coordinator.turns import Turns
 from mldserver.coordinator.watermark import View, Watermark
@@ -98,7 +98,12 @@ class Coordinator:
         self._store = store
         self._claim = claim
         self._runner = runner
-        self._sessions = Sessions(lineage=self.lineage, watermark=self.watermark, buffer=self.buffer)
+        self._sessions = Sessions(
+            lineage=self.lineage,
+            watermark=self.watermark,
+            buffer=self.buffer,
+            max_ahead_ms=rules.max_ahead_ms,
+        )
         self._flusher = Flusher(
             spec=spec,
             ledger=ledger,
@@ -110,7 +115,11 @@ class Coordinator:
         )
         self._picture = Picture()
         self._view = self.watermark.view(now_ms)
-        self._standing = Standing(self._view, now_ms)
+        # A shard that is missing is left out after its limit: what holds the watermark for longer needs a person.
+        self._standing = Standing(
+            self._view, now_ms, limit_ms=rules.missing_limit_ms + rules.watermark.idle_ms
+        )
+        self._ahead = AheadRows(now_ms, max_ahead_ms=rules.max_ahead_ms)
         self._retention = Retention(
             rules=rules,
             flusher=self._flusher,
@@ -178,6 +187,7 @@ class Coordinator:
 
     async def _cycle(self, reason: str) -> None:
         now_ms = self.clock.steady_ms()
+        self._ahead.tell(now_ms)
         view, mark = self.watermark.look(now_ms), self._fleet.mark()
         batches = self.buffer.snapshot()
         await self._sync()
@@ -193,7 +203,11 @@ class Coordinator:
         self.watermark.commit(view)
         self._view = view
         self._holding.holder = view.holder.shard_id
-        self._standing.note(view, now_ms, waiting=bool(self._flusher.open_windows))
+        windows = self._flusher.open_windows
+        waiting = self._holding.waits_for_watermark or (
+            windows is not None and windows.overdue(self.clock.now_ms())
+        )
+        self._standing.note(view, now_ms, waiting=waiting)
         await self._cut(view)
         await self._let_go()
 
@@ -233,7 +247,8 @@ class Coordinator:
 
     async def _cut(self, view: View) -> None:
         if self._runner is not None:
-            entries = await self._flusher.cut(view.watermark_ms, close_all=view.over or view.quiet)
+            close_all = view.over or view.quiet
+            entries = await self._flusher.cut(view.watermark_ms, close_all=close_all, gather=view.quiet)
             self._runner.submit(entries)
             self._holding.computing |= bool(entries)
             if entries and view.quiet:
@@ -330,8 +345,15 @@ class Coordinator:
         """Buffer a batch of a live session."""
         shard_id, now_ms = session.shard_id, self.clock.steady_ms()
         batch = buffered(
-            shard_id, session.epoch, outcome, floor_ms=self.lineage.floor_ms(shard_id), spec=self._spec
+            shard_id,
+            session.epoch,
+            outcome,
+            floor_ms=self.lineage.floor_ms(shard_id),
+            spec=self._spec,
+            max_ahead_ms=self.rules.max_ahead_ms,
         )
+        if batch.ahead is not None:
+            self._ahead.note(shard_id, batch.ahead)
         if batch.effective_ms is not None:
             self.lineage[shard_id].effective_ms = batch.effective_ms
         outline, batch = outcome.outline, session.settle(outcome, batch)
@@ -401,9 +423,11 @@ class Coordinator:
             connected=len(self.lineage.connected()),
             missing=tuple(node.id for node in self.lineage.missing()),
             rows_accepted=self._rows_accepted,
+            rows_ahead=self._ahead.rows,
             buffered_bytes=self.buffer.bytes,
             segment_bytes=self._holding.segment_bytes,
             servers=1 + len(self._fleet.peers),
             stream_ended=self.is_over,
+            stuck=self._standing.stuck,
             flush_failing=self._turns.failing,
         )

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from mldserver.coordinator.order import effective_times, merge_order
-from mldserver.coordinator.windows import Tumbling, WindowKey, WindowSpec, assign
+from mldserver.coordinator.windows import Tumbling, WindowKey, WindowSpec, assign, milliseconds
 from mldserver.state.ledger import BatchProgress, PositionUpdate, SegmentKind
 
 if TYPE_CHECKING:
@@ -27,10 +27,29 @@ if TYPE_CHECKING:
     from mldserver.records import Sequence
     from mldserver.runtime.base import BatchOutcome, DeadLetter
 
-__all__ = ["BufferedBatch", "FlushPlan", "WindowRows", "buffered", "moved", "plan", "redriven", "shard_end"]
+__all__ = [
+    "Ahead",
+    "BufferedBatch",
+    "FlushPlan",
+    "WindowRows",
+    "buffered",
+    "moved",
+    "plan",
+    "redriven",
+    "shard_end",
+]
 
 _NO_TIMES = np.empty(0, np.int64)
-_PER_MS = {"ms": 1, "us": 1_000, "ns": 1_000_000}
+
+
+class Ahead(msgspec.Struct, frozen=True):
+    """Rows of a batch that run too far ahead of their records' arrival."""
+
+    rows: int
+    sequence: str
+    """Of the record that is furthest ahead, with its sub-sequence number."""
+    ahead_ms: int
+    """By how much it is."""
 
 
 class BufferedBatch(msgspec.Struct, frozen=True):
@@ -47,12 +66,13 @@ class BufferedBatch(msgspec.Struct, frozen=True):
     effective_ms: int | None
     """Effective time of its last record."""
     latest_event_ms: int | None
-    """Latest event time the batch has shown: where its shard's watermark goes on."""
+    """Latest event time the batch has shown, rows that run ahead aside: where its shard's watermark goes on."""
     bytes: int
     dead_letters: tuple[DeadLetter, ...] = ()
     ends_shard: bool = False
     redriven: tuple[str, ...] = ()
     """Ids of the dead letters that it is made of. Then it moves no position, and is of no epoch (0)."""
+    ahead: Ahead | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,21 +106,31 @@ class FlushPlan:
 
 
 def buffered(
-    shard_id: str, epoch: int, outcome: BatchOutcome, *, floor_ms: int | None, spec: WindowSpec | None
+    shard_id: str,
+    epoch: int,
+    outcome: BatchOutcome,
+    *,
+    floor_ms: int | None,
+    spec: WindowSpec | None,
+    max_ahead_ms: int | None = None,
 ) -> BufferedBatch:
-    """Give a batch's rows their effective times (not below ``floor_ms``) and find their event times."""
+    """Give a batch's rows their effective times (not below ``floor_ms``) and find their event times.
+
+    Rows whose event time runs more than ``max_ahead_ms`` (None: any) ahead of their records' arrival say nothing of how
+    far the shard is: a clock is wrong, and would make every row after them late.
+    """
     outline = outcome.outline
     arrival = outline.latest_arrival_ms
     effective = max((ms for ms in (arrival, floor_ms) if ms is not None), default=None)
-    rows, event, latest = outcome.rows, _NO_TIMES, None
+    rows, event, latest, ahead = outcome.rows, _NO_TIMES, None, None
     if rows is not None and len(rows):
         times = effective_times(rows.column("_time").to_numpy(), floor_ms)
         place = rows.schema.get_field_index("_time")
         rows = rows.set_column(place, "_time", pa.array(times, pa.int64()))
         event = times
         if isinstance(spec, Tumbling) and spec.on is not None:
-            event = _milliseconds(rows.column(spec.on))
-            latest = int(event.max())
+            event = milliseconds(rows.column(spec.on))
+            latest, ahead = _latest(event, times, rows, max_ahead_ms)
     else:
         rows = None
     if not (isinstance(spec, Tumbling) and spec.on is not None):
@@ -117,7 +147,22 @@ def buffered(
         latest,
         size,
         outcome.dead_letters,
+        ahead=ahead,
     )
+
+
+def _latest(
+    event: NDArray[np.int64], arrival: NDArray[np.int64], rows: pa.Table, max_ahead_ms: int | None
+) -> tuple[int | None, Ahead | None]:
+    """Return the latest event time that can be true, and what is ahead of that."""
+    furthest = int(np.argmax(event - arrival))
+    ahead_ms = int(event[furthest] - arrival[furthest])
+    if max_ahead_ms is None or ahead_ms <= max_ahead_ms:
+        return int(event.max()), None
+    near = event[event - arrival <= max_ahead_ms]
+    sequence, sub = (rows.column(name)[furthest].as_py() for name in ("_sequence", "_sub_sequence"))
+    ahead = Ahead(len(event) - len(near), f"{sequence}/{sub}" if sub else sequence, ahead_ms)
+    return int(near.max()) if len(near) else None, ahead
 
 
 def redriven(
@@ -136,13 +181,6 @@ def shard_end(shard_id: str, epoch: int, last: Sequence | None) -> BufferedBatch
 def moved(shard_id: str, epoch: int, position: Sequence) -> BufferedBatch:
     """Return what moves a shard's position, without records: a handler's checkpoint between two batches."""
     return BufferedBatch(shard_id, epoch, None, _NO_TIMES, position, None, None, 0)
-
-
-def _milliseconds(column: pa.ChunkedArray) -> NDArray[np.int64]:
-    """Return a timestamp column of any unit as whole milliseconds, rounded down, also before 1970."""
-    ticks: NDArray[np.int64] = column.cast(pa.int64()).to_numpy()
-    unit = column.type.unit
-    return ticks * np.int64(1000) if unit == "s" else np.floor_divide(ticks, _PER_MS[unit])
 
 
 def plan(

@@ -353,9 +353,12 @@ class Flusher:
             await publish_late(self._late, self._ledger, self._store)
             self._late = ()
 
-    async def cut(self, watermark_ms: int | None, *, close_all: bool) -> tuple[WindowEntry, ...]:
+    async def cut(
+        self, watermark_ms: int | None, *, close_all: bool, gather: bool = False
+    ) -> tuple[WindowEntry, ...]:
         """Cut every open window that may close, oldest first, then those that are due to be computed again.
 
+        ``gather``: late rows wait for more of them, though every window closes.
         A window whose present revision is not published yet cannot be cut again: it stays due.
         """
         if self.open_windows is None:
@@ -364,7 +367,7 @@ class Flusher:
         closable = self.open_windows.closable(
             watermark_ms=watermark_ms, now_ms=now_ms, wall_ms=self._clock.now_ms(), close_all=close_all
         )
-        due = self._cut.due(now_ms, at_once=close_all)
+        due = self._cut.due(now_ms, at_once=close_all and not gather)
         if not closable and not due:
             return ()
         kill_point("revision.cutting" if due else "window.cutting")

@@ -78,6 +78,11 @@ class Holding:
         ]
         self._held = shards_to_hold(loads, holder=None if everyone else self.holder)
 
+    @property
+    def waits_for_watermark(self) -> bool:
+        """Whether shards are held until windows close that are not due yet."""
+        return bool(self._held) and self.holder is not None and self.segment_bytes > self._rules.segment_bytes
+
     def is_held(self, session: ShardSession) -> bool:
         """Whether the session's shard must wait."""
         self.weigh()

@@ -29,4 +29,6 @@ class CoordinatorRules:
     server_timeout_ms: int = 30_000
     """A server that has not beaten for this long is taken for dead by the others."""
     late: LateRules = field(default_factory=LateRules)
+    max_ahead_ms: int | None = 600_000
+    """How far a row's event time may run ahead of its record's arrival and still say how far its shard is."""
     watermark: WatermarkRules = field(default_factory=WatermarkRules)

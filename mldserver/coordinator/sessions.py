@@ -40,8 +40,14 @@ class Session(Protocol):
 class Sessions:
     """The latest session of each shard that was opened here, alive or not."""
 
-    def __init__(self, *, lineage: Lineage, watermark: Watermark, buffer: Buffer) -> None:
-        """Start with none; ``lineage`` and ``watermark`` are told who connects, and ``buffer`` holds what they gave."""
+    def __init__(
+        self, *, lineage: Lineage, watermark: Watermark, buffer: Buffer, max_ahead_ms: int | None = None
+    ) -> None:
+        """Start with none; ``lineage`` and ``watermark`` are told who connects, and ``buffer`` holds what they gave.
+
+        ``max_ahead_ms``: how far beyond its latest arrival time the ledger's event time of a shard may lie.
+        """
+        self._max_ahead_ms = max_ahead_ms
         self._lineage = lineage
         self._watermark = watermark
         self._buffer = buffer
@@ -74,13 +80,23 @@ class Sessions:
         self._sessions[shard_id] = session
         self._lineage[shard_id].effective_ms = state.effective_ms
         self._lineage.connect(shard_id, now_ms)
-        self._watermark.connect(shard_id, now_ms, tells_lag=tells_lag, event_ms=self._first_event_ms(state))
+        self._watermark.connect(
+            shard_id,
+            now_ms,
+            tells_lag=tells_lag,
+            event_ms=self._first_event_ms(state),
+            arrival_ms=state.effective_ms,
+        )
         return True
 
     def _first_event_ms(self, state: ShardState) -> int | None:
         if state.event_ms is None and self._watermark.rules.on_arrival:
             return self._lineage.floor_ms(state.shard_id)
-        return state.event_ms
+        if state.event_ms is None or state.effective_ms is None or self._max_ahead_ms is None:
+            return state.event_ms
+        # A row from the future was counted before there was a bound, or while it was wider. Where the shard really is,
+        # its next row tells.
+        return state.event_ms if state.event_ms - state.effective_ms <= self._max_ahead_ms else None
 
     def let_go(self, session: Session, now_ms: int) -> bool:
         """Note that a session let go of its shard without its end: it is missing. False: a newer one has it."""

@@ -22,6 +22,8 @@ class CoordinatorStatus:
     rows_accepted: int
     rows_durable: int
     rows_late: int
+    rows_ahead: int
+    """Rows whose time ran too far ahead of their records' arrival."""
     dead_letters: int
     buffered_bytes: int
     segment_bytes: int
@@ -38,6 +40,8 @@ class CoordinatorStatus:
     """The server that holds it, when it is another one."""
     reason: str
     """Why the watermark stands where it stands."""
+    stuck: bool
+    """Whether rows have waited for it to move for longer than they may."""
     servers: int
     """Servers on the ledger, this one included."""
     stream_ended: bool
@@ -52,10 +56,12 @@ def status_of(
     connected: int,
     missing: tuple[str, ...],
     rows_accepted: int,
+    rows_ahead: int,
     buffered_bytes: int,
     segment_bytes: int,
     servers: int,
     stream_ended: bool,
+    stuck: bool,
     flush_failing: bool,
 ) -> CoordinatorStatus:
     """Return a snapshot of what a coordinator's parts count."""
@@ -65,6 +71,7 @@ def status_of(
         rows_accepted=rows_accepted,
         rows_durable=flusher.rows_durable,
         rows_late=flusher.rows_late,
+        rows_ahead=rows_ahead,
         dead_letters=flusher.dead_letters,
         buffered_bytes=buffered_bytes,
         segment_bytes=segment_bytes,
@@ -77,6 +84,7 @@ def status_of(
         held_by=view.holder.shard_id,
         held_by_server=view.holder.server_id,
         reason=view.holder.reason,
+        stuck=stuck,
         servers=servers,
         stream_ended=stream_ended,
         flush_failing=flush_failing,

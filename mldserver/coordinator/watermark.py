@@ -8,10 +8,19 @@ stall it, and shards that are only late to connect must not be overtaken:
 * A shard that is *caught up* (an empty batch with ``millisBehindLatest`` 0, or silence where the daemon sends no empty
   batches) advances with time when windows are cut on arrival time, and leaves the minimum after ``idle_ms`` when
   they are cut on a column.
+* A shard whose records give no rows (a filter, dead letters) is as silent as one without records. Cut on a column, it
+  leaves the minimum after ``idle_ms`` too, if it keeps up: its lag is 0, or never told, and the batch in hand was fetched
+  less than ``idle_ms`` ago.
+* One that lags (after an outage, say) may have rows before it that are older than those of others. It goes on as its
+  arrival times do, once these have gone on by ``idle_ms`` without a row: it counts as being as far, by event time, as
+  the shards that give rows were when they were there, less ``idle_ms``. However fast others catch up, they close no
+  window before it, unless the delay from event to arrival changes by more than that.
 * A shard that is *missing* (known, expected, not connected) holds it; so does the *settle* time after the start and
   after every shard that appears or ends, since children may not be known yet.
 * When every known shard has ended and the settle time is over, the stream is over. When all are caught up and silent
   for ``quiet_ms``, a stream cut on a column is quiet. Both close every open window.
+
+A row whose time lies further ahead of its arrival than a clock can be wrong is none to all of this (``flush.py``).
 
 How far time may carry a caught-up shard: the daemon prefetches up to four batches a shard (KCL 3.1.3), so the batch in
 hand was fetched, at the earliest, when the fifth before it was taken. The shard advances to the receipt of that one:
@@ -64,16 +73,20 @@ class WatermarkRules:
 class _ShardClock:
     """What one connected shard has shown."""
 
-    opened_ms: int
     tells_lag: bool
     event_ms: int | None
     advanced_ms: int | None = None
     """Up to where everything that had arrived is delivered, by AWS's clock."""
     received: list[int] = field(default_factory=list)
     """When its latest batches came, PREFETCH + 1 of them at most. (A deque takes 760 bytes, however short it is.)"""
+    arrival_ms: int | None = None
+    """Latest arrival time of its records."""
+    rowless_since_ms: int | None = None
+    """Arrival time of its last row; while it has given none, of its first record."""
     in_request: bool = False
     answered_ms: int = 0
-    last_record_ms: int = 0
+    last_row_ms: int = 0
+    """When its last row came, by this server's clock."""
     lag_ms: int | None = None
     """What the latest batch said of the lag; None when it said nothing."""
     empty: bool = False
@@ -151,9 +164,18 @@ class Watermark:
         """Start the settle time again: a shard appeared, or ended."""
         self._settle_until_ms = now_ms + self.rules.settle_ms
 
-    def connect(self, shard_id: str, now_ms: int, *, tells_lag: bool, event_ms: int | None) -> None:
-        """A shard has a connection; ``event_ms`` is the latest event time it is known to have reached."""
-        clock = _ShardClock(now_ms, tells_lag, event_ms, answered_ms=now_ms, last_record_ms=now_ms)
+    def connect(
+        self,
+        shard_id: str,
+        now_ms: int,
+        *,
+        tells_lag: bool,
+        event_ms: int | None,
+        arrival_ms: int | None = None,
+    ) -> None:
+        """A shard has a connection; up to which event and arrival time it is known to have come."""
+        clock = _ShardClock(tells_lag, event_ms, answered_ms=now_ms, last_row_ms=now_ms)
+        clock.arrival_ms = clock.rowless_since_ms = arrival_ms
         clock.receive(now_ms)
         self._shards[shard_id] = clock
         self._reopened[shard_id] = self._value(clock)
@@ -206,10 +228,13 @@ class Watermark:
         clock = self._shards[shard_id]
         self.arrived(arrival_ms, clock.received[-1])
         clock.lag_ms, clock.empty = lag_ms, records == 0
-        if records:
-            clock.last_record_ms = now_ms
-        if event_ms is not None and (clock.event_ms is None or event_ms > clock.event_ms):
-            clock.event_ms = event_ms
+        if arrival_ms is not None:
+            clock.arrival_ms = arrival_ms
+            if event_ms is not None or clock.rowless_since_ms is None:
+                clock.rowless_since_ms = arrival_ms
+        if event_ms is not None:
+            clock.last_row_ms = now_ms
+            clock.event_ms = event_ms if clock.event_ms is None else max(event_ms, clock.event_ms)
         if self._proved_caught_up(clock) and len(clock.received) > PREFETCH:
             clock.advance(self._aws_ms(clock.received[0]))
 
@@ -253,12 +278,13 @@ class Watermark:
             (None, Holder(node.id, "missing")) for node in self._lineage.missing()
         ]
         idle = 0
+        delay_ms = None if self.rules.on_arrival else self._delay()
         for shard_id, clock in self._shards.items():
             self._advance_silent(clock, now_ms)
-            if not self.rules.on_arrival and self._idle(clock, now_ms):
+            if not self.rules.on_arrival and self._idle(clock, now_ms, delay_ms):
                 idle += 1
                 continue
-            value = self._value(clock)
+            value = self._carried(clock, delay_ms)
             values.append((value, _holder(shard_id, value)))
         if now_ms < self._settle_until_ms:
             return View(self._watermark_ms, Holder(None, "settling"))
@@ -328,12 +354,39 @@ class Watermark:
         may_be = not clock.tells_lag or not clock.lag_ms
         return may_be and self._silent_ms(clock, now_ms) >= self.rules.idle_ms
 
-    def _idle(self, clock: _ShardClock, now_ms: int) -> bool:
-        return (
-            not clock.in_request
-            and self._caught_up(clock, now_ms)
-            and now_ms - clock.last_record_ms >= self.rules.idle_ms
-        )
+    def _idle(self, clock: _ShardClock, now_ms: int, delay_ms: int | None) -> bool:
+        """Whether a shard that keeps up has given no row for the idle time."""
+        # What it is at may be a row, unless all it ever gives is none, and nothing else tells how far it is.
+        may_give = clock.in_request and not (delay_ms is None and self._rowless(clock))
+        if may_give or now_ms - clock.last_row_ms < self.rules.idle_ms:
+            return False
+        lags = clock.tells_lag if clock.lag_ms is None else clock.lag_ms > 0
+        fetched_lately = now_ms - clock.received[0] <= self.rules.idle_ms
+        return (fetched_lately and not lags) or self._caught_up(clock, now_ms)
+
+    def _rowless(self, clock: _ShardClock) -> bool:
+        """Whether its records have arrived over more than the idle time without a row."""
+        if clock.arrival_ms is None or clock.rowless_since_ms is None:
+            return False
+        return clock.arrival_ms - clock.rowless_since_ms >= self.rules.idle_ms
+
+    def _delay(self) -> int | None:
+        """Return by how much the watermarks of shards with rows lie behind their arrival times, at most."""
+        shown = [
+            (self._rowless(clock), clock.rowless_since_ms - value)
+            for clock in self._shards.values()
+            if (value := self._value(clock)) is not None and clock.rowless_since_ms is not None
+        ]
+        now = [delay_ms for rowless, delay_ms in shown if not rowless]
+        return max(now or [delay_ms for _, delay_ms in shown], default=None)
+
+    def _carried(self, clock: _ShardClock, delay_ms: int | None) -> int | None:
+        """Return the shard's watermark, as far as arrival times without rows carry it."""
+        value = self._value(clock)
+        if delay_ms is None or clock.arrival_ms is None or not self._rowless(clock):
+            return value
+        carried = clock.arrival_ms - delay_ms - self.rules.idle_ms
+        return carried if value is None else max(value, carried)
 
     def _advance_silent(self, clock: _ShardClock, now_ms: int) -> None:
         """Carry a shard without empty batches with time, an idle time behind it."""
@@ -341,7 +394,7 @@ class Watermark:
             clock.advance(self._aws_ms(now_ms - self.rules.idle_ms))
 
     def _quiet(self, now_ms: int) -> bool:
-        last = max(clock.last_record_ms for clock in self._shards.values())
+        last = max(clock.last_row_ms for clock in self._shards.values())
         return now_ms - last >= self.rules.quiet_ms
 
 

@@ -21,6 +21,7 @@ from mldserver.state.ledger import BatchProgress
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    import pyarrow as pa
     from numpy.typing import NDArray
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "batches",
     "duration_ms",
     "fits",
+    "milliseconds",
     "tumbling",
     "tumbling_id",
     "tumbling_starts",
@@ -59,6 +61,7 @@ _UNITS_MS = {
     "w": 604_800_000,
     "week": 604_800_000,
 }
+_PER_MS = {"ms": 1, "us": 1_000, "ns": 1_000_000}
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
 _LONGEST_MS = 2**53
 
@@ -90,6 +93,13 @@ def duration_ms(value: str | float | timedelta) -> int:
 def _unit_ms(name: str) -> int | None:
     plural = len(name) > 2 and name.endswith("s")  # noqa: PLR2004  # ms, and single letters, have no plural
     return _UNITS_MS.get(name[:-1] if plural else name)
+
+
+def milliseconds(column: pa.ChunkedArray) -> NDArray[np.int64]:
+    """Return a timestamp column of any unit as whole milliseconds, rounded down, also before 1970."""
+    ticks: NDArray[np.int64] = column.cast("int64").to_numpy()
+    unit = column.type.unit
+    return ticks * np.int64(1000) if unit == "s" else np.floor_divide(ticks, _PER_MS[unit])
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +292,13 @@ class OpenWindows:
             self._open.pop(window_id, None)
             if isinstance(self.spec, Batches):
                 self.progress = behind(self.progress, [window_id])
+
+    def overdue(self, wall_ms: int) -> bool:
+        """Whether a window is open that ends before ``wall_ms``, lateness included; those from the future are not."""
+        if isinstance(self.spec, Batches):
+            return False
+        ends = (key.end_ms for key in self._open.values() if key.end_ms is not None)
+        return min(ends, default=wall_ms) + self.spec.lateness_ms < wall_ms
 
     def closable(
         self, *, watermark_ms: int | None, now_ms: int, wall_ms: int, close_all: bool = False

@@ -288,6 +288,11 @@ EVENTS: Final[dict[str, EventSpec]] = {
         ("watermark_ms", "held_by", "server", "reason", "seconds"),
         "The watermark has not moved for a while; the shard ``held_by`` holds it, at ``server`` if not at this one.",
     ),
+    "row.ahead": EventSpec(
+        "warning",
+        ("sequence", "ahead_seconds", "rows"),
+        "So many rows since the last such line run ahead of arrival by more than ``max_ahead``; the furthest is named.",
+    ),
     "window.cut": EventSpec("debug", ("revision", "segments", "rows"), "A window's segments are fixed."),
     "window.expired": EventSpec(
         "debug",

@@ -160,6 +160,8 @@ class FailurePolicy:
     again. Every record is called once, however old it is."""
     rules: tuple[FailureRule, ...] = ()
     on_key_failure: OnKeyFailure = OnKeyFailure.CONTINUE
+    max_ahead_ms: int | None = None
+    """A row whose time runs further ahead of its record's arrival is a bad one; None: none is because of that."""
 
     def __post_init__(self) -> None:
         """Refuse impossible values with ValueError."""

@@ -6,16 +6,21 @@ A lane holds up nothing but itself: another lane of the batch goes on while this
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import pyarrow as pa
 import structlog
 
+from mldserver.coordinator.windows import milliseconds
 from mldserver.records import Batch
 from mldserver.runtime.calls import BoundHook
 from mldserver.runtime.control import BatchResult
 from mldserver.runtime.failure import Failure, bad_row, describe, printed
 from mldserver.runtime.results import failed_records, named_places
+from mldserver.runtime.rows import Built
 from mldserver.runtime.spec import HandlerSpec, RecordHook
 from mldserver.runtime.tables import take_table
 from mldserver.runtime.values import shown
@@ -30,7 +35,7 @@ if TYPE_CHECKING:
     from mldserver.runtime.failure import FailurePolicy
     from mldserver.runtime.outcome import Taken
     from mldserver.runtime.plan import Again, BatchPlan, Step
-    from mldserver.runtime.rows import Built, RowBuilder
+    from mldserver.runtime.rows import RowBuilder
     from mldserver.runtime.thread import WorkerThread
 
 __all__ = ["Lane", "Tools"]
@@ -171,6 +176,7 @@ class Lane:
             if self.tools.caller.is_operators(error):
                 raise
             came = _Came(failure=describe(error))
+        self._refuse_ahead(came)
         if came.built is not None:
             self.parts.append(came.built)
         now_ms = self.tools.clock.now_ms()
@@ -178,6 +184,25 @@ class Lane:
             self.again += self._fail(step, came, came.failure, now_ms)
         if came.faults:
             self.again += self.plan.faulty(step, came.faults, now_ms)
+
+    def _refuse_ahead(self, came: _Came) -> None:
+        """Take the rows whose times run too far ahead for faults of their records, where the policy says so."""
+        most_ms, column = self.tools.policy.max_ahead_ms, self.tools.spec.time_column
+        built = came.built
+        if most_ms is None or column is None or built is None or built.table is None:
+            return
+        ahead_ms = milliseconds(built.table.column(column)) - self.taken.times_ms()[built.records]
+        faults = {
+            built.records[row]: bad_row(
+                f"column {column}: it lies {timedelta(milliseconds=int(ahead_ms[row]))} after the record's arrival"
+            )
+            for row in np.flatnonzero(ahead_ms > most_ms).tolist()
+        }
+        if faults:
+            kept = [row for row, record in enumerate(built.records) if record not in faults]
+            table = built.table.take(pa.array(kept, pa.int64())) if kept else None
+            came.built = Built(table, [built.records[row] for row in kept], built.faults)
+            came.faults = {**came.faults, **faults}
 
     def _fail(self, step: Step, came: _Came, failure: Failure, now_ms: int) -> list[Again]:
         if came.named is not None:

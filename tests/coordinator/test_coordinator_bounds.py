@@ -6,10 +6,11 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pytest
 from coordinator.pipeline import RULES, Pipeline, fail, named
 
-from mldserver.coordinator.windows import tumbling_id
+from mldserver.coordinator.windows import Tumbling, tumbling_id
 from mldserver.errors import LedgerError
 from mldserver.records import Sequence
 
@@ -181,3 +182,29 @@ async def test_a_flush_whose_caller_gave_up_is_done_all_the_same(pipeline: Pipel
                 await session.drain()
         await pipeline.cycle()
         assert session.checkpoint_due() == S(1)
+
+
+@pytest.mark.parametrize("gave", [True, False])
+async def test_a_busy_shard_whose_records_give_no_rows_holds_nobody_for_good_where_disk_is_short(
+    tmp_path: Path, gave: bool
+) -> None:
+    watermark = replace(RULES.watermark, on_arrival=False)
+    rules = replace(RULES, segment_bytes=1, flush_bytes=1, watermark=watermark)
+    pipeline = Pipeline(tmp_path, spec=Tumbling(10_000, on="at"), rules=rules)
+
+    def row(now_ms: int) -> dict[str, Any]:
+        return {"at": pa.array([now_ms], pa.timestamp("ms", tz="UTC"))}
+
+    async with pipeline.life() as coordinator:
+        barren, other = await pipeline.open("barren"), await pipeline.open("other")
+        giving: asyncio.Task[None] | None = None
+        for number in range(1, 101):
+            now_ms = pipeline.clock.now_ms()
+            rows = None if gave and number == 1 else []
+            await pipeline.give(barren, [(number, now_ms)], rows=rows, columns=row(now_ms))
+            if giving is None or giving.done():
+                work = pipeline.give(other, [(number, now_ms)], columns=row(now_ms))
+                giving = asyncio.get_running_loop().create_task(work)
+            await pipeline.cycle()
+        assert coordinator.status().windows_published >= 4
+        await other.finish()

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 from coordinator.pipeline import RULES, Pipeline, named
 
 from mldserver.coordinator.watermark import WatermarkRules
@@ -142,3 +143,45 @@ async def test_rows_that_are_accepted_while_others_are_written_close_no_window_b
         assert given[0].done()
         assert pipeline.published() == {W[0]: [1, 2]}
         assert pipeline.late() == []
+
+
+async def test_a_watermark_that_rows_wait_for_too_long_is_said_to_be_stuck_until_it_moves(
+    pipeline: Pipeline, logged: list[dict[str, Any]]
+) -> None:
+    limit = (pipeline.rules.missing_limit_ms + pipeline.rules.watermark.idle_ms) // 1000
+    async with pipeline.life() as coordinator:
+        hung, there = await pipeline.open("hung"), await pipeline.open("there")
+        began_ms = pipeline.clock.now_ms()
+        await pipeline.give(hung, [(1, began_ms)])
+        hung.began()  # and its handler hangs
+        stuck = []
+        for second in range(limit + 20):
+            await pipeline.give(there, [(second + 1, began_ms + 1000 * second)])
+            await pipeline.cycle()
+            stuck.append(coordinator.status().stuck)
+        assert coordinator.status().held_by == "hung"
+        # Its row's window ends after 10 s: until then nothing waits.
+        assert stuck.index(True) == limit + 9
+        assert all(stuck[limit + 9 :])
+        await pipeline.give(hung, [(2, pipeline.clock.now_ms())])
+        await pipeline.clock.advance(2)
+        assert not coordinator.status().stuck
+    assert named(logged, "watermark.held")[0]["held_by"] == "hung"
+
+
+async def test_a_stream_that_is_idle_is_never_stuck_and_neither_is_one_whose_windows_are_not_due(
+    tmp_path: Path,
+) -> None:
+    watermark = WatermarkRules(on_arrival=False, idle_ms=5000, quiet_ms=10**9, settle_ms=1000)
+    for size_ms, lag_ms in ((10_000, 0), (10**9, 5)):
+        pipeline = Pipeline(
+            tmp_path / str(size_ms),
+            spec=Tumbling(size_ms, on="at"),
+            rules=replace(RULES, watermark=watermark),
+        )
+        async with pipeline.life() as coordinator:
+            session = await pipeline.open("a")
+            at = pa.array([1_000_000], pa.timestamp("ms", tz="UTC"))
+            await pipeline.give(session, [(1, 1_000_000)], columns={"at": at}, lag_ms=lag_ms)
+            await pipeline.clock.advance(300)
+            assert (coordinator.status().windows_open, coordinator.status().stuck) == (1, False)

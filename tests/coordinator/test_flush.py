@@ -10,7 +10,7 @@ from coordinator.outcomes import dead_letter, outcome
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.coordinator.flush import BufferedBatch, FlushPlan, buffered, plan, shard_end
+from mldserver.coordinator.flush import Ahead, BufferedBatch, FlushPlan, buffered, plan, shard_end
 from mldserver.coordinator.windows import Batches, Tumbling, WindowKey, WindowSpec, tumbling_id
 from mldserver.records import Sequence
 from mldserver.state.batches import batch_id
@@ -121,6 +121,38 @@ def test_cut_on_a_column_records_without_rows_show_no_event_time() -> None:
     result = outcome("a", [(1, 10)], rows=[])
     batch = buffered("a", 1, result, floor_ms=None, spec=Tumbling(1000, "at"))
     assert (batch.effective_ms, batch.latest_event_ms) == (10, None)
+
+
+NOON = 1_700_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("ahead_ms", "latest", "rows"),
+    [([-5, 100, 0], NOON + 102, 0), ([-5, 101, 0], NOON + 3, 1), ([101, 10**12, 102], None, 3)],
+)
+def test_rows_that_run_further_ahead_than_they_may_say_nothing_of_how_far_the_shard_is(
+    ahead_ms: list[int], latest: int | None, rows: int
+) -> None:
+    records = [(number, NOON + number) for number in (1, 2, 3)]
+    at = pa.array([ms + ahead for (_, ms), ahead in zip(records, ahead_ms, strict=True)], pa.timestamp("ms"))
+    result = outcome("a", records, columns={"at": at})
+    batch = buffered("a", 1, result, floor_ms=None, spec=Tumbling(1000, "at"), max_ahead_ms=100)
+    assert batch.latest_event_ms == latest
+    assert batch.event_ms.tolist() == at.cast("int64").to_pylist(), "they are kept, in their own windows"
+    assert batch.ahead == (Ahead(rows, "2", ahead_ms[1]) if rows else None)
+    freely = buffered("a", 1, result, floor_ms=None, spec=Tumbling(1000, "at"))
+    assert (freely.ahead, freely.latest_event_ms) == (None, max(batch.event_ms))
+
+
+def test_ahead_is_what_is_after_the_effective_arrival_and_the_record_is_named_in_its_aggregate() -> None:
+    at = pa.array([NOON, NOON + 500], pa.timestamp("ms"))
+    result = outcome("a", [(1, NOON), (2, NOON - 1000)], columns={"at": at})
+    rows = result.rows.set_column(4, "_sub_sequence", pa.array([0, 3], pa.int64()))
+    assert rows.schema.names[4] == result.rows.schema.names[4] == "_sub_sequence"
+    batch = buffered(
+        "a", 1, type(result)(result.outline, rows), floor_ms=None, spec=Tumbling(1000, "at"), max_ahead_ms=400
+    )
+    assert batch.ahead == Ahead(1, "2/3", 500)
 
 
 # A plan.

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 from coordinator.outcomes import outcome
-from coordinator.pipeline import RULES, Pipeline
+from coordinator.pipeline import RULES, Pipeline, named
 
+from mldserver.coordinator.late import LateRules
 from mldserver.coordinator.watermark import WatermarkRules
 from mldserver.coordinator.windows import Tumbling, tumbling_id
+from mldserver.records import Sequence
+from mldserver.testing import VirtualClock
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,10 +34,110 @@ async def give(pipeline: Pipeline, session: ShardSession, number: int, event_ms:
     await session.accept(outcome(session.shard_id, arrived, after=session.after, columns=columns))
 
 
+WATERMARK = WatermarkRules(on_arrival=False, idle_ms=5000, quiet_ms=10_000, settle_ms=1000)
+FUTURE = replace(RULES, retention_ms=60_000, watermark=WATERMARK)
+
+
+def a_pipeline(out: Path, **changes: Any) -> Pipeline:
+    rules = replace(FUTURE, **changes)
+    return Pipeline(out, spec=Tumbling(10_000, on="at"), rules=rules, clock=VirtualClock(1_000_000))
+
+
+async def test_it_makes_no_other_row_late_not_over_restarts_either(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    pipeline = a_pipeline(tmp_path)
+    for life in range(3):
+        async with pipeline.life() as coordinator:
+            a = await pipeline.open("a", Sequence(30 * life) if life else "TRIM_HORIZON")
+            for second in range(30):
+                event_ms = YEAR_2096 if second == 5 else pipeline.clock.now_ms()
+                await give(pipeline, a, 30 * life + second + 1, event_ms)
+                await pipeline.cycle()
+            status = coordinator.status()
+            assert (status.rows_late, status.rows_ahead) == (0, 1)
+            assert status.watermark_ms is not None
+            assert pipeline.clock.now_ms() - status.watermark_ms <= 2000
+        event_ms = pipeline.state().shards["a"].event_ms
+        assert event_ms is not None
+        assert event_ms <= pipeline.clock.now_ms()
+        assert pipeline.state().windows[tumbling_id(YEAR_2096)].segments, "it is kept in its own window"
+    told = named(logged, "row.ahead")
+    assert [(each["shard"], each["rows"]) for each in told] == [("a", 1)] * 3
+    assert told[0]["sequence"] == "6"
+    assert told[0]["ahead_seconds"] == (YEAR_2096 - 1_005_000) / 1000
+
+
+async def test_they_are_told_once_a_minute_with_the_one_that_is_furthest_ahead(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    pipeline = a_pipeline(tmp_path)
+    async with pipeline.life() as coordinator:
+        a, b = await pipeline.open("a"), await pipeline.open("b")
+        for number in range(1, 101):
+            await give(pipeline, a, number, YEAR_2096 + number % 70 * 10_000)
+            await give(pipeline, b, number, pipeline.clock.now_ms())
+            await pipeline.cycle()
+        await pipeline.clock.advance(60)
+        assert coordinator.status().rows_ahead == 100
+    told = named(logged, "row.ahead")
+    assert sum(each["rows"] for each in told) == 100
+    assert len(told) == 3
+    assert [each["sequence"] for each in told[:2]] == ["1", "61"]
+    assert told[2]["sequence"] == "69"
+
+
+async def test_a_ledger_that_is_poisoned_heals_by_itself(tmp_path: Path) -> None:
+    poisoned = a_pipeline(tmp_path, max_ahead_ms=None)
+    async with poisoned.life():
+        a = await poisoned.open("a")
+        await give(poisoned, a, 1, 1_000_000)
+        await give(poisoned, a, 2, YEAR_2096)
+        await poisoned.cycle()
+    assert poisoned.state().shards["a"].event_ms == YEAR_2096
+    healed = a_pipeline(tmp_path)
+    await healed.clock.advance(60)
+    async with healed.life() as coordinator:
+        a = await healed.open("a", Sequence(2))
+        for number in range(3, 33):
+            await give(healed, a, number, healed.clock.now_ms())
+            await healed.cycle()
+        assert coordinator.status().rows_late == 0
+        assert [values for window, values in healed.published().items() if window < "1971"][1:] == [
+            list(range(3, 13)),
+            list(range(13, 23)),
+        ]
+
+
+async def test_while_others_only_say_what_is_ahead_normal_windows_close_when_the_stream_is_quiet(
+    tmp_path: Path,
+) -> None:
+    """And one that is ahead does not get a revision with each row."""
+    pipeline = a_pipeline(tmp_path, late=LateRules(delay_ms=60_000))
+    async with pipeline.life() as coordinator:
+        a = await pipeline.open("a")
+        await give(pipeline, a, 1, 1_000_000)
+        for number in range(2, 62):
+            await give(pipeline, a, number, YEAR_2096 + number)
+            await pipeline.cycle()
+        assert pipeline.published()[tumbling_id(1_000_000)] == [1]
+        assert pipeline.state().windows[tumbling_id(YEAR_2096)].revision == 1
+        assert not coordinator.status().stuck
+
+
+async def test_where_any_row_may_run_ahead_it_closes_what_is_before_it(tmp_path: Path) -> None:
+    pipeline = a_pipeline(tmp_path, max_ahead_ms=None)
+    async with pipeline.life() as coordinator:
+        a = await pipeline.open("a")
+        await give(pipeline, a, 1, 1_000_000)
+        await give(pipeline, a, 2, YEAR_2096)
+        await pipeline.clock.advance(3)
+        assert list(pipeline.published()) == [tumbling_id(1_000_000)]
+        assert coordinator.status().rows_ahead == 0
+
+
 async def test_it_does_not_close_the_windows_before_it_for_good(tmp_path: Path) -> None:
-    watermark = WatermarkRules(on_arrival=False, idle_ms=5000, quiet_ms=10_000, settle_ms=1000)
-    rules = replace(RULES, retention_ms=60_000, watermark=watermark)
-    pipeline = Pipeline(tmp_path, spec=Tumbling(10_000, on="at"), rules=rules, recompute=True)
+    pipeline = Pipeline(tmp_path, spec=Tumbling(10_000, on="at"), rules=FUTURE, recompute=True)
     async with pipeline.life():
         a, b = await pipeline.open("a"), await pipeline.open("b")
         await give(pipeline, a, 1, 1_000_000)

@@ -36,13 +36,16 @@ class Around:
     """Sessions with all that they are told of and tell."""
 
     on_arrival: bool = True
+    max_ahead_ms: int | None = None
     lineage: Lineage = field(default_factory=Lineage)
     buffer: Buffer = field(default_factory=Buffer)
 
     def __post_init__(self) -> None:
         rules = WatermarkRules(on_arrival=self.on_arrival, settle_ms=1000)
         self.watermark = Watermark(rules, self.lineage, 0)
-        self.sessions = Sessions(lineage=self.lineage, watermark=self.watermark, buffer=self.buffer)
+        self.sessions = Sessions(
+            lineage=self.lineage, watermark=self.watermark, buffer=self.buffer, max_ahead_ms=self.max_ahead_ms
+        )
 
     def open(self, state: ShardState, *, now_ms: int = 0) -> Stub:
         self.lineage.know(state.shard_id, now_ms, parents=state.parents)
@@ -169,3 +172,15 @@ def test_sessions_whose_rows_a_flush_left_out_let_go(around: Around) -> None:
     ]
     around.sessions.left_out(batches, {"lost", "newer", "gone"})
     assert (lost.alive, kept.alive, newer.alive) == (False, True, True)
+
+
+@pytest.mark.parametrize(
+    ("max_ahead_ms", "event_ms", "first"),
+    [(100, 600, 600), (100, 601, None), (None, 10**12, 10**12), (100, None, None)],
+)
+def test_an_event_time_that_no_clock_can_have_shown_is_not_gone_on_from(
+    max_ahead_ms: int | None, event_ms: int | None, first: int | None
+) -> None:
+    around = Around(on_arrival=False, max_ahead_ms=max_ahead_ms)
+    around.open(ShardState("a", 1, S(2), effective_ms=500, event_ms=event_ms))
+    assert around.watermark.shard_ms("a") == first

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from mldserver.coordinator.lineage import Lineage
 from mldserver.coordinator.watermark import PREFETCH, Holder, View, Watermark, WatermarkRules
 from mldserver.state.ledger import ServerState
@@ -386,59 +383,6 @@ def test_times_before_1970_are_times_like_any_other() -> None:
     stream = Stream().arrived(-100_000).connect("a", tells_lag=False).batch("a", -99_000, lag_ms=None)
     assert stream.settled().ms == -99_000
     assert stream.wait(10 * IDLE).ms == -100_000 + SETTLE + 9 * IDLE - (SETTLE + 9 * IDLE) // 1000
-
-
-steps = st.lists(
-    st.one_of(
-        st.tuples(st.just("rows"), st.integers(0, 2), st.integers(0, 500)),
-        st.tuples(st.just("empty"), st.integers(0, 2), st.integers(0, 500)),
-        st.tuples(st.just("wait"), st.just(0), st.integers(0, IDLE)),
-        st.tuples(st.sampled_from(["lose", "return", "end"]), st.integers(0, 2), st.just(0)),
-    ),
-    max_size=40,
-)
-
-
-@given(steps)
-def test_it_never_goes_back_and_never_passes_a_row_of_a_shard_that_was_not_idle(
-    script: list[tuple[str, int, int]],
-) -> None:
-    """The oracle: each shard's rows carry its arrival times, never go down, and are never older than what the shard
-    was silent for; whoever was in the minimum at each commit can then only bring rows at or after the watermark."""
-    stream = Stream(on_arrival=False, now=0).connect("s0", "s1", "s2").settled()
-    latest = dict.fromkeys(("s0", "s1", "s2"), 0)
-    connected, ended = set(latest), set()
-    committed: int | None = None
-    for step, place, amount in script:
-        shard = f"s{place}"
-        if step == "wait":
-            stream.wait(amount)
-        elif step == "return" and shard not in connected | ended:
-            stream.connect(shard, event_ms=latest[shard])
-            connected.add(shard)
-        elif shard in connected:
-            if step == "rows":
-                latest[shard] += amount
-                stream.batch(shard, latest[shard])
-            elif step == "empty":
-                stream.wait(amount).batch(shard, records=0, lag_ms=0)
-            elif step == "lose":
-                stream.disconnect(shard)
-                connected.discard(shard)
-            elif step == "end":
-                stream.end(shard)
-                connected.discard(shard)
-                ended.add(shard)
-        view = stream.view
-        stream.watermark.commit(view)
-        now_ms = stream.watermark.view(stream.now).watermark_ms
-        assert committed is None or (now_ms is not None and now_ms >= committed)
-        if now_ms != committed:
-            clocks = stream.watermark._shards
-            silent = {s for s in connected if stream.watermark._idle(clocks[s], stream.now)}
-            assert not set(latest) - connected - ended  # nobody is missing
-            assert all(latest[s] >= now_ms for s in connected - silent)
-        committed = now_ms
 
 
 # Several servers.

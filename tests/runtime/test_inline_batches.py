@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from datetime import UTC, datetime
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
+from mldserver import tumbling
 from mldserver.errors import HandlerHalted, InternalError
 from mldserver.records import Batch
 from mldserver.runtime import work
@@ -218,3 +221,54 @@ async def test_a_line_that_the_decoder_fails_on_is_none_of_the_handlers_doing(
     monkeypatch.setattr(work, "take", fail)
     with pytest.raises(InternalError, match="RuntimeError: odd"):
         await kit.run(1, schema=SCHEMA, process_record=number)
+
+
+DATED = {"schema": "n BIGINT, at TIMESTAMP", "windows": tumbling("1 s", on="at")}
+
+
+def dated(record: Any) -> Any:
+    """A row whose event lies so many milliseconds after the record's arrival, or several such rows."""
+    times = [record.json()] if isinstance(record.json(), int) else record.json()
+    arrival_ms = 1_000 + record.sequence_number
+    return [(ms, datetime.fromtimestamp((arrival_ms + ms) / 1000, UTC)) for ms in times]
+
+
+def dated_table(table: Any) -> Any:
+    rows = [(place, *row) for place, data in enumerate(table["data"]) for row in dated(Told(place, data))]
+    record, n, at = zip(*rows, strict=True)
+    return pa.table({"record": record, "n": n, "at": at})
+
+
+class Told:
+    """A record of a table."""
+
+    def __init__(self, place: int, data: Any) -> None:
+        self.sequence_number, self._data = place + 1, data
+
+    def json(self) -> Any:
+        return json.loads(self._data.as_py())
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        {"process_record": dated},
+        {"process_records": lambda batch: [dated(record) for record in batch]},
+        {"process_table": dated_table},
+    ],
+)
+async def test_where_a_row_that_runs_too_far_ahead_is_to_fail_its_record_does_and_no_other(
+    kit: Any, column: Any, hook: Any
+) -> None:
+    policy = FailurePolicy(attempts=1, max_ahead_ms=500)
+    outcome = await kit.run(-9, 500, [501, 0], 10**12, 7, policy=policy, **DATED, **hook)
+    assert column(outcome, "n") == [-9, 500, 7]
+    assert kit.dead(outcome) == [3, 4]
+    assert [letter.error for letter in outcome.dead_letters] == [
+        "BadRow: column at: it lies 0:00:00.501000 after the record's arrival",
+        "BadRow: column at: it lies 11574 days, 1:46:40 after the record's arrival",
+    ]
+    outcome = await kit.run(10**12, policy=policy, **DATED, **hook)
+    assert (outcome.rows, kit.dead(outcome)) == (None, [1])
+    outcome = await kit.run(10**12, policy=FailurePolicy(attempts=1), **DATED, **hook)
+    assert column(outcome, "n") == [10**12], "it is kept"

@@ -75,7 +75,11 @@ def test_positions_cross_in_outcomes_and_by_themselves(position: Sequence | None
 
 def test_a_policy_crosses_with_all_its_rules() -> None:
     policy = FailurePolicy(
-        attempts=7, on_failure=OnFailure.HALT, max_age_ms=5, rules=(failure_rule("a.KeyError=retry:2"),)
+        attempts=7,
+        on_failure=OnFailure.HALT,
+        max_age_ms=5,
+        max_ahead_ms=6,
+        rules=(failure_rule("a.KeyError=retry:2"),),
     )
     start = wire.Start("h", ["/a"], "/b", msgspec.to_builtins(policy), None, 1.5, 64, 20)
     assert msgspec.convert(crossed(start).policy, FailurePolicy) == policy
