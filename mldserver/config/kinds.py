@@ -1,4 +1,4 @@
-"""What values of settings may look like: parsing from text and TOML, and showing them again.
+"""What values of settings may look like, and where they are given: parsing from text and TOML, and showing them again.
 
 A kind's ``parse`` takes what a source gives (text from the command line and the environment; text, numbers, booleans
 and tables from TOML) and raises ValueError when it is none of the kind. Durations are float seconds, sizes int bytes.
@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 from mldserver.coordinator.windows import duration_ms
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
+    "ENV_PREFIX",
     "Address",
     "Kind",
     "Late",
@@ -28,6 +29,7 @@ __all__ = [
     "OnFailure",
     "OnKeyFailure",
     "OnWindowFailure",
+    "Spec",
     "TcpAddress",
     "UnixAddress",
     "address",
@@ -55,6 +57,7 @@ OnKeyFailure = Literal["continue", "park"]
 OnWindowFailure = Literal["dead_letter", "halt"]
 Late = Literal["recompute", "separate"]
 
+ENV_PREFIX = "MLDSERVER_"
 LOOPBACK = "127.0.0.1"
 HIGHEST_PORT = 65_535
 
@@ -414,3 +417,29 @@ def optional(kind: Kind[T], *, word: str = "none") -> Kind[T | None]:
         return word if value is None else kind.show(value)
 
     return Kind(f"{kind.allowed}, or {word}", parse, show, metavar=kind.metavar)
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One line of the table."""
+
+    name: str
+    kind: Kind[Any]
+    help: str
+    section: str
+    shown_default: str
+
+    @property
+    def option(self) -> str:
+        """The option's name, e.g. ``--line-limit``."""
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def variable(self) -> str:
+        """The environment variable's name, e.g. ``MLDSERVER_LINE_LIMIT``."""
+        return f"{ENV_PREFIX}{self.name.upper()}"
+
+    @property
+    def choices(self) -> str:
+        """The words that are allowed, in parentheses, where they are a few; else nothing."""
+        return f" ({self.kind.allowed})" if self.kind.choice else ""

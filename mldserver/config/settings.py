@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from mldserver.config import failures, kinds, letters, places, redaction, sinks
 from mldserver.config.kinds import (
+    ENV_PREFIX,
     Address,
     Kind,
     Late,
@@ -21,6 +22,7 @@ from mldserver.config.kinds import (
     OnFailure,
     OnKeyFailure,
     OnWindowFailure,
+    Spec,
     TcpAddress,
 )
 from mldserver.config.places import LedgerPlace, OutPlace, SqlitePlace
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ENV_PREFIX", "MAY_HOLD_SECRETS", "Settings", "Spec", "default_pipeline", "specs"]
 
-ENV_PREFIX: Final = "MLDSERVER_"
 MAY_HOLD_SECRETS: Final = frozenset({"spark_conf", "sink_options"})
 """Settings that are pairs, some of whose values may be secret."""
 
@@ -42,32 +43,6 @@ MIB: Final = 2**20
 GIB: Final = 2**30
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """One line of the table."""
-
-    name: str
-    kind: Kind[Any]
-    help: str
-    section: str
-    shown_default: str
-
-    @property
-    def option(self) -> str:
-        """The option's name, e.g. ``--line-limit``."""
-        return f"--{self.name.replace('_', '-')}"
-
-    @property
-    def variable(self) -> str:
-        """The environment variable's name, e.g. ``MLDSERVER_LINE_LIMIT``."""
-        return f"{ENV_PREFIX}{self.name.upper()}"
-
-    @property
-    def choices(self) -> str:
-        """The words that are allowed, in parentheses, where they are a few; else nothing."""
-        return f" ({self.kind.allowed})" if self.kind.choice else ""
 
 
 def _setting(kind: Kind[T], default: T, meaning: str, section: str) -> T:
