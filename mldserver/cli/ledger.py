@@ -1,4 +1,4 @@
-"""``mldserver ledger``: shows where shards and servers stand; resets shards; accepts a gap; creates a table."""
+"""``mldserver ledger``: shows where shards and servers stand; mends what needs a person; backs up and restores."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cyclopts import App
 
+from mldserver.cli.backup import backup_ledger, restore_ledger
 from mldserver.cli.looking import (
     AsJson,
     Where,
@@ -29,13 +30,15 @@ if TYPE_CHECKING:
 __all__ = ["accept_gap", "app", "create_ledger", "reset_shards", "show_ledger"]
 
 _HELP = """
-Show where shards and servers stand, reset shards, accept a gap. Servers that run are not disturbed.
+Show where shards and servers stand, reset shards, accept a gap, back up and restore. Servers that run are not disturbed.
 
 ```
 mldserver ledger show --out out/departures
 mldserver ledger show --ledger 'dynamodb://mldserver?region=eu-central-1' --pipeline departures --json
 mldserver ledger accept-gap shardId-000000000003 --out out/departures
 mldserver ledger reset shardId-000000000003 --out out/departures
+mldserver ledger backup /backups/departures-monday --out out/departures
+mldserver ledger restore /backups/departures-monday --out out/departures
 mldserver ledger create --ledger 'dynamodb://mldserver?region=eu-central-1'
 ```
 
@@ -45,6 +48,9 @@ Exit codes: 0 done, 2 there is no such shard or ledger, or it cannot be read.
 """
 
 app = App(name="ledger", help=_HELP, help_format="markdown")
+
+app.command(backup_ledger, name="backup")
+app.command(restore_ledger, name="restore")
 
 _NOWHERE: Final = Where()
 

@@ -39,6 +39,7 @@ __all__ = [
     "details",
     "moment",
     "pipeline_at",
+    "settings_at",
     "table",
     "tell",
     "tell_bytes",
@@ -72,7 +73,7 @@ def at_ledger(where: Where, work: Callable[[Ledger, LedgerState], Awaitable[None
 
     Raises OperatorError when there is no ledger, or it is damaged, newer, somebody else's or out of reach.
     """
-    settings = _settings(where)
+    settings = settings_at(where)
     try:
         asyncio.run(_at(settings, work))
     except LedgerError as error:
@@ -131,7 +132,7 @@ async def _at(settings: Settings, work: Callable[[Ledger, LedgerState], Awaitabl
 
 def pipeline_at(where: Where) -> str:
     """Return the name of the pipeline whose ledger it is."""
-    return _settings(where).pipeline
+    return settings_at(where).pipeline
 
 
 def _resolved(where: Where) -> Settings:
@@ -147,7 +148,8 @@ def _resolved(where: Where) -> Settings:
     )
 
 
-def _settings(where: Where) -> Settings:
+def settings_at(where: Where) -> Settings:
+    """Return the settings that name a ledger: with its own pipeline, if it is a file that tells."""
     from mldserver.config import SqlitePlace, ledger_file  # noqa: PLC0415  # `--help` must not wait for it
     from mldserver.state.whose import pipeline_of  # noqa: PLC0415  # see above
 

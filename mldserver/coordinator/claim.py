@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mldserver.coordinator.store import OutputStore
     from mldserver.state.ledger import Ledger, LedgerState
 
-__all__ = ["FolderClaim", "Owner"]
+__all__ = ["FolderClaim"]
 
 log = structlog.get_logger("mldserver")
 
@@ -79,15 +79,7 @@ class FolderClaim:
 
         Raises OperatorError when its ledger is elsewhere, and OSError.
         """
-        with self._store.alone(PUBLISH_LOCK):
-            found = self.read(self._store)
-            if found is None:
-                # On object stores, where two servers may do this at once, both find the same.
-                uri = self._store.uri().encode()
-                folder = uuid.uuid4().hex if self._store.local else hashlib.sha256(uri).hexdigest()[:32]
-                found = replace(self._mine, folder=folder)
-                self.write(self._store, found)
-        self._found = found
+        found = self._found = self._find()
         self._segments = [path for path, _ in self._store.files(SEGMENTS)]
         mine = self._mine
         # Of the pipeline's name a ledger itself is the judge; in a table it is a part of the place.
@@ -99,6 +91,26 @@ class FolderClaim:
                 advice="Name another folder, or the ledger it had. If the ledger was moved on purpose, start once with "
                 "--new-ledger.",
             )
+
+    def _find(self) -> Owner:
+        with self._store.alone(PUBLISH_LOCK):
+            found = _read(self._store)
+            if found is None:
+                # On object stores, where two servers may do this at once, both find the same.
+                uri = self._store.uri().encode()
+                folder = uuid.uuid4().hex if self._store.local else hashlib.sha256(uri).hexdigest()[:32]
+                found = replace(self._mine, folder=folder)
+                self._write(found)
+        return found
+
+    def folder(self) -> str:
+        """Return the folder's id, whoever owns it; a new folder gets one. Blocking. Raises OperatorError, OSError."""
+        return self._find().folder
+
+    def give(self, state: LedgerState) -> None:
+        """Let the folder be that of a ledger that was restored. Blocking. Raises OSError."""
+        assert state.folder is not None, "it was told which folder it is for"
+        self._note(replace(self._mine, folder=state.folder, ledger_id=state.ledger_id, claims=state.claims))
 
     async def settle(self, state: LedgerState, ledger: Ledger) -> LedgerState:
         """Compare folder and ledger, and note each in the other; return what the ledger holds then.
@@ -170,34 +182,33 @@ class FolderClaim:
 
     def _note(self, owner: Owner) -> None:
         with self._store.alone(PUBLISH_LOCK):
-            self.write(self._store, owner)
+            self._write(owner)
 
-    @staticmethod
-    def write(store: OutputStore, owner: Owner) -> None:
-        """Let the folder say whose it is. Blocking."""
-        store.replace(OWNER, json.dumps({"format": _FORMAT} | asdict(owner), ensure_ascii=False).encode())
+    def _write(self, owner: Owner) -> None:
+        told = {"format": _FORMAT} | asdict(owner)
+        self._store.replace(OWNER, json.dumps(told, ensure_ascii=False).encode())
 
-    @staticmethod
-    def read(store: OutputStore) -> Owner | None:
-        """Return whose the folder is; None when it does not say so. Blocking. Raises OperatorError, OSError."""
-        try:
-            data = store.get(OWNER)
-        except FileNotFoundError:
-            return None
-        # An empty file was cut off by a crash, on a file system that shows files before they are whole.
-        if not data:
-            return None
-        try:
-            told = json.loads(data)
-            if told.pop("format") == _FORMAT:
-                return Owner(**told)
-        except (ValueError, TypeError, AttributeError, KeyError):
-            pass
-        raise OperatorError(
-            f"The output folder {store.uri()} belongs to something unknown: {OWNER} in it cannot be read.",
-            did="Nothing was touched.",
-            advice="Name another folder; or, if it is this pipeline's, delete that file.",
-        )
+
+def _read(store: OutputStore) -> Owner | None:
+    """Return whose the folder is; None when it does not say so."""
+    try:
+        data = store.get(OWNER)
+    except FileNotFoundError:
+        return None
+    # An empty file was cut off by a crash, on a file system that shows files before they are whole.
+    if not data:
+        return None
+    try:
+        told = json.loads(data)
+        if told.pop("format") == _FORMAT:
+            return Owner(**told)
+    except (ValueError, TypeError, AttributeError, KeyError):
+        pass
+    raise OperatorError(
+        f"The output folder {store.uri()} belongs to something unknown: {OWNER} in it cannot be read.",
+        did="Nothing was touched.",
+        advice="Name another folder; or, if it is this pipeline's, delete that file.",
+    )
 
 
 def _named(ledger: str | None) -> str:

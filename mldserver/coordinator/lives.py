@@ -69,8 +69,16 @@ class LifeLocks:
 
     def is_dead(self, server_id: str) -> bool:
         """Whether a server held its file and holds it no more; False also when that cannot be told."""
+        return self._is_free(self._path(server_id))
+
+    def held(self) -> tuple[Path, ...]:
+        """Return the files of servers that live, or of which it cannot be told."""
+        return tuple(path for path in sorted(self._folder.glob("*.lock")) if not self._is_free(path))
+
+    @staticmethod
+    def _is_free(path: Path) -> bool:
         try:
-            descriptor = os.open(self._path(server_id), os.O_RDWR)
+            descriptor = os.open(path, os.O_RDWR)
         except OSError:
             return False
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -196,6 +197,31 @@ class OutputStore:
         with self._fs.open_input_stream(self._absolute(path)) as stream:
             return bytes(stream.read())
 
+    def save(self, path: str, target: Path) -> None:
+        """Bring a file out to where nothing deletes it: on one disk by a second name, else by a copy.
+
+        Raises OSError: FileNotFoundError when it is gone.
+        """
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if self.local:
+            _second_name(Path(self._absolute(path)), target)
+        else:
+            pafs.copy_files(
+                self._absolute(path),
+                str(target),
+                source_filesystem=self._fs,
+                destination_filesystem=pafs.LocalFileSystem(),
+            )
+
+    def bring_back(self, source: Path, path: str) -> None:
+        """Do the opposite of ``save``. Not synced."""
+        target = self._absolute(path)
+        self._fs.create_dir(target.rpartition("/")[0], recursive=True)
+        if self.local:
+            _second_name(source, Path(target))
+        else:
+            pafs.copy_files(str(source), target, destination_filesystem=self._fs)
+
     def delete(self, path: str) -> None:
         """Delete a file or a folder with all in it; one that is gone already, or goes meanwhile, is fine."""
         for left in reversed(range(_DELETE_TRIES)):
@@ -240,6 +266,16 @@ class OutputStore:
         for info in self._fs.get_file_info(selector):
             if info.type == pafs.FileType.Directory:
                 yield info.path.removeprefix(self._base).lstrip("/")
+
+
+def _second_name(source: Path, target: Path) -> None:
+    try:
+        target.hardlink_to(source)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        # Another disk, or a file system that knows no links.
+        shutil.copyfile(source, target)
 
 
 def _encodings(rows: pa.Table) -> dict[str, Any]:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 from mldserver.disk import make_folder
 from mldserver.errors import LedgerError, LedgerVersionError, OperatorError
-from mldserver.state import schema
+from mldserver.state import members, schema
 from mldserver.state.faults import damaged, translate
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["create_or_open", "open_existing"]
+__all__ = ["copy_whole", "create_or_open", "go_on_from", "open_existing"]
 
 _WAL_TRIES = 100
 _WAL_PAUSE_SECONDS = 0.02
@@ -45,6 +45,39 @@ def open_existing(path: Path, *, pipeline: str, busy_timeout_ms: int) -> sqlite3
     if path.exists():
         return _connect(path, pipeline, busy_timeout_ms, created_ms=None)
     raise _missing(path)
+
+
+def copy_whole(path: Path, target: Path) -> None:
+    """Copy a ledger, whatever its servers are doing, into one file that needs no other beside it.
+
+    Raises LedgerError when there is none, or it cannot be read or written.
+    """
+    if not path.exists():
+        raise _missing(path)
+    target.unlink(missing_ok=True)
+    try:
+        with (
+            contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as source,
+            contextlib.closing(sqlite3.connect(target)) as copy,
+        ):
+            source.backup(copy)
+            copy.execute("PRAGMA journal_mode = DELETE")
+    except sqlite3.Error as error:
+        raise translate(error, path, did="It was left as it is.") from error
+
+
+def go_on_from(path: Path, folder: str) -> None:
+    """Make a copy of a ledger, which was checked, one that goes on: under an id of its own, for a folder, with no server.
+
+    Raises LedgerError when it cannot be written.
+    """
+    try:
+        with contextlib.closing(sqlite3.connect(path)) as db, db:
+            db.execute("UPDATE meta SET version = version + 1")
+            members.bury(db, dict(db.execute("SELECT server_id, beat_ms FROM servers").fetchall()))
+            members.claim(db, folder, db.execute("SELECT ledger_id FROM meta").fetchone()[0])
+    except sqlite3.Error as error:
+        raise translate(error, path) from error
 
 
 def _connect(

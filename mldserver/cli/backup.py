@@ -1,0 +1,222 @@
+"""``mldserver ledger backup | restore``: a ledger in SQLite, with the files that it names, out of a pipeline and back.
+
+A backup is a folder: ``ledger.sqlite``, and below ``files`` what the ledger names, under the paths that it names it by:
+segments, late rows that are not visible yet, and outputs that count and are not published yet. Published windows are not
+in it: they are the output, and whoever backs that up has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from pathlib import Path  # noqa: TC003  # cyclopts reads the annotations
+from typing import TYPE_CHECKING, Final
+
+from mldserver.cli.looking import AsJson, Where, details, settings_at, tell, tell_json
+from mldserver.errors import LedgerError, OperatorError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mldserver.config import Settings
+    from mldserver.coordinator.store import OutputStore
+    from mldserver.state.ledger import LedgerState
+
+__all__ = ["backup_ledger", "restore_ledger"]
+
+_NOWHERE: Final = Where()
+_LEDGER: Final = "ledger.sqlite"
+_FILES: Final = "files"
+_TRIES: Final = 20
+"""How often the ledger is copied again because a server deleted files that the last copy names; each time fewer."""
+
+
+def backup_ledger(folder: Path, /, *, where: Where = _NOWHERE, as_json: AsJson = False) -> int:
+    """Copy a ledger in SQLite and the files that it names into a new folder, beside servers that run.
+
+    On one disk the files get a second name there and take no room. What has arrived since is not in the copy: after
+    `restore` a daemon that has checkpointed it is refused, until its lease is deleted or the gap accepted.
+
+    Parameters
+    ----------
+    folder
+        A folder that is new, or empty.
+    """
+    from mldserver.disk import make_folder, sync  # noqa: PLC0415  # `--help` must not wait for it
+    from mldserver.state.file import copy_whole  # noqa: PLC0415  # see above
+
+    with _told_as_the_operators():
+        settings, file, store = _places(where)
+        if folder.exists() and any(folder.iterdir()):
+            raise OperatorError(f"{folder} is not empty.", advice="Name a folder that is new.")
+        make_folder(folder)
+        part = folder / f"{_LEDGER}.part"
+        for _ in range(_TRIES):
+            copy_whole(file, part)
+            state = _read(part, settings.pipeline)
+            if _save(store, state, folder / _FILES):
+                break
+        else:
+            raise OperatorError(
+                f"Servers delete files faster than they can be copied to {folder}.",
+                did="There is no backup.",
+                advice="Name a folder on the output folder's own disk: there they get a second name at once.",
+            )
+        kept = set(_named(state))
+        for path in [each for each in (folder / _FILES).rglob("*") if each.is_file()]:
+            if str(path.relative_to(folder / _FILES)) in kept:
+                sync(path)
+            else:
+                path.unlink()
+        for path in (part, *(each for each in folder.rglob("*") if each.is_dir())):
+            sync(path)
+        # Last: a folder without it is no backup.
+        part.rename(folder / _LEDGER)
+        sync(folder)
+    _tell({"backup": str(folder), "pipeline": settings.pipeline, "files": len(kept)}, as_json=as_json)
+    return 0
+
+
+def restore_ledger(folder: Path, /, *, where: Where = _NOWHERE, as_json: AsJson = False) -> int:
+    """Put a backup in the place of a pipeline's ledger, and bring back the files that it names. No server may run.
+
+    The ledger that was there is kept beside it (`….replaced`). Files that were written since the backup are not
+    deleted: the next start moves them to `_mldserver/quarantine`. A window that was published since is computed again,
+    and halts until the published folder has been moved away.
+
+    Parameters
+    ----------
+    folder
+        What `mldserver ledger backup` has made.
+    """
+    from mldserver.assembly import claim_of  # noqa: PLC0415  # `--help` must not wait for it
+    from mldserver.coordinator.layout import PRIVATE  # noqa: PLC0415  # see above
+    from mldserver.disk import make_folder, sync  # noqa: PLC0415  # see above
+    from mldserver.state.file import copy_whole, go_on_from  # noqa: PLC0415  # see above
+    from mldserver.state.whose import pipeline_of  # noqa: PLC0415  # see above
+
+    with _told_as_the_operators():
+        if not (folder / _LEDGER).is_file():
+            raise OperatorError(
+                f"{folder} is no backup of a ledger.",
+                advice="Name a folder that `mldserver ledger backup` has made.",
+            )
+        settings, file, store = _places(where)
+        pipeline = where.pipeline or pipeline_of(folder / _LEDGER) or settings.pipeline
+        _require_nobody(settings)
+        make_folder(file.parent)
+        store.begin(PRIVATE)
+        part = file.with_name(f"{file.name}.part")
+        copy_whole(folder / _LEDGER, part)
+        named = list(_named(_read(part, pipeline)))
+        missing = [path for path in named if not store.exists(path)]
+        for path in missing:
+            store.bring_back(folder / _FILES / path, path)
+        store.sync_all(missing)
+        claim = claim_of(settings, store)
+        go_on_from(part, claim.folder())
+        state = _read(part, pipeline)
+        sync(part)
+        replaced = _set_aside(file)
+        part.rename(file)
+        sync(file.parent)
+        claim.give(state)
+    told = {
+        "restored": str(file),
+        "pipeline": pipeline,
+        "files": len(named),
+        "replaced": replaced and str(replaced),
+    }
+    _tell(told, as_json=as_json)
+    return 0
+
+
+@contextlib.contextmanager
+def _told_as_the_operators() -> Iterator[None]:
+    """For a tool a ledger or a disk that fails is no fault of the program."""
+    try:
+        yield
+    except LedgerError as error:
+        raise OperatorError(error.what, did=error.did, advice=error.advice, **error.where) from error
+    except OSError as error:
+        raise OperatorError(f"{error.filename or 'A file'}: {error.strerror or error}.") from error
+
+
+def _places(where: Where) -> tuple[Settings, Path, OutputStore]:
+    from mldserver.config import RemoteOut, SqlitePlace, home, ledger_file  # noqa: PLC0415  # `--help` must not wait
+    from mldserver.coordinator.store import OutputStore  # noqa: PLC0415  # see above
+
+    settings = settings_at(where)
+    if not isinstance(settings.ledger, SqlitePlace):
+        raise OperatorError(
+            "A ledger in DynamoDB is backed up by AWS, not by mldserver.",
+            advice="Turn on point-in-time recovery for the table, and versioning for the bucket of `out`. Start once "
+            "with --new-ledger on the table that was restored.",
+        )
+    out = settings.out
+    store = OutputStore(out.uri if isinstance(out, RemoteOut) else str(out), home=home(settings))
+    return settings, ledger_file(settings), store
+
+
+def _read(file: Path, pipeline: str) -> LedgerState:
+    """Return what a copy holds. Raises LedgerError when it is damaged, of another format, or another pipeline's."""
+    from mldserver.state.store import SqliteStore  # noqa: PLC0415  # `--help` must not wait for it
+
+    with contextlib.closing(SqliteStore(file, pipeline=pipeline, server_id="backup")) as ledger:
+        return ledger.peek()
+
+
+def _named(state: LedgerState) -> Iterator[str]:
+    """Yield the files that a ledger counts on."""
+    for segment in state.late_segments:
+        yield segment.path
+    for entry in state.windows.values():
+        for segment in (*entry.segments, *entry.pending):
+            yield segment.path
+        if entry.staging is not None:
+            yield from (f"{entry.staging}/{file}" for file in entry.files)
+
+
+def _save(store: OutputStore, state: LedgerState, files: Path) -> bool:
+    """Bring out what is named and not there yet; False when some of it is gone: then the ledger has gone on."""
+    whole = True
+    for path in _named(state):
+        if (files / path).exists():
+            continue
+        try:
+            store.save(path, files / path)
+        except FileNotFoundError:
+            whole = False
+    return whole
+
+
+def _require_nobody(settings: Settings) -> None:
+    from mldserver.config import home  # noqa: PLC0415  # `--help` must not wait for it
+    from mldserver.coordinator.layout import SERVERS  # noqa: PLC0415  # see above
+    from mldserver.coordinator.lives import LifeLocks  # noqa: PLC0415  # see above
+
+    if held := LifeLocks(home(settings) / SERVERS).held():
+        raise OperatorError(
+            f"{len(held)} servers run on this ledger.",
+            did="Nothing was touched.",
+            advice=f"Stop them first. (If none runs, delete {held[0]}.)",
+        )
+
+
+def _set_aside(file: Path) -> Path | None:
+    """Give the ledger that is there another name, with what SQLite keeps beside it; None when there is none."""
+    if not file.exists():
+        return None
+    names = (file.with_name(f"{file.name}.replaced{number or ''}") for number in itertools.count())
+    target = next(name for name in names if not name.exists())
+    for suffix in ("", "-wal", "-shm"):
+        with contextlib.suppress(FileNotFoundError):
+            file.with_name(file.name + suffix).rename(target.with_name(target.name + suffix))
+    return target
+
+
+def _tell(told: dict[str, object], *, as_json: bool) -> None:
+    if as_json:
+        tell_json(told)
+    else:
+        tell(details((name, str(value)) for name, value in told.items() if value is not None))

@@ -1,0 +1,263 @@
+"""``mldserver ledger backup`` and ``restore``, with whole servers before, beside and after them."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from coordinator.pipeline import Crash, Faults, Pipeline, named
+
+from mldserver import cli
+from mldserver.cli import backup
+from mldserver.coordinator.layout import LEDGER, QUARANTINE
+from mldserver.coordinator.store import OutputStore
+from mldserver.coordinator.windows import tumbling_id
+from mldserver.records import Sequence
+from mldserver.state.file import copy_whole
+from mldserver.state.ledger import WindowState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FIRST, SECOND, THIRD = (tumbling_id(start) for start in (0, 10_000, 20_000))
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("MLDSERVER_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def ledger(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run ``mldserver ledger``; return what it said."""
+
+    def run(*arguments: str, out: str = "out", code: int = 0) -> str:
+        assert cli.run(["ledger", *arguments, "--out", out]) == code
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        assert "Errno" not in captured.err
+        return captured.err if code else captured.out
+
+    return run
+
+
+def pipeline_at(tmp_path: Path, **changes: Any) -> Pipeline:
+    return Pipeline(tmp_path / "out", **changes)
+
+
+async def give(pipeline: Pipeline, session: Any, *records: tuple[int, int]) -> None:
+    await pipeline.give(session, list(records))
+    for _ in range(3):
+        await pipeline.cycle()
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*.parquet"))
+
+
+async def test_a_backup_of_a_running_server_brings_everything_back_that_it_held(
+    tmp_path: Path, ledger: Any
+) -> None:
+    """The disk is lost. What was published since is read again; no row is lost, and none is there twice."""
+    pipeline = pipeline_at(tmp_path)
+    async with pipeline.life():
+        session = await pipeline.open("a")
+        await give(pipeline, session, (1, 1000), (2, 12_000))
+        told = json.loads(ledger("backup", "monday", "--json"))
+        assert told == {"backup": "monday", "pipeline": "test", "files": 1}
+        await give(pipeline, session, (3, 13_000), (4, 31_000))
+        assert pipeline.published()[SECOND] == [2, 3]
+    assert files(tmp_path / "monday") != []
+    shutil.copytree(tmp_path / "out" / f"window={FIRST}", tmp_path / "kept")
+    shutil.rmtree(tmp_path / "out")
+    assert "restored" in ledger("restore", "monday")
+    shutil.copytree(tmp_path / "kept", tmp_path / "out" / f"window={FIRST}")
+    async with pipeline.life():
+        session = await pipeline.open("a")
+        assert session.after == Sequence(2)
+        await give(pipeline, session, (3, 13_000), (4, 31_000))
+        assert pipeline.published() == {FIRST: [1], SECOND: [2, 3]}
+
+
+async def test_a_daemon_that_is_ahead_of_a_restored_ledger_is_told(tmp_path: Path, ledger: Any) -> None:
+    pipeline = pipeline_at(tmp_path)
+    async with pipeline.life():
+        session = await pipeline.open("a")
+        await give(pipeline, session, (1, 1000))
+        ledger("backup", "monday")
+        await give(pipeline, session, (2, 2000))
+    ledger("restore", "monday")
+    async with pipeline.life():
+        with pytest.raises(Exception, match="beyond the ledger's position"):
+            await pipeline.open("a", Sequence(2))
+
+
+async def test_what_was_written_since_a_backup_is_set_apart_and_the_ledger_before_is_kept(
+    tmp_path: Path, ledger: Any, logged: list[dict[str, Any]]
+) -> None:
+    pipeline = pipeline_at(tmp_path)
+    async with pipeline.life():
+        session = await pipeline.open("a")
+        await give(pipeline, session, (1, 1000))
+        ledger("backup", "monday")
+        await give(pipeline, session, (2, 2000))
+    before, after = files(tmp_path / "monday"), files(tmp_path / "out" / "_mldserver" / "segments")
+    for number in range(2):
+        told = json.loads(ledger("restore", "monday", "--json"))
+        assert told["replaced"].endswith(f"ledger.sqlite.replaced{number or ''}")
+        assert (tmp_path / told["replaced"]).exists()
+    async with pipeline.life():
+        assert pipeline.state().windows[FIRST].rows_in == 1
+    assert files(tmp_path / "out" / QUARANTINE) == sorted(set(after) - set(before))
+    assert files(tmp_path / "out" / "_mldserver" / "segments") == before
+    assert len(named(logged, "recovery.quarantined")) == 1
+    async with pipeline.life():
+        pass
+
+
+async def test_a_restored_ledger_has_no_servers_and_nobody_holds_its_shards(
+    tmp_path: Path, ledger: Any
+) -> None:
+    pipeline = pipeline_at(tmp_path)
+    async with pipeline.life():
+        await give(pipeline, await pipeline.open("a"), (1, 1000))
+        ledger("backup", "monday")
+    ledger("restore", "monday")
+    state = pipeline.state()
+    assert (state.servers, state.shards["a"].owner) == ({}, None)
+
+
+async def test_an_output_that_counts_and_is_not_visible_is_in_the_backup(tmp_path: Path, ledger: Any) -> None:
+    def die(name: str, after: bool) -> None:
+        if name == "rename":
+            pipeline.faults.dead = True
+            raise Crash(name)
+
+    pipeline = pipeline_at(tmp_path)
+    pipeline.faults = Faults(hook=die)
+    try:
+        async with pipeline.life():
+            await give(pipeline, await pipeline.open("a"), (1, 1000), (2, 12_000))
+    except* Crash:
+        pass
+    assert pipeline.state().windows[FIRST].state is WindowState.COMMITTED
+    ledger("backup", "monday")
+    shutil.rmtree(tmp_path / "out")
+    ledger("restore", "monday")
+    pipeline.faults = Faults()
+    async with pipeline.life():
+        await pipeline.cycle()
+        assert pipeline.published() == {FIRST: [1]}
+        assert pipeline.engine.jobs == []
+
+
+async def test_files_that_go_while_they_are_copied_make_the_backup_a_later_one(
+    tmp_path: Path, ledger: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = pipeline_at(tmp_path)
+    async with pipeline.life():
+        session = await pipeline.open("a")
+        await give(pipeline, session, (1, 1000))
+        stale = tmp_path / "stale.sqlite"
+        copy_whole(tmp_path / "out" / LEDGER, stale)
+        await give(pipeline, session, (2, 12_000))
+        assert pipeline.published() == {FIRST: [1]}, "and its segment is gone"
+        sources = [stale]
+        monkeypatch.setattr(
+            "mldserver.state.file.copy_whole",
+            lambda path, target: copy_whole(sources.pop() if sources else path, target),
+        )
+        ledger("backup", "monday")
+    assert sources == []
+    named_files = {Path(path).name for path in backup._named(pipeline.state())}
+    assert set(files(tmp_path / "monday")) == named_files
+    assert len(named_files) == 1
+
+
+async def test_a_server_that_deletes_faster_than_can_be_copied_is_told(
+    tmp_path: Path, ledger: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(store: OutputStore, path: str, target: Path) -> None:
+        raise FileNotFoundError(errno.ENOENT, "gone", path)
+
+    pipeline = pipeline_at(tmp_path)
+    async with pipeline.life():
+        await give(pipeline, await pipeline.open("a"), (1, 1000))
+        monkeypatch.setattr(OutputStore, "save", gone)
+        assert "faster than they can be copied" in ledger("backup", "monday", code=2)
+    assert not (tmp_path / "monday" / "ledger.sqlite").exists()
+
+
+async def test_a_backup_on_another_disk_is_a_copy(
+    tmp_path: Path, ledger: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, target: Path) -> None:
+        if not target.exists():
+            raise FileNotFoundError(target)
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    pipeline = pipeline_at(tmp_path)
+    async with pipeline.life():
+        await give(pipeline, await pipeline.open("a"), (1, 1000))
+        monkeypatch.setattr(Path, "hardlink_to", refuse)
+        ledger("backup", "monday")
+    (copy,) = (tmp_path / "monday").rglob("*.parquet")
+    assert copy.stat().st_nlink == 1
+    shutil.rmtree(tmp_path / "out")
+    ledger("restore", "monday")
+    assert files(tmp_path / "out") == [copy.name]
+
+
+async def test_nothing_is_restored_under_a_server_that_lives(tmp_path: Path, ledger: Any) -> None:
+    pipeline = pipeline_at(tmp_path, locks=True)
+    async with pipeline.life():
+        await give(pipeline, await pipeline.open("a"), (1, 1000))
+        ledger("backup", "monday")
+        assert "1 servers run on this ledger. Nothing was touched." in ledger("restore", "monday", code=2)
+    ledger("restore", "monday")
+
+
+def test_a_ledger_in_a_table_is_awss_to_back_up(ledger: Any) -> None:
+    where = ["--ledger", "dynamodb://table?region=x", "--pipeline", "p"]
+    for command in ("backup", "restore"):
+        (Path("some")).mkdir(exist_ok=True)
+        (Path("some") / "ledger.sqlite").touch()
+        told = ledger(command, "other" if command == "backup" else "some", *where, code=2)
+        assert "backed up by AWS" in told
+        assert "point-in-time recovery" in told
+        assert "--new-ledger" in told
+
+
+def test_what_cannot_be_backed_up_or_restored_is_told_in_a_sentence(tmp_path: Path, ledger: Any) -> None:
+    assert "There is no ledger" in ledger("backup", "monday", code=2)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    assert "full is not empty" in ledger("backup", "full", code=2)
+    assert "full is no backup of a ledger" in ledger("restore", "full", code=2)
+    (tmp_path / "full" / "ledger.sqlite").write_bytes(b"no database at all, whatever its name may say of it")
+    assert "damaged" in ledger("restore", "full", code=2)
+    (tmp_path / "full" / "ledger.sqlite").write_bytes(b"")
+    assert "There is no ledger" in ledger("restore", "full", code=2)
+    assert "file/below" in ledger("backup", "full/file/below", code=2)
+
+
+async def test_segments_on_an_object_store_are_copied_too(
+    tmp_path: Path, ledger: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Out of the file system that pyarrow has in memory, and back into it."""
+    remote = OutputStore("mock://bucket/out")
+    remote.put("_mldserver/segments/w/1.parquet", b"rows")
+    remote.save("_mldserver/segments/w/1.parquet", tmp_path / "copy" / "1.parquet")
+    assert (tmp_path / "copy" / "1.parquet").read_bytes() == b"rows"
+    remote.delete("_mldserver/segments/w/1.parquet")
+    remote.bring_back(tmp_path / "copy" / "1.parquet", "_mldserver/segments/w/1.parquet")
+    assert remote.get("_mldserver/segments/w/1.parquet") == b"rows"
+    with pytest.raises(FileNotFoundError):
+        remote.save("nothing", tmp_path / "copy" / "nothing")
