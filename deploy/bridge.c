@@ -29,6 +29,9 @@
 #include <sys/un.h>
 #include <time.h>
 #include <unistd.h>
+#ifdef __linux__
+#include <sys/prctl.h>
+#endif
 
 enum { BUFFER = 65536, LINGER_MS = 2000 };
 
@@ -153,6 +156,9 @@ int main(int count, char **arguments)
     address = count == 2 ? arguments[1] : "usage";
     if (count != 2)
         die(2, "bridge HOST:PORT | unix:/path");
+#ifdef __linux__
+    prctl(PR_SET_NAME, "mld-bridge"); /* mldserver kcl starts it from memory, where it has no name */
+#endif
     signal(SIGINT, SIG_IGN);
     signal(SIGTERM, SIG_IGN);
     signal(SIGHUP, SIG_IGN);

@@ -10,12 +10,13 @@ import contextlib
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from mldserver.errors import ConfigError
 from mldserver.runtime.aside import aside
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-__all__ = ["aws_client"]
+__all__ = ["aws_client", "require_aws"]
 
 _ANY_REGION: Final = "us-east-1"
 
@@ -41,6 +42,36 @@ async def aws_client(
     made = session.client(service, region_name=region, endpoint_url=endpoint_url, config=AioConfig(**config))
     async with made as client:
         yield client
+
+
+async def require_aws(stream: str, *, region: str | None) -> None:
+    """Raise ConfigError when a stream is named and AWS cannot be asked about it: no region, or no credentials.
+
+    Both are looked for where boto3 finds them, the instance's own metadata included. That they can be had, not that AWS
+    takes them.
+    """
+    missing = await aside(partial(_missing, region), name="mldserver-aws")
+    if missing:
+        raise ConfigError(
+            f"The stream {stream} is named, but {missing}.",
+            advice="Give the region with --region, and credentials by the environment, a profile or the host's role.",
+        )
+
+
+def _missing(region: str | None) -> str:
+    """Return what AWS's clients would find missing. Blocking."""
+    import botocore.session  # noqa: PLC0415  # as below
+    from botocore.exceptions import BotoCoreError, PartialCredentialsError, ProfileNotFound  # noqa: PLC0415  # as below
+
+    session = botocore.session.Session()
+    try:
+        if not (region or session.get_config_variable("region")):
+            return "no AWS region was given"
+        return "" if session.get_credentials() else "there are no AWS credentials"
+    except (PartialCredentialsError, ProfileNotFound) as error:
+        return f"AWS's settings are wrong: {error}".rstrip(".")
+    except BotoCoreError:
+        return ""  # a service that gives credentials does not answer yet
 
 
 def _session(service: str) -> Any:

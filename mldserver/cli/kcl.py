@@ -9,18 +9,20 @@ import signal
 import socket
 import uuid
 from dataclasses import replace
+from functools import partial
 from pathlib import Path  # noqa: TC003  # cyclopts reads the annotations
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
+from mldserver.aws import require_aws
 from mldserver.cli.process import working_directory
 from mldserver.clock import SystemClock
 from mldserver.config import TcpAddress, resolve
 from mldserver.config.redaction import java_option
 from mldserver.errors import ConfigError
 from mldserver.kcl.bridge import bridge_command
-from mldserver.kcl.launch import prepare, private_folder
+from mldserver.kcl.launch import prepare, private_files
 from mldserver.kcl.parts import find_jars, find_java
 from mldserver.kcl.properties import (
     DaemonSettings,
@@ -30,13 +32,12 @@ from mldserver.kcl.properties import (
     start_of,
 )
 from mldserver.kcl.restart import Backoff
-from mldserver.kcl.supervisor import Supervisor
+from mldserver.kcl.supervisor import Supervisor, answers
 from mldserver.observe.logging import logging_to, reopen
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from mldserver.config import Settings
+    from mldserver.kcl.launch import Files
 
 __all__ = ["app"]
 
@@ -45,15 +46,17 @@ app = App(
     help="""Run Amazon's Java MultiLangDaemon and connect it to a server.
 
 Needs Java 17 or later and the extra: `pip install 'mldserver[kcl]'`. AWS credentials are found as every AWS SDK finds
-them. The daemon leases the stream's shards and opens one connection for each; when it exits it is started again, after
-a delay that doubles up to a minute. Run one on every host that should share the work.
+them. The daemon is started once the server answers; it leases the stream's shards and opens one connection for each.
+When one of them ends, the daemon ends too, and is started again after a delay that doubles up to a minute. Run one on
+every host that should share the work.
 
 Stream, region, log level and format, and Java may also come from `MLDSERVER_…` variables or `mldserver.toml`;
 `--connect` is then where the server listens. The log file may not: it would be the server's.
 
 Example: `mldserver kcl --stream departures --app departures-hourly --region eu-central-1`
 
-Exit codes: 0 the daemon was stopped and ended by itself; 2 wrong settings, or no Java or jars; 3 it had to be killed.
+Exit codes: 0 the daemon was stopped and ended by itself; 2 wrong settings, or no Java, jars or AWS credentials; 3 it had
+to be killed. What is not there yet, such as the server or AWS, is waited for.
 """,
 )
 
@@ -72,9 +75,17 @@ def kcl(
         str,
         Parameter(help="Where shards without a checkpoint start: TRIM_HORIZON, LATEST or an ISO 8601 time."),
     ] = "TRIM_HORIZON",
-    endpoint_url: Annotated[str | None, Parameter(help="Kinesis endpoint, for emulators.")] = None,
-    dynamodb_endpoint: Annotated[str | None, Parameter(help="DynamoDB endpoint, for emulators.")] = None,
-    cloudwatch_endpoint: Annotated[str | None, Parameter(help="CloudWatch endpoint, for emulators.")] = None,
+    retrieval: Annotated[
+        Literal["polling", "fan-out"],
+        Parameter(help="How records are read; fan-out registers a consumer of the stream, which AWS bills."),
+    ] = "polling",
+    endpoint_url: Annotated[
+        str | None,
+        Parameter(help="Endpoint of all three AWS services, but those named below; for emulators."),
+    ] = None,
+    kinesis_endpoint: Annotated[str | None, Parameter(help="Endpoint of Kinesis alone.")] = None,
+    dynamodb_endpoint: Annotated[str | None, Parameter(help="Endpoint of DynamoDB alone.")] = None,
+    cloudwatch_endpoint: Annotated[str | None, Parameter(help="Endpoint of CloudWatch alone.")] = None,
     property: Annotated[  # noqa: A002  # the option's name
         tuple[str, ...],
         Parameter(
@@ -120,15 +131,17 @@ def kcl(
         executable="",
         worker=f"{socket.gethostname()}-{uuid.uuid4()}",
         position=start_of(initial_position),
+        retrieval=retrieval,
         endpoint_url=settings.endpoint_url,
+        kinesis_endpoint=kinesis_endpoint,
         dynamodb_endpoint=dynamodb_endpoint,
         cloudwatch_endpoint=cloudwatch_endpoint,
         extra=parse_pairs(property),
     )
-    with private_folder() as folder:
-        properties = daemon_properties(replace(wanted, executable=bridge_command(settings.listen, folder)))
-        with logging_to(settings):
-            return asyncio.run(_run(settings, folder, properties, java_option))
+    daemon_properties(wanted)  # what is wrong is told before anything is compiled
+    with private_files() as files, logging_to(settings):
+        wanted = replace(wanted, executable=bridge_command(settings.listen, files))
+        return asyncio.run(_run(settings, files, wanted, java_option))
 
 
 def _check(app: str, settings: Settings) -> None:
@@ -149,11 +162,17 @@ def _required(name: str, value: str | None) -> str:
 
 
 async def _run(
-    settings: Settings, folder: Path, properties: Mapping[str, str], java_options: tuple[str, ...]
+    settings: Settings, files: Files, wanted: DaemonSettings, java_options: tuple[str, ...]
 ) -> int:
+    # Credentials that only Java knows of: those are its own affair.
+    if not any("credentialsprovider" in name.lower() for name in wanted.extra) and not any(
+        option.startswith("-Daws.") for option in java_options
+    ):
+        await require_aws(wanted.stream, region=wanted.region)
+    properties = daemon_properties(wanted)
     java = await find_java(str(settings.java_home) if settings.java_home else None, os.environ)
     launch = prepare(
-        folder,
+        files,
         java=java.command,
         jars=find_jars(),
         properties=properties,
@@ -167,8 +186,11 @@ async def _run(
         grace=shutdown_seconds(properties) + settings.close_timeout,
         clock=SystemClock(),
         chance=random.SystemRandom().random,
+        server=settings.listen,
+        answers=partial(answers, settings.listen),
         told={
             "java": java.version,
+            "retrieval": wanted.retrieval,
             "properties": properties,
             "command": [launch.java, *map(java_option, java_options)],
         },

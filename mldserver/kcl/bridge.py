@@ -7,10 +7,10 @@ compiler, 2.7 MiB. Their behaviour is the same.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from mldserver.errors import ConfigError
@@ -18,61 +18,63 @@ from mldserver.kcl.parts import deploy_file
 
 if TYPE_CHECKING:
     from mldserver.config import Address
+    from mldserver.kcl.launch import Files
 
 __all__ = ["bridge_command", "compiled", "scripted"]
 
 COMPILERS: Final = ("cc", "gcc", "clang")
 COMPILE_SECONDS: Final = 30
+COMPILE: Final = 'folder=$(mktemp -d) && TMPDIR=$folder "$0" -O2 -o "$folder/bridge" "$1" && cat "$folder/bridge"; rm -rf "$folder"'
+"""A shell's, so that it removes what compilers leave lying though this process be killed meanwhile."""
 USAGE_EXIT: Final = 2
 """What a bridge without an address exits with."""
 
 
-def bridge_command(address: Address, folder: Path) -> str:
-    """Return the bridge's command line as ``executableName`` wants it; ``folder`` must live as long as the daemon.
+def bridge_command(address: Address, files: Files) -> str:
+    """Return the bridge's command line as ``executableName`` wants it; ``files`` must live as long as the daemon.
 
-    Raises ConfigError when the address has a space in it: the daemon splits the line on spaces and knows no quotes.
+    Raises ConfigError when a path in it has a space: the daemon splits the line on spaces and knows no quotes.
     """
     target = str(address)
     if len(target.split()) != 1:
         raise ConfigError(f"The address {target!r} has a space in it.", advice="Use another path.")
-    return " ".join([*(compiled(folder) or scripted(folder)), target])
+    return " ".join([*(compiled(files) or scripted(files)), target])
 
 
-def compiled(folder: Path) -> tuple[str, ...] | None:
+def compiled(files: Files) -> tuple[str, ...] | None:
     """Return the compiled bridge's command; None without a compiler, or where its output does not run."""
-    bridge = folder / "bridge"
     for compiler in filter(None, map(shutil.which, COMPILERS)):
-        command = [compiler, "-O2", "-o", str(bridge), str(deploy_file("bridge.c"))]
+        command = ["/bin/sh", "-c", COMPILE, compiler, str(deploy_file("bridge.c"))]
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            _quietly(command)
-            # It says how it is used, if it runs at all here (the folder may forbid it).
-            if _quietly([str(bridge)]) == USAGE_EXIT:
-                return (str(bridge),)
+            program = _run(command).stdout
+            if not program:
+                continue
+            bridge = files.add("bridge", program)
+            # It says how it is used, if it runs at all here (what is in memory or /tmp may not be executed everywhere).
+            if _run([bridge]).returncode == USAGE_EXIT:
+                return (bridge,)
     return None
 
 
-def scripted(folder: Path) -> tuple[str, ...]:
-    """Return the Python bridge's command, under paths without spaces."""
-    python = _without_spaces(Path(sys.executable), folder / "python")
-    script = _without_spaces(deploy_file("bridge.py"), folder / "bridge.py")
-    return (str(python), "-ISE", str(script))
+def scripted(files: Files) -> tuple[str, ...]:
+    """Return the Python bridge's command. Raises ConfigError where this Python's path has a space."""
+    python = sys.executable
+    if len(python.split()) != 1:
+        python = f"/proc/{os.getpid()}/exe"
+        if not os.path.exists(python):  # noqa: PTH110  # it is no path of the file system
+            raise ConfigError(
+                f"The path of Python, {sys.executable}, has a space in it.", advice="Install a C compiler."
+            )
+    return (python, "-ISE", files.add("bridge.py", deploy_file("bridge.py").read_bytes()))
 
 
-def _without_spaces(path: Path, link: Path) -> Path:
-    if len(str(path).split()) == 1:
-        return path
-    link.symlink_to(path)
-    return link
-
-
-def _quietly(command: list[str]) -> int:
-    """Run a command to its end and return its exit code."""
-    done = subprocess.run(  # noqa: S603  # a compiler from PATH over our own source
+def _run(command: list[str]) -> subprocess.CompletedProcess[bytes]:
+    """Run a command to its end."""
+    return subprocess.run(  # noqa: S603  # a compiler from PATH over our own source
         command,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         timeout=COMPILE_SECONDS,
         check=False,
     )
-    return done.returncode

@@ -1,10 +1,9 @@
-"""Puts the daemon's command line together, and the files that it reads, in a folder of their own."""
+"""Puts the daemon's command line together, and the files that it reads and starts."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from mldserver.kcl.properties import as_text
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["Launch", "prepare", "private_folder"]
+__all__ = ["Files", "Launch", "prepare", "private_files"]
 
 MAIN_CLASS: Final = "software.amazon.kinesis.multilang.MultiLangDaemon"
 TETHER: Final = Path(__file__).with_name("tether.py")
@@ -26,6 +25,8 @@ JVM_OPTIONS: Final = (
     "-Dfile.encoding=UTF-8",
     # A daemon that is out of memory is better started afresh than kept half alive.
     "-XX:+ExitOnOutOfMemoryError",
+    # Without it the JVM keeps counters in a file in /tmp, which stays there when it is killed.
+    "-XX:+PerfDisableSharedMem",
 )
 EMULATOR_OPTIONS: Final = ("-Daws.cborEnabled=false",)
 """Emulators of Kinesis speak JSON only."""
@@ -44,19 +45,57 @@ class Launch:
         return (sys.executable, "-ISE", str(TETHER), str(os.getpid()), self.java, *self.arguments)
 
 
+class Files:
+    """Files for the daemon that nobody else can read, under paths without a space.
+
+    On Linux they are memory of this process: whatever ends it, nothing is left of them.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        """Keep them in ``folder``; None: in memory."""
+        self._folder = folder
+        self._open: list[int] = []
+
+    def add(self, name: str, content: bytes) -> str:
+        """Return the path of a new file. It may be executed."""
+        if self._folder is not None:
+            path = self._folder / name
+            path.write_bytes(content)
+            path.chmod(0o700)
+            return str(path)
+        writing = os.memfd_create(f"mldserver-{name}", os.MFD_CLOEXEC)
+        with os.fdopen(writing, "wb") as file:
+            file.write(content)
+            os.fchmod(writing, 0o700)
+            # What is open for writing cannot be executed.
+            self._open.append(os.open(f"/proc/self/fd/{writing}", os.O_RDONLY | os.O_CLOEXEC))
+        # The process id, not "self": the daemon's children close what they inherit.
+        return f"/proc/{os.getpid()}/fd/{self._open[-1]}"
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        for descriptor in self._open:
+            os.close(descriptor)
+
+
 @contextlib.contextmanager
-def private_folder() -> Iterator[Path]:
-    """Give a folder that nobody else can read, without a space in its path, and delete it at the end."""
-    place = tempfile.gettempdir()
-    folder = Path(tempfile.mkdtemp(prefix="mldserver-kcl-", dir="/tmp" if len(place.split()) != 1 else place))  # noqa: S108  # mkdtemp is safe anywhere
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def private_files() -> Iterator[Files]:
+    """Give files that are gone at the end of the context."""
+    with contextlib.ExitStack() as stack:
+        folder = None
+        if not hasattr(os, "memfd_create"):
+            place = tempfile.gettempdir()
+            where = "/tmp" if len(place.split()) != 1 else place  # noqa: S108  # mkdtemp is safe anywhere
+            folder = Path(
+                stack.enter_context(tempfile.TemporaryDirectory(prefix="mldserver-kcl-", dir=where))
+            )
+        files = Files(folder)
+        stack.callback(files.close)
+        yield files
 
 
 def prepare(
-    folder: Path,
+    files: Files,
     *,
     java: str,
     jars: Sequence[Path],
@@ -64,27 +103,26 @@ def prepare(
     java_options: Sequence[str] = (),
     environment: Mapping[str, str],
 ) -> Launch:
-    """Write the daemon's files into ``folder`` and return how to start it.
+    """Write the daemon's ``files`` and return how to start it.
 
     ``environment`` is passed on; a region is added where the AWS SDK would look for one and find none.
     """
-    written = folder / "mld.properties"
-    logback = folder / "logback.xml"
-    written.write_text(as_text(properties), "ascii")
-    logback.write_text(LOGBACK_XML, "utf-8")
+    written = files.add("mld.properties", as_text(properties).encode("ascii"))
+    logback = files.add("logback.xml", LOGBACK_XML.encode())
     emulated = properties.get("kinesisEndpoint", "").startswith("http://")
     arguments = (
         *JVM_OPTIONS,
         *(EMULATOR_OPTIONS if emulated else ()),
-        # From the first line on, not only from the moment at which the daemon reads its arguments.
-        f"-Dlogback.configurationFile={logback}",
+        # From the first line on, not only from the moment at which the daemon reads its arguments. Logback wants a name
+        # that ends with "xml"; as a URL it may have one, which the file system does not see.
+        f"-Dlogback.configurationFile=file:{logback}#.xml",
         *java_options,
         "-cp",
         os.pathsep.join(map(str, jars)),
         MAIN_CLASS,
         "--properties-file",
-        str(written),
+        written,
         "--log-configuration",
-        str(logback),
+        logback,
     )
     return Launch(java, arguments, {"AWS_REGION": properties["regionName"], **environment})

@@ -10,7 +10,10 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["LOGBACK_XML", "LogEvent", "LogParser"]
+__all__ = ["ENDS_ITSELF", "LOGBACK_XML", "LogEvent", "LogParser"]
+
+ENDS_ITSELF: Final = "Process terminated, will initiate shutdown."
+"""What the daemon says when its JVM begins to exit: on SIGTERM, or because a connection to the server ended."""
 
 MARK: Final = "MLD"
 LINE_END: Final = "\u2028"
@@ -29,6 +32,9 @@ CHATTY: Final = "\n  ".join(
 )
 """Classes that write several lines for each message, even an empty one; the server logs every batch already."""
 
+TELLING: Final = '<logger name="software.amazon.kinesis.lifecycle.ShutdownTask" level="DEBUG"/>'
+"""The only class that says why a shard is let go."""
+
 LOGBACK_XML: Final = f"""\
 <configuration>
   <statusListener class="ch.qos.logback.core.status.NopStatusListener"/>
@@ -39,6 +45,7 @@ LOGBACK_XML: Final = f"""\
     </encoder>
   </appender>
   {CHATTY}
+  {TELLING}
   <root level="INFO"><appender-ref ref="stdout"/></root>
 </configuration>
 """

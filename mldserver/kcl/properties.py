@@ -8,6 +8,7 @@ the Java type's default (0, false) counts as not given.
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
@@ -17,88 +18,157 @@ from mldserver.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["DaemonSettings", "as_text", "daemon_properties", "parse_pairs", "shutdown_seconds", "start_of"]
+__all__ = [
+    "RETRIEVAL",
+    "DaemonSettings",
+    "as_text",
+    "daemon_properties",
+    "parse_pairs",
+    "shutdown_seconds",
+    "start_of",
+]
 
 SHUTDOWN_GRACE_MS: Final = 30_000
+LARGEST_INT: Final = 2**31 - 1
 
-NEVER_ZERO: Final = frozenset({
-    "failoverTimeMillis",
+RETRIEVAL: Final = {"polling": "POLLING", "fan-out": "FANOUT"}
+"""What ``--retrieval`` takes, as the daemon names it. By itself it would register a consumer, which AWS bills."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a property's value may be."""
+
+    wants: str
+    pattern: str
+    largest: int = LARGEST_INT
+    zero_counts: bool = True
+    """False for a primitive Java type: there 0 (or false) is read as "not given", and the KCL's own default stays."""
+
+    def takes(self, value: str) -> bool:
+        """Whether the daemon can read the value."""
+        return bool(re.fullmatch(self.pattern, value)) and (
+            not value.isdecimal() or int(value) <= self.largest
+        )
+
+    def ignores(self, value: str) -> bool:
+        """Whether the daemon would read the value, and go on without it."""
+        return not self.zero_counts and bool(re.fullmatch(r"[0.]*0[0.]*|false", value.lower()))
+
+
+_TEXT: Final = Kind("some text", r"[^\0]+")
+_NUMBER: Final = Kind("a whole number", "[0-9]+")
+_COUNT: Final = Kind("a whole number from 1 on", "[0-9]+", zero_counts=False)
+_RATIO: Final = Kind("a number above 0", r"[0-9]+(\.[0-9]+)?", zero_counts=False)
+_FLAG: Final = Kind("true or false", "(?i:true|false)")
+_BILLING: Final = Kind("PAY_PER_REQUEST or PROVISIONED", "PAY_PER_REQUEST|PROVISIONED")
+
+PROPERTIES: Final[dict[str, Kind]] = {
+    **dict.fromkeys(
+        (
+            "coordinatorStateReadCapacity",
+            "coordinatorStateWriteCapacity",
+            "dampeningPercentage",
+            "failoverTimeMillis",
+            "idleTimeBetweenReadsInMillis",
+            "inMemoryWorkerMetricsCaptureFrequencyMillis",
+            "initialLeaseTableReadCapacity",
+            "initialLeaseTableWriteCapacity",
+            "leaseAssignmentIntervalMillis",
+            "listShardsBackoffTimeInMillis",
+            "maxLeaseRenewalThreads",
+            "maxLeasesForWorker",
+            "maxLeasesToStealAtOneTime",
+            "maxListShardsRetryAttempts",
+            "metricsBufferTimeMillis",
+            "metricsMaxQueueSize",
+            "millisBehindLatestThresholdForReducedTps",
+            "noOfPersistedMetricsPerWorkerMetrics",
+            "parentShardPollIntervalMillis",
+            "reBalanceThresholdPercentage",
+            "schedulerInitializationBackoffTimeMillis",
+            "shardSyncIntervalMillis",
+            "taskBackoffTimeMillis",
+            "varianceBalancingFrequency",
+            "workerMetricsReadCapacity",
+            "workerMetricsReporterFreqInMillis",
+            "workerMetricsWriteCapacity",
+        ),
+        _COUNT,
+    ),
+    **dict.fromkeys(
+        (
+            "gracefulLeaseHandoffTimeoutMillis",
+            "logWarningForTaskAfterMillis",
+            "maxActiveThreads",
+            "maxGetRecordsThreadPool",
+            "retryGetRecordsInSeconds",
+            "shutdownGraceMillis",
+        ),
+        _NUMBER,
+    ),
+    **dict.fromkeys(
+        (
+            "allowThroughputOvershoot",
+            "callProcessRecordsEvenForEmptyRecordList",
+            "coordinatorStateDeletionProtectionEnabled",
+            "coordinatorStatePointInTimeRecoveryEnabled",
+            "disableWorkerMetrics",
+            "enablePriorityLeaseAssignment",
+            "ignoreUnexpectedChildShards",
+            "isGracefulLeaseHandoffEnabled",
+            "leaseTableDeletionProtectionEnabled",
+            "leaseTablePitrEnabled",
+            "skipShardSyncAtWorkerInitializationIfLeasesExist",
+            "workerMetricsDeletionProtectionEnabled",
+            "workerMetricsPointInTimeRecoveryEnabled",
+        ),
+        _FLAG,
+    ),
+    **dict.fromkeys(
+        (
+            "AWSCredentialsProvider",
+            "AwsCredentialsProvider",
+            "AWSCredentialsProviderCloudWatch",
+            "AWSCredentialsProviderDynamoDB",
+            "cloudWatchRegionName",
+            "coordinatorStateTableName",
+            "coordinatorStateTags",
+            "dynamoDBRegionName",
+            "metricsEnabledDimensions",
+            "processingLanguage",
+            "streamArn",
+            "tableName",
+            "workerId",
+            "workerIdentifier",
+            "workerMetricsTableName",
+            "workerMetricsTags",
+        ),
+        _TEXT,
+    ),
+    "cleanupLeasesUponShardCompletion": Kind("true", "(?i:true|false)", zero_counts=False),
+    "clientVersionConfig": Kind(
+        "CLIENT_VERSION_CONFIG_3X or CLIENT_VERSION_CONFIG_COMPATIBLE_WITH_2X",
+        "CLIENT_VERSION_CONFIG_(3X|COMPATIBLE_WITH_2X)",
+    ),
+    "coordinatorStateBillingMode": _BILLING,
+    "maxRecords": Kind(
+        "a whole number from 1 to 10000 (AWS's limit)", "[0-9]+", largest=10_000, zero_counts=False
+    ),
+    "maxThroughputPerHostKBps": _RATIO,
+    "metricsLevel": Kind("DETAILED, SUMMARY or NONE", "(?i:DETAILED|SUMMARY|NONE)"),
+    "staleWorkerMetricsEntryCleanupDuration": Kind("an ISO 8601 duration such as PT1H", "PT?[0-9].*"),
+    "workerMetricsBillingMode": _BILLING,
+    "workerMetricsEMAAlpha": _RATIO,
+}
+"""What the daemon knows and ``mldserver kcl`` has no option for."""
+
+OF_POLLING: Final = frozenset({
     "idleTimeBetweenReadsInMillis",
-    "inMemoryWorkerMetricsCaptureFrequencyMillis",
-    "initialLeaseTableReadCapacity",
-    "initialLeaseTableWriteCapacity",
-    "leaseAssignmentIntervalMillis",
-    "listShardsBackoffTimeInMillis",
-    "maxLeaseRenewalThreads",
-    "maxLeasesForWorker",
-    "maxLeasesToStealAtOneTime",
-    "maxListShardsRetryAttempts",
-    "maxRecords",
-    "maxThroughputPerHostKBps",
-    "metricsBufferTimeMillis",
-    "metricsMaxQueueSize",
-    "millisBehindLatestThresholdForReducedTps",
-    "noOfPersistedMetricsPerWorkerMetrics",
-    "parentShardPollIntervalMillis",
-    "reBalanceThresholdPercentage",
-    "dampeningPercentage",
-    "schedulerInitializationBackoffTimeMillis",
-    "shardSyncIntervalMillis",
-    "taskBackoffTimeMillis",
-    "varianceBalancingFrequency",
-    "workerMetricsEMAAlpha",
-    "workerMetricsReporterFreqInMillis",
-})  # fmt: skip
-"""Numbers of a primitive Java type: 0 is read as "not given", and the KCL's own default stays."""
-
-NEVER_FALSE: Final = frozenset({"cleanupLeasesUponShardCompletion"})
-"""Booleans of the primitive Java type that the KCL sets to true: false is read as "not given"."""
-
-OTHERS: Final = frozenset({
-    "AWSCredentialsProvider",
-    "AwsCredentialsProvider",
-    "AWSCredentialsProviderCloudWatch",
-    "AWSCredentialsProviderDynamoDB",
-    "allowThroughputOvershoot",
-    "applicationName",
-    "callProcessRecordsEvenForEmptyRecordList",
-    "clientVersionConfig",
-    "cloudWatchRegionName",
-    "coordinatorStateBillingMode",
-    "coordinatorStateTableName",
-    "disableWorkerMetrics",
-    "dynamoDBEndpoint",
-    "dynamoDBRegionName",
-    "enablePriorityLeaseAssignment",
-    "executableName",
-    "gracefulLeaseHandoffTimeoutMillis",
-    "ignoreUnexpectedChildShards",
-    "initialPositionInStream",
-    "initialPositionInStreamExtended",
-    "isGracefulLeaseHandoffEnabled",
-    "kinesisEndpoint",
-    "leaseTableDeletionProtectionEnabled",
-    "leaseTablePitrEnabled",
-    "logWarningForTaskAfterMillis",
-    "maxActiveThreads",
     "maxGetRecordsThreadPool",
-    "metricsEnabledDimensions",
-    "metricsLevel",
-    "processingLanguage",
-    "regionName",
-    "retrievalMode",
+    "maxRecords",
+    "millisBehindLatestThresholdForReducedTps",
     "retryGetRecordsInSeconds",
-    "shutdownGraceMillis",
-    "skipShardSyncAtWorkerInitializationIfLeasesExist",
-    "staleWorkerMetricsEntryCleanupDuration",
-    "streamArn",
-    "streamName",
-    "tableName",
-    "timeoutInSeconds",
-    "workerId",
-    "workerIdentifier",
-    "workerMetricsBillingMode",
-    "workerMetricsTableName",
 })  # fmt: skip
 
 NESTED: Final = ("cloudWatchClient", "dynamoDbClient", "fanoutConfig", "kinesisClient")
@@ -109,7 +179,8 @@ OWN_OPTIONS: Final[dict[str, str]] = {
     "executableName": "--connect",
     "initialPositionInStream": "--initial-position",
     "initialPositionInStreamExtended": "--initial-position",
-    "kinesisEndpoint": "--endpoint-url",
+    "kinesisEndpoint": "--kinesis-endpoint",
+    "retrievalMode": "--retrieval",
     "dynamoDBEndpoint": "--dynamodb-endpoint",
     "cloudWatchClient.endpointOverride": "--cloudwatch-endpoint",
     "regionName": "--region",
@@ -132,7 +203,11 @@ class DaemonSettings:
     """The worker's name in the lease table: unique among daemons that run, and kept when this one is restarted."""
     position: str = "TRIM_HORIZON"
     """Where a shard without a checkpoint starts, see ``start_of``."""
+    retrieval: str = "polling"
+    """A name of ``RETRIEVAL``."""
     endpoint_url: str | None = None
+    """Of all three services, but those that are named themselves."""
+    kinesis_endpoint: str | None = None
     dynamodb_endpoint: str | None = None
     cloudwatch_endpoint: str | None = None
     extra: Mapping[str, str] = field(default_factory=dict)
@@ -146,6 +221,11 @@ def daemon_properties(settings: DaemonSettings) -> dict[str, str]:
     """
     for name, value in settings.extra.items():
         _check(name, value)
+        if (name in OF_POLLING) if settings.retrieval == "fan-out" else name.startswith("fanoutConfig."):
+            raise ConfigError(
+                f"The daemon would ignore {name}: it retrieves by {settings.retrieval}.",
+                advice="Leave the property out, or choose the other --retrieval.",
+            )
     at_time = settings.position.isdigit()
     made = {
         "executableName": settings.executable,
@@ -155,9 +235,10 @@ def daemon_properties(settings: DaemonSettings) -> dict[str, str]:
         # Under its old name a restarted daemon goes on with its leases, without waiting for them to expire.
         "workerIdentifier": settings.worker,
         "initialPositionInStreamExtended" if at_time else "initialPositionInStream": settings.position,
-        "kinesisEndpoint": settings.endpoint_url,
-        "dynamoDBEndpoint": settings.dynamodb_endpoint,
-        "cloudWatchClient.endpointOverride": settings.cloudwatch_endpoint,
+        "retrievalMode": RETRIEVAL[settings.retrieval],
+        "kinesisEndpoint": _endpoint(settings.kinesis_endpoint or settings.endpoint_url),
+        "dynamoDBEndpoint": _endpoint(settings.dynamodb_endpoint or settings.endpoint_url),
+        "cloudWatchClient.endpointOverride": _endpoint(settings.cloudwatch_endpoint or settings.endpoint_url),
         "AWSCredentialsProvider": "DefaultCredentialsProvider",
         # An empty batch with no lag is the only proof that an idle shard is caught up.
         "callProcessRecordsEvenForEmptyRecordList": "true",
@@ -165,6 +246,15 @@ def daemon_properties(settings: DaemonSettings) -> dict[str, str]:
         "shutdownGraceMillis": str(SHUTDOWN_GRACE_MS),
     }
     return {name: value for name, value in made.items() if value is not None} | dict(settings.extra)
+
+
+def _endpoint(url: str | None) -> str | None:
+    """Return an endpoint as it was given. Raises ConfigError for what is no address of a service."""
+    if url is not None and not re.fullmatch(r"https?://[^\s/?#]+/?", url):
+        raise ConfigError(
+            f"{url!r} is no endpoint.", advice="Write http:// or https://, a host, and perhaps a port."
+        )
+    return url
 
 
 def _check(name: str, value: str) -> None:
@@ -177,35 +267,26 @@ def _check(name: str, value: str) -> None:
             "timeoutInSeconds halts the whole daemon whenever the server holds an answer back on purpose.",
             advice="Leave it out: leases are renewed meanwhile.",
         )
-    known = NEVER_ZERO | NEVER_FALSE | OTHERS
-    if name not in known and name.split(".", maxsplit=1)[0] not in {*NESTED, *known}:
-        close = difflib.get_close_matches(name, known, n=1)
+    kind = PROPERTIES.get(name)
+    if kind is None and name.split(".", maxsplit=1)[0] not in {*NESTED, *PROPERTIES}:
+        close = difflib.get_close_matches(name, PROPERTIES, n=1)
         raise ConfigError(
             f"The daemon (KCL 3.1.3) has no property {name!r}, and would skip it without a word.",
             advice=f"Did you mean {close[0]!r}?" if close else "See deploy/mld.properties.",
         )
-    if (name in NEVER_ZERO and _is_zero(value)) or (name in NEVER_FALSE and value.strip().lower() == "false"):
+    kind = kind or _TEXT
+    if kind.ignores(value):
         raise ConfigError(
             f"The daemon ignores {name} = {value}: what equals Java's default for the type counts as not given.",
-            advice="Use 1 for as little as possible." if name in NEVER_ZERO else "It cannot be switched off.",
+            advice=f"Give {kind.wants}.",
         )
-
-
-def _is_zero(value: str) -> bool:
-    try:
-        return float(value) == 0
-    except ValueError:
-        return False
+    if not kind.takes(value):
+        raise ConfigError(f"{name} = {value!r} is not {kind.wants}.", advice="Mend the option --property.")
 
 
 def shutdown_seconds(properties: Mapping[str, str]) -> float:
-    """Return how long the daemon takes at most to stop in order. Raises ConfigError when that is no number."""
-    given = properties["shutdownGraceMillis"]
-    if not given.isdecimal():
-        raise ConfigError(
-            f"shutdownGraceMillis = {given!r} is no number.", advice="Give milliseconds, e.g. 30000."
-        )
-    return int(given) / 1000
+    """Return how long the daemon takes at most to stop in order."""
+    return int(properties["shutdownGraceMillis"]) / 1000
 
 
 def start_of(text: str) -> str:

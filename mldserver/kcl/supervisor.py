@@ -1,7 +1,9 @@
 """Keeps the Java daemon running: starts it, passes its log on, starts it again when it exits, stops it in order.
 
 The daemon's JVM exits whenever one of its connections fails, and never tries again by itself: restarting it is the
-normal way back after a server was restarted.
+normal way back after a server was restarted. It would wait for its grace first, for children that are gone, so it is
+not left the time. Nor is it started before the server answers: it would take leases, fail, and keep them from other
+hosts until they expire, again and again.
 """
 
 from __future__ import annotations
@@ -15,17 +17,21 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
+from mldserver.config import UnixAddress
 from mldserver.errors import OperatorError
-from mldserver.kcl.logs import LogParser
+from mldserver.kcl.digest import Digest, verbatim
+from mldserver.kcl.logs import ENDS_ITSELF, LogParser
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 
     from mldserver.clock import Clock
+    from mldserver.config import Address
+    from mldserver.kcl.digest import Line
     from mldserver.kcl.logs import LogEvent
     from mldserver.kcl.restart import Backoff
 
-__all__ = ["EXIT_CLEAN", "EXIT_FORCED", "Supervisor"]
+__all__ = ["EXIT_CLEAN", "EXIT_FORCED", "Supervisor", "answers"]
 
 log = structlog.get_logger("mldserver")
 
@@ -34,6 +40,12 @@ EXIT_FORCED: Final = 3
 CHUNK: Final = 64 * 1024
 JOIN_SECONDS: Final = 0.2
 """A line of the JVM's own that nothing follows for this long is complete."""
+LAST_SECONDS: Final = 3.0
+"""How long a JVM that ends itself may take where the server still answers: other shards have connections, and may
+checkpoint. An answer takes milliseconds."""
+ASK_SECONDS: Final = 1.0
+"""Between two looks for a server that does not answer, and at most for one."""
+TELL_SECONDS: Final = 60.0
 DRAIN_SECONDS: Final = 2.0
 """What the JVM wrote before it exited is read within this time, even when a child of it holds the pipe open."""
 
@@ -50,11 +62,14 @@ class Supervisor:
         grace: float,
         clock: Clock,
         chance: Callable[[], float],
+        server: Address,
+        answers: Callable[[], Awaitable[bool]],
         told: Mapping[str, Any],
     ) -> None:
         """``command`` gives the daemon's command line, ``grace`` (seconds) is what its end may take after SIGTERM.
 
-        ``chance`` gives numbers from 0 to 1; ``told`` are the fields of the event ``kcl.starting``.
+        ``chance`` gives numbers from 0 to 1; ``answers`` says whether the ``server`` can be connected to now; ``told`` are
+        the fields of the event ``kcl.starting``.
         """
         self._command = command
         self._environment = environment
@@ -62,9 +77,14 @@ class Supervisor:
         self._grace = grace
         self._clock = clock
         self._chance = chance
+        self._server = server
+        self._answers = answers
         self._told = told
+        self._digest = Digest()
         self._stopping = asyncio.Event()
         self._forced = asyncio.Event()
+        self._doomed = asyncio.Event()
+        """The daemon that runs now has begun to end itself, unasked."""
         self._starts = 0
 
     def stop(self) -> None:
@@ -78,7 +98,14 @@ class Supervisor:
 
         Raises OperatorError when the command cannot be started at all.
         """
-        while not self._stopping.is_set():
+        try:
+            await self._again_and_again()
+        finally:
+            _write(self._digest.rest())
+        return EXIT_FORCED if self._forced.is_set() else EXIT_CLEAN
+
+    async def _again_and_again(self) -> None:
+        while await self._server_is_there():
             began = self._clock.steady_ms()
             code = await self._once()
             ran = (self._clock.steady_ms() - began) / 1000
@@ -88,11 +115,25 @@ class Supervisor:
             delay = self._backoff.delay(ran=ran, chance=self._chance())
             log.warning("kcl.exited", exit_code=code, seconds=ran, delay_seconds=round(delay, 3))
             await _first(self._stopping.wait(), self._clock.sleep(delay))
-        return EXIT_FORCED if self._forced.is_set() else EXIT_CLEAN
+
+    async def _server_is_there(self) -> bool:
+        """Return True once the server answers, False when told to stop first."""
+        began = self._clock.steady_ms()
+        tell_at = began
+        while not self._stopping.is_set():
+            if await self._answers():
+                return True
+            now = self._clock.steady_ms()
+            if now >= tell_at:
+                tell_at = now + round(TELL_SECONDS * 1000)
+                log.warning("kcl.waiting", address=str(self._server), seconds=(now - began) / 1000)
+            await _first(self._stopping.wait(), self._clock.sleep(ASK_SECONDS))
+        return False
 
     async def _once(self) -> int:
         """Run the daemon once; return its exit code (negative: the signal that ended it)."""
         self._starts += 1
+        self._doomed.clear()
         log.info("kcl.starting", start=self._starts, **self._told)
         command = self._command()
         async with _output_pipe() as (output, end):
@@ -115,7 +156,7 @@ class Supervisor:
     async def _attend(self, process: subprocess.Process, output: asyncio.StreamReader) -> int:
         try:
             async with asyncio.TaskGroup() as tasks:
-                pump = tasks.create_task(_pass_on(output))
+                pump = tasks.create_task(self._pass_on(output))
                 stopper = tasks.create_task(self._end(process))
                 code = await process.wait()
                 stopper.cancel()
@@ -130,13 +171,66 @@ class Supervisor:
         return code
 
     async def _end(self, process: subprocess.Process) -> None:
-        await self._stopping.wait()
-        if not self._forced.is_set():
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGTERM)
-            await _first(self._forced.wait(), self._clock.sleep(self._grace))
-        self._forced.set()
+        """End the daemon: in order when told to stop, without its grace when it ends itself."""
+        await _first(self._stopping.wait(), self._doomed.wait())
+        if self._doomed.is_set():
+            there = await self._answers()
+            log.warning(
+                "kcl.cut_short",
+                what="A connection to the server ended, which ends the daemon.",
+                did=f"Its other shards get {LAST_SECONDS:g} s."
+                if there
+                else "The server is gone too: the daemon was killed.",
+            )
+            if there:
+                await _first(self._forced.wait(), self._clock.sleep(LAST_SECONDS))
+        else:
+            if not self._forced.is_set():
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGTERM)
+                await _first(self._forced.wait(), self._clock.sleep(self._grace))
+            self._forced.set()
         _kill_group(process.pid)
+
+    async def _pass_on(self, output: asyncio.StreamReader) -> None:
+        parser = LogParser()
+        try:
+            while data := await self._read(output, parser):
+                self._log(parser.feed(data))
+        finally:
+            self._log(parser.end())
+
+    async def _read(self, output: asyncio.StreamReader, parser: LogParser) -> bytes:
+        """Read a chunk; meanwhile a line that waits for its continuation is given up for complete."""
+        if parser.waiting:
+            try:
+                async with asyncio.timeout(JOIN_SECONDS):
+                    return await output.read(CHUNK)
+            except TimeoutError:
+                self._log(parser.flush())
+        return await output.read(CHUNK)
+
+    def _log(self, events: Iterable[LogEvent]) -> None:
+        now = self._clock.steady_ms() / 1000
+        for event in events:
+            # What a daemon says while it falls is the same fault again, from each of its shards.
+            _write([verbatim(event)] if self._doomed.is_set() else self._digest.take(event, now))
+            if event.text == ENDS_ITSELF and not self._stopping.is_set():
+                self._doomed.set()
+        _write(self._digest.due(now))
+
+
+async def answers(server: Address) -> bool:
+    """Whether the server takes connections now."""
+    with contextlib.suppress(OSError):
+        async with asyncio.timeout(ASK_SECONDS):
+            if isinstance(server, UnixAddress):
+                _, writer = await asyncio.open_unix_connection(server.path)
+            else:
+                _, writer = await asyncio.open_connection(server.host, server.port)
+            writer.close()
+            return True
+    return False
 
 
 @contextlib.asynccontextmanager
@@ -173,26 +267,6 @@ def _kill_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-async def _pass_on(output: asyncio.StreamReader) -> None:
-    parser = LogParser()
-    try:
-        while data := await _read(output, parser):
-            _write(parser.feed(data))
-    finally:
-        _write(parser.end())
-
-
-async def _read(output: asyncio.StreamReader, parser: LogParser) -> bytes:
-    """Read a chunk; meanwhile a line that waits for its continuation is given up for complete."""
-    if parser.waiting:
-        try:
-            async with asyncio.timeout(JOIN_SECONDS):
-                return await output.read(CHUNK)
-        except TimeoutError:
-            _write(parser.flush())
-    return await output.read(CHUNK)
-
-
-def _write(events: Iterable[LogEvent]) -> None:
-    for event in events:
-        getattr(log, event.level)("kcl.log", logger=event.logger, text=event.text)
+def _write(lines: Iterable[Line]) -> None:
+    for line in lines:
+        getattr(log, line.level)(line.event, **line.fields)

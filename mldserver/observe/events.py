@@ -375,10 +375,32 @@ EVENTS: Final[dict[str, EventSpec]] = {
         ("who", "reason", "exit_code", "delay_seconds"),
         "The driver process died (who: driver), or its JVM did and took it along (who: jvm); a fresh one starts.",
     ),
-    "kcl.starting": EventSpec(
-        "info", ("command", "start", "properties", "java"), "The Java MultiLangDaemon starts."
+    "kcl.waiting": EventSpec(
+        "warning",
+        ("address", "seconds"),
+        "The server does not answer; the Java daemon is started once it does. Said again every minute.",
     ),
-    "kcl.log": EventSpec("debug|info|warning|error", ("logger", "text"), "A line of the Java daemon's log."),
+    "kcl.starting": EventSpec(
+        "info", ("command", "start", "properties", "java", "retrieval"), "The Java MultiLangDaemon starts."
+    ),
+    "kcl.lease_gained": EventSpec("info", ("position",), "The Java daemon has the shard's lease now."),
+    "kcl.lease_lost": EventSpec("info", (), "The Java daemon has lost the shard's lease, or gave it up."),
+    "kcl.shard_ended": EventSpec("info", (), "The Java daemon has delivered the shard's end."),
+    "kcl.fault": EventSpec(
+        "warning|error",
+        ("text", "repeated"),
+        "The Java daemon met a fault; `repeated`: so often again in the last minute.",
+    ),
+    "kcl.log": EventSpec(
+        "debug|info|warning|error",
+        ("logger", "text", "repeated"),
+        "A line of the Java daemon's log. A warning or error that comes again is counted, and told once a minute.",
+    ),
+    "kcl.cut_short": EventSpec(
+        "warning",
+        (),
+        "The Java daemon ends itself, because a connection to the server ended; it is not waited for.",
+    ),
     "kcl.exited": EventSpec(
         "warning|info",
         ("exit_code", "delay_seconds", "seconds"),

@@ -188,3 +188,61 @@ async def test_a_split_shard_ends_and_its_children_go_on(stack: Stack) -> None:
     no_rows_beside(stack)
     assert stack.samples.taken > 20
     assert stack.samples.ahead == []
+
+
+async def test_a_daemon_whose_server_is_gone_is_ended_at_once_and_waits_for_it_without_leases(
+    stack: Stack,
+) -> None:
+    everything = orders(0, 200)
+    async with stack.running(shards=2):
+        stack.start_server()
+        # What the JVM would wait for children that are gone: longer than this test.
+        stack.start_daemon(shutdownGraceMillis="600000")
+        await stack.put(everything[:100])
+        await stack.until_durable()
+        await stack.end(stack.server, signal.SIGKILL)
+        stack.server = None
+        await stack.until("no JVM", lambda: not stack.jvms())
+        await stack.until("it waits", lambda: stack.daemon_events()[-1]["event"] == "kcl.waiting")
+        stack.start_server()
+        await stack.put(everything[100:])
+        await stack.until_durable()
+        assert await stack.end(stack.daemon) == 0
+        assert await stack.end(stack.server) == 0
+    told = stack.daemon_events()
+    assert {event["level"] for event in told} <= {"info", "warning", "error"}
+    gained = Counter(event["shard"] for event in told if event["event"] == "kcl.lease_gained")
+    assert set(gained.values()) == {2}
+    (cut,) = [event for event in told if event["event"] == "kcl.cut_short"]
+    assert "killed" in cut["did"]
+    (fault,) = [event for event in told if event["event"] == "kcl.fault" and "repeated" not in event]
+    assert "to the server ended" in fault["what"]
+    # Nothing of the JVM's own, but that it works.
+    assert {event["text"] for event in told if event["event"] == "kcl.log"} == {
+        "Initialization complete. Starting worker loop."
+    }
+
+
+async def test_by_fan_out_records_are_pushed_and_arrive_once(stack: Stack) -> None:
+    everything = orders(0, 200)
+    async with stack.running(shards=2):
+        stack.start_server(quiet_time="5 s", idle_time="5 s")
+        stack.start_daemon(retrieval="fan-out")
+        await stack.put(everything[:100])
+        await stack.until_durable()
+        await stack.put(everything[100:])
+        await stack.until_durable()
+        await stack.until("all windows published", lambda: all_published(stack, 1))
+        stream = (await stack.kinesis.describe_stream_summary(StreamName="orders"))[
+            "StreamDescriptionSummary"
+        ]
+        consumers = await stack.kinesis.list_stream_consumers(StreamARN=stream["StreamARN"])
+        assert len(consumers["Consumers"]) == 1
+        assert await stack.end(stack.daemon) == 0
+        assert await stack.end(stack.server) == 0
+    assert published(stack) == computed(everything)
+    no_rows_beside(stack)
+    assert stack.samples.ahead == []
+    started = next(event for event in stack.daemon_events() if event["event"] == "kcl.starting")
+    assert (started["retrieval"], started["properties"]["retrievalMode"]) == ("fan-out", "FANOUT")
+    assert [event for event in stack.daemon_events() if event["event"] == "kcl.fault"] == []

@@ -18,10 +18,13 @@ import pytest
 from mldserver.config import TcpAddress, UnixAddress
 from mldserver.errors import ConfigError
 from mldserver.kcl import bridge
+from mldserver.kcl.launch import private_files
 from mldserver.kcl.parts import deploy_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from mldserver.kcl.launch import Files
 
 LIMIT = 20
 """Seconds after which a test gives up; nothing here takes longer than the bridge's linger of 2 s."""
@@ -29,12 +32,17 @@ LIMIT = 20
 MIB = 1024 * 1024
 
 
+@pytest.fixture(scope="module")
+def files() -> Iterator[Files]:
+    with private_files() as files:
+        yield files
+
+
 @pytest.fixture(scope="module", params=["c", "python"])
-def command(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    folder = tmp_path_factory.mktemp("bridge")
+def command(request: pytest.FixtureRequest, files: Files) -> tuple[str, ...]:
     if request.param == "python":
-        return bridge.scripted(folder)
-    made = bridge.compiled(folder)
+        return bridge.scripted(files)
+    made = bridge.compiled(files)
     if made is None:
         pytest.skip("no C compiler here")
     return made
@@ -286,38 +294,61 @@ def test_an_ipv6_address_stands_in_brackets(command: tuple[str, ...]) -> None:
 
 
 def test_the_compiled_bridge_is_taken_where_it_can_be_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = TcpAddress("127.0.0.1", 7070)
-    monkeypatch.setattr(bridge, "compiled", lambda folder: (f"{folder}/bridge",))
-    assert bridge.bridge_command(address, tmp_path) == f"{tmp_path}/bridge 127.0.0.1:7070"
-    monkeypatch.setattr(bridge, "compiled", lambda folder: None)
-    script = deploy_file("bridge.py")
-    assert bridge.bridge_command(address, tmp_path) == f"{sys.executable} -ISE {script} 127.0.0.1:7070"
+    monkeypatch.setattr(bridge, "compiled", lambda files: ("/a/bridge",))
+    assert bridge.bridge_command(address, files) == "/a/bridge 127.0.0.1:7070"
+    monkeypatch.setattr(bridge, "compiled", lambda files: None)
+    python, options, script, target = bridge.bridge_command(address, files).split()
+    assert (python, options, target) == (sys.executable, "-ISE", "127.0.0.1:7070")
+    assert Path(script).read_bytes() == deploy_file("bridge.py").read_bytes()
 
 
 def test_without_a_working_compiler_nothing_is_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = tmp_path / "cc"
     broken.write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert bridge.compiled(tmp_path) is None
+    assert bridge.compiled(files) is None
     broken.unlink()
-    assert bridge.compiled(tmp_path) is None
+    assert bridge.compiled(files) is None
 
 
-def test_a_path_with_spaces_gets_a_name_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spaced = tmp_path / "a b"
-    spaced.mkdir()
-    script = spaced / "bridge.py"
-    script.write_text("")
-    monkeypatch.setattr(bridge, "deploy_file", lambda name: spaced / name)
-    assert bridge.scripted(tmp_path)[-1] == str(tmp_path / "bridge.py")
-    assert (tmp_path / "bridge.py").resolve() == script
+def test_what_does_not_run_here_is_not_taken(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = tmp_path / "cc"
+    odd.write_text('#!/bin/sh\necho "no program" > "$3"\n')
+    odd.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin{os.pathsep}/usr/bin")
+    monkeypatch.setattr(bridge, "COMPILERS", ("cc",))
+    assert bridge.compiled(files) is None
 
 
-def test_an_address_with_a_space_is_refused(tmp_path: Path) -> None:
+def test_a_compiler_leaves_nothing_in_the_temporary_folder(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    if bridge.compiled(files) is None:
+        pytest.skip("no C compiler here")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/exe").exists(), reason="Linux's")
+def test_a_python_with_a_space_in_its_path_gets_a_name_without(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/a b/python")
+    command = bridge.scripted(files)
+    assert subprocess.run(command, capture_output=True, check=False).returncode == bridge.USAGE_EXIT
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    with pytest.raises(ConfigError, match="Install a C compiler"):
+        bridge.scripted(files)
+
+
+def test_an_address_with_a_space_is_refused(files: Files) -> None:
     with pytest.raises(ConfigError):
-        bridge.bridge_command(UnixAddress(Path("/a b")), tmp_path)
+        bridge.bridge_command(UnixAddress(Path("/a b")), files)

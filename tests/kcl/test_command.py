@@ -6,6 +6,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mldserver.kcl.launch import prepare, private_folder
+from mldserver.kcl.launch import Files, prepare, private_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LIMIT = 30
 APP = ["--app", "a"]
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "emulated", "AWS_SECRET_ACCESS_KEY": "emulated"}
 
 FAKE_JAVA = f"""#!{sys.executable} -ISE
 import os, shutil, signal, sys
@@ -31,7 +33,7 @@ seen = os.environ["SEEN"]
 signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
 shutil.copy(sys.argv[sys.argv.index("--properties-file") + 1], seen + "/properties")
 shutil.copy(sys.argv[sys.argv.index("--log-configuration") + 1], seen + "/logback.xml")
-print("MLD", "INFO", "fake.Daemon", "up with " + sys.argv[sys.argv.index("-cp") - 1], sep="\\t", flush=True)
+print("MLD", "WARN", "fake.Daemon", "up with " + sys.argv[sys.argv.index("-cp") - 1], sep="\\t", flush=True)
 with open(seen + "/pid", "w") as pid:
     pid.write(str(os.getpid()))
 signal.pause()
@@ -47,29 +49,35 @@ def seen(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def environment(tmp_path: Path, seen: Path) -> dict[str, str]:
+def temporary(tmp_path: Path) -> Path:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def environment(tmp_path: Path, seen: Path, temporary: Path) -> dict[str, str]:
     java = tmp_path / "java"
     java.write_text(FAKE_JAVA)
     java.chmod(0o755)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("MLDSERVER_", "JAVA_"))}
-    return {**kept, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SEEN": str(seen)}
+    own = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SEEN": str(seen), "TMPDIR": str(temporary)}
+    return {**kept, **CREDENTIALS, **own}
 
 
 @pytest.fixture
-def started(environment: dict[str, str], tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    command = [
-        sys.executable,
-        "-m",
-        "mldserver",
-        "kcl",
-        "--app",
-        "a",
-        "--stream",
-        "s",
-        "--region",
-        "eu-central-1",
-    ]
-    command += ["--connect", "127.0.0.1:7071", "--property", "maxRecords=7"]
+def server() -> Iterator[socket.socket]:
+    """What the daemon is to connect to; the kernel answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+@pytest.fixture
+def started(
+    environment: dict[str, str], tmp_path: Path, server: socket.socket
+) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "mldserver", "kcl", *APP, "--stream", "s", "--region", "eu-central-1"]
+    command += ["--connect", f"127.0.0.1:{server.getsockname()[1]}", "--property", "maxRecords=7"]
     command += ["--java-option", "-Daws.secretAccessKey=hush", "--java-option", "-Xmx64m"]
     process = subprocess.Popen(
         [*command, "--log-format", "json"], env=environment, cwd=tmp_path, stdout=subprocess.PIPE
@@ -87,7 +95,7 @@ def logged(process: subprocess.Popen[bytes]) -> list[dict[str, Any]]:
 
 
 def test_it_runs_the_daemon_with_its_files_and_stops_it_in_order(
-    started: subprocess.Popen[bytes], seen: Path
+    started: subprocess.Popen[bytes], seen: Path, server: socket.socket, temporary: Path
 ) -> None:
     (seen / "pid").read_text()
     properties = (seen / "properties").read_text()
@@ -96,24 +104,27 @@ def test_it_runs_the_daemon_with_its_files_and_stops_it_in_order(
     assert "streamName = s\n" in properties
     assert "maxRecords = 7\n" in properties
     (executable,) = (line for line in properties.splitlines() if line.startswith("executableName = "))
-    assert executable.endswith(" 127.0.0.1:7071")
+    assert executable.endswith(f" 127.0.0.1:{server.getsockname()[1]}")
     assert "<configuration>" in (seen / "logback.xml").read_text()
     events = logged(started)
     assert [event["event"] for event in events] == ["kcl.starting", "kcl.log", "kcl.exited"]
     assert events[0]["command"][1:] == ["-Daws.secretAccessKey=…", "-Xmx64m"]
+    assert (events[0]["retrieval"], events[0]["properties"]["retrievalMode"]) == ("polling", "POLLING")
     assert events[1]["text"] == "up with -Xmx64m"
     assert events[2]["exit_code"] == 143
-    bridge = Path(executable.split()[2])
-    assert bridge.name.startswith("python") or not bridge.exists()
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the tether is Linux's")
-def test_no_daemon_survives_a_killed_supervisor(started: subprocess.Popen[bytes], seen: Path) -> None:
+def test_no_daemon_and_no_file_survives_a_killed_supervisor(
+    started: subprocess.Popen[bytes], seen: Path, temporary: Path
+) -> None:
     daemon = os.pidfd_open(int((seen / "pid").read_text()))
     started.kill()
     gone, _, _ = select.select([daemon], [], [], LIMIT)
     os.close(daemon)
     assert gone
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -125,14 +136,18 @@ def test_no_daemon_survives_a_killed_supervisor(started: subprocess.Popen[bytes]
         (["--stream", "s", "--region", "r", "--initial-position", "now"], "no initial position"),
         (["--stream", "s", "--region", "r", "--app", " "], "application's name is empty"),
         (["--stream", "s", "--region", "r", "--connect", ":0"], "127.0.0.1:0 has port 0"),
+        (["--stream", "s", "--region", "r", "--property", "maxRecords=many"], "'many' is not a whole number"),
+        (["--stream", "s", "--region", "r", "--endpoint-url", "here"], "'here' is no endpoint"),
+        (["--stream", "no credentials", "--region", "r"], "there are no AWS credentials"),
     ],
 )
 def test_wrong_settings_are_one_sentence_and_exit_code_2(
     environment: dict[str, str], tmp_path: Path, arguments: list[str], says: str
 ) -> None:
+    nobody = {name: text for name, text in environment.items() if not name.startswith("AWS_")}
     done = subprocess.run(
         [sys.executable, "-m", "mldserver", "kcl", *([] if "--app" in arguments else APP), *arguments],
-        env=environment,
+        env={**nobody, "AWS_EC2_METADATA_DISABLED": "true", "HOME": str(tmp_path)},
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -174,22 +189,35 @@ def test_the_tether_does_not_start_for_a_parent_that_is_gone() -> None:
     assert (done.returncode, done.stdout) == (1, b"")
 
 
-def test_the_private_folder_has_no_space_in_its_path_and_goes_away(
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux's")
+def test_files_in_memory_can_be_read_and_executed_and_go_away() -> None:
+    with private_files() as files:
+        path = files.add("script", b"#!/bin/sh\nexit 7\n")
+        assert subprocess.run([path], check=False).returncode == 7
+        assert Path(path).read_bytes() == Path(path).read_bytes() != b""
+    assert not Path(path).exists()
+
+
+def test_files_elsewhere_are_private_have_no_space_in_their_path_and_go_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delattr(os, "memfd_create", raising=False)
     for place in (tmp_path, tmp_path / "a b"):
         place.mkdir(exist_ok=True)
         monkeypatch.setattr(tempfile, "tempdir", str(place))
-        with private_folder() as folder:
-            assert " " not in str(folder)
-            assert folder.stat().st_mode & 0o777 == 0o700
-        assert not folder.exists()
+        with private_files() as files:
+            path = Path(files.add("script", b"#!/bin/sh\nexit 7\n"))
+            assert " " not in str(path)
+            assert path.parent.stat().st_mode & 0o777 == 0o700
+            assert subprocess.run([path], check=False).returncode == 7
+        assert not path.parent.exists()
 
 
 def test_an_emulator_gets_json_and_a_given_region_stays(tmp_path: Path) -> None:
+    files = Files(tmp_path)
     properties = {"regionName": "r", "kinesisEndpoint": "http://127.0.0.1:1"}
     launch = prepare(
-        tmp_path,
+        files,
         java="java",
         jars=[Path("a.jar"), Path("b.jar")],
         properties=properties,
@@ -199,7 +227,30 @@ def test_an_emulator_gets_json_and_a_given_region_stays(tmp_path: Path) -> None:
     assert f"a.jar{os.pathsep}b.jar" in launch.arguments
     assert launch.environment == {"AWS_REGION": "r", "A": "b"}
     kept = prepare(
-        tmp_path, java="java", jars=[], properties={"regionName": "r"}, environment={"AWS_REGION": "x"}
+        files, java="java", jars=[], properties={"regionName": "r"}, environment={"AWS_REGION": "x"}
     )
     assert "-Daws.cborEnabled=false" not in kept.arguments
     assert kept.environment["AWS_REGION"] == "x"
+
+
+def test_a_server_that_is_not_there_is_waited_for_without_java(
+    environment: dict[str, str], tmp_path: Path, server: socket.socket, seen: Path
+) -> None:
+    address = server.getsockname()
+    server.close()
+    command = [sys.executable, "-m", "mldserver", "kcl", *APP, "--stream", "s", "--region", "r"]
+    command += ["--connect", f"127.0.0.1:{address[1]}", "--log-format", "json"]
+    process = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        waiting = json.loads(process.stdout.readline())
+        assert (waiting["event"], waiting["address"]) == ("kcl.waiting", f"127.0.0.1:{address[1]}")
+        with socket.create_server(address):
+            (seen / "pid").read_text()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(LIMIT) == 0
+        assert next(event["event"] for event in logged(process)) == "kcl.starting"
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mldserver.config import TcpAddress, UnixAddress
 from mldserver.errors import OperatorError
+from mldserver.kcl.logs import ENDS_ITSELF
 from mldserver.kcl.restart import Backoff
-from mldserver.kcl.supervisor import Supervisor
+from mldserver.kcl.supervisor import Supervisor, answers
 from mldserver.testing import VirtualClock
 
 if TYPE_CHECKING:
@@ -38,12 +41,18 @@ class HastyClock:
         self._on_sleep(seconds)
 
 
+async def always() -> bool:
+    return True
+
+
 def supervisor(script: str, clock: Any, **changed: Any) -> Supervisor:
     told = {
         "environment": {"PATH": os.environ["PATH"]},
         "backoff": Backoff(base=1, cap=4),
         "grace": 30.0,
         "chance": lambda: 1.0,
+        "server": TcpAddress("127.0.0.1", 7070),
+        "answers": always,
         "told": {"java": "17"},
         **changed,
     }
@@ -81,7 +90,7 @@ async def test_its_lines_become_log_events(logged: Logged) -> None:
     assert [(e["level"], e["logger"], e["text"]) for e in events(logged, "kcl.log")] == [
         ("warning", "a.B", "beware"),
         ("warning", "jvm", "plain\n\tat more"),
-        ("info", "x", "last"),
+        ("debug", "x", "last"),
     ]
 
 
@@ -172,14 +181,112 @@ async def test_cancelling_leaves_no_daemon_behind(fifo: Path) -> None:
 
 
 async def test_a_program_that_is_not_there_is_the_operators_error() -> None:
-    watched = Supervisor(
-        lambda: ("no-such-program",),
-        environment={},
-        backoff=Backoff(),
-        grace=1,
-        clock=VirtualClock(),
-        chance=lambda: 0,
-        told={},
-    )
+    watched = supervisor("", VirtualClock())
+    watched._command = lambda: ("no-such-program",)
     with pytest.raises(OperatorError, match="no-such-program cannot be started"):
         await watched.run()
+
+
+class Server:
+    """Whether a server answers: each look takes the next of these, and the last for ever."""
+
+    def __init__(self, *there: bool) -> None:
+        self.there = list(there)
+
+    async def __call__(self) -> bool:
+        return self.there.pop(0) if len(self.there) > 1 else self.there[0]
+
+
+async def test_nothing_is_started_before_the_server_answers_and_that_is_told_every_minute(
+    logged: Logged,
+) -> None:
+    clock = VirtualClock()
+    answering = Server(False)
+    watched = supervisor("exit 1", clock, answers=answering)
+    async with asyncio.TaskGroup() as tasks:
+        code = tasks.create_task(watched.run())
+        await clock.advance(61)
+        waiting = events(logged, "kcl.waiting")
+        assert [(event["level"], event["seconds"]) for event in waiting] == [("warning", 0), ("warning", 60)]
+        assert waiting[0]["address"] == "127.0.0.1:7070"
+        assert events(logged, "kcl.starting") == []
+        answering.there = [True]
+        await clock.advance(1)
+        while not events(logged, "kcl.exited"):  # noqa: ASYNC110  # the log is a list
+            await asyncio.sleep(0)
+        watched.stop()
+    assert code.result() == 0
+    assert len(events(logged, "kcl.starting")) == 1
+
+
+async def test_stopping_ends_the_wait_for_the_server(logged: Logged) -> None:
+    clock = VirtualClock()
+    watched = supervisor("exit 1", clock, answers=Server(False))
+    async with asyncio.TaskGroup() as tasks:
+        code = tasks.create_task(watched.run())
+        await clock.advance(0.5)
+        watched.stop()
+    assert code.result() == 0
+    assert events(logged, "kcl.starting") == []
+
+
+FALLS = f"""trap '' TERM
+printf 'MLD\\tERROR\\ta.B\\tbecause\\nMLD\\tINFO\\ta.MultiLangDaemon\\t{ENDS_ITSELF}\\nMLD\\tERROR\\ta.C\\tand so on\\n'
+while :; do sleep 100; done"""
+"""A daemon that ends itself, and waits for its grace."""
+
+
+async def test_a_daemon_that_ends_itself_is_killed_at_once_when_its_server_is_gone(logged: Logged) -> None:
+    clock = HastyClock(lambda seconds: watched.stop())
+    watched = supervisor(FALLS, clock, answers=Server(True, False))
+    assert await watched.run() == 0
+    assert clock.slept == [1]  # until the next start, for nothing else
+    (cut,) = events(logged, "kcl.cut_short")
+    assert "was killed" in cut["did"]
+    assert events(logged, "kcl.exited")[0]["exit_code"] == -signal.SIGKILL
+    # What it says while it falls is no news.
+    assert [event["text"] for event in events(logged, "kcl.log") if event["level"] != "debug"] == ["because"]
+
+
+async def test_a_daemon_that_ends_itself_beside_a_server_that_answers_has_seconds_for_its_other_shards(
+    logged: Logged,
+) -> None:
+    clock = HastyClock(lambda seconds: watched.stop() if len(clock.slept) == 2 else None)
+    watched = supervisor(FALLS, clock)
+    assert await watched.run() == 0
+    assert clock.slept == [3, 1]
+    assert "3 s" in events(logged, "kcl.cut_short")[0]["did"]
+
+
+async def test_a_daemon_that_was_told_to_stop_has_its_grace_though_it_says_the_same(
+    logged: Logged, fifo: Path
+) -> None:
+    ends = f"printf 'MLD\\tINFO\\ta\\t{ENDS_ITSELF}\\n'; exit 143"
+    watched = supervisor(f'trap "{ends}" TERM; echo > {fifo}; sleep 100 & wait', VirtualClock())
+    async with asyncio.TaskGroup() as tasks:
+        code = tasks.create_task(watched.run())
+        await asyncio.to_thread(fifo.read_text)
+        watched.stop()
+    assert code.result() == 0
+    assert events(logged, "kcl.cut_short") == []
+
+
+async def test_a_fault_that_comes_again_in_the_next_daemon_is_counted(logged: Logged) -> None:
+    clock = HastyClock(lambda seconds: watched.stop() if len(clock.slept) == 3 else None)
+    watched = supervisor(r"printf 'MLD\tERROR\ta.B\tattempt %s\n' $$; exit 1", clock)
+    await watched.run()
+    shown = [event for event in events(logged, "kcl.log") if event["level"] == "error"]
+    assert [event.get("repeated") for event in shown] == [None, 2]
+
+
+async def test_whether_the_server_answers_is_asked_where_it_listens(tmp_path: Path) -> None:
+    unix = UnixAddress(tmp_path / "socket")
+    assert not await answers(unix)
+    with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as listener:
+        address = TcpAddress(*tcp.getsockname())
+        listener.bind(str(unix.path))
+        listener.listen()
+        assert await answers(address)
+        assert await answers(unix)
+    assert not await answers(address)
+    assert not await answers(unix)

@@ -1,12 +1,13 @@
 """AWS on loopback, as far as the KCL needs it: moto's Kinesis, DynamoDB and CloudWatch over h2c.
 
-Run as ``python emulator.py FD``, where FD is a listening socket. Four things that moto does differently from AWS are
+Run as ``python emulator.py FD``, where FD is a listening socket. Five things that moto does differently from AWS are
 put right here, because the KCL (or a test that counts rows) depends on them:
 
 * a closed shard keeps its records (moto moves them to the children under new sequence numbers);
 * records go to open shards only;
 * the last GetRecords of a closed shard has no ``NextShardIterator`` and names the ``ChildShards``: without them the
   KCL never ends the parent;
+* SubscribeToShard, which moto does not have, pushes records in AWS's event stream encoding;
 * requests are answered one at a time (moto's stores are not safe under concurrency).
 """
 
@@ -16,9 +17,11 @@ import asyncio
 import json
 import sys
 import threading
+import time
 from hashlib import md5
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 from hypercorn.asyncio import serve
 from hypercorn.config import Config
@@ -27,11 +30,14 @@ from moto.kinesis.utils import decompose_shard_iterator
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
 ACCOUNT = "123456789012"
 REGION = "us-east-1"
 LARGEST_BODY = 64 * 1024 * 1024
+PUSHED_RECORDS = 1000
+PUSH_SECONDS = 0.25
+SUBSCRIPTION_PUSHES = 40
 
 _moto_split = Stream.split_shard
 
@@ -82,6 +88,26 @@ def with_children(answer: dict[str, Any], stream: Stream, shard: Shard, after: i
     return answer
 
 
+def framed(kind: str, payload: dict[str, Any]) -> bytes:
+    """Return an event in the encoding ``application/vnd.amazon.eventstream``: lengths, headers, payload, checksums."""
+    told = {":message-type": "event", ":event-type": kind, ":content-type": "application/json"}
+    headers = b"".join(
+        bytes([len(name)]) + name.encode() + b"\x07" + len(value).to_bytes(2) + value.encode()
+        for name, value in told.items()
+    )
+    body = json.dumps(payload).encode()
+    prelude = (16 + len(headers) + len(body)).to_bytes(4) + len(headers).to_bytes(4)
+    message = prelude + crc32(prelude).to_bytes(4) + headers + body
+    return message + crc32(message).to_bytes(4)
+
+
+def found_shard(request: dict[str, Any]) -> tuple[Stream, Shard]:
+    """Return the shard that SubscribeToShard names, by its consumer's ARN."""
+    stream_name = request["ConsumerARN"].split("/")[1]
+    stream = kinesis_backends[ACCOUNT][REGION].streams[stream_name]
+    return stream, stream.shards[request["ShardId"]]
+
+
 class Emulator:
     """A WSGI application: moto, one request at a time, with the ends of shards put right."""
 
@@ -90,10 +116,42 @@ class Emulator:
         self._one_at_a_time = threading.Lock()
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if environ.get("HTTP_X_AMZ_TARGET", "").endswith(".SubscribeToShard"):
+            start_response("200 OK", [("Content-Type", "application/vnd.amazon.eventstream")])
+            return self._subscription(json.loads(environ["wsgi.input"].read()))
         with self._one_at_a_time:
             if not environ.get("HTTP_X_AMZ_TARGET", "").endswith(".GetRecords"):
                 return list(self._moto(environ, start_response))
             return self._get_records(environ, start_response)
+
+    def _subscription(self, request: dict[str, Any]) -> Iterator[bytes]:
+        """Push what comes for some seconds (AWS: five minutes); the consumer then subscribes again."""
+        yield framed("initial-response", {})
+        position = request["StartingPosition"]
+        after = int(position.get("SequenceNumber", 0)) - (position["Type"] == "AT_SEQUENCE_NUMBER")
+        stream, shard = found_shard(request)
+        for _ in range(SUBSCRIPTION_PUSHES):
+            with self._one_at_a_time:
+                records, last, behind = shard.get_records(str(after), PUSHED_RECORDS)
+                told = [
+                    {
+                        "Data": record.data,
+                        "PartitionKey": record.partition_key,
+                        "SequenceNumber": str(record.sequence_number),
+                        "ApproximateArrivalTimestamp": record.created_at,
+                    }
+                    for record in records
+                ]
+                answer = {"Records": told, "NextShardIterator": "", "MillisBehindLatest": behind}
+                event = with_children(answer, stream, shard, after)
+            after = last
+            ended = event.pop("NextShardIterator") is None
+            yield framed(
+                "SubscribeToShardEvent", event | {"ContinuationSequenceNumber": None if ended else str(after)}
+            )
+            if ended:
+                return
+            time.sleep(PUSH_SECONDS)
 
     def _get_records(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         request = environ["wsgi.input"].read()

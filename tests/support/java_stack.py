@@ -46,7 +46,6 @@ FAST_DAEMON = {
     "leaseAssignmentIntervalMillis": "1000",
     "shardSyncIntervalMillis": "2000",
     "parentShardPollIntervalMillis": "500",
-    "idleTimeBetweenReadsInMillis": "250",
     "workerMetricsReporterFreqInMillis": "500",
     "inMemoryWorkerMetricsCaptureFrequencyMillis": "500",
     "skipShardSyncAtWorkerInitializationIfLeasesExist": "true",
@@ -54,8 +53,6 @@ FAST_DAEMON = {
     "taskBackoffTimeMillis": "200",
     "listShardsBackoffTimeInMillis": "200",
     "metricsLevel": "NONE",
-    # What a daemon whose server is gone waits for in vain before it exits.
-    "shutdownGraceMillis": "5000",
     # One name for all starts, as in deploy/mldserver-kcl.service: under another one a daemon would wait for 120 s until
     # the former leader's lock expires.
     "workerIdentifier": "worker",
@@ -133,15 +130,15 @@ class Stack:
         arguments = [text for name, value in options.items() for text in (f"--{name}", value)]
         self.server = self._start("server", ["-m", "mldserver", "serve", self.handler, *arguments])
 
-    def start_daemon(self) -> None:
-        """Start ``mldserver kcl``."""
-        properties = [text for pair in FAST_DAEMON.items() for text in ("--property", "=".join(pair))]
+    def start_daemon(self, retrieval: str = "polling", **changed: str) -> None:
+        """Start ``mldserver kcl``; ``changed`` are properties of the daemon."""
+        of_polling = {"idleTimeBetweenReadsInMillis": "250"} if retrieval == "polling" else {}
+        wanted = FAST_DAEMON | of_polling | changed
+        properties = [text for pair in wanted.items() for text in ("--property", "=".join(pair))]
         java = [f"--java-option={option}" for option in SMALL_JVM]
-        endpoints = [
-            f"--{name}={self.url}" for name in ("endpoint-url", "dynamodb-endpoint", "cloudwatch-endpoint")
-        ]
         told = ["--stream", STREAM, "--app", APP, "--region", REGION, "--connect", self.address]
-        command = ["-m", "mldserver", "kcl", *told, *endpoints, *properties, *java, "--log-format", "json"]
+        told += ["--endpoint-url", self.url, "--retrieval", retrieval]
+        command = ["-m", "mldserver", "kcl", *told, *properties, *java, "--log-format", "json"]
         self.daemon = self._start("daemon", command)
 
     def _start(
@@ -166,14 +163,22 @@ class Stack:
         process.send_signal(number)
         return await asyncio.to_thread(process.wait, 90)
 
+    def jvms(self) -> list[int]:
+        """Return the daemon's JVM: its process id, or none."""
+        assert self.daemon is not None
+        return [pid for pid in _descendants(self.daemon.pid) if _name(pid) == "java"]
+
     def kill_jvm(self) -> bool:
         """Kill the daemon's JVM, which its supervisor brings back; False when there is none now."""
-        assert self.daemon is not None
-        found = [pid for pid in _descendants(self.daemon.pid) if _name(pid) == "java"]
+        found = self.jvms()
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         return bool(found)
+
+    def daemon_events(self) -> list[dict[str, Any]]:
+        """Return what ``mldserver kcl`` has logged."""
+        return [json.loads(line) for line in (self.folder / "daemon.log").read_text().splitlines()]
 
     # Input.
 

@@ -1,0 +1,231 @@
+"""What of the Java daemon's log whoever is on call wants to read: a synchronous core, time passed in.
+
+At info the KCL writes several lines a second about its own bookkeeping, and a fault comes back with every attempt, each
+time with its stack. Here leases and shards become events, known faults a sentence, and a line whose template was shown
+within the last minute is only counted. Everything else, and everything as Java wrote it, is at debug.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from mldserver.kcl.logs import LogEvent
+
+__all__ = ["FOLD_SECONDS", "Digest", "Line", "verbatim"]
+
+FOLD_SECONDS: Final = 60.0
+LONGEST_LINE: Final = 1000
+"""Characters; the SDK's list of everything that has no credentials is 9,000."""
+MOST_STACKS: Final = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One event for our own log."""
+
+    level: str
+    event: str
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault that the daemon's log is known to show: how, and what to say instead."""
+
+    pattern: re.Pattern[str]
+    what: str
+    """The sentence; its fields are the pattern's groups."""
+    advice: str
+
+
+# The first that is found in a warning or an error counts.
+_FAULTS: Final = (
+    Fault(
+        re.compile(r"subprocess \[mldserver bridge: (?P<said>.*)\] for shard (?P<shard>\S+)"),
+        "The bridge of shard {shard} could not reach the server or broke: {said}.",
+        "Look whether the server runs, and listens where --connect says.",
+    ),
+    Fault(
+        re.compile(
+            r"Failed to get status message for (?P<action>\w+) action for shard (?P<shard>\S+)"
+            r"(?=(.|\n)*Reached end of STDIN)"
+        ),
+        "The connection of shard {shard} to the server ended while the daemon waited for its answer to {action}.",
+        "The server's log says why; the daemon starts again with all its shards.",
+    ),
+    Fault(
+        re.compile(r"Cannot run program \"(?P<program>[^\"]*)\"(?P<said>[^\n]*)"),
+        "The daemon cannot start the bridge {program}{said}.",
+        "Look whether the memory or the number of processes is used up, and whether the bridge may be executed.",
+    ),
+    Fault(
+        re.compile("java.lang.OutOfMemoryError"),
+        "The daemon's JVM is out of memory.",
+        "Give it more, e.g. --java-option=-Xmx1g.",
+    ),
+    Fault(
+        re.compile("Unable to load credentials from any of the providers"),
+        "The daemon finds no AWS credentials any more.",
+        "Look at the environment, the profile, or the role of the host.",
+    ),
+    Fault(
+        re.compile(
+            r"(?P<code>ExpiredToken\w*|UnrecognizedClientException|InvalidSignatureException|InvalidClientTokenId)"
+            r"|security token included in the request is (expired|invalid)"
+        ),
+        "AWS refuses the daemon's credentials: they are expired or wrong.",
+        "Renew them, and check the region and the host's clock.",
+    ),
+    Fault(
+        re.compile(r"not authorized to perform: (?P<action>[\w:]+)"),
+        "AWS does not allow the daemon {action}.",
+        "Give its role that permission, on the stream or on the application's DynamoDB tables.",
+    ),
+    Fault(
+        re.compile(r"Stream (?P<stream>\S+) under account \S+ not found"),
+        "There is no stream {stream} in this account and region.",
+        "Check --stream and --region; the daemon goes on looking for it.",
+    ),
+    Fault(
+        re.compile(r"ProvisionedThroughputExceededException|ThrottlingException|Rate exceeded"),
+        "AWS throttles the daemon.",
+        "It tries again by itself. When it lasts, the stream has too many readers, or the lease table too little capacity.",
+    ),
+    Fault(
+        re.compile(
+            r"(?P<shard>\S+): \[SubscriptionLifetime\].*#errorOccurred\) @ \S+ id: \S+ -- (?P<said>.*?)\. Last"
+        ),
+        "The fan-out subscription of shard {shard} failed: {said}.",
+        "It is tried again. Where SubscribeToShard is not to be had (some emulators), use --retrieval polling.",
+    ),
+    Fault(
+        re.compile(
+            r"UnknownHostException: (?P<said>[^\n]+)|Unable to execute HTTP request: (?P<said2>[^\n]+)"
+            r"|ConnectException: (?P<said3>[^\n]+)"
+        ),
+        "AWS, or the endpoint that stands in for it, is out of reach: {said}.",
+        "The daemon tries again. Check the network, the region and the endpoints.",
+    ),
+)
+
+_ECHOES: Final = {
+    # What comes after a fault that is told already.
+    "MultiLangShardRecordProcessor": "Encountered an error while trying to ",
+    "jvm": "mldserver bridge: ",
+    # Normal at every start and end.
+    "CloudWatchPublisherRunnable": "Dropping metrics [] ",
+    "WorkerMetricsSelector": "Did not find an operating range metadata provider",
+    "LeaseAssignmentManager": "Not able to assign all expiredOrUnAssignedLeases",
+}
+"""By the last part of the logger's name: warnings and errors that tell nobody anything, and how they begin."""
+
+_GAINED: Final = re.compile(
+    r"Created new shardConsumer for : ShardInfo\(.*?shardId=(?P<shard>[^,]+),.*SequenceNumber: (?P<position>[^,]+),"
+)
+_LEFT: Final = re.compile(
+    r"Invoking shutdown\(\) for shard (?P<shard>\S+) .*Shutdown reason: (?P<reason>\w+)"
+)
+_LEFT_EVENTS: Final = {"LEASE_LOST": "kcl.lease_lost", "SHARD_END": "kcl.shard_ended"}
+_WORKS: Final = "Initialization complete. Starting worker loop."
+
+_FRAME: Final = re.compile(r"\s+(at |\.\.\. \d+ (more|common frames))")
+_VARIABLE: Final = re.compile(r"shardId-\w+|\b[0-9a-fA-F]{8}(-[0-9a-fA-F]{4,12})+\b|@[0-9a-f]+\b|\d+")
+
+
+@dataclass(slots=True)
+class _Shown:
+    until: float
+    count: int = 0
+    line: Line | None = None
+    """The last of those that were only counted."""
+
+
+@dataclass(slots=True)
+class Digest:
+    """Events of the daemon's log in, lines for ours out; ``now`` is in seconds, of any clock that does not go back."""
+
+    _shown: dict[str, _Shown] = field(default_factory=dict)
+    _stacks: set[int] = field(default_factory=set)
+
+    def take(self, event: LogEvent, now: float) -> list[Line]:
+        """Return what to log of an event: what is wanted at info, and as Java wrote it at debug where that differs."""
+        raw = verbatim(event)
+        short = event.logger.rpartition(".")[2]
+        if event.level in {"debug", "info"}:
+            return [raw, *_of_normal_life(short, event)]
+        if event.text.startswith(_ECHOES.get(short, "\0")):
+            return [raw]
+        first = event.text.partition("\n")[0]
+        for fault in _FAULTS:
+            if found := fault.pattern.search(event.text):
+                fields = _sentence(fault, found) | {"text": first}
+                return [raw, *self._fold(fault.what, Line(event.level, "kcl.fault", fields), now)]
+        key = f"{short} {_VARIABLE.sub('#', first)}"
+        lines = self._fold(key, Line(event.level, "kcl.log", raw.fields), now)
+        return lines if lines and lines[0].fields == raw.fields else [raw, *lines]
+
+    def due(self, now: float) -> list[Line]:
+        """Return what was only counted for a minute, with the count; what did not come again is forgotten."""
+        lines = []
+        for key, shown in [each for each in self._shown.items() if now >= each[1].until]:
+            if shown.line is None:
+                del self._shown[key]
+            else:
+                lines.append(self._line(shown.line, shown.count))
+                self._shown[key] = _Shown(now + FOLD_SECONDS)
+        return lines
+
+    def rest(self) -> list[Line]:
+        """Return what is counted so far, at the end of all."""
+        return [
+            self._line(shown.line, shown.count) for shown in self._shown.values() if shown.line is not None
+        ]
+
+    def _fold(self, key: str, line: Line, now: float) -> list[Line]:
+        shown = self._shown.get(key)
+        if shown is None:
+            self._shown[key] = _Shown(now + FOLD_SECONDS)
+            return [self._line(line)]
+        shown.line, shown.count = line, shown.count + 1
+        return []
+
+    def _line(self, line: Line, count: int = 0) -> Line:
+        """Return a line as it is shown: with its count, cut, and without a stack that was shown before."""
+        lines = [_cut(text) for text in line.fields["text"].split("\n")]
+        frames = [text for text in lines if _FRAME.match(text)]
+        stack = hash(tuple(frames))
+        if frames and stack in self._stacks:
+            lines = [text for text in lines if not _FRAME.match(text)]
+        elif len(self._stacks) < MOST_STACKS:
+            self._stacks.add(stack)
+        fields = line.fields | {"text": "\n".join(lines)} | ({"repeated": count} if count else {})
+        return Line(line.level, line.event, fields)
+
+
+def verbatim(event: LogEvent) -> Line:
+    """Return an event as Java wrote it, for debug."""
+    return Line("debug", "kcl.log", {"logger": event.logger, "text": event.text})
+
+
+def _of_normal_life(short: str, event: LogEvent) -> list[Line]:
+    if short == "Scheduler" and (gained := _GAINED.search(event.text)):
+        return [Line("info", "kcl.lease_gained", gained.groupdict())]
+    if short == "ShutdownTask" and (left := _LEFT.search(event.text)) and left["reason"] in _LEFT_EVENTS:
+        return [Line("info", _LEFT_EVENTS[left["reason"]], {"shard": left["shard"]})]
+    if event.text.startswith(_WORKS):
+        return [Line("info", "kcl.log", {"logger": event.logger, "text": _WORKS})]
+    return []
+
+
+def _sentence(fault: Fault, found: re.Match[str]) -> dict[str, Any]:
+    groups = {name.rstrip("23"): value for name, value in found.groupdict().items() if value is not None}
+    said = {name: _cut(value).rstrip(". ") for name, value in groups.items()}
+    fields = {"what": fault.what.format_map(said), "advice": fault.advice}
+    return fields | ({"shard": groups["shard"]} if "shard" in groups else {})
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]} … cut"

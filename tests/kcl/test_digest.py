@@ -1,0 +1,207 @@
+"""What of the daemon's log is shown; the lines are those of KCL 3.1.3."""
+
+from __future__ import annotations
+
+import pytest
+
+from mldserver.kcl.digest import LONGEST_LINE, Digest, Line
+from mldserver.kcl.logs import LogEvent
+
+KCL = "software.amazon.kinesis."
+SHARD = "shardId-000000000000"
+TRACE = "java.io.IOException: x\n\tat a.B.c(B.java:1)\n\t... 3 more"
+
+
+def error(logger: str, text: str, level: str = "error") -> LogEvent:
+    return LogEvent(level, KCL + logger, text)
+
+
+def shown(lines: list[Line]) -> list[Line]:
+    return [line for line in lines if line.level != "debug"]
+
+
+def told(event: LogEvent) -> dict[str, str]:
+    (line,) = shown(Digest().take(event, 0))
+    assert (line.level, line.event) == (event.level, "kcl.fault")
+    return line.fields
+
+
+def test_what_java_wrote_is_there_once_whatever_is_shown() -> None:
+    digest, event = Digest(), error("Any", TRACE)
+    fields = {"logger": KCL + "Any", "text": TRACE}
+    assert digest.take(event, 0) == [Line("error", "kcl.log", fields)]
+    assert digest.take(event, 0) == [Line("debug", "kcl.log", fields)]
+
+
+def test_the_kcls_own_bookkeeping_is_not_shown() -> None:
+    assert shown(Digest().take(LogEvent("info", KCL + "x.LeaseAssignmentManager", "Total Leases"), 0)) == []
+    assert shown(Digest().take(LogEvent("debug", KCL + "lifecycle.ShutdownTask", "Something else"), 0)) == []
+    echo = error("multilang.MultiLangShardRecordProcessor", "Encountered an error while trying to shutdown")
+    assert shown(Digest().take(echo, 0)) == []
+
+
+def test_what_the_bridge_says_comes_once() -> None:
+    said = "mldserver bridge: [::1]:7070: Connection refused"
+    digest = Digest()
+    drained = error(
+        "multilang.DrainChildSTDERRTask", f"Received error line from subprocess [{said}] for shard {SHARD}"
+    )
+    lines = digest.take(drained, 0) + digest.take(LogEvent("warning", "jvm", said), 0)
+    (line,) = shown(lines)
+    assert "[::1]:7070: Connection refused" in line.fields["what"]
+    assert line.fields["shard"] == SHARD
+
+
+def test_leases_and_shards_are_events() -> None:
+    gained = (
+        f"Created new shardConsumer for : ShardInfo(streamIdentifierSerOpt=Optional.empty, shardId={SHARD}, "
+        "concurrencyToken=2b19cb06, parentShardIds=[], checkpoint={SequenceNumber: TRIM_HORIZON,SubsequenceNumber: 0})"
+    )
+    left = (
+        f"Invoking shutdown() for shard {SHARD} with childShards null, concurrencyToken x. Shutdown reason: "
+    )
+    digest = Digest()
+    assert shown(digest.take(LogEvent("info", KCL + "coordinator.Scheduler", gained), 0)) == [
+        Line("info", "kcl.lease_gained", {"shard": SHARD, "position": "TRIM_HORIZON"})
+    ]
+    task = KCL + "lifecycle.ShutdownTask"
+    assert shown(digest.take(LogEvent("debug", task, f"{left}LEASE_LOST"), 0)) == [
+        Line("info", "kcl.lease_lost", {"shard": SHARD})
+    ]
+    assert shown(digest.take(LogEvent("debug", task, f"{left}SHARD_END"), 0)) == [
+        Line("info", "kcl.shard_ended", {"shard": SHARD})
+    ]
+    assert shown(digest.take(LogEvent("debug", task, f"{left}REQUESTED"), 0)) == []
+    works = "Initialization complete. Starting worker loop."
+    assert (
+        shown(digest.take(LogEvent("info", KCL + "coordinator.Scheduler", works), 0))[0].fields["text"]
+        == works
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (
+            (
+                f"Failed to get status message for processRecords action for shard {SHARD}\n"
+                "java.util.concurrent.ExecutionException: java.lang.RuntimeException: Reached end of STDIN of child"
+            ),
+            (
+                f"The connection of shard {SHARD} to the server ended while the daemon waited for its answer to "
+                "processRecords."
+            ),
+        ),
+        (
+            'Failed\njava.io.IOException: Cannot run program "/b/ridge": error=13, Permission denied',
+            "The daemon cannot start the bridge /b/ridge: error=13, Permission denied.",
+        ),
+        ("Failed\njava.lang.OutOfMemoryError: Java heap space", "The daemon's JVM is out of memory."),
+        (
+            "Failed\nSdkClientException: Unable to load credentials from any of the providers in the chain",
+            "The daemon finds no AWS credentials any more.",
+        ),
+        (
+            "The security token included in the request is expired (Service: DynamoDb)",
+            "AWS refuses the daemon's credentials: they are expired or wrong.",
+        ),
+        (
+            "Failed\nUser: arn:x is not authorized to perform: kinesis:ListShards on resource: arn",
+            "AWS does not allow the daemon kinesis:ListShards.",
+        ),
+        (
+            "ResourceNotFoundException: Stream orders under account 1 not found.",
+            "There is no stream orders in this account and region.",
+        ),
+        ("ProvisionedThroughputExceededException: Rate exceeded", "AWS throttles the daemon."),
+        (
+            (
+                f"{SHARD}: [SubscriptionLifetime] - (FanOutRecordsPublisher#errorOccurred) @ 2026-11-22T05:17:13Z id: "
+                f"{SHARD}-1 -- CompletionException/KinesisException: Service returned HTTP status code 500. Last "
+                "successful request details -- request id - NONE\nstack"
+            ),
+            (
+                f"The fan-out subscription of shard {SHARD} failed: CompletionException/KinesisException: Service "
+                "returned HTTP status code 500."
+            ),
+        ),
+        (
+            "Failed\njava.net.UnknownHostException: kinesis.nowhere.amazonaws.com",
+            "AWS, or the endpoint that stands in for it, is out of reach: kinesis.nowhere.amazonaws.com.",
+        ),
+        (
+            "Unable to execute HTTP request: Connection refused: /127.0.0.1:1",
+            "AWS, or the endpoint that stands in for it, is out of reach: Connection refused: /127.0.0.1:1.",
+        ),
+    ],
+)
+def test_a_known_fault_is_a_sentence_with_advice(text: str, what: str) -> None:
+    fields = told(error("Any", text))
+    assert fields["what"] == what
+    assert fields["advice"]
+    assert fields["text"] == text.splitlines()[0]
+
+
+def test_a_template_is_shown_once_a_minute_with_the_number_of_those_between() -> None:
+    digest = Digest()
+
+    def take(number: int, now: float) -> list[Line]:
+        return digest.due(now) + shown(
+            digest.take(error("Any", f"attempt {number} on shardId-{number:012}"), now)
+        )
+
+    assert [line.fields["text"] for line in take(1, 0)] == ["attempt 1 on shardId-000000000001"]
+    assert [take(number, 59) for number in (2, 3)] == [[], []]
+    (again,) = take(4, 60)
+    assert again.fields == {"logger": KCL + "Any", "text": "attempt 3 on shardId-000000000003", "repeated": 2}
+    (again,) = digest.due(120)
+    assert again.fields["repeated"] == 1
+    assert digest.due(180) == []
+    assert len(take(5, 180)) == 1
+
+
+def test_other_templates_do_not_wait() -> None:
+    digest = Digest()
+    assert len(shown(digest.take(error("A", "one"), 0) + digest.take(error("B", "one"), 0))) == 2
+    assert len(shown(digest.take(error("A", "two"), 0))) == 1
+
+
+def test_what_is_counted_is_told_at_the_end() -> None:
+    digest = Digest()
+    for _ in range(3):
+        digest.take(error("A", "one"), 0)
+    digest.take(error("A", "two"), 0)
+    assert [line.fields["repeated"] for line in digest.rest()] == [2]
+
+
+def test_no_stack_is_shown_twice() -> None:
+    digest = Digest()
+    (first,) = shown(digest.take(error("A", f"failed\n{TRACE}"), 0))
+    assert first.fields["text"] == f"failed\n{TRACE}"
+    (again,) = shown(digest.take(error("B", f"failed here too\n{TRACE}"), 0))
+    assert again.fields["text"] == "failed here too\njava.io.IOException: x"
+
+
+def test_a_stack_that_was_only_counted_was_not_shown() -> None:
+    digest = Digest()
+    for text in ("failed", f"failed\n{TRACE}"):
+        digest.take(error("A", text), 0)
+    (again,) = digest.due(60)
+    assert again.fields["text"] == f"failed\n{TRACE}"
+
+
+def test_the_number_of_stacks_that_are_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mldserver.kcl.digest.MOST_STACKS", 1)
+    digest = Digest()
+    for logger, frame in (("A", "a"), ("B", "b"), ("C", "b")):
+        (line,) = shown(digest.take(error(logger, f"failed\n\tat {frame}.x(Y.java)"), 0))
+        assert line.fields["text"].endswith("x(Y.java)")
+
+
+def test_an_empty_warning_is_one() -> None:
+    assert shown(Digest().take(error("A", ""), 0))[0].fields["text"] == ""
+
+
+def test_long_lines_are_cut() -> None:
+    (line,) = shown(Digest().take(error("A", "a" * 9000), 0))
+    assert line.fields["text"] == "a" * LONGEST_LINE + " … cut"
