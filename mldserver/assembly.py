@@ -23,7 +23,7 @@ from mldserver.coordinator.window_runner import WindowPolicy, WindowRunner
 from mldserver.coordinator.windows import Tumbling
 from mldserver.deadletters.places import destination_of
 from mldserver.deadletters.redriver import Redriver
-from mldserver.errors import OperatorError
+from mldserver.errors import NotThereYet, OperatorError
 from mldserver.protocol.connection import ConnectionLimits
 from mldserver.runtime.aside import aside
 from mldserver.runtime.failure import FailurePolicy, OnFailure, OnKeyFailure
@@ -254,7 +254,7 @@ def _store(settings: Settings) -> OutputStore:
         return OutputStore(uri, home=home(settings))
     except (OSError, ValueError, NotImplementedError) as error:
         told = str(error).replace(uri, str(out))  # pyarrow repeats what it cannot read, secrets and all
-        raise OperatorError(
+        raise (NotThereYet if isinstance(error, OSError) else OperatorError)(
             f"The output folder {out} cannot be reached: {told}.",
             advice="Check the URI: its name, and the options after the question mark, are those of "
             "pyarrow.fs.FileSystem.from_uri.",

@@ -14,7 +14,7 @@ Every error carries, beside its sentence, what the server did about it (``did``)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -32,8 +32,10 @@ __all__ = [
     "InternalError",
     "JavaError",
     "LedgerError",
+    "LedgerUnusable",
     "LedgerVersionError",
     "MldserverError",
+    "NotThereYet",
     "OperatorError",
     "PeerError",
     "PeerTimeout",
@@ -41,12 +43,16 @@ __all__ = [
     "ServerBuried",
     "SparkError",
     "WindowFailed",
+    "folder_error",
     "told_of",
 ]
 
 
 class MldserverError(Exception):
     """The root: a sentence for people, and fields for the log."""
+
+    lasting: ClassVar[bool] = False
+    """Whether another start would meet it again, until a person does something. The exit code is then 2, else 1."""
 
     def __init__(self, what: str, *, did: str = "", advice: str = "", **where: Any) -> None:
         """Say ``what`` happened, what the server ``did`` about it, what to do next, and where it was."""
@@ -99,6 +105,11 @@ def told_of(error: MldserverError | OSError) -> dict[str, Any]:
     }
 
 
+def folder_error(error: OSError) -> type[OperatorError]:
+    """Return the class for a folder that cannot be used: one that is a file stays one, all else may be a missing mount."""
+    return OperatorError if isinstance(error, FileExistsError | NotADirectoryError) else NotThereYet
+
+
 class PeerError(MldserverError):
     """The peer broke the protocol; its own connection is closed, no other notices."""
 
@@ -126,6 +137,8 @@ class GapRefused(PeerError):
 class HandlerError(MldserverError):
     """The user's handler is at fault."""
 
+    lasting = True
+
 
 class HandlerNotFound(HandlerError):
     """A dotted path leads nowhere: the module, or the attribute in it, does not exist."""
@@ -147,7 +160,13 @@ class LedgerError(MldserverError):
     """Durable state cannot be used."""
 
 
-class LedgerVersionError(LedgerError):
+class LedgerUnusable(LedgerError):
+    """The ledger is damaged, or these settings can never reach it."""
+
+    lasting = True
+
+
+class LedgerVersionError(LedgerUnusable):
     """The ledger was written by a newer program, or is no ledger of this pipeline."""
 
 
@@ -169,6 +188,14 @@ class DriverLost(SparkError):
 
 class OperatorError(MldserverError):
     """What the operator gave cannot work; the process says so and exits."""
+
+    lasting = True
+
+
+class NotThereYet(OperatorError):
+    """What the operator named is not there: a folder, a port, a service. It may come without anybody's help."""
+
+    lasting = False
 
 
 class ConfigError(OperatorError):

@@ -28,8 +28,9 @@ import structlog
 
 from mldserver import __version__
 from mldserver.assembly import Parts, assemble
+from mldserver.aws import require_aws
 from mldserver.clock import SystemClock
-from mldserver.errors import HandlerError, LedgerError, MldserverError, OperatorError, ServerBuried
+from mldserver.errors import HandlerError, LedgerError, MldserverError, OperatorError, folder_error
 from mldserver.observe.logging import reopen
 from mldserver.readiness import Readiness
 
@@ -50,7 +51,7 @@ log = structlog.get_logger("mldserver")
 EXIT_CLEAN = 0
 EXIT_FAULT = 1
 EXIT_OPERATOR = 2
-"""Settings, handler, Java or ledger cannot work as given."""
+"""Settings, handler, Java or ledger cannot work as given, however often they are tried."""
 EXIT_FORCED = 3
 """A second signal, or the grace was over before every row was durable."""
 
@@ -114,13 +115,11 @@ class Server:
         code = EXIT_FAULT
         try:
             code = await self._serve()
-        except* ServerBuried as group:
-            for error in _leaves(group):
-                log.critical("server.failed", exit_code=EXIT_FAULT, **_told(error))
         except* (OperatorError, HandlerError, LedgerError) as group:
-            for error in _leaves(group):
-                log.critical("server.failed", exit_code=EXIT_OPERATOR, **_told(error))
-            code = EXIT_OPERATOR
+            errors = list(_leaves(group))
+            code = EXIT_OPERATOR if any(error.lasting for error in errors) else EXIT_FAULT
+            for error in errors:
+                log.critical("server.failed", exit_code=code, **error.told())
         except* Exception:
             log.critical("server.failed", exit_code=EXIT_FAULT, exc_info=True)
         return code
@@ -147,6 +146,9 @@ class Server:
         return self._parts if self._built.is_set() else None
 
     async def _start(self) -> None:
+        if self.settings.stream is not None and self._kinesis is None:
+            self._begin("AWS credentials")
+            await require_aws(self.settings.stream, region=self.settings.region)
         parts = self._parts = await assemble(
             self.settings,
             engine=self._engine,
@@ -189,7 +191,7 @@ class Server:
             self._begin("ledger and recovery")
             await parts.coordinator.start()
         except OSError as error:
-            raise OperatorError(
+            raise folder_error(error)(
                 f"The output folder {self.settings.out} cannot be used: {error.strerror or error}.",
                 advice="Check its path, its rights and the room on its disk, or name another with --out.",
                 path=str(error.filename or self.settings.out),
@@ -369,13 +371,9 @@ def _learn(coordinator: Coordinator, listing: Mapping[str, ShardListing]) -> Non
         log.info("shard.discovered", shard=shard_id, parents=coordinator.parents(shard_id))
 
 
-def _leaves(group: BaseExceptionGroup[Exception]) -> Iterator[Exception]:
+def _leaves(group: BaseExceptionGroup[MldserverError]) -> Iterator[MldserverError]:
     for error in group.exceptions:
         if isinstance(error, BaseExceptionGroup):
             yield from _leaves(error)
         else:
             yield error
-
-
-def _told(error: Exception) -> dict[str, object]:
-    return error.told() if isinstance(error, MldserverError) else {"what": str(error)}

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from botocore.loaders import JSONFileLoader
-from support.serving import KEEP_EVERYTHING, quick
+from support.serving import KEEP_EVERYTHING, no_aws, quick
 
 from mldserver import assembly
-from mldserver.aws import aws_client
+from mldserver.aws import aws_client, require_aws
 from mldserver.config import DynamoPlace
+from mldserver.errors import ConfigError
 from mldserver.testing import LocalEngine, VirtualClock
 
 if TYPE_CHECKING:
@@ -96,3 +97,31 @@ async def test_what_a_ledger_in_a_table_imports_is_imported_beside_the_event_loo
     await parts.runtime.close()
     assert type(parts.ledger).__name__ == "DynamoLedger"
     assert threads == ["mldserver-ledger"]
+
+
+async def test_a_stream_that_is_named_needs_a_region_and_credentials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_aws(monkeypatch, tmp_path)
+    with pytest.raises(ConfigError, match="stream s is named, but no AWS region was given"):
+        await require_aws("s", region=None)
+    with pytest.raises(ConfigError, match="there are no AWS credentials"):
+        await require_aws("s", region="eu-central-1")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "half")
+    with pytest.raises(ConfigError, match="AWS's settings are wrong: Partial credentials"):
+        await require_aws("s", region="eu-central-1")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "whole")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-central-1")
+    await require_aws("s", region=None)
+    monkeypatch.setenv("AWS_PROFILE", "nobody's")
+    with pytest.raises(ConfigError, match="AWS's settings are wrong: The config profile"):
+        await require_aws("s", region=None)
+
+
+async def test_credentials_that_are_somebody_elses_to_give_may_come_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_aws(monkeypatch, tmp_path)
+    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", NOWHERE)
+    monkeypatch.setattr("botocore.utils.ContainerMetadataFetcher.SLEEP_TIME", 0)
+    await require_aws("s", region="eu-central-1")

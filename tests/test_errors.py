@@ -3,7 +3,15 @@ from __future__ import annotations
 import pytest
 
 from mldserver import errors
-from mldserver.errors import FramingError, MldserverError, PeerError, told_of
+from mldserver.errors import (
+    FramingError,
+    MldserverError,
+    NotThereYet,
+    OperatorError,
+    PeerError,
+    folder_error,
+    told_of,
+)
 
 
 def test_an_error_is_one_paragraph_what_was_done_and_what_to_do() -> None:
@@ -52,6 +60,28 @@ def test_every_error_is_one_partys_fault() -> None:
         "InternalError",
     }
     assert issubclass(FramingError, PeerError)
+
+
+def test_exit_code_2_is_for_what_the_next_start_would_meet_again() -> None:
+    lasting = {name for name in errors.__all__ if name[0].isupper() and getattr(errors, name).lasting}
+    assert lasting == {
+        "ConfigError",
+        "HandlerError",
+        "HandlerHalted",
+        "HandlerInvalid",
+        "HandlerNotFound",
+        "JavaError",
+        "LedgerUnusable",
+        "LedgerVersionError",
+        "OperatorError",
+    }
+    assert not errors.NotThereYet.lasting
+    assert not errors.ServerBuried.lasting
+
+
+def test_a_folder_may_come_where_none_is_and_a_file_stays_one() -> None:
+    assert folder_error(FileNotFoundError()) is folder_error(PermissionError()) is NotThereYet
+    assert folder_error(NotADirectoryError()) is folder_error(FileExistsError()) is OperatorError
 
 
 def test_told_keeps_the_place_in_one_field_and_the_traceback_in_its_own() -> None:

@@ -77,7 +77,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # What record processors of amazon_kclpy see, whether that is installed or not.
     "kclpy": ("records",),
     # AWS's clients are made beside the event loop.
-    "aws": ("runtime.aside",),
+    "aws": ("errors", "runtime.aside"),
     "sources": ("records", "errors", "clock", "faults", "protocol", "runtime.base"),
     # The driver process imports the user's handler by the same rules as the runtime does.
     "spark": (

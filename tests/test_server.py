@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
 import sqlite3
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.dataset as ds
 import pytest
-from support.serving import connect, quick, serving, until
+from support.serving import connect, no_aws, quick, serving, until
 
-from mldserver.config import TcpAddress, ledger_file
+from mldserver.config import TcpAddress, UnixAddress, ledger_file
 from mldserver.errors import WindowFailed
-from mldserver.server import EXIT_CLEAN, EXIT_FORCED, EXIT_OPERATOR, Server
+from mldserver.server import EXIT_CLEAN, EXIT_FAULT, EXIT_FORCED, EXIT_OPERATOR, Server
+from mldserver.state.sqlite import SqliteLedger
 from mldserver.testing import FakeMLD, FakeStream, Form, Habits, LocalEngine
 
 if TYPE_CHECKING:
@@ -222,23 +225,73 @@ async def stopped(settings: Any) -> int:
         return await Server(settings, engine=LocalEngine()).run()
 
 
-async def test_what_an_operator_can_mend_is_said_in_one_event_and_exits_2(
+async def test_what_only_a_person_can_mend_is_said_in_one_event_and_exits_2(
     tmp_path: Path, handler: str, logged: list[dict[str, Any]]
 ) -> None:
     out = tmp_path / "out"
     assert await stopped(quick(out, "no_such_module")) == EXIT_OPERATOR
     assert await stopped(quick(out, f"{handler}:NoSuchName")) == EXIT_OPERATOR
-    async with serving(quick(out, handler, server_id="one")) as server:
-        host, _, port = (await server.listening()).rpartition(":")
-        assert await stopped(quick(out, handler, server_id="one")) == EXIT_OPERATOR
-        taken = TcpAddress(host, int(port))
-        assert await stopped(quick(tmp_path / "other", handler, listen=taken)) == EXIT_OPERATOR
+    async with serving(quick(out, handler)):
+        pass
     assert await stopped(quick(out, handler, pipeline="another")) == EXIT_OPERATOR
     (tmp_path / "file").write_text("no folder")
     assert await stopped(quick(tmp_path / "file", handler)) == EXIT_OPERATOR
+    nameless = UnixAddress(Path("/long" * 100))
+    assert await stopped(quick(tmp_path / "other", handler, listen=nameless)) == EXIT_OPERATOR
     told = [entry for entry in logged if entry["event"] == "server.failed"]
-    assert [entry["exit_code"] for entry in told] == [EXIT_OPERATOR] * 6
+    assert [entry["exit_code"] for entry in told] == [EXIT_OPERATOR] * 5
     assert all(entry["what"] and "exception" not in entry for entry in told)
+
+
+async def test_what_may_yet_come_by_itself_is_said_in_one_event_and_exits_1_for_another_start(
+    tmp_path: Path, handler: str, logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    async with serving(quick(out, handler, server_id="one")) as server:
+        host, _, port = (await server.listening()).rpartition(":")
+        assert await stopped(quick(out, handler, server_id="one")) == EXIT_FAULT
+        taken = TcpAddress(host, int(port))
+        assert await stopped(quick(tmp_path / "other", handler, listen=taken)) == EXIT_FAULT
+    unmade = UnixAddress(tmp_path / "not mounted" / "socket")
+    assert await stopped(quick(tmp_path / "other", handler, listen=unmade)) == EXIT_FAULT
+
+    async def unreachable(*_: object) -> None:
+        raise OSError(errno.EHOSTDOWN, "Host is down")
+
+    monkeypatch.setattr("mldserver.coordinator.coordinator.Coordinator.start", unreachable)
+    assert await stopped(quick(out, handler)) == EXIT_FAULT
+    told = [entry for entry in logged if entry["event"] == "server.failed"]
+    assert [entry["exit_code"] for entry in told] == [EXIT_FAULT] * 4
+    assert all(entry["what"] and "exception" not in entry for entry in told)
+
+
+async def test_a_ledger_that_another_program_holds_exits_1(
+    tmp_path: Path, handler: str, logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = quick(tmp_path / "out", handler)
+    async with serving(settings):
+        pass
+    monkeypatch.setattr("mldserver.assembly.SqliteLedger", partial(SqliteLedger, busy_timeout_ms=1))
+    with contextlib.closing(sqlite3.connect(ledger_file(settings), isolation_level=None)) as held:
+        held.execute("BEGIN EXCLUSIVE")
+        assert await stopped(settings) == EXIT_FAULT
+    (failed,) = [entry for entry in logged if entry["event"] == "server.failed"]
+    assert "holds the ledger's write lock" in failed["what"]
+
+
+async def test_a_named_stream_without_region_or_credentials_exits_2_before_anything_is_started(
+    tmp_path: Path, handler: str, logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_aws(monkeypatch, tmp_path)
+    assert await stopped(quick(tmp_path / "out", handler, stream="orders")) == EXIT_OPERATOR
+    given = quick(tmp_path / "out", handler, stream="orders", region="eu-central-1")
+    assert await stopped(given) == EXIT_OPERATOR
+    told = [entry["what"] for entry in logged if entry["event"] == "server.failed"]
+    assert told == [
+        "The stream orders is named, but no AWS region was given.",
+        "The stream orders is named, but there are no AWS credentials.",
+    ]
+    assert not (tmp_path / "out").exists()
 
 
 def newer_format(path: Path) -> None:

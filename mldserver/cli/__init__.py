@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from cyclopts import App, CycloptsError
 
 from mldserver.cli.process import ReaderGone, complain, guard_output
-from mldserver.errors import HandlerError, MldserverError, OperatorError
+from mldserver.errors import MldserverError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -134,11 +134,10 @@ def _leaves(group: ExceptionGroup[MldserverError]) -> Iterator[MldserverError]:
 
 
 def _told(errors: list[MldserverError]) -> int:
-    """Tell errors on standard error and return the exit code: a fault of ours outweighs what the operator did."""
+    """Tell errors on standard error and return the exit code: 2 when only a person can do something about them all."""
     for error in errors:
         complain(str(error))
-    theirs = all(isinstance(error, OperatorError | HandlerError) for error in errors)
-    return EXIT_OPERATOR if theirs else EXIT_FAULT
+    return EXIT_OPERATOR if all(error.lasting for error in errors) else EXIT_FAULT
 
 
 def main() -> NoReturn:

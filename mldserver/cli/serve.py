@@ -34,7 +34,9 @@ SIGTERM and SIGINT stop the server: shards finish their request, closed windows 
 checkpointed; one that comes while the server still starts gives the start up. A second signal forces, whatever is
 waited for. SIGHUP opens the log file again.
 
-Exit codes: 0 clean, 1 a fault, 2 wrong settings or environment, 3 forced (a second signal, or the grace was over).
+Exit codes: 0 clean; 1 a fault, or something that is not there yet (a folder, a port, the ledger's network): start it again;
+2 what only a person can mend (settings, handler, Java, a damaged ledger, no region or credentials for `stream`); 3 forced
+(a second signal, or the grace was over).
 """
 
 app = App(name="serve", help=_HELP, help_format="markdown")

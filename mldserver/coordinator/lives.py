@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from mldserver.coordinator.layout import server_tag
-from mldserver.errors import OperatorError
+from mldserver.errors import NotThereYet, OperatorError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -61,7 +61,7 @@ class LifeLocks:
                 return
             else:
                 return
-        raise OperatorError(
+        raise NotThereYet(
             f"Another server runs under the name {server_id}.",
             advice="Stop it first, or give each server on the ledger a server_id of its own.",
             server=server_id,

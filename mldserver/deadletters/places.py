@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from mldserver.coordinator.store import OutputStore
 from mldserver.deadletters.files import FOLDER
 from mldserver.deadletters.folder import FolderDestination
-from mldserver.errors import OperatorError
+from mldserver.errors import NotThereYet, OperatorError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +33,7 @@ def destination_of(
         try:
             other = OutputStore(place.target)
         except (OSError, ValueError, NotImplementedError) as error:
-            raise OperatorError(
+            raise (NotThereYet if isinstance(error, OSError) else OperatorError)(
                 f"dead_letters = {place} cannot be reached: {error}.",
                 advice="Check the URI: its name, and the options after the question mark.",
             ) from error

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from mldserver.errors import OperatorError
+from mldserver.errors import NotThereYet, OperatorError
 from mldserver.protocol.connection import ConnectionLimits
 from mldserver.sources.budget import ReadBudget
 from mldserver.sources.conductor import Conductor
@@ -188,7 +188,9 @@ class MLDListener:
                 host, port = listener.getsockname()[:2]
                 shown = _shown((host, port))
         except (OSError, UnicodeError) as error:  # UnicodeError: a host that can be no name
-            raise OperatorError(
+            # A port that is taken, an address or a folder that is not there: all that may change.
+            lasting = isinstance(error, UnicodeError | PermissionError) or error.errno is None
+            raise (OperatorError if lasting else NotThereYet)(
                 f"Cannot listen on {_shown(self._address)}: {getattr(error, 'strerror', None) or error}.",
                 advice="Give another address with --listen, or stop what uses this one.",
             ) from error

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from mldserver.clock import Clock, SystemClock
-from mldserver.errors import DriverLost, HandlerInvalid, OperatorError
+from mldserver.errors import DriverLost, HandlerInvalid, NotThereYet, OperatorError
 from mldserver.spark import archive
 from mldserver.spark.engine import PublishJob, WindowJob, WindowResult
 from mldserver.spark.java import Java, probe
@@ -351,4 +351,6 @@ def _cannot_start(failed: StartFailed, master: str) -> OperatorError:
     advice = "Look at the settings spark_master and spark_conf."
     if failed.error == "PySparkImportError" or "grpc" in failed.message:
         advice = "Spark Connect needs more packages: pip install 'mldserver[connect]'."
-    return OperatorError(f"Spark cannot start on {master}: {failed.error}: {failed.message}", advice=advice)
+    # What the settings say of Spark itself is all right; its database, or memory, may be back by the next start.
+    kind = OperatorError if failed.fault == "operator" else NotThereYet
+    return kind(f"Spark cannot start on {master}: {failed.error}: {failed.message}", advice=advice)

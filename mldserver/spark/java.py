@@ -13,7 +13,7 @@ import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mldserver.errors import JavaError
+from mldserver.errors import JavaError, NotThereYet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -88,7 +88,10 @@ def judge(command: str, home: str | None, output: str) -> Java:
 
 
 async def probe(java_home: str | None, environment: Mapping[str, str], *, limit_seconds: float = 60) -> Java:
-    """Find Java and ask for its version. Raises JavaError when it is missing, too old, or does not run."""
+    """Find Java and ask for its version.
+
+    Raises JavaError when it is missing, too old, or does not run, NotThereYet when it does not answer: the machine is busy.
+    """
     path = environment.get("PATH", os.defpath)
     command, home = java_command(java_home, environment, lambda name: shutil.which(name, path=path))
     try:
@@ -108,8 +111,9 @@ async def probe(java_home: str | None, environment: Mapping[str, str], *, limit_
         async with asyncio.timeout(limit_seconds):
             output, _ = await process.communicate()
     except TimeoutError as error:
-        raise JavaError(
-            f"{command} -version did not answer within {limit_seconds:g} seconds.", advice=_ADVICE
+        raise NotThereYet(
+            f"{command} -version did not answer within {limit_seconds:g} seconds.",
+            advice="The machine is very busy, or this Java hangs.",
         ) from error
     finally:
         if process.returncode is None:

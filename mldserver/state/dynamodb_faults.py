@@ -9,7 +9,7 @@ from botocore.exceptions import ClientError, HTTPClientError
 from botocore.exceptions import ConnectionError as NotConnectedError
 from botocore.parsers import ResponseParserError
 
-from mldserver.errors import LedgerError
+from mldserver.errors import LedgerError, LedgerUnusable
 
 __all__ = ["Verdict", "judge", "translate"]
 
@@ -107,8 +107,9 @@ def translate(error: Exception, table: str, *, did: str) -> LedgerError:
             advice="Create it with `mldserver ledger create`, or check its name and the region.",
             table=table,
         )
+    unset = _code(error) in {"NoCredentialsError", "NoRegionError"}
     advice = "It is tried again by itself; look at AWS and the network when it lasts."
-    return LedgerError(
+    return (LedgerUnusable if unset else LedgerError)(
         f"DynamoDB refused: {error}."
         if verdict is not Verdict.AGAIN
         else f"DynamoDB is out of reach: {error}.",

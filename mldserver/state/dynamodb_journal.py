@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, Final
 
-from mldserver.errors import LedgerError, LedgerVersionError
+from mldserver.errors import LedgerError, LedgerUnusable, LedgerVersionError
 from mldserver.faults import kill_point
 from mldserver.state.dynamodb_book import Book, Changes
 from mldserver.state.dynamodb_codec import (
@@ -329,7 +329,7 @@ class Journal:
             )
 
     def _damaged(self, found: str) -> LedgerError:
-        return LedgerError(
+        return LedgerUnusable(
             f"The ledger of the pipeline {self._pipeline} in DynamoDB is damaged: {found}.",
             advice="It is never repaired silently: restore the table and the output folder together, from a backup.",
             pipeline=self._pipeline,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from typing import TYPE_CHECKING, Final
 
-from mldserver.errors import InternalError, LedgerError, MldserverError
+from mldserver.errors import InternalError, LedgerError, LedgerUnusable, MldserverError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,10 +56,11 @@ def translate(error: sqlite3.Error, path: Path, *, did: str = _ROLLED_BACK) -> M
             **where,
         )
     what, advice = _FAULTS.get(code & 0xFF if code is not None else -1, ("SQLite refused", ""))
-    return LedgerError(f"{what}: {error}.", did=did, advice=advice, **where)
+    kind = LedgerUnusable if (what, advice) == _DAMAGED else LedgerError
+    return kind(f"{what}: {error}.", did=did, advice=advice, **where)
 
 
 def damaged(found: str, path: Path, *, sqlite: str | None = None) -> LedgerError:
     """Return the error for a ledger whose content cannot be: ``found`` says what is there, ``sqlite`` in its words."""
     what, advice = _DAMAGED
-    return LedgerError(f"{what}: {found}.", advice=advice, path=str(path), sqlite=sqlite)
+    return LedgerUnusable(f"{what}: {found}.", advice=advice, path=str(path), sqlite=sqlite)

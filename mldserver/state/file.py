@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from mldserver.disk import make_folder
-from mldserver.errors import LedgerError, LedgerVersionError, OperatorError
+from mldserver.errors import LedgerError, LedgerUnusable, LedgerVersionError, folder_error
 from mldserver.state import members, schema
 from mldserver.state.faults import damaged, translate
 
@@ -34,7 +34,7 @@ def create_or_open(path: Path, *, pipeline: str, busy_timeout_ms: int, now_ms: i
     try:
         make_folder(path.parent)
     except OSError as error:
-        raise OperatorError(
+        raise folder_error(error)(
             f"The folder {path.parent} cannot be made: {error.strerror}.", path=str(path)
         ) from error
     return _connect(path, pipeline, busy_timeout_ms, created_ms=now_ms)
@@ -174,7 +174,7 @@ def _configure(db: sqlite3.Connection, path: Path) -> None:
     db.execute("PRAGMA synchronous = FULL")
     mode = _into_wal(db)
     if mode != "wal":
-        raise LedgerError(
+        raise LedgerUnusable(
             f"The file system under {path} cannot hold the ledger: no shared memory for SQLite's WAL.",
             advice="Put the output folder on a local disk.",
             path=str(path),

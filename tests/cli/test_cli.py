@@ -13,7 +13,15 @@ import mldserver
 from mldserver import cli
 from mldserver.cli import serve
 from mldserver.config import Settings, specs
-from mldserver.errors import ConfigError, HandlerNotFound, InternalError, JavaError, LedgerError
+from mldserver.errors import (
+    ConfigError,
+    HandlerNotFound,
+    InternalError,
+    JavaError,
+    LedgerError,
+    LedgerUnusable,
+    NotThereYet,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,6 +112,8 @@ def test_modules_in_the_working_directory_are_found(tmp_path: Path, safe: list[s
         (JavaError("It is wrong.", advice="Correct it."), 2),
         (HandlerNotFound("It is wrong.", advice="Correct it."), 2),
         (LedgerError("It is wrong.", advice="Correct it."), 1),
+        (LedgerUnusable("It is wrong.", advice="Correct it."), 2),
+        (NotThereYet("It is wrong.", advice="Correct it."), 1),
         (InternalError("It is wrong.", advice="Correct it."), 1),
     ],
 )

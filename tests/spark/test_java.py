@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mldserver.errors import JavaError
+from mldserver.errors import JavaError, NotThereYet
 from mldserver.spark.java import java_command, judge, parse_version, probe
 
 if TYPE_CHECKING:
@@ -103,5 +103,5 @@ async def test_a_java_that_is_not_executable_says_so(home: Path) -> None:
 
 async def test_a_java_that_hangs_is_killed(home: Path) -> None:
     write_java(home, "exec sleep 600")
-    with pytest.raises(JavaError, match=r"did not answer within 0\.05 seconds"):
+    with pytest.raises(NotThereYet, match=r"did not answer within 0\.05 seconds"):
         await probe(str(home), dict(os.environ), limit_seconds=0.05)

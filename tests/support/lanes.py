@@ -12,6 +12,10 @@ TESTS: Final = Path(__file__).parents[1]
 QUICK: Final = (
     "coordinator",
     "deadletters",
+    "kcl/test_digest.py",
+    "kcl/test_logs.py",
+    "kcl/test_properties.py",
+    "kcl/test_restart.py",
     "kclpy",
     "observe",
     "protocol",

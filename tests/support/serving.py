@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from mldserver.config import TcpAddress
@@ -13,6 +14,9 @@ from mldserver.testing import LocalEngine
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+    import pytest
 
     from mldserver.config import OutPlace
     from mldserver.sources.shards import MakeKinesis
@@ -45,6 +49,14 @@ def quick(out: OutPlace, handler: str, **changes: Any) -> Settings:
         "workers": None,
     }
     return Settings(handler=handler, out=out, **(values | changes))
+
+
+def no_aws(patch: pytest.MonkeyPatch, home: Path) -> None:
+    """Take away whatever AWS's clients would find here."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        patch.delenv(name)
+    patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    patch.setenv("HOME", str(home))
 
 
 @contextlib.asynccontextmanager
