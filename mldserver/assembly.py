@@ -17,6 +17,7 @@ from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
 from mldserver.coordinator.late import LateRules
 from mldserver.coordinator.layout import SERVERS, SPARK, server_tag
 from mldserver.coordinator.lives import LifeLocks
+from mldserver.coordinator.shape import Column, Shape
 from mldserver.coordinator.store import OutputStore
 from mldserver.coordinator.watermark import WatermarkRules
 from mldserver.coordinator.window_runner import WindowPolicy, WindowRunner
@@ -202,6 +203,7 @@ async def _assembled(
     coordinator = Coordinator(
         rules=_rules(settings, spec.windows),
         spec=spec.windows if spec.schema else None,
+        shape=_shape(settings, spec),
         ledger=ledger,
         store=store,
         runner=runner,
@@ -235,6 +237,15 @@ async def _assembled(
     )
     return Parts(
         spec, store, ledger, runtime, coordinator, listener, redriver, letters, engine, runner, polling
+    )
+
+
+def _shape(settings: Settings, spec: HandlerSpec) -> Shape:
+    columns = () if spec.schema is None else spec.schema.columns
+    return Shape.of(
+        settings.pipeline,
+        tuple(Column(each.name, each.sql, each.nullable) for each in columns),
+        spec.windows if spec.schema else None,
     )
 
 

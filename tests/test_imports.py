@@ -19,6 +19,7 @@ CONTRACTS = (
     "sources.base",
     "state.ledger",
     "state.letters",
+    "state.shapes",
     "deadletters.base",
 )
 """What parts say about each other: vocabulary and protocols without code that does anything."""
@@ -37,8 +38,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "runtime.base": ("records", "protocol.messages"),
     "sources.base": ("records", "runtime.base"),
     "state.letters": ("records", "runtime.base"),
+    "state.shapes": (),
     "state.batches": (),
-    "state.ledger": ("records", "runtime.base", "state.letters", "state.batches"),
+    "state.ledger": ("records", "runtime.base", "state.letters", "state.shapes", "state.batches"),
     "deadletters.base": ("runtime.base",),
     # Where letters go beside the ledger, and how they come back through the handler.
     "deadletters": (

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from mldserver.coordinator.claim import FolderClaim
     from mldserver.coordinator.flush import BufferedBatch
     from mldserver.coordinator.lives import LifeLocks
+    from mldserver.coordinator.shape import Shape
     from mldserver.coordinator.status import CoordinatorStatus
     from mldserver.coordinator.store import OutputStore
     from mldserver.coordinator.window_runner import WindowRunner
@@ -72,6 +73,7 @@ class Coordinator:
         *,
         rules: CoordinatorRules,
         spec: WindowSpec | None,
+        shape: Shape,
         ledger: Ledger,
         store: OutputStore,
         runner: WindowRunner | None,
@@ -82,7 +84,7 @@ class Coordinator:
         letters: Destination | None = None,
         ask_stream: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """``spec`` and ``runner`` are None for handlers without rows; ``unique`` names files apart.
+        """``spec`` and ``runner`` are None for handlers without rows; ``shape`` is their rows'; ``unique`` names files apart.
 
         ``claim``: on the output folder. ``locks`` show which other servers are dead, where they can tell. ``letters``: see ``Flusher``. ``ask_stream``
         returns once ``know`` was told the stream's shards as they are now; None where no stream is named.
@@ -94,6 +96,7 @@ class Coordinator:
         self.lineage = Lineage()
         self.watermark = Watermark(rules.watermark, self.lineage, now_ms)
         self._spec = spec
+        self._shape = shape
         self._ledger = ledger
         self._store = store
         self._claim = claim
@@ -106,6 +109,7 @@ class Coordinator:
         )
         self._flusher = Flusher(
             spec=spec,
+            shape=shape.fingerprint,
             ledger=ledger,
             store=store,
             clock=clock,
@@ -155,12 +159,15 @@ class Coordinator:
     async def start(self) -> None:
         """Open the ledger, finish what dead servers left, and learn the shards it knew.
 
-        Raises LedgerError, OperatorError (folder and ledger do not belong together), and OSError (the folder is out of
-        reach).
+        Raises LedgerError, OperatorError (folder and ledger do not belong together, or the ledger's rows and the
+        handler's do not), and OSError (the folder is out of reach).
         """
         await asyncio.to_thread(self._store.begin, PRIVATE, *((SEGMENTS, STAGING) if self._spec else ()))
         await asyncio.to_thread(self._claim.look)
         state = await self._claim.settle(await self._fleet.join(), self._ledger)
+        state = await self._fleet.declare(self._shape, state)
+        if self._runner is not None:
+            self._runner.know_older(self._shape.older(state))
         open_windows = OpenWindows(self._spec, state.batch_progress) if self._spec else None
         self._flusher.restore(state, open_windows)
         self._learn(state)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import structlog
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from mldserver.clock import Clock
     from mldserver.coordinator.lineage import Lineage
     from mldserver.coordinator.lives import LifeLocks
+    from mldserver.coordinator.shape import Shape
     from mldserver.coordinator.watermark import View, Watermark
     from mldserver.state.ledger import Ledger, LedgerState, ShardState
 
@@ -116,6 +118,30 @@ class Fleet:
             state = await self._ledger.sync(self._statement())
             self.learn(state)
         return state
+
+    async def declare(self, shape: Shape, state: LedgerState) -> LedgerState:
+        """Make the shape of this server's rows the pipeline's; return what the ledger holds then.
+
+        A server that runs with another forbids it. It may be dead, or about to stop: it is waited for until it would be
+        buried. Between servers that come together the ledger's version decides. Raises OperatorError, LedgerError.
+        """
+        until_ms = self._clock.steady_ms() + self._timeout_ms + self._timeout_ms // 4
+        while True:
+            change, rival = shape.change(state), shape.rival(state, self.peers.server_id)
+            if rival is None:
+                declared = await self._ledger.declare(change, version=state.version)
+                state = await self._ledger.peek()
+                if declared:
+                    self.learn(state)
+                    return state
+                continue
+            if self._clock.steady_ms() >= until_ms:
+                raise rival
+            await self._clock.sleep(self._timeout_ms / 4000)
+            # Idle: this server holds nothing up meanwhile.
+            self.learn(await self._ledger.sync(replace(self._statement(), idle=True)))
+            await self.bury()
+            state = await self._ledger.peek()
 
     async def sync(self) -> LedgerState:
         """Beat, and return what the ledger holds; of windows the news since the state that was learned last.

@@ -16,8 +16,8 @@ from mldserver.coordinator.flush import BufferedBatch, FlushPlan, plan
 from mldserver.coordinator.late import CutWindows, LateRules
 from mldserver.coordinator.layout import segment_path, tag_of, writer_tag
 from mldserver.coordinator.recovery import publish_late
-from mldserver.coordinator.windows import Batches, OpenWindows, WindowKey, fits
-from mldserver.errors import LedgerError, OperatorError
+from mldserver.coordinator.windows import Batches, OpenWindows, WindowKey
+from mldserver.errors import LedgerError
 from mldserver.faults import kill_point
 from mldserver.state.ledger import (
     BatchProgress,
@@ -78,6 +78,7 @@ class Flusher:
         self,
         *,
         spec: WindowSpec | None,
+        shape: str,
         ledger: Ledger,
         store: OutputStore,
         clock: Clock,
@@ -85,8 +86,12 @@ class Flusher:
         late: LateRules | None = None,
         letters: Destination | None = None,
     ) -> None:
-        """``unique`` gives a name part that no other file of this server has; ``letters``: None for the ledger."""
+        """``shape``: the fingerprint of the rows'. ``unique`` gives a name part that no other file of this server has.
+
+        ``letters``: None for the ledger.
+        """
         self._spec = spec
+        self._shape = shape
         self._ledger = ledger
         self._store = store
         self._clock = clock
@@ -127,17 +132,8 @@ class Flusher:
         return self._cut.waiting
 
     def restore(self, state: LedgerState, open_windows: OpenWindows | None) -> None:
-        """Go on from what the ledger holds. Raises OperatorError when its windows were cut in another way."""
+        """Go on from what the ledger holds, whose shape goes with the handler's."""
         self.open_windows = open_windows
-        if open_windows is not None:
-            for entry in state.windows.values():
-                if not fits(WindowKey(entry.window_id, entry.start_ms, entry.end_ms), open_windows.spec):
-                    raise OperatorError(
-                        "The output folder holds windows of another kind or size than the handler's:"
-                        f" {entry.window_id}.",
-                        advice="Give the changed handler an output folder of its own, or the windows that it had.",
-                        window=entry.window_id,
-                    )
         self.learn(state)
 
     def learn(self, state: LedgerState) -> None:
@@ -299,7 +295,9 @@ class Flusher:
         segments: list[Segment] = []
         for file in planned.files:
             key = file.key
-            path = segment_path(key.id, self._merge_clock, self._unique(), kind=file.kind, tag=self._tag)
+            path = segment_path(
+                key.id, self._merge_clock, self._unique(), kind=file.kind, tag=self._tag, shape=self._shape
+            )
             try:
                 size = await asyncio.to_thread(self._store.write, path, file.rows)
             except OSError:

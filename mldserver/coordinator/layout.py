@@ -20,7 +20,8 @@ Where the output is not local, the ledger's file, locks and scratch space lie on
 
 Names that begin with an underscore are invisible to Spark's and Arrow's dataset readers. Every segment and every attempt
 carries the tag of its writer, which is the ledger's id and the server's tag: so what a dead server left can be told from
-what a live one is about to register, and both from what was never this ledger's.
+what a live one is about to register, and both from what was never this ledger's. A segment carries the fingerprint of
+its rows' shape (``shape.py``) too, by which it is read.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ __all__ = [
     "ledger_of",
     "segment_path",
     "server_tag",
+    "shape_of",
     "tag_of",
     "window_path",
     "writer_tag",
@@ -67,7 +69,7 @@ QUARANTINE = f"{PRIVATE}/quarantine"
 LATE = "_late"
 
 _PREFIX = {SegmentKind.WINDOW: "", SegmentKind.RECOMPUTE: "again-", SegmentKind.LATE: "late-"}
-_SEGMENT = re.compile(r"(?:again-|late-)?(\d{16,})-([0-9a-f]{16})-[^/]*")
+_SEGMENT = re.compile(r"(?:again-|late-)?(\d{16,})-([0-9a-f]{16})-(?:([0-9a-f]{12})-)?[^/]*")
 _ATTEMPT = re.compile(r"(\d{4,})-([0-9a-f]{16})")
 
 
@@ -86,9 +88,12 @@ def window_path(window_id: str) -> str:
     return f"window={window_id}"
 
 
-def segment_path(window_id: str, clock: int, unique: str, *, kind: SegmentKind, tag: str) -> str:
-    """Return a new segment's path; ``clock`` makes names sort in merge order, ``unique`` tells retries apart."""
-    return f"{SEGMENTS}/{window_id}/{_PREFIX[kind]}{clock:016d}-{tag}-{unique}.parquet"
+def segment_path(window_id: str, clock: int, unique: str, *, kind: SegmentKind, tag: str, shape: str) -> str:
+    """Return a new segment's path.
+
+    ``clock`` makes names sort in merge order, ``unique`` tells retries apart, ``shape`` is the fingerprint of its rows'.
+    """
+    return f"{SEGMENTS}/{window_id}/{_PREFIX[kind]}{clock:016d}-{tag}-{shape}-{unique}.parquet"
 
 
 def attempt_path(root: str, window_id: str, attempt: int, tag: str) -> str:
@@ -123,6 +128,12 @@ def ledger_of(path: str) -> str | None:
     """Return the id of the ledger that a segment, or an attempt's folder, was written for; None: the name has none."""
     tag = tag_of(path)
     return None if tag is None else tag[:8]
+
+
+def shape_of(path: str) -> str:
+    """Return the fingerprint of the shape of a segment's rows; empty when the name has none."""
+    found = _SEGMENT.fullmatch(path.rpartition("/")[2])
+    return (found[3] or "") if found else ""
 
 
 def late_path(segment: str) -> str:

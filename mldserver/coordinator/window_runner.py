@@ -27,7 +27,7 @@ from mldserver.errors import (
 from mldserver.state.ledger import WindowState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from mldserver.clock import Clock
     from mldserver.coordinator.store import OutputStore
@@ -128,6 +128,10 @@ class WindowRunner:
         self._idle.set()
         self.published = 0
         self.set_aside = 0
+
+    def know_older(self, schemas: Mapping[str, str]) -> None:
+        """Take the DDL of other schemas that segments may have, by the fingerprint of their shape."""
+        self._steps.older = schemas
 
     @property
     def waiting(self) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from mldserver.coordinator.layout import SEGMENTS, writer_tag
+from mldserver.coordinator.layout import SEGMENTS, shape_of, writer_tag
 from mldserver.coordinator.publish import Output, Publisher
 from mldserver.coordinator.windows import as_window
 from mldserver.faults import kill_point
@@ -23,7 +23,7 @@ from mldserver.spark.engine import PublishJob, WindowJob, WindowResult
 from mldserver.state.ledger import Commit, WindowState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from mldserver.clock import Clock
     from mldserver.coordinator.store import OutputStore
@@ -90,6 +90,8 @@ class WindowSteps:
         self._freed = freed
         self.ledger_id = ""
         """Of the ledger that attempts are made for."""
+        self.older: Mapping[str, str] = {}
+        """The DDL of segments of other columns than the handler's, by the fingerprint of their shape."""
         self._freeing: dict[str, Segment] = {}
         """Segments that the ledger names no more and that are not deleted yet."""
         self._replaced: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
@@ -153,7 +155,15 @@ class WindowSteps:
             sum(segment.rows for segment in entry.segments),
             sum(segment.bytes for segment in entry.segments),
             self._store.place,
+            self._older(entry),
         )
+
+    def _older(self, entry: WindowEntry) -> dict[str, tuple[str, ...]]:
+        older: dict[str, tuple[str, ...]] = {}
+        for path in (segment.path for segment in entry.segments if shape_of(segment.path) in self.older):
+            ddl = self.older[shape_of(path)]
+            older[ddl] = (*older.get(ddl, ()), self._store.uri(path))
+        return older
 
     def _settle(self, begun: Sequence[_Begun], results: Sequence[WindowResult]) -> None:
         """Force outputs to disk: once committed they must not be lost."""

@@ -36,8 +36,8 @@ __all__ = [
     "assign",
     "batches",
     "duration_ms",
-    "fits",
     "milliseconds",
+    "span_text",
     "tumbling",
     "tumbling_id",
     "tumbling_starts",
@@ -100,6 +100,14 @@ def milliseconds(column: pa.ChunkedArray) -> NDArray[np.int64]:
     ticks: NDArray[np.int64] = column.cast("int64").to_numpy()
     unit = column.type.unit
     return ticks * np.int64(1000) if unit == "s" else np.floor_divide(ticks, _PER_MS[unit])
+
+
+def span_text(ms: int) -> str:
+    """Return a duration for people: ``90 min``, ``2 d``."""
+    for unit, size in (("d", 86_400_000), ("h", 3_600_000), ("min", 60_000), ("s", 1000)):
+        if ms and ms % size == 0:
+            return f"{ms // size} {unit}"
+    return f"{ms} ms"
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,13 +225,6 @@ class WindowKey:
     id: str
     start_ms: int | None = None
     end_ms: int | None = None
-
-
-def fits(key: WindowKey, spec: WindowSpec) -> bool:
-    """Tell whether a window can have been cut by ``spec``: rows of two ways of cutting must not share an id."""
-    if isinstance(spec, Batches) or key.start_ms is None or key.end_ms is None:
-        return isinstance(spec, Batches) and key.start_ms is None
-    return key.end_ms - key.start_ms == spec.size_ms
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mldserver.coordinator.windows import Batches, WindowSpec
+from mldserver.coordinator.windows import Batches, WindowSpec, span_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -88,14 +88,6 @@ class HandlerSpec:
     def time_column(self) -> str | None:
         """The column that windows are cut on; None for the arrival time, and for batches."""
         return getattr(self.windows, "on", None)
-
-
-def span_text(ms: int) -> str:
-    """Return a duration for people: ``90 min``, ``2 d``."""
-    for unit, size in (("d", 86_400_000), ("h", 3_600_000), ("min", 60_000), ("s", 1000)):
-        if ms and ms % size == 0:
-            return f"{ms // size} {unit}"
-    return f"{ms} ms"
 
 
 def windows_text(windows: WindowSpec | None) -> str:

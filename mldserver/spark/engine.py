@@ -30,6 +30,9 @@ class WindowJob:
     """Bytes of the segments: what the number of partitions is chosen from."""
     out: str = field(default="", repr=False)
     """The output folder's URI as pyarrow takes it, with options and credentials; empty where paths are local."""
+    older: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Those of ``segments`` that were written under another schema, by its DDL; every value of theirs is one of the
+    handler's present schema too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ so Spark needs no clever committer, and what an attempt leaves behind when it fa
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from typing import TYPE_CHECKING
@@ -18,6 +19,8 @@ from mldserver.spark.handler import Pipeline
 from mldserver.spark.wire import Output
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from pyspark.sql import DataFrame, SparkSession
 
     from mldserver.spark.engine import WindowJob
@@ -55,11 +58,40 @@ def columns_ddl(schema: str) -> str:
 
 
 def read(spark: SparkSession, schema: str, job: WindowJob, cores: int) -> DataFrame:
-    """Return the window's rows. The schema is given, so that no job is spent on looking into the files."""
-    rows = spark.read.schema(columns_ddl(schema)).parquet(
-        *(_GLOB.sub(r"\\\1", path) for path in job.segments)
+    """Return the window's rows. Schemas are given, so that no job is spent on looking into the files.
+
+    Each segment is read by the schema that it was written under: Spark makes NULL of a column that it does not find, and
+    of a number that it finds narrower an error.
+    """
+    of_old = {path for paths in job.older.values() for path in paths}
+    parts = [_read(spark, ddl, paths) for ddl, paths in job.older.items()]
+    if present := [path for path in job.segments if path not in of_old]:
+        parts.append(_read(spark, schema, present))
+    if parts and job.older:
+        parts = [_aligned(spark, part, schema) for part in parts]
+    return functools.reduce(lambda left, right: left.unionAll(right), parts).coalesce(
+        partitions(job.bytes, cores)
     )
-    return rows.coalesce(partitions(job.bytes, cores))
+
+
+def _read(spark: SparkSession, schema: str, paths: Iterable[str]) -> DataFrame:
+    return spark.read.schema(columns_ddl(schema)).parquet(*(_GLOB.sub(r"\\\1", path) for path in paths))
+
+
+def _aligned(spark: SparkSession, rows: DataFrame, schema: str) -> DataFrame:
+    """Return rows of an older schema with the present one's columns, which hold all their values."""
+    from pyspark.sql import functions as F  # noqa: N812, PLC0415  # its usual name; only the driver pays for pyspark
+
+    columns = spark.createDataFrame([], columns_ddl(schema)).schema
+    quoted = {name: "`" + name.replace("`", "``") + "`" for name in rows.columns}
+    return rows.select(
+        *(
+            (F.col(quoted[each.name]) if each.name in quoted else F.lit(None))
+            .cast(each.dataType)
+            .alias(each.name)
+            for each in columns
+        )
+    )
 
 
 def write(result: DataFrame, job: WindowJob, cores: int) -> None:

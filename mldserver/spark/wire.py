@@ -247,7 +247,9 @@ def _window(told: dict[str, Any]) -> Window:
 
 
 def _job(told: dict[str, Any]) -> WindowJob:
-    return WindowJob(**{**told, "window": _window(told["window"]), "segments": tuple(told["segments"])})
+    older = {ddl: tuple(paths) for ddl, paths in told["older"].items()}
+    segments = tuple(told["segments"])
+    return WindowJob(**{**told, "window": _window(told["window"]), "segments": segments, "older": older})
 
 
 def _jobs(told: list[dict[str, Any]]) -> tuple[WindowJob, ...]:

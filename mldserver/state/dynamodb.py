@@ -11,9 +11,8 @@ that take more than 350 KB compressed, all is written before the transaction in 
 named by it; what no transaction came to name is swept later. A segment in a window of its own takes some 37 bytes: a
 flush is kept apart from some 9,000 files on.
 
-Cost: a flush of ten shards and ten files takes 0.6 KB. A transaction writes 2 or 3 items of less than 1 KB, each 2
-write units; each call reads the news first: 1 read unit when there are none. A partition takes 1,000 write units a
-second: some 200 transactions a second for all servers of a pipeline together.
+Cost: a transaction writes 2 or 3 items, each 2 write units while it takes less than 1 KB (a flush of ten shards and ten
+files: 0.6 KB), and reads the news first. A partition takes 1,000 write units a second: some 200 transactions.
 
 Throttling, lost connections and conflicts are retried with jittered pauses on the injected clock; then LedgerError. One
 request is sent at most 6 times (some 5 s of refusals; half a minute of silence), one decision is taken at most 40
@@ -63,6 +62,7 @@ if TYPE_CHECKING:
         WindowEntry,
     )
     from mldserver.state.letters import StoredLetter
+    from mldserver.state.shapes import ShapeChange
 
 __all__ = ["DynamoLedger"]
 
@@ -170,11 +170,8 @@ class DynamoLedger:
                 await table.create()
             await journal.create(self._clock.now_ms())
         if not await journal.load():
-            raise LedgerError(
-                f"There is no ledger of the pipeline {self._pipeline} in the table {self._name}.",
-                advice="Name a pipeline that ran, and its table.",
-                table=self._name,
-            )
+            missing = f"There is no ledger of the pipeline {self._pipeline} in the table {self._name}."
+            raise LedgerError(missing, advice="Name a pipeline that ran, and its table.", table=self._name)
         self._journal = journal
         self._compaction = Compaction(
             journal,
@@ -292,6 +289,15 @@ class DynamoLedger:
         """Take this server's row out."""
         life = self._lives()
         await self._tool(lambda draft: members.leave(draft, self._server_id, life))
+
+    async def declare(self, change: ShapeChange, *, version: int) -> bool:
+        """Note this server's shape, unless it is another than the pipeline's and somebody wrote since a version."""
+        told = self._server_id, change, version, self._clock.now_ms()
+        return await self._member(lambda draft: members.declare(draft, *told))
+
+    async def drain(self) -> None:
+        """Ask all servers to drain."""
+        await self._tool(members.drain)
 
     async def open_shard(self, shard_id: str, parents: tuple[str, ...] = ()) -> ShardState:
         """Raise the shard's epoch, own it, and return its state."""

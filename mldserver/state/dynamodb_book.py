@@ -48,6 +48,8 @@ class Totals:
     ledger_id: str = ""
     folder: str | None = None
     claims: int = 0
+    shape: str = ""
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +90,11 @@ class Changes:
     """Files of the late dataset that may not be visible yet, by path, in order of registration."""
     letters: Mapping[str, LetterItem | None] = field(default_factory=dict)
     """By the version that stored them."""
+    shapes: Mapping[str, str | None] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         """Whether there is anything to write."""
-        rows = (self.shards, self.windows, self.servers, self.late, self.letters)
+        rows = (self.shards, self.windows, self.servers, self.late, self.letters, self.shapes)
         return self.totals is not None or any(rows)
 
 
@@ -137,6 +140,7 @@ class Book:
         self.servers: dict[str, ServerRow] = {}
         self.late: dict[str, Segment] = {}
         self.letters: dict[str, LetterItem] = {}
+        self.shapes: dict[str, str] = {}
         self.current: dict[str, WindowEntry] = {}
         """Windows but those that are published and not retained: what ``LedgerState`` tells of."""
         self.changed: dict[str, int] = {}
@@ -165,6 +169,7 @@ class Book:
         _update(self.servers, changes.servers)
         _update(self.late, changes.late)
         _update(self.letters, changes.letters)
+        _update(self.shapes, changes.shapes)
 
     def _changed(self, window_id: str, entry: WindowEntry | None) -> None:
         before = self.changed.pop(window_id, 0)
@@ -209,6 +214,7 @@ class Book:
             self.servers.copy(),
             self.late.copy(),
             self.letters.copy(),
+            self.shapes.copy(),
         )
 
     def state(self, since: int = 0) -> LedgerState:
@@ -228,6 +234,9 @@ class Book:
             ledger_id=self.totals.ledger_id,
             folder=self.totals.folder,
             claims=self.totals.claims,
+            shape=self.totals.shape,
+            shapes=self.shapes.copy(),
+            draining=self.totals.draining,
             version=self.version,
             since=since,
         )
@@ -290,6 +299,7 @@ class Draft:
         self.servers = Overlay(book.servers)
         self.late = Overlay(book.late)
         self.letters = Overlay(book.letters)
+        self.shapes = Overlay(book.shapes)
         self.paths: set[str] = set()
         """Paths of segments that windows took in."""
         self.dead_letters: tuple[DeadLetter, ...] = ()
@@ -306,4 +316,5 @@ class Draft:
             self.servers.changed,
             self.late.changed,
             self.letters.changed,
+            self.shapes.changed,
         )

@@ -1,7 +1,8 @@
 """Between a DynamoDB ledger's changes and bytes: JSON arrays, compressed with zlib. Pure.
 
 Format 5 (the number that every kind of ledger shares, ``schema.py``). Changes are an object of ``totals`` (an array,
-absent when unchanged) and ``shards``, ``windows``, ``servers``, ``late``, ``letters`` (objects: the row by its key; null: it went).
+absent when unchanged) and ``shards``, ``windows``, ``servers``, ``late``, ``letters``, ``shapes`` (objects: the row by its
+key; null: it went).
 Sequence numbers are decimal text. A window's two lists of segments are each ``[n, [segment …]]``: the first n of the
 list that the version before held, then these, so that a flush into a window of a thousand segments writes one.
 """
@@ -60,6 +61,7 @@ def pack_changes(changes: Changes, windows: Mapping[str, WindowEntry]) -> bytes:
         "servers": _pack(changes.servers, _server_row),
         "late": _pack(changes.late, _late_row),
         "letters": _pack(changes.letters, _letters_row),
+        "shapes": changes.shapes,
     }
     if changes.totals is not None:
         told["totals"] = _totals_row(changes.totals)
@@ -80,6 +82,7 @@ def unpack_changes(data: bytes, windows: Mapping[str, WindowEntry]) -> Changes:
             servers=_unpack(told["servers"], _server),
             late=_unpack(told["late"], _late),
             letters=_unpack(told["letters"], _letters),
+            shapes=told["shapes"],
         )
     except (zlib.error, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
@@ -104,12 +107,14 @@ def _totals_row(totals: Totals) -> list[Any]:
         totals.ledger_id,
         totals.folder,
         totals.claims,
+        totals.shape,
+        totals.draining,
     ]
 
 
 def _totals(row: list[Any]) -> Totals:
-    clock, dead_letters, lives, cut_below_ms, progress, *whose = row
-    return Totals(clock, BatchProgress(*progress), dead_letters, lives, cut_below_ms, *whose)
+    clock, dead_letters, lives, cut_below_ms, progress, *others = row
+    return Totals(clock, BatchProgress(*progress), dead_letters, lives, cut_below_ms, *others)
 
 
 def _sequence_row(sequence: Sequence | None) -> list[Any] | None:
@@ -152,7 +157,8 @@ def _shard(shard_id: str, row: list[Any]) -> ShardRow:
 
 def _server_row(row: ServerRow) -> list[Any]:
     state = row.state
-    return [row.life, state.beat_ms, state.watermark_ms, state.idle, state.held_by, state.reason]
+    beat = [state.beat_ms, state.watermark_ms, state.idle, state.held_by, state.reason, state.shape]
+    return [row.life, *beat]
 
 
 def _server(server_id: str, row: list[Any]) -> ServerRow:

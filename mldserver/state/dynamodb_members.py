@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mldserver.errors import InternalError, ServerBuried
+from mldserver.state import dynamodb_windows as windows
 from mldserver.state.dynamodb_book import ServerRow, ShardRow
 from mldserver.state.ledger import ServerState, ShardState
 from mldserver.state.rows import storable
@@ -15,12 +16,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from mldserver.state.dynamodb_book import Draft
+    from mldserver.state.shapes import ShapeChange
 
 __all__ = [
     "accept_gap",
     "beat",
     "bury",
     "claim",
+    "declare",
+    "drain",
     "end_shards",
     "enter",
     "know_shards",
@@ -62,8 +66,40 @@ def require(draft: Draft, server_id: str, life: int) -> None:
 def beat(draft: Draft, told: ServerState, life: int) -> None:
     """Keep what a server tells of itself."""
     held_by = None if told.held_by is None else storable(told.held_by)
-    kept = replace(told, held_by=held_by, reason=storable(told.reason))
+    kept = replace(
+        told, held_by=held_by, reason=storable(told.reason), shape=_row(draft, told.server_id).state.shape
+    )
     draft.servers.put(told.server_id, ServerRow(kept, life))
+
+
+def _row(draft: Draft, server_id: str) -> ServerRow:
+    row = draft.servers.get(server_id)
+    assert row is not None, "only registered servers come here"
+    return row
+
+
+def declare(draft: Draft, server_id: str, change: ShapeChange, version: int, now_ms: int) -> bool:
+    """Note a server's shape. One that is not the pipeline's takes its place, if nobody wrote since ``version``."""
+    if change.fingerprint != draft.totals.shape and draft.book.version != version:
+        return False
+    row = _row(draft, server_id)
+    draft.servers.put(server_id, replace(row, state=replace(row.state, shape=change.fingerprint)))
+    if draft.shapes.get(change.fingerprint) is None:
+        draft.shapes.put(change.fingerprint, change.text)
+    draining = draft.totals.draining and len(draft.book.servers) > 1
+    draft.totals = replace(draft.totals, shape=change.fingerprint, draining=draining)
+    windows.let_go(draft, change.over)
+    if change.window_ms is not None:
+        windows.begin_anew(draft, change.window_ms, now_ms)
+    if change.forget_event_times:
+        for shard_id, shard in draft.book.shards.items():
+            draft.shards.put(shard_id, replace(shard, state=replace(shard.state, event_ms=None)))
+    return True
+
+
+def drain(draft: Draft) -> None:
+    """Ask all servers to drain."""
+    draft.totals = replace(draft.totals, draining=True)
 
 
 def bury(draft: Draft, seen: Mapping[str, int]) -> frozenset[str]:

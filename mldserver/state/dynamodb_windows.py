@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "adopt",
+    "begin_anew",
     "begin_attempts",
     "commit",
     "cut",
     "expire",
     "late_published",
+    "let_go",
     "prune",
     "published",
     "retry",
@@ -145,6 +147,23 @@ def _let_go(draft: Draft, entry: WindowEntry) -> tuple[Segment, ...]:
         return ()
     draft.windows.put(entry.window_id, replace(entry, retained=False, segments=()))
     return entry.segments
+
+
+def let_go(draft: Draft, window_ids: Iterable[str]) -> None:
+    """Stop retaining those of these windows that are published."""
+    for window_id in window_ids:
+        entry = draft.windows.get(window_id)
+        if entry is not None and entry.state is WindowState.PUBLISHED:
+            _let_go(draft, entry)
+
+
+def begin_anew(draft: Draft, size_ms: int, now_ms: int) -> None:
+    """Let windows of this size begin at or after the end of every one that has begun."""
+    entries = draft.book.windows.values()
+    begun = [each.end_ms for each in entries if each.start_ms is not None and each.start_ms <= now_ms]
+    last = max((end for end in (*begun, draft.totals.cut_below_ms) if end is not None), default=None)
+    if last is not None:
+        draft.totals = replace(draft.totals, cut_below_ms=-(-last // size_ms) * size_ms)
 
 
 def expire(draft: Draft, *, published_before_ms: int, keep_bytes: int, limit: int) -> tuple[Segment, ...]:

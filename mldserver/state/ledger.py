@@ -10,10 +10,9 @@ are adopted, and only then are its unregistered files deleted. A server that ope
 registered buries the one that had it. Shards are fenced by epochs, windows by attempts.
 
 A server registers with ``open``; then every call may follow. A tool opens the ledger with ``peek``; then only
-``peek``, ``end_shards``, ``retry``, ``accept_gap``, ``reset``, ``close`` and those of dead letters may (InternalError).
-Of a server that was buried, or has left, every call that writes raises ServerBuried, except ``leave`` and those.
-
-Implementations: ``sqlite.py`` (servers of one host; the file lies beside the segments) and ``dynamodb.py``.
+``peek``, ``end_shards``, ``retry``, ``accept_gap``, ``reset``, ``drain``, ``close`` and those of dead letters may, else
+InternalError. Of a server that was buried, or has left, every call that writes raises ServerBuried, except ``leave`` and
+those. Implementations: ``sqlite.py`` (servers of one host; the file lies beside the segments) and ``dynamodb.py``.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from mldserver.state.batches import BatchProgress, BatchStep
 from mldserver.state.letters import LetterBook
+from mldserver.state.shapes import ShapeBook
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -96,6 +96,8 @@ class ServerState:
     """It has no shards that count, or all are idle: it does not hold the pipeline's watermark."""
     held_by: str | None = None
     reason: str = ""
+    shape: str = ""
+    """Of its rows, as it declared it; empty before. No beat changes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,14 +240,20 @@ class LedgerState:
     """How many of them are to be redriven."""
     servers: dict[str, ServerState] = field(default_factory=dict)
     cut_below_ms: int | None = None
-    """Event-time windows that end at or before it and have no entry any more were cut: their rows are late. It lies
-    before the present: windows whose end is to come are not forgotten."""
+    """Event-time windows that end at or before it and have no entry any more were cut: their rows are late. Windows
+    whose end is to come are not forgotten; only a change of their size lets it go beyond the present (``declare``)."""
     ledger_id: str = field(default="", compare=False)
     """Which ledger this is: made with it, and anew when it goes on from an older state (``claim``)."""
     folder: str | None = field(default=None, compare=False)
     """The id of the output folder that claimed it; None before."""
     claims: int = field(default=0, compare=False)
     """How often a server has claimed it: a ledger that was rolled back has fewer than its folder has seen."""
+    shape: str = ""
+    """The fingerprint of the pipeline's present shape; empty before one was declared."""
+    shapes: dict[str, str] = field(default_factory=dict)
+    """The text of every shape that ever was, by fingerprint."""
+    draining: bool = False
+    """Servers are to drain; or have, and none was started since."""
     version: int = field(default=0, compare=False)
     """Rises with every change of the ledger: what to ask for the next news with."""
     since: int = field(default=0, compare=False)
@@ -253,7 +261,7 @@ class LedgerState:
     published and not retained since; all others are as they were then, or gone after having been told of so."""
 
 
-class Ledger(LetterBook, Protocol):
+class Ledger(LetterBook, ShapeBook, Protocol):
     """One pipeline's ledger. Every method is one transaction, done when it returns. Raises LedgerError."""
 
     @property
@@ -359,10 +367,7 @@ class Ledger(LetterBook, Protocol):
         ...
 
     async def begin_attempts(self, window_ids: tuple[str, ...]) -> dict[str, int]:
-        """Count an attempt at each of these CUT windows of this server, together; return the attempts' numbers.
-
-        Left out are windows that are not ours, or not CUT, any more.
-        """
+        """Count an attempt at each of these windows that is CUT and this server's still; return their numbers."""
         ...
 
     async def commit(self, commits: tuple[Commit, ...]) -> frozenset[str]:
@@ -399,10 +404,7 @@ class Ledger(LetterBook, Protocol):
         ...
 
     async def set_aside(self, window_id: str, error: str) -> None:
-        """Put a CUT window of this server aside with its segments, after its last attempt.
-
-        Passed over when the window is not ours, or not CUT, any more.
-        """
+        """Put a window aside with its segments, after its last attempt, if it is CUT and this server's still."""
         ...
 
     async def retry(self, window_id: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mldserver.errors import InternalError, ServerBuried
-from mldserver.state import rows
+from mldserver.state import rows, windows
 from mldserver.state.schema import new_ledger_id
 
 if TYPE_CHECKING:
@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from mldserver.state.ledger import ServerState, ShardState
+    from mldserver.state.shapes import ShapeChange
 
 __all__ = [
     "accept_gap",
     "beat",
     "bury",
     "claim",
+    "declare",
     "end_shard",
     "enter",
     "know_shard",
@@ -66,6 +68,26 @@ def beat(db: sqlite3.Connection, server_id: str, told: ServerState) -> None:
         "UPDATE servers SET beat_ms = ?, watermark_ms = ?, idle = ?, held_by = ?, reason = ? WHERE server_id = ?",
         (told.beat_ms, told.watermark_ms, told.idle, told.held_by, told.reason, told.server_id),
     )
+
+
+def declare(db: sqlite3.Connection, server_id: str, change: ShapeChange, version: int, now_ms: int) -> bool:
+    """Note a server's shape. One that is not the pipeline's takes its place, if nobody wrote since ``version``."""
+    present, written = db.execute("SELECT shape, version FROM meta").fetchone()
+    # The transaction has a version of its own already.
+    if change.fingerprint != present and written != version + 1:
+        return False
+    db.execute("UPDATE servers SET shape = ? WHERE server_id = ?", (change.fingerprint, server_id))
+    db.execute("INSERT OR IGNORE INTO shapes VALUES (?, ?)", (change.fingerprint, change.text))
+    db.execute(
+        "UPDATE meta SET shape = ?, draining = draining AND (SELECT count(*) FROM servers) > 1",
+        (change.fingerprint,),
+    )
+    windows.let_go(db, change.over)
+    if change.window_ms is not None:
+        windows.begin_anew(db, change.window_ms, now_ms)
+    if change.forget_event_times:
+        db.execute("UPDATE shards SET event_ms = NULL")
+    return True
 
 
 def bury(db: sqlite3.Connection, seen: Mapping[str, int]) -> frozenset[str]:

@@ -84,6 +84,7 @@ def _server(row: sqlite3.Row) -> ServerState:
         idle=bool(row["idle"]),
         held_by=row["held_by"],
         reason=row["reason"],
+        shape=row["shape"],
     )
 
 
@@ -197,6 +198,9 @@ def read_state(db: sqlite3.Connection, since: int) -> LedgerState:
         ledger_id=meta["ledger_id"],
         folder=meta["folder"],
         claims=meta["claims"],
+        shape=meta["shape"],
+        shapes={row["fingerprint"]: row["text"] for row in db.execute("SELECT * FROM shapes")},
+        draining=bool(meta["draining"]),
         version=meta["version"],
         since=since,
     )

@@ -15,10 +15,11 @@ ledger that was never created: creation is one transaction. Formats 1 to 4 were 
     windows: who has read less must read everything. ``retained_bytes``: of all segments of published windows that
     are retained; kept by triggers. ``ledger_id``: random, in the names of its files; a restored ledger has another.
     ``folder``: the id of the output folder that claimed it (``owner.json`` there); NULL before.
-    ``claims``: how often a server has claimed it for that folder.
+    ``claims``: how often a server has claimed it for that folder. ``shape``: the fingerprint of the one that was
+    declared last. ``draining``: servers are to drain, or have.
 ``servers``, one row for each server that lives, or is not buried yet
     ``life``: which registration it is; a server that finds another, or no row, was buried. ``beat_ms``,
-    ``watermark_ms``, ``idle``, ``held_by``, ``reason``: as it last told.
+    ``watermark_ms``, ``idle``, ``held_by``, ``reason``: as it last told. ``shape``: what it declared; empty before.
 ``shards``, one row for each shard that is known and not pruned
     ``epoch``: times it was opened (and reset); 0 when it is only known from a list; never falls. ``sequence``,
     ``sub_sequence``: its position, both or neither; never falls but by a reset. ``effective_ms``, ``event_ms``:
@@ -37,6 +38,8 @@ ledger that was never created: creation is one transaction. Formats 1 to 4 were 
     it waits for the next one. They go when their window is not retained any more.
 ``late_segments``, files of the late dataset that may not be visible yet
     Their windows need no row.
+``shapes``, one row for each that was ever declared (``coordinator/shape.py``)
+    ``text``: what rows were like, and how they were cut. They stay: people change them, so that there are few.
 ``dead_letters``, in order of storage
     ``data`` is the record's payload as it came. ``parked_behind``: ``number/sub`` of the letter that it waits behind.
     ``wanted``: it is to be redriven. Ids are never given again, so that nobody takes one letter for another.
@@ -73,7 +76,9 @@ DDL: Final = (
         retained_bytes  INTEGER NOT NULL DEFAULT 0,
         ledger_id       TEXT NOT NULL,
         folder          TEXT,
-        claims          INTEGER NOT NULL DEFAULT 0
+        claims          INTEGER NOT NULL DEFAULT 0,
+        shape           TEXT NOT NULL DEFAULT '',
+        draining        INTEGER NOT NULL DEFAULT 0
     )
     """,
     """
@@ -84,7 +89,14 @@ DDL: Final = (
         watermark_ms INTEGER,
         idle         INTEGER NOT NULL DEFAULT 0,
         held_by      TEXT,
-        reason       TEXT NOT NULL DEFAULT ''
+        reason       TEXT NOT NULL DEFAULT '',
+        shape        TEXT NOT NULL DEFAULT ''
+    )
+    """,
+    """
+    CREATE TABLE shapes (
+        fingerprint TEXT PRIMARY KEY NOT NULL,
+        text        TEXT NOT NULL
     )
     """,
     """

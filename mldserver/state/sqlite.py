@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         WindowEntry,
     )
     from mldserver.state.letters import StoredLetter
+    from mldserver.state.shapes import ShapeChange
 
 __all__ = ["SqliteLedger"]
 
@@ -99,6 +100,14 @@ class SqliteLedger:
     async def leave(self) -> None:
         """Take this server's row out."""
         await self._call(self._store.leave)
+
+    async def declare(self, change: ShapeChange, *, version: int) -> bool:
+        """Note this server's shape, unless it is another than the pipeline's and somebody wrote since a version."""
+        return await self._call(self._store.declare, change, version=version, now_ms=self._clock.now_ms())
+
+    async def drain(self) -> None:
+        """Ask all servers to drain."""
+        await self._call(self._store.drain)
 
     async def open_shard(self, shard_id: str, parents: tuple[str, ...] = ()) -> ShardState:
         """Raise the shard's epoch, own it, and return its state."""

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         WindowEntry,
     )
     from mldserver.state.letters import StoredLetter
+    from mldserver.state.shapes import ShapeChange
 
 __all__ = ["SqliteStore"]
 
@@ -164,6 +165,16 @@ class SqliteStore:
         """Take this server out, unless it is out already."""
         with self._writing() as db:
             members.leave(db, self.server_id, self._registered())
+
+    def declare(self, change: ShapeChange, *, version: int, now_ms: int) -> bool:
+        """Note this server's shape, unless it is another than the pipeline's and somebody wrote since a version."""
+        with self._serving() as db:
+            return members.declare(db, self.server_id, change, version, now_ms)
+
+    def drain(self) -> None:
+        """Ask all servers to drain."""
+        with self._writing() as db:
+            db.execute("UPDATE meta SET draining = 1")
 
     def open_shard(self, shard_id: str, parents: tuple[str, ...] = ()) -> ShardState:
         """Raise the shard's epoch, own it, and return its state. Parents that are not given stay as they were."""

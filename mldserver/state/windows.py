@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "adopt",
+    "begin_anew",
     "begin_attempts",
     "commit",
     "cut",
     "expire",
+    "let_go",
     "prune",
     "published",
     "retry",
@@ -144,6 +146,25 @@ def _let_go(db: sqlite3.Connection, window_id: str) -> tuple[Segment, ...]:
     free = _entry(db, window_id).segments
     db.execute("DELETE FROM segments WHERE window_id = ?", (window_id,))
     return free
+
+
+def let_go(db: sqlite3.Connection, window_ids: Iterable[str]) -> None:
+    """Stop retaining those of these windows that are published."""
+    for window_id in window_ids:
+        row = db.execute("SELECT state FROM windows WHERE window_id = ?", (window_id,)).fetchone()
+        if row is not None and row["state"] == "published":
+            _let_go(db, window_id)
+
+
+def begin_anew(db: sqlite3.Connection, size_ms: int, now_ms: int) -> None:
+    """Let windows of this size begin at or after the end of every one that has begun."""
+    ends = db.execute(
+        "SELECT max(end_ms) FROM (SELECT end_ms FROM windows WHERE start_ms <= ?"
+        " UNION ALL SELECT cut_below_ms FROM meta)",
+        (now_ms,),
+    ).fetchone()
+    if ends[0] is not None:
+        db.execute("UPDATE meta SET cut_below_ms = ?", (-(-ends[0] // size_ms) * size_ms,))
 
 
 def expire(

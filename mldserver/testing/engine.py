@@ -134,7 +134,7 @@ def _compute(job: WindowJob, on_table: OnTable | None) -> int:
     import pyarrow.parquet as pq  # noqa: PLC0415  # see above
     from pyarrow.fs import FileType  # noqa: PLC0415  # see above
 
-    rows = pa.concat_tables([_read(path, job) for path in job.segments], promote_options="default")
+    rows = pa.concat_tables([_read(path, job) for path in job.segments], promote_options="permissive")
     order = [(name, "ascending") for name in _ORDER if name in rows.column_names]
     rows = rows.sort_by(order) if order else rows
     try:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from mldserver.coordinator.claim import FolderClaim
 from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
 from mldserver.coordinator.layout import LEDGER
+from mldserver.coordinator.shape import Shape
 from mldserver.coordinator.store import OutputStore
 from mldserver.coordinator.window_runner import WindowPolicy, WindowRunner
 from mldserver.sources.base import ShardOpening
@@ -74,6 +75,7 @@ async def living(
         claim=FolderClaim(store, pipeline="bench", ledger=None),
         rules=rules,
         spec=spec,
+        shape=Shape.of("bench", (), spec),
         ledger=ledger,
         store=store,
         runner=runner,

@@ -65,7 +65,7 @@ def _fill(windows: int, out: Path) -> None:
 def _segment(number: int, out: Path) -> Segment:
     start_ms = _FIRST_MS + 1000 * number
     window_id = tumbling_id(start_ms)
-    path = segment_path(window_id, number, "u", kind=SegmentKind.WINDOW, tag="0" * 8)
+    path = segment_path(window_id, number, "u", kind=SegmentKind.WINDOW, tag="0" * 16, shape="0" * 12)
     (out / path).parent.mkdir(parents=True)
     (out / path).touch()
     return Segment(path, window_id, 1, 1000, start_ms, start_ms + 1000)

@@ -20,6 +20,7 @@ from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
 from mldserver.coordinator.late import LateRules
 from mldserver.coordinator.layout import LEDGER, SERVERS
 from mldserver.coordinator.lives import LifeLocks
+from mldserver.coordinator.shape import Column, Shape
 from mldserver.coordinator.store import OutputStore
 from mldserver.coordinator.watermark import WatermarkRules
 from mldserver.coordinator.window_runner import WindowPolicy, WindowRunner
@@ -87,7 +88,7 @@ class InlineLedger:
 
     def __getattr__(self, name: str) -> Callable[..., Coroutine[None, None, Any]]:
         method = getattr(self.store, name)
-        timed = name in {"open", "end_shards", "register", "published"}
+        timed = name in {"open", "end_shards", "register", "published", "declare"}
 
         async def call(*args: Any, **named: Any) -> Any:
             await self._faults.pause()
@@ -165,6 +166,7 @@ class Pipeline:
         self.ask_stream = ask_stream
         self.out = out
         self.spec = None if without_rows else spec or Tumbling(10_000)
+        self.columns: tuple[Column, ...] = ()
         self.rules = replace(rules, late=LateRules(recompute=recompute, delay_ms=delay_ms))
         policy = policy or WindowPolicy(retry_base_seconds=0.1, retry_cap_seconds=1)
         self.policy = replace(policy, recompute=recompute)
@@ -199,6 +201,7 @@ class Pipeline:
         self.coordinator = Coordinator(
             rules=self.rules,
             spec=self.spec,
+            shape=Shape.of("test", self.columns, self.spec),
             ledger=self.ledger,
             store=store,
             runner=self.runner,

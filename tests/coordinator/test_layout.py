@@ -6,6 +6,7 @@ from mldserver.coordinator import layout
 from mldserver.state.ledger import SegmentKind
 
 TAG = layout.writer_tag("0123abcd", "host:1:x")
+SHAPE = "0123456789ab"
 
 
 def test_a_published_window_lies_in_a_hive_partition() -> None:
@@ -19,19 +20,19 @@ def test_a_servers_tag_is_short_safe_in_names_and_its_own() -> None:
 
 
 def segment(clock: int, kind: SegmentKind = SegmentKind.WINDOW) -> str:
-    return layout.segment_path("w", clock, "u-1", kind=kind, tag=TAG)
+    return layout.segment_path("w", clock, "u-1", kind=kind, tag=TAG, shape=SHAPE)
 
 
 def test_segments_sort_by_clock_inside_their_window() -> None:
     paths = [segment(clock) for clock in (0, 9, 10, 10**15)]
     assert paths == sorted(paths)
-    assert paths[1] == f"_mldserver/segments/w/0000000000000009-{TAG}-u-1.parquet"
+    assert paths[1] == f"_mldserver/segments/w/0000000000000009-{TAG}-{SHAPE}-u-1.parquet"
 
 
 def test_a_late_segment_is_published_into_the_late_dataset_under_its_own_name() -> None:
     path = segment(7, SegmentKind.LATE)
-    assert path == f"_mldserver/segments/w/late-0000000000000007-{TAG}-u-1.parquet"
-    assert layout.late_path(path) == f"_late/window=w/late-0000000000000007-{TAG}-u-1.parquet"
+    assert path == f"_mldserver/segments/w/late-0000000000000007-{TAG}-{SHAPE}-u-1.parquet"
+    assert layout.late_path(path) == f"_late/window=w/late-0000000000000007-{TAG}-{SHAPE}-u-1.parquet"
 
 
 @pytest.mark.parametrize("root", [layout.STAGING, layout.OUTPUTS])
@@ -68,6 +69,12 @@ def test_a_segments_name_tells_its_clock(kind: SegmentKind) -> None:
 def test_other_names_tell_nothing(name: str) -> None:
     path = f"_mldserver/segments/w/{name}"
     assert layout.tag_of(path) is layout.ledger_of(path) is None
+    assert layout.shape_of(path) == ""
+
+
+@pytest.mark.parametrize("kind", SegmentKind)
+def test_a_segments_name_tells_the_shape_of_its_rows(kind: SegmentKind) -> None:
+    assert layout.shape_of(segment(5, kind)) == SHAPE
 
 
 def test_readers_of_the_output_see_neither_private_files_nor_late_rows() -> None:

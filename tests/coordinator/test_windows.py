@@ -17,7 +17,6 @@ from mldserver.coordinator.windows import (
     assign,
     batches,
     duration_ms,
-    fits,
     tumbling,
     tumbling_id,
     tumbling_starts,
@@ -287,11 +286,3 @@ def test_a_batch_in_progress_without_a_first_row_is_not_old() -> None:
     windows = OpenWindows(batches(max_rows=2, max_age=1))
     windows.opened([WindowKey(batch_id(0))])
     assert windows.closable(watermark_ms=None, now_ms=10, wall_ms=10**12) == ()
-
-
-def test_windows_of_another_kind_or_size_do_not_fit() -> None:
-    assert fits(key(0), Tumbling(HOUR))
-    assert not fits(key(0), Tumbling(2 * HOUR))
-    assert not fits(WindowKey(batch_id(0)), Tumbling(HOUR))
-    assert fits(WindowKey(batch_id(0)), batches())
-    assert not fits(key(0), batches())

@@ -48,6 +48,7 @@ class Writing:
         names = itertools.count()
         flusher = Flusher(
             spec=spec,
+            shape="0" * 12,
             ledger=ledger,
             store=store,
             clock=clock,
@@ -74,7 +75,7 @@ class Writing:
         """Return the values in each segment file by the name of its window and its own, up to the unique part."""
         found = sorted(self.out.glob("_mldserver/segments/*/*.parquet"))
         return {
-            f"{path.parent.name}/{path.name.rsplit('-', 2)[0]}": pq.read_table(path)["value"].to_pylist()
+            f"{path.parent.name}/{path.name.rsplit('-', 3)[0]}": pq.read_table(path)["value"].to_pylist()
             for path in found
         }
 

@@ -108,3 +108,44 @@ def test_windows_that_write_for_themselves_or_have_other_columns_go_beside_the_g
     assert content(jobs[2]) == [{"name": "b"}] * 2
     assert content(jobs[3]) == [{"number": 0}, {"number": 1}]
     assert not Path(jobs[1].staging).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("together", [False, True])
+def test_segments_are_read_by_the_schema_that_they_were_written_under(world: World, together: bool) -> None:
+    def segment(label: str, /, **columns: pa.Array) -> str:
+        path = world.root / f"{label}-{together}.parquet"
+        pq.write_table(pa.table({**columns, "_clock": pa.array([len(label)], pa.int64())}), path)
+        return str(path)
+
+    narrow = segment("n", number=pa.array([7], pa.int32()), extra=pa.array([1.5], pa.float32()))
+    other = segment("ot", name=pa.array(["x"]), extra=pa.array([2.5], pa.float64()))
+    now = segment("now", name=pa.array(["y"]), extra=pa.array([3.5]), number=pa.array([2**40]))
+    older = {"`number` INT, `extra` FLOAT": (narrow,), "`name` STRING, `extra` DOUBLE": (other,)}
+    staging = str(world.root / "staging" / f"older-{together}")
+    job = WindowJob(Window("w", None, None), 1, (narrow, other, now), staging, 3, 100, older=older)
+    alone = WindowJob(
+        Window("v", None, None),
+        1,
+        (narrow,),
+        f"{staging}-2",
+        1,
+        100,
+        older={"`number` INT, `extra` FLOAT": (narrow,)},
+    )
+
+    def kept(rows: DataFrame, _window: Window) -> DataFrame:
+        return rows.select("name", "number", "extra").orderBy("_clock")
+
+    run_group(
+        world.session.spark,
+        f"{SCHEMA}, extra DOUBLE",
+        Pipeline(kept),
+        (job, alone) if together else (job,),
+        2,
+    )
+    assert content(job) == [
+        {"name": None, "number": 7, "extra": 1.5},
+        {"name": "x", "number": None, "extra": 2.5},
+        {"name": "y", "number": 2**40, "extra": 3.5},
+    ]

@@ -20,6 +20,9 @@ MESSAGES = [
     wire.Start("handlers.x", "a INT", "local[*]", "/scratch", {"spark.x": "ü"}, ("/here", "/there"), ui=True),
     wire.Start("x", "", "local", "/s", sink=SinkSpec("jdbc", "jdbc:derby:x", "t", {"user": "me"})),
     wire.Run(1, WindowJob(HOUR, 3, ("/a.parquet", "/b.parquet"), "/staging/3", 10, 2048)),
+    wire.Run(
+        1, WindowJob(HOUR, 3, ("/a.parquet", "/b.parquet"), "/s", 1, 9, older={"`a` INT": ("/a.parquet",)})
+    ),
     wire.Run(2, WindowJob(BATCH, 1, (), "s3://bucket/staging", 0, 0, "s3://bucket?region=r")),
     wire.Publish(3, PublishJob(BATCH, "s3://bucket/staging", ("part-0.parquet",), 7, "s3://bucket?region=r")),
     wire.Publish(4, PublishJob(HOUR, "/staging/4", (), 0)),

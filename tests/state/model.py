@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from mldserver.state.ledger import Commit, Flush, PositionUpdate
+    from mldserver.state.shapes import ShapeChange
 
 OPEN, CUT, COMMITTED, PUBLISHED, SET_ASIDE = WindowState
 
@@ -44,6 +45,11 @@ class Content:
     clock: int = 0
     progress: BatchProgress = field(default_factory=BatchProgress)
     cut_below: int | None = None
+    shape: str = ""
+    shapes: dict[str, str] = field(default_factory=dict)
+    draining: bool = False
+    version: int = 0
+    """Told by the machine, before it declares a shape."""
 
     def state(self) -> LedgerState:
         return LedgerState(
@@ -59,6 +65,9 @@ class Content:
             self.letters,
             servers=dict(self.servers),
             cut_below_ms=self.cut_below,
+            shape=self.shape,
+            shapes=dict(self.shapes),
+            draining=self.draining,
         )
 
     def shard(self, shard_id: str, **changes: Any) -> None:
@@ -129,7 +138,8 @@ class ModelServer:
 
     def sync(self, told: ServerState) -> LedgerState:
         """Tell everything: what the news come to is the callers' to compare."""
-        self.serving().servers[self.server_id] = told
+        servers = self.serving().servers
+        servers[self.server_id] = dataclasses.replace(told, shape=servers[self.server_id].shape)
         return self.content.state()
 
     def bury(self, seen: Mapping[str, int]) -> frozenset[str]:
@@ -146,6 +156,32 @@ class ModelServer:
     def leave(self) -> None:
         if self.lives():
             self.remove(self.server_id)
+
+    def drain(self) -> None:
+        self.content.draining = True
+
+    def declare(self, change: ShapeChange, *, version: int, now_ms: int) -> bool:
+        content = self.serving()
+        if change.fingerprint != content.shape and version != content.version:
+            return False
+        servers = content.servers
+        servers[self.server_id] = dataclasses.replace(servers[self.server_id], shape=change.fingerprint)
+        content.shapes.setdefault(change.fingerprint, change.text)
+        content.shape = change.fingerprint
+        content.draining &= set(servers) != {self.server_id}
+        self.let_go(each for each in change.over if content.in_state(each, PUBLISHED))
+        if change.window_ms is not None:
+            begun = [
+                w.end_ms for w in content.windows.values() if w.start_ms is not None and w.start_ms <= now_ms
+            ]
+            ends = [end for end in (*begun, content.cut_below) if end is not None]
+            content.cut_below = min(
+                (n for n in range(0, 1000, change.window_ms) if ends and n >= max(ends)), default=None
+            )
+        if change.forget_event_times:
+            for shard_id in content.shards:
+                content.shard(shard_id, event_ms=None)
+        return True
 
     def open_shard(self, shard_id: str, parents: tuple[str, ...]) -> ShardState:
         content = self.serving()

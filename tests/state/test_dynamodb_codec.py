@@ -28,16 +28,17 @@ ENTRY = WindowEntry(
     rows_out=2,
 )
 EVERYTHING = Changes(
-    Totals(9, BatchProgress(1, 2, 3), 4, 5, 6),
+    Totals(9, BatchProgress(1, 2, 3), 4, 5, 6, "f1", draining=True),
     {"a": ShardRow(ShardState("a", 1, HUGE, 2, 3, True, ("x", "y"), "one", True), 4), "b": None},
     {
         W1: ENTRY,
         BATCH: WindowEntry(BATCH, WindowState.SET_ASIDE, error="no"),
         "gone": None,
     },
-    {"one": ServerRow(ServerState("one", 1, 2, False, "a", "behind"), 3), "two": None},
+    {"one": ServerRow(ServerState("one", 1, 2, False, "a", "behind", "f1"), 3), "two": None},
     {"l1": late("l1"), "l2": None},
     {"7": LetterItem(3, frozenset({2}), frozenset({0, 1})), "8": None},
+    {"f1": "text", "f2": None},
 )
 
 

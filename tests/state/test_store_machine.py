@@ -29,6 +29,7 @@ from mldserver.state.ledger import (
     ShardState,
     WindowEntry,
 )
+from mldserver.state.shapes import ShapeChange
 from mldserver.state.store import SqliteStore
 from tests.state.model import CUT, OPEN, PUBLISHED, SET_ASIDE, Content, ModelServer
 from tests.state.samples import letter
@@ -147,6 +148,21 @@ class LedgerMachine(RuleBasedStateMachine):
     def leave(self, server: int, really: bool) -> None:
         if not really:
             self.both(server, "leave")
+
+    @rule(server=servers)
+    def drain(self, server: int) -> None:
+        self.both(server, "drain")
+
+    @rule(server=servers, shape=st.sampled_from("st"), over=st.frozensets(windows), data=st.data())
+    def declare(self, server: int, shape: str, over: frozenset[str], data: st.DataObject) -> None:
+        seen, size, forget = (
+            data.draw(likely),
+            data.draw(st.sampled_from([None, 7])),
+            data.draw(st.booleans()),
+        )
+        self.content.version = self.stores[server].peek().version
+        change = ShapeChange(shape, f"text of {shape}", over, size, forget)
+        self.both(server, "declare", change, version=self.content.version - (not seen), now_ms=self.now)
 
     @rule(server=servers, shard_id=shards, parents=st.sampled_from([(), ("x",), ("x", "y")]))
     def open_shard(self, server: int, shard_id: str, parents: tuple[str, ...]) -> None:
