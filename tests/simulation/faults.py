@@ -7,9 +7,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from simulation.tables import VirtualTable
+from state.dynamodb_fake import client_error, lost_answer
+
 from mldserver.coordinator.store import OutputStore
 from mldserver.errors import DriverLost, LedgerError, WindowFailed
 from mldserver.state.store import SqliteStore
+from mldserver.testing.virtual_process import Call, ProcessDied, VirtualProcess
 
 if TYPE_CHECKING:
     import random
@@ -21,10 +25,12 @@ if TYPE_CHECKING:
 
     from mldserver.clock import Clock
     from mldserver.spark.engine import WindowJob
-    from mldserver.testing.virtual_process import Call, VirtualProcess
 
 _GIVES_UP = frozenset({"open", "close", "dead_letters", "peek", "leave"})
 """Calls to the ledger at a server's start and end, where it may give up instead of trying again."""
+
+
+MOVES = frozenset({"rename", "exchange", "delete"})
 
 
 @dataclass
@@ -44,6 +50,8 @@ class Faults:
     """What went wrong, and how often."""
     die_at: dict[int, bool] = field(default_factory=dict)
     """At which calls a process dies, and whether after they took effect."""
+    cursed: dict[str, bool] = field(default_factory=dict)
+    """Windows, and whether their jobs fail until an operator comes."""
     locks: dict[VirtualProcess, list[object]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -61,32 +69,53 @@ class Faults:
         if isinstance(call.target, OutputStore) and call.name == "write" and self.hit(self.plan.store_fails):
             self.tell("disk full", "write fails")
             raise OSError(28, "No space left on device")
+        if isinstance(call.target, OutputStore) and call.name in MOVES and self.hit(self.plan.moves_fail):
+            self.tell("not moved", call.name)
+            raise OSError(5, "Input/output error")
         if _is_transaction(call) and self.hit(self.plan.ledger_before):
             self.tell("refused", call.name)
+            if isinstance(call.target, VirtualTable):
+                raise client_error(self.dice.choice(("ThrottlingException", "AccessDeniedException")), "")
             raise LedgerError(f"{call.name} failed before it took effect.")
 
     def after(self, process: VirtualProcess, call: Call, result: object) -> None:
         if isinstance(call.target, SqliteStore) and (call.name != "register" or result.registered):  # type: ignore[attr-defined]  # a FlushResult
-            self.happened(call.name, call.args)
+            self.happened(call.name, *call.args[:1])
+        if isinstance(call.target, VirtualTable) and call.target.deed and _is_transaction(call):
+            self.happened(*call.target.deed)
         if call.owner == "LifeLocks" and call.name == "hold":
             self.locks.setdefault(process, []).append(call.target)
         self._perhaps_die(process, after=True)
-        if not self.calm and _is_transaction(call) and self.hit(self.plan.ledger_after):
+        if self.calm:
+            return
+        if isinstance(call.target, OutputStore) and call.name in MOVES and self.hit(self.plan.moves_fail / 2):
+            self.tell("moved after all", call.name)
+            raise OSError(5, "Input/output error")
+        if _is_transaction(call) and self.hit(self.plan.ledger_after):
             self.tell("answer lost", call.name)
+            if isinstance(call.target, VirtualTable):
+                raise lost_answer() if self.hit(0.5) else client_error("AccessDeniedException", "")
             raise LedgerError(f"{call.name} took effect, but its answer was lost.")
 
-    def happened(self, call: str, args: tuple[Any, ...]) -> None:
+    def happened(self, call: str, argument: Any = None) -> None:
         """Let the oracles know of a transaction of the ledger that took effect."""
         if call == "register":
-            self.positions.register(args[0])
-        if args:
-            self.outputs.happened(call, args[0], self.clock.now_ms())
+            self.positions.register(argument)
+        self.outputs.happened(call, argument, self.clock.now_ms())
 
     def fail_job(self, job: WindowJob) -> Exception | None:
+        window = job.window.id
+        if self.cursed.setdefault(window, not self.calm and self.hit(self.plan.cursed)):
+            self.tell("cursed", window)
+            return WindowFailed(f"{window} is not to be computed before somebody helps")
         if self.calm or not self.hit(self.plan.engine_fails):
             return None
-        self.tell("job failed", job.window.id)
-        return self.dice.choice((WindowFailed, DriverLost))(f"{job.window.id} was not to be computed")
+        self.tell("job failed", window)
+        return self.dice.choice((WindowFailed, DriverLost))(f"{window} was not to be computed")
+
+    def mend(self) -> None:
+        """Take away what windows fail of: an operator has come."""
+        self.cursed = dict.fromkeys(self.cursed, False)
 
     def tell(self, what: str, where: str) -> None:
         """Count something that goes wrong."""
@@ -113,4 +142,29 @@ class Faults:
 
 
 def _is_transaction(call: Call) -> bool:
+    if isinstance(call.target, VirtualTable):
+        return bool(call.args[0] == "transact_write_items")
     return isinstance(call.target, SqliteStore) and call.name not in _GIVES_UP
+
+
+class FaultyStore(OutputStore):
+    """An output folder whose renames, exchanges and deletions fail, or are a process's last, one by one."""
+
+    faults: Faults
+
+    def rename(self, source: str, target: str) -> None:
+        self._watched("rename", super().rename, source, target)
+
+    def exchange(self, one: str, other: str) -> None:
+        self._watched("exchange", super().exchange, one, other)
+
+    def delete(self, path: str) -> None:
+        self._watched("delete", super().delete, path)
+
+    def _watched(self, name: str, move: Callable[..., None], *paths: str) -> None:
+        process, call = VirtualProcess.current(), Call(self, name, paths)
+        if process.dead:
+            raise ProcessDied(name)
+        self.faults.before(process, call)
+        move(*paths)
+        self.faults.after(process, call, None)

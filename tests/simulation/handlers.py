@@ -1,6 +1,7 @@
 """Handlers of simulated pipelines: one for each way of cutting windows, all of them slow and faulty at times.
 
-A record is ``{"n": number, "at": event time in ms, "fails": calls that fail first (-1: all), "slow": seconds}``.
+A record is ``{"n": number, "at": event time in ms, "fails": calls that fail first (-1: all), "slow": seconds, "none":
+whether it gives no row}``.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ failed: Counter[int] = Counter()
 Row = tuple[int, datetime]
 
 
-def make_row(record: Record) -> Row:
+def make_row(record: Record) -> Row | None:
     told = record.json()
     number = told["n"]
-    if told["fails"] < 0 or failed[number] < told["fails"]:
-        failed[number] += 1
+    if told["fails"] < 0:
         raise ValueError(f"record {number} is not to be had")
+    if failed[number] < told["fails"]:
+        failed[number] += 1
+        raise ConnectionError(f"record {number} is not to be had now")
+    if told["none"]:
+        return None
     return number, EPOCH + timedelta(milliseconds=told["at"])
 
 
@@ -34,7 +39,7 @@ class Arrival:
     schema = SCHEMA
     windows = tumbling("5 s")
 
-    def process_record(self, record: Record) -> Row:
+    def process_record(self, record: Record) -> Row | None:
         return make_row(record)
 
 
@@ -44,7 +49,7 @@ class Column:
     schema = SCHEMA
     windows = tumbling("4 s", on="at", lateness="1 s", disorder="1 s")
 
-    async def process_record(self, record: Record) -> Row:
+    async def process_record(self, record: Record) -> Row | None:
         await asyncio.sleep(record.json()["slow"])
         return make_row(record)
 
@@ -55,5 +60,5 @@ class Runs:
     schema = SCHEMA
     windows = batches(max_rows=7, max_age="6 s")
 
-    def process_record(self, record: Record) -> Row:
+    def process_record(self, record: Record) -> Row | None:
         return make_row(record)

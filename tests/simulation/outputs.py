@@ -34,6 +34,8 @@ SIZE_MS = {"Arrival": 5000, "Column": 4000}
 """Of the windows that have bounds (``handlers.py``)."""
 MAX_ROWS = 7
 """Of the windows that have none."""
+ATTEMPTS = 3
+"""Calls for a record, as often as it is delivered."""
 RETENTION_MS = {"1 day": 86_400_000, "10 s": 10_000}
 
 
@@ -46,6 +48,8 @@ class Expected:
     at_ms: int
     fails: int
     """How many calls fail first; -1: all."""
+    none: bool
+    """It gives no row."""
     effective_ms: int
     """The latest arrival time in its shard up to it, and not less than in its parents."""
 
@@ -81,6 +85,8 @@ class Outputs:
     written: dict[str, list[Key]] = field(default_factory=dict)
     """The rows of each segment."""
     windows: dict[str, _Window] = field(default_factory=dict)
+    rows: set[Key] = field(default_factory=set)
+    """Records whose rows are registered."""
     letters_ever: set[Key] = field(default_factory=set)
     """Records that were a dead letter at some time."""
     late: int = 0
@@ -110,6 +116,9 @@ class Outputs:
                 self.broken.append(f"{name}: {segment.rows} rows are registered, {len(rows)} were written")
             if str(segment.kind) != "window":
                 self.late += len(set(rows) - self.letters_ever)
+            again = self.rows.intersection(rows)
+            self.broken += [f"{name}: rows are registered twice: {_some(Counter(again))}"] if again else []
+            self.rows.update(rows)
             if str(segment.kind) == "late":
                 self._may_be_late(name, window, now_ms)
                 window.late += rows
@@ -155,23 +164,53 @@ class Outputs:
         for shard_id, times in _effective(self.stream).items():
             for record, ms in zip(self.stream.shards[shard_id].records, times, strict=True):
                 told = orjson.loads(record.data or b"")
-                found[shard_id, record.order] = Expected(record, told["n"], told["at"], told["fails"], ms)
+                del told["slow"]
+                told["at_ms"] = told.pop("at")
+                found[shard_id, record.order] = Expected(record, effective_ms=ms, **told)
         return found
 
-    def check(self, letters: Iterable[DeadLetter]) -> list[str]:
+    def check(self, letters: Iterable[DeadLetter], purged: Counter[Key]) -> list[str]:
         """Compare all that came out with the stream; return what is wrong."""
         expected, stored = self.expected(), list(letters)
         rows = list(self._rows())
-        broken = _once(expected, Counter(_key(row) for _, _, row in rows), Counter(map(key_of, stored)))
+        counts = Counter(_key(row) for _, _, row in rows), Counter(map(key_of, stored)) + purged
+        broken = [
+            f"{key}: {counts[0][key]} rows, {counts[1][key]} dead letters of {expected.get(key, 'no record')}"
+            for key in sorted({*expected, *counts[0], *counts[1]})
+            if key not in expected or (counts[0][key], counts[1][key]) not in self._fates(expected[key])
+        ]
+        broken += [
+            f"{key_of(letter)}: its dead letter holds something else"
+            for letter in stored
+            if not self._is_whole(letter, expected[key_of(letter)].record)
+        ]
         for name, late, row in rows:
             told = expected.get(_key(row))
             if told is not None and (wrong := self._wrong(told, name, row)):
                 broken.append(f"{_key(row)} in {'_late/' * late}{name}: {', '.join(wrong)}")
         broken += self._complete(rows)
         broken += _ordered(self.stream, [row for _, _, row in rows if _key(row) not in self.letters_ever])
+        if self.plan.parks:
+            broken += _no_overtaking(expected, [row for _, _, row in rows], set(map(key_of, stored)))
         if self.plan.servers == 1 and not broken:
             broken += _one_clock([row for _, _, row in rows])
         return broken
+
+    def _fates(self, told: Expected) -> set[tuple[int, int]]:
+        """Say how many rows and dead letters a record may come to."""
+        row, letter, nothing = (1, 0), (0, 1), (0, 0)
+        gone = {"dead_letter": letter, "skip": nothing, "halt": row}[self.plan.on_failure]
+        if told.fails < 0:
+            return {gone}
+        made = nothing if told.none else row
+        # What fails more often than it is tried fails for good, unless it comes again: after a crash, or redriven.
+        fails = {made, gone} if told.fails >= ATTEMPTS else {made}
+        return fails | {letter} if self.plan.parks else fails
+
+    def _is_whole(self, letter: DeadLetter, record: StreamRecord) -> bool:
+        arrival_ms = None if self.plan.form.name == "V1" else record.arrival_ms
+        told = (letter.data, letter.partition_key, letter.arrival_ms)
+        return told == (record.data, record.partition_key, arrival_ms)
 
     def _rows(self) -> Iterator[tuple[str, bool, dict[str, Any]]]:
         """Yield the window of every visible row, whether it is in the late dataset, and the row."""
@@ -191,9 +230,11 @@ class Outputs:
             for column, want in wants.items()
             if _ms(row[column]) != want
         ]
-        # In V1 no arrival times are told: receipt is what counts. A dead letter that runs again knows its own only.
-        earliest = arrival_ms if v1 or _key(row) in self.letters_ever else told.effective_ms
-        if row["_time"] < earliest or (row["_time"] > told.effective_ms and not v1):
+        # In V1 no arrival times are told: receipt is what counts. A dead letter that runs again knows its own only, or
+        # when it, or one that runs with it, has failed.
+        again = _key(row) in self.letters_ever
+        earliest = arrival_ms if v1 or again else told.effective_ms
+        if (row["_time"] < earliest and not (v1 and again)) or (row["_time"] > told.effective_ms and not v1):
             wrong.append(f"_time is {row['_time']}, not {earliest} to {told.effective_ms}")
         if self.plan.handler != "Runs":
             at_ms = told.at_ms if self.plan.handler == "Column" else row["_time"]
@@ -261,18 +302,6 @@ def _effective(stream: FakeStream) -> dict[str, list[int]]:
     return times
 
 
-def _once(expected: dict[Key, Expected], rows: Counter[Key], letters: Counter[Key]) -> list[str]:
-    """Every record is one row, or one dead letter where all its calls fail."""
-    broken = []
-    bad = Counter(key for key, told in expected.items() if told.fails < 0)
-    for name, have, want in (("rows", rows, Counter(expected.keys()) - bad), ("dead letters", letters, bad)):
-        if missing := want - have:
-            broken.append(f"{name}: {missing.total()} are missing: {_some(missing)}")
-        if surplus := have - want:
-            broken.append(f"{name}: {surplus.total()} too many: {_some(surplus)}")
-    return broken
-
-
 def _ordered(stream: FakeStream, rows: list[dict[str, Any]]) -> list[str]:
     """By (_time, _clock) each shard's rows stand in its order, and children behind their parents."""
     broken = []
@@ -292,6 +321,23 @@ def _ordered(stream: FakeStream, rows: list[dict[str, Any]]) -> list[str]:
             for parent in child.parents
             if child.id in first and parent in last and first[child.id] < last[parent]
         ]
+    return broken
+
+
+def _no_overtaking(expected: dict[Key, Expected], rows: list[dict[str, Any]], letters: set[Key]) -> list[str]:
+    """Of a partition key, no row comes before that of an earlier record, or while an earlier one is a dead letter."""
+    clocks = {_key(row): row["_clock"] for row in rows}
+    waits: dict[tuple[str, str | None], Key] = {}
+    latest: dict[tuple[str, str | None], int] = {}
+    broken = []
+    for key, told in expected.items():
+        place = key[0], told.record.partition_key
+        if key in letters:
+            waits.setdefault(place, key)
+        elif key in clocks:
+            if place in waits or clocks[key] < latest.get(place, 0):
+                broken.append(f"{key} of {place} has overtaken {waits.get(place, 'an earlier one')}")
+            latest[place] = clocks[key]
     return broken
 
 

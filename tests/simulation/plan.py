@@ -65,6 +65,26 @@ class Plan:
     """The share of records whose arrival time is earlier than that of records before them."""
     pause: float
     """For how many seconds no record comes, amid all others."""
+    table: bool
+    """Whether the ledger is in a table of DynamoDB."""
+    on_failure: str
+    parks: bool
+    """Whether records wait behind the dead letters of their key."""
+    keys: int
+    """How many partition keys there are; 0: one for each record, or aggregate."""
+    rowless: float
+    """The share of records that give no row."""
+    stubborn: float
+    """The share of records that fail more often than they are tried, and not for ever."""
+    redrives: float
+    """How often an operator who comes by has dead letters run again,"""
+    purges: float
+    """and deletes some."""
+    window_on_failure: str
+    cursed: float
+    """The share of windows whose jobs fail until an operator comes by."""
+    moves_fail: float
+    """Of renames, exchanges and deletions in the output folder."""
 
     @property
     def calm(self) -> bool:
@@ -80,17 +100,21 @@ class Plan:
 def make_plan(seed: int) -> Plan:
     dice = random.Random(f"{seed}/plan")
 
+    calm = seed % 10 == 0
+
     def some(most: int, odds: float = 0.5) -> int:
         return dice.randint(1, most) if dice.random() < odds else 0
 
     def rate(most: float, odds: float = 0.4) -> float:
         return dice.uniform(0, most) if dice.random() < odds else 0.0
 
-    trouble = 0.0 if seed % 10 == 0 else 1.0
+    trouble = 0.0 if calm else 1.0
     listed = seed % 3 > 0
+    on_failure = dice.choice(("dead_letter",) * 6 + (("skip",) if calm else ("skip", "halt")))
+    parks = on_failure == "dead_letter" and dice.random() < 0.3
     return Plan(
         seed=seed,
-        servers=dice.choice((1, 1, 2)),
+        servers=dice.choice((1, 1, 1, 2, 2, 3)),
         fixed_name=dice.random() < 0.5,
         late=dice.choice(("recompute", "recompute", "separate")),
         retention=dice.choice(("1 day", "10 s")),
@@ -106,7 +130,8 @@ def make_plan(seed: int) -> Plan:
         latency=dice.choice((0.0005, 0.005, 0.05, 0.2)),
         flush_seconds=dice.choice((0.5, 1.0, 3.0)),
         buffer_bytes=dice.choice((500, 3_000, 512 << 20)),
-        poison=rate(0.1),
+        # Whoever halts comes to a record that never goes through again and again.
+        poison=0.0 if on_failure == "halt" else rate(0.1),
         flaky=rate(0.2),
         throttle=trouble * rate(0.3),
         ledger_before=trouble * rate(0.12, 0.5),
@@ -129,4 +154,15 @@ def make_plan(seed: int) -> Plan:
         # what steps behind a clock that has gone on rightly is.
         steps_back=trouble * listed * rate(0.6, 0.7),
         pause=dice.choice((0.0, 0.0, 12.0)),
+        table=dice.random() < 0.15,
+        on_failure=on_failure,
+        parks=parks,
+        keys=dice.choice((3, 12)) if parks else 0,
+        rowless=rate(0.5),
+        stubborn=rate(0.03 if on_failure == "halt" else 0.1, 0.6),
+        redrives=rate(1.0, 0.6),
+        purges=rate(0.7),
+        window_on_failure=dice.choice(("halt", "dead_letter")),
+        cursed=trouble * rate(0.4),
+        moves_fail=trouble * rate(0.15, 0.5),
     )

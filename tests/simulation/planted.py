@@ -141,12 +141,20 @@ class RevisesWithout(SqliteStore):
         )
 
 
+class CountsTwice(SqliteStore):
+    """Keeps dead letters that ran again: they run once more."""
+
+    def register(self, flush: Flush, *, now_ms: int) -> FlushResult:
+        return super().register(replace(flush, redriven=()), now_ms=now_ms)
+
+
 BUGS: Mapping[str, Mapping[object, object]] = {
     "every row in the next window": {Flusher: NextWindow},
     "values of one row swapped": {Flusher: SwapsValues},
     "a late row in neither place": {SqliteStore: DropsLateRows},
     "late rows beside a window that is retained": {CutWindows: AllLateBeside},
     "a revision without a row": {SqliteStore: RevisesWithout},
+    "a redriven letter that counts twice": {SqliteStore: CountsTwice},
     "an await between check and act": {Coordinator: AwaitsBeforeItForgets},
     "a checkpoint that runs ahead": {ShardSession: ChecksPointsTooEarly},
     "a ledger without fences": {SqliteStore: Unfenced},

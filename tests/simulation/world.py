@@ -22,7 +22,8 @@ from unittest import mock
 
 import orjson
 from simulation import handlers
-from simulation.faults import Faults
+from simulation.faults import Faults, FaultyStore
+from simulation.operators import Operator
 from simulation.oracles import (
     Memory,
     Positions,
@@ -33,11 +34,12 @@ from simulation.oracles import (
 from simulation.ordered import numbered
 from simulation.outputs import Outputs
 from simulation.servers import Supervised
+from simulation.tables import in_memory
 
-import mldserver.state.sqlite
+from mldserver.assembly import ledger_of
 from mldserver.config import resolve
 from mldserver.coordinator.buffer import Buffer
-from mldserver.coordinator.layout import LEDGER
+from mldserver.coordinator.store import OutputStore
 from mldserver.runtime.thread import WorkerThread
 from mldserver.testing import FakeMLD, Habits
 from mldserver.testing.virtual_loop import LoopClock, VirtualLoop
@@ -49,8 +51,6 @@ if TYPE_CHECKING:
     from simulation.plan import Plan
 
     from mldserver.config import Settings
-    from mldserver.runtime.base import DeadLetter
-    from mldserver.state.ledger import LedgerState
     from mldserver.testing.session import ShardSession
 
 LONGEST_SECONDS = 2 * 3600.0
@@ -101,9 +101,11 @@ class World:
         )
         self.servers = [
             Supervised(name, plan, self._settings(name), self.clock, self.faults, self.stream)
-            for name in ("left", "right")[: plan.servers]
+            for name in ("left", "right", "third")[: plan.servers]
         ]
         self.mld.servers, self.mld.dice = self.servers, self.dice
+        self.ledger = ledger_of(self._settings("operator"), server_id="operator", clock=self.clock)
+        self.operator = Operator(plan, self.dice, self.ledger, self.faults, self.clock)
 
     def _settings(self, name: str) -> Settings:
         plan = self.plan
@@ -129,6 +131,10 @@ class World:
             "late": plan.late,
             "recompute_delay": "2 s",
             "retention": plan.retention,
+            "on_failure": plan.on_failure,
+            "on_key_failure": "park" if plan.parks else "continue",
+            "window_on_failure": plan.window_on_failure,
+            "ledger": "dynamodb://ledgers?region=eu-central-1" if plan.table else None,
         }
         return resolve(fixed, environ={}, folder=self.folder)
 
@@ -164,10 +170,8 @@ class World:
             now_ms -= self.dice.randint(1, 6000)
         if self.faults.hit(self.plan.aggregates):
             size = self.dice.randint(2, 4)
-        fates = [self._fate() for _ in range(size)]
-        users = [
-            (f"key-{number}", self._payload(10 * number + sub, fails)) for sub, fails in enumerate(fates)
-        ]
+        key = f"key-{self.dice.randrange(self.plan.keys) if self.plan.keys else number}"
+        users = [(key, self._payload(10 * number + sub)) for sub in range(size)]
         if size > 1:
             self.stream.put_aggregate(users, arrival_ms=now_ms)
         else:
@@ -175,14 +179,21 @@ class World:
 
     def _fate(self) -> int:
         """How many calls for a record fail; -1: all."""
-        if self.faults.hit(self.plan.poison):
-            return -1
-        return self.dice.randint(1, 2) if self.faults.hit(self.plan.flaky) else 0
+        for odds, fails in (
+            (self.plan.poison, (-1, -1)),
+            (self.plan.stubborn, (3, 7)),
+            (self.plan.flaky, (1, 2)),
+        ):
+            if self.faults.hit(odds):
+                return self.dice.randint(*fails)
+        return 0
 
-    def _payload(self, number: int, fails: int) -> bytes:
+    def _payload(self, number: int) -> bytes:
         at = self.clock.now_ms() - self.dice.randint(0, self.dice.choice((100, 1500, 9000)))
         slow = self.dice.choice((0.0, 0.0, 0.0, 0.01, 3.0))
-        return orjson.dumps({"n": number, "at": at, "fails": fails, "slow": slow})
+        fails = self._fate()
+        none = not fails and self.faults.hit(self.plan.rowless)
+        return orjson.dumps({"n": number, "at": at, "fails": fails, "slow": slow, "none": none})
 
     # What goes wrong.
 
@@ -243,9 +254,12 @@ class World:
                 group.create_task(each.run())
             group.create_task(self.produce())
             group.create_task(self.trouble())
+            caring = group.create_task(self.operator.run())
             await self.mld.run()
             for each in self.servers:
                 await each.finished()
+            caring.cancel()
+            await self.operator.finish()
             for each in self.servers:
                 each.stop()
         self.note("over")
@@ -254,8 +268,10 @@ class World:
         """Compare what came out with the stream. Raises Violated."""
         self.faults.told["throttled"] = self.leases.refused["ThrottlingException"]
         self.faults.told["short of memory"] = self.memory.short
-        state, letters = await self._ledger()
-        broken = self.positions.broken + self.outputs.check(letters)
+        state = await self.ledger.peek()
+        letters = await self.ledger.dead_letters(100_000)
+        await self.ledger.close()
+        broken = self.positions.broken + self.outputs.check(letters, self.operator.purged)
         self.faults.told["revised"] = self.outputs.revisions
         if self.plan.calm and self.plan.handler == "Arrival" and self.outputs.late:
             broken.append(f"{self.outputs.late} rows are late for no reason")
@@ -264,17 +280,8 @@ class World:
         if broken:
             raise Violated("; ".join(broken))
 
-    async def _ledger(self) -> tuple[LedgerState, tuple[DeadLetter, ...]]:
-        ledger = mldserver.state.sqlite.SqliteLedger(
-            self.folder / "out" / LEDGER, pipeline="world", server_id="judge", clock=self.clock
-        )
-        state = await ledger.peek()
-        letters = await ledger.dead_letters(100_000)
-        await ledger.close()
-        return state, letters
-
     def _excused(self, text: str) -> bool:
-        """A connection ends under the daemon where the world ended it, or the ledger failed."""
+        """A connection ends under the daemon where the world or a halting handler ended it, or the ledger failed."""
         return self.plan.troubled and "the JVM exits: EOF" in text
 
 
@@ -298,7 +305,9 @@ def play(plan: Plan, planted: Mapping[object, object] | None = None) -> World:
     names = random.Random(f"{plan.seed}/names")
     positions = Positions()
     memory = Memory(plan.buffer_bytes, positions.broken)
+    store = type("FaultyStore", (FaultyStore,), {})
     replaced: dict[object, object] = {
+        OutputStore: store,
         WorkerThread: VirtualWorker,
         ThreadPoolExecutor: VirtualExecutor,
         Buffer: memory.buffer,
@@ -310,11 +319,13 @@ def play(plan: Plan, planted: Mapping[object, object] | None = None) -> World:
         with (
             asyncio.Runner(loop_factory=lambda: loop) as runner,
             mock.patch.object(os, "fsync", return_value=None),
+            in_memory(random.Random(f"{plan.seed}/table")) if plan.table else contextlib.nullcontext(),
             mock.patch.object(
                 uuid, "uuid4", side_effect=lambda: uuid.UUID(int=names.getrandbits(128), version=4)
             ),
         ):
             world = World(plan, folder, loop, dice, positions, memory)
+            store.faults = world.faults
             try:
                 runner.run(world.live())
                 runner.run(world.judge())

@@ -1,0 +1,97 @@
+"""Whoever looks after a pipeline, and the ledgers that they and the judge look into."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from simulation.outputs import Key, key_of
+
+from mldserver.errors import LedgerError
+from mldserver.state.ledger import WindowState
+
+if TYPE_CHECKING:
+    import random
+
+    from simulation.faults import Faults
+    from simulation.plan import Plan
+
+    from mldserver.clock import Clock
+    from mldserver.state.ledger import Ledger, LedgerState
+    from mldserver.state.letters import StoredLetter
+
+_PAGE = 1000
+
+
+@dataclass
+class Operator:
+    """Comes by now and then, and uses the ledger's tools while servers run, die and come back."""
+
+    plan: Plan
+    dice: random.Random
+    ledger: Ledger
+    faults: Faults
+    clock: Clock
+    purged: Counter[Key] = field(default_factory=Counter)
+    """Records whose dead letters were deleted."""
+
+    async def run(self) -> None:
+        """Come by until cancelled."""
+        while True:
+            await self.clock.sleep(self.dice.uniform(3, 15))
+            try:
+                await self._visit()
+            except LedgerError:
+                continue  # no server has made one yet
+
+    async def finish(self) -> LedgerState:
+        """Do what is left to do once no record comes any more; return what the ledger holds when all is done."""
+        if self.faults.hit(self.plan.redrives) and (letters := await self._letters()):
+            await self._redrive(letters)
+        while True:
+            await self.clock.sleep(1)
+            state = await self.ledger.peek()
+            if _is_done(state):
+                return state
+            await self._mend(state)
+
+    async def _visit(self) -> None:
+        await self._mend(await self.ledger.peek())
+        for odds, act in ((self.plan.redrives, self._redrive), (self.plan.purges, self._purge)):
+            if self.faults.hit(odds) and (letters := await self._letters()):
+                await act(letters)
+
+    async def _letters(self) -> tuple[StoredLetter, ...]:
+        return await self.ledger.letters(limit=_PAGE)
+
+    async def _mend(self, state: LedgerState) -> None:
+        """Take away what makes windows fail, and have those computed again that were set aside."""
+        self.faults.mend()
+        for entry in state.windows.values():
+            if entry.state is WindowState.SET_ASIDE and await self.ledger.retry(entry.window_id):
+                self.faults.tell("retried", entry.window_id)
+
+    async def _redrive(self, letters: tuple[StoredLetter, ...]) -> None:
+        """All of them, those of a shard, or those of a key."""
+        shard, key = (self.dice.choice(letters).letter for _ in range(2))
+        which = self.dice.choice(
+            (
+                letters,
+                [each for each in letters if each.letter.shard_id == shard.shard_id],
+                [each for each in letters if each.letter.partition_key == key.partition_key],
+            )
+        )
+        told = await self.ledger.redrive(tuple(each.id for each in which))
+        self.faults.tell("redriven", f"{len(told)} letters")
+
+    async def _purge(self, letters: tuple[StoredLetter, ...]) -> None:
+        names = {each.id: key_of(each.letter) for each in self.dice.sample(letters, min(2, len(letters)))}
+        gone = await self.ledger.purge(tuple(names))
+        self.purged.update(names[each] for each in gone)
+        self.faults.tell("purged", f"{len(gone)} letters")
+
+
+def _is_done(state: LedgerState) -> bool:
+    windows = all(each.state is WindowState.PUBLISHED and not each.pending for each in state.windows.values())
+    return windows and not state.late_segments and not state.redrives

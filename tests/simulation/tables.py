@@ -1,0 +1,97 @@
+"""The ledger of a world, in a file or in a table of DynamoDB: its requests are blocking calls of whoever sends them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from state.dynamodb_fake import FakeDynamo
+
+import mldserver.state.dynamodb
+from mldserver.state.dynamodb import DynamoLedger
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import AsyncIterator, Iterator, Mapping
+
+    from mldserver.state.ledger import Flush, FlushResult, Segment, WindowEntry
+
+Deed = tuple[str, Any]
+"""A call to a ledger that oracles look at, and its first argument."""
+
+_deed: contextvars.ContextVar[Deed | None] = contextvars.ContextVar("deed", default=None)
+
+
+class VirtualTable:
+    """A client of DynamoDB that any process may use; it dies, stalls and fails as other blocking calls do."""
+
+    def __init__(self) -> None:
+        """Begin without items."""
+        self._fake = FakeDynamo()
+
+    def __getattr__(self, operation: str) -> Any:
+        """Return an operation as a client has it."""
+        return partial(self._send, operation)
+
+    async def _send(self, operation: str, **request: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(None, self.send, operation, request)
+
+    def send(self, operation: str, request: dict[str, Any]) -> Any:
+        """Carry out a request at once."""
+        work = getattr(self._fake, operation)(**request)
+        try:
+            work.send(None)
+        except StopIteration as done:
+            return done.value
+        raise AssertionError("the fake answers at once")
+
+    @property
+    def deed(self) -> Deed | None:
+        """Of which call the present request is a part, when oracles look at it."""
+        return _deed.get()
+
+
+@contextlib.contextmanager
+def _doing(call: str, argument: Any) -> Iterator[None]:
+    token = _deed.set((call, argument))
+    try:
+        yield
+    finally:
+        _deed.reset(token)
+
+
+class WatchedLedger(DynamoLedger):
+    """A ledger whose requests tell what they are for: only the table knows whether a transaction took place."""
+
+    async def register(self, flush: Flush) -> FlushResult:
+        with _doing("register", flush):
+            return await super().register(flush)
+
+    async def cut(self, window_ids: tuple[str, ...]) -> tuple[WindowEntry, ...]:
+        with _doing("cut", window_ids):
+            return await super().cut(window_ids)
+
+    async def published(self, attempts: Mapping[str, int], *, retain: bool = True) -> tuple[Segment, ...]:
+        with _doing("published", attempts):
+            return await super().published(attempts, retain=retain)
+
+
+@contextlib.contextmanager
+def in_memory(dice: random.Random) -> Iterator[None]:
+    """Let ledgers in DynamoDB lie in one table of this process; chance is ``dice``."""
+    table = VirtualTable()
+
+    @contextlib.asynccontextmanager
+    async def client(*_: Any, **__: Any) -> AsyncIterator[VirtualTable]:
+        yield table
+
+    module = mldserver.state.dynamodb
+    # A log that is soon long: it is shortened while servers run.
+    made = partial(WatchedLedger, jitter=dice.random, compact_bytes=10_000)
+    with mock.patch.object(module, "aws_client", client), mock.patch.object(module, "DynamoLedger", made):
+        yield
