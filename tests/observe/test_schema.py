@@ -99,6 +99,5 @@ def test_the_module_prints_the_table() -> None:
 
 def test_the_readme_holds_the_table() -> None:
     _, marker, rest = README.read_text("utf-8").partition("<!-- events -->")
-    if not marker:
-        pytest.skip("the README has no events yet")
+    assert marker
     assert rest.partition("<!-- /events -->")[0].strip() == events_table().strip()

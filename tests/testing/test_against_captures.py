@@ -69,3 +69,8 @@ def test_it_says_what_the_java_said(capture: Path) -> None:
     assert compared > 10
     assert daemon.outstanding is None
     assert [text for text in daemon.violations if not any(known in text for known in HARMLESS)] == []
+
+
+def test_a_list_of_cases_that_finds_none_fails(pytestconfig: pytest.Config) -> None:
+    """Captures are looked for by four files: none of these may pass because the folder has moved."""
+    assert pytestconfig.getini("empty_parameter_set_mark") == "fail_at_collect"
