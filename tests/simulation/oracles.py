@@ -11,6 +11,7 @@ from mldserver.testing import FakeStream, LeaseTable, Place
 from mldserver.testing.leases import SHARD_END
 
 if TYPE_CHECKING:
+    from mldserver.clock import Clock
     from mldserver.coordinator.flush import BufferedBatch
     from mldserver.coordinator.status import CoordinatorStatus
     from mldserver.state.ledger import Flush
@@ -35,6 +36,8 @@ class Positions:
     delivered: dict[str, Sequence] = field(default_factory=dict)
     durable: dict[str, Sequence] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
+    delivered_ms: int = 0
+    """When a record was delivered last."""
     broken: list[str] = field(default_factory=list)
 
     def deliver(self, shard: str, record: StreamRecord, *, whole: bool) -> None:
@@ -69,10 +72,12 @@ class WatchedStream(FakeStream):
     """A stream that tells what was delivered."""
 
     positions: Positions
+    clock: Clock
 
     def read(self, shard_id: str, after: Place, limit: int, *, raw: bool = False) -> Any:
         records, behind = super().read(shard_id, after, limit, raw=raw)
         for record in records[-1:]:
+            self.positions.delivered_ms = self.clock.now_ms()
             self.positions.deliver(shard_id, record, whole=raw)
         return records, behind
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import pyarrow as pa
+    from simulation.oracles import Positions
     from simulation.plan import Plan
 
     from mldserver.runtime.base import DeadLetter
@@ -32,6 +33,9 @@ Key = tuple[str, tuple[int, int]]
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 SIZE_MS = {"Arrival": 5000, "Column": 4000}
 """Of the windows that have bounds (``handlers.py``)."""
+SLACK_MS = 2000
+"""Lateness and disorder of ``Column``."""
+QUIET_MS = 30_000
 MAX_ROWS = 7
 """Of the windows that have none."""
 ATTEMPTS = 3
@@ -80,8 +84,8 @@ class Outputs:
     plan: Plan
     stream: FakeStream
     out: Path
-    broken: list[str]
-    """Where to tell."""
+    positions: Positions
+    """What was delivered, and where to tell what is broken."""
     written: dict[str, list[Key]] = field(default_factory=dict)
     """The rows of each segment."""
     windows: dict[str, _Window] = field(default_factory=dict)
@@ -103,7 +107,7 @@ class Outputs:
         if call == "register":
             self._registered(argument, now_ms)
         elif call == "cut":
-            self._cut(argument)
+            self._cut(argument, now_ms)
         elif call == "published":
             self._published(argument, now_ms)
 
@@ -113,36 +117,54 @@ class Outputs:
             name = segment.window_id
             window, rows = self.windows.setdefault(name, _Window()), self.written[segment.path]
             if len(rows) != segment.rows:
-                self.broken.append(f"{name}: {segment.rows} rows are registered, {len(rows)} were written")
+                self.positions.broken.append(
+                    f"{name}: {segment.rows} rows are registered, {len(rows)} were written"
+                )
             if str(segment.kind) != "window":
                 self.late += len(set(rows) - self.letters_ever)
             again = self.rows.intersection(rows)
-            self.broken += [f"{name}: rows are registered twice: {_some(Counter(again))}"] if again else []
+            self.positions.broken += (
+                [f"{name}: rows are registered twice: {_some(Counter(again))}"] if again else []
+            )
             self.rows.update(rows)
             if str(segment.kind) == "late":
                 self._may_be_late(name, window, now_ms)
                 window.late += rows
                 continue
             if (str(segment.kind) == "recompute") is not bool(window.cuts):
-                self.broken.append(f"{name}: {segment.kind} rows after {len(window.cuts)} cuts")
+                self.positions.broken.append(f"{name}: {segment.kind} rows after {len(window.cuts)} cuts")
             window.rows += rows
 
     def _may_be_late(self, name: str, window: _Window, now_ms: int) -> None:
         """Rows go to the late dataset when their window is cut and, where it would be computed again, not retained."""
         if not window.cuts or self.plan.handler == "Runs":
-            self.broken.append(f"{name}: late rows, and it was never cut")
-        if self.plan.late == "recompute":
+            self.positions.broken.append(f"{name}: late rows, and it was never cut")
+        # How long a window is retained goes by the time of day: there may be nobody else left who remembers.
+        if self.plan.late == "recompute" and not (self.plan.clocks_differ and self.plan.retention == "10 s"):
             shown = len(window.shown_ms) == len(window.cuts)
             if not shown or window.shown_ms[-1] + RETENTION_MS[self.plan.retention] > now_ms:
-                self.broken.append(f"{name}: late rows beside a window that is retained")
+                self.positions.broken.append(f"{name}: late rows beside a window that is retained")
 
-    def _cut(self, names: Iterable[str]) -> None:
+    def _cut(self, names: Iterable[str], now_ms: int) -> None:
         for name in names:
             window = self.windows.get(name, _Window())
             again = len(window.shown_ms) == len(window.cuts) and window.cuts[-1:] != [len(window.rows)]
             if again and window.rows:
+                self._may_close(name, window, now_ms)
                 self.revisions += bool(window.cuts)
                 window.cuts.append(len(window.rows))
+
+    def _may_close(self, name: str, window: _Window, now_ms: int) -> None:
+        """A window closes once its time has come by AWS's clock, when the stream is quiet, and when it is over."""
+        receipts = self.plan.form.name == "V1" and self.plan.clocks_differ
+        if window.cuts or self.plan.handler == "Runs" or (receipts and self.plan.handler == "Arrival"):
+            return
+        due_ms = _starts_ms(name) + SIZE_MS[self.plan.handler]
+        due_ms += SLACK_MS if self.plan.handler == "Column" else 0
+        quiet = self.plan.handler == "Column" and now_ms - self.positions.delivered_ms >= QUIET_MS
+        over = all(self.stream.shards[shard].closed for shard in self.positions.delivered)
+        if now_ms < due_ms and not quiet and not over:
+            self.positions.broken.append(f"{name}: it is cut {due_ms - now_ms} ms before its time")
 
     def _published(self, attempts: Mapping[str, int], now_ms: int) -> None:
         for name, attempt in attempts.items():
@@ -154,7 +176,7 @@ class Outputs:
             files = sorted(self.out.glob(f"window={name}/*.parquet"))
             seen = Counter(key for file in files for key in _keys(pq.ParquetFile(file).read(_PLACE)))
             if len(window.shown_ms) != len(window.cuts) or seen != window.revision(len(window.cuts)):
-                self.broken.append(f"{name}: what readers see is not revision {len(window.cuts)}")
+                self.positions.broken.append(f"{name}: what readers see is not revision {len(window.cuts)}")
 
     # The end.
 
@@ -234,7 +256,8 @@ class Outputs:
         # when it, or one that runs with it, has failed.
         again = _key(row) in self.letters_ever
         earliest = arrival_ms if v1 or again else told.effective_ms
-        if (row["_time"] < earliest and not (v1 and again)) or (row["_time"] > told.effective_ms and not v1):
+        unknown = v1 and (again or self.plan.clocks_differ)
+        if (row["_time"] < earliest and not unknown) or (row["_time"] > told.effective_ms and not v1):
             wrong.append(f"_time is {row['_time']}, not {earliest} to {told.effective_ms}")
         if self.plan.handler != "Runs":
             at_ms = told.at_ms if self.plan.handler == "Column" else row["_time"]
@@ -286,6 +309,11 @@ def _ms(value: Any) -> Any:
 
 def _window_at(start_ms: int) -> str:
     return (EPOCH + timedelta(milliseconds=start_ms)).strftime("%Y-%m-%dT%H-%M-%SZ")
+
+
+def _starts_ms(name: str) -> int:
+    start = datetime.strptime(name, "%Y-%m-%dT%H-%M-%SZ").replace(tzinfo=UTC)
+    return (start - EPOCH) // timedelta(milliseconds=1)
 
 
 def _effective(stream: FakeStream) -> dict[str, list[int]]:

@@ -85,11 +85,20 @@ class Plan:
     """The share of windows whose jobs fail until an operator comes by."""
     moves_fail: float
     """Of renames, exchanges and deletions in the output folder."""
+    ahead: float
+    """How far the first server's time of day is ahead of AWS's at the beginning, in seconds."""
+    clock_steps: int
+    """How often somebody sets a server's time of day."""
 
     @property
     def calm(self) -> bool:
         """Every tenth world has no faults: there the daemon has nothing at all to complain of."""
         return self.seed % 10 == 0
+
+    @property
+    def clocks_differ(self) -> bool:
+        """Whether servers' time of day may be another than AWS's."""
+        return bool(self.ahead or self.clock_steps)
 
     @property
     def troubled(self) -> bool:
@@ -110,6 +119,8 @@ def make_plan(seed: int) -> Plan:
 
     trouble = 0.0 if calm else 1.0
     listed = seed % 3 > 0
+    latency = dice.choice((0.0005, 0.005, 0.05, 0.2))
+    form = dice.choice((Form.KCL3, Form.KCL3, Form.V2, Form.V1))
     on_failure = dice.choice(("dead_letter",) * 6 + (("skip",) if calm else ("skip", "halt")))
     parks = on_failure == "dead_letter" and dice.random() < 0.3
     return Plan(
@@ -119,7 +130,7 @@ def make_plan(seed: int) -> Plan:
         late=dice.choice(("recompute", "recompute", "separate")),
         retention=dice.choice(("1 day", "10 s")),
         handler=dice.choice(HANDLERS),
-        form=dice.choice((Form.KCL3, Form.KCL3, Form.V2, Form.V1)),
+        form=form,
         shards=dice.randint(1, 4),
         records=dice.randint(20, 120),
         seconds=dice.uniform(10, 40),
@@ -127,7 +138,7 @@ def make_plan(seed: int) -> Plan:
         splits=some(2),
         merges=some(1, 0.3),
         max_records=dice.choice((1, 5, 20)),
-        latency=dice.choice((0.0005, 0.005, 0.05, 0.2)),
+        latency=latency,
         flush_seconds=dice.choice((0.5, 1.0, 3.0)),
         buffer_bytes=dice.choice((500, 3_000, 512 << 20)),
         # Whoever halts comes to a record that never goes through again and again.
@@ -154,7 +165,8 @@ def make_plan(seed: int) -> Plan:
         # what steps behind a clock that has gone on rightly is.
         steps_back=trouble * listed * rate(0.6, 0.7),
         pause=dice.choice((0.0, 0.0, 12.0)),
-        table=dice.random() < 0.15,
+        # A transaction there is several requests: with the longest latencies they take longer than a server may be silent.
+        table=dice.random() < 0.2 and latency < 0.1,
         on_failure=on_failure,
         parks=parks,
         keys=dice.choice((3, 12)) if parks else 0,
@@ -164,5 +176,8 @@ def make_plan(seed: int) -> Plan:
         purges=rate(0.7),
         window_on_failure=dice.choice(("halt", "dead_letter")),
         cursed=trouble * rate(0.4),
+        # In V1 that is what rows are stamped with: children that nobody knows as such could come before their parents.
+        ahead=dice.choice((0.0, 0.0, 10.0, -3600.0)) if listed or form is not Form.V1 else 0.0,
+        clock_steps=some(3, 0.4) if listed or form is not Form.V1 else 0,
         moves_fail=trouble * rate(0.15, 0.5),
     )

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from simulation.faults import Faults
     from simulation.plan import Plan
 
-    from mldserver.clock import Clock
     from mldserver.config import Settings
     from mldserver.testing import FakeStream
+    from mldserver.testing.virtual_loop import LoopClock
 
 _WATCH_SECONDS = 0.2
 _RESTART_SECONDS = 1.0
@@ -55,7 +55,8 @@ class Supervised:
     name: str
     plan: Plan
     settings: Settings
-    clock: Clock
+    clock: LoopClock
+    """Its host's."""
     faults: Faults
     stream: FakeStream
     lives: int = 0
