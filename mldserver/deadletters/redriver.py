@@ -17,7 +17,7 @@ import msgspec
 import orjson
 import structlog
 
-from mldserver.deadletters.wanted import PAGE, wanted_portions
+from mldserver.deadletters.wanted import wanted_portions
 from mldserver.errors import HandlerError, LedgerError, MldserverError, PeerError
 from mldserver.faults import kill_point
 from mldserver.protocol.messages import Version
@@ -27,6 +27,7 @@ from mldserver.sources.owners import Superseded
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from collections.abc import Set as AbstractSet
 
     from mldserver.clock import Clock
     from mldserver.coordinator.redriving import Redriving
@@ -81,8 +82,6 @@ class Redriver:
         self._clock = clock
         self._parks = parks
         self._why_not = why_not
-        self._waiting: set[str] = set()
-        """Letters that this round was told of, and that are not wanted any more."""
         self._asking: dict[str, set[str]] = {}
         """Keys of shards that go on once the ledger says that no letter of theirs is left: it may be out of reach."""
 
@@ -101,12 +100,9 @@ class Redriver:
     async def round(self) -> None:
         """Take every wanted letter that may be taken here, once. Raises LedgerError."""
         await self._ask_again()
-        self._waiting.clear()
         async with contextlib.aclosing(wanted_portions(self._ledger)) as wanted:
             async for portion in wanted:
-                left = tuple(each for each in portion if each.id not in self._waiting)
-                if left:
-                    await self._take(left[0].letter.shard_id, left)
+                await self._take(portion[0].letter.shard_id, portion)
 
     async def _take(self, shard_id: str, letters: tuple[StoredLetter, ...]) -> None:
         try:
@@ -139,6 +135,9 @@ class Redriver:
 
     async def _run(self, shard_id: str, letters: tuple[StoredLetter, ...]) -> None:
         began_ms = self._clock.steady_ms()
+        letters = await self._in_turn(shard_id, letters)
+        if not letters:
+            return
         kill_point("redrive.taken")
         delivery = Delivery(
             shard_id,
@@ -151,7 +150,6 @@ class Redriver:
         )
         outcome = _with_history(await self._runtime.process(delivery), letters)
         kill_point("redrive.handled")
-        await self._hold_back(shard_id, outcome, letters)
         await self._redriving.register(shard_id, outcome, tuple(each.id for each in letters))
         kill_point("redrive.done")
         await self._unpark(shard_id, (each.letter.partition_key for each in letters))
@@ -164,30 +162,19 @@ class Redriver:
             seconds=(self._clock.steady_ms() - began_ms) / 1000,
         )
 
-    async def _hold_back(
-        self, shard_id: str, outcome: BatchOutcome, letters: tuple[StoredLetter, ...]
-    ) -> None:
-        """Leave the later letters of keys that fail again where they are: they must not overtake, whoever takes them.
+    async def _in_turn(self, shard_id: str, letters: tuple[StoredLetter, ...]) -> tuple[StoredLetter, ...]:
+        """Return the letters that may run: not those behind a letter of their key that does not run with them.
 
-        That is durable before the failure is: a server that dies in between runs the failing ones once more.
+        That one has failed again, perhaps a moment ago, or was never wanted: they stay where they are, whoever takes them.
         """
-        failed: dict[str, Sequence] = {}
-        for letter in outcome.dead_letters:
-            if self._parks and letter.partition_key is not None:
-                failed.setdefault(letter.partition_key, letter.sequence)
-        after, here = None, {each.id for each in letters}
-        while failed and (page := await self._ledger.letters(after=after, limit=PAGE, wanted=True)):
-            behind = tuple(
-                each
-                for each in page
-                if each.id not in here
-                and each.letter.shard_id == shard_id
-                and _is_behind(each.letter, failed)
-            )
-            if behind:
-                await self._refuse(behind, _overtaking())
-                self._waiting.update(each.id for each in behind)
-            after = page[-1].id
+        if not self._parks:
+            return letters
+        first = await self._ledger.parked_keys(shard_id)
+        here = {(each.letter.partition_key, each.letter.sequence) for each in letters}
+        behind = tuple(each for each in letters if _is_behind(each.letter, first, here))
+        if behind:
+            await self._refuse(behind, _overtaking())
+        return tuple(each for each in letters if each not in behind)
 
     async def _unpark(self, shard_id: str, keys: Iterable[str | None]) -> None:
         """Let those keys go on of which no letter is left. No batch of the shard is under way, and all letters are stored."""
@@ -218,16 +205,19 @@ class Redriver:
 
 def _overtaking() -> HandlerError:
     return HandlerError(
-        "An earlier letter of their partition key failed again.",
+        "An earlier letter of their partition key is not redriven, or failed again.",
         did="They stay behind it, and are not wanted any more.",
         advice="Redrive them together with it.",
     )
 
 
-def _is_behind(letter: DeadLetter, failed: Mapping[str, Sequence]) -> bool:
-    """Whether a letter waits behind one of its key; ``failed``: the first of each key."""
-    first = None if letter.partition_key is None else failed.get(letter.partition_key)
-    return first is not None and letter.sequence > first
+def _is_behind(
+    letter: DeadLetter, first: Mapping[str, Sequence], here: AbstractSet[tuple[str | None, Sequence]]
+) -> bool:
+    """Whether the ``first`` letter of its key comes before it and is not ``here``."""
+    key = letter.partition_key
+    oldest = letter.sequence if key is None else first.get(key, letter.sequence)
+    return oldest < letter.sequence and (key, oldest) not in here
 
 
 def _with_history(outcome: BatchOutcome, letters: tuple[StoredLetter, ...]) -> BatchOutcome:

@@ -409,7 +409,7 @@ class DynamoLedger:
         return tuple(found)
 
     async def parked_keys(self, shard_id: str) -> dict[str, Sequence]:
-        """Return the keys of a shard's dead letters, each with the sequence of the oldest."""
+        """Return the keys of a shard's dead letters, each with the sequence of the first."""
         async with self._taking_turns():
             journal = self._reached()
             await journal.refresh()

@@ -33,7 +33,7 @@ async def parked_keys(
     shard_id: str,
     letters_of: Callable[[int], Awaitable[tuple[DeadLetter, ...] | None]],
 ) -> dict[str, Sequence]:
-    """Return the keys of a shard's letters, each with the sequence of the oldest.
+    """Return the keys of a shard's letters, each with the sequence of the first.
 
     ``told``: what the ledger says of its letters; those that are deleted meanwhile are passed over. ``letters_of`` reads
     an item's letters, None when it is gone. Raises LedgerError, and ValueError for keys that cannot be read.
@@ -46,7 +46,7 @@ async def parked_keys(
             gone = told[version].gone
             for place, each in enumerate(keys):
                 if each is not None and each[0] == shard_id and place not in gone:
-                    parked.setdefault(each[1], each[2])
+                    parked[each[1]] = min(each[2], parked.get(each[1], each[2]))
     return parked
 
 

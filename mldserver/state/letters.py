@@ -45,7 +45,9 @@ class LetterBook(Protocol):
         ...
 
     async def parked_keys(self, shard_id: str) -> dict[str, Sequence]:
-        """Return the partition keys of a shard's stored dead letters, each with the sequence of the oldest letter.
+        """Return the partition keys of a shard's stored dead letters, each with the sequence of the first.
+
+        The first in the shard's order, not in that of storage: a letter that failed again is stored anew.
 
         Later records of these keys wait (``on_key_failure = park``). Letters without a key park nothing.
         """

@@ -219,7 +219,7 @@ class SqliteLedger:
         await self._call(self._store.add_letters, letters, wanted=wanted)
 
     async def parked_keys(self, shard_id: str) -> dict[str, Sequence]:
-        """Return the keys of a shard's dead letters, each with the sequence of the oldest."""
+        """Return the keys of a shard's dead letters, each with the sequence of the first."""
         return await self._call(self._store.parked_keys, shard_id)
 
     async def close(self) -> None:

@@ -40,10 +40,11 @@ def page(db: sqlite3.Connection, after: str | None, limit: int, *, wanted: bool)
 
 
 def parked_keys(db: sqlite3.Connection, shard_id: str) -> dict[str, Sequence]:
-    """Return the keys of a shard's letters, each with the sequence of the oldest."""
+    """Return the keys of a shard's letters, each with the sequence of the first."""
     found = db.execute(
-        # SQLite takes the other columns from the row that has the minimum.
-        "SELECT partition_key, sequence, sub_sequence, min(id) FROM dead_letters"
+        # SQLite takes the other columns from the row that has the minimum: of texts that sort as the numbers do.
+        "SELECT partition_key, sequence, sub_sequence,"
+        " min(printf('%03d%s%020d', length(sequence), sequence, sub_sequence)) FROM dead_letters"
         " WHERE shard_id = ? AND partition_key IS NOT NULL GROUP BY partition_key",
         (shard_id,),
     )

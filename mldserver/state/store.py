@@ -293,7 +293,7 @@ class SqliteStore:
             return sqlite_letters.page(db, after, limit, wanted=wanted)
 
     def parked_keys(self, shard_id: str) -> dict[str, Sequence]:
-        """Return the keys of a shard's dead letters, each with the sequence of the oldest."""
+        """Return the keys of a shard's dead letters, each with the sequence of the first."""
         with self._transaction("BEGIN") as db:
             return sqlite_letters.parked_keys(db, shard_id)
 

@@ -157,7 +157,7 @@ class Outputs:
     def _may_close(self, name: str, window: _Window, now_ms: int) -> None:
         """A window closes once its time has come by AWS's clock, when the stream is quiet, and when it is over."""
         receipts = self.plan.form.name == "V1" and self.plan.clocks_differ
-        if window.cuts or self.plan.handler == "Runs" or (receipts and self.plan.handler == "Arrival"):
+        if window.cuts or self.plan.handler == "Runs" or receipts:
             return
         due_ms = _starts_ms(name) + SIZE_MS[self.plan.handler]
         due_ms += SLACK_MS if self.plan.handler == "Column" else 0

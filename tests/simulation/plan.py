@@ -74,6 +74,8 @@ class Plan:
     """How many partition keys there are; 0: one for each record, or aggregate."""
     rowless: float
     """The share of records that give no row."""
+    future: float
+    """The share of records whose rows are dated in the future."""
     stubborn: float
     """The share of records that fail more often than they are tried, and not for ever."""
     redrives: float
@@ -171,6 +173,7 @@ def make_plan(seed: int) -> Plan:
         parks=parks,
         keys=dice.choice((3, 12)) if parks else 0,
         rowless=rate(0.5),
+        future=rate(0.1),
         stubborn=rate(0.03 if on_failure == "halt" else 0.1, 0.6),
         redrives=rate(1.0, 0.6),
         purges=rate(0.7),

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from mldserver.coordinator.flush import FlushPlan
+    from mldserver.coordinator.rules import CoordinatorRules
     from mldserver.coordinator.watermark import View
     from mldserver.records import Sequence
     from mldserver.state.ledger import Flush, FlushResult, WindowEntry
@@ -141,6 +142,13 @@ class RevisesWithout(SqliteStore):
         )
 
 
+class BelievesAnyTime(Coordinator):
+    """Lets rows that are dated in the future say how far their shards are."""
+
+    def __init__(self, *, rules: CoordinatorRules, **parts: Any) -> None:
+        super().__init__(rules=replace(rules, max_ahead_ms=None), **parts)
+
+
 class CountsTwice(SqliteStore):
     """Keeps dead letters that ran again: they run once more."""
 
@@ -155,6 +163,7 @@ BUGS: Mapping[str, Mapping[object, object]] = {
     "late rows beside a window that is retained": {CutWindows: AllLateBeside},
     "a revision without a row": {SqliteStore: RevisesWithout},
     "a redriven letter that counts twice": {SqliteStore: CountsTwice},
+    "a row of the future that closes windows": {Coordinator: BelievesAnyTime},
     "an await between check and act": {Coordinator: AwaitsBeforeItForgets},
     "a checkpoint that runs ahead": {ShardSession: ChecksPointsTooEarly},
     "a ledger without fences": {SqliteStore: Unfenced},

@@ -133,6 +133,7 @@ class World:
             "stream": "world" if plan.listed else None,
             "late": plan.late,
             "recompute_delay": "2 s",
+            "max_ahead": "5 s",
             "retention": plan.retention,
             "on_failure": plan.on_failure,
             "on_key_failure": "park" if plan.parks else "continue",
@@ -193,6 +194,9 @@ class World:
 
     def _payload(self, number: int) -> bytes:
         at = self.clock.now_ms() - self.dice.randint(0, self.dice.choice((100, 1500, 9000)))
+        if self.faults.hit(self.plan.future):
+            at += self.dice.choice((60_000, 70 * 365 * 86_400_000))
+            self.faults.tell("dated ahead", str(number))
         slow = self.dice.choice((0.0, 0.0, 0.0, 0.01, 3.0))
         fails = self._fate()
         none = not fails and self.faults.hit(self.plan.rowless)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
+from mldserver.records import Sequence
 from mldserver.state.ledger import Flush, FlushResult
 from tests.state.samples import W1, held, letter, opened, peeked, seg
 
@@ -100,6 +102,17 @@ async def test_purged_letters_are_gone_and_unpark_their_keys(ledger_factory: Fac
         assert await ledger.purge(tuple(ids[3:])) == set(ids[3:])
         assert (await ledger.parked_keys("a"), await ledger.letters()) == ({}, ())
     assert (await held(ledger_factory)).dead_letters == 0
+
+
+async def test_a_key_is_parked_behind_its_first_letter_wherever_that_is_stored(
+    ledger_factory: Factory,
+) -> None:
+    numbers = (Sequence(10**9), Sequence(99, 7), Sequence(99, 10), Sequence(10**8, 3))
+    letters = tuple(replace(letter(1), sequence=number) for number in numbers)
+    async with opened(ledger_factory) as (ledger, _):
+        for each in letters:
+            await ledger.register(Flush((), dead_letters=(each,)))
+        assert await ledger.parked_keys("a") == {letters[0].partition_key: Sequence(99, 7)}
 
 
 async def test_ids_are_never_given_again(ledger_factory: Factory) -> None:
