@@ -45,6 +45,7 @@ NOT_QUICK: Final = (
     "coordinator/test_machine.py",
     "coordinator/test_month.py",
     "coordinator/test_on_dynamodb.py",
+    "coordinator/test_powercut.py",
     "coordinator/test_publish.py",
     "coordinator/test_reopened.py",
     # AWS's APIs over HTTP.
