@@ -29,6 +29,7 @@ __all__ = [
     "HandlerHalted",
     "HandlerInvalid",
     "HandlerNotFound",
+    "HandlerUnready",
     "InternalError",
     "JavaError",
     "LedgerError",
@@ -107,7 +108,8 @@ def told_of(error: MldserverError | OSError) -> dict[str, Any]:
 
 def folder_error(error: OSError) -> type[OperatorError]:
     """Return the class for a folder that cannot be used: one that is a file stays one, all else may be a missing mount."""
-    return OperatorError if isinstance(error, FileExistsError | NotADirectoryError) else NotThereYet
+    lasting = isinstance(error, FileExistsError | NotADirectoryError | IsADirectoryError)
+    return OperatorError if lasting else NotThereYet
 
 
 class PeerError(MldserverError):
@@ -146,6 +148,12 @@ class HandlerNotFound(HandlerError):
 
 class HandlerInvalid(HandlerError):
     """A handler was found but cannot be run: hooks, signatures, schema or windows are wrong."""
+
+
+class HandlerUnready(HandlerInvalid):
+    """Importing the handler met something that does not answer: its database, say. It may by the next start."""
+
+    lasting = False
 
 
 class HandlerHalted(HandlerError):

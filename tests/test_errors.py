@@ -76,12 +76,14 @@ def test_exit_code_2_is_for_what_the_next_start_would_meet_again() -> None:
         "OperatorError",
     }
     assert not errors.NotThereYet.lasting
+    assert not errors.HandlerUnready.lasting
     assert not errors.ServerBuried.lasting
 
 
 def test_a_folder_may_come_where_none_is_and_a_file_stays_one() -> None:
     assert folder_error(FileNotFoundError()) is folder_error(PermissionError()) is NotThereYet
-    assert folder_error(NotADirectoryError()) is folder_error(FileExistsError()) is OperatorError
+    for kind in (NotADirectoryError, FileExistsError, IsADirectoryError):
+        assert folder_error(kind()) is OperatorError
 
 
 def test_told_keeps_the_place_in_one_field_and_the_traceback_in_its_own() -> None:

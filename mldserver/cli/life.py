@@ -32,7 +32,7 @@ _LAST_SECONDS: Final = 5.0
 def live(settings: Settings) -> int:
     """Run a server until it stops; return its exit code. Once it was forced, the process ends in here.
 
-    Raises ConfigError when the log file cannot be opened.
+    Raises OperatorError when the log file cannot be opened.
     """
     with contextlib.ExitStack() as logs:
         logs.enter_context(logging_to(settings))

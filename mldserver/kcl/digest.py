@@ -20,6 +20,9 @@ FOLD_SECONDS: Final = 60.0
 LONGEST_LINE: Final = 1000
 """Characters; the SDK's list of everything that has no credentials is 9,000."""
 MOST_STACKS: Final = 1000
+ECHO_SECONDS: Final = 5.0
+"""So long after a fault, what its shard's processor says of it is the same again."""
+_PROCESSOR: Final = "MultiLangShardRecordProcessor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +112,15 @@ _FAULTS: Final = (
         "AWS, or the endpoint that stands in for it, is out of reach: {said}.",
         "The daemon tries again. Check the network, the region and the endpoints.",
     ),
+    Fault(
+        re.compile(r"^Encountered an error while trying to (?P<doing>[^\n]+)\n(?P<said>[^\n]+)"),
+        "The daemon failed to {doing}: {said}.",
+        "The server's log may say why; the daemon starts again with all its shards.",
+    ),
 )
 
 _ECHOES: Final = {
-    # What comes after a fault that is told already.
-    "MultiLangShardRecordProcessor": "Encountered an error while trying to ",
+    # The bridge's own words, which another class repeats with the shard.
     "jvm": "mldserver bridge: ",
     # Normal at every start and end.
     "CloudWatchPublisherRunnable": "Dropping metrics [] ",
@@ -149,6 +156,7 @@ class Digest:
 
     _shown: dict[str, _Shown] = field(default_factory=dict)
     _stacks: set[int] = field(default_factory=set)
+    _echo_until: float = 0.0
 
     def take(self, event: LogEvent, now: float) -> list[Line]:
         """Return what to log of an event: what is wanted at info, and as Java wrote it at debug where that differs."""
@@ -156,11 +164,14 @@ class Digest:
         short = event.logger.rpartition(".")[2]
         if event.level in {"debug", "info"}:
             return [raw, *_of_normal_life(short, event)]
-        if event.text.startswith(_ECHOES.get(short, "\0")):
+        if event.text.startswith(_ECHOES.get(short, "\0")) or (
+            short == _PROCESSOR and now < self._echo_until
+        ):
             return [raw]
         first = event.text.partition("\n")[0]
         for fault in _FAULTS:
             if found := fault.pattern.search(event.text):
+                self._echo_until = now + ECHO_SECONDS
                 fields = _sentence(fault, found) | {"text": first}
                 return [raw, *self._fold(fault.what, Line(event.level, "kcl.fault", fields), now)]
         key = f"{short} {_VARIABLE.sub('#', first)}"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from mldserver.config import UnixAddress
-from mldserver.errors import OperatorError
+from mldserver.errors import NotThereYet, OperatorError
 from mldserver.kcl.digest import Digest, verbatim
 from mldserver.kcl.logs import ENDS_ITSELF, LogParser
 
@@ -148,7 +148,10 @@ class Supervisor:
                     start_new_session=True,
                 )
             except OSError as error:
-                raise OperatorError(f"{command[0]} cannot be started: {error.strerror}.") from error
+                lasting = isinstance(error, FileNotFoundError | PermissionError)
+                raise (OperatorError if lasting else NotThereYet)(
+                    f"{command[0]} cannot be started: {error.strerror}."
+                ) from error
             finally:
                 os.close(end)
             return await self._attend(process, output)

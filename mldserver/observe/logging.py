@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from mldserver.errors import ConfigError
+from mldserver.errors import OperatorError
 from mldserver.observe.caught import caught_output
 from mldserver.observe.output import LogOutput
 from mldserver.observe.render import as_json, as_text
@@ -171,7 +171,7 @@ def logging_to(settings: Settings) -> Iterator[LogWriter]:
 
     Its end waits a few seconds at most until everything is written.
 
-    Raises ConfigError when the log file cannot be opened.
+    Raises OperatorError when the log file cannot be opened.
     """
     global _current  # noqa: PLW0603  # a process has one log, as it has one standard output
     with contextlib.ExitStack() as stack:
@@ -203,7 +203,7 @@ def reopen() -> None:
         return
     try:
         _current.reopen()
-    except ConfigError as error:
+    except OperatorError as error:
         _log.error("log.reopen_failed", **error.fields())
     else:
         _log.info("log.reopened", path=str(path))

@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mldserver.errors import ConfigError
+from mldserver.errors import folder_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +44,7 @@ class LogOutput:
 
     @classmethod
     def to_file(cls, path: Path) -> LogOutput:
-        """Append to a file. Raises ConfigError when it cannot be opened."""
+        """Append to a file. Raises OperatorError when it cannot be opened."""
         return cls(_open(path), path=path)
 
     @classmethod
@@ -82,7 +82,7 @@ class LogOutput:
     def opened(self) -> int | None:
         """Open the file again (after logrotate moved it), for ``swap``; None without a file.
 
-        Raises ConfigError when it cannot be opened; so too when it is a named pipe that nobody reads, for the event
+        Raises OperatorError when it cannot be opened; so too when it is a named pipe that nobody reads, for the event
         loop must not wait for a reader.
         """
         if self.path is None:
@@ -112,7 +112,7 @@ def _open(path: Path, flags: int = 0) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | flags, _MODE)
     except OSError as error:
-        raise ConfigError(
+        raise folder_error(error)(
             f"The log file {path} cannot be opened: {error.strerror}.",
             advice="Check log_file and its rights.",
         ) from error

@@ -17,11 +17,12 @@ import sysconfig
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from socket import gaierror
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from mldserver.errors import HandlerInvalid, HandlerNotFound
+from mldserver.errors import HandlerInvalid, HandlerNotFound, HandlerUnready
 from mldserver.kclpy.standin import standing_in
 from mldserver.runtime.failure import describe
 
@@ -147,7 +148,8 @@ def _broken(error: BaseException, path: str) -> HandlerInvalid:
     where = f"{relative(file)}:{line}: " if file else ""
     frames = _users_frames(error)
     text = "".join(traceback.format_list(frames) + traceback.format_exception_only(error))
-    return HandlerInvalid(f"{where}{said}", handler=path, file=file, line=line, traceback=text)
+    kind = HandlerUnready if isinstance(error, ConnectionError | TimeoutError | gaierror) else HandlerInvalid
+    return kind(f"{where}{said}", handler=path, file=file, line=line, traceback=text)
 
 
 def _place(error: BaseException) -> tuple[str, int]:

@@ -9,6 +9,7 @@ from mldserver.kcl.logs import LogEvent
 
 KCL = "software.amazon.kinesis."
 SHARD = "shardId-000000000000"
+NOT_ASSIGNED = "Not able to assign all expiredOrUnAssignedLeases"
 TRACE = "java.io.IOException: x\n\tat a.B.c(B.java:1)\n\t... 3 more"
 
 
@@ -36,8 +37,18 @@ def test_what_java_wrote_is_there_once_whatever_is_shown() -> None:
 def test_the_kcls_own_bookkeeping_is_not_shown() -> None:
     assert shown(Digest().take(LogEvent("info", KCL + "x.LeaseAssignmentManager", "Total Leases"), 0)) == []
     assert shown(Digest().take(LogEvent("debug", KCL + "lifecycle.ShutdownTask", "Something else"), 0)) == []
-    echo = error("multilang.MultiLangShardRecordProcessor", "Encountered an error while trying to shutdown")
-    assert shown(Digest().take(echo, 0)) == []
+    assert shown(Digest().take(error("Scheduler.LeaseAssignmentManager", NOT_ASSIGNED, "warning"), 0)) == []
+
+
+def test_what_a_shards_processor_says_is_a_fault_unless_its_cause_was_told() -> None:
+    cause = error("Any", "java.lang.OutOfMemoryError")
+    said = f"Encountered an error while trying to process records\n{TRACE}"
+    echo = error("multilang.MultiLangShardRecordProcessor", said)
+    assert told(echo)["what"] == "The daemon failed to process records: java.io.IOException: x."
+    digest = Digest()
+    digest.take(cause, 0)
+    assert shown(digest.take(echo, 4)) == []
+    assert len(shown(digest.take(echo, 5))) == 1
 
 
 def test_what_the_bridge_says_comes_once() -> None:

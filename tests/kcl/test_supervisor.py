@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mldserver.config import TcpAddress, UnixAddress
-from mldserver.errors import OperatorError
+from mldserver.errors import NotThereYet, OperatorError
 from mldserver.kcl.logs import ENDS_ITSELF
 from mldserver.kcl.restart import Backoff
 from mldserver.kcl.supervisor import Supervisor, answers
@@ -185,6 +186,15 @@ async def test_a_program_that_is_not_there_is_the_operators_error() -> None:
     watched._command = lambda: ("no-such-program",)
     with pytest.raises(OperatorError, match="no-such-program cannot be started"):
         await watched.run()
+
+
+async def test_a_process_that_cannot_be_had_now_may_be_had_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("asyncio.subprocess.create_subprocess_exec", full)
+    with pytest.raises(NotThereYet, match="sh cannot be started: Cannot allocate memory"):
+        await supervisor("", VirtualClock()).run()
 
 
 class Server:

@@ -15,7 +15,7 @@ import pytest
 import structlog
 
 from mldserver.config import Settings
-from mldserver.errors import ConfigError
+from mldserver.errors import OperatorError
 from mldserver.observe.logging import LibraryHandler, configure, logging_to, reopen
 from mldserver.observe.output import LogOutput
 
@@ -198,7 +198,7 @@ def test_a_file_that_cannot_be_opened_again_is_told_of_in_the_old_one(
         (tmp_path / "m.log").mkdir()
         reopen()
     (event,) = lines_of(rotated)
-    assert (event["event"], event["error"]) == ("log.reopen_failed", "ConfigError")
+    assert (event["event"], event["error"]) == ("log.reopen_failed", "OperatorError")
 
 
 def test_without_a_log_there_is_nothing_to_open_again(logged: list[dict[str, Any]]) -> None:
@@ -207,7 +207,7 @@ def test_without_a_log_there_is_nothing_to_open_again(logged: list[dict[str, Any
 
 
 def test_a_log_file_that_cannot_be_opened_is_the_operators_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be opened"), logging_to(Settings(log_file=tmp_path)):
+    with pytest.raises(OperatorError, match="cannot be opened"), logging_to(Settings(log_file=tmp_path)):
         pytest.fail("it was opened")
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mldserver.errors import ConfigError
+from mldserver.errors import OperatorError
 from mldserver.observe.output import LogOutput
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def test_when_the_new_file_cannot_be_opened_the_old_one_stays(log_file: tuple[Pa
     path, output = log_file
     rotated = path.rename(path.with_suffix(".1"))
     path.mkdir()
-    with pytest.raises(ConfigError, match="cannot be opened: Is a directory"):
+    with pytest.raises(OperatorError, match="cannot be opened: Is a directory"):
         output.opened()
     assert output.line(b"still")
     assert rotated.read_bytes() == b"still\n"
@@ -135,7 +135,7 @@ def test_a_named_pipe_that_nobody_reads_is_not_waited_for_when_it_is_opened_agai
     output.swap(fresh)
     assert output.line(b"x")
     os.close(reader)
-    with pytest.raises(ConfigError, match="cannot be opened"):
+    with pytest.raises(OperatorError, match="cannot be opened"):
         output.opened()
     assert not output.line(b"y")
     output.close()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mldserver.errors import ConfigError
+from mldserver.errors import OperatorError
 from mldserver.observe.output import LogOutput
 from mldserver.observe.writer import LogWriter, Lost
 
@@ -185,7 +185,7 @@ def test_lines_before_a_rotation_go_to_the_old_file_and_later_ones_to_the_new(tm
     assert writer.flush()
     (tmp_path / "x.log").rename(tmp_path / "x.log.2")
     path.mkdir()
-    with pytest.raises(ConfigError, match="cannot be opened"):
+    with pytest.raises(OperatorError, match="cannot be opened"):
         writer.reopen()
     writer.line(b"four", stamp="")
     assert writer.close()

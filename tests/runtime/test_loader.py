@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import structlog
 
-from mldserver.errors import HandlerInvalid, HandlerNotFound
+from mldserver.errors import HandlerInvalid, HandlerNotFound, HandlerUnready
 from mldserver.runtime.loader import load, relative
 
 if TYPE_CHECKING:
@@ -153,6 +153,15 @@ def test_a_file_that_is_no_source_is_told_without_a_place(tmp_path: Path) -> Non
     (tmp_path / "mine_ten.py").write_bytes(b"\0")
     with pytest.raises(HandlerInvalid, match="source code string cannot contain null bytes"):
         load("mine_ten")
+
+
+def test_a_service_that_does_not_answer_at_import_may_by_the_next_start(write: Any) -> None:
+    write("asks.py", "raise ConnectionRefusedError(111, 'Connection refused')")
+    with pytest.raises(
+        HandlerUnready, match=r"asks\.py:1: ConnectionRefusedError: .*Connection refused"
+    ) as caught:
+        load("asks")
+    assert not caught.value.lasting
 
 
 def test_ending_the_process_at_import_does_not_end_it(write: Any) -> None:
