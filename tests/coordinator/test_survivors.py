@@ -1,0 +1,154 @@
+"""Rules that could once be broken without a test noticing: each holds, and its bug, planted, is found."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+from coordinator.outcomes import outcome
+
+from mldserver.coordinator import flush
+from mldserver.coordinator.fleet import Fleet
+from mldserver.coordinator.flush import BufferedBatch, buffered, plan, shard_end
+from mldserver.coordinator.lineage import Lineage
+from mldserver.coordinator.watermark import Watermark, WatermarkRules
+from mldserver.coordinator.windows import Tumbling
+from mldserver.records import Sequence
+from mldserver.state.ledger import BatchProgress, PositionUpdate, SegmentKind
+from mldserver.testing import VirtualClock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+
+# The event time of a position.
+
+
+def showing(shard: str, number: int, event_ms: int | None) -> BufferedBatch:
+    """Return a batch of one record that has shown this event time."""
+    batch = buffered(shard, 1, outcome(shard, [(number, number)]), floor_ms=None, spec=Tumbling(1000))
+    return msgspec.structs.replace(batch, latest_event_ms=event_ms)
+
+
+def the_event_time_of_a_position_is_the_largest(times: list[int | None]) -> None:
+    """However late the last batch's rows are, the shard's watermark goes on where it stood."""
+    batches = [showing("a", number, ms) for number, ms in enumerate(times, 1)]
+    batches += [showing("b", 1, 7), shard_end("a", 1, Sequence(len(times)))]
+    planned = plan(
+        batches,
+        spec=Tumbling(1000),
+        clock=0,
+        progress=BatchProgress(),
+        now_ms=0,
+        durable={},
+        kind=lambda _key: SegmentKind.WINDOW,
+    )
+    told = {each.shard_id: each.event_ms for each in planned.positions}
+    assert told == {"a": max((ms for ms in times if ms is not None), default=None), "b": 7}
+
+
+TIMES: list[list[int | None]] = [
+    [50, 100],
+    [100, 50],
+    [100, None],
+    [None, -5],
+    [None, None],
+    [1, 9, 3, None, 2],
+]
+
+
+def the_event_times_are_the_largest() -> None:
+    for times in TIMES:
+        the_event_time_of_a_position_is_the_largest(times)
+
+
+def test_the_event_time_of_a_position_is_the_largest() -> None:
+    the_event_times_are_the_largest()
+
+
+def test_the_event_time_of_the_last_batch_in_its_place_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    positions = flush._positions
+
+    def last(
+        batches: Iterable[BufferedBatch], durable: Mapping[str, Sequence | None]
+    ) -> tuple[PositionUpdate, ...]:
+        batches = list(batches)
+        latest = {each.shard_id: each.latest_event_ms for each in batches if each.latest_event_ms is not None}
+        found = positions(batches, durable)
+        return tuple(
+            PositionUpdate(
+                each.shard_id,
+                each.epoch,
+                each.position,
+                each.effective_ms,
+                latest.get(each.shard_id),
+                ended=each.ended,
+            )
+            for each in found
+        )
+
+    monkeypatch.setattr(flush, "_positions", last)
+    with pytest.raises(AssertionError):
+        the_event_times_are_the_largest()
+
+
+# Shards that are let go.
+
+
+class Releases:
+    """A ledger that takes its time to release shards, and what happens meanwhile."""
+
+    server_id = "one"
+
+    def __init__(self) -> None:
+        self.released: list[tuple[str, int]] = []
+        self.meanwhile: Callable[[], None] = lambda: None
+
+    async def release_shard(self, shard_id: str, epoch: int) -> None:
+        await asyncio.sleep(0)
+        self.released.append((shard_id, epoch))
+        self.meanwhile()
+        self.meanwhile = lambda: None
+
+
+async def a_newer_release_is_not_forgotten() -> None:
+    """A shard that is opened and let go again while the first release is under way is released under both epochs.
+
+    Else the ledger holds it as this server's, and every other server waits for it.
+    """
+    ledger: Any = Releases()
+    lineage = Lineage()
+    fleet = Fleet(
+        ledger=ledger,
+        lineage=lineage,
+        watermark=Watermark(WatermarkRules(), lineage, 0),
+        clock=VirtualClock(0),
+        timeout_ms=1000,
+        locks=None,
+    )
+    fleet.let_go("a", 1)
+    fleet.let_go("b", 1)
+    ledger.meanwhile = lambda: fleet.let_go("a", 2)
+    await fleet.release()
+    assert ledger.released == [("a", 1), ("b", 1)]
+    await fleet.release()
+    assert ledger.released == [("a", 1), ("b", 1), ("a", 2)]
+    await fleet.release()
+    assert len(ledger.released) == 3, "once each"
+
+
+async def test_a_newer_release_is_not_forgotten() -> None:
+    await a_newer_release_is_not_forgotten()
+
+
+async def test_a_newer_release_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def forgetful(fleet: Fleet) -> None:
+        for shard_id, epoch in tuple(fleet._released.items()):
+            await fleet._ledger.release_shard(shard_id, epoch)
+            fleet._released.pop(shard_id, None)
+
+    monkeypatch.setattr(Fleet, "release", forgetful)
+    with pytest.raises(AssertionError):
+        await a_newer_release_is_not_forgotten()

@@ -1,0 +1,144 @@
+"""Halving loses no record, however many there are and wherever the bad ones lie: in one process, and over many.
+
+That the check can fail is shown by bugs that are planted, and that it finds.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from coordinator.outcomes import dead_letter, outcome
+
+from mldserver.records import Sequence
+from mldserver.runtime.failure import Failure, FailurePolicy
+from mldserver.runtime.plan import BatchPlan, Step
+from mldserver.runtime.workers import runtime as workers
+from mldserver.runtime.workers.process import WorkerGone
+from mldserver.runtime.workers.runtime import WorkerRuntime
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mldserver.runtime.base import BatchOutcome
+
+BOOM = Failure("ValueError: boom")
+POLICY = FailurePolicy(attempts=2, base_seconds=0, cap_seconds=0)
+CASES = [
+    (1, {0}),
+    (2, {1}),
+    (3, {0, 2}),
+    (8, {7}),
+    (64, {0, 31, 32, 63}),
+    (65, {64}),
+    (257, {3, 128, 255, 256}),
+    (1000, {998, 999}),
+]
+
+
+def in_one_process(count: int, bad: set[int]) -> None:
+    """Every record is processed once, or has one end; the bad ones have."""
+    facts = SimpleNamespace(arrival_ms=lambda index: 0, key=str, sequence=lambda index: Sequence(index + 1))
+    plan = BatchPlan(range(count), POLICY, facts)
+    done: list[int] = []
+    while (step := plan.step()) is not None:
+        if bad.isdisjoint(step.indices):
+            done += step.indices
+        else:
+            plan.failed(step, BOOM, 0)
+    assert sorted(done) == sorted(set(range(count)) - bad)
+    assert set(plan.ends) == bad
+
+
+class Processes(WorkerRuntime):
+    """Worker processes that die of some records; no process is started."""
+
+    def __init__(self, count: int, bad: set[int]) -> None:
+        self._policy = POLICY
+        self._count = count
+        self._bad = bad
+
+    async def _once(self, *_given: Any, part: Any = None, condemned: str | None = None, **_named: Any) -> Any:
+        if condemned is None and not self._bad.isdisjoint(part):
+            raise WorkerGone("signal 9", alone=True)
+        records = [(index + 1, index) for index in range(self._count)]
+        letters = [dead_letter("s", index + 1) for index in part] if condemned else []
+        return outcome("s", records, rows=[] if condemned else [index + 1 for index in part], letters=letters)
+
+
+async def over_processes(count: int, bad: set[int]) -> None:
+    """Every record has one row or one dead letter, rows in their order; the bad ones have letters."""
+    delivery: Any = SimpleNamespace(shard_id="s", part=None)
+    line: Any = None
+    found: BatchOutcome = await Processes(count, bad)._search(delivery, line)
+    rows = [] if found.rows is None else found.rows.column("value").to_pylist()
+    assert rows == [index + 1 for index in range(count) if index not in bad]
+    assert [letter.sequence.number for letter in found.dead_letters] == [index + 1 for index in sorted(bad)]
+
+
+def all_in_one_process() -> None:
+    for count, bad in CASES:
+        in_one_process(count, bad)
+
+
+async def all_over_processes() -> None:
+    for count, bad in CASES:
+        await over_processes(count, bad)
+
+
+async def test_every_record_is_decided_once() -> None:
+    all_in_one_process()
+    await all_over_processes()
+
+
+def the_last_record_is_dropped(patch: pytest.MonkeyPatch) -> None:
+    """Of a long batch the right half ends one record too early."""
+
+    def halve(plan: BatchPlan, step: Step) -> None:
+        middle = len(step.indices) // 2
+        stop = len(step.indices) - (len(step.indices) > 500)
+        plan._suspect = Step(step.indices[middle:stop], halved=True)
+        plan._todo += [plan._suspect, Step(step.indices[:middle], halved=True)]
+
+    patch.setattr(BatchPlan, "_halve", halve)
+
+
+def the_last_end_is_dropped(patch: pytest.MonkeyPatch) -> None:
+    """What ended last is forgotten when another part is halved."""
+    halve: Callable[[BatchPlan, Step], None] = BatchPlan._halve
+
+    def forgetful(plan: BatchPlan, step: Step) -> None:
+        if len(plan.ends) > 1:
+            plan.ends.popitem()
+        halve(plan, step)
+
+    patch.setattr(BatchPlan, "_halve", forgetful)
+
+
+@pytest.mark.parametrize("plant", [the_last_record_is_dropped, the_last_end_is_dropped])
+def test_a_record_that_halving_drops_in_one_process_is_found(
+    monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        all_in_one_process()
+
+
+async def test_a_part_that_is_lost_when_many_are_joined_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    join: Callable[[list[BatchOutcome]], BatchOutcome] = workers.joined
+    monkeypatch.setattr(workers, "joined", lambda parts: join(parts[:-1] if len(parts) > 10 else parts))
+    with pytest.raises(AssertionError):
+        await all_over_processes()
+
+
+async def test_a_record_that_halving_drops_over_many_processes_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def short(*ends: int) -> range:
+        made = range(*ends)
+        return made[:-1] if len(made) > 400 and made.start else made
+
+    monkeypatch.setattr(workers, "range", short, raising=False)
+    with pytest.raises(AssertionError):
+        await all_over_processes()
