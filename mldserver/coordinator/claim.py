@@ -41,8 +41,8 @@ log = structlog.get_logger("mldserver")
 _FORMAT: Final = 2
 _WAYS_OUT: Final = (
     "Restore the ledger (`mldserver ledger restore`), or name another `out`. To go on with this ledger in this "
-    "folder start once with --new-ledger: what it does not name is moved to _mldserver/quarantine, and the daemons "
-    "must read again what is to count again."
+    "folder start once with --new-ledger: what it does not name is moved to _mldserver/quarantine, published "
+    "windows stay (move them away if they are to be published again), and daemons must read again what is to count again."
 )
 
 
@@ -124,6 +124,10 @@ class FolderClaim:
             folder = state.folder
         self._require_folder(state, folder)
         doubt = await asyncio.to_thread(self._doubt, state)
+        if doubt and state.folder is None:
+            # Another server may have come first meanwhile: what is there is this ledger's then.
+            state = await ledger.peek()
+            doubt = await asyncio.to_thread(self._doubt, state)
         if doubt and not self._new_ledger:
             raise OperatorError(
                 doubt, did="The server did not start; nothing in the folder was touched.", advice=_WAYS_OUT

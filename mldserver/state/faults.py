@@ -15,7 +15,7 @@ __all__ = ["damaged", "translate"]
 _ROLLED_BACK: Final = "The transaction was rolled back."
 _DAMAGED: Final = (
     "The ledger is damaged",
-    "It is never repaired silently: restore the output folder, ledger and segments together, from a backup.",
+    "It is never repaired silently: bring back a backup with `mldserver ledger restore`.",
 )
 _UNWRITABLE: Final = (
     "The ledger cannot be opened for writing",

@@ -123,7 +123,7 @@ def test_a_ledger_is_named_as_every_server_names_it(
     ("left", "words"),
     [
         (f"window={FIRST}/part.parquet", "(windows: 1)"),
-        (segment_path("w", 1, "u", kind=SegmentKind.WINDOW, tag="0" * 16), "(segments: 1)"),
+        (segment_path("w", 1, "u", kind=SegmentKind.WINDOW, tag="0" * 16, shape=""), "(segments: 1)"),
         ("_late/window=w/late.parquet", "(late files: 1)"),
     ],
 )
@@ -149,6 +149,20 @@ async def test_a_new_ledger_in_a_folder_where_nothing_is_left_is_no_loss(
 ) -> None:
     await start(store)
     assert (await start(store, "new")).folder == json.loads(store.get(OWNER))["folder"]
+
+
+async def test_what_a_server_wrote_that_came_first_meanwhile_is_this_ledgers(
+    store: OutputStore, start: Any, tmp_path: Path
+) -> None:
+    claim = FolderClaim(store, pipeline="a", ledger="x")
+    claim.look()
+    slow = SqliteLedger(tmp_path / "ledger", pipeline="a", server_id="slow", clock=VirtualClock(0))
+    found = await slow.open()
+    quick = await start(store)
+    store.put(f"window={FIRST}/part.parquet", b"x")
+    settled = await claim.settle(found, slow)
+    await slow.close()
+    assert (settled.ledger_id, settled.folder) == (quick.ledger_id, quick.folder)
 
 
 async def test_an_exchanged_ledger_is_refused(store: OutputStore, start: Any) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from mldserver.coordinator.layout import writer_tag
+from mldserver.coordinator.layout import QUARANTINE, writer_tag
 from mldserver.coordinator.publish import Output, Publisher
 from mldserver.coordinator.recovery import recover
 from mldserver.coordinator.store import OutputStore
@@ -69,6 +69,30 @@ async def test_an_output_that_is_published_while_a_start_lists_stays(tmp_path: P
     assert found.paths == (store._absolute(f"{staging}/part-0.parquet"),)
     assert not store.exists(failed), "an attempt that came to nothing goes"
     leaving.close()
+    starting.close()
+
+
+async def test_outputs_of_another_ledger_are_set_apart_but_for_those_that_readers_read(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    store = OutputStore("mock://bucket/out")
+    publisher = Publisher(store)
+    starting = opened(tmp_path, "starting")
+    stranger = writer_tag("0" * 8, "stranger")
+    shown, failed = (publisher.attempt(window, 1, stranger) for window in ("shown", "failed"))
+    for folder in (shown, failed):
+        for part in range(2):
+            store.write(f"{folder}/part-{part}.parquet", pa.table({"v": [part]}))
+    publisher.publish([Output("shown", 1, shown, ("part-0.parquet", "part-1.parquet"), 2)])
+    await start(starting, store, lambda: None)
+    assert len(current_files(store._absolute(""), store._fs).paths) == 2
+    assert publisher.attempts() == [shown]
+    (told,) = [event for event in logged if event["event"] == "recovery.quarantined"]
+    assert told["count"] == 1
+    assert sorted(path for path, _ in store.files(QUARANTINE)) == [
+        f"{QUARANTINE}/{starting.peek().ledger_id}-0/outputs/failed/0001-{stranger}/part-{part}.parquet"
+        for part in range(2)
+    ]
     starting.close()
 
 
