@@ -20,6 +20,7 @@ class World:
     halted: tuple[str, ...] = ()
     flush_failing: bool = False
     stuck: bool = False
+    held_by: str | None = "shard-7"
     held_by_server: str | None = None
     trouble: str | None = None
     listening: bool = True
@@ -30,7 +31,7 @@ class World:
             windows_halted=self.halted,
             flush_failing=self.flush_failing,
             stuck=self.stuck,
-            held_by="shard-7" if self.stuck else None,
+            held_by=self.held_by,
             held_by_server=self.held_by_server,
             reason="behind",
         )
@@ -101,3 +102,7 @@ def test_a_watermark_that_stands_still_is_told_with_the_shard_that_holds_it() ->
     assert told(world.look()) == "ready"
     world.stuck, world.held_by_server = True, "right"
     assert "shard shard-7 at server right stands still" in told(world.look())
+    world.stuck = False
+    world.look()
+    world.stuck, world.held_by = True, None
+    assert "the watermark at server right stands still" in told(world.look())

@@ -233,6 +233,18 @@ def test_a_window_closes_when_the_watermark_reaches_its_end_and_lateness() -> No
     assert windows.closable(watermark_ms=HOUR + 60_000, now_ms=0, wall_ms=0) == (key(0).id,)
 
 
+def test_a_window_is_overdue_when_its_end_and_lateness_are_over_by_the_clock() -> None:
+    windows = OpenWindows(Tumbling(1000, lateness_ms=200))
+    assert not windows.overdue(10**15)
+    windows.opened([WindowKey("future", 10**15, 10**15 + 1000), WindowKey("past", 0, 1000)])
+    assert (windows.overdue(1200), windows.overdue(1201)) == (False, True)
+    windows.cut(["past"])
+    assert not windows.overdue(10**12), "one from the future waits for nobody"
+    old = OpenWindows(batches(max_rows=5, max_age=1))
+    old.opened([WindowKey(batch_id(0))])
+    assert not old.overdue(10**15), "its age closes it"
+
+
 def test_windows_close_oldest_first_also_where_names_do_not_sort() -> None:
     windows = OpenWindows(Tumbling(500))
     starts = [1000, 500, 0, -500, -9 * 10**15]
