@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
+    "WINDOW_COLUMNS",
     "Assignment",
     "Batches",
     "OpenWindows",
@@ -64,6 +65,9 @@ _UNITS_MS = {
 _PER_MS = {"ms": 1, "us": 1_000, "ns": 1_000_000}
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
 _LONGEST_MS = 2**53
+
+WINDOW_COLUMNS = ("window_start", "window_end")
+"""The columns of the output that hold its window's bounds, unless the handler names others (``window_columns``)."""
 
 
 def duration_ms(value: str | float | timedelta) -> int:

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-from mldserver.coordinator.windows import Batches, Tumbling, WindowSpec, batches
+from mldserver.coordinator.windows import WINDOW_COLUMNS, Batches, Tumbling, WindowSpec, batches
 from mldserver.errors import HandlerInvalid
 from mldserver.kclpy.recognition import problems, processor_class, recognised, written
 from mldserver.kclpy.standin import PACKAGE
 from mldserver.runtime.base import Hook
 from mldserver.runtime.loader import Loaded, load
 from mldserver.runtime.schema import Schema, SchemaError, parse_schema
-from mldserver.runtime.source_map import SourceMap
+from mldserver.runtime.source_map import SourceMap, never_returns_a_value
 from mldserver.runtime.spec import Finding, HandlerKind, HandlerSpec, HookSpec, RecordHook, span_text
 from mldserver.runtime.tables import RECORD_COLUMN
 from mldserver.runtime.version import version_of
@@ -34,7 +34,10 @@ _ARGUMENTS: Final = {
     "on_window": ("rows", "window"),
 }
 """Every hook with the arguments it is called with."""
-_NAMES: Final = (*_ARGUMENTS, "schema", "windows", "concurrency")
+_NAMES: Final = (
+    *_ARGUMENTS,
+    *("schema", "windows", "concurrency", "window_columns", "writes_for_itself"),
+)
 
 
 def load_spec(
@@ -82,6 +85,8 @@ class _Inspection:
         schema = self._schema()
         windows = self._windows(schema, retention_ms)
         concurrency = self._concurrency(record_hook)
+        window_columns = self._window_columns()
+        writes_for_itself = self._writes_for_itself(hooks)
         self._check_rows(schema, hooks)
         self._check_spelling()
         if record_hook is None or any(finding.is_error for finding in self.findings):
@@ -97,6 +102,8 @@ class _Inspection:
             windows,
             warnings,
             concurrency,
+            window_columns,
+            writes_for_itself,
             version_of(self.loaded),
         )
 
@@ -214,6 +221,33 @@ class _Inspection:
                 "concurrency",
             )
         return given
+
+    def _window_columns(self) -> tuple[str, str] | None:
+        names = getattr(self.loaded.target, "window_columns", WINDOW_COLUMNS)
+        match names:
+            case None:
+                return None
+            case (str(start), str(end)) if start and end and start.lower() != end.lower():
+                return start, end
+        self._find(
+            f"window_columns is {names!r}; write two names, such as {WINDOW_COLUMNS}, or None for no such columns",
+            "window_columns",
+        )
+        return None
+
+    def _writes_for_itself(self, hooks: dict[str, HookSpec]) -> bool:
+        given = self._attribute("writes_for_itself")
+        if not isinstance(given, bool | None):
+            self._find(f"writes_for_itself is {given!r}; it is True or False", "writes_for_itself")
+        elif given and "on_window" not in hooks:
+            self._find("writes_for_itself needs an on_window that writes", "writes_for_itself")
+        elif not given and "on_window" in hooks and never_returns_a_value(self._attribute("on_window")):
+            self._find(
+                "on_window has no return with a value, so its windows would be empty; return a DataFrame, or say "
+                "writes_for_itself = True if it writes them somewhere itself",
+                "on_window",
+            )
+        return given is True
 
     def _check_tumbling(self, windows: Tumbling, schema: Schema | None, retention_ms: int | None) -> None:
         span = windows.size_ms + windows.lateness_ms

@@ -1,9 +1,10 @@
-"""Where in the user's file a name is defined: findings carry file and line. Reads source, never runs it."""
+"""What the user's source shows: where a name is defined, what a function returns. Reads source, never runs it."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from mldserver.runtime.loader import relative
 if TYPE_CHECKING:
     from mldserver.runtime.loader import Loaded
 
-__all__ = ["SourceMap"]
+__all__ = ["SourceMap", "never_returns_a_value"]
 
 
 class SourceMap:
@@ -52,6 +53,30 @@ class SourceMap:
         if code is not None:
             return relative(code.co_filename), code.co_firstlineno
         return relative(self._file), self._whole
+
+
+def never_returns_a_value(function: Any) -> bool:
+    """Tell whether a function's source has no ``return`` with a value, so that it can return nothing but None.
+
+    False where there is no source to read, and for what is no ``def``.
+    """
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return False
+    if not (tree.body and isinstance(tree.body[0], ast.FunctionDef | ast.AsyncFunctionDef)):
+        return False
+    nodes: list[ast.AST] = list(tree.body[0].body)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Return) and not (
+            node.value is None or (isinstance(node.value, ast.Constant) and node.value.value is None)
+        ):
+            return False
+        # What a function inside returns is not what this one returns.
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            nodes += ast.iter_child_nodes(node)
+    return True
 
 
 def _defined(statement: ast.stmt) -> list[str]:

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mldserver.coordinator.windows import Batches, WindowSpec, span_text
+from mldserver.coordinator.windows import WINDOW_COLUMNS, Batches, WindowSpec, span_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -76,6 +76,10 @@ class HandlerSpec:
     warnings: tuple[Finding, ...] = ()
     concurrency: int = 1
     """How many records of one batch, of different partition keys, it takes at the same time."""
+    window_columns: tuple[str, str] | None = WINDOW_COLUMNS
+    """The columns of the output that hold its window's start and end; None: the output has none."""
+    writes_for_itself: bool = False
+    """Whether ``on_window`` may return None, having written its window somewhere itself."""
     version: str = ""
     """What its ``version`` says; else ``sha256:`` and the beginning of its module's hash; empty without a source."""
 

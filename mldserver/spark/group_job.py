@@ -16,7 +16,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mldserver.spark.window_job import Output, inspect_output, partitions, read, write
+from mldserver.spark.window_job import Attempt, Output, check_written, inspect_output, write
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -36,20 +36,25 @@ def run_group(
     spark: SparkSession, schema: str, pipeline: Pipeline, jobs: Sequence[WindowJob], cores: int
 ) -> tuple[Output, ...]:
     """Compute attempts together; outputs in the order of ``jobs``. Raises as ``run_window`` does."""
-    results = [pipeline.apply(read(spark, schema, job, cores), job.window) for job in jobs]
+    attempts = [Attempt(spark, schema, pipeline, job, cores) for job in jobs]
     alike: dict[str, list[tuple[DataFrame, WindowJob]]] = {}
-    for result, job in zip(results, jobs, strict=True):
-        if result is not None:
-            alike.setdefault(result.schema.json(), []).append((result, job))
+    for attempt in attempts:
+        if attempt.result is not None:
+            alike.setdefault(attempt.result.schema.json(), []).append((attempt.result, attempt.job))
+    outputs: dict[str, Output] = {}
     for members in alike.values():
         if len(members) == 1:
-            write(*members[0], cores)
+            ((result, job),) = members
+            written = write(result, job.staging, [job], pipeline.window_columns, cores)
         else:
-            _write_together(members, cores)
-    return tuple(
-        Output((), 0) if result is None else inspect_output(job.staging, job.out)
-        for result, job in zip(results, jobs, strict=True)
-    )
+            written = _write_together(members, pipeline.window_columns, cores)
+        made = {job.window.id: inspect_output(job.staging, job.out) for _, job in members}
+        check_written(written, list(made.values()), str(Path(members[0][1].staging).parent.parent))
+        outputs |= made
+    for attempt in attempts:
+        if attempt.result is not None:
+            attempt.check_read()
+    return tuple(outputs.get(job.window.id, Output((), 0)) for job in jobs)
 
 
 def free_name(columns: Iterable[str]) -> str:
@@ -59,27 +64,25 @@ def free_name(columns: Iterable[str]) -> str:
     return next(name for name in names if name not in taken)
 
 
-def _write_together(members: Sequence[tuple[DataFrame, WindowJob]], cores: int) -> None:
+def _write_together(
+    members: Sequence[tuple[DataFrame, WindowJob]], window_columns: tuple[str, str] | None, cores: int
+) -> int:
     from pyspark.sql import functions as F  # noqa: N812, PLC0415  # its usual name; only the driver pays for pyspark
 
-    tag = free_name(members[0][0].columns)
+    tag = free_name([*members[0][0].columns, *(window_columns or ())])
     # Texts, which generated code refers to, where it would hold a number: it is compiled once, not for each window.
     tagged = [result.withColumn(tag, F.lit(f"w{number}")) for number, (result, _) in enumerate(members)]
     union = functools.reduce(lambda left, right: left.unionAll(right), tagged)
     place = Path(members[0][1].staging) / _TOGETHER
-    (
-        union.coalesce(partitions(sum(job.bytes for _, job in members), cores))
-        .write.option("mapreduce.fileoutputcommitter.marksuccessfuljobs", "false")
-        .partitionBy(tag)
-        .parquet(str(place))
-    )
+    written = write(union, str(place), [job for _, job in members], window_columns, cores, tag)
     empty = [
         member
         for number, member in enumerate(members)
         if not _sort_in(place / f"{tag}=w{number}", Path(member[1].staging))
     ]
     shutil.rmtree(place)
-    _write_empty(empty, cores)
+    _write_empty(empty, window_columns, cores)
+    return written
 
 
 def _sort_in(part: Path, staging: Path) -> bool:
@@ -92,7 +95,9 @@ def _sort_in(part: Path, staging: Path) -> bool:
     return bool(files)
 
 
-def _write_empty(members: Sequence[tuple[DataFrame, WindowJob]], cores: int) -> None:
+def _write_empty(
+    members: Sequence[tuple[DataFrame, WindowJob]], window_columns: tuple[str, str] | None, cores: int
+) -> None:
     """Give windows without rows a file that has the columns, as windows that run alone have it."""
     if not members:
         return
@@ -100,6 +105,6 @@ def _write_empty(members: Sequence[tuple[DataFrame, WindowJob]], cores: int) -> 
     source = Path(first.staging)
     if source.exists():
         source.rmdir()  # it held the group
-    write(result.limit(0), first, cores)
+    write(result.limit(0), first.staging, [first], window_columns, cores)
     for _, job in members[1:]:
         shutil.copytree(source, job.staging)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from mldserver.clock import SystemClock
+from mldserver.coordinator.windows import WINDOW_COLUMNS
 from mldserver.errors import WindowFailed
 from mldserver.faults import kill_point
 from mldserver.remote import reach
@@ -37,7 +38,7 @@ class LocalEngine:
     """``mldserver.spark.engine.Engine`` in this process.
 
     ``on_table`` gets a window's rows as an Arrow table in the pipeline's total order, all columns included, and
-    returns what is to be written; the default writes the rows as they are.
+    returns what is to be written; the default writes the rows as they are. The columns ``window_columns`` are added.
     """
 
     on_table: OnTable | None = None
@@ -54,6 +55,8 @@ class LocalEngine:
     """Every attempt, in the order in which they began."""
     groups: list[int] = field(default_factory=list)
     """How many windows each job had."""
+    window_columns: tuple[str, str] | None = WINDOW_COLUMNS
+    """As in a handler."""
     table: Path | None = None
     """A file that windows are published into where the setting ``sink`` names a table (``table.py``)."""
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
@@ -92,11 +95,14 @@ class LocalEngine:
                 if (error := self.fail(job)) is not None:
                     await asyncio.to_thread(_leave_wreckage, job)
                     raise error
-        rows = await asyncio.to_thread(_compute_all, jobs, self.on_table)
+        rows = await asyncio.to_thread(self._compute_all, jobs)
         seconds = time.monotonic() - began
         return tuple(
             WindowResult((_file(job),), count, seconds) for job, count in zip(jobs, rows, strict=True)
         )
+
+    def _compute_all(self, jobs: tuple[WindowJob, ...]) -> list[int]:
+        return [_compute(job, self.on_table, self.window_columns) for job in jobs]
 
     async def publish(self, job: PublishJob) -> None:
         """Write an output into ``table``. Raises WindowFailed where there is none, or it cannot be written."""
@@ -125,16 +131,16 @@ def _leave_wreckage(job: WindowJob) -> None:
         stream.write(b"PAR1 half a file")
 
 
-def _compute_all(jobs: tuple[WindowJob, ...], on_table: OnTable | None) -> list[int]:
-    return [_compute(job, on_table) for job in jobs]
-
-
-def _compute(job: WindowJob, on_table: OnTable | None) -> int:
+def _compute(job: WindowJob, on_table: OnTable | None, window_columns: tuple[str, str] | None) -> int:
     import pyarrow as pa  # noqa: PLC0415  # the plugin's users may never compute a window
     import pyarrow.parquet as pq  # noqa: PLC0415  # see above
     from pyarrow.fs import FileType  # noqa: PLC0415  # see above
 
     rows = pa.concat_tables([_read(path, job) for path in job.segments], promote_options="permissive")
+    if len(rows) != job.rows:
+        raise WindowFailed(
+            f"The segments of window {job.window.id} hold {len(rows)} rows, but the ledger has registered {job.rows}"
+        )
     order = [(name, "ascending") for name in _ORDER if name in rows.column_names]
     rows = rows.sort_by(order) if order else rows
     try:
@@ -143,6 +149,12 @@ def _compute(job: WindowJob, on_table: OnTable | None) -> int:
         raise WindowFailed(
             f"The function failed on window {job.window.id}: {type(error).__name__}: {error}"
         ) from error
+    if not isinstance(output, pa.Table):
+        raise WindowFailed(f"The function returned {output!r} for window {job.window.id}, not an Arrow table")
+    for name, at in zip(window_columns or (), (job.window.start, job.window.end), strict=False):
+        if at is not None and name not in output.column_names:
+            instants = pa.repeat(pa.scalar(at, pa.timestamp("us", "UTC")), len(output))
+            output = output.append_column(name, instants)
     kill_point("job.running")
     filesystem, staging = reach(job.staging, job.out)
     if filesystem.get_file_info(staging).type != FileType.NotFound:

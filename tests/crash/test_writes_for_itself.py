@@ -32,6 +32,7 @@ from mldserver import tumbling
 
 schema = "id BIGINT NOT NULL, at TIMESTAMP NOT NULL"
 windows = tumbling("10 seconds", on="at", lateness="1 hour")
+writes_for_itself = True
 HERE = Path({here!r})
 
 

@@ -60,7 +60,7 @@ class C:
     schema = "a INT NOT NULL, b STRING"
     windows = tumbling("1 hour")
     async def process_record(self, record): ...
-    def on_window(self, rows, window): ...
+    def on_window(self, rows, window): return rows
 """, ":C")  # fmt: skip
     assert found.ok
     assert found.summary == (

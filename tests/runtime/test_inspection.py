@@ -63,7 +63,7 @@ def test_a_module_with_every_hook(inspect: Any) -> None:
         async def lease_lost(shard): ...
         def shard_ended(shard): ...
         def shutdown_requested(shard): ...
-        def on_window(rows, window): ...
+        def on_window(rows, window): return rows
     """)
     assert findings == ()
     assert (spec.path, spec.kind, spec.record_hook) == ("mine", HandlerKind.MODULE, RecordHook.RECORD)
@@ -150,7 +150,7 @@ def test_a_handler_without_a_schema_has_only_side_effects(inspect: Any) -> None:
             "mine.py:1: process_record is an async generator; return a list",
         ),
         (
-            PROCESS + "schema = 'n INT'\ndef on_window(rows): ...",
+            PROCESS + "schema = 'n INT'\ndef on_window(rows): return rows",
             "mine.py:3: on_window is called as on_window(rows, window), but is on_window(rows)",
         ),
         (PROCESS + "schema = ['n INT']", "mine.py:2: schema is a list, not Spark DDL as text"),
@@ -172,7 +172,7 @@ def test_a_handler_without_a_schema_has_only_side_effects(inspect: Any) -> None:
             "mine.py:3: windows needs rows, but there is no schema",
         ),
         (
-            PROCESS + "def on_window(rows, window): ...",
+            PROCESS + "def on_window(rows, window): return rows",
             "mine.py:2: on_window needs rows, but there is no schema",
         ),
     ],
@@ -260,7 +260,7 @@ def test_what_is_neither_module_nor_class_is_told(inspect: Any) -> None:
 
 
 def test_every_problem_is_told_at_once(inspect: Any) -> None:
-    told = errors(inspect("schema = 'n IMT'\nwindows = 5\ndef on_window(): ..."))
+    told = errors(inspect("schema = 'n IMT'\nwindows = 5\ndef on_window(): return 1"))
     assert [line.split(":")[1] for line in told] == ["3", "1", "1", "2"]
 
 
@@ -361,3 +361,59 @@ def test_durations_and_windows_are_told_for_people() -> None:
         windows_text(tumbling(60, on="at", lateness=5))
         == "tumbling, 1 min of at, open for 5 s after their end"
     )
+
+
+ROWS = PROCESS + "schema = 'n INT'\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def on_window(rows, window):\n    rows.groupBy('n').count()",
+        "async def on_window(rows, window):\n    if window.start is None:\n        return\n    return None",
+        "def on_window(rows, window):\n    def inner():\n        return rows\n    inner()",
+        "class Mine:\n    def on_window(self, rows, window):\n        rows.count()\non_window = Mine().on_window",
+    ],
+)
+def test_an_on_window_without_a_return_is_found_before_anything_runs(inspect: Any, text: str) -> None:
+    (told,) = errors(inspect(ROWS + text))
+    assert "on_window has no return with a value" in told
+    assert "writes_for_itself = True" in told
+    spec, findings = inspect(ROWS + "writes_for_itself = True\n" + text)
+    assert (spec.writes_for_itself, findings) == (True, ())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def on_window(rows, window):\n    if window.start:\n        return rows",
+        "on_window = lambda rows, window: rows",
+        "from functools import partial\non_window = partial(lambda other, rows, window: rows, 1)",
+        "exec('def on_window(rows, window): pass')",
+    ],
+)
+def test_where_the_source_does_not_show_it_the_window_will_tell(inspect: Any, text: str) -> None:
+    spec, findings = inspect(ROWS + text)
+    assert findings == ()
+    assert not spec.writes_for_itself
+
+
+def test_a_handler_that_writes_for_itself_says_so(inspect: Any) -> None:
+    spec, findings = inspect(ROWS + "writes_for_itself = True\ndef on_window(rows, window): rows.count()")
+    assert findings == ()
+    assert spec.writes_for_itself
+    assert errors(inspect(ROWS + "writes_for_itself = True")) == [
+        "mine.py:3: writes_for_itself needs an on_window that writes"
+    ]
+    assert errors(inspect(ROWS + "writes_for_itself = 'yes'\ndef on_window(rows, window): ...")) == [
+        "mine.py:3: writes_for_itself is 'yes'; it is True or False"
+    ]
+
+
+def test_the_columns_of_a_windows_bounds_are_named_or_switched_off(inspect: Any) -> None:
+    assert inspect(ROWS)[0].window_columns == ("window_start", "window_end")
+    assert inspect(ROWS + "window_columns = ['since', 'until']")[0].window_columns == ("since", "until")
+    assert inspect(ROWS + "window_columns = None")[0].window_columns is None
+    for wrong in ("'since'", "('a', 'A')", "('a',)", "True", "('', 'b')"):
+        (told,) = errors(inspect(ROWS + f"window_columns = {wrong}"))
+        assert "write two names, such as ('window_start', 'window_end'), or None" in told

@@ -43,12 +43,12 @@ class World:
         staging = self.root / "staging" / name / f"{self.groups}"
         return WindowJob(Window(name, None, None), 1, tuple(map(str, paths)), str(staging), rows, 100)
 
-    def run(self, on_window: Any, *jobs: WindowJob) -> tuple[tuple[Output, ...], int]:
+    def run(self, on_window: Any, *jobs: WindowJob, **pipeline: Any) -> tuple[tuple[Output, ...], int]:
         """Return the outputs, and how many Spark jobs that took."""
         context = self.session.spark.sparkContext
         self.groups += 1
         context.setJobGroup(f"group-{self.groups}", "a group")
-        outputs = run_group(self.session.spark, SCHEMA, Pipeline(on_window), jobs, 2)
+        outputs = run_group(self.session.spark, SCHEMA, Pipeline(on_window, **pipeline), jobs, 2)
         return outputs, len(context.statusTracker().getJobIdsForGroup(f"group-{self.groups}"))
 
 
@@ -103,7 +103,7 @@ def test_windows_that_write_for_themselves_or_have_other_columns_go_beside_the_g
         )
 
     jobs = [world.job(name, rows=2) for name in ("a", "none", "b", "other")]
-    outputs, _ = world.run(by_name, *jobs)
+    outputs, _ = world.run(by_name, *jobs, writes_for_itself=True)
     assert [(len(output.files), output.rows) for output in outputs] == [(1, 2), (0, 0), (1, 2), (1, 2)]
     assert content(jobs[2]) == [{"name": "b"}] * 2
     assert content(jobs[3]) == [{"number": 0}, {"number": 1}]

@@ -9,7 +9,7 @@ from pyspark.sql import DataFrame
 
 from mldserver.coordinator.windows import Window
 from mldserver.errors import HandlerInvalid
-from mldserver.spark.handler import pipeline_of
+from mldserver.spark.handler import Pipeline, pipeline_of
 
 WINDOW = Window("w", None, None)
 
@@ -63,11 +63,23 @@ def test_an_async_hook_is_run_to_its_end() -> None:
     assert pipeline_of(SimpleNamespace(on_window=on_window)).apply(rows, WINDOW) is rows
 
 
-def test_none_says_that_the_pipeline_wrote_for_itself() -> None:
-    assert pipeline_of(SimpleNamespace(on_window=lambda _rows, _window: None)).apply(Rows(), WINDOW) is None
+def test_none_is_an_answer_of_a_handler_that_says_it_writes_for_itself() -> None:
+    handler = SimpleNamespace(on_window=lambda _rows, _window: None, writes_for_itself=True)
+    assert pipeline_of(handler).apply(Rows(), WINDOW) is None
 
 
-@pytest.mark.parametrize(("value", "said"), [(5, "an int"), ("x", "a str"), ([], "a list")])
+def test_the_columns_of_the_bounds_are_those_that_the_handler_names() -> None:
+    assert pipeline_of(SimpleNamespace()).window_columns == ("window_start", "window_end")
+    named = SimpleNamespace(window_columns=("since", "until"), on_window=lambda rows, _window: rows)
+    assert pipeline_of(named).window_columns == ("since", "until")
+    assert pipeline_of(SimpleNamespace(window_columns=None, on_window=None)) == Pipeline(
+        None, window_columns=None
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(None, "nothing"), (5, "an int"), ("x", "a str"), ([], "a list")]
+)
 def test_anything_else_is_the_handlers_error(value: object, said: str) -> None:
     with pytest.raises(HandlerInvalid, match=f"on_window returned {said}, not a Spark DataFrame"):
         pipeline_of(SimpleNamespace(on_window=lambda _rows, _window: value)).apply(Rows(), WINDOW)

@@ -72,6 +72,9 @@ def test_brackets_in_a_path_are_not_a_pattern() -> None:
         def schema(self, ddl: str) -> Reader:
             return self
 
+        def option(self, name: str, value: str) -> Reader:
+            return self
+
         def parquet(self, *paths: str) -> Reader:
             self.paths = paths
             return self

@@ -80,7 +80,7 @@ class FailingDriver:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "ok":
                 try:
-                    rows = _compute(run.job, None)
+                    rows = _compute(run.job, None, None)
                 except WindowFailed as error:
                     self.send(wire.FailedJob(run.id, type(error).__name__, str(error)))
                 else:

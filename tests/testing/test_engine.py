@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,39 @@ async def test_a_function_makes_the_output(tmp_path: Path) -> None:
     each = job(tmp_path)
     result = await compute(LocalEngine(on_table), each)
     assert result.rows == 1
-    assert pq.read_table(f"{each.staging}/{result.files[0]}").to_pylist() == [{"total": 6}]
+    assert pq.read_table(f"{each.staging}/{result.files[0]}").to_pylist() == [
+        {"total": 6, "window_start": WINDOW.start, "window_end": WINDOW.end}
+    ]
+
+
+async def test_the_columns_of_the_windows_bounds_have_other_names_or_are_the_tables_own_or_are_not_there(
+    tmp_path: Path,
+) -> None:
+    engine = LocalEngine(
+        lambda _rows, _window: pa.table({"until": [7]}), window_columns=("since", "until"), group_limit=2
+    )
+    result = await compute(engine, job(tmp_path))
+    table = pq.read_table(f"{job(tmp_path).staging}/{result.files[0]}")
+    assert table.to_pylist() == [{"until": 7, "since": WINDOW.start}]
+    without = job(tmp_path, attempt=2)
+    result = await compute(LocalEngine(window_columns=None), without)
+    assert pq.read_schema(f"{without.staging}/{result.files[0]}").names == ["v", "_time", "_clock"]
+
+
+async def test_segments_that_hold_other_numbers_of_rows_than_the_ledger_fail_the_window(
+    tmp_path: Path,
+) -> None:
+    short = replace(job(tmp_path), rows=5)
+    told = "hold 4 rows, but the ledger has registered 5"
+    with pytest.RaisesGroup(pytest.RaisesExc(WindowFailed, match=told)):
+        await compute(LocalEngine(), short)
+
+
+async def test_a_function_that_returns_nothing_fails_its_window(tmp_path: Path) -> None:
+    with pytest.RaisesGroup(
+        pytest.RaisesExc(WindowFailed, match="returned None for window w1, not an Arrow")
+    ):
+        await compute(LocalEngine(lambda _rows, _window: None), job(tmp_path))  # type: ignore[arg-type,return-value]  # the mistake
 
 
 async def test_a_failing_function_is_a_failed_window(tmp_path: Path) -> None:

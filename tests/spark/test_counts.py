@@ -1,0 +1,233 @@
+"""Rows are counted on a real Spark, in and out, and the output says which window it is of."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pyspark.sql import functions as F  # noqa: N812  # its usual name
+
+from mldserver.coordinator.windows import Window
+from mldserver.spark import group_job, window_job
+from mldserver.spark.engine import WindowJob
+from mldserver.spark.group_job import run_group
+from mldserver.spark.handler import Pipeline
+from mldserver.spark.window_job import CountsDiffer, inspect_output, run_window
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pyspark.sql import DataFrame
+
+    from mldserver.spark.session import Session
+    from mldserver.spark.window_job import Output
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+SCHEMA = "name STRING, number BIGINT"
+START = datetime(2013, 1, 1, 10, tzinfo=UTC)
+ROWS = 40
+BLIND = "Each executor must see the output folder"
+
+
+class World:
+    def __init__(self, root: Path, session: Session) -> None:
+        self.root, self.session = root, session
+        self.numbers = itertools.count()
+
+    def job(self, name: str = "w", *, registered: int = ROWS) -> WindowJob:
+        """Return a job over two segments of ``ROWS`` rows; ``registered``: what the ledger says they are."""
+        number = next(self.numbers)
+        paths = [self.root / f"{number}-{half}.parquet" for half in range(2)]
+        for half, path in enumerate(paths):
+            ids = range(half, ROWS, 2)
+            columns = {"name": pa.array([name] * len(ids)), "number": pa.array(ids, pa.int64())}
+            pq.write_table(pa.table(columns), path)
+        start = START + timedelta(hours=number)
+        window = Window(name, start, start + timedelta(hours=1))
+        staging = self.root / "staging" / str(number) / "1"
+        return WindowJob(window, 1, tuple(map(str, paths)), str(staging), registered, 100)
+
+    def run(self, job: WindowJob, on_window: Any = None, **pipeline: Any) -> tuple[Output, int]:
+        """Return the output, and how many Spark jobs that took."""
+        context, group = self.session.spark.sparkContext, f"counts-{next(self.numbers)}"
+        context.setJobGroup(group, "a window")
+        output = run_window(self.session.spark, SCHEMA, Pipeline(on_window, **pipeline), job, 2)
+        return output, len(context.statusTracker().getJobIdsForGroup(group))
+
+
+@pytest.fixture
+def world(tmp_path: Path, session: Session) -> World:
+    return World(tmp_path, session)
+
+
+def content(job: WindowJob) -> list[dict[str, Any]]:
+    return [
+        row for file in sorted(Path(job.staging).iterdir()) for row in pq.ParquetFile(file).read().to_pylist()
+    ]
+
+
+def test_rows_are_counted_by_the_windows_own_job(world: World) -> None:
+    output, spark_jobs = world.run(world.job())
+    assert (output.rows, spark_jobs) == (ROWS, 1)
+
+
+def test_rows_that_spark_does_not_find_fail_the_window_with_both_numbers(world: World) -> None:
+    told = f"Spark reads {ROWS} rows of window w, but the ledger has registered {ROWS + 9}.*{BLIND}"
+    with pytest.raises(CountsDiffer, match=told):
+        world.run(world.job(registered=ROWS + 9), lambda rows, _: rows.groupBy("name").count())
+
+
+def test_a_segment_that_is_gone_fails_the_window_whatever_the_settings_say(world: World) -> None:
+    def lose_one(rows: DataFrame, _: Window) -> DataFrame:
+        Path(job.segments[1]).unlink()
+        return rows
+
+    job, conf = world.job(), world.session.spark.conf
+    conf.set("spark.sql.files.ignoreMissingFiles", "true")
+    try:
+        with pytest.raises(Exception, match="FILE_NOT_EXIST"):
+            world.run(job, lose_one)
+    finally:
+        conf.unset("spark.sql.files.ignoreMissingFiles")
+
+
+def of_a_view(rows: DataFrame, _: Window) -> DataFrame:
+    rows.createOrReplaceTempView("seen")
+    return rows.sparkSession.sql(
+        "SELECT * FROM seen a WHERE number >= (SELECT avg(number) FROM seen b WHERE b.name = a.name)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("on_window", "expected"),
+    [
+        (lambda rows, _: rows.limit(3), 3),
+        (lambda rows, _: rows.limit(0), 0),
+        (lambda rows, _: rows.where("1 = 0"), 0),
+        (lambda rows, _: rows.where("number = 7").select("name"), 1),
+        (lambda rows, _: (rows.head(2), rows)[1], ROWS),
+        (lambda rows, _: (rows.count(), rows)[1], ROWS),
+        (lambda rows, _: rows.union(rows), 2 * ROWS),
+        (lambda rows, _: rows.join(rows.groupBy("name").agg(F.max("number").alias("most")), "name"), ROWS),
+        (lambda rows, _: rows.cache().exceptAll(rows.where("number < 3")), ROWS - 3),
+        (lambda rows, _: rows.sparkSession.range(5), 5),
+        (lambda rows, _: rows.sparkSession.createDataFrame(rows.rdd.map(tuple), rows.schema), ROWS),
+        (of_a_view, ROWS // 2),
+    ],
+    ids=[
+        "part",
+        "nothing",
+        "never",
+        "filter",
+        "twice",
+        "counted",
+        "union",
+        "join",
+        "cache",
+        "other",
+        "rdd",
+        "view",
+    ],
+)
+def test_a_hook_may_read_a_part_or_nothing_or_more_than_once(
+    world: World, on_window: Callable[..., DataFrame], expected: int
+) -> None:
+    assert world.run(world.job(), on_window)[0].rows == expected
+
+
+def test_what_reads_nothing_is_told_when_rows_are_missing_all_the_same(world: World) -> None:
+    with pytest.raises(CountsDiffer, match=f"reads {ROWS} rows"):
+        world.run(world.job(registered=1), lambda rows, _: rows.limit(0))
+
+
+def test_a_pipeline_that_writes_for_itself_is_not_called_for_rows_that_are_missing(world: World) -> None:
+    calls: list[int] = []
+
+    def on_window(rows: DataFrame, _: Window) -> None:
+        calls.append(rows.count())
+
+    job = world.job()
+    assert world.run(job, on_window, writes_for_itself=True)[0] == window_job.Output((), 0)
+    assert calls == [ROWS]
+    assert not Path(job.staging).exists()
+    with pytest.raises(CountsDiffer, match=f"reads {ROWS} rows"):
+        world.run(world.job(registered=ROWS + 1), on_window, writes_for_itself=True)
+    assert calls == [ROWS]
+
+
+def losing(keep: int) -> Callable[[str, str], Output]:
+    """Return an inspection that finds what is left when executors wrote all but ``keep`` files to their own disks."""
+
+    def inspect(staging: str, out: str = "") -> Output:
+        for file in sorted(Path(staging).iterdir())[keep:]:
+            file.unlink()
+        return inspect_output(staging, out)
+
+    return inspect
+
+
+@pytest.mark.parametrize(("keep", "held"), [(1, r"1 files in \S+ hold \d+"), (0, r"0 files in \S+ hold 0")])
+def test_files_that_executors_wrote_elsewhere_fail_the_window_with_both_numbers(
+    world: World, monkeypatch: pytest.MonkeyPatch, keep: int, held: str
+) -> None:
+    monkeypatch.setattr(window_job, "inspect_output", losing(keep))
+    job = replace(world.job(), bytes=2**30)  # so that it is read and written by several tasks
+    with pytest.raises(CountsDiffer, match=f"Spark wrote {ROWS} rows, but {held}.*{BLIND}"):
+        world.run(job, lambda rows, _: rows.repartition(4))
+
+
+def test_a_group_fails_as_its_windows_do(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def group(*jobs: WindowJob) -> tuple[Output, ...]:
+        return run_group(world.session.spark, SCHEMA, Pipeline(None), jobs, 2)
+
+    with pytest.raises(CountsDiffer, match=f"reads {ROWS} rows of window b, but the ledger has registered 7"):
+        group(world.job("a"), world.job("b", registered=7), world.job("c"))
+    monkeypatch.setattr(group_job, "inspect_output", losing(0))
+    with pytest.raises(CountsDiffer, match=f"Spark wrote {2 * ROWS} rows, but 0 files"):
+        group(world.job("a"), world.job("b"))
+
+
+def bounds(
+    job: WindowJob, names: tuple[str, ...] = ("window_start", "window_end")
+) -> dict[str, datetime | None]:
+    return dict(zip(names, (job.window.start, job.window.end), strict=False))
+
+
+def test_each_output_row_tells_its_windows_start_and_end_in_a_group_too(world: World) -> None:
+    jobs = [world.job(name) for name in ("a", "b", "c")]
+    run_group(world.session.spark, SCHEMA, Pipeline(lambda rows, _: rows.groupBy("name").count()), jobs, 2)
+    alone = world.job("d")
+    world.run(alone, lambda rows, _: rows.groupBy("name").count())
+    for job in (*jobs, alone):
+        assert content(job) == [{"name": job.window.id, "count": ROWS, **bounds(job)}]
+        (file,) = Path(job.staging).iterdir()
+        assert pq.read_schema(file).field("window_end").type == pa.timestamp("us", "UTC")
+
+
+def test_the_columns_are_named_or_the_results_own_or_switched_off_and_batches_have_none(world: World) -> None:
+    one_row = lambda rows, _: rows.groupBy("name").agg(F.lit("mine").alias("Until"))  # noqa: E731  # three times below
+    named = world.job()
+    world.run(named, one_row, window_columns=("since", "until"))
+    assert content(named) == [{"name": "w", "Until": "mine", **bounds(named, ("since",))}]
+    off = world.job()
+    world.run(off, one_row, window_columns=None)
+    assert content(off) == [{"name": "w", "Until": "mine"}]
+    batch = replace(world.job(), window=Window("batch-000000000001", None, None))
+    world.run(batch, one_row)
+    assert content(batch) == [{"name": "w", "Until": "mine"}]
+
+
+def test_bounds_long_before_the_gregorian_calendar_are_right(world: World) -> None:
+    window = Window("w", datetime(1066, 10, 14, 9, tzinfo=UTC), datetime.max.replace(tzinfo=UTC))
+    job = replace(world.job(), window=window)
+    world.run(job, lambda rows, _: rows.groupBy("name").count())
+    (row,) = content(job)
+    assert row["window_start"] == window.start
+    assert row["window_end"] == window.end.replace(microsecond=999_000)
