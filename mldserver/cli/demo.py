@@ -14,6 +14,7 @@ from mldserver.cli.process import working_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from datetime import datetime
     from pathlib import Path
 
     import pyarrow as pa
@@ -103,12 +104,10 @@ def _conclude(
 
 
 def read_windows(folder: Path) -> pa.Table:
-    """Return the published windows: what any reader of the folder sees, with the window's id as a column."""
-    import pyarrow as pa  # noqa: PLC0415  # `--help` must not wait for it
-    import pyarrow.dataset as ds  # noqa: PLC0415  # see above
+    """Return the published windows: what any reader of the folder sees."""
+    import pyarrow.dataset as ds  # noqa: PLC0415  # `--help` must not wait for it
 
-    window = ds.partitioning(pa.schema([("window", pa.string())]), flavor="hive")
-    return ds.dataset(folder, format="parquet", partitioning=window).to_table()
+    return ds.dataset(folder, format="parquet").to_table()
 
 
 def results(rows: pa.Table) -> Table:
@@ -120,14 +119,14 @@ def results(rows: pa.Table) -> Table:
         table.add_column(name, justify="right")
     table.add_column("most delayed, on average")
     table.add_column("least delayed")
-    windows: dict[str, list[dict[str, Any]]] = {}
+    windows: dict[datetime, list[dict[str, Any]]] = {}
     for row in rows.to_pylist():
-        windows.setdefault(row["window"], []).append(row)
-    for window, carriers in sorted(windows.items()):
+        windows.setdefault(row["window_start"], []).append(row)
+    for start, carriers in sorted(windows.items()):
         delays = [(row["mean_delay"], row["carrier"]) for row in carriers if row["mean_delay"] is not None]
         flights = sum(row["flights"] for row in carriers)
         table.add_row(
-            window[:10], f"{flights:,}", str(len(carriers)), _delay(delays, max), _delay(delays, min)
+            f"{start:%Y-%m-%d}", f"{flights:,}", str(len(carriers)), _delay(delays, max), _delay(delays, min)
         )
     return table
 

@@ -313,7 +313,8 @@ EVENTS: Final[dict[str, EventSpec]] = {
             "seconds",
             "path",
         ),
-        "The one line of a window, when its output is visible.",
+        "The one line of a window, when its output is visible. Spark has read as many rows as the ledger registered "
+        "(``rows_in``), and the files hold as many as it has written (``rows_out``).",
     ),
     "window.late": EventSpec(
         "warning",

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -68,7 +69,7 @@ def test_a_failure_tells_why_and_where_the_log_is(tmp_path: Path, monkeypatch: p
 def test_a_day_without_a_flight_that_left_has_no_delay() -> None:
     rows = pa.table(
         {
-            "window": ["2013-01-01"],
+            "window_start": [datetime(2013, 1, 1, tzinfo=UTC)],
             "carrier": ["UA"],
             "flights": [2],
             "mean_delay": pa.array([None], pa.float64()),
@@ -76,6 +77,7 @@ def test_a_day_without_a_flight_that_left_has_no_delay() -> None:
     )
     console = Console(file=io.StringIO(), width=120)
     console.print(results(rows))
+    assert "2013-01-01" in console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
     assert "every flight was cancelled" in console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
 
 
