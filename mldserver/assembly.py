@@ -246,6 +246,7 @@ def _shape(settings: Settings, spec: HandlerSpec) -> Shape:
         settings.pipeline,
         tuple(Column(each.name, each.sql, each.nullable) for each in columns),
         spec.windows if spec.schema else None,
+        _table(settings),
     )
 
 

@@ -201,7 +201,7 @@ class OperatorError(MldserverError):
 
 
 class NotThereYet(OperatorError):
-    """What the operator named is not there: a folder, a port, a service. It may come without anybody's help."""
+    """What a start needs is not there, or not free: a folder, a port, a service. That may change by itself."""
 
     lasting = False
 

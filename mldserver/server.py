@@ -8,6 +8,10 @@ what may close; windows that are being computed get what is left of the grace (t
 them all the same, or another server on the ledger does); engine; ledger. A stop that comes before the start is over
 gives it up: nothing was accepted yet, so that is a clean end. A second one ends all waiting, in whatever stage.
 
+A drain is a stop that ends every window: once the ledger asks for it, each server stops as above, but cuts every window
+that is open, whatever the watermark says, and has them all published before it leaves. ``mldserver drain`` asks for it,
+and is the last server: it does not listen, waits until the others have left (or are buried), and ends what they left.
+
 A server that others on its ledger took for dead (it hung for longer than ``server_timeout``, say) exits with a fault, so
 that its supervisor starts it afresh: its shards and windows may have gone on elsewhere, and all that it holds in memory
 is delivered again. Its connections end with it, and the daemons come back with theirs.
@@ -33,6 +37,7 @@ from mldserver.clock import SystemClock
 from mldserver.errors import HandlerError, LedgerError, MldserverError, OperatorError, folder_error
 from mldserver.observe.logging import reopen
 from mldserver.readiness import Readiness
+from mldserver.state.ledger import WindowState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Mapping
@@ -57,6 +62,8 @@ EXIT_FORCED = 3
 
 _LET_GO_SECONDS: Final = 1.0
 """How long connections may take to end, at the very end, while the runtime still runs; after a forced stop each part."""
+_DRAIN: Final = "drain"
+"""The reason of a stop."""
 _TELL_SECONDS: Final = 5.0
 """Between two words on what a start or a stop waits for."""
 
@@ -72,10 +79,11 @@ class Server:
         kinesis: MakeKinesis | None = None,
         clock: Clock | None = None,
         seed: int | None = None,
+        drain: bool = False,
     ) -> None:
         """``engine`` takes Spark's place, what ``kinesis`` makes that of AWS's client (tests).
 
-        ``seed`` fixes the jitter of retries.
+        ``seed`` fixes the jitter of retries. ``drain``: do nothing but drain the pipeline, beside servers that run.
         """
         self.settings = settings
         self._engine = engine
@@ -90,6 +98,11 @@ class Server:
         self._step = ""
         """What the start waits for."""
         self._readiness = Readiness()
+        self._drain = drain
+        self._to_compute = asyncio.Event()
+        """Set when the engine is needed: a drain may find nothing left to compute."""
+        if not drain:
+            self._to_compute.set()
 
     # Life.
 
@@ -160,7 +173,11 @@ class Server:
         )
         await parts.runtime.start()
         await self._open(parts)
+        if self._drain:
+            await parts.ledger.drain()
         self._built.set()
+        if self._drain:
+            self.stop(_DRAIN)
 
     def _begin(self, step: str) -> None:
         self._step = step
@@ -168,7 +185,7 @@ class Server:
     async def _work(self, parts: Parts) -> int:
         async with asyncio.TaskGroup() as group:
             background = {name: group.create_task(each, name=name) for name, each in self._background(parts)}
-            listening = group.create_task(parts.listener.run(), name="listener")
+            listening = group.create_task(self._listen(parts), name="listener")
             code = await self._until_stopped(parts, redriving=background["dead letters"])
             if parts.engine is not None and "windows" in background:
                 await self._stop_engine(parts.engine, background["windows"])
@@ -179,6 +196,19 @@ class Server:
             await asyncio.wait({listening, background["dead letters"]}, timeout=_LET_GO_SECONDS)
             runtime.cancel()
         return code
+
+    async def _listen(self, parts: Parts) -> None:
+        if not self._drain:
+            await parts.listener.run()
+
+    async def _run_engine(self, engine: Engine) -> None:
+        await self._to_compute.wait()
+        await engine.run()
+
+    async def _watch_drain(self, coordinator: Coordinator) -> None:
+        await coordinator.draining.wait()
+        if not self._stop.is_set():
+            self.stop(_DRAIN)
 
     async def _stop_engine(self, engine: Engine, windows: asyncio.Task[None]) -> None:
         """Give the windows up, then stop Spark in order, while it still runs: cancelled, it would only be killed."""
@@ -202,8 +232,9 @@ class Server:
         yield "runtime", parts.runtime.run()
         yield "readiness", self._watch(parts)
         yield "dead letters", parts.redriver.run()
+        yield "drain", self._watch_drain(parts.coordinator)
         if parts.engine is not None and parts.runner is not None:
-            yield "engine", parts.engine.run()
+            yield "engine", self._run_engine(parts.engine)
             yield "windows", parts.runner.run()
         if parts.polling is not None:
             yield "shards", parts.polling.run(partial(_learn, parts.coordinator))
@@ -257,7 +288,7 @@ class Server:
         async with asyncio.TaskGroup() as group:
             orderly = group.create_task(self._finish(parts, began_ms), name="stopping")
             forced = group.create_task(self._forced.wait(), name="forced")
-            told = group.create_task(self._tell_waiting(partial(_unfinished, parts)), name="waiting")
+            told = group.create_task(self._tell_waiting(partial(self._unfinished, parts)), name="waiting")
             await asyncio.wait({orderly, forced}, return_when=asyncio.FIRST_COMPLETED)
             durable = orderly.done() and orderly.result()
             for task in (orderly, forced, told):
@@ -274,12 +305,47 @@ class Server:
         except TimeoutError:
             self.force()  # user code may refuse to be cancelled: from now on nothing is waited for
             return False
+        if self._reason == _DRAIN:
+            await self._publish_all(parts)
+            return True
         left = self.settings.grace - self._since(began_ms)
         if parts.runner is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(left, 0.0)):
                     await parts.runner.idle()
         return True
+
+    async def _publish_all(self, parts: Parts) -> None:
+        """Cut every open window, and return when all are published."""
+        coordinator, runner = parts.coordinator, parts.runner
+        if self._drain:
+            coordinator.cuts = "none"
+            while coordinator.status().servers > 1:
+                await self._clock.sleep(self.settings.flush_interval)
+                await coordinator.flush("drain")
+        coordinator.cuts = "all"
+        while True:
+            await coordinator.flush("drain")
+            if runner is not None and runner.waiting:
+                self._to_compute.set()
+                await runner.idle()
+            elif coordinator.is_drained:
+                break
+            else:  # another server computes what is to be computed again
+                await self._clock.sleep(self.settings.flush_interval)
+        windows = (await parts.ledger.peek()).windows.values()
+        aside = [each.window_id for each in windows if each.state is WindowState.SET_ASIDE]
+        log.info("pipeline.drained", set_aside=aside)
+
+    def _unfinished(self, parts: Parts) -> dict[str, object]:
+        """Return what an orderly stop waits for."""
+        status = parts.coordinator.status()
+        found: dict[str, object] = {
+            "connections": parts.listener.connections,
+            "buffered_bytes": status.buffered_bytes,
+            "windows": status.windows_waiting,
+        }
+        return found | ({"servers": status.servers - 1} if self._drain else {})
 
     async def _tell_waiting(self, waiting_for: Callable[[], dict[str, object]]) -> None:
         began_ms = self._clock.steady_ms()
@@ -354,16 +420,6 @@ class Server:
         await self._built.wait()
         assert self._parts is not None
         return self._parts
-
-
-def _unfinished(parts: Parts) -> dict[str, object]:
-    """Return what an orderly stop waits for."""
-    status = parts.coordinator.status()
-    return {
-        "connections": parts.listener.connections,
-        "buffered_bytes": status.buffered_bytes,
-        "windows": status.windows_waiting,
-    }
 
 
 def _learn(coordinator: Coordinator, listing: Mapping[str, ShardListing]) -> None:

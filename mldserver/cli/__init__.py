@@ -48,6 +48,7 @@ mldserver serve handlers.departures --listen 127.0.0.1:7070 --out out/departures
 mldserver kcl --stream NAME --app NAME --region eu-central-1
 mldserver logs -f mldserver.log --level warning
 mldserver windows list --out out/departures
+mldserver drain handlers.departures --out out/departures
 mldserver ledger show --out out/departures
 mldserver dead-letters list --out out/departures
 ```
@@ -56,6 +57,7 @@ mldserver dead-letters list --out out/departures
 # The texts stand here so that `mldserver --help` imports none of the commands.
 _COMMANDS: Final = {
     "serve": "Run a handler: listen for daemons, compute windows, checkpoint.",
+    "drain": "Stop the servers of a pipeline and publish all they have, so that it can be changed.",
     "check": "Import a handler and report everything that is wrong with it.",
     "sim": "Run a whole pipeline without AWS or Java, faults on request.",
     "demo": "Play real departures through the server and show the windows.",

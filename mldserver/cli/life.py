@@ -29,15 +29,15 @@ _LAST_SECONDS: Final = 5.0
 """How long a forced server may take to end its parts, until the process ends without it."""
 
 
-def live(settings: Settings) -> int:
+def live(settings: Settings, *, drain: bool = False) -> int:
     """Run a server until it stops; return its exit code. Once it was forced, the process ends in here.
 
-    Raises OperatorError when the log file cannot be opened.
+    ``drain``: it does nothing but drain the pipeline. Raises OperatorError when the log file cannot be opened.
     """
     with contextlib.ExitStack() as logs:
         logs.enter_context(logging_to(settings))
         gc.freeze()  # what was imported stays: the collector would stop the event loop to look through it
-        code = uvloop.run(_life(Server(settings), partial(_leave, settings, logs)))
+        code = uvloop.run(_life(Server(settings, drain=drain), partial(_leave, settings, logs)))
     _tell(settings, code)
     return code
 

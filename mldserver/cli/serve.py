@@ -15,7 +15,7 @@ from mldserver.config import Spec, resolve, specs
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["app", "serve", "settings_parameters"]
+__all__ = ["app", "serve", "settings_parameters", "with_settings"]
 
 _HELP = """
 Run a handler: listen for daemons, compute windows, checkpoint.
@@ -92,7 +92,7 @@ def serve(
     return live(settings)
 
 
-def _with_settings(command: Callable[..., int]) -> inspect.Signature:
+def with_settings(command: Callable[..., int]) -> inspect.Signature:
     """Return a command's signature with the table of settings in the place of its ``**given``."""
     signature = inspect.signature(command, eval_str=True)
     own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
@@ -101,5 +101,5 @@ def _with_settings(command: Callable[..., int]) -> inspect.Signature:
     )
 
 
-serve.__signature__ = _with_settings(serve)  # type: ignore[attr-defined]  # functions may carry one (PEP 362)
+serve.__signature__ = with_settings(serve)  # type: ignore[attr-defined]  # functions may carry one (PEP 362)
 app.default(serve)

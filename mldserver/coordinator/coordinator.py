@@ -16,7 +16,7 @@ cycle did without hearing of it (the ledger's answer was lost) is seen by the sy
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import structlog
 
@@ -155,12 +155,13 @@ class Coordinator:
         """Set while the stream is over, as the latest cycle found it; wakes those who wait for that."""
         self._rows_accepted = 0
         self._ask_stream = ask_stream
+        self.draining = asyncio.Event()  # set once the ledger asks all servers to drain
+        self.cuts: Literal["due", "all", "none"] = "due"  # which open windows a cycle cuts
 
     async def start(self) -> None:
         """Open the ledger, finish what dead servers left, and learn the shards it knew.
 
-        Raises LedgerError, OperatorError (folder and ledger do not belong together, or the ledger's rows and the
-        handler's do not), and OSError (the folder is out of reach).
+        Raises LedgerError, OSError (the folder is out of reach), OperatorError (it, ledger and handler do not fit).
         """
         await asyncio.to_thread(self._store.begin, PRIVATE, *((SEGMENTS, STAGING) if self._spec else ()))
         await asyncio.to_thread(self._claim.look)
@@ -226,6 +227,8 @@ class Coordinator:
         self._fleet.learn(state)
         self._flusher.learn(state)
         self._learn(state)
+        if state.draining:
+            self.draining.set()
         inherit = bool(await self._fleet.bury()) or heirless(state)
         if self._runner is not None:
             under_way = self._picture.under_way
@@ -253,9 +256,10 @@ class Coordinator:
         return self.watermark.reopened >= result.lost_shards
 
     async def _cut(self, view: View) -> None:
-        if self._runner is not None:
-            close_all = view.over or view.quiet
-            entries = await self._flusher.cut(view.watermark_ms, close_all=close_all, gather=view.quiet)
+        if self._runner is not None and self.cuts != "none":
+            close_all = view.over or view.quiet or self.cuts == "all"
+            gather = view.quiet and self.cuts == "due"
+            entries = await self._flusher.cut(view.watermark_ms, close_all=close_all, gather=gather)
             self._runner.submit(entries)
             self._holding.computing |= bool(entries)
             if entries and view.quiet:
@@ -272,6 +276,11 @@ class Coordinator:
         self._sessions.forget(step.shards)
         if step.more:
             self._turns.soon()
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether no window is open, and none waits for its next revision."""
+        return not self._flusher.open_windows and not self._flusher.recomputing
 
     # What sources ask.
 
@@ -412,8 +421,7 @@ class Coordinator:
     @property
     def is_over(self) -> bool:
         """Whether every known shard has ended and every window is cut: no more when a shard comes, or rows."""
-        ended = self._view.over and self.lineage.all_ended()
-        return ended and not (self.buffer or self._flusher.open_windows or self._flusher.recomputing)
+        return self._view.over and self.lineage.all_ended() and not self.buffer and self.is_drained
 
     async def over(self) -> None:
         """Return when the stream is over, however often it seemed to be before."""

@@ -1,4 +1,4 @@
-"""The shape of a pipeline's rows: their columns, and how they are cut into windows. A synchronous core.
+"""The shape of a pipeline's rows: their columns, how they are cut into windows, where those go. A synchronous core.
 
 Every segment's name tells the shape of its rows, and the ledger keeps all shapes that ever were. So a changed handler is
 compared with what there is of older rows before it runs. What keeps their meaning goes on: a column added that may be
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from mldserver.coordinator.layout import shape_of
 from mldserver.coordinator.windows import Tumbling, span_text
-from mldserver.errors import OperatorError
+from mldserver.errors import NotThereYet, OperatorError
 from mldserver.state.ledger import WindowState
 from mldserver.state.shapes import ShapeChange
 
@@ -66,14 +66,18 @@ class Shape:
     """Of event-time windows."""
     on: str | None = None
     """The column of the event time; None for the arrival time, and for batches."""
+    table: str | None = None
+    """What windows are published into; None for files."""
 
     @classmethod
-    def of(cls, pipeline: str, columns: tuple[Column, ...], spec: WindowSpec | None) -> Shape:
+    def of(
+        cls, pipeline: str, columns: tuple[Column, ...], spec: WindowSpec | None, table: str | None = None
+    ) -> Shape:
         """Return the shape of a handler's rows; ``spec`` is None for a handler without rows."""
         if not isinstance(spec, Tumbling):
-            return cls(pipeline, columns, "batches" if spec else "")
+            return cls(pipeline, columns, "batches" if spec else "", table=table)
         of = f"windows of {span_text(spec.size_ms)} of {spec.on or 'arrival time'}"
-        return cls(pipeline, columns, of, spec.size_ms, spec.on)
+        return cls(pipeline, columns, of, spec.size_ms, spec.on, table)
 
     @classmethod
     def read(cls, text: str) -> Shape:
@@ -84,7 +88,7 @@ class Shape:
     @property
     def text(self) -> str:
         """The shape for the ledger."""
-        return json.dumps({name: getattr(self, name) for name in ("pipeline", "windows", "size_ms", "on")}
+        return json.dumps({name: getattr(self, name) for name in ("pipeline", "windows", "size_ms", "on", "table")}
                           | {"columns": [[each.name, each.type, each.nullable] for each in self.columns]})  # fmt: skip
 
     @property
@@ -137,7 +141,7 @@ class Shape:
             if server.server_id != server_id and server.shape not in {"", self.fingerprint}:
                 other = Shape.read(state.shapes[server.shape])
                 told = "; ".join(self.faults(other) or [f"it has {other.ddl}, and this one {self.ddl}"])
-                return OperatorError(
+                return NotThereYet(
                     f"The server {server.server_id} runs with another handler: {told}.",
                     did="This server did not start.",
                     advice="Stop that one first, or give this one the same handler: all servers of a pipeline have one.",
@@ -155,6 +159,8 @@ class Shape:
             found.append(f"there were {before.windows}, and are {self.windows or 'no windows'}")
         if before.pipeline != self.pipeline:
             found.append(f"the pipeline was {before.pipeline}, and is {self.pipeline}")
+        if before.table != self.table:
+            found.append(f"windows went into {before.table or 'files'}, and go into {self.table or 'files'}")
         return found
 
     def _column_faults(self, before: Shape) -> Iterator[str]:
@@ -174,7 +180,7 @@ class Shape:
             f"The handler does not go with the rows that the ledger holds: {'; '.join(found)}.",
             did="Nothing was touched.",
             advice="Run the handler as it was, or change it in order: `mldserver drain` with the handler as it was, then"
-            " start it as it is now (docs/operations.md).",
+            " start it as it is now (mldserver/docs/operations.md).",
             pipeline=self.pipeline,
         )
 
@@ -184,7 +190,7 @@ class Shape:
             f" {'; '.join(found)}.",
             did="Nothing was touched.",
             advice="Run `mldserver drain` with the handler as it was until it ends with exit code 0; what was set aside is"
-            f" computed again after `mldserver windows retry {entry.window_id}` (docs/operations.md).",
+            f" computed again after `mldserver windows retry {entry.window_id}` (mldserver/docs/operations.md).",
             pipeline=self.pipeline,
             window=entry.window_id,
         )

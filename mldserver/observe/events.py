@@ -65,6 +65,9 @@ EVENTS: Final[dict[str, EventSpec]] = {
     "server.waiting": EventSpec(
         "info", ("waiting_for", "seconds"), "Shutdown (or start) still waits for these."
     ),
+    "pipeline.drained": EventSpec(
+        "info", ("set_aside",), "No window is open or waits; ``set_aside``: those that kept failing."
+    ),
     "server.stopped": EventSpec("info", ("exit_code", "seconds"), "The last line of the log."),
     "server.failed": EventSpec("critical", ("exit_code", "traceback"), "The process cannot go on."),
     "server.buried": EventSpec(

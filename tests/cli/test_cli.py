@@ -60,7 +60,7 @@ def test_the_help_names_every_command_and_imports_none() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    for name in ("serve", "check", "sim", "demo", "logs", "kcl", "windows", "ledger"):
+    for name in ("serve", "drain", "check", "sim", "demo", "logs", "kcl", "windows", "ledger"):
         assert f"│ {name} " in done.stdout
 
 
@@ -162,8 +162,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     seen: list[Settings] = []
 
     class Server:
-        def __init__(self, settings: Settings) -> None:
+        def __init__(self, settings: Settings, *, drain: bool) -> None:
             seen.append(settings)
+            print("drains" if drain else "serves")
 
         async def run(self) -> int:
             print("from inside")
@@ -204,6 +205,16 @@ def test_serve_runs_a_server_with_what_the_options_say(
     assert str(settings.listen) == "127.0.0.1:0"
     assert b'"event":"handler.output"' in (tmp_path / "m.log").read_bytes()
     assert capsys.readouterr().err == "mldserver: stopped with exit code 1; m.log says why.\n"
+
+
+def test_drain_runs_a_server_that_only_drains_under_a_name_of_its_own(
+    served: list[Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["drain", "a.b", "--server-id", "one", "--out", "o", "--log-file", "m.log"]) == 1
+    (settings,) = served
+    assert (settings.handler, str(settings.out), settings.server_id) == ("a.b", "o", None)
+    assert b"drains" in (tmp_path / "m.log").read_bytes()
 
 
 def test_serve_tells_wrong_settings_before_it_starts_anything(

@@ -99,6 +99,7 @@ def test_changes_that_keep_the_meaning_of_older_rows_go_on(new: Shape) -> None:
         (shape(AT, CARRIER, DELAY, spec=batches()), "there were windows of 1 h of at, and are batches"),
         (shape(spec=None), "and are no windows"),
         (shape(AT, CARRIER, DELAY, pipeline="q"), "the pipeline was p, and is q"),
+        (replace(OLD, table="delta:x"), "windows went into files, and go into delta:x"),
     ],
 )  # fmt: skip
 def test_any_other_is_refused_in_a_sentence_with_the_columns_and_the_way_out(new: Shape, told: str) -> None:

@@ -1,0 +1,61 @@
+"""``mldserver drain``: the servers of a pipeline stop, and everything they have is published."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path  # noqa: TC003  # cyclopts reads the annotations
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from mldserver.cli.process import working_directory
+from mldserver.cli.serve import with_settings
+from mldserver.config import resolve
+
+__all__ = ["app", "drain"]
+
+_HELP = """
+Drain a pipeline: its servers take nothing more in, close and publish every open window, and exit with code 0.
+
+```
+mldserver drain handlers.departures --out out/departures
+```
+
+Give it the settings of the servers, and the handler as they run it: it ends what servers that died have left. It waits
+until all others have left, on whatever host; what stays are the positions. After it the pipeline can be started with
+another window size, schema or name: `mldserver/docs/operations.md` has the procedure for each change.
+
+Windows that are open are closed before their time: rows that come for them later are late. A signal ends the drain by
+force, without loss; the next one goes on, and a start without any change just serves again.
+
+Exit codes: 0 everything is published, else as for `mldserver serve`.
+"""
+
+app = App(name="drain", help=_HELP, help_format="markdown")
+
+
+def drain(
+    handler: Annotated[
+        str | None, Parameter(help="The handler's dotted path: package.module or package.module:Name.")
+    ] = None,
+    /,
+    *,
+    config: Annotated[
+        Path | None,
+        Parameter(help="Settings file. [default: mldserver.toml in the working directory, if it is there]"),
+    ] = None,
+    **given: object,
+) -> int:
+    """Drain the pipeline and return the exit code. ``given`` are raw settings by name."""
+    settings = resolve(
+        {"handler": handler, **given}, environ=os.environ, folder=working_directory(), config=config
+    )
+    from mldserver.cli.life import live  # noqa: PLC0415  # `--help` and wrong settings must not wait for its imports
+
+    # A name in the settings is that of a server that may run.
+    return live(dataclasses.replace(settings, server_id=None), drain=True)
+
+
+drain.__signature__ = with_settings(drain)  # type: ignore[attr-defined]  # functions may carry one (PEP 362)
+app.default(drain)
