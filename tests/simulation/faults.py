@@ -17,7 +17,7 @@ from mldserver.testing.virtual_process import Call, ProcessDied, VirtualProcess
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from simulation.oracles import Positions
     from simulation.outputs import Outputs
@@ -113,9 +113,9 @@ class Faults:
         self.tell("job failed", window)
         return self.dice.choice((WindowFailed, DriverLost))(f"{window} was not to be computed")
 
-    def mend(self) -> None:
+    def mend(self, windows: Iterable[str]) -> None:
         """Take away what windows fail of: an operator has come."""
-        self.cursed = dict.fromkeys(self.cursed, False)
+        self.cursed |= dict.fromkeys(windows, False)
 
     def tell(self, what: str, where: str) -> None:
         """Count something that goes wrong."""

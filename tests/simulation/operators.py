@@ -67,10 +67,13 @@ class Operator:
 
     async def _mend(self, state: LedgerState) -> None:
         """Take away what makes windows fail, and have those computed again that were set aside."""
-        self.faults.mend()
+        if self.plan.window_on_failure == "halt":
+            self.faults.mend(self.faults.cursed)
         for entry in state.windows.values():
-            if entry.state is WindowState.SET_ASIDE and await self.ledger.retry(entry.window_id):
-                self.faults.tell("retried", entry.window_id)
+            if entry.state is WindowState.SET_ASIDE:
+                self.faults.mend((entry.window_id,))
+                if await self.ledger.retry(entry.window_id):
+                    self.faults.tell("retried", entry.window_id)
 
     async def _redrive(self, letters: tuple[StoredLetter, ...]) -> None:
         """All of them, those of a shard, or those of a key."""

@@ -127,7 +127,7 @@ def make_plan(seed: int) -> Plan:
     parks = on_failure == "dead_letter" and dice.random() < 0.3
     return Plan(
         seed=seed,
-        servers=dice.choice((1, 1, 1, 2, 2, 3)),
+        servers=dice.choice((1, 1, 1, 1, 1, 2, 2, 2, 3)),
         fixed_name=dice.random() < 0.5,
         late=dice.choice(("recompute", "recompute", "separate")),
         retention=dice.choice(("1 day", "10 s")),
@@ -178,7 +178,7 @@ def make_plan(seed: int) -> Plan:
         redrives=rate(1.0, 0.6),
         purges=rate(0.7),
         window_on_failure=dice.choice(("halt", "dead_letter")),
-        cursed=trouble * rate(0.4),
+        cursed=trouble * rate(0.4, 0.5),
         # In V1 that is what rows are stamped with: children that nobody knows as such could come before their parents.
         ahead=dice.choice((0.0, 0.0, 10.0, -3600.0)) if listed or form is not Form.V1 else 0.0,
         clock_steps=some(3, 0.4) if listed or form is not Form.V1 else 0,

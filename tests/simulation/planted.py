@@ -89,7 +89,11 @@ class NextWindow(Flusher):
 
     def _plan(self, *args: Any) -> FlushPlan:
         planned = super()._plan(*args)
-        return replace(planned, files=tuple(replace(each, key=_next(each.key)) for each in planned.files))
+        keys = [_next(each.key) for each in planned.files]
+        files = zip(planned.files, keys, strict=True)
+        return replace(
+            planned, files=tuple(replace(each, key=key, kind=self._kind(key)) for each, key in files)
+        )
 
 
 def _next(key: WindowKey) -> WindowKey:

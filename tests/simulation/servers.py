@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from simulation.oracles import Progress, Violated, leaves
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mldserver.testing import FakeStream
     from mldserver.testing.virtual_loop import LoopClock
 
-_WATCH_SECONDS = 0.2
+_WATCH_SECONDS = 0.5
 _RESTART_SECONDS = 1.0
 _EXPECTED = (OperatorError, HandlerError, LedgerError, asyncio.CancelledError)
 """How a server may end: told to an operator, or buried by others (a LedgerError too)."""
@@ -111,7 +111,7 @@ class Supervised:
         )
         kinesis = FakeKinesis(self.stream, self.clock, latency=self.plan.latency)
         server = self.server = WatchedServer(
-            replace(self.settings),
+            self.settings,
             engine=engine,
             kinesis=kinesis.make,
             clock=self.clock,

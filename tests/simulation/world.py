@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -101,16 +101,24 @@ class World:
             supervised=True,
             keep_history=False,
         )
+        settings = self._settings()
         self.servers = [
-            Supervised(name, plan, self._settings(name), LoopClock(self.loop), self.faults, self.stream)
+            Supervised(
+                name,
+                plan,
+                replace(settings, server_id=name if plan.fixed_name else None),
+                LoopClock(self.loop),
+                self.faults,
+                self.stream,
+            )
             for name in ("left", "right", "third")[: plan.servers]
         ]
         self.servers[0].clock.step(plan.ahead)
         self.mld.servers, self.mld.dice = self.servers, self.dice
-        self.ledger = ledger_of(self._settings("operator"), server_id="operator", clock=self.clock)
+        self.ledger = ledger_of(settings, server_id="operator", clock=self.clock)
         self.operator = Operator(plan, self.dice, self.ledger, self.faults, self.clock)
 
-    def _settings(self, name: str) -> Settings:
+    def _settings(self) -> Settings:
         plan = self.plan
         fixed = {
             "handler": f"simulation.handlers:{plan.handler}",
@@ -127,7 +135,6 @@ class World:
             "window_retry_cap": "5 s",
             "window_concurrency": str(plan.jobs),
             "retry_base": "50 ms",
-            "server_id": f"{name}" if plan.fixed_name else None,
             "workers": "inline",
             "server_timeout": "8 s",
             "stream": "world" if plan.listed else None,
