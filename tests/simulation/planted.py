@@ -118,12 +118,14 @@ def _swapped(rows: pa.Table) -> pa.Table:
     return rows.set_column(rows.schema.get_field_index("n"), "n", turned)
 
 
-class DropsLateRows(SqliteStore):
+class DropsLateRows(Flusher):
     """Forgets rows that came too late for their window's first revision."""
 
-    def register(self, flush: Flush, *, now_ms: int) -> FlushResult:
-        kept = tuple(each for each in flush.segments if each.kind is SegmentKind.WINDOW)
-        return super().register(replace(flush, segments=kept), now_ms=now_ms)
+    def _plan(self, *args: Any) -> FlushPlan:
+        planned = super()._plan(*args)
+        return replace(
+            planned, files=tuple(each for each in planned.files if each.kind is SegmentKind.WINDOW)
+        )
 
 
 class AllLateBeside(CutWindows):
@@ -163,7 +165,7 @@ class CountsTwice(SqliteStore):
 BUGS: Mapping[str, Mapping[object, object]] = {
     "every row in the next window": {Flusher: NextWindow},
     "values of one row swapped": {Flusher: SwapsValues},
-    "a late row in neither place": {SqliteStore: DropsLateRows},
+    "a late row in neither place": {Flusher: DropsLateRows},
     "late rows beside a window that is retained": {CutWindows: AllLateBeside},
     "a revision without a row": {SqliteStore: RevisesWithout},
     "a redriven letter that counts twice": {SqliteStore: CountsTwice},
