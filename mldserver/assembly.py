@@ -79,13 +79,16 @@ class Parts:
 
 def claim_of(settings: Settings, store: OutputStore) -> FolderClaim:
     """Return the pipeline's claim on the output folder; nothing is touched yet."""
-    place = settings.ledger
+    place, former = settings.ledger, None
     if isinstance(place, SqlitePlace):
         named = None if isinstance(settings.out, Path) and place.path is None else str(_absolute(place))
     else:
         # Not its region or address, which one server may take from its settings and another from its environment.
         named = f"dynamodb://{place.table}/{settings.pipeline}"
-    return FolderClaim(store, pipeline=settings.pipeline, ledger=named, new_ledger=settings.new_ledger)
+        former = settings.rename_from and f"dynamodb://{place.table}/{settings.rename_from}"
+    return FolderClaim(
+        store, pipeline=settings.pipeline, ledger=named, former=former, new_ledger=settings.new_ledger
+    )
 
 
 def _absolute(place: SqlitePlace) -> SqlitePlace:
@@ -97,13 +100,18 @@ def ledger_of(settings: Settings, *, server_id: str, clock: Clock) -> Ledger:
     place = settings.ledger
     if isinstance(place, SqlitePlace):
         return SqliteLedger(
-            ledger_file(settings), pipeline=settings.pipeline, server_id=server_id, clock=clock
+            ledger_file(settings),
+            pipeline=settings.pipeline,
+            rename_from=settings.rename_from,
+            server_id=server_id,
+            clock=clock,
         )
     from mldserver.state.dynamodb import DynamoLedger  # noqa: PLC0415  # most servers never need AWS's client
 
     return DynamoLedger(
         place.table,
         pipeline=settings.pipeline,
+        rename_from=settings.rename_from,
         server_id=server_id,
         clock=clock,
         region=place.region or settings.region,

@@ -69,10 +69,10 @@ class World:
         async with asyncio.timeout(20):
             return await Server(self.settings(), engine=engine or LocalEngine(), drain=True).run()
 
-    async def start(self) -> int:
+    async def start(self, **changes: Any) -> int:
         """Start a server that is expected to be refused."""
         async with asyncio.timeout(20):
-            return await Server(self.settings(), engine=LocalEngine()).run()
+            return await Server(self.settings(**changes), engine=LocalEngine()).run()
 
     @contextlib.asynccontextmanager
     async def reading(self, server: Server) -> AsyncIterator[FakeMLD]:
@@ -93,8 +93,8 @@ class World:
         names = [folder.name for folder in sorted(self.out.glob("window=*"))]
         return {name.removeprefix("window=2020-01-15T"): self.values(f"{name}/*.parquet") for name in names}
 
-    def state(self) -> LedgerState:
-        store = SqliteStore(self.out / "_mldserver" / "ledger.sqlite", pipeline="p", server_id="tool")
+    def state(self, pipeline: str = "p") -> LedgerState:
+        store = SqliteStore(self.out / "_mldserver" / "ledger.sqlite", pipeline=pipeline, server_id="tool")
         try:
             return store.peek()
         finally:
@@ -218,3 +218,19 @@ async def test_rows_that_come_for_windows_of_the_old_schema_go_to_the_late_datas
         await until(lambda: world.values("_late/window=*/*.parquet") == [2])
     assert world.windows() == {"08-00-00Z": [0], "08-00-10Z": [1]}
     assert world.open_windows() == ["2020-01-15T08-00-30Z"]
+
+
+async def test_a_drained_pipeline_gets_another_name_and_goes_on_at_its_positions(world: World) -> None:
+    await fill(world, 0, 12)
+    assert await world.start(pipeline="q") == EXIT_OPERATOR
+    # Its windows are the old name's, also in tables that they were published into.
+    assert await world.start(pipeline="q", rename_from="p") == EXIT_OPERATOR
+    assert await world.drain() == EXIT_CLEAN
+    world.put(13, 31)
+    settings = world.settings(pipeline="q", rename_from="p")
+    async with asyncio.timeout(30), serving(settings) as server, world.reading(server):
+        await until(lambda: server.status().rows_durable == 2)
+        await until(lambda: world.values("_late/window=*/*.parquet") == [2])
+    assert world.windows() == {"08-00-00Z": [0], "08-00-10Z": [1]}
+    assert len(world.state("q").shards) == 1
+    assert await world.start() == EXIT_OPERATOR

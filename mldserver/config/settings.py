@@ -93,6 +93,12 @@ class Settings:
         "The pipeline's name, in logs and in the ledger.",
         _PIPELINE,
     )
+    rename_from: str | None = _setting(
+        kinds.optional(kinds.name()),
+        None,
+        "The name that the pipeline had until it was drained: it goes on under `pipeline`, at its positions.",
+        _PIPELINE,
+    )
     out: OutPlace = _made(
         places.out(),
         lambda: _DERIVED,

@@ -65,12 +65,23 @@ class FolderClaim:
     """One start's claim on one folder."""
 
     def __init__(
-        self, store: OutputStore, *, pipeline: str, ledger: str | None, new_ledger: bool = False
+        self,
+        store: OutputStore,
+        *,
+        pipeline: str,
+        ledger: str | None,
+        former: str | None = None,
+        new_ledger: bool = False,
     ) -> None:
-        """``ledger``: where it is, None for the one in the folder. ``new_ledger``: take it whatever the folder says."""
+        """``ledger``: where it is, None for the one in the folder; ``former``: where, under the pipeline's former name.
+
+        ``new_ledger``: take it whatever the folder says.
+        """
         self._store = store
         self._new_ledger = new_ledger
         self._mine = Owner("", pipeline, ledger)
+        self._same = {ledger, former or ledger}
+        self._renamed: Owner | None = None
         self._found = self._mine
         self._segments: list[str] = []
 
@@ -83,7 +94,7 @@ class FolderClaim:
         self._segments = [path for path, _ in self._store.files(SEGMENTS)]
         mine = self._mine
         # Of the pipeline's name a ledger itself is the judge; in a table it is a part of the place.
-        if found.ledger != mine.ledger and not self._new_ledger:
+        if found.ledger not in self._same and not self._new_ledger:
             raise OperatorError(
                 f"The output folder {self._store.uri()} belongs to pipeline {found.pipeline} on the ledger "
                 f"{_named(found.ledger)}; this is pipeline {mine.pipeline} on the ledger {_named(mine.ledger)}.",
@@ -135,10 +146,18 @@ class FolderClaim:
         state = await ledger.claim(folder, instead_of=state.ledger_id if doubt else None)
         self._require_folder(state, folder)
         noted = replace(self._mine, folder=folder, ledger_id=state.ledger_id, claims=state.claims)
+        if noted.ledger != self._found.ledger and self._found.ledger in self._same:
+            # Until the ledger has the new name, a start under the former one must find the folder as it was.
+            self._renamed, noted = noted, replace(noted, ledger=self._found.ledger)
         await asyncio.to_thread(self._note, noted)
         if doubt:
             log.warning("ledger.accepted", what=doubt, did="It is the folder's ledger from now on.")
         return state
+
+    async def renamed(self) -> None:
+        """Note the pipeline's new name in the folder, if it has one: the ledger has it. Raises OSError."""
+        if self._renamed is not None:
+            await asyncio.to_thread(self._note, self._renamed)
 
     def _require_folder(self, state: LedgerState, folder: str) -> None:
         if state.folder not in {None, folder}:
@@ -152,7 +171,7 @@ class FolderClaim:
     def _doubt(self, state: LedgerState) -> str:
         """Return why folder and ledger do not belong together; empty when they do. Blocking."""
         found, out = self._found, self._store.uri()
-        if found.ledger != self._mine.ledger:
+        if found.ledger not in self._same:
             return f"The ledger of {out} is {_named(self._mine.ledger)} now; it was {_named(found.ledger)}."
         if state.folder is None and (left := self._left()):
             return (

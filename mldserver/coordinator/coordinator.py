@@ -167,6 +167,7 @@ class Coordinator:
         await asyncio.to_thread(self._claim.look)
         state = await self._claim.settle(await self._fleet.join(), self._ledger)
         state = await self._fleet.declare(self._shape, state)
+        await self._claim.renamed()
         if self._runner is not None:
             self._runner.know_older(self._shape.older(state))
         open_windows = OpenWindows(self._spec, state.batch_progress) if self._spec else None

@@ -86,6 +86,7 @@ class DynamoLedger:
         pipeline: str,
         server_id: str,
         clock: Clock,
+        rename_from: str | None = None,
         region: str | None = None,
         endpoint_url: str | None = None,
         create: bool = False,
@@ -96,11 +97,11 @@ class DynamoLedger:
     ) -> None:
         """Name the table, the pipeline and this server; ``open`` reaches for them.
 
-        ``create``: make the table when it is not there. ``session``: an aioboto3 session; None: credentials and region
+        ``rename_from``: the name that the pipeline may have still. ``create``: make the table when it is not there. ``session``: an aioboto3 session; None: credentials and region
         come from where boto3 finds them. ``compact_bytes``: the log is never shortened below it.
         """
         self._name = table
-        self._pipeline = pipeline
+        self._pipeline, self._former = pipeline, rename_from
         self._server_id = server_id
         self._clock = clock
         self._where: dict[str, Any] = {"region": region, "endpoint_url": endpoint_url, "session": session}
@@ -162,15 +163,15 @@ class DynamoLedger:
         if self._journal is not None:
             return
         table = await self._reach()
-        journal = Journal(
-            table, pipeline=self._pipeline, clock=self._clock, jitter=self._jitter, unique=self._unique
-        )
-        if create:
-            if self._make:
-                await table.create()
+        names = self._pipeline, self._former
+        journal = Journal(table, names, clock=self._clock, jitter=self._jitter, unique=self._unique)
+        if create and self._make:
+            await table.create()
+        if create and self._former is None:
             await journal.create(self._clock.now_ms())
         if not await journal.load():
-            missing = f"There is no ledger of the pipeline {self._pipeline} in the table {self._name}."
+            name = self._former or self._pipeline
+            missing = f"There is no ledger of the pipeline {name} in the table {self._name}."
             raise LedgerError(missing, advice="Name a pipeline that ran, and its table.", table=self._name)
         self._journal = journal
         self._compaction = Compaction(

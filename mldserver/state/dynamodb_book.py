@@ -304,6 +304,8 @@ class Draft:
         """Paths of segments that windows took in."""
         self.dead_letters: tuple[DeadLetter, ...] = ()
         """To be stored beside the changes."""
+        self.declares = False
+        """Whether a server declares a shape in it, and with it the pipeline's name."""
         self.spent: list[int] = []
         """Versions of whose letters none is left: their items go."""
 

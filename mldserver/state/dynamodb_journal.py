@@ -66,16 +66,21 @@ class Journal:
     def __init__(
         self,
         table: Table,
+        names: tuple[str, str | None],
         *,
-        pipeline: str,
         clock: Clock,
         jitter: Callable[[], float],
         unique: Callable[[], str],
     ) -> None:
-        """Start with an empty book; ``unique`` gives a new id (at most 36 characters) at each call."""
+        """Start with an empty book.
+
+        ``names``: the pipeline's, and the one that it may have still. ``unique`` gives a new id (at most 36 characters) at
+        each call.
+        """
         self.book = Book()
         self._table = table
-        self._pipeline = pipeline
+        self._pipeline, self._former = names
+        self._name = self._pipeline
         self._clock = clock
         self._jitter = jitter
         self._unique = unique
@@ -103,7 +108,7 @@ class Journal:
         Raises LedgerVersionError for one of another format, LedgerError for a damaged one.
         """
         for turn in range(_READINGS):
-            meta = await self._table.get("meta")
+            meta = await self._meta()
             if meta is None:
                 return False
             self._require_format(meta)
@@ -113,6 +118,30 @@ class Journal:
             # A snapshot was put in force, or a transaction is half visible, between two reads.
             await self._clock.sleep(backoff_s(turn, self._jitter()))
         raise self._damaged("its snapshot or its log has holes")
+
+    async def _meta(self) -> Item | None:
+        """Return the item that a ledger begins with.
+
+        The ledger stays in the partition of the name that the pipeline had first; under later names an item says which.
+        Raises LedgerVersionError for a pipeline that has another name now.
+        """
+        meta = await self._table.get("meta")
+        if meta is None and self._former is not None:
+            self._table.partition = self._former
+            meta = await self._table.get("meta")
+        if meta is not None and "partition" in meta:
+            self._table.partition = meta["partition"]["S"]
+            meta = await self._table.get("meta")
+        if meta is None:
+            return None
+        self._name = meta["name"]["S"] if "name" in meta else self._table.partition
+        if self._name not in {self._pipeline, self._former}:
+            raise LedgerVersionError(
+                f"The pipeline {self._table.partition} is called {self._name} now.",
+                advice=f"Give that name, or rename it back with --rename-from {self._name}.",
+                pipeline=self._pipeline,
+            )
+        return meta
 
     async def _load(self, snapshot: Snapshot, version: int) -> bool:
         book = Book()
@@ -199,10 +228,30 @@ class Journal:
             operations += [self._table.put(version_key("dead", version), told), *self._table.named(value)]
         for spent in draft.spent:
             operations += await self._without(version_key("dead", spent))
-        if not await self._transact(version, tx, operations):
+        renames = draft.declares and self._name != self._pipeline
+        if renames:
+            operations += self._led_here()
+        if not await self._transact(
+            version, tx, operations, {"name": {"S": self._pipeline}} if renames else None
+        ):
             return False
+        if renames:
+            self._name = self._pipeline
         self._applied(changes, len(data))
         return True
+
+    def _led_here(self) -> list[dict[str, Any]]:
+        """Return what a transaction must do so that the ledger is found under the pipeline's new name."""
+        if self._table.partition == self._pipeline:
+            return []
+        put = self._table.put(
+            "meta",
+            {"partition": {"S": self._table.partition}},
+            ConditionExpression="attribute_not_exists(pipeline) OR attribute_exists(#partition)",
+            ExpressionAttributeNames={"#partition": "partition"},
+        )
+        put["Put"]["Item"]["pipeline"] = {"S": self._pipeline}
+        return [put]
 
     async def _without(self, item: str) -> list[dict[str, Any]]:
         """Return what a transaction must do that deletes an item of letters."""

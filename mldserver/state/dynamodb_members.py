@@ -82,6 +82,7 @@ def declare(draft: Draft, server_id: str, change: ShapeChange, version: int, now
     """Note a server's shape. One that is not the pipeline's takes its place, if nobody wrote since ``version``."""
     if change.fingerprint != draft.totals.shape and draft.book.version != version:
         return False
+    draft.declares = True
     row = _row(draft, server_id)
     draft.servers.put(server_id, replace(row, state=replace(row.state, shape=change.fingerprint)))
     if draft.shapes.get(change.fingerprint) is None:

@@ -97,7 +97,8 @@ class Table:
         """Use an aioboto3 DynamoDB client that does not retry by itself; ``jitter`` gives numbers from [0, 1)."""
         self._client = client
         self._name = name
-        self._pipeline = pipeline
+        self.partition = pipeline
+        """Of its ledger: the name that the pipeline had first."""
         self._clock = clock
         self._jitter = jitter
 
@@ -157,7 +158,7 @@ class Table:
 
     def key(self, item: str) -> Item:
         """Return an item's key."""
-        return {"pipeline": {"S": self._pipeline}, "item": {"S": item}}
+        return {"pipeline": {"S": self.partition}, "item": {"S": item}}
 
     def put(self, item: str, attributes: Item, **condition: Any) -> dict[str, Any]:
         """Return a Put of a transaction."""
@@ -209,7 +210,7 @@ class Table:
             "KeyConditionExpression": "pipeline = :p AND #item BETWEEN :first AND :last",
             "ExpressionAttributeNames": {"#item": "item"} | {f"#{name}": name for name in names},
             "ExpressionAttributeValues": {
-                ":p": {"S": self._pipeline},
+                ":p": {"S": self.partition},
                 ":first": {"S": first},
                 ":last": {"S": last},
             },

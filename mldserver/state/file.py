@@ -25,10 +25,12 @@ _WAL_TRIES = 100
 _WAL_PAUSE_SECONDS = 0.02
 
 
-def create_or_open(path: Path, *, pipeline: str, busy_timeout_ms: int, now_ms: int) -> sqlite3.Connection:
+def create_or_open(
+    path: Path, *, pipeline: str, busy_timeout_ms: int, now_ms: int, former: str | None = None
+) -> sqlite3.Connection:
     """Return a connection to the pipeline's ledger, which is created when there is none.
 
-    Raises OperatorError when its folder cannot be made, LedgerVersionError for a newer, older or foreign file,
+    ``former``: the name that it may have still; then it must be there. Raises OperatorError when its folder cannot be made, LedgerVersionError for a newer, older or foreign file,
     LedgerError for a damaged one. The file is then as it was.
     """
     try:
@@ -37,13 +39,17 @@ def create_or_open(path: Path, *, pipeline: str, busy_timeout_ms: int, now_ms: i
         raise folder_error(error)(
             f"The folder {path.parent} cannot be made: {error.strerror}.", path=str(path)
         ) from error
-    return _connect(path, pipeline, busy_timeout_ms, created_ms=now_ms)
+    if former is not None:
+        return open_existing(path, pipeline=pipeline, busy_timeout_ms=busy_timeout_ms, former=former)
+    return _connect(path, (pipeline,), busy_timeout_ms, created_ms=now_ms)
 
 
-def open_existing(path: Path, *, pipeline: str, busy_timeout_ms: int) -> sqlite3.Connection:
+def open_existing(
+    path: Path, *, pipeline: str, busy_timeout_ms: int, former: str | None = None
+) -> sqlite3.Connection:
     """Return a connection to a ledger that is there; raises LedgerError when none is, else as above."""
     if path.exists():
-        return _connect(path, pipeline, busy_timeout_ms, created_ms=None)
+        return _connect(path, (pipeline, former or pipeline), busy_timeout_ms, created_ms=None)
     raise _missing(path)
 
 
@@ -81,7 +87,7 @@ def go_on_from(path: Path, folder: str) -> None:
 
 
 def _connect(
-    path: Path, pipeline: str, busy_timeout_ms: int, *, created_ms: int | None
+    path: Path, names: tuple[str, ...], busy_timeout_ms: int, *, created_ms: int | None
 ) -> sqlite3.Connection:
     with contextlib.ExitStack() as undo:
         try:
@@ -93,8 +99,8 @@ def _connect(
                 if created_ms is None:
                     raise _missing(path)
                 _configure(db, path)
-                _create(db, path, pipeline, created_ms)
-            _examine(db, path, pipeline)
+                _create(db, path, names[0], created_ms)
+            _examine(db, path, names)
             _configure(db, path)
         except sqlite3.Error as error:
             raise translate(error, path, did="It was left as it is.") from error
@@ -143,7 +149,7 @@ def _create(db: sqlite3.Connection, path: Path, pipeline: str, now_ms: int) -> N
             db.execute("ROLLBACK")
 
 
-def _examine(db: sqlite3.Connection, path: Path, pipeline: str) -> None:
+def _examine(db: sqlite3.Connection, path: Path, names: tuple[str, ...]) -> None:
     meta = db.execute("SELECT format, pipeline FROM meta").fetchone()
     if meta is None:
         raise damaged("it does not say whose it is", path)
@@ -156,10 +162,11 @@ def _examine(db: sqlite3.Connection, path: Path, pipeline: str) -> None:
             else "Run the version of mldserver that wrote it, or a later one.",
             path=str(path),
         )
-    if meta["pipeline"] != pipeline:
+    if meta["pipeline"] not in names:
         raise LedgerVersionError(
-            f"The ledger belongs to the pipeline {meta['pipeline']!r}, not to {pipeline!r}.",
-            advice="Give each pipeline an output folder of its own, or the name that it had.",
+            f"The ledger belongs to the pipeline {meta['pipeline']!r}, not to {names[0]!r}.",
+            advice="Give each pipeline an output folder of its own, or the name that it had; a drained one is renamed with"
+            " --rename-from (mldserver/docs/operations.md).",
             path=str(path),
         )
     found = db.execute("PRAGMA quick_check(1)").fetchone()[0]

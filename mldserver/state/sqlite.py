@@ -48,14 +48,26 @@ class SqliteLedger:
     """
 
     def __init__(
-        self, path: Path, *, pipeline: str, server_id: str, clock: Clock, busy_timeout_ms: int = 5000
+        self,
+        path: Path,
+        *,
+        pipeline: str,
+        server_id: str,
+        clock: Clock,
+        rename_from: str | None = None,
+        busy_timeout_ms: int = 5000,
     ) -> None:
         """Name the file, the pipeline and this server; ``open`` touches them.
 
-        ``busy_timeout_ms``: how long a call waits for another server's transaction.
+        ``rename_from``: the name that the pipeline may have still. ``busy_timeout_ms``: how long a call waits for
+        another server's transaction.
         """
         self._store = SqliteStore(
-            path, pipeline=pipeline, server_id=server_id, busy_timeout_ms=busy_timeout_ms
+            path,
+            pipeline=pipeline,
+            server_id=server_id,
+            rename_from=rename_from,
+            busy_timeout_ms=busy_timeout_ms,
         )
         self._clock = clock
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mldserver-ledger")

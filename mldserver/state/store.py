@@ -41,10 +41,22 @@ __all__ = ["SqliteStore"]
 class SqliteStore:
     """One pipeline's ledger file. Methods mean what ``Ledger`` says; LedgerError leaves the ledger as it was."""
 
-    def __init__(self, path: Path, *, pipeline: str, server_id: str, busy_timeout_ms: int = 5000) -> None:
-        """Name the file, the pipeline and this server; nothing is touched before ``open`` or ``peek``."""
+    def __init__(
+        self,
+        path: Path,
+        *,
+        pipeline: str,
+        server_id: str,
+        rename_from: str | None = None,
+        busy_timeout_ms: int = 5000,
+    ) -> None:
+        """Name the file, the pipeline and this server; nothing is touched before ``open`` or ``peek``.
+
+        ``rename_from``: the name that the pipeline may have still; it gets the other when a shape is declared.
+        """
         self._path = path
         self._pipeline = pipeline
+        self._former = rename_from
         self.server_id = server_id
         self._busy_timeout_ms = busy_timeout_ms
         self._db: sqlite3.Connection | None = None
@@ -59,7 +71,11 @@ class SqliteStore:
         if self._db is not None:
             raise InternalError("The ledger is open already.", path=str(self._path))
         self._db = file.create_or_open(
-            self._path, pipeline=self._pipeline, busy_timeout_ms=self._busy_timeout_ms, now_ms=now_ms
+            self._path,
+            pipeline=self._pipeline,
+            busy_timeout_ms=self._busy_timeout_ms,
+            now_ms=now_ms,
+            former=self._former,
         )
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
@@ -74,7 +90,10 @@ class SqliteStore:
         """Return what the ledger holds without registering. Raises LedgerError when there is none."""
         if self._db is None:
             self._db = file.open_existing(
-                self._path, pipeline=self._pipeline, busy_timeout_ms=self._busy_timeout_ms
+                self._path,
+                pipeline=self._pipeline,
+                busy_timeout_ms=self._busy_timeout_ms,
+                former=self._former,
             )
         with self._transaction("BEGIN") as db:
             return self._state(db)
@@ -169,7 +188,10 @@ class SqliteStore:
     def declare(self, change: ShapeChange, *, version: int, now_ms: int) -> bool:
         """Note this server's shape, unless it is another than the pipeline's and somebody wrote since a version."""
         with self._serving() as db:
-            return members.declare(db, self.server_id, change, version, now_ms)
+            declared = members.declare(db, self.server_id, change, version, now_ms)
+            if declared:
+                db.execute("UPDATE meta SET pipeline = ?", (self._pipeline,))
+            return declared
 
     def drain(self) -> None:
         """Ask all servers to drain."""

@@ -296,3 +296,24 @@ async def test_a_ledger_from_before_the_last_rows_is_refused_and_their_segments_
     pipeline.new_ledger = False
     async with pipeline.life():
         pass
+
+
+async def test_a_folder_is_found_under_the_former_name_until_the_ledger_has_the_new_one(
+    store: OutputStore, tmp_path: Path
+) -> None:
+    async def start(ledger: str, former: str | None = None, *, renamed: bool = False) -> None:
+        claim = FolderClaim(store, pipeline=ledger, ledger=f"dynamodb://t/{ledger}", former=former)
+        claim.look()
+        opened = SqliteLedger(tmp_path / "ledger", pipeline="a", server_id="s", clock=VirtualClock(0))
+        await claim.settle(await opened.open(), opened)
+        if renamed:
+            await claim.renamed()
+        await opened.close()
+
+    await start("old", renamed=True)
+    await start("new", "dynamodb://t/old")
+    await start("old")
+    await start("new", "dynamodb://t/old", renamed=True)
+    await start("new")
+    with pytest.raises(OperatorError, match="belongs to pipeline new on the ledger dynamodb://t/new"):
+        await start("old")

@@ -104,8 +104,9 @@ def ledger_on(dynamo: FakeDynamo, clock: Any) -> Callable[..., DynamoLedger]:
 def ledger_factory(request: pytest.FixtureRequest, tmp_path: Path, clock: HandClock) -> Callable[..., Ledger]:
     """Make ledgers, not opened yet, over the same durable state. Every kind of ledger is a parameter."""
 
-    def sqlite(server_id: str = "one", pipeline: str = "p") -> Ledger:
-        return SqliteLedger(tmp_path / "ledger.sqlite", pipeline=pipeline, server_id=server_id, clock=clock)
+    def sqlite(server_id: str = "one", pipeline: str = "p", **settings: Any) -> Ledger:
+        file = tmp_path / "ledger.sqlite"
+        return SqliteLedger(file, pipeline=pipeline, server_id=server_id, clock=clock, **settings)
 
     factory: Callable[..., Ledger] = sqlite
     if request.param == "dynamodb":

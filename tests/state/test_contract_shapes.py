@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mldserver.errors import InternalError, ServerBuried
+from mldserver.errors import InternalError, LedgerError, LedgerVersionError, ServerBuried
 from mldserver.records import Sequence
 from mldserver.state.ledger import Flush, ServerState, WindowState
 from mldserver.state.shapes import ShapeChange
 from tests.state.samples import BATCH, W1, W2, bring_to, held, more, move, opened, peeked, seg
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from mldserver.state.ledger import Ledger
     from tests.state.samples import Factory
 
 OLD, NEW = ShapeChange("f1", "old"), ShapeChange("f2", "new")
@@ -131,3 +135,66 @@ async def test_a_drain_is_asked_for_by_a_tool_and_over_at_the_next_start(ledger_
         assert found.draining
         assert await third.declare(OLD, version=0)
         assert not (await third.peek()).draining
+
+
+@contextlib.asynccontextmanager
+async def under(factory: Factory, pipeline: str, rename_from: str | None = None) -> AsyncIterator[Ledger]:
+    """A server's ledger, opened under a pipeline's name; it leaves at the end."""
+    ledger = factory("one", pipeline=pipeline, rename_from=rename_from)
+    await ledger.open()
+    try:
+        yield ledger
+        await ledger.leave()
+    finally:
+        await ledger.close()
+
+
+async def declares(ledger: Ledger, change: ShapeChange) -> bool:
+    return await ledger.declare(change, version=(await ledger.peek()).version)
+
+
+async def test_a_pipeline_gets_another_name_when_its_server_declares_its_shape(
+    ledger_factory: Factory,
+) -> None:
+    async with under(ledger_factory, "p") as first:
+        await first.open_shard("a")
+        await first.register(Flush((move("a"),), (seg("s1"),)))
+    async with under(ledger_factory, "q", rename_from="p"):
+        pass  # It has not declared anything: the name stays.
+    async with under(ledger_factory, "p"):
+        pass
+    async with under(ledger_factory, "q", rename_from="p") as renamed:
+        assert await declares(renamed, NEW)
+        await renamed.register(Flush((), (seg("s2", W2),)))
+    with pytest.raises(LedgerVersionError):
+        async with under(ledger_factory, "p"):
+            pass
+    # The setting may stay where it is, and may go.
+    async with under(ledger_factory, "q", rename_from="p") as again:
+        assert (await again.peek()).shards["a"].position == move("a").position
+    async with under(ledger_factory, "q") as again:
+        assert set((await again.peek()).windows) == {W1, W2}
+
+
+async def test_a_pipeline_may_get_its_first_name_again(ledger_factory: Factory) -> None:
+    async with under(ledger_factory, "p") as ledger:
+        await bring_to(ledger, WindowState.OPEN)
+    for name, former in (("q", "p"), ("p", "q"), ("q", "p"), ("r", "q")):
+        async with under(ledger_factory, name, rename_from=former) as ledger:
+            assert await declares(ledger, dataclasses.replace(NEW, fingerprint=f"{former} to {name}"))
+    async with under(ledger_factory, "r") as ledger:
+        assert set((await ledger.peek()).windows) == {W1}
+    for other in "pq":
+        with pytest.raises(LedgerVersionError):
+            async with under(ledger_factory, other):
+                pass
+
+
+async def test_nothing_is_begun_where_the_former_name_has_no_ledger(ledger_factory: Factory) -> None:
+    if ledger_factory.__name__ == "make":
+        async with under(ledger_factory, "other"):
+            pass  # DynamoDB's table
+    for _ in range(2):
+        with pytest.raises(LedgerError, match="no ledger"):
+            async with under(ledger_factory, "q", rename_from="p"):
+                pass
