@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mldserver.errors import LedgerError, LedgerVersionError
+from mldserver.state.schema import FORMAT
 from tests.state.dynamodb_fake import FakeDynamo, beat, flush, lost_answer, start
 from tests.state.samples import letter
 
@@ -25,9 +26,9 @@ async def test_a_newer_format_is_refused_at_the_start_and_while_running(
 ) -> None:
     ledger = await start(ledger_on(), "a")
     other = await start(ledger_on("two"))
-    dynamo.items["p"][where]["format"] = {"N": "5"}
+    dynamo.items["p"][where]["format"] = {"N": f"{FORMAT + 1}"}
     for call in (ledger.open_shard("b"), ledger_on("three").open(), ledger_on("tool").peek()):
-        with pytest.raises(LedgerVersionError, match="has format 5"):
+        with pytest.raises(LedgerVersionError, match=f"has format {FORMAT + 1}"):
             await call
     await other.close()
 

@@ -70,6 +70,7 @@ NOT_QUICK: Final = (
     "state/test_contract_late.py",
     "state/test_contract_letters.py",
     "state/test_contract_servers.py",
+    "state/test_contract_shapes.py",
     "state/test_contract_windows.py",
     "state/test_dynamodb.py",
     "state/test_dynamodb_create.py",
