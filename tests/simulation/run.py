@@ -1,14 +1,19 @@
 """Run worlds from the shell: ``python -m simulation.run 0 500 2`` plays every second seed from 0 on below 500.
 
-Prints one line of JSON for each world. With ``SIM_LOG`` in the environment the server's log goes to stderr.
+Prints one line of JSON for each world. With ``SIM_LOG`` in the environment the server's log goes to stderr. ``SIM_DONE``
+names a file of such lines: its worlds are left out, so that a long run that was cut off goes on by the same command:
+
+    SIM_DONE=worlds.jsonl PYTHONPATH=tests:. python -m simulation.run 0 5000 >> worlds.jsonl
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -49,6 +54,16 @@ def _drop(_logger: object, _method: str, event: dict[str, Any]) -> dict[str, Any
     raise structlog.DropEvent
 
 
+def _done(file: str | None) -> set[int]:
+    """Return the seeds of the worlds that a file tells of; the last line may have been cut off."""
+    seeds: set[int] = set()
+    if file is not None and Path(file).exists():
+        for line in Path(file).read_text("utf-8").splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                seeds.add(json.loads(line)["seed"])
+    return seeds
+
+
 def main(first: int, end: int, step: int = 1, bug: str | None = None) -> None:
     """Play worlds; a planted bug ends the run at the first one that finds it."""
     pa.set_cpu_count(1)  # the other cores play other worlds
@@ -56,7 +71,10 @@ def main(first: int, end: int, step: int = 1, bug: str | None = None) -> None:
         processors=[structlog.contextvars.merge_contextvars, structlog.processors.add_log_level, _drop],
         wrapper_class=CheckedLogger,
     )
+    done = _done(os.environ.get("SIM_DONE"))
     for seed in range(first, end, step):
+        if seed in done:
+            continue
         told = run(seed, bug)
         sys.stdout.write(json.dumps(told) + "\n")
         sys.stdout.flush()

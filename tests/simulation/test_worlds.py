@@ -100,3 +100,12 @@ def test_a_seed_is_the_same_world_every_time() -> None:
     once, again = (told(start(1, 6, hash_seed=n)) for n in (1, 2))
     assert [world["same"] for world in once] == [world["same"] for world in again]
     assert len({world["same"] for world in once}) == 5
+
+
+def test_a_run_that_was_cut_off_goes_on_with_the_worlds_that_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = tmp_path / "worlds.jsonl"
+    done.write_text('{"seed": 1, "why": null}\n{"seed": 2, "why": "something"}\n{"seed": 3, "wh', "utf-8")
+    monkeypatch.setenv("SIM_DONE", str(done))
+    assert [world["seed"] for world in told(start(1, 4))] == [3]

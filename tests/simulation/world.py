@@ -340,6 +340,7 @@ def play(plan: Plan, planted: Mapping[object, object] | None = None) -> World:
         with (
             asyncio.Runner(loop_factory=lambda: loop) as runner,
             mock.patch.object(os, "fsync", return_value=None),
+            mock.patch.object(os, "getpid", return_value=4711),  # of servers' names
             in_memory(random.Random(f"{plan.seed}/table")) if plan.table else contextlib.nullcontext(),
             mock.patch.object(
                 uuid, "uuid4", side_effect=lambda: uuid.UUID(int=names.getrandbits(128), version=4)
