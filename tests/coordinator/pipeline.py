@@ -176,6 +176,8 @@ class Pipeline:
         self.clock = clock or VirtualClock(1_000_000)
         self.faults = Faults()
         self.new_ledger = False
+        self.place: str | None = None
+        """Where the ledger is, if not in the folder."""
         self.names = itertools.count()
         self.coordinator: Coordinator
         self.runner: WindowRunner | None
@@ -207,7 +209,7 @@ class Pipeline:
             runner=self.runner,
             clock=self.clock,
             unique=lambda: f"{self.server_id}{next(self.names)}",
-            claim=FolderClaim(store, pipeline="test", ledger=None, new_ledger=self.new_ledger),
+            claim=FolderClaim(store, pipeline="test", ledger=self.place, new_ledger=self.new_ledger),
             locks=self.locks,
             ask_stream=self.ask_stream,
         )

@@ -13,7 +13,7 @@ from coordinator.leases import Leases, stream
 from coordinator.pipeline import RULES, Pipeline
 
 from mldserver.coordinator.windows import Tumbling, batches
-from mldserver.errors import InternalError, LedgerError
+from mldserver.errors import InternalError, LedgerError, OperatorError
 from mldserver.state.dynamodb import DynamoLedger
 from mldserver.state.ledger import WindowState
 from mldserver.testing import VirtualClock
@@ -79,6 +79,7 @@ class OnDynamo(Pipeline):
     def __init__(self, out: Path, dynamo: ShakyDynamo, **values: Any) -> None:
         super().__init__(out, **values)
         self.dynamo = dynamo
+        self.place = "dynamodb://table/test"
         self.letters: list[tuple[str, Sequence]] = []
 
     def make_ledger(self) -> DynamoLedger:
@@ -188,3 +189,15 @@ async def test_servers_that_die_while_answers_are_lost_lose_and_double_nothing(
     daemon.assert_all(one)
     assert daemon.deaths > 0
     assert dynamo.kinds("test")["blob"] > 0
+
+
+async def test_two_hosts_with_a_local_folder_each_are_refused(tmp_path: Path) -> None:
+    """Each would compute windows from the rows that it has itself, and miss the other's."""
+    dynamo = ShakyDynamo(random.Random(0), rate=0.0)
+    one, other = (OnDynamo(tmp_path / name, dynamo, server_id=name) for name in ("one", "other"))
+    async with one.life():
+        with pytest.raises(OperatorError, match=r"belongs to another output folder than .*/other"):
+            async with other.life():
+                pass
+    async with OnDynamo(tmp_path / "one", dynamo, server_id="other").life():
+        pass
