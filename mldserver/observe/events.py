@@ -176,29 +176,31 @@ EVENTS: Final[dict[str, EventSpec]] = {
         "info", ("handler", "hooks", "schema", "windows"), "The handler was imported and checked."
     ),
     "handler.failed": EventSpec(
-        "warning|error",
-        ("handler", "hook", "sequence", "attempt", "delay_seconds", "traceback"),
-        "A hook failed and is tried again; an error when ``initialize`` keeps failing, since its shard waits.",
+        "warning|error|debug",
+        ("handler", "hook", "sequence", "attempt", "delay_seconds", "traceback", "times"),
+        "A hook failed and is tried again; an error when ``initialize`` keeps failing, since its shard waits. The same "
+        "failure of a shard is told once a minute, with how many ``times`` it came since, and meanwhile at debug; so "
+        "are the next three events.",
     ),
     "handler.dead_letter": EventSpec(
-        "error",
-        ("handler", "sequence", "partition_key", "attempts", "traceback"),
+        "error|debug",
+        ("handler", "sequence", "partition_key", "attempts", "traceback", "times"),
         "A record failed for good and is a dead letter.",
     ),
     "handler.skipped": EventSpec(
-        "warning",
-        ("handler", "sequence", "partition_key", "attempts", "traceback"),
+        "warning|debug",
+        ("handler", "sequence", "partition_key", "attempts", "traceback", "times"),
         "A record failed for good and is skipped: nothing of it is kept.",
+    ),
+    "handler.hook_failed": EventSpec(
+        "error|debug",
+        ("handler", "hook", "attempts", "traceback", "times"),
+        "A life-cycle hook failed for good; the daemon is answered all the same.",
     ),
     "handler.discarded": EventSpec(
         "debug",
         ("handler", "sequence", "partition_key", "attempts"),
         "The handler discarded a record.",
-    ),
-    "handler.hook_failed": EventSpec(
-        "error",
-        ("handler", "hook", "attempts", "traceback"),
-        "A life-cycle hook failed for good; the daemon is answered all the same.",
     ),
     "handler.halted": EventSpec(
         "critical",

@@ -25,7 +25,7 @@ from mldserver.runtime.rows import BadRow
 from mldserver.runtime.values import settled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
     from mldserver.clock import Clock
     from mldserver.runtime.deadlines import Deadlines
@@ -92,7 +92,7 @@ class Caller:
         other._thread = thread  # noqa: SLF001  # its own class
         return other
 
-    async def run(self, hook: BoundHook, arguments: Sequence[Any], *, shard: str) -> Returned:
+    async def run(self, hook: BoundHook, arguments: Iterable[Any], *, shard: str) -> Returned:
         """Call ``hook`` with each argument in turn; stop at the first failure.
 
         An asynchronous call beyond its deadline is cancelled and has failed. A synchronous one cannot be stopped:
@@ -164,7 +164,7 @@ class Caller:
             and threading.current_thread() is threading.main_thread()
         )
 
-    async def _run_async(self, hook: BoundHook, arguments: Sequence[Any], shard: str) -> Returned:
+    async def _run_async(self, hook: BoundHook, arguments: Iterable[Any], shard: str) -> Returned:
         caller = asyncio.current_task()
         assert caller is not None, "coroutines of the runtime run in tasks"
         before = caller.cancelling()
@@ -192,7 +192,7 @@ class Caller:
     async def _call_each(
         self,
         hook: BoundHook,
-        arguments: Sequence[Any],
+        arguments: Iterable[Any],
         watch: Watch,
         returned: Returned,
         given_up: Callable[[], bool],

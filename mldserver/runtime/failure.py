@@ -5,33 +5,39 @@ Of each failed call the policy says whether the record is called again, and if n
 1. ``Discard`` was raised: no row, no dead letter.
 2. A rule for the error's class (or the nearest of its bases that has one) names an end: that end, at once.
 3. ``Fatal`` was raised: the end that ``on_failure`` names, at once.
-4. The record is older than ``max_age``, or was called ``attempts`` times (a rule may give another number): likewise.
-5. Otherwise it is called again, after the back-off, or after what ``Retry(after=…)`` says.
+4. The error repeats by its nature (``REPEATING``) and no rule is about it: likewise.
+5. The record is older than ``max_age``, or was called ``attempts`` times (a rule may give another number): likewise.
+6. Otherwise it is called again, after the back-off, or after what ``Retry(after=…)`` says.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import math
 import re
 import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
 
 from mldserver.runtime.control import Discard, Fatal, Retry, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from types import TracebackType
+    from collections.abc import Callable, Hashable, Iterable, Iterator
+    from types import CodeType, TracebackType
 
 __all__ = [
+    "REPEATING",
     "Ending",
     "Failure",
     "FailurePolicy",
     "FailureRule",
     "OnFailure",
     "OnKeyFailure",
+    "Told",
     "Wish",
     "bad_row",
     "describe",
@@ -39,8 +45,31 @@ __all__ = [
     "printed",
 ]
 
+REPEATING: Final = frozenset(
+    {
+        *(
+            f"builtins.{name}"
+            for name in ("ArithmeticError", "AssertionError", "AttributeError", "LookupError")
+        ),
+        *(f"builtins.{name}" for name in ("NameError", "NotImplementedError", "TypeError", "ValueError")),
+        # Decoding errors, where they are no ValueError as those of UTF-8, base64, JSON and Arrow are.
+        *("builtins.SyntaxError", "_csv.Error", "struct.error", "zlib.error", "gzip.BadGzipFile"),
+        *("_pickle.UnpicklingError", "msgspec.MsgspecError", "google.protobuf.message.DecodeError"),
+        *("BadRow", "BadRows"),
+    }
+)
+"""Errors that the same record raises again: of data and of code. A call that ends with one of them, or of a class
+derived from them, is not made again unless a rule says so. An ``OSError`` is none, whatever else it is: a service that
+answers with an error page instead of JSON (``requests.JSONDecodeError``) may do better next time."""
+
+_OSERROR: Final = "builtins.OSError"
 _MESSAGE_LIMIT = 10_000
 _TRACEBACK_LIMIT = 20_000
+_REMEMBERED: Final = 1_000
+"""Classes, places and failures that are remembered, each; what is beyond costs time or a line, nothing else."""
+_TOLD_EVERY_MS: Final = 60_000
+_VALUES: Final = re.compile(r"""'[^']*'|"[^"]*"|\d+""")
+"""What differs from one refused row to the next."""
 _OWN_FOLDER = str(Path(__file__).parent)
 _IDENTIFIER: Final = r"[^\W\d]\w*"
 _CLASS_NAME = re.compile(rf"{_IDENTIFIER}(\.{_IDENTIFIER})*")
@@ -84,8 +113,7 @@ class Wish(enum.StrEnum):
     FATAL = "fatal"
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(msgspec.Struct, frozen=True):
     """Why a call failed."""
 
     error: str
@@ -99,6 +127,19 @@ class Failure:
     """With RETRY: how long to wait; None: as long as the back-off says."""
     records: tuple[Any, ...] | None = None
     """With DISCARD and FATAL: the records that are meant, as the handler named them; None: all of the call."""
+    frames: str = ""
+    """The part of the traceback that is the same whenever the error is raised in the same place."""
+
+    @property
+    def fingerprint(self) -> Hashable:
+        """What failures have in common that a person would call the same."""
+        return self.names[:1], self.frames or _VALUES.sub("", self.error)
+
+    @property
+    def logged(self) -> dict[str, str]:
+        """Return it as fields of the log; what was raised on purpose (``Retry``, ``Discard``) has no traceback there."""
+        shown = self.traceback and self.wish not in {Wish.RETRY, Wish.DISCARD}
+        return {"what": self.error, **({"traceback": self.traceback} if shown else {})}
 
 
 def bad_row(text: str) -> Failure:
@@ -203,7 +244,11 @@ class FailurePolicy:
         rule = self.rule_for(failure.names)
         if rule is not None and rule.on_failure is not None:
             return Ending(rule.on_failure)
-        attempts = self.attempts if rule is None or rule.attempts is None else rule.attempts
+        if rule is not None and rule.attempts is not None:
+            attempts = rule.attempts
+        else:
+            hopeless = rule is None and failure.wish is None and _repeats(failure.names)
+            attempts = 1 if hopeless else self.attempts
         too_old = self.max_age_ms is not None and age_ms >= self.max_age_ms
         if failure.wish is Wish.FATAL or calls >= attempts or too_old:
             return Ending(self.on_failure)
@@ -211,32 +256,156 @@ class FailurePolicy:
 
     def rule_for(self, names: Iterable[str]) -> FailureRule | None:
         """Return the rule of the nearest class; of two that name the same class, the one that says more of it."""
-        for dotted in names:
+        for dotted in names if self.rules else ():
             found = [rule for rule in self.rules if rule.matches(dotted)]
             if found:
                 return max(found, key=lambda rule: rule.name.count("."))
         return None
 
 
+@functools.lru_cache(maxsize=256)
+def _repeats(names: tuple[str, ...]) -> bool:
+    nearest = next((name for name in names if name in REPEATING or name == _OSERROR), _OSERROR)
+    return nearest != _OSERROR
+
+
+class Told:
+    """Which failures the log has told of: the same one is told once a minute, and counted meanwhile."""
+
+    def __init__(self, now_ms: Callable[[], int], *, most: int = _REMEMBERED) -> None:
+        """Measure time by ``now_ms``; beyond ``most`` failures the one that was not seen for longest is forgotten."""
+        self._now_ms = now_ms
+        self._most = most
+        self._seen: dict[Hashable, tuple[int, int]] = {}
+        """Of each failure: when it was told, and how often it has come since."""
+
+    def times(self, failure: Hashable) -> int:
+        """Return how often it has come since it was last told, now included; 0: it is not to be told yet."""
+        now_ms = self._now_ms()
+        told_ms, since = self._seen.pop(failure, (now_ms - _TOLD_EVERY_MS, 0))
+        due = now_ms - told_ms >= _TOLD_EVERY_MS
+        self._seen[failure] = (now_ms, 0) if due else (told_ms, since + 1)
+        if len(self._seen) > self._most:
+            del self._seen[next(iter(self._seen))]
+        return since + 1 if due else 0
+
+
+class _Class(NamedTuple):
+    """What is told of a class of errors. It keeps the class alive, so that its id stays its own."""
+
+    cls: type
+    name: str
+    shown: str
+    """As in a traceback's last line."""
+    names: tuple[str, ...]
+
+
+_classes: dict[int, _Class] = {}
+_frames: dict[tuple[int, ...], tuple[str, list[CodeType]]] = {}
+"""Tracebacks without their last line, by the ids of their code (kept alive here) and the places in it. To render one takes
+longer than most handlers do: under a stream of errors nothing else would happen."""
+
+
 def describe(error: BaseException) -> Failure:
     """Return an error of the user's code as text: its own frames only, bounded. Never fails, whatever the error's code does."""
-    name = _of_class(type(error), "__qualname__")
+    cls, frames = _class_of(error), ""
     message = printed(error)
-    told = f"{name}: {message}" if message else name
+    told = f"{cls.name}: {message}" if message else cls.name
     try:
-        rendered = traceback.TracebackException(
-            type(error), error, _users_part(error.__traceback__), compact=True
-        )
-        text = _middle_cut("".join(map(_middle_cut, rendered.format())))
+        place = _users_part(error.__traceback__)
+        frames = _frames_of(place)
+        if _is_plain(error):
+            text = _middle_cut(frames + _last_line(cls, message))
+        else:
+            text = _middle_cut("".join(map(_middle_cut, _rendered(error, place, frames))))
     except BaseException:  # noqa: BLE001  # the user's exception may fail in any way; its name is better than nothing
         text = f"{told}\n"
-    names = tuple(
-        f"{_of_class(cls, '__module__')}.{_of_class(cls, '__qualname__')}"
-        for cls in type.mro(type(error))[:-1]
-    )
     if not isinstance(error, Verdict):
-        return Failure(told, text, names)
-    return Failure(told, text, names, _wish(error), _after(error), _records(error))
+        return Failure(told, text, cls.names, frames=frames)
+    return Failure(told, text, cls.names, _wish(error), _after(error), _records(error), frames)
+
+
+def _class_of(error: BaseException) -> _Class:
+    cls = type(error)
+    known = _classes.get(id(cls))
+    if known is None:
+        names = tuple(
+            f"{_of_class(base, '__module__')}.{_of_class(base, '__qualname__')}"
+            for base in type.mro(cls)[:-1]
+        )
+        shown = names[0].removeprefix("builtins.").removeprefix("__main__.")
+        known = _Class(cls, _of_class(cls, "__qualname__"), shown, names)
+        if len(_classes) >= _REMEMBERED:
+            _classes.clear()
+        _classes[id(cls)] = known
+    return known
+
+
+def _rendered(error: BaseException, place: TracebackType | None, frames: str) -> Iterator[str]:
+    """Yield what ``traceback`` would, causes first, but from what is remembered of places."""
+    chain: list[tuple[BaseException, TracebackType | None, str, str]] = []
+    seen: set[int] = set()
+    link = ""
+    while True:
+        seen.add(id(error))
+        chain.append((error, place, frames, link))
+        if _is_special(error):
+            break  # it is rendered with what caused it
+        if (cause := error.__cause__) is not None:
+            link = _CAUSE
+        elif (cause := error.__context__) is not None and not error.__suppress_context__:
+            link = _CONTEXT
+        else:
+            break
+        if id(cause) in seen:
+            break
+        error, place = cause, cause.__traceback__
+        frames = _frames_of(place)
+    for error, place, frames, link in reversed(chain):
+        if _is_special(error):
+            yield from traceback.TracebackException(type(error), error, place, compact=True).format()
+        else:
+            yield frames
+            yield _last_line(_class_of(error), printed(error))
+        yield link
+
+
+_CAUSE: Final = "\nThe above exception was the direct cause of the following exception:\n\n"
+_CONTEXT: Final = "\nDuring handling of the above exception, another exception occurred:\n\n"
+
+
+def _last_line(cls: _Class, message: str) -> str:
+    return f"{cls.shown}: {message}\n" if message else f"{cls.shown}\n"
+
+
+def _is_plain(error: BaseException) -> bool:
+    """Whether frames and a message are all that is to be told of an error."""
+    caused = error.__cause__ or (error.__context__ and not error.__suppress_context__)
+    return not caused and not _is_special(error)
+
+
+def _is_special(error: BaseException) -> bool:
+    """Whether there is more to tell of an error than its frames and its message."""
+    return isinstance(error, SyntaxError | BaseExceptionGroup) or hasattr(error, "__notes__")
+
+
+def _frames_of(place: TracebackType | None) -> str:
+    key, codes = [], []
+    entry = place
+    while entry is not None:
+        code = entry.tb_frame.f_code
+        codes.append(code)
+        key += [id(code), entry.tb_lasti]
+        entry = entry.tb_next
+    if not codes:
+        return ""
+    known = _frames.get(tuple(key))
+    if known is None:
+        text = "Traceback (most recent call last):\n" + "".join(traceback.format_tb(place))
+        if len(_frames) >= _REMEMBERED:
+            _frames.clear()
+        known = _frames[tuple(key)] = (_middle_cut(text), codes)
+    return known[0]
 
 
 def printed(value: object) -> str:

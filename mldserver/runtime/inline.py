@@ -24,7 +24,7 @@ from mldserver.records import Batch
 from mldserver.runtime.base import Hook
 from mldserver.runtime.calls import BoundHook, Caller
 from mldserver.runtime.deadlines import Deadlines
-from mldserver.runtime.failure import Failure, FailurePolicy, OnFailure
+from mldserver.runtime.failure import Failure, FailurePolicy, OnFailure, Told
 from mldserver.runtime.inspection import load_spec
 from mldserver.runtime.rows import RowBuilder
 from mldserver.runtime.shard_threads import ShardThreads
@@ -132,6 +132,7 @@ class InlineRuntime:
             policy=self._policy,
             random=self._random,
             rows=rows,
+            told=Told(self._clock.steady_ms),
             lanes=self._lanes(spec),
         )
         log.info(
@@ -201,9 +202,8 @@ class InlineRuntime:
             if attempt < self._policy.attempts:
                 await self._wait(opened.shard, bound.name, returned.failure, attempt)
                 continue
-            log.error(
-                "handler.hook_failed", **self._where(shard_id, bound.name, returned.failure), attempts=attempt
-            )
+            tell = opened.tools.teller(shard_id)
+            tell("error", "handler.hook_failed", returned.failure, hook=bound.name, attempts=attempt)
 
     async def park(self, shard_id: str, keys: Mapping[str, Sequence]) -> None:
         """Let the later records of these keys of an open shard wait (see ``Runtime.park``)."""
@@ -316,9 +316,8 @@ class InlineRuntime:
             hook = opened.hooks[RecordHook.RECORDS]
             returned = await opened.tools.caller.run(hook, [empty], shard=shard.id)
             if returned.failure is not None:
-                log.error(
-                    "handler.hook_failed", **self._where(shard.id, hook.name, returned.failure), attempts=1
-                )
+                tell = opened.tools.teller(shard.id)
+                tell("error", "handler.hook_failed", returned.failure, hook=hook.name, attempts=1)
         processor.progress.settle()
         self._remind(shard, processor)
         owes = processor.progress.delivered != processor.position
@@ -342,33 +341,33 @@ class InlineRuntime:
     ) -> None:
         after = failure.after_seconds
         delay = self._policy.delay(failures, self._random()) if after is None else after
-        where = self._where(shard.id, hook, failure)
-        if grave:
-            where["did"] = "The shard waits; the hook is tried again until it succeeds."
-        tell = log.error if grave else log.warning
-        tell("handler.failed", **where, attempt=failures, delay_seconds=delay)
+        did = "The shard waits; the hook is tried again until it succeeds."
+        self._ready().teller(shard.id)(
+            "error" if grave else "warning",
+            "handler.failed",
+            failure,
+            hook=hook,
+            attempt=failures,
+            delay_seconds=delay,
+            **({"did": did} if grave else {}),
+        )
         await self._clock.sleep(delay)
 
     def _halted(self, shard: Shard, hook: str, failure: Failure, attempts: int) -> HandlerHalted:
-        where = self._where(shard.id, hook, failure)
-        log.critical("handler.halted", **where, attempts=attempts)
-        what = where.pop("what")
+        where = {
+            "shard": shard.id,
+            "handler": self._ready().spec.path,
+            "hook": hook,
+            "traceback": failure.traceback,
+        }
+        log.critical("handler.halted", **where, what=failure.error, attempts=attempts)
         return HandlerHalted(
-            f"{hook} failed for good: {what}.",
+            f"{hook} failed for good: {failure.error}.",
             did="The shard is not opened.",
             advice="Mend the handler and start again.",
             **where,
             attempts=attempts,
         )
-
-    def _where(self, shard_id: str, hook: str, failure: Failure) -> dict[str, Any]:
-        return {
-            "shard": shard_id,
-            "handler": self._ready().spec.path,
-            "hook": hook,
-            "what": failure.error,
-            "traceback": failure.traceback,
-        }
 
     def _ready(self) -> Tools:
         if self._tools is None:

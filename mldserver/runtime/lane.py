@@ -5,7 +5,9 @@ A lane holds up nothing but itself: another lane of the batch goes on while this
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import itertools
+import logging
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import structlog
+from msgspec import structs
 
 from mldserver.coordinator.windows import milliseconds
 from mldserver.records import Batch
 from mldserver.runtime.calls import BoundHook
 from mldserver.runtime.control import BatchResult
-from mldserver.runtime.failure import Failure, bad_row, describe, printed
+from mldserver.runtime.failure import Failure, Told, bad_row, describe, printed
+from mldserver.runtime.plan import Step
 from mldserver.runtime.results import failed_records, named_places
 from mldserver.runtime.rows import Built
 from mldserver.runtime.spec import HandlerSpec, RecordHook
@@ -26,7 +30,7 @@ from mldserver.runtime.tables import take_table
 from mldserver.runtime.values import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from mldserver.clock import Clock
     from mldserver.records import Record
@@ -34,7 +38,7 @@ if TYPE_CHECKING:
     from mldserver.runtime.deadlines import Watch
     from mldserver.runtime.failure import FailurePolicy
     from mldserver.runtime.outcome import Taken
-    from mldserver.runtime.plan import Again, BatchPlan, Step
+    from mldserver.runtime.plan import Again, BatchPlan
     from mldserver.runtime.rows import RowBuilder
     from mldserver.runtime.thread import WorkerThread
 
@@ -55,8 +59,32 @@ class Tools:
     policy: FailurePolicy
     random: Callable[[], float]
     rows: RowBuilder
+    told: Told
     lanes: int = 1
     """How many records of a batch, of different partition keys, are worked on at the same time."""
+
+    def teller(self, shard: str) -> Callable[..., None]:
+        """Return what logs failures of a shard's handler, each given as level, event, failure and further fields.
+
+        One that was told within the last minute is told at debug, and counted.
+        """
+        bound = log.bind(
+            shard=shard, handler=self.spec.path
+        )  # once: more costly than a line that is left out
+        debugging = bound.is_enabled_for(logging.DEBUG)
+
+        def tell(level: str, event: str, failure: Failure, sequence: object = None, **fields: Any) -> None:
+            times = 0 if level == "debug" else self.told.times((event, level, shard, failure.fingerprint))
+            if not times and not debugging:
+                return
+            where = {} if sequence is None else {"sequence": str(sequence)}
+            if not times:
+                bound.debug(event, **where, **fields, what=failure.error)
+            else:
+                counted = {"times": times} if times > 1 else {}
+                getattr(bound, level)(event, **where, **fields, **failure.logged, **counted)
+
+        return tell
 
 
 @dataclass(slots=True)
@@ -67,9 +95,7 @@ class _Came:
     faults: Mapping[int, Failure] = field(default_factory=dict)
     """The records that have no rows in ``built`` because of a fault, by index."""
     failure: Failure | None = None
-    """Why the step failed, all of it or what the next two say."""
-    done: int | None = None
-    """How many of the step's records were done before the failure, in calls of their own."""
+    """Why the step failed, all of it or what ``named`` says."""
     named: Sequence[int] | None = None
     """The records that the handler says have failed, by index."""
 
@@ -87,6 +113,8 @@ class Lane:
     parts: list[Built] = field(default_factory=list)
     again: list[Again] = field(default_factory=list)
     """Failures that are not told yet: their line waits for the delay of the next call."""
+    returned: list[tuple[Sequence[int], list[Any]]] = field(default_factory=list)
+    """What calls for single records returned, by index: rows are built of all of it at once, behind the last call."""
 
     async def run_sync(self) -> None:
         """Work on the lane's thread until every record is decided, or the shard stops."""
@@ -111,15 +139,18 @@ class Lane:
         return await self.tools.caller.on_thread(function, self.hook, shard=self.shard_id, thread=self.thread)
 
     def advance(self, step: Step | None, watch: Watch) -> Step | None:
-        """Make calls, this one first; return the one that a pause or a line in the log must come before."""
+        """Make calls, this one first; return the one that a pause must come before."""
         caller = self.tools.caller
-        while step is not None:
-            hook, arguments = self._call(step)
-            with caller.in_hand(watch):
-                self._settle(step, caller.call_sync(hook, arguments, watch))
-            step = self.plan.step()
-            if step is not None and (step.failures or self.again):
-                return step
+        with caller.in_hand(watch):
+            while step is not None:
+                hook, arguments = self._call(step)
+                returned = caller.call_sync(hook, arguments, watch)
+                if watch.abandoned:
+                    return None  # nobody waits for what comes of it
+                self._settle(step, returned)
+                step = self.plan.step()
+                if step is not None and step.failures:
+                    return step
         return None
 
     async def pause(self, step: Step) -> None:
@@ -128,28 +159,32 @@ class Lane:
         if step.failures:
             after = step.after_seconds
             delay = tools.policy.delay(step.failures, tools.random()) if after is None else after
-        for again in self.again:
-            log.warning("handler.failed", **self.where(again), attempt=again.attempt, delay_seconds=delay)
-        self.again.clear()
-        if step.failures:
+            self.tell(delay)
             await tools.clock.sleep(delay)
 
-    def where(self, again: Again) -> dict[str, Any]:
-        """Return a failure as fields of the log."""
-        return {
-            "shard": self.shard_id,
-            "handler": self.tools.spec.path,
-            "hook": self.hook.name,
-            "sequence": str(self.taken.sequence(again.index)),
-            "what": again.failure.error,
-            "traceback": again.failure.traceback,
-        }
+    def tell(self, delay: float = 0.0) -> None:
+        """Log the failures that are not told yet; ``delay``: seconds until the next call."""
+        if not self.again:
+            return
+        tell = self.tools.teller(self.shard_id)
+        for again in self.again:
+            tell(
+                "warning",
+                "handler.failed",
+                again.failure,
+                self.taken.sequence(again.index),
+                hook=self.hook.name,
+                attempt=again.attempt,
+                delay_seconds=delay,
+            )
+        self.again.clear()
 
-    def _call(self, step: Step) -> tuple[BoundHook, Sequence[Any]]:
+    def _call(self, step: Step) -> tuple[BoundHook, Iterable[Any]]:
         """Return what a step calls: one call a record, or one for all of them."""
         match self.tools.spec.record_hook:
             case RecordHook.RECORD:
-                return self.hook, self._records(step)
+                # No list: when each record fails, there are as many steps as records.
+                return self.hook, map(self.taken.fresh.__getitem__, step.indices)
             case RecordHook.RECORDS:
                 return self.hook, [self._batch(step)]
             case RecordHook.TABLE:
@@ -166,12 +201,25 @@ class Lane:
             self._settle(step, returned)
 
     def _settle(self, step: Step, returned: Returned) -> None:
-        """Take what a step's calls came to: rows into ``parts``, failures into the plan.
+        """Take what a step's calls came to: rows into ``parts``, failures into the plan."""
+        if self.tools.spec.record_hook is RecordHook.RECORD:
+            self._settle_each(step, returned)
+        else:
+            self._hear(step, partial(self._judge, step, returned))
+        if self.returned and self.plan.idle:
+            # Rows of single calls are built once: a table for what stands between two failures would cost far more.
+            made, self.returned = self.returned, []
+            indices = made[0][0] if len(made) == 1 else [index for each, _ in made for index in each]
+            pairs = itertools.chain.from_iterable([zip(each, values, strict=True) for each, values in made])
+            self._hear(Step(indices), lambda: _came(self.tools.rows.build(pairs)))
+
+    def _hear(self, step: Step, judge: Callable[[], _Came]) -> None:
+        """Let the plan hear what came of a step.
 
         Values may have code of their own, which may fail in any way: all of it runs before the plan hears of anything.
         """
         try:
-            came = self._judge(step, returned)
+            came = judge()
         except BaseException as error:
             if self.tools.caller.is_operators(error):
                 raise
@@ -207,29 +255,34 @@ class Lane:
     def _fail(self, step: Step, came: _Came, failure: Failure, now_ms: int) -> list[Again]:
         if came.named is not None:
             return self.plan.named(step, came.named, failure, now_ms)
-        if came.done is None:
-            again = self.plan.failed(step, failure, now_ms)
-        else:
-            again = self.plan.failed_at(step, came.done, failure, now_ms)
+        again = self.plan.failed(step, failure, now_ms)
         return [] if again is None else [again]
 
-    def _judge(self, step: Step, returned: Returned) -> _Came:
-        if self.tools.spec.record_hook is RecordHook.RECORD:
-            return self._judge_each(step, returned)
-        if returned.failure is not None:
-            return self._judge_failure(step, returned.failure)
-        return self._judge_batch(step, returned.values[0])
-
-    def _judge_each(self, step: Step, returned: Returned) -> _Came:
+    def _settle_each(self, step: Step, returned: Returned) -> None:
         """Each record had a call of its own, up to the first that failed."""
         done, failure = len(returned.values), returned.failure
-        if done == len(step.indices):
-            failure = None  # thrown into the thread from outside, behind the last call
-        indices = step.indices if failure is None else step.indices[:done]
-        came = _came(self.tools.rows.build(zip(indices, returned.values, strict=True)))
-        if failure is not None:
-            came.failure, came.done = failure, done
-        return came
+        # One behind the last call was thrown into the thread from outside.
+        if failure is None or done == len(step.indices):
+            self.returned.append((step.indices, returned.values))
+            return
+        if done:
+            self.returned.append((step.indices[:done], returned.values))
+        again = self.plan.failed_at(step, done, failure, self.tools.clock.now_ms())
+        if again is not None:
+            self.again.append(again)
+
+    def _judge(self, step: Step, returned: Returned) -> _Came:
+        """A call of a whole batch failed, perhaps because of records that the handler named, or returned."""
+        failure = returned.failure
+        if failure is None:
+            return self._judge_batch(step, returned.values[0])
+        if not failure.records:
+            return _Came(failure=failure)
+        try:
+            places = named_places(failure.records, self._records(step))
+        except Exception as error:  # noqa: BLE001  # what was named may have code of its own
+            return _Came(failure=structs.replace(failure, error=f"{failure.error} ({printed(error)})"))
+        return _Came(failure=failure, named=[step.indices[place] for place in places])
 
     def _judge_batch(self, step: Step, value: Any) -> _Came:
         """A hook for a whole call returned, with or without names of records that failed."""
@@ -266,19 +319,13 @@ class Lane:
         )
         return _came(built, step, failed)
 
-    def _judge_failure(self, step: Step, failure: Failure) -> _Came:
-        """A call of a whole batch failed, perhaps because of records that the handler named."""
-        if not failure.records:
-            return _Came(failure=failure)
-        try:
-            places = named_places(failure.records, self._records(step))
-        except Exception as error:  # noqa: BLE001  # what was named may have code of its own
-            return _Came(failure=replace(failure, error=f"{failure.error} ({printed(error)})"))
-        return _Came(failure=failure, named=[step.indices[place] for place in places])
-
     def _records(self, step: Step) -> Sequence[Record]:
-        fresh = self.taken.fresh
-        return fresh if len(step.indices) == len(fresh) else [fresh[index] for index in step.indices]
+        fresh, indices = self.taken.fresh, step.indices
+        if len(indices) == len(fresh):
+            return fresh
+        if isinstance(indices, range):
+            return fresh[indices.start : indices.stop]
+        return [fresh[index] for index in indices]
 
     def _batch(self, step: Step) -> Batch:
         return Batch(

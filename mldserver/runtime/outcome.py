@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -96,7 +95,7 @@ def damaged(records: Sequence[Record]) -> dict[int, Failure]:
         try:
             record.data  # noqa: B018  # reading it decodes it
         except ValueError as error:
-            faults[index] = replace(describe(error), traceback="")
+            faults[index] = msgspec.structs.replace(describe(error), traceback="", frames="")
     return faults
 
 

@@ -61,8 +61,7 @@ class Step(msgspec.Struct, frozen=True):
     halved: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Again:
+class Again(msgspec.Struct, frozen=True):
     """A failure that will be tried again, or that stops the shard."""
 
     index: int
@@ -72,8 +71,7 @@ class Again:
     """Which call failed, from 1."""
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(msgspec.Struct, frozen=True):
     """How a record ended that has no rows."""
 
     ending: Ending
@@ -121,6 +119,11 @@ class BatchPlan:
         if not self._calls:
             return 1
         return max(calls + (index not in self.ends) for index, calls in self._calls.items())
+
+    @property
+    def idle(self) -> bool:
+        """Whether no call is planned: every record is decided, unless one is under way."""
+        return not self._todo
 
     def step(self) -> Step | None:
         """Take the next call out of the plan; None when every record is decided, or the shard stops."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from mldserver import records
     from mldserver.protocol.batches import BatchDecoder
-    from mldserver.runtime.base import DeadLetter, Delivery
+    from mldserver.runtime.base import Delivery
     from mldserver.runtime.calls import BoundHook
     from mldserver.runtime.plan import Again, Step
 
@@ -85,8 +85,10 @@ class BatchWork:
 
     def _outcome(self) -> BatchOutcome:
         for lane in self.lanes:
+            lane.tell()
+        for lane in self.lanes:
             if lane.plan.halted is not None:
-                raise self._halted(lane, lane.plan.halted)
+                raise self._halted(lane.plan.halted)
         if not all(lane.plan.exhausted for lane in self.lanes):
             # A group takes a lane that was cancelled for one that came to its end.
             raise self._left_behind()
@@ -102,13 +104,11 @@ class BatchWork:
             delay = policy.delay(failures, self.tools.random())
         else:
             self.delivery = structs.replace(self.delivery, condemned=failure.error)
-        log.warning(
+        self.tools.teller(self.delivery.shard_id)(
+            "warning",
             "handler.failed",
-            shard=self.delivery.shard_id,
-            handler=self.tools.spec.path,
+            failure,
             hook=self.hook.name,
-            what=failure.error,
-            traceback=failure.traceback,
             attempt=failures,
             delay_seconds=delay,
         )
@@ -117,13 +117,27 @@ class BatchWork:
 
     def _with_ends(self, outcome: BatchOutcome, ends: Sequence[tuple[int, End]]) -> BatchOutcome:
         """Return what became of the batch, with the records that have no rows; tell of them."""
+        tell, fresh = self.tools.teller(self.delivery.shard_id), self.taken.fresh
         for index, end in ends:
-            self._tell(index, end)
+            (level, event), record = _EVENTS[end.ending], fresh[index]
+            tell(
+                level,
+                event,
+                end.failure,
+                record.sequence,
+                partition_key=record.partition_key,
+                attempts=end.attempts,
+            )
         endings = [end.ending for _, end in ends]
+        spec, now_ms = self.tools.spec, self.tools.clock.now_ms()
         return structs.replace(
             outcome,
             dead_letters=tuple(
-                [self._bury(index, end) for index, end in ends if end.ending is Ending.DEAD_LETTER]
+                [
+                    dead_letter(fresh[index], end, handler=spec.path, version=spec.version, at_ms=now_ms)
+                    for index, end in ends
+                    if end.ending is Ending.DEAD_LETTER
+                ]
             ),
             skipped=endings.count(Ending.SKIP),
             discarded=endings.count(Ending.DISCARD),
@@ -235,32 +249,17 @@ class BatchWork:
         ends = [item for lane in self.lanes for item in lane.plan.ends.items()]
         return sorted(ends, key=lambda item: item[0]) if ends else ends
 
-    def _tell(self, index: int, end: End) -> None:
-        record, failure = self.taken.fresh[index], end.failure
-        level, event = _EVENTS[end.ending]
-        getattr(log, level)(
-            event,
-            shard=self.delivery.shard_id,
-            handler=self.tools.spec.path,
-            sequence=str(record.sequence),
-            partition_key=record.partition_key,
-            attempts=end.attempts,
-            what=failure.error,
-            **({"traceback": failure.traceback} if end.ending is not Ending.DISCARD else {}),
-        )
-
-    def _bury(self, index: int, end: End) -> DeadLetter:
-        spec, now_ms = self.tools.spec, self.tools.clock.now_ms()
-        return dead_letter(
-            self.taken.fresh[index], end, handler=spec.path, version=spec.version, at_ms=now_ms
-        )
-
-    def _halted(self, lane: Lane, again: Again) -> HandlerHalted:
-        where = lane.where(again)
-        log.critical("handler.halted", **where, attempts=again.attempt)
-        what = where.pop("what")
+    def _halted(self, again: Again) -> HandlerHalted:
+        where = {
+            "shard": self.delivery.shard_id,
+            "handler": self.tools.spec.path,
+            "hook": self.hook.name,
+            "sequence": str(self.taken.sequence(again.index)),
+            "traceback": again.failure.traceback,
+        }
+        log.critical("handler.halted", **where, what=again.failure.error, attempts=again.attempt)
         return HandlerHalted(
-            f"{self.hook.name} failed for good: {what}.",
+            f"{self.hook.name} failed for good: {again.failure.error}.",
             did="The shard is stopped; nothing after this record was accepted.",
             advice="Mend the handler and start again, or let such records become dead letters.",
             **where,

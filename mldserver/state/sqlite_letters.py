@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from mldserver.records import Sequence
 from mldserver.state import rows
@@ -16,15 +16,24 @@ if TYPE_CHECKING:
 
 __all__ = ["mark", "missing", "page", "parked_keys", "remove", "store"]
 
+_INSERT: Final = (
+    "INSERT INTO dead_letters (shard_id, sequence, sub_sequence, partition_key, data, arrival_ms, attempts,"
+    " error, traceback, handler, at_ms, parked_behind, handler_version, wanted) VALUES "
+)
+_ROW: Final = "(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_AT_ONCE: Final = 100
+"""Letters of one statement. With a statement for each, the ledger's thread would let go of the interpreter, and wait for
+its turn again, as often as there are letters."""
+
 
 def store(db: sqlite3.Connection, letters: tuple[DeadLetter, ...], *, wanted: bool = False) -> None:
     """Add letters."""
-    db.executemany(
-        "INSERT INTO dead_letters (shard_id, sequence, sub_sequence, partition_key, data, arrival_ms, attempts,"
-        " error, traceback, handler, at_ms, parked_behind, handler_version, wanted)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        [(*rows.dead_letter_row(letter), wanted) for letter in letters],
-    )
+    for first in range(0, len(letters), _AT_ONCE):
+        some = letters[first : first + _AT_ONCE]
+        db.execute(
+            _INSERT + ", ".join([_ROW] * len(some)),
+            [value for letter in some for value in (*rows.dead_letter_row(letter), wanted)],
+        )
     _count(db, len(letters))
 
 

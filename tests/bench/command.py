@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 import structlog
-from bench import catch_up, checkpoints, per_row, retained, small_windows, windows
+from bench import catch_up, checkpoints, per_row, poison, retained, small_windows, windows
 from bench.hot import measure as hot
 from bench.hot.lines import SHAPES
 from bench.hot.matrix import CONNECTIONS, Chosen
@@ -40,7 +40,7 @@ __all__ = ["main"]
 T = TypeVar("T")
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("windows", "small_windows", "per_row", "checkpoints", "retained", "catch_up", "hot")
+PARTS = ("windows", "small_windows", "per_row", "checkpoints", "retained", "catch_up", "poison", "hot")
 MATRIX = "matrix"
 """A part of ``hot`` that can be asked for alone."""
 FEW = (1, 4)
@@ -83,6 +83,9 @@ def _run(given: argparse.Namespace) -> int:
         if "retained" in parts:
             document["retained"] = retained.measure(given.retained, folder / "retained")
             console.print(retained_table(document["retained"]))
+        if "poison" in parts:
+            document["poison"] = poison.measure(given.poison, given.rounds, folder / "poison")
+            console.print(poison_table(document["poison"]))
         if "hot" in parts:
             document["hot"] = hot.everything(Effort(given.rounds, given.share), _cells(given), hush.print)
             for table in (*hot_tables(document["hot"]), *matrix_tables(document["hot"]["matrix"])):
@@ -112,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--per-row", type=int, default=200_000, help="rows of one flush")
     parser.add_argument("--seconds", type=int, default=3600, help="of the virtual stream of checkpoints")
     parser.add_argument("--retained", type=int, default=86_400, help="windows that are retained")
+    parser.add_argument("--poison", type=int, default=20_000, help="records of which each fails")
     parser.add_argument("--disk", type=int, default=32, help="budget of segments of the catch-up, in MiB")
     parser.add_argument(
         "--share", type=float, default=1.0, help="of the hot path's batches; less than 1: a quick look"
@@ -274,6 +278,17 @@ def retained_table(measured: dict[str, dict[str, float]]) -> Table:
             f"{each['cycle_seconds'] * 1000:.1f} ms",
             f"{_mib(each['grown_bytes'])} MiB",
         )
+    return table
+
+
+def poison_table(measured: dict[str, float]) -> Table:
+    """Show what a stream of dead letters costs."""
+    table = Table(title="Streams in which every record fails, or none", title_justify="left")
+    for name in ("records", "a second", "against"):
+        table.add_column(name, justify="left" if name == "records" else "right")
+    good, poisoned = measured["good"], measured["poison"]
+    table.add_row("each a row", f"{good:,.0f}", "")
+    table.add_row("each a dead letter", f"{poisoned:,.0f}", f"{poisoned / good:.2f} x good; at least 0.20")
     return table
 
 

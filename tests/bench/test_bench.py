@@ -41,6 +41,8 @@ def test_every_benchmark_runs_at_a_tiny_size(tmp_path: Path, capsys: pytest.Capt
         "12",
         "--retained",
         "300",
+        "--poison",
+        "500",
         "--disk",
         "2",
         "--share",
@@ -64,6 +66,7 @@ def test_every_benchmark_runs_at_a_tiny_size(tmp_path: Path, capsys: pytest.Capt
     # On a virtual clock this is no matter of speed: the flush interval of 5 s, and the next request.
     assert 0 < document["checkpoints"]["median_seconds"] <= document["checkpoints"]["longest_seconds"] <= 8
     assert set(document["retained"]) == {"100", "300"}
+    assert set(document["poison"]) == {"good", "poison", "share"}
     caught = document["catch_up"]
     assert caught["stream_bytes"] == 10 * caught["disk_bytes"]
     assert caught["buffered_bytes"] <= caught["buffer_bytes"] + 4 * 300_000

@@ -132,7 +132,7 @@ async def test_a_failing_batch_is_called_again_and_the_bad_record_is_found_by_ha
     class It(Processor):
         def process(self, record: Any) -> None:
             if record.sequence_number == "6":
-                raise ValueError("bad")
+                raise RuntimeError("bad")
 
         def process_records(self, process_records_input: Any) -> None:
             super().process_records(process_records_input)

@@ -35,7 +35,7 @@ PLAIN: Final = FailurePolicy(
     attempts=3,
     base_seconds=DELAY,
     cap_seconds=DELAY,
-    rules=(failure_rule("LookupError=skip"), failure_rule("ZeroDivisionError=halt")),
+    rules=tuple(map(failure_rule, ("LookupError=skip", "ZeroDivisionError=halt", "BadRow=retry"))),
 )
 HALT: Final = FailurePolicy(2, DELAY, DELAY, OnFailure.HALT)
 SKIP: Final = FailurePolicy(2, DELAY, DELAY, OnFailure.SKIP)

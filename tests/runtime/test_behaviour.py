@@ -153,7 +153,7 @@ async def test_a_record_that_fails_for_a_while_is_tried_again_in_its_place(
     assert (column(outcome, "n"), outcome.dead_letters, outcome.attempts) == ([1, 2, 3], (), 3)
     assert told(logged, shard, "sequence", "attempt", "level", "what") == [
         ("failed", "2", 1, "warning", "ConnectionError: away"),
-        ("failed", "2", 2, "warning", "ConnectionError: away"),
+        ("failed", "2", 2, "debug", "ConnectionError: away"),
     ]
     assert await shard.calls() == ["initialize TRIM_HORIZON", 1, 2, 2, 2, 3]
 
@@ -177,11 +177,11 @@ async def test_a_record_that_keeps_failing_is_a_dead_letter_with_all_that_is_nee
     stage: Stage, logged: list[dict[str, Any]]
 ) -> None:
     shard = await stage.opened()
-    outcome = await shard.process("raise ValueError")
+    outcome = await shard.process("raise ConnectionError")
     (letter,) = outcome.dead_letters
     assert (letter.shard_id, letter.sequence, letter.partition_key) == (shard.id, (1, 0), "key-1")
-    assert (letter.data, letter.arrival_ms, letter.attempts) == (b'"raise ValueError"', 1_001, 3)
-    assert letter.error == "ValueError: no good"
+    assert (letter.data, letter.arrival_ms, letter.attempts) == (b'"raise ConnectionError"', 1_001, 3)
+    assert letter.error == "ConnectionError: no good"
     assert "obedient.py" in letter.traceback
     assert "in obey" in letter.traceback
     assert "/work.py" not in letter.traceback, "the server's own frames are nobody's concern"
@@ -189,7 +189,27 @@ async def test_a_record_that_keeps_failing_is_a_dead_letter_with_all_that_is_nee
     assert (letter.handler_version, letter.parked_behind) == ("7", None)
     assert letter.at_ms > 1_700_000_000_000
     assert outcome.attempts == 3
-    assert [*told(logged, shard, "level")] == [("failed", "warning")] * 2 + [("dead_letter", "error")]
+    assert told(logged, shard, "level") == [
+        ("failed", "warning"),
+        ("failed", "debug"),
+        ("dead_letter", "error"),
+    ]
+
+
+@any_hook
+async def test_an_error_that_repeats_by_its_nature_is_not_tried_again(
+    stage: Stage, logged: list[dict[str, Any]]
+) -> None:
+    shard = await stage.opened()
+    outcome = await shard.process(*["raise ValueError"] * 3)
+    assert dead(outcome) == [1, 2, 3]
+    assert len(records_of(await shard.calls())) <= 1 + 3 + 3 + 3
+    letters = [event for event in told(logged, shard, "level", "sequence") if event[0] == "dead_letter"]
+    assert letters == [
+        ("dead_letter", "error", "1"),
+        ("dead_letter", "debug", "2"),
+        ("dead_letter", "debug", "3"),
+    ]
 
 
 @any_hook
@@ -381,8 +401,10 @@ async def test_under_halt_the_first_record_that_fails_for_good_stops_the_shard(
     stage: Stage, logged: list[dict[str, Any]]
 ) -> None:
     shard = await stage.opened()
-    with pytest.raises(HandlerHalted, match="process_record failed for good: ValueError: no good") as caught:
-        await shard.process("row", "raise ValueError", "row")
+    with pytest.raises(
+        HandlerHalted, match="process_record failed for good: ConnectionError: no good"
+    ) as caught:
+        await shard.process("row", "raise ConnectionError", "row")
     where = caught.value.where
     assert "obedient.py" in where.pop("traceback")
     assert where == {
@@ -399,6 +421,6 @@ async def test_under_halt_the_first_record_that_fails_for_good_stops_the_shard(
 @over("ByBatch", "ByTableAsync", policy=HALT)
 async def test_under_halt_a_failing_batch_is_not_searched(stage: Stage) -> None:
     shard = await stage.opened()
-    with pytest.raises(HandlerHalted, match="ValueError: no good"):
-        await shard.process("row", "raise ValueError", "row")
+    with pytest.raises(HandlerHalted, match="ConnectionError: no good"):
+        await shard.process("row", "raise ConnectionError", "row")
     assert await shard.calls() == ["initialize TRIM_HORIZON", [1, 2, 3], [1, 2, 3]]

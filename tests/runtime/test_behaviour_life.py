@@ -112,8 +112,8 @@ async def test_opening_is_tried_until_it_succeeds_with_a_fresh_instance_each_tim
     failed = told(logged, shard, "hook", "attempt", "level", "what")
     assert failed == [
         ("failed", "initialize", attempt, level, "ConnectionError: away")
-        for attempt, level in enumerate(["warning", "warning", "error", "error"], 1)
-    ], "from the policy's attempts on a person is called"
+        for attempt, level in enumerate(["warning", "debug", "error", "debug"], 1)
+    ], "from the policy's attempts on a person is called, once a minute"
 
 
 @over(*BY_RECORD, policy=HALT)
@@ -146,7 +146,7 @@ async def test_a_failing_hook_is_tried_again_then_logged_and_never_raised(
     assert await shard.notify(Hook.SHUTDOWN_REQUESTED) is None
     assert told(logged, shard, "level", "hook", "what") == [
         ("failed", "warning", "shutdown_requested", "OSError: always away"),
-        ("failed", "warning", "shutdown_requested", "OSError: always away"),
+        ("failed", "debug", "shutdown_requested", "OSError: always away"),
         ("hook_failed", "error", "shutdown_requested", "OSError: always away"),
     ]
     assert await shard.calls() == [BEGUN, *["shutdown_requested"] * 3]

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
+import json
+import pickle
+import ssl
+import struct
+import traceback
+import zlib
+from decimal import InvalidOperation
 from typing import Any
 
+import msgspec
 import pytest
 
 from mldserver import Discard, Fatal, Retry
@@ -13,7 +23,9 @@ from mldserver.runtime.failure import (
     FailurePolicy,
     FailureRule,
     OnFailure,
+    Told,
     Wish,
+    bad_row,
     describe,
     failure_rule,
 )
@@ -48,14 +60,14 @@ def end(policy: Any, error: Any, *, calls: int = 1, age_ms: int = 0) -> Any:
 @pytest.mark.parametrize("on_failure", list(OnFailure))
 def test_a_record_is_called_so_many_times_and_then_ends_as_the_policy_says(on_failure: Any) -> None:
     policy = FailurePolicy(attempts=2, on_failure=on_failure)
-    assert end(policy, ValueError()) is None
-    assert end(policy, ValueError(), calls=2) == Ending(on_failure)
+    assert end(policy, ConnectionError()) is None
+    assert end(policy, ConnectionError(), calls=2) == Ending(on_failure)
 
 
 def test_a_record_that_is_too_old_is_not_called_again() -> None:
     policy = FailurePolicy(max_age_ms=1_000)
-    assert end(policy, ValueError(), age_ms=999) is None
-    assert end(policy, ValueError(), age_ms=1_000) is Ending.DEAD_LETTER
+    assert end(policy, ConnectionError(), age_ms=999) is None
+    assert end(policy, ConnectionError(), age_ms=1_000) is Ending.DEAD_LETTER
 
 
 @pytest.mark.parametrize("on_failure", list(OnFailure))
@@ -65,6 +77,53 @@ def test_fatal_ends_at_once_as_the_policy_says_and_discard_without_a_trace(on_fa
     assert end(policy, Discard()) is Ending.DISCARD
     assert end(policy, Retry(after=1)) is None
     assert end(policy, Retry(), calls=9) == Ending(on_failure)
+
+
+BY_NATURE = (
+    *(
+        KeyError("x"),
+        IndexError(),
+        TypeError(),
+        ValueError(),
+        AttributeError(),
+        ZeroDivisionError(),
+        NameError(),
+    ),
+    *(json.JSONDecodeError("no", "", 0), UnicodeDecodeError("utf-8", b"", 0, 1, "no"), InvalidOperation()),
+    *(csv.Error(), struct.error(), zlib.error(), gzip.BadGzipFile(), pickle.UnpicklingError()),
+    *(msgspec.ValidationError(), NotImplementedError(), AssertionError(), SyntaxError()),
+)
+
+
+@pytest.mark.parametrize("error", BY_NATURE, ids=lambda error: type(error).__name__)
+def test_an_error_that_repeats_by_its_nature_ends_a_record_at_once_unless_a_rule_says_otherwise(
+    error: Any,
+) -> None:
+    assert end(FailurePolicy(attempts=9), error) is Ending.DEAD_LETTER
+    assert end(FailurePolicy(attempts=9, on_failure=OnFailure.HALT), error) is Ending.HALT
+    for rule in (f"{type(error).__name__}=retry", "Exception=retry"):
+        ruled = FailurePolicy(attempts=9, rules=(failure_rule(rule),))
+        assert [end(ruled, error, calls=calls) for calls in (8, 9)] == [None, Ending.DEAD_LETTER]
+
+
+def test_a_refused_row_ends_its_record_at_once_too() -> None:
+    assert FailurePolicy().ending(bad_row("no"), calls=1, age_ms=0) is Ending.DEAD_LETTER
+
+
+class ErrorPage(OSError, ValueError):
+    """What ``requests`` raises for a body that is no JSON."""
+
+
+class Busy(Retry, ValueError):
+    """On purpose, whatever else it is."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ErrorPage(), Busy(), ssl.SSLCertVerificationError(), TimeoutError(), RuntimeError(), MemoryError()],
+)
+def test_what_may_go_better_next_time_is_tried_again(error: Any) -> None:
+    assert end(FailurePolicy(attempts=9), error, calls=8) is None
 
 
 class Timeout(OSError):
@@ -83,7 +142,8 @@ RULED = FailurePolicy(rules=tuple(map(failure_rule, RULES)))
         (Timeout(), 10, Ending.DEAD_LETTER),
         (KeyError("x"), 1, Ending.SKIP),
         (IndexError("x"), 1, Ending.HALT),
-        (ValueError("x"), 2, None),
+        (ConnectionError("x"), 2, Ending.DEAD_LETTER),
+        (RuntimeError("x"), 2, None),
     ],
 )
 def test_the_rule_of_the_nearest_class_decides(error: Any, calls: int, ending: Any) -> None:
@@ -114,7 +174,7 @@ def test_dead_letters_that_run_once_more_are_dead_letters_again_when_they_fail()
     for error in (KeyError(), OSError()):
         assert end(policy, error) is Ending.DEAD_LETTER
     assert end(policy, IndexError(), calls=4) is None
-    assert end(policy, ValueError(), calls=2) is Ending.DEAD_LETTER
+    assert end(policy, ConnectionError(), calls=2) is Ending.DEAD_LETTER
     assert end(policy, Discard()) is Ending.DISCARD
 
 
@@ -181,6 +241,9 @@ def test_a_retry_after_no_time_at_all_is_refused(after: Any) -> None:
 
 def test_what_a_handler_asks_for_is_in_its_failure() -> None:
     retry, discard = describe(raised(Retry("busy", after=5))), describe(Discard("old", records=[1]))
+    assert retry.traceback
+    assert retry.logged == {"what": "Retry: busy"}
+    assert discard.logged == {"what": "Discard: old"}
     assert (retry.error, retry.wish, retry.after_seconds, retry.records) == (
         "Retry: busy",
         Wish.RETRY,
@@ -214,6 +277,82 @@ def test_an_error_is_told_by_type_and_message_with_the_users_frames() -> None:
     assert "raise error" in failure.traceback
 
 
+def shown_by_python(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+def test_a_traceback_reads_as_pythons_does_also_from_memory_and_with_causes() -> None:
+    def fails(how: str) -> None:
+        try:
+            {}["first"]
+        except KeyError as error:
+            if how == "because":
+                raise LookupError("second") from error
+            if how == "hidden":
+                raise LookupError("second") from None
+            raise LookupError(how)  # noqa: B904  # while the first is handled
+
+    for how in ("because", "hidden", "while", "while"):
+        error = _caught(lambda how=how: fails(how))
+        error.__traceback__ = error.__traceback__.tb_next
+        assert describe(error).traceback == shown_by_python(error)
+    circle, other = ValueError("a"), ValueError("b")
+    circle.__context__, other.__context__ = other, circle
+    assert describe(circle).traceback == shown_by_python(circle)
+
+
+def test_notes_groups_and_places_in_a_text_are_told_too() -> None:
+    noted, error = ValueError("x"), ValueError("y")
+    noted.add_note("at the river")
+    error.__cause__ = noted
+    for special in (
+        noted,
+        error,
+        ExceptionGroup("two", [KeyError("a"), noted]),
+        SyntaxError("x", ("f", 1, 2, "a b")),
+    ):
+        assert describe(special).traceback == shown_by_python(special)
+
+
+def test_failures_of_one_place_have_one_fingerprint_whatever_they_say() -> None:
+    one, two = describe(raised(ValueError("a"))), describe(raised(ValueError("b")))
+    assert one.fingerprint == two.fingerprint
+    assert one.traceback != two.traceback
+    assert one.fingerprint != describe(raised(TypeError("a"))).fingerprint
+    assert one.fingerprint != describe(_caught(lambda: int("a"))).fingerprint
+    refused = [bad_row(f"column n: 'x{number}' is not INT").fingerprint for number in (1, 22)]
+    assert refused[0] == refused[1] != bad_row("column m: 'x' is not INT").fingerprint
+
+
+def test_what_is_remembered_of_places_and_classes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mldserver.runtime.failure._REMEMBERED", 2)
+    for number in range(5):
+        module: dict[str, Any] = {}
+        exec(f"class E{number}(Exception): pass\ndef fail(): raise E{number}", module)
+        assert f"E{number}" in describe(_caught(module["fail"])).traceback
+    from mldserver.runtime import failure
+
+    assert len(failure._classes) <= 2
+    assert len(failure._frames) <= 2
+
+
+def test_the_same_failure_is_told_once_a_minute_with_how_often_it_came() -> None:
+    now = [0]
+    told = Told(lambda: now[0], most=2)
+    assert [told.times("a") for _ in range(4)] == [1, 0, 0, 0]
+    assert told.times("b") == 1
+    now[0] = 59_999
+    assert told.times("a") == 0
+    now[0] = 60_000
+    assert [told.times("a") for _ in range(2)] == [5, 0]
+
+
+def test_of_failures_beyond_what_is_remembered_the_one_that_was_not_seen_for_longest_is_forgotten() -> None:
+    told = Told(lambda: 0, most=2)
+    assert [told.times(failure) for failure in "abaca"] == [1, 1, 0, 1, 0]
+    assert told.times("b") == 1
+
+
 def test_an_error_without_a_message_is_told_by_its_type() -> None:
     assert describe(raised(StopIteration())).error == "StopIteration"
 
@@ -243,7 +382,15 @@ def test_an_error_whose_traceback_cannot_be_printed_is_told_all_the_same(
 
 
 def test_long_tracebacks_are_cut_in_the_middle() -> None:
-    text = describe(ValueError("x" * 100_000)).traceback
+    def deep(depth: int) -> None:
+        def step() -> None:
+            deep(depth - 1)
+
+        if not depth:
+            raise ValueError("x" * 100_000)
+        step()
+
+    text = describe(_caught(lambda: deep(200))).traceback
     assert len(text) < 21_000
     assert "\n…\n" in text
 

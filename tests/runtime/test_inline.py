@@ -97,19 +97,19 @@ async def test_a_record_that_keeps_failing_is_a_dead_letter_and_the_shard_goes_o
     (letter,) = outcome.dead_letters
     assert column(outcome, "n") == [1, 3]
     assert (letter.shard_id, letter.sequence, letter.partition_key) == (kit.shard, Sequence(2), "key-2")
-    assert (letter.data, letter.arrival_ms, letter.attempts, letter.handler) == (b"{", 1_002, 3, "mine")
+    assert (letter.data, letter.arrival_ms, letter.attempts, letter.handler) == (b"{", 1_002, 1, "mine")
     assert letter.at_ms == kit.clock.now_ms()
     assert letter.error.startswith("JSONDecodeError: ")
     assert "in number" in letter.traceback
     dead = [event for event in logged if event["event"] == "handler.dead_letter"]
-    assert [(event["sequence"], event["attempts"], event["level"]) for event in dead] == [("2", 3, "error")]
+    assert [(event["sequence"], event["attempts"], event["level"]) for event in dead] == [("2", 1, "error")]
 
 
 async def test_rows_that_cannot_be_taken_name_their_records(kit: Any, column: Any) -> None:
     outcome = await kit.run(1, "x", 3, schema=SCHEMA, process_record=number)
     (letter,) = outcome.dead_letters
     assert column(outcome, "n") == [1, 3]
-    assert (letter.error, letter.attempts, letter.traceback) == ("BadRow: column n: 'x' is not INT", 3, "")
+    assert (letter.error, letter.attempts, letter.traceback) == ("BadRow: column n: 'x' is not INT", 1, "")
 
 
 async def test_a_raising_record_and_a_bad_row_before_it_both_die(kit: Any, column: Any) -> None:
@@ -206,7 +206,7 @@ async def test_under_halt_the_first_record_that_fails_for_good_stops_the_shard(
     with pytest.raises(HandlerHalted, match="process_record failed for good: JSONDecodeError") as caught:
         await runtime.process(kit.delivery(1, b"{", 3))
     assert caught.value.where["sequence"] == "2"
-    assert caught.value.where["attempts"] == 3
+    assert caught.value.where["attempts"] == 1
     assert [event["level"] for event in logged if event["event"] == "handler.halted"] == ["critical"]
 
 

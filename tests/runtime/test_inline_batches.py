@@ -13,7 +13,7 @@ from mldserver import tumbling
 from mldserver.errors import HandlerHalted, InternalError
 from mldserver.records import Batch
 from mldserver.runtime import work
-from mldserver.runtime.failure import FailurePolicy, OnFailure
+from mldserver.runtime.failure import FailurePolicy, OnFailure, failure_rule
 
 ONE = FailurePolicy(attempts=1)
 HALT = FailurePolicy(on_failure=OnFailure.HALT)
@@ -69,7 +69,7 @@ async def test_a_failing_batch_is_halved_down_to_the_failing_record(kit: Any, co
         2,
         b"{",
         4,
-        policy=FailurePolicy(attempts=2),
+        policy=FailurePolicy(attempts=2, rules=(failure_rule("ValueError=retry"),)),
         schema=SCHEMA,
         process_records=hooks[hook],
     )
@@ -86,7 +86,8 @@ async def test_only_the_records_of_bad_rows_are_called_again(kit: Any, column: A
         calls.append([record.sequence_number for record in batch])
         return [number(record) if len(calls) == 2 or record.json() != 3 else ("x",) for record in batch]
 
-    outcome = await kit.run(1, 2, 3, 4, schema=SCHEMA, process_records=process_records)
+    policy = FailurePolicy(rules=(failure_rule("BadRow=retry"),))
+    outcome = await kit.run(1, 2, 3, 4, policy=policy, schema=SCHEMA, process_records=process_records)
     assert calls == [[1, 2, 3, 4], [3]]
     assert (column(outcome, "n"), outcome.dead_letters, outcome.attempts) == ([1, 2, 3, 4], (), 2)
 
@@ -110,7 +111,7 @@ async def test_under_halt_a_failing_batch_is_not_halved(kit: Any, shard: Any) ->
 
     def process_records(batch: Any) -> None:
         calls.append(len(batch))
-        raise ValueError("no")
+        raise ConnectionError("no")
 
     runtime = await kit.start(policy=HALT, schema=SCHEMA, process_records=process_records)
     await runtime.open(shard)

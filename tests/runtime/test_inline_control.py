@@ -12,6 +12,7 @@ from mldserver import BatchResult, Discard, Fatal, Retry
 from mldserver.errors import HandlerHalted
 from mldserver.records import Record
 from mldserver.runtime.failure import FailurePolicy, OnFailure, failure_rule
+from mldserver.runtime.rows import RowBuilder
 
 ONE = FailurePolicy(attempts=1)
 SKIP = FailurePolicy(on_failure=OnFailure.SKIP)
@@ -87,7 +88,7 @@ async def test_a_skipped_record_is_counted_and_logged_and_nothing_of_it_is_kept(
     )
     assert (column(outcome, "n"), outcome.dead_letters, outcome.skipped) == ([1, 3], (), 1)
     (event,) = events(logged, "handler.skipped")
-    assert (event["level"], event["sequence"], event["attempts"]) == ("warning", "2", 3)
+    assert (event["level"], event["sequence"], event["attempts"]) == ("warning", "2", 1)
     assert "JSONDecodeError" in event["traceback"]
 
 
@@ -111,7 +112,7 @@ async def test_a_rule_that_says_halt_stops_the_shard_at_once(kit: Any, shard: An
 
 async def test_a_record_older_than_max_age_is_called_once(kit: Any) -> None:
     # The clock stands at 5,000; the records arrived at 1,001 and 1,002.
-    policy = FailurePolicy(attempts=5, max_age_ms=3_999)
+    policy = FailurePolicy(attempts=5, max_age_ms=3_999, rules=(failure_rule("ValueError=retry"),))
     outcome = await kit.run(b"{", b"{", policy=policy, schema=SCHEMA, process_record=Once(0, None).__call__)
     assert [letter.attempts for letter in outcome.dead_letters] == [1, 2]
 
@@ -177,7 +178,7 @@ async def test_a_record_is_found_by_its_sequence_when_it_is_a_copy(kit: Any) -> 
 async def test_names_of_no_record_of_the_call_fail_it(kit: Any, wrong: Any, logged: Any) -> None:
     hook, calls = result(None, lambda batch: [wrong])
     outcome = await kit.run(1, 2, schema=SCHEMA, process_records=hook)
-    assert (calls, outcome.dead_letters) == ([[1, 2], [1, 2]], ())
+    assert (calls, outcome.dead_letters) == ([[1, 2], [1], [2]], ())
     (failed,) = events(logged, "handler.failed")
     assert failed["what"].startswith("BadRows: ")
     assert failed["what"].endswith("was named as failed, but is none of the 2 records")
@@ -186,7 +187,7 @@ async def test_names_of_no_record_of_the_call_fail_it(kit: Any, wrong: Any, logg
 async def test_names_that_cannot_be_read_fail_the_call(kit: Any, logged: Any) -> None:
     hook, calls = result(None, lambda batch: 7)
     await kit.run(1, 2, schema=SCHEMA, process_records=hook)
-    assert len(calls) == 2
+    assert len(calls) == 3
     assert events(logged, "handler.failed")[0]["what"].startswith("BadRows: 'int' object is not iterable")
 
 
@@ -269,7 +270,7 @@ async def test_one_bad_record_among_ten_thousand_is_found_in_fourteen_calls_and_
         calls.append(len(batch))
         numbers = [record.sequence_number for record in batch]
         if 6_789 in numbers:
-            raise ValueError("one of these")
+            raise ConnectionError("one of these")
         done.extend(numbers)
 
     outcome = await kit.run(*([b"x"] * 10_000), process_records=process_records)
@@ -294,3 +295,67 @@ async def test_under_halt_a_fatal_record_stops_the_shard_without_further_attempt
     with pytest.raises(HandlerHalted, match="Fatal: stop"):
         await runtime.process(kit.delivery(1, 2))
     assert hook.calls == [1]
+
+
+async def test_a_stream_of_poison_is_called_once_a_record_waits_for_nothing_and_is_told_once(
+    kit: Any, logged: Any, kind: Any
+) -> None:
+    calls = []
+
+    def process_record(record: Any) -> Any:
+        calls.append(record.sequence_number)
+        return record.json()["carrier"]
+
+    outcome = await kit.run(
+        *[{"n": n} for n in range(300)], schema=SCHEMA, process_record=kind(process_record)
+    )
+    assert (len(outcome.dead_letters), calls, kit.clock.slept) == (300, list(range(1, 301)), [])
+    assert len({letter.traceback for letter in outcome.dead_letters}) == 1
+    dead = events(logged, "handler.dead_letter")
+    assert [event["level"] for event in dead] == ["error"] + ["debug"] * 299
+    assert [("traceback" in event, "times" in event) for event in dead[:2]] == [(True, False), (False, False)]
+
+
+async def test_a_batch_of_poison_waits_for_nothing_either(kit: Any, kind: Any) -> None:
+    calls = []
+
+    def process_records(batch: Any) -> Any:
+        calls.append(len(batch))
+        return [record.json()["carrier"] for record in batch]
+
+    outcome = await kit.run(
+        *[{"n": n} for n in range(300)], schema=SCHEMA, process_records=kind(process_records)
+    )
+    assert (len(outcome.dead_letters), kit.clock.slept) == (300, [])
+    assert len(calls) < 2 * 300 + 20
+
+
+async def test_a_failure_is_told_again_after_a_minute_with_its_count(
+    kit: Any, shard: Any, logged: Any
+) -> None:
+    runtime = await kit.start(schema=SCHEMA, process_record=lambda record: record.json()["carrier"])
+    await runtime.open(shard)
+    await runtime.process(kit.delivery({}, {}, {}))
+    kit.clock.ms += 60_000
+    await runtime.process(kit.delivery({}, {}))
+    told = [event for event in events(logged, "handler.dead_letter") if event["level"] == "error"]
+    assert [event.get("times") for event in told] == [None, 3]
+    assert all("KeyError" in event["traceback"] for event in told)
+
+
+async def test_a_retry_on_purpose_logs_no_traceback(kit: Any, logged: Any) -> None:
+    await kit.run(1, schema=SCHEMA, process_record=Once(1, Retry("busy", after=1)).__call__)
+    assert [event.get("traceback") for event in events(logged, "handler.failed")] == [None]
+
+
+async def test_rows_between_failures_are_built_at_once_and_stand_in_order(
+    kit: Any, column: Any, kind: Any, monkeypatch: Any
+) -> None:
+    built, build = [], RowBuilder.build
+    monkeypatch.setattr(RowBuilder, "build", lambda self, pairs: built.append(1) or build(self, pairs))
+    payloads = [n if n % 2 else {} for n in range(40)]
+    outcome = await kit.run(
+        *payloads, schema=SCHEMA, process_record=kind(lambda record: (record.json() + 0,))
+    )
+    assert column(outcome, "n") == [n for n in range(40) if n % 2]
+    assert (len(outcome.dead_letters), built) == (20, [1])

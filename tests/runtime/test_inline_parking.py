@@ -26,7 +26,7 @@ class Called:
         n = record.json()
         self.calls.append(n)
         if n < 0:
-            raise ValueError(n)
+            raise ConnectionError(n)
         return (n,)
 
     def process_records(self, batch: Any) -> Any:
@@ -36,7 +36,7 @@ class Called:
         numbers = [int(data) for data in table["data"].to_pylist()]
         self.calls += numbers
         if min(numbers) < 0:
-            raise ValueError(numbers)
+            raise ConnectionError(numbers)
         return pa.table({"n": numbers})
 
 
@@ -111,7 +111,7 @@ async def test_a_batch_that_stopped_its_shard_parks_nothing(kit: Any) -> None:
         calls.append(record.json())
         if record.json() == 2:
             raise Fatal("stop")
-        raise ValueError("no")
+        raise ConnectionError("no")
 
     runtime = await kit.start(policy=policy, process_record=process_record)
     await runtime.open(Shard(kit.shard))

@@ -20,7 +20,7 @@ async def opened(kit: Any, policy: FailurePolicy) -> tuple[Any, list[int]]:
     def process_record(record: Any) -> tuple[int]:
         seen.append(record.sequence.number)
         if record.json() == "bad":
-            raise ValueError("bad")
+            raise ConnectionError("bad")
         return (record.sequence.number,)
 
     runtime = await kit.start(policy=policy, process_record=process_record, schema="n BIGINT")
@@ -33,7 +33,7 @@ async def opened(kit: Any, policy: FailurePolicy) -> tuple[Any, list[int]]:
     [
         FailurePolicy(attempts=1, on_failure=OnFailure.HALT),
         FailurePolicy(attempts=1, on_failure=OnFailure.SKIP),
-        FailurePolicy(attempts=1, rules=(FailureRule("ValueError", OnFailure.HALT),)),
+        FailurePolicy(attempts=1, rules=(FailureRule("ConnectionError", OnFailure.HALT),)),
     ],
 )
 async def test_what_fails_again_is_a_dead_letter_whatever_the_policy(kit: Any, policy: FailurePolicy) -> None:
@@ -61,7 +61,7 @@ async def test_letters_of_parked_keys_run_and_the_later_ones_wait_behind_what_fa
 
 async def test_letters_say_which_version_of_the_handler_it_was(kit: Any) -> None:
     def process_record(record: Any) -> int:
-        raise ValueError(record.json())
+        raise ConnectionError(record.json())
 
     outcome = await kit.run("bad", process_record=process_record, schema="n BIGINT", version=7)
     assert [each.handler_version for each in outcome.dead_letters] == ["7"]

@@ -98,12 +98,12 @@ async def test_the_first_lane_that_halts_stops_the_shard_and_the_other_lanes(kit
 
     def process_record(record: Any) -> None:
         calls.append(record.json())
-        raise ValueError("both")
+        raise ConnectionError("both")
 
     async def process_record_async(record: Any) -> None:
         calls.append(record.json())
         if record.json() == 1:
-            raise ValueError("no")
+            raise ConnectionError("no")
         waiting.set()
         await asyncio.Event().wait()
 
@@ -242,7 +242,7 @@ class World:
         finally:
             self.busy.remove(lane)
         if what in {"error", "retry", "discard"}:
-            raise {"error": ValueError("no"), "retry": Retry(after=7), "discard": Discard()}[what]
+            raise {"error": ConnectionError("no"), "retry": Retry(after=7), "discard": Discard()}[what]
         return (n,) if what == "row" else None
 
     async def live(self) -> None:

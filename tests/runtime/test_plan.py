@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +23,7 @@ from mldserver.runtime.failure import (
 )
 from mldserver.runtime.plan import Again, BatchPlan, End, Step
 
-BOOM = Failure("ValueError: boom", names=("builtins.ValueError",))
+BOOM = Failure("OSError: boom", names=("builtins.OSError",))
 KEY = Failure("KeyError: 'x'", names=("builtins.KeyError",))
 HALTING = Failure("Stop", names=("mine.Stop",))
 FATAL = Failure("Fatal", wish=Wish.FATAL)
@@ -99,7 +100,7 @@ def test_the_wait_that_a_handler_asks_for_goes_into_the_next_call() -> None:
 
 
 def test_a_call_waits_as_long_as_the_one_that_wants_most_unless_one_asks_for_nothing() -> None:
-    waits = [replace(BOOM, after_seconds=seconds) for seconds in (1.0, 4.0, None)]
+    waits = [msgspec.structs.replace(BOOM, after_seconds=seconds) for seconds in (1.0, 4.0, None)]
     two, three = plan(3), plan(3)
     two.faulty(at_work(two), dict(enumerate(waits[:2])), NOW)
     three.faulty(at_work(three), dict(enumerate(waits)), NOW)
@@ -256,11 +257,11 @@ def test_when_an_error_names_all_records_no_call_is_left() -> None:
 
 
 def test_records_that_cannot_be_called_at_all_end_before_the_first_call() -> None:
-    calls = plan(3, rules=(failure_rule("ValueError=retry:9"),))
+    calls = plan(3, rules=(failure_rule("OSError=retry:9"),))
     calls.condemn({1: BOOM}, NOW)
     assert calls.step() == Step([0, 2])
     assert calls.ends == {1: End(Ending.DEAD_LETTER, BOOM, 1)}
-    none_left = plan(1, rules=(failure_rule("ValueError=skip"),))
+    none_left = plan(1, rules=(failure_rule("OSError=skip"),))
     none_left.condemn({0: BOOM}, NOW)
     assert (none_left.step(), none_left.ends[0].ending) == (None, Ending.SKIP)
 
@@ -362,7 +363,7 @@ def stories(draw: Any) -> Any:
         attempts=draw(st.integers(1, 4)),
         on_failure=draw(st.sampled_from(OnFailure)),
         max_age_ms=draw(st.none() | st.just(800)),
-        rules=draw(st.sampled_from([(), ("KeyError=skip",), ("ValueError=retry:3", "KeyError=halt")]).map(
+        rules=draw(st.sampled_from([(), ("KeyError=skip",), ("OSError=retry:3", "KeyError=halt")]).map(
             lambda rules: tuple(map(failure_rule, rules))
         )),
         on_key_failure=draw(st.sampled_from(OnKeyFailure)),
@@ -463,3 +464,16 @@ def test_a_whole_batch_a_call_decides_every_record_once_and_in_order_of_its_key(
         assert records[sequence.number - 100][0] == key
         assert calls.ends[sequence.number - 100].ending is Ending.DEAD_LETTER
     assert made <= 60 + 8 * len(records)
+
+
+def test_a_batch_of_errors_that_repeat_costs_two_calls_a_record_and_not_one_wait() -> None:
+    missing = Failure("KeyError: 'x'", names=("builtins.KeyError", "builtins.LookupError"))
+    calls = plan(1_000)
+    steps = []
+    while (step := calls.step()) is not None:
+        steps.append(step)
+        assert calls.failed(step, missing, NOW) is None or len(step.indices) > 1
+    assert len(steps) < 2 * 1_000 + 20
+    assert not any(step.failures for step in steps)
+    assert set(calls.ends) == set(range(1_000))
+    assert max(ended.attempts for ended in calls.ends.values()) <= 2 * math.ceil(math.log2(1_000)) + 1

@@ -46,7 +46,7 @@ class Cancelling(ByRecordAsync):
                 await asyncio.Event().wait()
             case "cancels and fails":
                 own_task().cancel()
-                raise ValueError("no good")
+                raise RuntimeError("no good")
             case "cancels later":
                 asyncio.get_running_loop().call_soon(own_task().cancel)
             case "times out":

@@ -28,6 +28,7 @@ RAISED: dict[str, type[BaseException]] = {
     cls.__name__: cls
     for cls in (
         ValueError,
+        ConnectionError,
         LookupError,
         ZeroDivisionError,
         SystemExit,
