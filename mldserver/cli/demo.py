@@ -145,11 +145,14 @@ def phase(simulation: Simulation) -> str:
         return "starting the server"
     if not simulation.mld.finished:
         return "delivering records"
-    if not simulation.server.is_ready:
+    if status.windows_halted:
+        return "stopped: a window has failed for good"
+    # At the end the server is not ready either, but nothing waits any more.
+    if status.windows_waiting and not simulation.server.is_ready:
         return "every record is durable and checkpointed; waiting for Spark to start"
     if not status.stream_ended:
         return "waiting for other shards to show up: the stream may not be over yet"
-    return "computing windows"
+    return "computing windows" if status.windows_waiting else "every window is published"
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from mldserver.testing.clock import VirtualClock
-    from mldserver.testing.daemon import DaemonShard, Hang, JvmExit
+    from mldserver.testing.daemon import DaemonShard, Hang, JvmExit, NoServer
     from mldserver.testing.engine import LocalEngine
     from mldserver.testing.fake_mld import FakeMLD
     from mldserver.testing.fake_stream import FakeStream, StreamRecord
@@ -32,6 +32,7 @@ __all__ = [
     "JvmExit",
     "LeaseTable",
     "LocalEngine",
+    "NoServer",
     "Place",
     "StreamRecord",
     "VirtualClock",
@@ -49,6 +50,7 @@ _HOMES: Final = {
     "JvmExit": "daemon",
     "LeaseTable": "leases",
     "LocalEngine": "engine",
+    "NoServer": "daemon",
     "Place": "leases",
     "StreamRecord": "fake_stream",
     "VirtualClock": "clock",

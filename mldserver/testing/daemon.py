@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from mldserver.testing.fake_stream import StreamRecord
 
-__all__ = ["DaemonShard", "Hang", "JvmExit", "Misuse"]
+__all__ = ["DaemonShard", "Hang", "JvmExit", "Misuse", "NoServer"]
 
 _CHECKPOINTABLE: Final = frozenset({"processRecords", "shutdownRequested", "shardEnded", "shutdown"})
 _FINAL: Final = frozenset({"leaseLost", "shardEnded", "shutdown"})
@@ -51,6 +51,10 @@ class JvmExit(Exception):
         super().__init__(reason if line is None else f"{reason}: {line!r}")
         self.reason = reason
         self.line = line
+
+
+class NoServer(JvmExit):
+    """Nobody listens at the server's address."""
 
 
 class Misuse(Exception):

@@ -20,7 +20,7 @@ import asyncio
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mldserver.clock import SystemClock
-from mldserver.testing.daemon import JvmExit
+from mldserver.testing.daemon import JvmExit, NoServer
 from mldserver.testing.leases import LeaseTable, Place
 from mldserver.testing.session import DaemonHangs, Habits, ShardSession
 
@@ -110,6 +110,7 @@ class FakeMLD:
         self._plans: list[tuple[int, Callable[[], None]]] = []
         self._grants: list[tuple[int, str]] = []
         self._stop_at_ms: int | None = None
+        self._was_answered = False
         self._death: type[_Killed | _Stopped] = _Killed
         self._die = asyncio.Event()
 
@@ -175,7 +176,8 @@ class FakeMLD:
     async def run(self) -> int:
         """Live until the stream is over, SIGTERM, or a fault without a supervisor; return the exit code.
 
-        Raises DaemonHangs where the real one would never return.
+        Raises DaemonHangs where the real one would never return, and NoServer when nobody ever listened at the address
+        and no supervisor tries again.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -198,7 +200,7 @@ class FakeMLD:
         # A shard that was about to start when the JVM died was cancelled before it could take itself off.
         self._sessions.clear()
         faults: list[Exit] = []
-        hang: Exception | None = None
+        told: Exception | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 killer = group.create_task(self._die_when_told())
@@ -206,14 +208,17 @@ class FakeMLD:
                 killer.cancel()
         except* JvmExit as group_of_exits:
             faults += [Exit(EXIT_FAULT, str(error)) for error in group_of_exits.exceptions]
+            stranded = [error for error in group_of_exits.exceptions if isinstance(error, NoServer)]
+            if stranded and not (self._supervised or self._was_answered):
+                told = stranded[0]
         except* _Killed:
             faults.insert(0, Exit(EXIT_KILLED, "killed"))
         except* _Stopped:
             faults.append(Exit(EXIT_TERMINATED, "SIGTERM, its grace over"))
         except* DaemonHangs as group_of_hangs:
-            hang = group_of_hangs.exceptions[0]
-        if hang is not None:
-            raise hang
+            told = group_of_hangs.exceptions[0]
+        if told is not None:
+            raise told
         if faults:
             return faults[0]
         return Exit(0, "finished") if self._stop_at_ms is None else Exit(EXIT_TERMINATED, "SIGTERM")
@@ -286,6 +291,7 @@ class FakeMLD:
         finally:
             del self._sessions[session.shard_id]
             self._violations += session.core.violations
+            self._was_answered |= session.core.last_answered is not None
             if session.core.end_blocked:
                 self._blocked.add(session.shard_id)
 

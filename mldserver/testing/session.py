@@ -10,7 +10,7 @@ import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from mldserver.testing.daemon import DaemonShard, JvmExit
+from mldserver.testing.daemon import DaemonShard, NoServer
 from mldserver.testing.wire import Form
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class ShardSession:
         )
 
     async def run(self) -> None:
-        """Play the connection to its end. Raises JvmExit and DaemonHangs."""
+        """Play the connection to its end. Raises JvmExit (NoServer when there is none) and DaemonHangs."""
         reader, writer = await self._connect()
         self._writer = writer
         try:
@@ -108,7 +108,7 @@ class ShardSession:
             host, _, port = self.address.rpartition(":")
             return await asyncio.open_connection(host.strip("[]"), int(port))
         except OSError as error:
-            raise JvmExit(
+            raise NoServer(
                 f"{self.shard_id}: the bridge found no server at {self.address}: {error}"
             ) from error
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from mldserver.clock import SystemClock
 from mldserver.server import EXIT_FAULT, EXIT_OPERATOR, Server
+from mldserver.testing.daemon import NoServer
 from mldserver.testing.fake_mld import EXIT_KILLED, FakeMLD
 from mldserver.testing.fake_stream import FakeStream
 from mldserver.testing.leases import LeaseTable
@@ -189,6 +190,8 @@ class Simulation:
         try:
             while await self.mld.run() == EXIT_KILLED:
                 await self._clock.sleep(_RESTART_SECONDS)
+        except NoServer:
+            return  # the server ended before the daemon came; its exit code says so
         except DaemonHangs:
             return  # it is among the violations, with its line
         if self.mld.finished:

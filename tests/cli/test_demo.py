@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -13,7 +14,7 @@ import pyarrow.compute as pc
 import pytest
 from rich.console import Console
 
-from mldserver.cli.demo import play, read_windows, results
+from mldserver.cli.demo import phase, play, read_windows, results
 from mldserver.testing import LocalEngine
 
 if TYPE_CHECKING:
@@ -40,7 +41,26 @@ def test_it_counts_every_departure_and_says_where_the_output_is(tmp_path: Path) 
     assert len(re.findall(r"2013-\d\d-\d\d", told)) == 32
     assert str(tmp_path / "out") in told.replace("\n", "")
     assert "delivering records" in told
+    progress = [line for line in told.splitlines() if re.match(r" *[\d.]+ s  ", line)]
+    assert "every window is published  27,004 rows durable, 32 windows" in progress[-1]
     assert pc.sum(read_windows(tmp_path / "out")["flights"]).as_py() == 27_004
+
+
+@pytest.mark.parametrize(
+    ("known", "words"),
+    [
+        ({"windows_waiting": 2, "stream_ended": False}, "waiting for Spark to start"),
+        ({"windows_halted": ("w",), "windows_waiting": 1}, "stopped: a window has failed for good"),
+        ({"stream_ended": False}, "waiting for other shards"),
+        ({}, "every window is published"),
+    ],
+)
+def test_its_progress_waits_only_for_what_is_missing(known: dict[str, object], words: str) -> None:
+    status = SimpleNamespace(**({"windows_halted": (), "windows_waiting": 0, "stream_ended": True} | known))
+    stopped = SimpleNamespace(
+        status=status, mld=SimpleNamespace(finished=True), server=SimpleNamespace(is_ready=False)
+    )
+    assert words in phase(stopped)  # type: ignore[arg-type]  # what it asks of a simulation
 
 
 def test_on_a_terminal_it_draws_bars(tmp_path: Path) -> None:

@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mldserver.testing import DaemonHangs, FakeMLD, FakeStream, Form, Habits, LeaseTable, VirtualClock
+from mldserver.testing import (
+    DaemonHangs,
+    FakeMLD,
+    FakeStream,
+    Form,
+    Habits,
+    LeaseTable,
+    NoServer,
+    VirtualClock,
+)
 from mldserver.testing.leases import SHARD_END
 
 if TYPE_CHECKING:
@@ -147,8 +156,19 @@ async def test_a_dropped_connection_takes_the_whole_jvm_down(tiny_server: TinySe
     assert mld.active_shards == ()
 
 
-async def test_without_a_server_the_jvm_exits(unused_tcp_port: int) -> None:
+async def test_at_a_closed_port_it_says_where_it_found_no_server(unused_tcp_port: int) -> None:
     mld = FakeMLD(filled(), f"127.0.0.1:{unused_tcp_port}", habits=QUICK)
+    with pytest.raises(NoServer, match=f"found no server at 127.0.0.1:{unused_tcp_port}"):
+        await mld.run()
+
+
+async def test_a_server_that_is_gone_later_makes_the_jvm_exit(
+    tiny_server: TinyServer, unused_tcp_port: int
+) -> None:
+    stream = filled(1, 5)
+    stream.split(stream.open_shards[0])
+    mld = FakeMLD(stream, tiny_server.address, habits=QUICK)
+    mld.at(5, lambda: setattr(mld, "address", f"127.0.0.1:{unused_tcp_port}"))
     assert await mld.run() == 1
     assert "found no server" in mld.exits[0].reason
 
