@@ -168,6 +168,7 @@ def _everything(held: LedgerState) -> dict[str, Any]:
         "cut_below_ms": held.cut_below_ms,
         "batch_progress": dataclasses.asdict(held.batch_progress),
         "dead_letters": held.dead_letters,
+        "draining": held.draining,
         "late_files_waiting": len(held.late_segments),
         "windows": {str(state): counts[state] for state in WindowState},
         "segment_bytes": _segment_bytes(held),
@@ -196,6 +197,8 @@ def _facts(held: LedgerState) -> list[tuple[str, str]]:
         ("dead letters", f"{held.dead_letters:,}"),
         ("merge clock", f"{held.clock:,}"),
     ]
+    if held.draining:
+        facts.append(("drain", "asked for; the next start ends it" if not held.servers else "under way"))
     if held.cut_below_ms is not None:
         facts.append(("forgotten", f"windows up to {moment(held.cut_below_ms)}"))
     if held.batch_progress.number:

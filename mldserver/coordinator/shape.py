@@ -180,7 +180,7 @@ class Shape:
             f"The handler does not go with the rows that the ledger holds: {'; '.join(found)}.",
             did="Nothing was touched.",
             advice="Run the handler as it was, or change it in order: `mldserver drain` with the handler as it was, then"
-            " start it as it is now (mldserver/docs/operations.md).",
+            " start it as it is now (mldserver/docs/operations.md). Or begin anew in a folder of its own (--out).",
             pipeline=self.pipeline,
         )
 

@@ -81,6 +81,17 @@ def test_show_tells_where_shards_and_servers_stand(
     assert ["c", "-", "-", "0", "-", "a"] in lines
 
 
+def test_a_drain_is_told_while_it_is_under_way_and_until_the_next_start(
+    server: SqliteStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "drain" not in told(capsys, "show")
+    server.drain()
+    assert "drain         under way" in told(capsys, "show")
+    server.leave()
+    assert "drain         asked for; the next start ends it" in told(capsys, "show")
+    assert documents(capsys, "show")["draining"] is True
+
+
 def test_a_ledger_in_a_file_of_its_own_is_found_beside_an_output_elsewhere(
     server: SqliteStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
