@@ -10,7 +10,7 @@ import asyncio
 import time
 from typing import Protocol
 
-__all__ = ["Clock", "SystemClock"]
+__all__ = ["Clock", "SystemClock", "happens"]
 
 
 class Clock(Protocol):
@@ -43,3 +43,13 @@ class SystemClock:
     async def sleep(self, seconds: float) -> None:
         """Sleep on the running event loop."""
         await asyncio.sleep(seconds)
+
+
+async def happens(event: asyncio.Event, clock: Clock, seconds: float) -> bool:
+    """Wait for an event, but no longer than ``seconds`` of ``clock``; return whether it is set."""
+    async with asyncio.TaskGroup() as tasks:
+        waits = {tasks.create_task(clock.sleep(seconds)), tasks.create_task(event.wait())}
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+    return event.is_set()

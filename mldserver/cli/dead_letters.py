@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -56,6 +57,7 @@ app = App(name="dead-letters", help=_HELP, help_format="markdown")
 
 _NOWHERE: Final = Where()
 _PAGE: Final = 500
+_LISTED: Final = 100
 _SHOWN: Final = 2000
 """Bytes of a payload that a person is shown."""
 
@@ -102,7 +104,7 @@ _ALL: Final = Which()
 def list_letters(
     *,
     which: Which = _ALL,
-    limit: Annotated[int, Parameter(validator=Number(gte=0))] = 100,
+    limit: Annotated[int | None, Parameter(validator=Number(gte=0))] = None,
     where: Where = _NOWHERE,
     as_json: AsJson = False,
 ) -> int:
@@ -111,20 +113,23 @@ def list_letters(
     Parameters
     ----------
     limit
-        At most so many; the others are counted.
+        At most so many; the others are counted. [default: 100; with --json all]
     """
     pipeline = pipeline_at(where)
 
     async def look(ledger: Ledger, held: LedgerState) -> None:
         chosen: list[StoredLetter] = []
+        most = _LISTED if limit is None and not as_json else limit
         more = 0
         async for each in _letters(ledger, which):
-            if len(chosen) < limit:
+            if most is None or len(chosen) < most:
                 chosen.append(each)
             else:
                 more += 1
         if as_json:
             tell_json([_document(each, pipeline) for each in chosen])
+            if more:
+                sys.stderr.write(f"mldserver: {more:,} more letters match; this list is cut by --limit.\n")
             return
         told = f"{held.dead_letters:,} dead letters, {held.redrives:,} of them to be redriven"
         tell(_listed(chosen), told + (f" ({more:,} more match; --limit)" if more else ""))
@@ -147,14 +152,14 @@ def show_letter(
     Parameters
     ----------
     letter
-        Its id, as `dead-letters list` shows it.
+        Its id, as `dead-letters list` shows it; `list --json` has it as `letter`, and the record's as `id`.
     payload
         Write the record's payload, and nothing else, to standard output.
     """
     pipeline = pipeline_at(where)
 
     async def look(ledger: Ledger, _held: LedgerState) -> None:
-        (found,) = await _named(ledger, (letter,))
+        (found,) = await _named(ledger, (letter,), pipeline)
         if payload:
             tell_bytes(found.letter.data)
         elif as_json:
@@ -195,7 +200,7 @@ def redrive_letters(
     cancel
         Take the wish back, for letters that no server has taken yet.
     """
-    pipeline = pipeline_at(where) if files else ""
+    pipeline = pipeline_at(where)
 
     async def work(ledger: Ledger, held: LedgerState) -> None:
         if files:
@@ -206,7 +211,7 @@ def redrive_letters(
                 told += f" {coming:,} are left out: their records are delivered again anyway."
             _say(as_json, {"redriving": added, "delivered_again": coming}, told)
             return
-        ids = await _chosen(ledger, letters, which, everything=everything)
+        ids = await _chosen(ledger, letters, which, pipeline, everything=everything)
         there = await ledger.redrive(ids, wanted=not cancel) if ids else frozenset()
         name = "cancelled" if cancel else "redriving"
         what = "are left as they are" if cancel else "are to be redriven: a server that runs takes them"
@@ -236,11 +241,12 @@ def purge_letters(
     yes
         Delete them.
     """
+    pipeline = pipeline_at(where)
 
     async def work(ledger: Ledger, _held: LedgerState) -> None:
         from mldserver.state.letters import LETTERS_AT_ONCE  # noqa: PLC0415  # `--help` must not wait for it
 
-        ids = await _chosen(ledger, letters, which, everything=everything)
+        ids = await _chosen(ledger, letters, which, pipeline, everything=everything)
         if not yes:
             raise OperatorError(
                 f"{len(ids):,} letters would be deleted, and their records with them.",
@@ -265,11 +271,14 @@ async def _letters(ledger: Ledger, which: Which = _ALL) -> AsyncIterator[StoredL
         after = page[-1].id
 
 
-async def _named(ledger: Ledger, names: tuple[str, ...]) -> list[StoredLetter]:
-    """Return letters by their ids, or their records' (``shard/sequence/sub``). All are looked for before one is used."""
+async def _named(ledger: Ledger, names: tuple[str, ...], pipeline: str) -> list[StoredLetter]:
+    """Return letters by their ids, or their records' (``shard/sequence/sub``, with or without the pipeline before it).
+
+    All are looked for before one is used.
+    """
     found: dict[str, StoredLetter] = {}
     async for each in _letters(ledger):
-        for name in (each.id, each.letter.record):
+        for name in (each.id, each.letter.record, f"{pipeline}/{each.letter.record}"):
             if name in names:
                 found[name] = each
     for name in names:
@@ -281,7 +290,7 @@ async def _named(ledger: Ledger, names: tuple[str, ...]) -> list[StoredLetter]:
 
 
 async def _chosen(
-    ledger: Ledger, names: tuple[str, ...], which: Which, *, everything: bool
+    ledger: Ledger, names: tuple[str, ...], which: Which, pipeline: str, *, everything: bool
 ) -> tuple[str, ...]:
     if sum((bool(names), which.given, everything)) != 1:
         raise OperatorError(
@@ -289,7 +298,7 @@ async def _chosen(
             advice="Name ids, or conditions (--shard, --key, --error, --since), or --all: one of the three.",
         )
     if names:
-        return tuple(each.id for each in await _named(ledger, names))
+        return tuple(each.id for each in await _named(ledger, names, pipeline))
     return tuple([each.id async for each in _letters(ledger, which)])
 
 

@@ -1,4 +1,4 @@
-"""``mldserver windows``: shows the windows of a ledger, and runs those again that were set aside."""
+"""``mldserver windows``: shows the windows of a ledger, and decides about those whose job keeps failing."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from mldserver.state.ledger import WindowState
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from mldserver.state.ledger import Ledger, LedgerState, Segment, WindowEntry
+    from mldserver.state.ledger import Decision, Ledger, LedgerState, Segment, WindowEntry
 
-__all__ = ["app", "list_windows", "retry_windows", "show_window"]
+__all__ = ["app", "list_windows", "retry_windows", "set_windows_aside", "show_window", "skip_windows"]
 
 _HELP = """
-Show the windows of a pipeline, and run those again that were set aside. Servers that run are not disturbed.
+Show the windows of a pipeline, and decide about those whose job keeps failing. Servers that run go on running.
 
 ```
 mldserver windows list --out out/departures
 mldserver windows list --out out/departures --state set_aside --json | jq -r '.[].window'
 mldserver windows show 2013-01-01T10-00-00Z --out out/departures
 mldserver windows retry 2013-01-01T10-00-00Z --out out/departures
+mldserver windows skip 2013-01-01T10-00-00Z --out out/departures
 ```
 
 A window is *open* while rows come, *cut* when its rows are fixed, *committed* when its output counts, *published*
-when readers see it, and *set aside* when its job kept failing (`window_on_failure = dead_letter`).
+when readers see it, and *set aside* when its job kept failing (`window_on_failure = dead_letter`, or you said so).
+One that is *halted* keeps failing too, and the windows behind it wait: `retry` tries it at once, `set-aside` and `skip`
+let the others go on. The server notices within its `flush_interval`.
 
 Exit codes: 0 done, 2 there is no such window or ledger, or it cannot be read.
 """
@@ -102,13 +105,54 @@ def show_window(window: str, /, *, where: Where = _NOWHERE, as_json: AsJson = Fa
 
 @app.command(name="retry")
 def retry_windows(*windows: str, where: Where = _NOWHERE, as_json: AsJson = False) -> int:
-    """Run windows again that were set aside. A server that runs, or the next that starts, takes them.
+    """Run windows again that are halted or were set aside, at once. A server that runs, or the next that starts, does.
 
     Parameters
     ----------
     windows
-        Ids of windows, as `windows list --state set_aside` shows them.
+        Ids of windows, as `windows list` shows them.
     """
+    return _decide(
+        windows, "retry", "retried", "is tried again: a server that runs computes it.", where, as_json
+    )
+
+
+@app.command(name="set-aside")
+def set_windows_aside(*windows: str, where: Where = _NOWHERE, as_json: AsJson = False) -> int:
+    """Put windows aside that are halted, with their rows, so that those behind them go on; `retry` runs them later.
+
+    Parameters
+    ----------
+    windows
+        Ids of windows, as `windows list` shows them.
+    """
+    told = "is set aside with its rows: the windows behind it go on."
+    return _decide(windows, "set_aside", "set_aside", told, where, as_json)
+
+
+@app.command(name="skip")
+def skip_windows(*windows: str, where: Where = _NOWHERE, as_json: AsJson = False) -> int:
+    """Give up windows that are halted or were set aside: they count as published, without new output.
+
+    Their rows are kept for `retention`; late rows within it still have the window computed.
+
+    Parameters
+    ----------
+    windows
+        Ids of windows, as `windows list` shows them.
+    """
+    told = "is skipped: it counts as published, without new output."
+    return _decide(windows, "skip", "skipped", told, where, as_json)
+
+
+def _decide(
+    windows: tuple[str, ...],
+    decision: Decision,
+    name: str,
+    told: str,
+    where: Where,
+    as_json: bool,  # noqa: FBT001  # the command's own flag
+) -> int:
     if not windows:
         raise OperatorError("No window was named.", advice="`mldserver windows list` shows them.")
 
@@ -116,20 +160,39 @@ def retry_windows(*windows: str, where: Where = _NOWHERE, as_json: AsJson = Fals
         # All are looked at before one is changed: a slip in the second name must not leave half of it done.
         for window in windows:
             entry = _entry(held, window)
-            if entry.state is not WindowState.SET_ASIDE:
-                raise _not_set_aside(window, f"it is {_said(entry.state)}")
-        again = []
+            if decision not in _choices(entry):
+                raise _refused(window, f"it is {_said(entry)}", _choices(entry))
+        done = []
         for window in dict.fromkeys(windows):
-            if not await ledger.retry(window):
-                raise _not_set_aside(window, "somebody else was faster")
-            again.append(window)
+            if not await ledger.decide(window, decision):
+                raise _refused(window, "somebody else was faster", ())
+            done.append(window)
             if not as_json:
-                tell(details([(window, "is cut again: a server that runs computes it.")]))
+                tell(details([(window, told)]))
         if as_json:
-            tell_json({"retried": again})
+            tell_json({name: done})
 
     at_ledger(where, work)
     return 0
+
+
+def _choices(entry: WindowEntry) -> tuple[Decision, ...]:
+    """Return what can be decided about a window."""
+    if entry.state is WindowState.SET_ASIDE:
+        return "retry", "skip"
+    if not entry.is_halted:
+        return ()
+    return ("retry",) if entry.state is WindowState.COMMITTED else ("retry", "set_aside", "skip")
+
+
+def _refused(window: str, why: str, choices: tuple[Decision, ...]) -> OperatorError:
+    others = ", ".join(f"`{each.replace('_', '-')}`" for each in choices)
+    return OperatorError(
+        f"Nothing of the kind can be done with window {window}: {why}.",
+        advice=f"What can be done is {others}."
+        if others
+        else "`mldserver windows list` shows which are halted or set aside.",
+    )
 
 
 def _entry(held: LedgerState, window: str) -> WindowEntry:
@@ -141,18 +204,12 @@ def _entry(held: LedgerState, window: str) -> WindowEntry:
     return entry
 
 
-def _not_set_aside(window: str, why: str) -> OperatorError:
-    return OperatorError(
-        f"Window {window} is not set aside: {why}.", advice="`mldserver windows list` shows which are."
-    )
-
-
 def _age(entry: WindowEntry) -> tuple[bool, int, str]:
     return entry.start_ms is None, entry.start_ms or 0, entry.window_id
 
 
-def _said(state: WindowState) -> str:
-    return state.replace("_", " ")
+def _said(entry: WindowEntry) -> str:
+    return entry.state.replace("_", " ") + (", halted" if entry.is_halted else "")
 
 
 def _summary(entry: WindowEntry) -> dict[str, Any]:
@@ -160,6 +217,7 @@ def _summary(entry: WindowEntry) -> dict[str, Any]:
     return {
         "window": entry.window_id,
         "state": str(entry.state),
+        "halted": entry.is_halted,
         "revision": entry.revision,
         "attempts": entry.attempt,
         "owner": entry.owner,
@@ -199,7 +257,7 @@ def _listed(entries: Iterable[WindowEntry]) -> Any:
         add(
             made,
             entry.window_id,
-            _said(entry.state),
+            _said(entry),
             str(entry.revision),
             str(entry.attempt),
             str(told["segments"]),
@@ -213,7 +271,9 @@ def _listed(entries: Iterable[WindowEntry]) -> Any:
 
 def _counted(entries: list[WindowEntry], *, shown: int) -> str:
     counts = Counter(entry.state for entry in entries)
-    told = ", ".join(f"{counts[state]:,} {_said(state)}" for state in WindowState if counts[state])
+    told = ", ".join(f"{counts[state]:,} {state.replace('_', ' ')}" for state in WindowState if counts[state])
+    if halted := sum(entry.is_halted for entry in entries):
+        told += f"; {halted:,} halted"
     hidden = len(entries) - shown
     return (told or "no windows") + (f" ({hidden:,} not shown)" if hidden else "")
 
@@ -222,7 +282,7 @@ def _facts(entry: WindowEntry) -> list[tuple[str, str]]:
     told = _summary(entry)
     facts = [
         ("window", entry.window_id),
-        ("state", _said(entry.state)),
+        ("state", _said(entry)),
         ("start, end", f"{moment(entry.start_ms)}, {moment(entry.end_ms)}"),
         ("revision", f"{entry.revision}, after {entry.attempt} attempts"),
         ("rows", f"{told['rows']:,} in {told['segments']} segments of {told['bytes']:,} bytes"),

@@ -232,6 +232,7 @@ class Coordinator:
             self.draining.set()
         inherit = bool(await self._fleet.bury()) or heirless(state)
         if self._runner is not None:
+            self._runner.learn(state)
             under_way = self._picture.under_way
             await take_over(under_way, working, self._ledger, self._store, self._runner, inherit=inherit)
         self._fleet.settled()

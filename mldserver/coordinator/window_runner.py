@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import structlog
 
+from mldserver.clock import happens
 from mldserver.coordinator.window_steps import Committed, WindowSteps
 from mldserver.errors import (
     DriverLost,
@@ -32,11 +33,18 @@ if TYPE_CHECKING:
     from mldserver.clock import Clock
     from mldserver.coordinator.store import OutputStore
     from mldserver.spark.engine import Engine
-    from mldserver.state.ledger import Ledger, LedgerState, WindowEntry
+    from mldserver.state.ledger import Decision, Ledger, LedgerState, WindowEntry
 
 __all__ = ["WindowPolicy", "WindowRunner"]
 
 log = structlog.get_logger("mldserver")
+
+_UNDER_WAY = frozenset({WindowState.CUT, WindowState.COMMITTED})
+
+_DECIDED: Mapping[WindowState, Decision] = {
+    WindowState.SET_ASIDE: "set_aside",
+    WindowState.PUBLISHED: "skip",
+}
 
 _FAULTS = (SparkError, LedgerError, OperatorError, OSError)
 """What a window is tried again after; all else is a bug."""
@@ -55,7 +63,8 @@ class WindowPolicy:
     retry_base_seconds: float = 1.0
     retry_cap_seconds: float = 60.0
     on_failure: Literal["halt", "dead_letter"] = "halt"
-    """``halt``: the window is tried again for ever, every ``retry_cap_seconds``, and all others wait for it;
+    """``halt``: the window is tried again for ever, every ``retry_cap_seconds``, and all others wait for it, unless an
+    operator decides otherwise (``Ledger.decide``);
     ``dead_letter``: it is set aside with its segments and the others go on."""
     concurrency: int = 1
     """Jobs at a time."""
@@ -78,6 +87,16 @@ class _Failures:
             self.runs += 1
         else:
             self.steps += 1
+
+
+@dataclass(slots=True)
+class _Halt:
+    """A window that keeps failing and that every other waits for."""
+
+    decided: asyncio.Event
+    """Set when an operator has decided about it."""
+    kept: bool = False
+    """Whether the ledger holds its error, as far as this server knows."""
 
 
 class WindowRunner:
@@ -121,7 +140,7 @@ class WindowRunner:
         self._queue: asyncio.Queue[WindowEntry] = asyncio.Queue()
         self._unfinished: dict[tuple[str, int], int] = {}
         """When each window and revision was submitted (ms)."""
-        self._halted: set[str] = set()
+        self._halted: dict[str, _Halt] = {}
         self._go = asyncio.Event()
         self._go.set()
         self._idle = asyncio.Event()
@@ -156,6 +175,19 @@ class WindowRunner:
     def begin(self, state: LedgerState) -> None:
         """Learn at the start which ledger this is."""
         self._steps.ledger_id = state.ledger_id
+
+    def learn(self, state: LedgerState) -> None:
+        """Take in what operators decided about halted windows: each is looked at again at once."""
+        for window_id, halt in self._halted.items():
+            entry = state.windows.get(window_id)
+            if entry is None and state.since:
+                continue  # no news
+            if entry is not None and entry.state in _UNDER_WAY and (entry.is_halted or not halt.kept):
+                continue
+            halt.kept = False
+            halt.decided.set()
+            decision = _DECIDED.get(entry.state, "retry") if entry is not None else "skip"
+            log.warning("window.decided", window=window_id, decision=decision)
 
     def submit(self, entries: Iterable[WindowEntry]) -> None:
         """Take windows that are this server's: CUT ones are computed, COMMITTED ones published. Twice is once."""
@@ -243,6 +275,8 @@ class WindowRunner:
             try:
                 # Once committed only publishing is tried again: the output counts, computing it anew would not.
                 committed = committed or await self._commit(entry)
+                if halt := self._halted.get(entry.window_id):
+                    halt.kept = False  # by the commit
                 if committed is not None:
                     await self._publish([committed])
             except _FAULTS as error:
@@ -313,17 +347,33 @@ class WindowRunner:
         tries = failures.runs + failures.steps
         delay = self._policy.retry_cap_seconds if last else self._delay(tries)
         if last and entry.window_id not in self._halted:
-            self._halted.add(entry.window_id)
+            self._halted[entry.window_id] = _Halt(asyncio.Event())
             self._go.clear()
+            told["advice"] = " ".join(filter(None, [told.get("advice"), _advice(entry, of_run=of_run)]))
             log.error("window.halted", attempts=most, **told)
         else:
             log.warning("window.failed", attempt=tries, delay_seconds=round(delay, 3), **told)
-        await self._clock.sleep(delay)
+        if not last:
+            await self._clock.sleep(delay)
+        elif await self._keep_error(entry, error):
+            halt = self._halted[entry.window_id]
+            await happens(halt.decided, self._clock, delay)
+            halt.decided.clear()
         return False
+
+    async def _keep_error(self, entry: WindowEntry, error: Exception) -> bool:
+        """Tell the ledger why a window is halted. False: an operator has decided meanwhile what becomes of it."""
+        halt = self._halted[entry.window_id]
+        try:
+            kept = await self._ledger.halt(entry.window_id, str(error), first=not halt.kept)
+        except LedgerError:
+            return True  # the log has said why; the next failure tells the ledger
+        decided, halt.kept = halt.kept and not kept, kept
+        return not decided
 
     def _resume(self, window_id: str) -> None:
         """Let the others go on, unless another window halts them."""
-        self._halted.discard(window_id)
+        self._halted.pop(window_id, None)
         if not self._halted:
             self._go.set()
 
@@ -331,6 +381,11 @@ class WindowRunner:
         doubled = self._policy.retry_base_seconds * 2.0 ** min(failures - 1, 60)
         most = min(self._policy.retry_cap_seconds, doubled)
         return most * (0.5 + self._random() / 2)
+
+
+def _advice(entry: WindowEntry, *, of_run: bool) -> str:
+    told = f"`mldserver windows retry {entry.window_id}` tries it at once"
+    return f"{told}, `set-aside` or `skip` let those behind it go on." if of_run else f"{told}."
 
 
 def _key(entry: WindowEntry) -> tuple[str, int]:

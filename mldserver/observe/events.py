@@ -340,7 +340,15 @@ EVENTS: Final[dict[str, EventSpec]] = {
         "Another server has taken the window, or it is done: nothing is left to do here.",
     ),
     "window.halted": EventSpec(
-        "error", ("attempts", "traceback"), "A window's job kept failing; windows wait, ingestion goes on."
+        "error",
+        ("attempts", "traceback"),
+        "A window's job kept failing; windows wait, ingestion goes on. ``advice`` names the command.",
+    ),
+    "window.decided": EventSpec(
+        "warning",
+        ("decision",),
+        "An operator has decided about a halted window: ``retry``, ``set_aside``, or ``skip`` (it counts as published, "
+        "without output).",
     ),
     "window.set_aside": EventSpec(
         "error", ("attempts", "traceback"), "A window's job kept failing; it is set aside with its segments."

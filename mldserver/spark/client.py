@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from mldserver.clock import Clock, SystemClock
+from mldserver.clock import Clock, SystemClock, happens
 from mldserver.errors import DriverLost, HandlerInvalid, NotThereYet, OperatorError
 from mldserver.spark import archive
 from mldserver.spark.engine import PublishJob, WindowJob, WindowResult
 from mldserver.spark.java import Java, probe
-from mldserver.spark.life import Life, happens
+from mldserver.spark.life import Life
 from mldserver.spark.process import DriverProcess, driver_command
 from mldserver.spark.session import environment, is_connect, is_local
 from mldserver.spark.trainer import train

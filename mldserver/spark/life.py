@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from mldserver.clock import happens
 from mldserver.errors import DriverLost, WindowFailed
 from mldserver.faults import kill_point
 from mldserver.observe.printed import Printed
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from mldserver.spark.engine import PublishJob, WindowJob
     from mldserver.spark.process import DriverProcess
 
-__all__ = ["Life", "happens"]
+__all__ = ["Life"]
 
 log = structlog.get_logger("mldserver")
 
@@ -53,16 +54,6 @@ _LINE_CHARACTERS = 300
 
 _DRAIN_SECONDS = 2
 """How long output may still come once the driver is dead: a worker in another group may hold the pipe a little."""
-
-
-async def happens(event: asyncio.Event, clock: Clock, seconds: float) -> bool:
-    """Wait for an event, but no longer than ``seconds`` of ``clock``; return whether it is set."""
-    async with asyncio.TaskGroup() as tasks:
-        waits = {tasks.create_task(clock.sleep(seconds)), tasks.create_task(event.wait())}
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
-    return event.is_set()
 
 
 class Life:

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from mldserver.runtime.base import DeadLetter
     from mldserver.state.ledger import (
         Commit,
+        Decision,
         Flush,
         FlushResult,
         LedgerState,
@@ -129,14 +130,11 @@ class DynamoLedger:
 
     async def open(self) -> LedgerState:
         """Create or open the ledger, and register. After an error it is closed."""
-        opened = False
-        try:
+        async with contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(self.close)
             async with self._taking_turns():
                 state = await self._enter()
-            opened = True
-        finally:
-            if not opened:
-                await self.close()
+            undo.pop_all()
         return state
 
     async def _enter(self) -> LedgerState:
@@ -350,11 +348,8 @@ class DynamoLedger:
         self, *, published_before_ms: int, keep_bytes: int, limit: int = 1000
     ) -> tuple[Segment, ...]:
         """Stop retaining windows by age, then by size; return the segments to delete."""
-        return await self._member(
-            lambda draft: windows.expire(
-                draft, published_before_ms=published_before_ms, keep_bytes=keep_bytes, limit=limit
-            )
-        )
+        bounds = {"published_before_ms": published_before_ms, "keep_bytes": keep_bytes, "limit": limit}
+        return await self._member(lambda draft: windows.expire(draft, **bounds))
 
     async def late_published(self, paths: tuple[str, ...]) -> None:
         """Note that files of the late dataset are visible."""
@@ -364,9 +359,15 @@ class DynamoLedger:
         """Put a cut window of this server aside with its segments."""
         await self._member(lambda draft: windows.set_aside(draft, window_id, error, self._server_id))
 
-    async def retry(self, window_id: str) -> bool:
-        """Set a window that was put aside back, for any server to adopt."""
-        return await self._tool(lambda draft: windows.retry(draft, window_id))
+    async def halt(self, window_id: str, error: str, *, first: bool) -> bool:
+        """Keep why a window of this server is halted."""
+        told = window_id, error, self._server_id
+        return await self._member(lambda draft: windows.halt(draft, *told, first=first))
+
+    async def decide(self, window_id: str, decision: Decision) -> bool:
+        """Do what an operator decides about a window that is halted or set aside."""
+        told = window_id, decision, self._clock.now_ms()
+        return await self._tool(lambda draft: windows.decide(draft, *told))
 
     async def accept_gap(self, shard_id: str) -> bool:
         """Let the next opening of a shard start beyond its position."""

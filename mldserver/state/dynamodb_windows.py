@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from mldserver.state import batches
 from mldserver.state.dynamodb_book import segment_bytes
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from mldserver.state.dynamodb_book import Draft
-    from mldserver.state.ledger import Commit, Segment, WindowEntry
+    from mldserver.state.ledger import Commit, Decision, Segment, WindowEntry
 
 __all__ = [
     "adopt",
@@ -23,14 +23,17 @@ __all__ = [
     "begin_attempts",
     "commit",
     "cut",
+    "decide",
     "expire",
+    "halt",
     "late_published",
     "let_go",
     "prune",
     "published",
-    "retry",
     "set_aside",
 ]
+
+_UNDER_WAY: Final = frozenset({WindowState.CUT, WindowState.COMMITTED})
 
 
 def cut(draft: Draft, window_ids: Iterable[str], server_id: str) -> tuple[WindowEntry, ...]:
@@ -118,6 +121,7 @@ def _commit(draft: Draft, told: Commit, server_id: str) -> bool:
             staging=told.staging,
             files=told.files,
             rows_out=told.rows_out,
+            error=None,
         ),
     )
     return True
@@ -134,7 +138,9 @@ def published(
             continue
         if (entry.owner, entry.attempt) != (server_id, attempt):
             continue
-        shown = replace(entry, state=WindowState.PUBLISHED, owner=None, staging=None, published_ms=now_ms)
+        shown = replace(
+            entry, state=WindowState.PUBLISHED, owner=None, staging=None, error=None, published_ms=now_ms
+        )
         draft.windows.put(window_id, shown)
         if not retain:
             free.extend(_let_go(draft, shown))
@@ -198,12 +204,34 @@ def set_aside(draft: Draft, window_id: str, error: str, server_id: str) -> None:
         )
 
 
-def retry(draft: Draft, window_id: str) -> bool:
-    """Set a window that was put aside back to where any server adopts it."""
+def halt(draft: Draft, window_id: str, error: str, server_id: str, *, first: bool) -> bool:
+    """Keep why a window of this server is halted; if not for the first time, only where there is an error still."""
     entry = draft.windows.get(window_id)
-    if entry is None or entry.state is not WindowState.SET_ASIDE:
+    if entry is None or entry.state not in _UNDER_WAY or entry.owner != server_id:
         return False
-    draft.windows.put(window_id, replace(entry, state=WindowState.CUT, error=None))
+    if not first and entry.error is None:
+        return False
+    draft.windows.put(window_id, replace(entry, error=storable(error)))
+    return True
+
+
+def decide(draft: Draft, window_id: str, decision: Decision, now_ms: int) -> bool:
+    """Do what an operator decides about a window that is halted or set aside."""
+    entry = draft.windows.get(window_id)
+    if entry is None or entry.error is None:
+        return False
+    match decision, entry.state:
+        case "retry", WindowState.SET_ASIDE:
+            entry = replace(entry, state=WindowState.CUT, error=None)
+        case "retry", _:
+            entry = replace(entry, error=None)
+        case "set_aside", WindowState.CUT:
+            entry = replace(entry, state=WindowState.SET_ASIDE, owner=None)
+        case "skip", WindowState.CUT | WindowState.SET_ASIDE:
+            entry = replace(entry, state=WindowState.PUBLISHED, owner=None, error=None, published_ms=now_ms)
+        case _:
+            return False
+    draft.windows.put(window_id, entry)
     return True
 
 

@@ -10,7 +10,7 @@ are adopted, and only then are its unregistered files deleted. A server that ope
 registered buries the one that had it. Shards are fenced by epochs, windows by attempts.
 
 A server registers with ``open``; then every call may follow. A tool opens the ledger with ``peek``; then only
-``peek``, ``end_shards``, ``retry``, ``accept_gap``, ``reset``, ``drain``, ``close`` and those of dead letters may, else
+``peek``, ``end_shards``, ``decide``, ``accept_gap``, ``reset``, ``drain``, ``close`` and those of dead letters may, else
 InternalError. Of a server that was buried, or has left, every call that writes raises ServerBuried, except ``leave`` and
 those. Implementations: ``sqlite.py`` (servers of one host; the file lies beside the segments) and ``dynamodb.py``.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from mldserver.state.batches import BatchProgress, BatchStep
 from mldserver.state.letters import LetterBook
@@ -35,6 +35,7 @@ __all__ = [
     "BatchProgress",
     "BatchStep",
     "Commit",
+    "Decision",
     "Flush",
     "FlushResult",
     "Ledger",
@@ -210,6 +211,16 @@ class WindowEntry:
     rows_in: int = 0
     rows_out: int = 0
     error: str | None = None
+    """Why it is SET_ASIDE, or CUT or COMMITTED and *halted*: it keeps failing, and the windows behind it wait."""
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether the server that has it waits for it to succeed, or for a ``Decision``."""
+        return self.error is not None and self.state is not WindowState.SET_ASIDE
+
+
+Decision = Literal["retry", "set_aside", "skip"]
+"""What an operator does about a window that is halted or set aside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +315,6 @@ class Ledger(LetterBook, ShapeBook, Protocol):
         gone already, or never there, are returned too. Their shards lose their owner; their windows (CUT, COMMITTED)
         may be adopted. A server never buries itself.
         """
-        ...
 
     async def claim(self, folder: str, *, instead_of: str | None = None) -> LedgerState:
         """Be the ledger of an output folder, unless it is another's; return what it holds then.
@@ -312,33 +322,27 @@ class Ledger(LetterBook, ShapeBook, Protocol):
         ``instead_of``: if that is its ``ledger_id`` still, it gets a new one and the folder: what was written under the
         old one, and is not named, is not this ledger's any more.
         """
-        ...
 
     async def leave(self) -> None:
         """Take this server's row out: an orderly stop. Its shards and windows lose their owner.
 
         Without effect when it is out already.
         """
-        ...
 
     async def open_shard(self, shard_id: str, parents: tuple[str, ...] = ()) -> ShardState:
         """Raise the shard's epoch (creating the shard when it is new), own it, and return its state with that epoch.
 
         ``gap_accepted`` is returned once and cleared.
         """
-        ...
 
     async def release_shard(self, shard_id: str, epoch: int) -> None:
         """Give up owning a shard whose lease or connection is gone; nothing happens under another epoch."""
-        ...
 
     async def know_shards(self, parents_by_shard: dict[str, tuple[str, ...]]) -> None:
         """Note shards that the stream lists, with their parents. Epochs and positions stay."""
-        ...
 
     async def end_shards(self, shard_ids: frozenset[str]) -> None:
         """Mark shards as ended that the operator or the stream says will never come back."""
-        ...
 
     async def register(self, flush: Flush) -> FlushResult:
         """Register a flush as a whole, or refuse it as a whole before anything is written.
@@ -350,7 +354,6 @@ class Ledger(LetterBook, ShapeBook, Protocol):
         position would go down, a path is registered twice, a segment's bounds are not those of its window, or a
         RECOMPUTE segment's window is OPEN.
         """
-        ...
 
     async def cut(self, window_ids: tuple[str, ...]) -> tuple[WindowEntry, ...]:
         """Fix the segments of windows and own them; those that cannot be cut are left out of the answer.
@@ -360,22 +363,18 @@ class Ledger(LetterBook, ShapeBook, Protocol):
         that is visible, until the commit. ``batch_progress`` goes on behind a ``batches`` window that is cut: its
         number, told by its id, is never given again.
         """
-        ...
 
     async def adopt(self) -> tuple[WindowEntry, ...]:
         """Own every CUT or COMMITTED window that has no owner, and return them."""
-        ...
 
     async def begin_attempts(self, window_ids: tuple[str, ...]) -> dict[str, int]:
         """Count an attempt at each of these windows that is CUT and this server's still; return their numbers."""
-        ...
 
     async def commit(self, commits: tuple[Commit, ...]) -> frozenset[str]:
         """Make attempts' outputs count, together; return the windows for which it happened.
 
         Left out are windows that are not CUT any more, not ours, or have a newer attempt.
         """
-        ...
 
     async def published(self, attempts: Mapping[str, int], *, retain: bool = True) -> tuple[Segment, ...]:
         """Note that outputs are visible; return the segments that are now free to delete (of windows not retained).
@@ -386,7 +385,6 @@ class Ledger(LetterBook, ShapeBook, Protocol):
         revision, so that the windows are not retained, but for those with pending segments. Entries stay until they
         are pruned.
         """
-        ...
 
     async def expire(
         self, *, published_before_ms: int, keep_bytes: int, limit: int = 1000
@@ -397,30 +395,35 @@ class Ledger(LetterBook, ShapeBook, Protocol):
         windows take at most ``keep_bytes``. Windows with pending segments stay. At most ``limit`` windows a call: when
         the answer is of so many, more may follow.
         """
-        ...
 
     async def late_published(self, paths: tuple[str, ...]) -> None:
         """Note that files of the late dataset are visible."""
-        ...
 
     async def set_aside(self, window_id: str, error: str) -> None:
         """Put a window aside with its segments, after its last attempt, if it is CUT and this server's still."""
-        ...
 
-    async def retry(self, window_id: str) -> bool:
-        """Set a SET_ASIDE window back to CUT without an owner, so that a server adopts it. False: it is not one."""
-        ...
+    async def halt(self, window_id: str, error: str, *, first: bool) -> bool:
+        """Keep why a CUT or COMMITTED window of this server is halted, until it commits or is published.
+
+        False: it is neither, or not ours, any more; or not ``first``, and the error is gone: an operator wants a retry.
+        """
+
+    async def decide(self, window_id: str, decision: Decision) -> bool:
+        """Do what an operator decides about a window that is halted or SET_ASIDE. False: it is none.
+
+        ``retry`` forgets the error: its server tries a halted one at once, any may adopt the other, which is CUT again.
+        ``set_aside`` is for halted ones that are CUT. ``skip`` makes a window that is CUT or SET_ASIDE PUBLISHED, with no
+        new output: what its last revision wrote stays, and it is retained as it was.
+        """
 
     async def accept_gap(self, shard_id: str) -> bool:
         """Let the next opening of a shard start beyond its position. False: no such shard."""
-        ...
 
     async def reset(self, shard_ids: frozenset[str]) -> frozenset[str]:
         """Forget positions, times and ends of shards without an owner, so that they are read again.
 
         Returns which those were. Their epochs are raised, so that nothing that is under way moves them.
         """
-        ...
 
     async def prune(
         self,
@@ -433,14 +436,12 @@ class Ledger(LetterBook, ShapeBook, Protocol):
         """Forget windows published and not retained, and shards ended, before those times (ms), but for ``keep_shards``.
 
         A window that ends after ``windows_before_ms`` stays, whenever it was published (a row from the future, and a
-        quiet stream): ``cut_below_ms`` would close every window up to its end for good, and without either its id
-        would be given again. It is one small row until its end is as long ago as everything else that is forgotten.
+        quiet stream): ``cut_below_ms`` would close every window up to its end for good.
         Returns how many rows went. At most ``limit`` windows a call, those published longest ago: when so many rows
         went, more may follow. Windows that are retained stay (``expire`` them first).
         A pruned shard that comes back is a new one, all of whose records count again: ``shards_before_ms`` must lie
         further back than the stream keeps records, unless all of which it keeps any are among ``keep_shards``.
         """
-        ...
 
     async def close(self) -> None:
         """Close after every call that was made before; no call may follow (InternalError)."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mldserver.runtime.base import DeadLetter
     from mldserver.state.ledger import (
         Commit,
+        Decision,
         Flush,
         FlushResult,
         LedgerState,
@@ -179,9 +180,13 @@ class SqliteLedger:
         """Put a cut window aside with its segments."""
         await self._call(self._store.set_aside, window_id, error)
 
-    async def retry(self, window_id: str) -> bool:
-        """Set a window that was put aside back to where a server adopts it."""
-        return await self._call(self._store.retry, window_id)
+    async def halt(self, window_id: str, error: str, *, first: bool) -> bool:
+        """Keep why a window of this server is halted."""
+        return await self._call(self._store.halt, window_id, error, first=first)
+
+    async def decide(self, window_id: str, decision: Decision) -> bool:
+        """Do what an operator decides about a window that is halted or set aside."""
+        return await self._call(self._store.decide, window_id, decision, now_ms=self._clock.now_ms())
 
     async def accept_gap(self, shard_id: str) -> bool:
         """Let the next opening of a shard start beyond its position."""

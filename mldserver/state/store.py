@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mldserver.runtime.base import DeadLetter
     from mldserver.state.ledger import (
         Commit,
+        Decision,
         Flush,
         FlushResult,
         LedgerState,
@@ -273,10 +274,15 @@ class SqliteStore:
         with self._serving() as db:
             windows.set_aside(db, window_id, error, self.server_id)
 
-    def retry(self, window_id: str) -> bool:
-        """Set a window that was put aside back to where a server adopts it."""
+    def halt(self, window_id: str, error: str, *, first: bool) -> bool:
+        """Keep why a window of this server is halted."""
+        with self._serving() as db:
+            return windows.halt(db, window_id, error, self.server_id, first=first)
+
+    def decide(self, window_id: str, decision: Decision, *, now_ms: int) -> bool:
+        """Do what an operator decides about a window that is halted or set aside."""
         with self._writing() as db:
-            return windows.retry(db, window_id)
+            return windows.decide(db, window_id, decision, now_ms)
 
     def accept_gap(self, shard_id: str) -> bool:
         """Let the next opening of a shard start beyond its position."""

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import sqlite3
     from collections.abc import Iterable, Mapping
 
-    from mldserver.state.ledger import Commit, Segment, WindowEntry
+    from mldserver.state.ledger import Commit, Decision, Segment, WindowEntry
 
 __all__ = [
     "adopt",
@@ -18,15 +18,23 @@ __all__ = [
     "begin_attempts",
     "commit",
     "cut",
+    "decide",
     "expire",
+    "halt",
     "let_go",
     "prune",
     "published",
-    "retry",
     "set_aside",
 ]
 
 _LAST_MS = 2**63 - 1
+
+_DECIDED: dict[Decision, str] = {
+    "retry": "state = iif(state = 'set_aside', 'cut', state), error = NULL WHERE 1",
+    "set_aside": "state = 'set_aside', owner = NULL WHERE state = 'cut'",
+    "skip": "state = 'published', owner = NULL, error = NULL, published_ms = :now_ms WHERE state <> 'committed'",
+}
+"""What becomes of a window that has an error."""
 
 
 def cut(db: sqlite3.Connection, window_ids: Iterable[str], server_id: str) -> tuple[WindowEntry, ...]:
@@ -101,7 +109,8 @@ def commit(db: sqlite3.Connection, commits: Iterable[Commit], server_id: str) ->
         each.window_id
         for each in commits
         if db.execute(
-            "UPDATE windows SET state = 'committed', staging = ?, files = ?, rows_out = ?, changed = (SELECT version FROM meta)"
+            "UPDATE windows SET state = 'committed', staging = ?, files = ?, rows_out = ?, error = NULL,"
+            " changed = (SELECT version FROM meta)"
             " WHERE window_id = ? AND state = 'cut' AND owner = ? AND attempt = ?",
             (
                 each.staging,
@@ -123,7 +132,7 @@ def published(
         window_id
         for window_id, attempt in attempts.items()
         if db.execute(
-            "UPDATE windows SET state = 'published', owner = NULL, staging = NULL, published_ms = ?,"
+            "UPDATE windows SET state = 'published', owner = NULL, staging = NULL, error = NULL, published_ms = ?,"
             " changed = (SELECT version FROM meta)"
             " WHERE window_id = ? AND state = 'committed' AND owner = ? AND attempt = ?",
             (now_ms, window_id, server_id, attempt),
@@ -199,13 +208,24 @@ def set_aside(db: sqlite3.Connection, window_id: str, error: str, server_id: str
     )
 
 
-def retry(db: sqlite3.Connection, window_id: str) -> bool:
-    """Set a window that was put aside back to where any server adopts it."""
+def halt(db: sqlite3.Connection, window_id: str, error: str, server_id: str, *, first: bool) -> bool:
+    """Keep why a window of this server is halted; if not for the first time, only where there is an error still."""
     return bool(
         db.execute(
-            "UPDATE windows SET state = 'cut', error = NULL, changed = (SELECT version FROM meta)"
-            " WHERE window_id = ? AND state = 'set_aside'",
-            (window_id,),
+            "UPDATE windows SET error = ?, changed = (SELECT version FROM meta)"
+            " WHERE window_id = ? AND state IN ('cut', 'committed') AND owner = ? AND (? OR error IS NOT NULL)",
+            (rows.storable(error), window_id, server_id, first),
+        ).rowcount
+    )
+
+
+def decide(db: sqlite3.Connection, window_id: str, decision: Decision, now_ms: int) -> bool:
+    """Do what an operator decides about a window that is halted or set aside."""
+    return bool(
+        db.execute(
+            f"UPDATE windows SET changed = (SELECT version FROM meta), {_DECIDED[decision]}"  # noqa: S608  # our own text
+            " AND window_id = :window_id AND error IS NOT NULL",
+            {"window_id": window_id, "now_ms": now_ms},
         ).rowcount
     )
 

@@ -123,6 +123,28 @@ def test_conditions_choose_letters(
 def test_every_page_of_a_long_list_is_read(server: SqliteStore, capsys: pytest.CaptureFixture[str]) -> None:
     server.register(Flush((), dead_letters=tuple(letter(n) for n in range(1000, 2100))), now_ms=2)
     assert len(listed(capsys, "--limit", "5000")) == len(LETTERS) + 1100
+    assert len(listed(capsys)) == len(LETTERS) + 1100, "what a program reads is whole"
+
+
+def test_a_list_as_json_that_is_not_whole_says_so(
+    server: SqliteStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for limit, said in (("1", "mldserver: 2 more letters match; this list is cut by --limit.\n"), ("3", "")):
+        assert cli.run(["dead-letters", "list", "--out", "out", "--json", "--limit", limit]) == 0
+        captured = capsys.readouterr()
+        assert len(json.loads(captured.out)) == int(limit)
+        assert captured.err == said
+
+
+def test_every_id_that_a_list_prints_names_the_letter(
+    server: SqliteStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for each in documents(capsys, "list"):
+        for name in (each["letter"], each["id"]):
+            assert documents(capsys, "show", name) == each
+    ids = [each["id"] for each in documents(capsys, "list")[:2]]
+    assert documents(capsys, "redrive", *ids) == {"redriving": ["1", "2"]}
+    assert documents(capsys, "purge", "--yes", *ids) == {"purged": ["1", "2"]}
 
 
 def test_a_letter_is_shown_with_all_that_is_known(

@@ -112,6 +112,7 @@ def test_the_list_as_json_has_every_window(server: SqliteStore, capsys: pytest.C
     assert listed[1] == {
         "window": PUBLISHED,
         "state": "published",
+        "halted": False,
         "revision": 1,
         "attempts": 1,
         "owner": None,
@@ -141,11 +142,50 @@ def test_show_tells_all_of_one_window(server: SqliteStore, capsys: pytest.Captur
 def test_a_retry_sets_the_window_back_and_the_server_adopts_it(
     server: SqliteStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert f"{SET_ASIDE}  is cut again" in told(capsys, "retry", SET_ASIDE, "--out", "out")
+    assert f"{SET_ASIDE}  is tried again" in told(capsys, "retry", SET_ASIDE, "--out", "out")
     assert [entry.window_id for entry in server.adopt()] == [SET_ASIDE]
     assert told(capsys, "retry", SET_ASIDE, "--out", "out", code=2) == (
-        f"mldserver: Window {SET_ASIDE} is not set aside: it is cut. `mldserver windows list` shows which are.\n"
+        f"mldserver: Nothing of the kind can be done with window {SET_ASIDE}: it is cut. "
+        "`mldserver windows list` shows which are halted or set aside.\n"
     )
+
+
+def test_a_halted_window_is_shown_with_its_error_and_what_is_decided_reaches_the_ledger(
+    server: SqliteStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.halt(CUT, "OSError: no space left\nmore", first=True)
+    text = told(capsys, "list", "--out", "out")
+    (line,) = (line for line in text.splitlines() if line.startswith(CUT))
+    assert "cut, halted" in line
+    assert line.endswith("OSError: no space left")
+    assert text.splitlines()[-1].startswith("1 open, 1 cut, 1 published, 1 set aside; 1 halted")
+    assert "more" in told(capsys, "show", CUT, "--out", "out")
+    found = documents(capsys, "show", CUT, "--out", "out")
+    assert (found["halted"], found["error"]) == (True, "OSError: no space left\nmore")
+    # What `list` names, the next command takes.
+    halted = [each["window"] for each in documents(capsys, "list", "--out", "out") if each["halted"]]
+    assert documents(capsys, "retry", *halted, "--out", "out") == {"retried": [CUT]}
+    assert server.peek().windows[CUT].error is None
+    server.halt(CUT, "no", first=True)
+    assert "is set aside with its rows" in told(capsys, "set-aside", CUT, "--out", "out")
+    assert server.peek().windows[CUT].state is WindowState.SET_ASIDE
+    assert "counts as published" in told(capsys, "skip", CUT, SET_ASIDE, "--out", "out")
+    entry = server.peek().windows[CUT]
+    assert (entry.state, entry.files, entry.error) == (WindowState.PUBLISHED, (), None)
+
+
+def test_what_cannot_be_decided_about_a_window_names_what_can(
+    server: SqliteStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = told(capsys, "set-aside", SET_ASIDE, "--out", "out", code=2)
+    assert "it is set aside. What can be done is `retry`, `skip`." in refused
+    assert "shows which are halted" in told(capsys, "skip", CUT, "--out", "out", code=2)
+    attempt = server.begin_attempts((CUT,))[CUT]
+    server.commit((Commit(CUT, attempt, "staging/y", (), 0),))
+    server.halt(CUT, "the table is away", first=True)
+    refused = told(capsys, "skip", CUT, "--out", "out", code=2)
+    assert "it is committed, halted. What can be done is `retry`." in refused
+    assert documents(capsys, "retry", CUT, "--out", "out") == {"retried": [CUT]}
 
 
 def test_a_retry_with_a_wrong_name_among_several_changes_nothing(
@@ -265,7 +305,7 @@ def test_on_a_terminal_tables_fit_its_width(
 def test_a_window_that_another_tool_was_faster_with_is_told(
     server: SqliteStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SqliteStore, "retry", lambda store, window: False)
+    monkeypatch.setattr(SqliteStore, "decide", lambda store, window, decision, now_ms: False)
     assert "somebody else was faster" in told(capsys, "retry", SET_ASIDE, "--out", "out", code=2)
 
 

@@ -272,7 +272,7 @@ class MachineBase(RuleBasedStateMachine):
         if number is not None:
             aside = aside[number : number + 1]
         for window_id in aside if host.up else ():
-            host.pipeline.ledger.store.retry(window_id)
+            host.pipeline.ledger.store.decide(window_id, "retry", now_ms=self.clock.now_ms())
 
     async def leave(self, host: Host) -> None:
         for connection in list(host.connections):

@@ -88,7 +88,7 @@ class InlineLedger:
 
     def __getattr__(self, name: str) -> Callable[..., Coroutine[None, None, Any]]:
         method = getattr(self.store, name)
-        timed = name in {"open", "end_shards", "register", "published", "declare"}
+        timed = name in {"open", "end_shards", "register", "published", "declare", "decide"}
 
         async def call(*args: Any, **named: Any) -> Any:
             await self._faults.pause()

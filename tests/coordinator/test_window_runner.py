@@ -136,6 +136,110 @@ async def test_under_halt_the_others_wait_until_the_window_succeeds(
         assert list(pipeline.published())[:3] == W[:3]
 
 
+async def halted(pipeline: Pipeline) -> None:
+    """Let the first window halt the others."""
+    await three_windows(pipeline)
+    await pipeline.clock.advance(30)
+    assert pipeline.runner.halted == {W[0]}
+    assert pipeline.published() == {}
+
+
+async def decided(pipeline: Pipeline, decision: Any) -> None:
+    """Decide as a tool beside the server does, and let a cycle pass; no delay has run out by then."""
+    assert pipeline.ledger.store.decide(W[0], decision, now_ms=pipeline.clock.now_ms())
+    await pipeline.clock.advance(3)
+
+
+async def test_a_halted_windows_error_is_in_the_ledger_and_the_event_names_the_command(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    failing = [True]
+    pipeline = make(tmp_path, fail=lambda job: WindowFailed("no memory") if failing else None)
+    async with pipeline.life():
+        await halted(pipeline)
+        entry = pipeline.state().windows[W[0]]
+        assert (entry.is_halted, entry.error) == (True, "no memory")
+        failing.clear()
+        await pipeline.clock.advance(61)
+        (entry,) = pipeline.ledger.store.find((W[0],))
+        assert (entry.state, entry.error) == (WindowState.PUBLISHED, None)
+    (told,) = named(logged, "window.halted")
+    assert f"`mldserver windows retry {W[0]}` tries it at once, `set-aside` or `skip`" in told["advice"]
+    assert named(logged, "window.decided") == [], "nobody has"
+
+
+async def test_a_halted_window_that_is_retried_begins_at_once(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    failing = [True]
+    pipeline = make(tmp_path, fail=lambda job: WindowFailed("no") if failing else None)
+    async with pipeline.life():
+        await halted(pipeline)
+        tries = len(pipeline.engine.jobs)
+        await decided(pipeline, "retry")
+        assert len(pipeline.engine.jobs) == tries + 1
+        assert pipeline.state().windows[W[0]].is_halted, "it has failed again"
+        failing.clear()
+        await decided(pipeline, "retry")
+        assert list(pipeline.published())[:3] == W[:3]
+        assert pipeline.runner.halted == frozenset()
+    assert [event["decision"] for event in named(logged, "window.decided")] == ["retry", "retry"]
+    assert len(named(logged, "window.halted")) == 1
+
+
+async def test_a_retry_that_comes_while_a_try_runs_is_not_lost(tmp_path: Path) -> None:
+    failing, slow = [True], LocalEngine(fail=lambda job: WindowFailed("no") if failing else None)
+    pipeline = make(tmp_path, engine=lambda: slow)
+    async with pipeline.life():
+        await halted(pipeline)
+        slow.clock, slow.delay_seconds, tries = pipeline.clock, 10, len(slow.jobs)
+        while len(slow.jobs) == tries:
+            await pipeline.clock.advance(1)
+        assert pipeline.ledger.store.decide(W[0], "retry", now_ms=0)
+        await pipeline.clock.advance(11)
+        assert len(slow.jobs) == tries + 2, "it has failed, and the next has begun without a delay"
+        failing.clear()
+        await pipeline.clock.advance(31)
+        assert W[0] in pipeline.published()
+
+
+@pytest.mark.parametrize(
+    ("decision", "state"), [("set_aside", WindowState.SET_ASIDE), ("skip", WindowState.PUBLISHED)]
+)
+async def test_a_halted_window_that_is_set_aside_or_skipped_lets_the_others_go_on(
+    tmp_path: Path, logged: list[dict[str, Any]], decision: str, state: WindowState
+) -> None:
+    pipeline = make(tmp_path, fail=lambda job: WindowFailed("no") if job.window.id == W[0] else None)
+    async with pipeline.life():
+        await halted(pipeline)
+        tries = sum(job.window.id == W[0] for job in pipeline.engine.jobs)
+        await decided(pipeline, decision)
+        assert list(pipeline.published())[:2] == W[1:3]
+        assert pipeline.runner.halted == frozenset()
+        await pipeline.clock.advance(120)
+        assert sum(job.window.id == W[0] for job in pipeline.engine.jobs) == tries
+        assert pipeline.state().windows[W[0]].state is state
+    assert [event["decision"] for event in named(logged, "window.decided")] == [decision]
+
+
+async def test_a_ledger_that_does_not_keep_the_error_is_told_with_the_next_failure(tmp_path: Path) -> None:
+    outages = [LedgerError("busy")]
+
+    def fail(name: str, after: bool) -> None:
+        if name == "halt" and not after and outages:
+            raise outages.pop()
+
+    pipeline = make(tmp_path, fail=lambda job: WindowFailed("no"))
+    pipeline.faults.hook = fail
+    async with pipeline.life():
+        await halted(pipeline)
+        assert pipeline.state().windows[W[0]].error is None
+        tries = len(pipeline.engine.jobs)
+        await pipeline.clock.advance(61)
+        assert len(pipeline.engine.jobs) == tries + 1
+        assert pipeline.state().windows[W[0]].error == "no"
+
+
 async def test_side_by_side_a_halted_window_stops_those_that_have_not_begun(tmp_path: Path) -> None:
     failing = set(W)
     pipeline = make(

@@ -72,7 +72,7 @@ class Operator:
         for entry in state.windows.values():
             if entry.state is WindowState.SET_ASIDE:
                 self.faults.mend((entry.window_id,))
-                if await self.ledger.retry(entry.window_id):
+                if await self.ledger.decide(entry.window_id, "retry"):
                     self.faults.tell("retried", entry.window_id)
 
     async def _redrive(self, letters: tuple[StoredLetter, ...]) -> None:

@@ -26,7 +26,7 @@ from mldserver.state.ledger import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from mldserver.state.ledger import Commit, Flush, PositionUpdate
+    from mldserver.state.ledger import Commit, Decision, Flush, PositionUpdate
     from mldserver.state.shapes import ShapeChange
 
 OPEN, CUT, COMMITTED, PUBLISHED, SET_ASIDE = WindowState
@@ -383,6 +383,7 @@ class ModelServer:
                 staging=each.staging,
                 files=each.files,
                 rows_out=each.rows_out,
+                error=None,
             )
         return frozenset(each.window_id for each in done)
 
@@ -396,7 +397,9 @@ class ModelServer:
             and content.windows[each].attempt == attempt
         ]
         for window_id in done:
-            content.window(window_id, state=PUBLISHED, owner=None, staging=None, published_ms=now_ms)
+            content.window(
+                window_id, state=PUBLISHED, owner=None, staging=None, error=None, published_ms=now_ms
+            )
         return () if retain else self.let_go(done)
 
     def let_go(self, window_ids: Iterable[str]) -> tuple[Segment, ...]:
@@ -431,11 +434,33 @@ class ModelServer:
         if self.ours(window_id):
             self.content.window(window_id, state=SET_ASIDE, owner=None, error=error)
 
-    def retry(self, window_id: str) -> bool:
-        found = self.content.in_state(window_id, SET_ASIDE)
+    def halt(self, window_id: str, error: str, *, first: bool) -> bool:
+        content = self.serving()
+        if not content.in_state(window_id, CUT, COMMITTED):
+            return False
+        entry = content.windows[window_id]
+        found = entry.owner == self.server_id and (first or entry.error is not None)
         if found:
-            self.content.window(window_id, state=CUT, error=None)
+            content.window(window_id, error=error)
         return found
+
+    def decide(self, window_id: str, decision: Decision, *, now_ms: int) -> bool:
+        content = self.content
+        possible = {
+            "retry": (CUT, COMMITTED, SET_ASIDE),
+            "set_aside": (CUT,),
+            "skip": (CUT, SET_ASIDE),
+        }[decision]
+        if not content.in_state(window_id, *possible) or content.windows[window_id].error is None:
+            return False
+        if decision == "set_aside":
+            content.window(window_id, state=SET_ASIDE, owner=None)
+        elif decision == "skip":
+            content.window(window_id, state=PUBLISHED, owner=None, error=None, published_ms=now_ms)
+        else:
+            state = content.windows[window_id].state
+            content.window(window_id, error=None, state=COMMITTED if state is COMMITTED else CUT)
+        return True
 
     def prune(
         self,

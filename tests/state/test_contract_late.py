@@ -112,7 +112,7 @@ async def test_late_rows_of_a_window_that_was_set_aside_are_in_the_revision_afte
     async with opened(ledger_factory) as (ledger, _):
         await bring_to(ledger, WindowState.SET_ASIDE)
         await add(ledger, more("r1"))
-        await ledger.retry(W1)
+        await ledger.decide(W1, "retry")
         (first,) = await ledger.adopt()
         assert (first.revision, first.segments, first.pending) == (
             1,

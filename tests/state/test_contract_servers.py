@@ -131,7 +131,7 @@ async def test_a_beat_returns_all_that_others_did_since_the_last(ledger_factory:
         assert (await beat()).windows[W1].revision == 2
         await take_to(one, WindowState.SET_ASIDE, W2)
         await beat()
-        await one.retry(W2)
+        await one.decide(W2, "retry")
         await beat()
         assert await one.expire(published_before_ms=10**9, keep_bytes=0)
         assert set((await beat()).windows) == {W2}
@@ -262,6 +262,7 @@ def writing_calls(ledger: Ledger) -> dict[str, Callable[[], Awaitable[Any]]]:
         "expire": lambda: ledger.expire(published_before_ms=10**9, keep_bytes=0),
         "late_published": lambda: ledger.late_published(("l1",)),
         "set_aside": lambda: ledger.set_aside(W1, "no"),
+        "halt": lambda: ledger.halt(W1, "no", first=True),
         "prune": lambda: ledger.prune(windows_before_ms=10**9, shards_before_ms=10**9),
     }
 
@@ -338,7 +339,7 @@ async def test_tools_act_beside_a_running_server(ledger_factory: Factory) -> Non
         await one.open_shard("a")
         await bring_to(one, WindowState.SET_ASIDE)
         await one.register(Flush((), dead_letters=(letter(1),)))
-        assert await tool.retry(W1)
+        assert await tool.decide(W1, "retry")
         assert [each.window_id for each in await one.adopt()] == [W1]
         assert await tool.dead_letters() == (letter(1),)
         await tool.end_shards(frozenset({"a"}))

@@ -15,6 +15,7 @@ from mldserver.state.ledger import (
     FlushResult,
     LedgerState,
     Segment,
+    ServerState,
     WindowEntry,
     WindowState,
 )
@@ -31,6 +32,7 @@ from tests.state.samples import (
     more,
     move,
     opened,
+    peeked,
     seg,
     take_to,
 )
@@ -253,7 +255,7 @@ async def test_who_repeats_a_publication_does_not_show_the_revision_that_another
 async def test_a_window_that_was_set_aside_is_run_again_on_request(ledger_factory: Factory) -> None:
     async with opened(ledger_factory) as (ledger, _):
         await bring_to(ledger, WindowState.CUT)
-        assert not await ledger.retry(W1)
+        assert not await ledger.decide(W1, "retry")
         await ledger.begin_attempts((W1,))
         await ledger.set_aside(W1, "Boom: no \udcff")
         aside = await entry(ledger_factory)
@@ -261,12 +263,135 @@ async def test_a_window_that_was_set_aside_is_run_again_on_request(ledger_factor
         assert aside.segments == (seg("s1", revision=1),)
         assert await ledger.cut((W1,)) == ()
         assert await ledger.adopt() == ()
-        assert await ledger.retry(W1)
-        assert not await ledger.retry(W1)
-        assert not await ledger.retry("unknown")
+        assert await ledger.decide(W1, "retry")
+        assert not await ledger.decide(W1, "retry")
+        assert not await ledger.decide("unknown", "retry")
         (again,) = await ledger.adopt()
         assert (again.state, again.attempt, again.error, again.owner) == (WindowState.CUT, 1, None, "one")
         assert await ledger.begin_attempts((W1,)) == {W1: 2}
+
+
+async def test_a_halted_window_keeps_its_error_until_it_commits_and_again_until_it_is_published(
+    ledger_factory: Factory,
+) -> None:
+    async with opened(ledger_factory) as (ledger, _):
+        assert not await ledger.halt(W1, "no", first=True)
+        await bring_to(ledger, WindowState.CUT)
+        assert not (await entry(ledger_factory)).is_halted
+        assert await ledger.halt(W1, "Boom: no \udcff", first=True)
+        assert await ledger.halt(W1, "Boom: still no", first=False)
+        halted = await entry(ledger_factory)
+        assert (halted.state, halted.error, halted.owner) == (WindowState.CUT, "Boom: still no", "one")
+        assert halted.is_halted
+        output = await attempted(ledger)
+        assert (await entry(ledger_factory)).is_halted, "a try is not a success"
+        await ledger.commit((output,))
+        assert not (await entry(ledger_factory)).is_halted
+        assert await ledger.halt(W1, "no table", first=True)
+        assert (await entry(ledger_factory)).is_halted
+        await ledger.published({W1: 1})
+        assert (await entry(ledger_factory)).error is None
+        assert not await ledger.halt(W1, "late", first=True)
+
+
+async def test_only_the_server_that_has_a_window_halts_it_and_the_next_learns_why(
+    ledger_factory: Factory,
+) -> None:
+    async with opened(ledger_factory) as (one, _), opened(ledger_factory, "two") as (two, _):
+        await bring_to(one, WindowState.CUT)
+        assert not await two.halt(W1, "no", first=True)
+        assert await one.halt(W1, "no", first=True)
+        await one.leave()
+        (adopted,) = await two.adopt()
+        assert (adopted.error, adopted.owner) == ("no", "two")
+
+
+async def test_a_retry_of_a_halted_window_clears_its_error_which_its_server_learns_with_the_next_one(
+    ledger_factory: Factory,
+) -> None:
+    async with opened(ledger_factory) as (ledger, state), peeked(ledger_factory) as (tool, _):
+        for window, path, at in ((W1, "s1", WindowState.CUT), (W2, "s2", WindowState.COMMITTED)):
+            await bring_to(ledger, at, window, path)
+            assert not await tool.decide(window, "retry")
+            await ledger.halt(window, "no", first=True)
+            assert await tool.decide(window, "retry")
+            assert not await tool.decide(window, "retry")
+            found = await entry(ledger_factory, window)
+            assert (found.state, found.error, found.owner) == (at, None, "one")
+            assert not await ledger.halt(window, "the try before", first=False)
+            assert (await entry(ledger_factory, window)).error is None
+        news = await ledger.sync(ServerState("one", 9), state.version)
+        assert [each.error for each in news.windows.values()] == [None, None]
+
+
+async def test_a_halted_window_is_set_aside_on_request_with_its_segments_and_its_error(
+    ledger_factory: Factory,
+) -> None:
+    async with opened(ledger_factory) as (ledger, _), peeked(ledger_factory) as (tool, _):
+        await bring_to(ledger, WindowState.CUT)
+        assert not await tool.decide(W1, "set_aside")
+        output = await attempted(ledger)
+        await ledger.halt(W1, "no", first=True)
+        assert await tool.decide(W1, "set_aside")
+        assert not await tool.decide(W1, "set_aside")
+        aside = await entry(ledger_factory)
+        assert (aside.state, aside.error, aside.owner) == (WindowState.SET_ASIDE, "no", None)
+        assert aside.segments == (seg("s1", revision=1),)
+        assert not await ledger.commit((output,))
+        assert not await ledger.halt(W1, "no", first=True)
+        assert await tool.decide(W1, "retry")
+        assert [each.error for each in await ledger.adopt()] == [None]
+
+
+@pytest.mark.parametrize("aside", [False, True])
+async def test_a_skipped_window_counts_as_published_without_output(
+    ledger_factory: Factory, clock: Any, aside: bool
+) -> None:
+    async with opened(ledger_factory) as (ledger, _), peeked(ledger_factory) as (tool, _):
+        assert not await tool.decide("unknown", "skip")
+        await bring_to(ledger, WindowState.CUT)
+        assert not await tool.decide(W1, "skip")
+        output = await attempted(ledger)
+        await ledger.halt(W1, "no", first=True)
+        if aside:
+            await ledger.set_aside(W1, "no")
+        clock.ms = 7_000
+        assert await tool.decide(W1, "skip")
+        assert not await tool.decide(W1, "skip")
+        assert not await ledger.commit((output,))
+        assert await entry(ledger_factory) == WindowEntry(
+            W1,
+            WindowState.PUBLISHED,
+            0,
+            10_000,
+            attempt=1,
+            segments=(seg("s1", revision=1),),
+            published_ms=7_000,
+            rows_in=5,
+        )
+        assert [each.path for each in await ledger.expire(published_before_ms=7_001, keep_bytes=100)] == [
+            "s1"
+        ]
+
+
+async def test_a_revision_that_is_skipped_leaves_what_readers_see(ledger_factory: Factory) -> None:
+    async with opened(ledger_factory) as (ledger, _):
+        await bring_to(ledger, WindowState.PUBLISHED)
+        await ledger.register(Flush((), (more("r1"),)))
+        await take_to(ledger, WindowState.CUT)
+        await ledger.halt(W1, "no", first=True)
+        assert await ledger.decide(W1, "skip")
+        shown = await entry(ledger_factory)
+        assert (shown.state, shown.revision, shown.files) == (WindowState.PUBLISHED, 2, ("f1", "f2"))
+
+
+async def test_what_counts_already_is_neither_set_aside_nor_skipped(ledger_factory: Factory) -> None:
+    async with opened(ledger_factory) as (ledger, _):
+        await bring_to(ledger, WindowState.COMMITTED)
+        await ledger.halt(W1, "no", first=True)
+        assert not await ledger.decide(W1, "set_aside")
+        assert not await ledger.decide(W1, "skip")
+        assert (await entry(ledger_factory)).state is WindowState.COMMITTED
 
 
 async def test_pruned_windows_stay_cut_for_rows_that_still_come(ledger_factory: Factory, clock: Any) -> None:

@@ -291,7 +291,12 @@ async def test_a_ledger_that_loses_every_race_says_so(ledger_on: Factory, dynamo
 
 async def test_a_call_before_the_opening_or_a_second_opening_is_a_bug(ledger_on: Factory) -> None:
     ledger = ledger_on()
-    for call in (ledger.cut(("w",)), ledger.sync(ServerState("one", 0)), ledger.leave(), ledger.retry("w")):
+    for call in (
+        ledger.cut(("w",)),
+        ledger.sync(ServerState("one", 0)),
+        ledger.leave(),
+        ledger.decide("w", "retry"),
+    ):
         with pytest.raises(InternalError, match="not open"):
             await call
     await ledger.open()

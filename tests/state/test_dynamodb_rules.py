@@ -145,7 +145,7 @@ def test_windows_that_are_elsewhere_in_their_life_are_passed_over(steps: Steps) 
     steps.to(WindowState.COMMITTED)
     assert steps(windows.cut, (W1,), "one") == ()
     assert steps(windows.commit, (Commit(W1, 1, "stage", (), 0),), "one") == frozenset()
-    assert not steps(windows.retry, W1)
+    assert not steps(windows.decide, W1, "retry", 9)
     assert steps(windows.published, {W1: 1, "none": 1}, "one", retain=False, now_ms=1) == (
         seg("s1", revision=1),
     )
@@ -155,11 +155,31 @@ def test_windows_that_are_elsewhere_in_their_life_are_passed_over(steps: Steps) 
 def test_a_window_that_was_put_aside_takes_late_rows_and_is_tried_again(steps: Steps) -> None:
     steps.to(WindowState.SET_ASIDE)
     assert steps(register, Flush((), (more("s2"), late("l"))), 1).registered
-    assert steps(windows.retry, W1)
+    assert steps(windows.decide, W1, "retry", 9)
     steps(windows.late_published, ("l", "never-there"))
     assert not steps.book.late
     entry = steps.book.windows[W1]
     assert (entry.state, entry.error, entry.pending) == (WindowState.CUT, None, (more("s2"),))
+
+
+def test_a_halted_window_waits_for_a_decision(steps: Steps) -> None:
+    assert not steps(windows.halt, W1, "no", "one", first=True)
+    assert not steps(windows.decide, W1, "skip", 9)
+    steps.to(WindowState.CUT)
+    assert not steps(windows.halt, W1, "no", "two", first=True)
+    assert not steps(windows.halt, W1, "no", "one", first=False)
+    assert not steps(windows.decide, W1, "set_aside", 9)
+    assert steps(windows.halt, W1, "no", "one", first=True)
+    assert steps(windows.halt, W1, "no", "one", first=False)
+    assert steps(windows.decide, W1, "retry", 9)
+    assert steps.book.windows[W1].state is WindowState.CUT
+    steps(windows.halt, W1, "no", "one", first=True)
+    assert steps(windows.decide, W1, "set_aside", 9)
+    assert not steps(windows.halt, W1, "no", "one", first=True)
+    assert not steps(windows.decide, W1, "set_aside", 9)
+    assert steps(windows.decide, W1, "skip", 9)
+    entry = steps.book.windows[W1]
+    assert (entry.state, entry.error, entry.published_ms) == (WindowState.PUBLISHED, None, 9)
 
 
 def test_windows_with_rows_that_wait_are_kept_and_cut_again(steps: Steps) -> None:

@@ -264,7 +264,7 @@ class LedgerMachine(RuleBasedStateMachine):
         elif entry.state is PUBLISHED and entry.retained:
             self.both(server, "expire", published_before_ms=self.now, keep_bytes=0)
         elif entry.state is SET_ASIDE:
-            self.both(server, "retry", window_id)
+            self.both(server, "decide", window_id, "retry", now_ms=self.now)
         elif entry.state is PUBLISHED:
             self.both(server, "prune", windows_before_ms=self.now, shards_before_ms=0)
         elif entry.owner != "xy"[server]:
@@ -311,9 +311,14 @@ class LedgerMachine(RuleBasedStateMachine):
     def set_aside(self, server: int, window_id: str) -> None:
         self.both(server, "set_aside", window_id, "no")
 
-    @rule(server=servers, window_id=windows)
-    def retry(self, server: int, window_id: str) -> None:
-        self.both(server, "retry", window_id)
+    @rule(server=servers, window_id=windows, first=likely)
+    def halt(self, server: int, window_id: str, first: bool) -> None:
+        self.both(server, "halt", window_id, "no", first=first)
+
+    @rule(server=servers, window_id=windows, decision=st.sampled_from(["retry", "set_aside", "skip"]))
+    def decide(self, server: int, window_id: str, decision: str) -> None:
+        self.now += 1
+        self.both(server, "decide", window_id, decision, now_ms=self.now)
 
     @rule(server=servers, data=st.data())
     def late_published(self, server: int, data: st.DataObject) -> None:
