@@ -98,6 +98,9 @@ class Outputs:
     revisions: int = 0
     """How many were cut for them."""
 
+    def _tell(self, text: str) -> None:
+        self.positions.broken.append(text)
+
     def wrote(self, path: str, rows: pa.Table) -> None:
         """A segment is being written."""
         self.written[path] = list(_keys(rows))
@@ -117,33 +120,29 @@ class Outputs:
             name = segment.window_id
             window, rows = self.windows.setdefault(name, _Window()), self.written[segment.path]
             if len(rows) != segment.rows:
-                self.positions.broken.append(
-                    f"{name}: {segment.rows} rows are registered, {len(rows)} were written"
-                )
+                self._tell(f"{name}: {segment.rows} rows are registered, {len(rows)} were written")
             if str(segment.kind) != "window":
                 self.late += len(set(rows) - self.letters_ever)
-            again = self.rows.intersection(rows)
-            self.positions.broken += (
-                [f"{name}: rows are registered twice: {_some(Counter(again))}"] if again else []
-            )
+            if again := self.rows.intersection(rows):
+                self._tell(f"{name}: rows are registered twice: {_some(Counter(again))}")
             self.rows.update(rows)
             if str(segment.kind) == "late":
                 self._may_be_late(name, window, now_ms)
                 window.late += rows
                 continue
             if (str(segment.kind) == "recompute") is not bool(window.cuts):
-                self.positions.broken.append(f"{name}: {segment.kind} rows after {len(window.cuts)} cuts")
+                self._tell(f"{name}: {segment.kind} rows after {len(window.cuts)} cuts")
             window.rows += rows
 
     def _may_be_late(self, name: str, window: _Window, now_ms: int) -> None:
         """Rows go to the late dataset when their window is cut and, where it would be computed again, not retained."""
         if not window.cuts or self.plan.handler == "Runs":
-            self.positions.broken.append(f"{name}: late rows, and it was never cut")
+            self._tell(f"{name}: late rows, and it was never cut")
         # How long a window is retained goes by the time of day: there may be nobody else left who remembers.
         if self.plan.late == "recompute" and not (self.plan.clocks_differ and self.plan.retention == "10 s"):
             shown = len(window.shown_ms) == len(window.cuts)
             if not shown or window.shown_ms[-1] + RETENTION_MS[self.plan.retention] > now_ms:
-                self.positions.broken.append(f"{name}: late rows beside a window that is retained")
+                self._tell(f"{name}: late rows beside a window that is retained")
 
     def _cut(self, names: Iterable[str], now_ms: int) -> None:
         for name in names:
@@ -164,7 +163,7 @@ class Outputs:
         quiet = self.plan.handler == "Column" and now_ms - self.positions.delivered_ms >= QUIET_MS
         over = all(self.stream.shards[shard].closed for shard in self.positions.delivered)
         if now_ms < due_ms and not quiet and not over:
-            self.positions.broken.append(f"{name}: it is cut {due_ms - now_ms} ms before its time")
+            self._tell(f"{name}: it is cut {due_ms - now_ms} ms before its time")
 
     def _published(self, attempts: Mapping[str, int], now_ms: int) -> None:
         for name, attempt in attempts.items():
@@ -176,7 +175,7 @@ class Outputs:
             files = sorted(self.out.glob(f"window={name}/*.parquet"))
             seen = Counter(key for file in files for key in _keys(pq.ParquetFile(file).read(_PLACE)))
             if len(window.shown_ms) != len(window.cuts) or seen != window.revision(len(window.cuts)):
-                self.positions.broken.append(f"{name}: what readers see is not revision {len(window.cuts)}")
+                self._tell(f"{name}: what readers see is not revision {len(window.cuts)}")
 
     # The end.
 
