@@ -239,8 +239,8 @@ class Conductor:
         """Take one batch through handler and coordinator; return when the daemon may be answered."""
         shard, claim = self._opened()
         began = self._clock.steady_ms()
+        shard.began()  # from here on: a shard whose batch waits, behind dead letters that run again, is not silent
         async with claim.work():
-            shard.began()
             received_ms = batch.received_ms + self._wall_ms
             delivery = Delivery(
                 self._shard_id, batch.line, self._version, received_ms=received_ms, after=shard.after

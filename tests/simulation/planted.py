@@ -156,10 +156,11 @@ class BelievesAnyTime(Coordinator):
 
 
 class CountsTwice(SqliteStore):
-    """Keeps dead letters that ran again: they run once more."""
+    """Keeps dead letters that ran again and gave rows: they run once more."""
 
     def register(self, flush: Flush, *, now_ms: int) -> FlushResult:
-        return super().register(replace(flush, redriven=()), now_ms=now_ms)
+        ended = () if flush.segments else flush.redriven
+        return super().register(replace(flush, redriven=ended), now_ms=now_ms)
 
 
 BUGS: Mapping[str, Mapping[object, object]] = {

@@ -426,3 +426,20 @@ async def test_a_daemon_does_not_wait_for_dead_letters_that_run_between_its_batc
         if action == "shardEnded":
             await daemon.checkpointed()
         await daemon.answered(action)
+
+
+async def test_a_batch_that_waits_for_dead_letters_to_have_run_is_there_already(house: House) -> None:
+    """Its shard is not silent: the clock must not carry the watermark past the rows that it has brought."""
+    daemon = await house.connect()
+    await daemon.initialize()
+    claim, [shard] = house.listener.owners.current(SHARD), house.intake.shards
+    assert claim is not None
+    async with asyncio.timeout(5):
+        async with claim.visit():
+            await daemon.process(1)
+            while not shard.calls:  # noqa: ASYNC110  # a fake that sets no event
+                await asyncio.sleep(0)
+            assert shard.calls == ["began"]
+        await daemon.checkpointed()
+        await daemon.answered("processRecords")
+    assert shard.calls == ["began", "accept"]
