@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Final
+from pathlib import Path  # noqa: TC003  # cyclopts reads the annotations
+from typing import TYPE_CHECKING, Annotated, Final
 
-from cyclopts import App
+from cyclopts import App, Parameter
+from cyclopts.validators import Number
 
 from mldserver.cli.process import working_directory
 from mldserver.coordinator.windows import duration_ms
 from mldserver.errors import ConfigError
+from mldserver.observe.render import harmless
 
 if TYPE_CHECKING:
-    from mldserver.runtime.check import Report
+    from collections.abc import Iterable, Sequence
 
-__all__ = ["EXIT_BROKEN", "app", "check", "render"]
+    from mldserver.runtime.check import FailureClass, Report
+
+__all__ = ["EXIT_BROKEN", "app", "check", "failure_lines", "render", "row_lines"]
 
 EXIT_BROKEN: Final = 1
 
@@ -24,34 +29,53 @@ Import a handler and report everything that is wrong with it, with file and line
 ```
 mldserver check handlers.departures
 mldserver check handlers.clicks:Clicks --retention '24 hours'
+mldserver check handlers.departures --input events.jsonl
 ```
 
-The handler is imported in a process of its own; what it prints there is shown. Exit code: 0 it can be run, 1 it
-cannot, 2 the command was called wrongly.
+The handler is imported in a process of its own; what it prints there is shown. With `--input` records run through it
+there, each once; nothing is stored. Exit code: 0 it can be run, 1 it cannot, or records failed, 2 the command was called
+wrongly.
 """
 
 app = App(name="check", help=_HELP, help_format="markdown")
 
 
 @app.default
-def check(handler: str, /, *, retention: str | None = None, timeout: float = 60.0) -> int:
+def check(
+    handler: str,
+    /,
+    *,
+    input: Path | None = None,  # noqa: A002  # the option's name
+    limit: Annotated[int | None, Parameter(validator=Number(gte=1))] = None,
+    retention: str | None = None,
+    timeout: float = 60.0,
+) -> int:
     """Check a handler.
 
     Parameters
     ----------
     handler
         Dotted path of the handler: `package.module` or `package.module:Name`.
+    input
+        Records to run through it, one a line, as for `sim`; .gz is unpacked.
+    limit
+        Run this many of them at most.
     retention
         How long the stream keeps its records, such as '24 hours': windows must not be longer.
     timeout
-        Seconds that importing the handler may take.
+        Seconds that importing the handler and running the records may take.
     """
     from mldserver.runtime.check import check_handler  # noqa: PLC0415  # `mldserver check --help` needs none of it
 
     if timeout <= 0:
         raise ConfigError(f"--timeout {timeout:g} is not above zero.")
     working_directory()  # where the handler is looked for
-    report = check_handler(handler, retention_ms=_retention_ms(retention), timeout=timeout)
+    lines: Sequence[bytes] = ()
+    if input is not None:
+        from mldserver.testing.playground import read_lines  # noqa: PLC0415  # see above
+
+        lines = read_lines(input, limit=limit)
+    report = check_handler(handler, retention_ms=_retention_ms(retention), timeout=timeout, lines=lines)
     sys.stdout.write(render(handler, report))
     return 0 if report.ok else EXIT_BROKEN
 
@@ -74,7 +98,31 @@ def render(handler: str, report: Report) -> str:
     if lines and report.summary:
         lines.append("")
     lines += [f"{name:8} {text}" for name, text in report.summary]
+    if trial := report.trial:
+        lines += ["", f"records  {trial.records} gave {trial.rows} rows; {trial.failed} failed"]
+        lines += [*row_lines(trial.first), *failure_lines(trial.failures)]
     errors = sum(finding.is_error for finding in report.findings)
     problems = "1 problem" if errors == 1 else f"{errors} problems"
+    if trial and trial.failed:
+        problems = f"{trial.failed} of {trial.records} records failed"
     lines += ["", f"{handler}: {'it can be run' if report.ok else problems}"]
     return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def failure_lines(failures: Iterable[FailureClass]) -> list[str]:
+    """Return failed records as text: how many of each class of error, and where and with what the first one was."""
+    lines = []
+    for each in failures:
+        lines.append(f"failed   {each.records} with {harmless(each.name)}, such as")
+        place = f"{each.place}: " if each.place else ""
+        lines += [f"           {harmless(place + each.error)}", f"           in {harmless(each.data)}"]
+    return lines
+
+
+def row_lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows, the names of their columns first, as lines of aligned text."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(harmless(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 from pathlib import Path  # noqa: TC003  # cyclopts reads the annotations
@@ -11,9 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
+from mldserver.cli.check import failure_lines, row_lines
 from mldserver.cli.process import working_directory
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mldserver.runtime.check import FailureClass
     from mldserver.testing.simulation import Report, Simulation
 
 __all__ = ["app", "sim"]
@@ -31,7 +36,8 @@ mldserver sim mypackage.orders --input events.jsonl --lost-leases 3 --throttle 0
 ```
 
 The same seed gives the same stream and the same faults. Exit code 0 means: every record was delivered, every shard's
-end checkpointed, every window computed, and the daemon had nothing to complain of.
+end checkpointed, every window computed, no record became a dead letter (unless `--allow-dead-letters`), and the daemon
+had nothing to complain of.
 """
 
 _PROGRESS_SECONDS: Final = 2.0
@@ -85,11 +91,15 @@ def sim(
         Literal["spark", "local"],
         Parameter(help="spark, or local: rows are written as they are, at once, without `on_window`."),
     ] = "spark",
+    allow_dead_letters: Annotated[
+        bool, Parameter(negative=(), help="Records that become dead letters do not change the exit code.")
+    ] = False,
 ) -> int:
     """Play a stream through a server and return the exit code."""
     import uvloop  # noqa: PLC0415  # `--help` must not wait for the server's imports
 
     from mldserver.observe.logging import logging_to  # noqa: PLC0415  # see above
+    from mldserver.runtime.check import by_class, first_rows  # noqa: PLC0415  # see above
     from mldserver.testing import playground  # noqa: PLC0415  # see above
     from mldserver.testing.engine import LocalEngine  # noqa: PLC0415  # see above
     from mldserver.testing.simulation import Faults, Simulation, build_stream  # noqa: PLC0415  # see above
@@ -120,9 +130,15 @@ def sim(
         )
         report = uvloop.run(simulation.run(tell.progress))
     tell.summary(simulation, report, folder)
+    tell.rows(first_rows(playground.window_rows(folder)))
+    failures: tuple[FailureClass, ...] = ()
+    if report.status and report.status.dead_letters:
+        failures = by_class(playground.dead_letters(settings))
+        tell.failures(failures, handler, input)
     for failure in playground.told_failures(settings.log_file) if not report.ok else []:
         tell.line("the server said", failure)
-    return report.exit_code
+    tell.result(report, 0 if allow_dead_letters else sum(each.records for each in failures))
+    return report.exit_code or int(bool(failures) and not allow_dead_letters)
 
 
 class _Teller:
@@ -172,7 +188,23 @@ class _Teller:
         for violation in report.violations:
             self.line("violation", violation)
         self.line("output", f"{folder}")
-        self.line("result", "ok" if report.ok else self._complaint(report))
+
+    def rows(self, rows: Sequence[Sequence[str]]) -> None:
+        for number, text in enumerate(row_lines(rows)):
+            self.line("" if number else "first rows", text)
+
+    def failures(self, failures: Sequence[FailureClass], handler: str, file: Path | None) -> None:
+        for text in failure_lines(failures):
+            self._out.write(f"{text}\n")
+        if file is None:
+            self.line("next", "`mldserver dead-letters list --ledger sqlite --out` with the output above")
+        else:
+            command = ["mldserver", "check", handler, "--input", str(file)]
+            self.line("next", f"mend the handler, then: {shlex.join(command)}")
+
+    def result(self, report: Report, unwanted: int) -> None:
+        told = f"{unwanted} records became dead letters" if unwanted else "ok"
+        self.line("result", told if report.ok else self._complaint(report))
 
     @staticmethod
     def _complaint(report: Report) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
+import os
 import pkgutil
 import sys
 import sysconfig
@@ -30,9 +31,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from types import ModuleType
 
-__all__ = ["Loaded", "load", "relative"]
+__all__ = ["Loaded", "is_library", "load", "relative"]
 
-_LIBRARIES: Final = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
+_LIBRARIES: Final = (
+    *{sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")},
+    f"{Path(__file__).parents[1]}{os.sep}",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,11 @@ def relative(file: str) -> str:
         return str(Path(file).relative_to(Path.cwd()))
     except ValueError:
         return file
+
+
+def is_library(file: str) -> bool:
+    """Whether a file is the standard library's, an installed package's or this one's."""
+    return file.startswith(_LIBRARIES)
 
 
 def _search_first(directory: str) -> None:
@@ -157,7 +166,7 @@ def _place(error: BaseException) -> tuple[str, int]:
         return error.filename, error.lineno or 0
     frames = _users_frames(error)
     # An error inside a library is placed where the user's code called it.
-    frames = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames
+    frames = [frame for frame in frames if not is_library(frame.filename)] or frames
     return (frames[-1].filename, frames[-1].lineno or 0) if frames else ("", 0)
 
 

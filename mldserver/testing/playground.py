@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import itertools
+import os
 import tempfile
 import zlib
 from importlib.util import find_spec
@@ -18,12 +20,24 @@ from mldserver.errors import ConfigError
 from mldserver.runtime.inspection import load_spec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
+
+    import pyarrow as pa
 
     from mldserver.config import Settings
+    from mldserver.runtime.base import DeadLetter
     from mldserver.spark.engine import Engine
 
-__all__ = ["DEPARTURES", "fresh_folder", "play_settings", "quick_spark", "read_lines", "told_failures"]
+__all__ = [
+    "DEPARTURES",
+    "dead_letters",
+    "fresh_folder",
+    "play_settings",
+    "quick_spark",
+    "read_lines",
+    "told_failures",
+    "window_rows",
+]
 
 DEPARTURES: Final = "flights-2013-01.jsonl.gz"
 """The bundled input: 27,004 departures from New York's airports in January 2013."""
@@ -156,6 +170,30 @@ def quick_spark(settings: Settings) -> Engine | None:
         quick=True,
         archive_after=None,
     )
+
+
+def dead_letters(settings: Settings) -> list[DeadLetter]:
+    """Return the dead letters that a run has left in its ledger, in the order in which they were stored."""
+    from mldserver.assembly import ledger_of  # noqa: PLC0415  # the server's imports
+    from mldserver.clock import SystemClock  # noqa: PLC0415  # see above
+
+    async def read() -> list[DeadLetter]:
+        ledger = ledger_of(settings, server_id=f"tool:{os.getpid()}", clock=SystemClock())
+        try:
+            held = await ledger.peek()
+            return list(await ledger.dead_letters(held.dead_letters)) if held.dead_letters else []
+        finally:
+            await ledger.close()
+
+    return asyncio.run(read())
+
+
+def window_rows(folder: Path) -> Iterator[pa.Table]:
+    """Yield what each published file of a run's folder holds, the earliest window first."""
+    import pyarrow.parquet as pq  # noqa: PLC0415  # `--help` must not wait for it
+
+    for file in sorted(folder.glob("window=*/*.parquet")):
+        yield pq.ParquetFile(file).read()
 
 
 def told_failures(log_file: Path | None, *, most: int = 5) -> list[str]:

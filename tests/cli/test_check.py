@@ -68,6 +68,38 @@ def test_wrong_options_are_told_by_name() -> None:
         check("handlers.raw", timeout=0)
 
 
+GOOD = '{"carrier": "UA", "dep_delay": 2.0, "scheduled": "2013-01-01T05:15:00Z"}'
+
+
+def test_records_of_a_file_run_through_the_handler_and_its_rows_are_shown(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text(f"{GOOD}\n\n{GOOD}\n")
+    done = run(tmp_path, "handlers.departures", "--input", "in.jsonl")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith(
+        "records  2 gave 2 rows; 0 failed\n"
+        "carrier  delay  scheduled\n"
+        "UA       2.0    2013-01-01 05:15:00+00:00\n"
+        "UA       2.0    2013-01-01 05:15:00+00:00\n"
+        "\n"
+        "handlers.departures: it can be run\n"
+    )
+
+
+def test_records_that_fail_are_told_by_class_with_the_handlers_line_and_the_exit_code_is_1(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "in.jsonl").write_text(f'{GOOD}\nno json\n{{"carrier": 1}}\n{{"carrier": 2}}\n[]\n')
+    (tmp_path / "mine.py").write_text(
+        "schema = 'c STRING'\ndef process_record(record):\n    return {'c': record.json()['carrier']}\n"
+    )
+    done = run(tmp_path, "mine", "--input", "in.jsonl", "--limit", "4")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "records  4 gave 1 rows; 3 failed\nc\nUA\nfailed   2 with BadRow, such as\n" in done.stdout
+    assert '           in {"carrier": 1}\n' in done.stdout
+    assert "failed   1 with JSONDecodeError, such as\n           mine.py:3: JSONDecodeError: " in done.stdout
+    assert done.stdout.endswith("mine: 3 of 4 records failed\n")
+
+
 def test_a_report_is_findings_traceback_output_and_summary() -> None:
     report = Report(
         (Finding("x", "f.py", 1), Finding("y", is_error=False)), (("kind", "module"),), "T\n  b\n", "out\n"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -38,6 +39,7 @@ def test_a_run_ends_with_a_summary_and_success(tmp_path: Path, capsys: pytest.Ca
     assert "500 durable, 0 late, 0 dead letters" in told
     assert str(out) in told
     assert told.rstrip().endswith("ok")
+    assert len(re.findall("2013-01-0", told)) >= 5, "the first rows of its windows"
     assert list(out.glob("window=*/*.parquet"))
 
 
@@ -70,14 +72,31 @@ def test_a_run_leaves_the_configured_ledger_table_and_dead_letters_alone(
     )
     (tmp_path / "in.jsonl").write_text('{"carrier": "UA"}\n')
     out = tmp_path / "out"
-    assert (
-        run(["sim", "handlers.departures", "--input", "in.jsonl", "--engine", "local", "--out", str(out)])
-        == 0
-    )
+    arguments = ["handlers.departures", "--input", "in.jsonl", "--engine", "local", "--out", str(out)]
+    assert run(["sim", *arguments, "--allow-dead-letters"]) == 0
     assert "0 durable, 0 late, 1 dead letters" in capsys.readouterr().out
     assert [place for place in places if place.exists()] == []
     assert run(["dead-letters", "list", "--out", str(out), "--ledger", "sqlite"]) == 0
     assert "1 dead letters" in capsys.readouterr().out
+
+
+def test_dead_letters_are_told_by_class_with_an_example_and_are_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    good = '{"carrier": "UA", "dep_delay": 2.0, "scheduled": "2013-01-01T05:15:00Z"}\n'
+    (tmp_path / "in.jsonl").write_text(good + '{"carrier": "AA"}\n{"carrier": "B6"}\nno json\n')
+    (tmp_path / "mldserver.toml").write_text("attempts = 1\n")
+    arguments = ["handlers.departures", "--input", "in.jsonl", "--engine", "local", "--shards", "1"]
+    assert run(["sim", *arguments, "--out", str(tmp_path / "out")]) == 1
+    told = capsys.readouterr().out
+    assert "failed   2 with KeyError, such as\n" in told
+    assert re.search(r'departures\.py:\d+: KeyError: .dep_delay.\n +in {"carrier": "AA"}\n', told)
+    assert "failed   1 with JSONDecodeError, such as\n" in told
+    assert "mldserver check handlers.departures --input in.jsonl" in told
+    assert told.rstrip().endswith("3 records became dead letters")
+    assert re.search(r"first rows +carrier +delay +scheduled", told)
+    assert re.search(r"UA +2\.0 +2013-01-01 05:15:00", told)
 
 
 def test_a_run_that_fails_says_what_the_server_said(

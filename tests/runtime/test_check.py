@@ -96,13 +96,13 @@ def test_a_module_that_ends_the_process_is_told(check: Any) -> None:
 
 def test_a_module_that_ends_the_process_without_an_exception_is_told(check: Any) -> None:
     found = check("import os\nprint('x', flush=True)\nos._exit(4)")
-    assert lines(found) == ["it ends the process while it is imported, without an exception (exit code 4)"]
+    assert lines(found) == ["importing it ends the process, without an exception (exit code 4)"]
     assert found.output == "x\n"
 
 
 def test_a_module_that_crashes_the_interpreter_is_told_with_its_place(check: Any) -> None:
     assert lines(check("import ctypes\n\nctypes.string_at(0)")) == [
-        "mine.py:3: it crashes the interpreter while it is imported (SIGSEGV)"
+        "mine.py:3: importing it crashes the interpreter (SIGSEGV)"
     ]
 
 
@@ -152,6 +152,38 @@ def test_the_child_reports_plain_values(monkeypatch: pytest.MonkeyPatch, tmp_pat
     missing = report("handlers.nothing", None)
     assert missing["findings"][0]["text"].startswith("There is no module 'handlers.nothing'.")
     assert missing["summary"] == []
+
+
+def test_a_handler_that_cannot_be_opened_is_told_before_any_record(check: Any) -> None:
+    text = "def initialize(shard): 1 / 0\ndef process_record(record): ..."
+    found = check(text, lines=[b"1"])
+    assert lines(found)[0].startswith("initialize failed for good: ZeroDivisionError")
+    assert "mine.py" in found.traceback
+    assert found.trial is None
+
+
+def test_a_handler_that_cannot_be_run_is_given_no_record(check: Any) -> None:
+    assert check("def process_record(): ...", lines=[b"1"]).trial is None
+
+
+def test_records_that_end_the_process_are_told(check: Any) -> None:
+    found = check("import os\ndef process_record(record): os._exit(3)", lines=[b"1"])
+    assert lines(found) == [
+        "importing it and running the records ends the process, without an exception (exit code 3)"
+    ]
+
+
+def test_each_record_runs_once_whatever_takes_it(check: Any) -> None:
+    found = check("""
+schema = "n INT"
+async def process_records(batch):
+    print(len(batch), flush=True)
+    return [(int(record.data),) for record in batch]
+""", lines=[b"%d" % n for n in range(600)])  # fmt: skip
+    assert found.ok
+    assert (found.trial.records, found.trial.rows) == (600, 600)
+    assert found.trial.first == (("n",), ("0",), ("1",), ("2",), ("3",), ("4",))
+    assert found.output == "500\n100\n"
 
 
 def test_warnings_do_not_spoil_a_report() -> None:
