@@ -66,10 +66,15 @@ def sim(
     batch: Annotated[int, Parameter(help="Most records in one batch.", validator=Number(gte=1))] = 1000,
     rate: Annotated[
         float,
-        Parameter(
-            help="Records a second, in arrival times; they are played at once.", validator=Number(gt=0)
-        ),
+        Parameter(help="Records a second, in arrival times.", validator=Number(gt=0)),
     ] = 1000.0,
+    speed: Annotated[
+        float | None,
+        Parameter(
+            help="Play by arrival times, so many seconds of them in one: 60 plays a minute in a second. [default: all at once]",
+            validator=Number(gte=1),
+        ),
+    ] = None,
     splits: Annotated[int, Parameter(help="Shards that split on the way.", validator=Number(gte=0))] = 0,
     merges: Annotated[
         int, Parameter(help="Pairs of shards that merge on the way.", validator=Number(gte=0))
@@ -127,6 +132,7 @@ def sim(
             max_records=batch,
             faults=Faults(lost_leases, throttle, crashes),
             engine=LocalEngine() if engine == "local" else playground.quick_spark(settings),
+            speed=speed,
         )
         report = uvloop.run(simulation.run(tell.progress))
     tell.summary(simulation, report, folder)

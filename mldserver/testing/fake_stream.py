@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from mldserver.testing.leases import Place
 
@@ -66,6 +66,8 @@ class FakeStream:
         self._random = random.Random(seed)  # noqa: S311  # numbers that repeat, not secrets
         self._next_number = _DIGIT_BORDER - 20 * _STEP
         self._now_ms = start_ms
+        self.tip_ms: Callable[[], int] | None = None
+        """The time now: what arrives later, in a shard whose arrival times ascend, is not there yet. None: all is."""
         self.shards: dict[str, StreamShard] = {}
         borders = [_HASH_KEYS * index // shards for index in range(shards + 1)]
         for low, high in itertools.pairwise(borders):
@@ -161,6 +163,11 @@ class FakeStream:
         for shard in self.shards.values():
             shard.closed = True
 
+    def waiting(self, shard_id: str) -> bool:
+        """Whether records of a shard are not there yet."""
+        records = self.shards[shard_id].records
+        return self.tip_ms is not None and bool(records) and records[-1].arrival_ms > self.tip_ms()
+
     def read(
         self, shard_id: str, after: Place, limit: int, *, raw: bool = False
     ) -> tuple[Sequence[StreamRecord], int]:
@@ -171,6 +178,8 @@ class FakeStream:
         """
         shard = self.shards[shard_id]
         records = shard.raw if raw else shard.records
+        if self.tip_ms is not None:
+            records = records[: bisect.bisect_right(records, self.tip_ms(), key=lambda one: one.arrival_ms)]
         low = 0
         if after.number.isdecimal():
             low = bisect.bisect_right(records, (int(after.number), after.sub), key=lambda one: one.order)

@@ -128,7 +128,8 @@ class ShardSession:
                 self._hand_over()
                 core.lease_lost()
             else:
-                closed = self.stream.shards[self.shard_id].closed
+                # Asked before the read: what comes in between is read.
+                closed = self.stream.shards[self.shard_id].closed and not self.stream.waiting(self.shard_id)
                 limit = dice.randint(1, self.habits.max_records)
                 records, behind = self.stream.read(self.shard_id, place, limit, raw=form is Form.V1)
                 if records:

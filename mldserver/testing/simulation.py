@@ -134,9 +134,14 @@ class Simulation:
         faults: Faults | None = None,
         engine: Engine | None = None,
         clock: Clock | None = None,
+        speed: float | None = None,
     ) -> None:
-        """Prepare; ``settings`` should listen on port 0. ``engine`` takes Spark's place."""
+        """Prepare; ``settings`` should listen on port 0. ``engine`` takes Spark's place.
+
+        ``speed``: so many seconds of arrival times are played in one second; None: all records are there at once.
+        """
         self.stream = stream
+        self._speed = speed
         self.faults = faults or Faults()
         self.server = Server(settings, engine=engine, clock=clock)
         self._clock = clock or SystemClock()
@@ -187,6 +192,8 @@ class Simulation:
         """Run the daemon, started again after each crash that was asked for, until the stream is over."""
         self.mld.address = await self.server.listening()
         self._plan_faults()
+        if self._speed is not None:
+            self.stream.tip_ms = self._playing_at(self._speed)
         try:
             while await self.mld.run() == EXIT_KILLED:
                 await self._clock.sleep(_RESTART_SECONDS)
@@ -196,6 +203,14 @@ class Simulation:
             return  # it is among the violations, with its line
         if self.mld.finished:
             await self._windows_done()
+
+    def _playing_at(self, speed: float) -> Callable[[], int]:
+        """Return what tells the stream's time, which begins now, with its first record."""
+        began_ms = self._clock.steady_ms()
+        first_ms = min(
+            (shard.records[0].arrival_ms for shard in self.stream.shards.values() if shard.records), default=0
+        )
+        return lambda: first_ms + int((self._clock.steady_ms() - began_ms) * speed)
 
     async def _windows_done(self) -> None:
         while not await finishes_within(self._clock, _PATIENCE_SECONDS, self.server.finished()):

@@ -80,6 +80,18 @@ def test_a_run_leaves_the_configured_ledger_table_and_dead_letters_alone(
     assert "1 dead letters" in capsys.readouterr().out
 
 
+def test_a_run_plays_by_arrival_times_when_it_is_told_a_speed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mldserver.cli.sim._PROGRESS_SECONDS", 0)
+    arguments = ["handlers.departures_daily", "--engine", "local", "--limit", "50", "--shards", "1"]
+    pace = ["--rate", "1", "--speed", "20"]
+    assert run(["sim", *arguments, *pace, "--out", str(tmp_path / "out")]) == 0
+    delivered = {int(number) for number in re.findall(r"(\d+) delivered", capsys.readouterr().out)}
+    assert max(delivered) == 50
+    assert delivered - {0, 50}, "it was seen on its way"
+
+
 def test_dead_letters_are_told_by_class_with_an_example_and_are_no_success(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

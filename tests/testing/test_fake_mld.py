@@ -401,3 +401,18 @@ async def test_a_test_that_gives_up_ends_it_even_as_the_jvm_dies(tiny_server: Ti
     running.cancel()
     await asyncio.wait({running}, timeout=5)
     assert running.cancelled()
+
+
+async def test_a_shard_ends_only_when_its_last_record_has_arrived(
+    tiny_server: TinyServer, virtual_clock: VirtualClock
+) -> None:
+    stream = FakeStream(1)
+    began = virtual_clock.steady_ms()
+    for at in (0, 60_000):
+        stream.put(b"x", "k", arrival_ms=at)
+    stream.end()
+    stream.tip_ms = lambda: virtual_clock.steady_ms() - began
+    mld = FakeMLD(stream, tiny_server.address, habits=Habits(idle_seconds=1), clock=virtual_clock)
+    assert await virtual_clock.drive(mld.run(), step=1) == 0
+    assert tiny_server.received == expected(stream)
+    assert virtual_clock.steady_ms() - began >= 60_000

@@ -144,3 +144,17 @@ def test_explicit_arrival_times_may_go_back_and_the_clock_goes_on_from_the_lates
     (shard,) = stream.open_shards
     times = [stream.put(b"", shard_id=shard, arrival_ms=ms).arrival_ms for ms in (500, 300, None)]
     assert times == [500, 300, 501]
+
+
+def test_what_arrives_later_is_not_there_yet() -> None:
+    stream = FakeStream(1)
+    (shard,) = stream.open_shards
+    numbers = [stream.put(b"x", shard_id=shard, arrival_ms=at).sequence_number for at in (1000, 2000, 9000)]
+    now = [999]
+    stream.tip_ms = lambda: now[0]
+    seen = []
+    for now[0] in (999, 1000, 8999, 9000):
+        records, behind = stream.read(shard, Place("TRIM_HORIZON", 0), 10)
+        seen.append((len(records), behind, stream.waiting(shard)))
+    assert seen == [(0, 0, True), (1, 0, True), (2, 0, True), (3, 0, False)]
+    assert stream.read(shard, Place(numbers[1], 0), 10)[0][0].sequence_number == numbers[2]
