@@ -68,6 +68,12 @@ def sim(
         float,
         Parameter(help="Records a second, in arrival times.", validator=Number(gt=0)),
     ] = 1000.0,
+    time_field: Annotated[
+        str | None,
+        Parameter(
+            help="Field of JSON records that holds their arrival times: ISO 8601, or ms since the epoch. [default: --rate]"
+        ),
+    ] = None,
     speed: Annotated[
         float | None,
         Parameter(
@@ -121,6 +127,7 @@ def sim(
         merges=merges,
         records_per_second=rate,
         start_ms=time.time_ns() // 1_000_000 - round(len(lines) / rate * 1000),
+        arrivals=None if time_field is None else playground.arrival_times(lines, time_field),
     )
     tell = _Teller()
     with logging_to(settings):

@@ -8,6 +8,7 @@ import itertools
 import os
 import tempfile
 import zlib
+from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -20,7 +21,7 @@ from mldserver.errors import ConfigError
 from mldserver.runtime.inspection import load_spec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     import pyarrow as pa
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEPARTURES",
+    "arrival_times",
     "dead_letters",
     "fresh_folder",
     "play_settings",
@@ -82,6 +84,31 @@ def read_lines(path: Path | None, *, limit: int | None = None) -> list[bytes]:
     if not lines:
         raise ConfigError(f"{path} holds no records.", advice="Give a file with one record a line.")
     return lines
+
+
+def arrival_times(lines: Sequence[bytes], field: str) -> list[int]:
+    """Return when each record arrives, in ms since the epoch, by the latest time that a field of JSON has had so far.
+
+    The field holds ISO 8601 (UTC unless it says) or ms since the epoch. Raises ConfigError when no record has it.
+    """
+    known = [_instant_ms(_parsed(line).get(field)) for line in lines]
+    first = next((at for at in known if at is not None), None)
+    if first is None:
+        raise ConfigError(
+            f"No record has a time in {field}.",
+            advice="Name a field of JSON with ISO 8601 or ms since the epoch.",
+        )
+    return list(itertools.accumulate((first if at is None else at for at in known), max))
+
+
+def _instant_ms(value: object) -> int | None:
+    if isinstance(value, int | float):
+        return max(0, int(value))
+    try:
+        at = datetime.fromisoformat(str(value))
+    except ValueError:
+        return None
+    return max(0, int((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() * 1000))
 
 
 def _bundled() -> Path:

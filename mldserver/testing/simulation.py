@@ -58,10 +58,11 @@ def build_stream(
     merges: int = 0,
     records_per_second: float = 1000.0,
     start_ms: int,
+    arrivals: Sequence[int] | None = None,
 ) -> FakeStream:
     """Put each line as one record, over keys of their own, with splits and merges at random places in between.
 
-    Arrival times begin at ``start_ms`` (milliseconds since the epoch). The stream is ended after the last record. A
+    Arrival times begin at ``start_ms`` (milliseconds since the epoch), unless ``arrivals`` has one for each line. The stream is ended after the last record. A
     merge that finds no two open shards side by side is left out.
     """
     stream = FakeStream(shards, seed=seed, start_ms=start_ms)
@@ -73,7 +74,7 @@ def build_stream(
     for number, line in enumerate(lines):
         while pending and pending[0][0] <= number:
             pending.pop(0)[1](stream, dice)
-        at = start_ms + round(number * 1000 / records_per_second)
+        at = arrivals[number] if arrivals else start_ms + round(number * 1000 / records_per_second)
         stream.put(line, f"key-{number}", arrival_ms=at)
     for _, change in pending:
         change(stream, dice)

@@ -92,6 +92,26 @@ def test_a_run_plays_by_arrival_times_when_it_is_told_a_speed(
     assert delivered - {0, 50}, "it was seen on its way"
 
 
+def test_a_row_is_late_when_its_record_comes_late_by_the_datas_own_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    hours = [*range(5, 15), 5]
+    rows = [
+        {
+            "carrier": "UA",
+            "dep_delay": 1,
+            "scheduled": f"2013-01-01T{hour:02}:00:00Z",
+            "at": 1_400_000_000_000 + 1000 * number,
+        }
+        for number, hour in enumerate(hours)
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    arguments = ["handlers.departures", "--input", "in.jsonl", "--engine", "local", "--shards", "1"]
+    assert run(["sim", *arguments, "--time-field", "at", "--speed", "1"]) == 0
+    assert "11 durable, 1 late, 0 dead letters" in capsys.readouterr().out
+
+
 def test_dead_letters_are_told_by_class_with_an_example_and_are_no_success(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

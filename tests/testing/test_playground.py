@@ -9,7 +9,14 @@ import pytest
 from mldserver.config import Settings, SqlitePlace, specs
 from mldserver.errors import ConfigError
 from mldserver.spark.client import SparkEngine
-from mldserver.testing.playground import fresh_folder, play_settings, quick_spark, read_lines, told_failures
+from mldserver.testing.playground import (
+    arrival_times,
+    fresh_folder,
+    play_settings,
+    quick_spark,
+    read_lines,
+    told_failures,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -193,3 +200,23 @@ def test_failures_are_read_out_of_the_log(tmp_path: Path) -> None:
     assert told_failures(log, most=1) == ["bare"]
     assert told_failures(tmp_path / "none") == []
     assert told_failures(None) == []
+
+
+def test_records_arrive_by_the_latest_time_that_a_field_has_had() -> None:
+    lines = [
+        b"no json",
+        b'{"at": 5000}',
+        b'{"at": "1970-01-01T00:00:09Z"}',
+        b'{"at": "1970-01-01"}',
+        b'{"at": 1}',
+    ]
+    assert arrival_times([*lines, b'{"at": "1970-01-01T00:00:10"}'], "at") == [
+        5000,
+        5000,
+        9000,
+        9000,
+        9000,
+        10_000,
+    ]
+    with pytest.raises(ConfigError, match="No record has a time in when"):
+        arrival_times(lines, "when")
