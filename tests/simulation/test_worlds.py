@@ -1,4 +1,4 @@
-"""Five hundred worlds: the real servers on a virtual clock, with everything that goes wrong drawn from a seed.
+"""Hundreds of worlds, a thousand in the long lane: the real servers on a virtual clock, with everything that goes wrong drawn from a seed.
 
 ``SIM_SEED=17 python -m pytest tests/simulation`` plays one world again and prints what happened in it.
 ``SIM_FIRST`` and ``SIM_WORLDS`` choose other seeds, or more of them.
@@ -20,7 +20,7 @@ from simulation.planted import BUGS
 TESTS = Path(__file__).parents[1]
 SEED = os.environ.get("SIM_SEED")
 FIRST = int(os.environ.get("SIM_FIRST", "0"))
-WORLDS = int(os.environ.get("SIM_WORLDS", "500"))
+WORLDS = os.environ.get("SIM_WORLDS")
 SOON = 400
 """Worlds within which a planted bug must be found: the rarest shows in about one of a hundred, wherever timing shifts."""
 
@@ -47,16 +47,17 @@ def explain(failed: dict[str, Any]) -> str:
 
 @pytest.mark.skipif(SEED is not None, reason="one world is asked for")
 @pytest.mark.timeout(900)
-def test_every_world_keeps_every_promise() -> None:
+def test_every_world_keeps_every_promise(long: bool) -> None:
+    count = int(WORLDS or (1000 if long else 120))
     cores = os.cpu_count() or 1
-    running = [start(FIRST + core, FIRST + WORLDS, cores) for core in range(cores)]
+    running = [start(FIRST + core, FIRST + count, cores) for core in range(cores)]
     worlds = [world for process in running for world in told(process)]
-    assert {world["seed"] for world in worlds} == set(range(FIRST, FIRST + WORLDS))
+    assert {world["seed"] for world in worlds} == set(range(FIRST, FIRST + count))
     failed = [explain(world) for world in worlds if world["why"] is not None]
     assert not failed, "\n".join(failed)
     # They mean something only while things go wrong in them.
     faults = sum((Counter(world["faults"]) for world in worlds), Counter[str]())
-    print(f"{WORLDS} worlds from seed {FIRST}: {dict(faults)}")
+    print(f"{count} worlds from seed {FIRST}: {dict(faults)}")
     expected = {
         "died",
         "refused",
@@ -67,12 +68,19 @@ def test_every_world_keeps_every_promise() -> None:
         "dropped",
         "lease lost",
         "short of memory",
+        "job failed",
+        "throttled",
+        "not moved",
+        "moved after all",
+        "cursed",
+        "retried",
+        "redriven",
+        "purged",
+        "revised",
     }
-    if WORLDS >= 500:
-        expected |= {"job failed", "throttled", "not moved", "moved after all", "cursed", "retried"}
-        expected |= {"redriven", "purged", "revised"}
+    if count >= 100:
         assert faults.keys() >= expected
-        assert min(faults.values()) >= 50
+        assert min(faults.values()) >= count // 20
 
 
 @pytest.mark.skipif(SEED is None, reason="no world is asked for")
