@@ -53,6 +53,7 @@ _OUTWARD: Final = frozenset(
         # What is played must never stand in a ledger, a table or a place for dead letters that somebody else reads.
         "ledger",
         "pipeline",
+        "rename_from",
         "server_id",
         "sink",
         "sink_table",

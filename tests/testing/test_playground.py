@@ -91,6 +91,7 @@ def test_the_users_settings_count_but_not_for_address_output_and_stream(tmp_path
 OUTWARD: dict[str, Any] = {
     "ledger": "dynamodb://production?region=eu-central-1",
     "pipeline": "production",
+    "rename_from": "older",
     "server_id": "production-1",
     "sink": "jdbc:postgresql://db/production",
     "sink_table": "departures",
@@ -110,7 +111,7 @@ THE_USERS = {
     *("window_on_failure", "window_attempts", "window_retry_base", "window_retry_cap", "window_deadline"),
     *("window_concurrency", "window_group", "flush_bytes", "buffer_bytes", "segment_disk_bytes", "late"),
     *("recompute_delay", "retention", "retention_bytes", "shard_retention"),
-    *("idle_time", "quiet_time", "missing_limit"),
+    *("idle_time", "quiet_time", "missing_limit", "max_ahead", "on_ahead"),
     *("connection_limit", "line_limit", "initialize_timeout", "partial_line_timeout", "close_timeout"),
     *(
         "server_timeout",
