@@ -70,6 +70,7 @@ class Pipeline:
             "cache_dir": root / "cache",
             "flush_interval": 0.05,
             "settle_time": 0.2,
+            "max_ahead": "none",  # the record that closes the windows is two hours ahead
             "quiet_time": 600.0,
             "idle_time": 600.0,
             "recompute_delay": 0.05,
