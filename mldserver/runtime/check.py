@@ -132,8 +132,12 @@ class Report:
     @property
     def ok(self) -> bool:
         """Whether the handler can be run, and took every record that it was tried with."""
-        failed = self.trial is not None and self.trial.failed > 0
-        return not failed and not any(finding.is_error for finding in self.findings)
+        return self.can_run and not (self.trial and self.trial.failed)
+
+    @property
+    def can_run(self) -> bool:
+        """Whether the handler can be run."""
+        return not any(finding.is_error for finding in self.findings)
 
 
 def check_handler(

@@ -98,6 +98,7 @@ def test_records_that_fail_are_told_by_class_with_the_handlers_line_and_the_exit
     assert '           in {"carrier": 1}\n' in done.stdout
     assert "failed   1 with JSONDecodeError, such as\n           mine.py:3: JSONDecodeError: " in done.stdout
     assert done.stdout.endswith("mine: 3 of 4 records failed\n")
+    assert run(tmp_path, "mine", "--input", "in.jsonl", "--allow-dead-letters").returncode == 0
 
 
 def test_a_report_is_findings_traceback_output_and_summary() -> None:
