@@ -16,8 +16,10 @@ from bench.memory import resident_bytes
 from bench.pipelines import living
 
 from mldserver.clock import SystemClock
+from mldserver.coordinator.claim import FolderClaim
 from mldserver.coordinator.coordinator import CoordinatorRules
 from mldserver.coordinator.layout import LEDGER, segment_path
+from mldserver.coordinator.store import OutputStore
 from mldserver.coordinator.watermark import WatermarkRules
 from mldserver.coordinator.windows import Tumbling, tumbling_id
 from mldserver.state.ledger import Commit, Flush, Segment, SegmentKind
@@ -49,6 +51,7 @@ def _fill(windows: int, out: Path) -> None:
     (out / LEDGER).parent.mkdir(parents=True)
     store = SqliteStore(out / LEDGER, pipeline="bench", server_id="before")
     store.open(now_ms=0)
+    store.claim(FolderClaim(OutputStore(str(out)), pipeline="bench", ledger=None).folder())
     now_ms = SystemClock().now_ms()
     for first in range(0, windows, _AT_ONCE):
         segments = tuple(_segment(number, out) for number in range(first, min(first + _AT_ONCE, windows)))
