@@ -156,6 +156,9 @@ class Pair:
                 group.create_task(self._movers.run(self._ground.pace))
                 for name in NAMES:
                     group.create_task(self._serve(name, daemons))
+            # Files that a server was about to delete when it died may be of one that lived on: the next start deletes them.
+            self._kills = 0
+            await self._serve(NAMES[0], daemons)
         place = self._ground.dynamodb
         held = in_sqlite(self._out) if place is None else await in_dynamodb(place, self._pipeline)
         check(self.story, self._out, held, alone=False)

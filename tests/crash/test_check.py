@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -46,6 +46,9 @@ def write(out: Path, rows: Rows) -> None:
         for name in ("at", "_arrival"):
             place = table.column_names.index(name)
             table = table.set_column(place, name, table[name].cast(pa.timestamp("ms", "UTC")))
+        start = datetime.strptime(window, "%Y-%m-%dT%H-%M-%SZ").replace(tzinfo=UTC)
+        for name, bound in (("window_start", start), ("window_end", start + timedelta(seconds=10))):
+            table = table.append_column(name, pa.array([bound] * len(table), pa.timestamp("us", "UTC")))
         (out / f"window={window}").mkdir(parents=True)
         pq.write_table(table, out / f"window={window}" / "part.parquet")
 
