@@ -323,6 +323,9 @@ class Server:
             while coordinator.status().servers > 1:
                 await self._clock.sleep(self.settings.flush_interval)
                 await coordinator.flush("drain")
+                if runner is not None and runner.waiting:
+                    # A window of a server that died: another may wait for it before it leaves.
+                    self._to_compute.set()
         coordinator.cuts = "all"
         while True:
             await coordinator.flush("drain")

@@ -87,8 +87,13 @@ def declare(draft: Draft, server_id: str, change: ShapeChange, version: int, now
     draft.servers.put(server_id, replace(row, state=replace(row.state, shape=change.fingerprint)))
     if draft.shapes.get(change.fingerprint) is None:
         draft.shapes.put(change.fingerprint, change.text)
-    draining = draft.totals.draining and len(draft.book.servers) > 1
+    # A drain is over once nobody is left who ran before: others that are just starting, too, have declared nothing.
+    others = (each.state for name, each in draft.book.servers.items() if name != server_id)
+    draining = draft.totals.draining and any(other.shape for other in others)
+    known = change.fingerprint == draft.totals.shape
     draft.totals = replace(draft.totals, shape=change.fingerprint, draining=draining)
+    if known:
+        return True  # another server that starts has done the rest
     windows.let_go(draft, change.over)
     if change.window_ms is not None:
         windows.begin_anew(draft, change.window_ms, now_ms)

@@ -79,9 +79,13 @@ def declare(db: sqlite3.Connection, server_id: str, change: ShapeChange, version
     db.execute("UPDATE servers SET shape = ? WHERE server_id = ?", (change.fingerprint, server_id))
     db.execute("INSERT OR IGNORE INTO shapes VALUES (?, ?)", (change.fingerprint, change.text))
     db.execute(
-        "UPDATE meta SET shape = ?, draining = draining AND (SELECT count(*) FROM servers) > 1",
-        (change.fingerprint,),
+        # A drain is over once nobody is left who ran before: others that are just starting, too, have declared nothing.
+        "UPDATE meta SET shape = ?, draining = draining AND EXISTS"
+        " (SELECT 1 FROM servers WHERE server_id <> ? AND shape <> '')",
+        (change.fingerprint, server_id),
     )
+    if change.fingerprint == present:
+        return True  # another server that starts has done the rest
     windows.let_go(db, change.over)
     if change.window_ms is not None:
         windows.begin_anew(db, change.window_ms, now_ms)

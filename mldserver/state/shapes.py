@@ -35,7 +35,7 @@ class ShapeBook(Protocol):
 
         False, and nothing happened: it is another than the pipeline's, and the ledger is not as it was at ``version``
         any more. So who has looked at all servers and segments of that version has decided rightly.
-        Where no other server is registered a drain is over. A pipeline that has its former name still gets the new one.
+        Where no other server has declared one, a drain is over. A pipeline that has its former name still gets the new one.
         """
         ...
 

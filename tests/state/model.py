@@ -167,8 +167,10 @@ class ModelServer:
         servers = content.servers
         servers[self.server_id] = dataclasses.replace(servers[self.server_id], shape=change.fingerprint)
         content.shapes.setdefault(change.fingerprint, change.text)
-        content.shape = change.fingerprint
-        content.draining &= set(servers) != {self.server_id}
+        known, content.shape = content.shape == change.fingerprint, change.fingerprint
+        content.draining &= any(each.shape for name, each in servers.items() if name != self.server_id)
+        if known:
+            return True
         self.let_go(each for each in change.over if content.in_state(each, PUBLISHED))
         if change.window_ms is not None:
             begun = [

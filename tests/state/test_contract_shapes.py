@@ -137,6 +137,20 @@ async def test_a_drain_is_asked_for_by_a_tool_and_over_at_the_next_start(ledger_
         assert not (await third.peek()).draining
 
 
+async def test_servers_that_start_together_after_a_drain_do_not_drain_each_other(
+    ledger_factory: Factory,
+) -> None:
+    async with opened(ledger_factory, "one") as (one, state):
+        assert await one.declare(OLD, version=state.version)
+        await one.drain()
+        await one.leave()
+    async with opened(ledger_factory, "two") as (two, _), opened(ledger_factory, "three") as (three, _):
+        assert await two.declare(OLD, version=0)
+        assert not (await two.peek()).draining
+        assert await three.declare(OLD, version=0)
+        assert not (await three.peek()).draining
+
+
 @contextlib.asynccontextmanager
 async def under(factory: Factory, pipeline: str, rename_from: str | None = None) -> AsyncIterator[Ledger]:
     """A server's ledger, opened under a pipeline's name; it leaves at the end."""
