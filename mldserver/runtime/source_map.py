@@ -58,8 +58,10 @@ class SourceMap:
 def never_returns_a_value(function: Any) -> bool:
     """Tell whether a function's source has no ``return`` with a value, so that it can return nothing but None.
 
-    False where there is no source to read, and for what is no ``def``.
+    False where there is no source to read, for what is no ``def``, and for what a decorator has wrapped.
     """
+    if hasattr(function, "__wrapped__"):
+        return False  # its source is that of the function inside
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
