@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from mldserver.clock import Clock, SystemClock, happens
-from mldserver.errors import DriverLost, HandlerInvalid, NotThereYet, OperatorError
+from mldserver.errors import DriverLost, HandlerInvalid, HandlerUnready, NotThereYet, OperatorError
 from mldserver.spark import archive
 from mldserver.spark.engine import PublishJob, WindowJob, WindowResult
 from mldserver.spark.java import Java, probe
@@ -250,7 +250,8 @@ class SparkEngine:
         if self._was_ready or failed is None:
             return
         if failed.fault == "handler":
-            raise HandlerInvalid(failed.message, handler=self._handler, traceback=failed.traceback)
+            kind = HandlerUnready if failed.error == HandlerUnready.__name__ else HandlerInvalid
+            raise kind(failed.message, handler=self._handler, traceback=failed.traceback)
         self._failed_starts += 1
         if failed.fault == "operator" or (is_local(self._master) and self._failed_starts >= _FIRST_STARTS):
             raise _cannot_start(failed, self._master)
