@@ -390,9 +390,11 @@ def test_an_on_window_without_a_return_is_found_before_anything_runs(inspect: An
         "on_window = lambda rows, window: rows",
         "from functools import partial\non_window = partial(lambda other, rows, window: rows, 1)",
         "exec('def on_window(rows, window): pass')",
-        "from functools import wraps\ndef kept(hook):\n    @wraps(hook)\n    def call(rows, window):\n"
-        "        hook(rows, window)\n        return rows\n    return call\n"
-        "@kept\ndef on_window(rows, window):\n    rows.count()",
+        (
+            "from functools import wraps\ndef kept(hook):\n    @wraps(hook)\n    def call(rows, window):\n"
+            "        hook(rows, window)\n        return rows\n    return call\n"
+            "@kept\ndef on_window(rows, window):\n    rows.count()"
+        ),
     ],
 )
 def test_where_the_source_does_not_show_it_the_window_will_tell(inspect: Any, text: str) -> None:
