@@ -24,7 +24,7 @@ from mldserver.coordinator.buffer import Buffer
 from mldserver.coordinator.fleet import Fleet
 from mldserver.coordinator.flush import buffered, shard_end
 from mldserver.coordinator.flusher import Flusher
-from mldserver.coordinator.gap import refuse_gap
+from mldserver.coordinator.gap import is_gap, refuse_gap
 from mldserver.coordinator.holding import Holding
 from mldserver.coordinator.layout import PRIVATE, SEGMENTS, STAGING
 from mldserver.coordinator.lineage import Lineage
@@ -286,11 +286,15 @@ class Coordinator:
 
     # What sources ask.
 
-    def check(self, opening: ShardOpening) -> None:
+    async def check(self, opening: ShardOpening) -> None:
         """Raise GapRefused when a shard that has a live connection would start beyond its position."""
         live = self._sessions.live(opening.shard_id)
-        if live is not None and not self.rules.accept_gap:
-            refuse_gap(opening, live.position.durable, ended=False, accepted=False)
+        if live is None or self.rules.accept_gap or not is_gap(opening, live.position.durable):
+            return
+        # Another server may have read it on since this one heard of it: the ledger knows.
+        state = (await self._ledger.peek()).shards.get(opening.shard_id)
+        if state is not None and not state.gap_accepted:
+            refuse_gap(opening, state.position, ended=state.ended, accepted=False)
 
     def abandon(self, shard_id: str) -> None:
         """Let go of a shard that its connection has lost to one that could not open it: it is missing from now on."""
@@ -301,7 +305,7 @@ class Coordinator:
     async def open_shard(self, opening: ShardOpening) -> ShardSession:
         """Take a shard in under a new epoch. Raises GapRefused when it starts beyond the ledger's position."""
         # Before the epoch is raised: a connection that is refused must not cost the live one its shard.
-        self.check(opening)
+        await self.check(opening)
         with self._fleet.opening():
             # It counts from now on: however long the stream and the ledger take to answer, no window closes without it.
             now_ms = self.clock.steady_ms()

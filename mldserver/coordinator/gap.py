@@ -13,14 +13,19 @@ if TYPE_CHECKING:
     from mldserver.records import Sequence
     from mldserver.sources.base import ShardOpening
 
-__all__ = ["refuse_gap"]
+__all__ = ["is_gap", "refuse_gap"]
 
 log = structlog.get_logger("mldserver")
 
 
+def is_gap(opening: ShardOpening, position: Sequence | None, *, ended: bool = False) -> bool:
+    """Tell whether a daemon that starts so would skip records behind a position."""
+    return judge_start(opening.start, position, ended=ended) is Start.BEYOND
+
+
 def refuse_gap(opening: ShardOpening, position: Sequence | None, *, ended: bool, accepted: bool) -> None:
     """Raise GapRefused when a daemon starts where records would be skipped; log it when that is accepted."""
-    if judge_start(opening.start, position, ended=ended) is not Start.BEYOND:
+    if not is_gap(opening, position, ended=ended):
         return
     if accepted:
         log.error(

@@ -89,7 +89,7 @@ class ShardIntake(Protocol):
 class Intake(Protocol):
     """The coordinator, as sources see it."""
 
-    def check(self, opening: ShardOpening) -> None:
+    async def check(self, opening: ShardOpening) -> None:
         """Raise GapRefused where it is known already that ``open_shard`` will: nobody shall lose the shard to that."""
         ...
 

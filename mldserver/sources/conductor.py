@@ -201,7 +201,7 @@ class Conductor:
         self._shard_id, self._version = message.shard_id, message.version
         v2 = message.version is Version.V2
         opening = ShardOpening(message.shard_id, _start(message), tells_lag=v2, within_aggregates=v2)
-        self._intake.check(opening)
+        await self._intake.check(opening)
         claim = self._claim = self._owners.take(message.shard_id)
         async with claim.work():
             kill_point("shard.opening")

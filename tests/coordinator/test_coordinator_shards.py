@@ -409,13 +409,13 @@ async def test_before_a_shard_is_taken_it_can_be_asked_whether_that_would_be_ref
     pipeline: Pipeline,
 ) -> None:
     async with pipeline.life() as coordinator:
-        coordinator.check(ShardOpening("a", S(9), tells_lag=True))
+        await coordinator.check(ShardOpening("a", S(9), tells_lag=True))
         session = await pipeline.open("a")
-        coordinator.check(ShardOpening("a", "TRIM_HORIZON", tells_lag=True))
+        await coordinator.check(ShardOpening("a", "TRIM_HORIZON", tells_lag=True))
         with pytest.raises(GapRefused):
-            coordinator.check(ShardOpening("a", S(9), tells_lag=True))
+            await coordinator.check(ShardOpening("a", S(9), tells_lag=True))
         session.disconnected()
-        coordinator.check(ShardOpening("a", S(9), tells_lag=True))
+        await coordinator.check(ShardOpening("a", S(9), tells_lag=True))
 
 
 async def test_what_a_connection_left_behind_is_flushed_after_it_is_gone(pipeline: Pipeline) -> None:

@@ -228,6 +228,24 @@ async def test_a_gap_that_was_accepted_in_the_ledger_is_accepted_once(tmp_path: 
             await pipeline.open("a", Sequence(9))
 
 
+async def test_a_shard_that_another_server_has_read_on_is_no_gap_though_this_one_has_not_heard_of_it(
+    tmp_path: Path,
+) -> None:
+    one, other = two(tmp_path)
+    async with both(one, other):
+        await one.give(await one.open("a"), [(5, 1000)])
+        await one.cycle()
+        await other.give(await other.open("a", Sequence(5)), [(8, 2000)])
+        await other.cycle()
+        with pytest.raises(GapRefused, match=r"position \(8\)"):
+            await one.open("a", Sequence(9))
+        assert (await one.open("a", Sequence(8))).alive
+    async with both(one, other):
+        await one.open("a", Sequence(8))
+        assert one.ledger.store.accept_gap("a")
+        await one.open("a", Sequence(9))
+
+
 # Death.
 
 

@@ -164,7 +164,7 @@ class FakeIntake:
         self.abandoned: list[str] = []
         self.prepare: Callable[[FakeShard], None] = lambda shard: None
 
-    def check(self, opening: ShardOpening) -> None:
+    async def check(self, opening: ShardOpening) -> None:
         if self.known_refusal is not None:
             raise self.known_refusal
 
