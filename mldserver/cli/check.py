@@ -97,7 +97,7 @@ def render(handler: str, report: Report) -> str:
     if report.traceback:
         lines += ["", *report.traceback.rstrip().splitlines()]
     if report.output.strip():
-        lines += ["", "It printed while it was imported:"]
+        lines += ["", "It printed while it was imported:" if report.trial is None else "It printed:"]
         lines += [f"  {line}" for line in report.output.rstrip().splitlines()]
     if lines and report.summary:
         lines.append("")

@@ -7,6 +7,7 @@ that no entry names are deleted, but for those of servers that live: these may b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 from typing import TYPE_CHECKING
 
@@ -162,7 +163,8 @@ def _delete(store: OutputStore, paths: list[str]) -> None:
 
 def _set_apart(store: OutputStore, paths: list[str], quarantine: str) -> None:
     for path in paths:
-        store.move(path, f"{quarantine}{path.removeprefix(PRIVATE)}")
+        with contextlib.suppress(FileNotFoundError):  # another server that starts has moved it
+            store.move(path, f"{quarantine}{path.removeprefix(PRIVATE)}")
         store.drop_empty(path.rpartition("/")[0])
     log.warning("recovery.quarantined", count=len(paths), path=store.uri(quarantine))
 

@@ -125,7 +125,7 @@ class Report:
     traceback: str = ""
     """Of an error that the module raised while it was imported."""
     output: str = ""
-    """What the module printed while it was imported."""
+    """What the handler printed: while it was imported, and while records ran through it."""
     trial: Trial | None = None
     """None without records, or when the handler cannot be run."""
 
