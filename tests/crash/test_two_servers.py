@@ -122,16 +122,14 @@ async def a_table() -> AsyncIterator[Ground]:
             await emulator.wait()
 
 
+@pytest.mark.long
 async def test_two_servers_on_a_table_killed_while_leases_move_lose_and_double_nothing(
-    tmp_path: Path, seed: int, long: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
-    dice = random.Random(seed)
-    if long:
-        toll = fates(dice, ON_A_TABLE, instants=DEATHS_ON_A_TABLE - len(ON_A_TABLE) - 2, hangs=2)
-    else:
-        toll = fates(dice, dice.sample(ON_A_TABLE, 14), instants=2, hangs=1)
+    instants = DEATHS_ON_A_TABLE - len(ON_A_TABLE) - 2
+    toll = fates(random.Random(seed), ON_A_TABLE, instants=instants, hangs=2)
     await play_pairs(tmp_path, seed, toll, a_table)
 
 
