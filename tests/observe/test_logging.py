@@ -295,9 +295,9 @@ def test_a_log_that_nobody_reads_does_not_hold_the_event_loop_and_tells_what_it_
         told = [orjson.loads(line) for line in process.stdout]
         assert process.wait() == 0
     kinds = [event["event"] for event in told]
-    lost = told[kinds.index("log.lost")]
-    assert kinds.count("log.lost") == 1
-    assert lost["lines"] + kinds.count("handler.output") == 20_000
+    # At more than one place where the queue is full before the writing thread has filled the pipe.
+    lost = [event["lines"] for event in told if event["event"] == "log.lost"]
+    assert sum(lost) + kinds.count("handler.output") == 20_000
     assert kinds[-2:] == ["log.lost", "server.beat_failed"]
     stamps = [event["timestamp"] for event in told]
     assert stamps == sorted(stamps)
