@@ -49,8 +49,8 @@ def compiled(files: Files) -> tuple[str, ...] | None:
             program = _run(command).stdout
             if not program:
                 continue
-            bridge = files.add("bridge", program)
-            # It says how it is used, if it runs at all here (what is in memory or /tmp may not be executed everywhere).
+            bridge = files.add("bridge", program, executable=True)
+            # It says how it is used, if it runs at all here (what is in memory may not be executed everywhere).
             if _run([bridge]).returncode == USAGE_EXIT:
                 return (bridge,)
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import tempfile
@@ -31,6 +32,11 @@ JVM_OPTIONS: Final = (
 EMULATOR_OPTIONS: Final = ("-Daws.cborEnabled=false",)
 """Emulators of Kinesis speak JSON only."""
 
+MFD_NOEXEC_SEAL: Final = 0x08
+MFD_EXEC: Final = 0x10
+"""Linux 6.3's, which Python has no names for. Where ``vm.memfd_noexec`` is set, a file that does not say which it is
+cannot be executed, or is not had at all."""
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -56,17 +62,24 @@ class Files:
         self._folder = folder
         self._open: list[int] = []
 
-    def add(self, name: str, content: bytes) -> str:
-        """Return the path of a new file. It may be executed."""
+    def add(self, name: str, content: bytes, *, executable: bool = False) -> str:
+        """Return the path of a new file. Raises PermissionError where this host lets nothing in memory be executed."""
+        mode = 0o700 if executable else 0o600
         if self._folder is not None:
             path = self._folder / name
             path.write_bytes(content)
-            path.chmod(0o700)
+            path.chmod(mode)
             return str(path)
-        writing = os.memfd_create(f"mldserver-{name}", os.MFD_CLOEXEC)
+        try:
+            kind = MFD_EXEC if executable else MFD_NOEXEC_SEAL
+            writing = os.memfd_create(f"mldserver-{name}", os.MFD_CLOEXEC | kind)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            writing = os.memfd_create(f"mldserver-{name}", os.MFD_CLOEXEC)  # a kernel before 6.3
         with os.fdopen(writing, "wb") as file:
             file.write(content)
-            os.fchmod(writing, 0o700)
+            os.fchmod(writing, mode)
             # What is open for writing cannot be executed.
             self._open.append(os.open(f"/proc/self/fd/{writing}", os.O_RDONLY | os.O_CLOEXEC))
         # The process id, not "self": the daemon's children close what they inherit.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -326,6 +327,63 @@ def test_what_does_not_run_here_is_not_taken(
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin{os.pathsep}/usr/bin")
     monkeypatch.setattr(bridge, "COMPILERS", ("cc",))
     assert bridge.compiled(files) is None
+
+
+class Kernel:
+    """What Linux makes of files in memory: ``noexec`` is its ``vm.memfd_noexec``, None before Linux 6.3."""
+
+    def __init__(self, noexec: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._noexec = noexec
+        self._create = os.memfd_create
+        self._sealed: set[int] = set()
+        self.modes: list[int] = []
+        monkeypatch.setattr(os, "memfd_create", self.create)
+        monkeypatch.setattr(os, "fchmod", self.change_mode)
+
+    def create(self, name: str, flags: int) -> int:
+        never, executable = bool(flags & 0x8), bool(flags & 0x10)
+        if (never or executable) and self._noexec is None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        if executable and self._noexec == 2:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        descriptor = self._create(name, os.MFD_CLOEXEC)
+        (self._sealed.add if never or (self._noexec and not executable) else self._sealed.discard)(descriptor)
+        return descriptor
+
+    def change_mode(self, descriptor: int, mode: int) -> None:
+        if descriptor in self._sealed and mode & 0o111:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        self.modes.append(mode)
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux's")
+@pytest.mark.parametrize("noexec", [None, 0, 1, 2])
+def test_files_that_are_only_read_are_had_whatever_the_host_lets_be_executed(
+    noexec: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = Kernel(noexec, monkeypatch)
+    with private_files() as files:
+        assert Path(files.add("text", b"text")).read_bytes() == b"text"
+    assert kernel.modes == [0o600]
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux's")
+@pytest.mark.parametrize("noexec", [None, 0, 1, 2])
+def test_the_bridge_is_the_interpreters_where_nothing_in_memory_may_be_executed(
+    noexec: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "cc"
+    script.write_text(f"#!/bin/sh\nprintf '#!/bin/sh\\nexit {bridge.USAGE_EXIT}\\n' > \"$3\"\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin{os.pathsep}/usr/bin")
+    monkeypatch.setattr(bridge, "COMPILERS", ("cc",))
+    kernel = Kernel(noexec, monkeypatch)
+    with private_files() as files:
+        command = bridge.bridge_command(TcpAddress("127.0.0.1", 7070), files).split()
+        assert (command[0] == sys.executable) == (noexec == 2)
+        # Without an address it says how it is used.
+        assert subprocess.run(command[:-1], capture_output=True, check=False).returncode == bridge.USAGE_EXIT
+    assert kernel.modes == [0o600 if noexec == 2 else 0o700]
 
 
 def test_a_compiler_leaves_nothing_in_the_temporary_folder(

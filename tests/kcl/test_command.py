@@ -192,7 +192,7 @@ def test_the_tether_does_not_start_for_a_parent_that_is_gone() -> None:
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux's")
 def test_files_in_memory_can_be_read_and_executed_and_go_away() -> None:
     with private_files() as files:
-        path = files.add("script", b"#!/bin/sh\nexit 7\n")
+        path = files.add("script", b"#!/bin/sh\nexit 7\n", executable=True)
         assert subprocess.run([path], check=False).returncode == 7
         assert Path(path).read_bytes() == Path(path).read_bytes() != b""
     assert not Path(path).exists()
@@ -206,7 +206,7 @@ def test_files_elsewhere_are_private_have_no_space_in_their_path_and_go_away(
         place.mkdir(exist_ok=True)
         monkeypatch.setattr(tempfile, "tempdir", str(place))
         with private_files() as files:
-            path = Path(files.add("script", b"#!/bin/sh\nexit 7\n"))
+            path = Path(files.add("script", b"#!/bin/sh\nexit 7\n", executable=True))
             assert " " not in str(path)
             assert path.parent.stat().st_mode & 0o777 == 0o700
             assert subprocess.run([path], check=False).returncode == 7
