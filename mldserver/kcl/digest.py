@@ -20,9 +20,6 @@ FOLD_SECONDS: Final = 60.0
 LONGEST_LINE: Final = 1000
 """Characters; the SDK's list of everything that has no credentials is 9,000."""
 MOST_STACKS: Final = 1000
-ECHO_SECONDS: Final = 5.0
-"""So long after a fault, what its shard's processor says of it is the same again."""
-_PROCESSOR: Final = "MultiLangShardRecordProcessor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +126,9 @@ _ECHOES: Final = {
 }
 """By the last part of the logger's name: warnings and errors that tell nobody anything, and how they begin."""
 
+_ECHO: Final = re.compile(r"Child process failed to |Failed to initialize child process")
+"""In what a shard's processor says of a fault whose cause its protocol has told."""
+
 _GAINED: Final = re.compile(
     r"Created new shardConsumer for : ShardInfo\(.*?shardId=(?P<shard>[^,]+),.*SequenceNumber: (?P<position>[^,]+),"
 )
@@ -156,22 +156,27 @@ class Digest:
 
     _shown: dict[str, _Shown] = field(default_factory=dict)
     _stacks: set[int] = field(default_factory=set)
-    _echo_until: float = 0.0
+    _echoes: int = 0
+    """Faults of this daemon's protocol that their processors have still to repeat."""
 
     def take(self, event: LogEvent, now: float) -> list[Line]:
         """Return what to log of an event: what is wanted at info, and as Java wrote it at debug where that differs."""
         raw = verbatim(event)
         short = event.logger.rpartition(".")[2]
         if event.level in {"debug", "info"}:
+            if event.text.startswith(_WORKS):
+                self._echoes = 0
             return [raw, *_of_normal_life(short, event)]
-        if event.text.startswith(_ECHOES.get(short, "\0")) or (
-            short == _PROCESSOR and now < self._echo_until
-        ):
+        if event.text.startswith(_ECHOES.get(short, "\0")):
+            return [raw]
+        if short == "MultiLangProtocol":
+            self._echoes += 1
+        elif short == "MultiLangShardRecordProcessor" and self._echoes and _ECHO.search(event.text):
+            self._echoes -= 1
             return [raw]
         first = event.text.partition("\n")[0]
         for fault in _FAULTS:
             if found := fault.pattern.search(event.text):
-                self._echo_until = now + ECHO_SECONDS
                 fields = _sentence(fault, found) | {"text": first}
                 return [raw, *self._fold(fault.what, Line(event.level, "kcl.fault", fields), now)]
         key = f"{short} {_VARIABLE.sub('#', first)}"

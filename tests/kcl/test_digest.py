@@ -9,6 +9,7 @@ from mldserver.kcl.logs import LogEvent
 
 KCL = "software.amazon.kinesis."
 SHARD = "shardId-000000000000"
+WORKS = "Initialization complete. Starting worker loop."
 NOT_ASSIGNED = "Not able to assign all expiredOrUnAssignedLeases"
 TRACE = "java.io.IOException: x\n\tat a.B.c(B.java:1)\n\t... 3 more"
 
@@ -40,15 +41,36 @@ def test_the_kcls_own_bookkeeping_is_not_shown() -> None:
     assert shown(Digest().take(error("Scheduler.LeaseAssignmentManager", NOT_ASSIGNED, "warning"), 0)) == []
 
 
-def test_what_a_shards_processor_says_is_a_fault_unless_its_cause_was_told() -> None:
-    cause = error("Any", "java.lang.OutOfMemoryError")
-    said = f"Encountered an error while trying to process records\n{TRACE}"
-    echo = error("multilang.MultiLangShardRecordProcessor", said)
-    assert told(echo)["what"] == "The daemon failed to process records: java.io.IOException: x."
+PROCESSOR = "multilang.MultiLangShardRecordProcessor"
+FAILED = "Encountered an error while trying to process records\n"
+SAYS_NOTHING = f"{FAILED}java.lang.RuntimeException: Child process failed to process records"
+ENDED = f"Failed to get status message for processRecords action for shard {SHARD}"
+
+
+def test_what_a_shards_processor_says_is_a_fault_unless_it_only_repeats_one() -> None:
+    says_nothing = error(PROCESSOR, SAYS_NOTHING)
+    said = "The daemon failed to process records: java.lang.RuntimeException: Child process failed to process records."
+    assert told(says_nothing)["what"] == said
     digest = Digest()
-    digest.take(cause, 0)
-    assert shown(digest.take(echo, 4)) == []
-    assert len(shown(digest.take(echo, 5))) == 1
+    digest.take(error("multilang.MultiLangProtocol", ENDED), 0)
+    assert shown(digest.take(says_nothing, 600)) == []
+    # Another shard's, of which nothing was told.
+    assert len(shown(digest.take(says_nothing, 600))) == 1
+
+
+def test_a_shards_own_fault_is_not_taken_for_the_echo_of_another_fault() -> None:
+    digest = Digest()
+    digest.take(error("Any", "java.lang.OutOfMemoryError"), 0)
+    digest.take(error("multilang.MultiLangProtocol", ENDED), 0)
+    (line,) = shown(digest.take(error(PROCESSOR, f"{FAILED}{TRACE}"), 0))
+    assert line.fields["what"] == "The daemon failed to process records: java.io.IOException: x."
+
+
+def test_a_fault_of_a_daemon_that_is_gone_hides_nothing_of_the_next() -> None:
+    digest = Digest()
+    digest.take(error("multilang.MultiLangProtocol", ENDED), 0)
+    digest.take(LogEvent("info", KCL + "coordinator.Scheduler", WORKS), 0)
+    assert len(shown(digest.take(error(PROCESSOR, SAYS_NOTHING), 0))) == 1
 
 
 def test_what_the_bridge_says_comes_once() -> None:
@@ -83,11 +105,8 @@ def test_leases_and_shards_are_events() -> None:
         Line("info", "kcl.shard_ended", {"shard": SHARD})
     ]
     assert shown(digest.take(LogEvent("debug", task, f"{left}REQUESTED"), 0)) == []
-    works = "Initialization complete. Starting worker loop."
-    assert (
-        shown(digest.take(LogEvent("info", KCL + "coordinator.Scheduler", works), 0))[0].fields["text"]
-        == works
-    )
+    (line,) = shown(digest.take(LogEvent("info", KCL + "coordinator.Scheduler", WORKS), 0))
+    assert line.fields["text"] == WORKS
 
 
 @pytest.mark.parametrize(
