@@ -55,7 +55,8 @@ Stream, region, log level and format, and Java may also come from `MLDSERVER_…
 
 Example: `mldserver kcl --stream departures --app departures-hourly --region eu-central-1`
 
-Exit codes: 0 the daemon was stopped and ended by itself; 1 a fault, or something that may yet be there: start it again;
+Exit codes: 0 the daemon was stopped and ended by itself; 1 a fault, such as a daemon that the system killed while it was
+stopped, or something that may yet be there: start it again;
 2 wrong settings, or no Java, jars or AWS credentials; 3 it had to be killed. What is not there yet, such as the server or AWS, is waited for.
 """,
 )

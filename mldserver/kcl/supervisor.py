@@ -31,11 +31,12 @@ if TYPE_CHECKING:
     from mldserver.kcl.logs import LogEvent
     from mldserver.kcl.restart import Backoff
 
-__all__ = ["EXIT_CLEAN", "EXIT_FORCED", "Supervisor", "answers"]
+__all__ = ["EXIT_CLEAN", "EXIT_FAULT", "EXIT_FORCED", "Supervisor", "answers"]
 
 log = structlog.get_logger("mldserver")
 
 EXIT_CLEAN: Final = 0
+EXIT_FAULT: Final = 1
 EXIT_FORCED: Final = 3
 CHUNK: Final = 64 * 1024
 JOIN_SECONDS: Final = 0.2
@@ -46,6 +47,10 @@ checkpoint. An answer takes milliseconds."""
 ASK_SECONDS: Final = 1.0
 """Between two looks for a server that does not answer, and at most for one."""
 TELL_SECONDS: Final = 60.0
+COUNTS_SECONDS: Final = 10.0
+"""Between two looks for counts of repeated lines that are due."""
+ENDS_IN_ORDER: Final = frozenset({0, 1, 128 + signal.SIGTERM, -signal.SIGTERM})
+"""What a daemon that was told to stop exits with: negative before it could catch the signal, 1 when it was ending itself."""
 DRAIN_SECONDS: Final = 2.0
 """What the JVM wrote before it exited is read within this time, even when a child of it holds the pipe open."""
 
@@ -85,6 +90,8 @@ class Supervisor:
         self._forced = asyncio.Event()
         self._doomed = asyncio.Event()
         """The daemon that runs now has begun to end itself, unasked."""
+        self._killed = False
+        """The last daemon was killed by this supervisor."""
         self._starts = 0
 
     def stop(self) -> None:
@@ -94,27 +101,47 @@ class Supervisor:
         self._stopping.set()
 
     async def run(self) -> int:
-        """Run until stopped. Returns the exit code: 0 after the daemon's own end, 3 when it had to be killed.
+        """Run until stopped. Returns the exit code: 0 after the daemon's end in order, 3 when this had to kill it, else 1.
 
-        Raises OperatorError when the command cannot be started at all.
+        Raises OperatorError, in a group, when the command cannot be started at all.
         """
         try:
-            await self._again_and_again()
+            async with asyncio.TaskGroup() as tasks:
+                counts = tasks.create_task(self._tell_counts())
+                code = await self._again_and_again()
+                counts.cancel()
         finally:
             _write(self._digest.rest())
-        return EXIT_FORCED if self._forced.is_set() else EXIT_CLEAN
+        return EXIT_FORCED if self._forced.is_set() else code
 
-    async def _again_and_again(self) -> None:
+    async def _tell_counts(self) -> None:
+        """Tell how often lines came again, however quiet the log is."""
+        while True:
+            await self._clock.sleep(COUNTS_SECONDS)
+            _write(self._digest.due(self._clock.steady_ms() / 1000))
+
+    async def _again_and_again(self) -> int:
         while await self._server_is_there():
             began = self._clock.steady_ms()
             code = await self._once()
             ran = (self._clock.steady_ms() - began) / 1000
             if self._stopping.is_set():
-                log.info("kcl.exited", exit_code=code, seconds=ran)
-                break
+                if self._killed or code in ENDS_IN_ORDER:
+                    log.info("kcl.exited", exit_code=code, seconds=ran)
+                    return EXIT_CLEAN
+                how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+                log.warning(
+                    "kcl.exited",
+                    exit_code=code,
+                    seconds=ran,
+                    what=f"The daemon {how} while it was being stopped.",
+                    advice="Look whether the host's memory is used up. Its shards move when their leases expire.",
+                )
+                return EXIT_FAULT
             delay = self._backoff.delay(ran=ran, chance=self._chance())
             log.warning("kcl.exited", exit_code=code, seconds=ran, delay_seconds=round(delay, 3))
             await _first(self._stopping.wait(), self._clock.sleep(delay))
+        return EXIT_CLEAN
 
     async def _server_is_there(self) -> bool:
         """Return True once the server answers, False when told to stop first."""
@@ -134,6 +161,7 @@ class Supervisor:
         """Run the daemon once; return its exit code (negative: the signal that ended it)."""
         self._starts += 1
         self._doomed.clear()
+        self._killed = False
         log.info("kcl.starting", start=self._starts, **self._told)
         command = self._command()
         async with _output_pipe() as (output, end):
@@ -193,6 +221,7 @@ class Supervisor:
                     process.send_signal(signal.SIGTERM)
                 await _first(self._forced.wait(), self._clock.sleep(self._grace))
             self._forced.set()
+        self._killed = True
         _kill_group(process.pid)
 
     async def _pass_on(self, output: asyncio.StreamReader) -> None:
@@ -220,7 +249,6 @@ class Supervisor:
             _write([verbatim(event)] if self._doomed.is_set() else self._digest.take(event, now))
             if event.text == ENDS_ITSELF and not self._stopping.is_set():
                 self._doomed.set()
-        _write(self._digest.due(now))
 
 
 async def answers(server: Address) -> bool:

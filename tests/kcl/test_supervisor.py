@@ -15,7 +15,7 @@ from mldserver.config import TcpAddress, UnixAddress
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.kcl.logs import ENDS_ITSELF
 from mldserver.kcl.restart import Backoff
-from mldserver.kcl.supervisor import Supervisor, answers
+from mldserver.kcl.supervisor import COUNTS_SECONDS, Supervisor, answers
 from mldserver.testing import VirtualClock
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ Logged = list[dict[str, Any]]
 
 
 class HastyClock:
-    """Never waits; remembers for how long it was asked to."""
+    """Never waits, but for what tells counts while the log is quiet; remembers for how long it was asked to."""
 
     def __init__(self, on_sleep: Callable[[float], None] = lambda seconds: None) -> None:
         self.slept: list[float] = []
@@ -38,6 +38,8 @@ class HastyClock:
     steady_ms = now_ms
 
     async def sleep(self, seconds: float) -> None:
+        if seconds == COUNTS_SECONDS:
+            await asyncio.Event().wait()
         self.slept.append(seconds)
         self._on_sleep(seconds)
 
@@ -134,7 +136,8 @@ async def test_stopping_cuts_the_wait_between_two_starts_short(logged: Logged) -
     watched = supervisor("exit 1", clock)
     async with asyncio.TaskGroup() as tasks:
         code = tasks.create_task(watched.run())
-        while not clock.sleepers:  # noqa: ASYNC110  # the clock counts sleepers, it has no event for them
+        # The one beside waits for the next count to tell.
+        while clock.sleepers < 2:  # noqa: ASYNC110  # the clock counts sleepers, it has no event for them
             await asyncio.sleep(0)
         watched.stop()
     assert code.result() == 0
@@ -184,8 +187,11 @@ async def test_cancelling_leaves_no_daemon_behind(fifo: Path) -> None:
 async def test_a_program_that_is_not_there_is_the_operators_error() -> None:
     watched = supervisor("", VirtualClock())
     watched._command = lambda: ("no-such-program",)
-    with pytest.raises(OperatorError, match="no-such-program cannot be started"):
+    with pytest.raises(ExceptionGroup) as raised:
         await watched.run()
+    (error,) = raised.value.exceptions
+    assert isinstance(error, OperatorError)
+    assert "no-such-program cannot be started" in str(error)
 
 
 async def test_a_process_that_cannot_be_had_now_may_be_had_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,8 +199,11 @@ async def test_a_process_that_cannot_be_had_now_may_be_had_later(monkeypatch: py
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr("asyncio.subprocess.create_subprocess_exec", full)
-    with pytest.raises(NotThereYet, match="sh cannot be started: Cannot allocate memory"):
+    with pytest.raises(ExceptionGroup) as raised:
         await supervisor("", VirtualClock()).run()
+    (error,) = raised.value.exceptions
+    assert isinstance(error, NotThereYet)
+    assert "sh cannot be started: Cannot allocate memory" in str(error)
 
 
 class Server:
@@ -287,6 +296,54 @@ async def test_a_fault_that_comes_again_in_the_next_daemon_is_counted(logged: Lo
     await watched.run()
     shown = [event for event in events(logged, "kcl.log") if event["level"] == "error"]
     assert [event.get("repeated") for event in shown] == [None, 2]
+
+
+async def test_what_is_counted_is_told_though_the_log_is_quiet(logged: Logged, fifo: Path) -> None:
+    clock = VirtualClock()
+    says = r"printf 'MLD\tERROR\ta.B\tattempt 1\nMLD\tERROR\ta.B\tattempt 2\n'"
+    watched = supervisor(f"trap 'exit 143' TERM; {says}; echo > {fifo}; sleep 100 & wait", clock)
+    async with asyncio.TaskGroup() as tasks:
+        code = tasks.create_task(watched.run())
+        await asyncio.to_thread(fifo.read_text)
+        while not events(logged, "kcl.log"):  # noqa: ASYNC110  # the log is a list
+            await asyncio.sleep(0)
+        await clock.advance(59)
+        shown = [event for event in events(logged, "kcl.log") if event["level"] == "error"]
+        assert [event["text"] for event in shown] == ["attempt 1"]
+        await clock.advance(11)
+        shown = [event for event in events(logged, "kcl.log") if event["level"] == "error"]
+        assert [event.get("repeated") for event in shown] == [None, 1]
+        watched.stop()
+    assert code.result() == 0
+
+
+@pytest.mark.parametrize(
+    ("end", "exit_code", "says"),
+    [
+        ("kill -KILL $$", -signal.SIGKILL, "killed by signal 9"),
+        ("exit 3", 3, "exit code 3"),  # a JVM's that is out of memory
+    ],
+)
+async def test_a_daemon_that_did_not_come_to_the_end_of_its_shutdown_is_a_fault(
+    end: str, exit_code: int, says: str, logged: Logged, fifo: Path
+) -> None:
+    watched = supervisor(f"trap '{end}' TERM; echo > {fifo}; sleep 100 & wait", VirtualClock())
+    async with asyncio.TaskGroup() as tasks:
+        code = tasks.create_task(watched.run())
+        await asyncio.to_thread(fifo.read_text)
+        watched.stop()
+    assert code.result() == 1
+    (exited,) = events(logged, "kcl.exited")
+    assert (exited["level"], exited["exit_code"]) == ("warning", exit_code)
+    assert says in exited["what"]
+
+
+async def test_a_daemon_that_is_stopped_while_it_is_cut_short_is_no_fault(logged: Logged) -> None:
+    clock = HastyClock(lambda seconds: watched.stop())
+    watched = supervisor(FALLS, clock)
+    assert await watched.run() == 0
+    assert clock.slept == [3]
+    assert events(logged, "kcl.exited")[0]["exit_code"] == -signal.SIGKILL
 
 
 async def test_whether_the_server_answers_is_asked_where_it_listens(tmp_path: Path) -> None:
