@@ -17,6 +17,7 @@ from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
 from mldserver.coordinator.late import LateRules
 from mldserver.coordinator.layout import SERVERS, SPARK, server_tag
 from mldserver.coordinator.lives import LifeLocks
+from mldserver.coordinator.peers import DRAIN
 from mldserver.coordinator.shape import Column, Shape
 from mldserver.coordinator.store import OutputStore
 from mldserver.coordinator.watermark import WatermarkRules
@@ -128,12 +129,14 @@ async def assemble(
     rng: Callable[[], float],
     unique: Callable[[], str],
     step: Callable[[str], None],
+    drain: bool = False,
 ) -> Parts:
     """Load the handler and build every part; nothing is opened yet but the handler's module.
 
     ``engine`` takes the place of Spark, what ``kinesis`` makes that of AWS's client; ``rng`` gives floats in [0, 1) for
-    jitter; ``unique`` gives file name parts; ``step`` is told what is waited for. Cancelled, it leaves no process behind,
-    and a thread only where user code or a file system hangs: a daemon thread, which holds up nothing.
+    jitter; ``unique`` gives file name parts; ``step`` is told what is waited for; ``drain``: that is all the server does.
+    Cancelled, it leaves no process behind, and a thread only where user code or a file system hangs: a daemon thread,
+    which holds up nothing.
     Raises HandlerError when the handler cannot be loaded, JavaError when Spark could never start, OperatorError when
     no ledger can be where the settings say, or the output's file system cannot be had.
     """
@@ -142,7 +145,15 @@ async def assemble(
     step("output folder")
     try:
         return await _assembled(
-            settings, runtime, spec, engine=engine, kinesis=kinesis, clock=clock, rng=rng, unique=unique
+            settings,
+            runtime,
+            spec,
+            engine=engine,
+            kinesis=kinesis,
+            clock=clock,
+            rng=rng,
+            unique=unique,
+            drain=drain,
         )
     except BaseException:
         await runtime.close()
@@ -180,9 +191,11 @@ async def _assembled(
     clock: Clock,
     rng: Callable[[], float],
     unique: Callable[[], str],
+    drain: bool,
 ) -> Parts:
     store = await aside(partial(_store, settings), name="mldserver-output")
-    server_id = settings.server_id or f"{socket.gethostname()}:{os.getpid()}:{unique()}"
+    made_up = f"{DRAIN if drain else ''}{socket.gethostname()}:{os.getpid()}:{unique()}"
+    server_id = settings.server_id or made_up
     # Beside the loop: a ledger in a table imports a good part of AWS's client.
     making = partial(ledger_of, settings, server_id=server_id, clock=clock)
     ledger = await aside(making, name="mldserver-ledger")

@@ -8,9 +8,9 @@ what may close; windows that are being computed get what is left of the grace (t
 them all the same, or another server on the ledger does); engine; ledger. A stop that comes before the start is over
 gives it up: nothing was accepted yet, so that is a clean end. A second one ends all waiting, in whatever stage.
 
-A drain is a stop that ends every window: once the ledger asks for it, each server stops as above, but cuts every window
-that is open, whatever the watermark says, and has them all published before it leaves. ``mldserver drain`` asks for it,
-and is the last server: it does not listen, waits until the others have left (or are buried), and ends what they left.
+A drain stops every server on the ledger, as above, once the ledger asks for it. ``mldserver drain`` asks, and is the last
+server: it does not listen, and waits until the others have left (or are buried). Then no row is on its way any more, so
+it cuts every window that is open, whatever the watermark says, and ends when the ledger has none to publish.
 
 A server that others on its ledger took for dead (it hung for longer than ``server_timeout``, say) exits with a fault, so
 that its supervisor starts it afresh: its shards and windows may have gone on elsewhere, and all that it holds in memory
@@ -25,6 +25,7 @@ import os
 import random
 import signal
 import uuid
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -83,9 +84,10 @@ class Server:
     ) -> None:
         """``engine`` takes Spark's place, what ``kinesis`` makes that of AWS's client (tests).
 
-        ``seed`` fixes the jitter of retries. ``drain``: do nothing but drain the pipeline, beside servers that run.
+        ``seed`` fixes the jitter of retries. ``drain``: do nothing but drain the pipeline, beside servers that run;
+        a name in the settings is that of one of these.
         """
-        self.settings = settings
+        self.settings = replace(settings, server_id=None) if drain else settings
         self._engine = engine
         self._kinesis = kinesis
         self._clock = clock or SystemClock()
@@ -170,6 +172,7 @@ class Server:
             rng=self._random.random,
             unique=lambda: uuid.uuid4().hex[:12],
             step=self._begin,
+            drain=self._drain,
         )
         await parts.runtime.start()
         await self._open(parts)
@@ -305,7 +308,7 @@ class Server:
         except TimeoutError:
             self.force()  # user code may refuse to be cancelled: from now on nothing is waited for
             return False
-        if self._reason == _DRAIN:
+        if self._drain:
             await self._publish_all(parts)
             return True
         left = self.settings.grace - self._since(began_ms)
@@ -316,29 +319,26 @@ class Server:
         return True
 
     async def _publish_all(self, parts: Parts) -> None:
-        """Cut every open window, and return when all are published."""
+        """Wait until nobody takes rows in any more, cut every open window, and return when all are published."""
         coordinator, runner = parts.coordinator, parts.runner
-        if self._drain:
-            coordinator.cuts = "none"
-            while coordinator.status().servers > 1:
-                await self._clock.sleep(self.settings.flush_interval)
-                await coordinator.flush("drain")
-                if runner is not None and runner.waiting:
-                    # A window of a server that died: another may wait for it before it leaves.
-                    self._to_compute.set()
+        coordinator.cuts = "none"
+        while coordinator.status().servers > 1:
+            await self._clock.sleep(self.settings.flush_interval)
+            await coordinator.flush("drain")
         coordinator.cuts = "all"
         while True:
             await coordinator.flush("drain")
             if runner is not None and runner.waiting:
                 self._to_compute.set()
                 await runner.idle()
-            elif coordinator.is_drained:
+                continue
+            windows = (await parts.ledger.peek()).windows.values()
+            aside = [each for each in windows if each.state is WindowState.SET_ASIDE]
+            done = [each for each in windows if each.state is WindowState.PUBLISHED and not each.pending]
+            if len(aside) + len(done) == len(windows):
                 break
-            else:  # another server computes what is to be computed again
-                await self._clock.sleep(self.settings.flush_interval)
-        windows = (await parts.ledger.peek()).windows.values()
-        aside = [each.window_id for each in windows if each.state is WindowState.SET_ASIDE]
-        log.info("pipeline.drained", set_aside=aside)
+            await self._clock.sleep(self.settings.flush_interval)  # another drain has cut the rest
+        log.info("pipeline.drained", set_aside=[each.window_id for each in aside])
 
     def _unfinished(self, parts: Parts) -> dict[str, object]:
         """Return what an orderly stop waits for."""

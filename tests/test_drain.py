@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet as pq
@@ -25,7 +26,12 @@ if TYPE_CHECKING:
     from mldserver.state.ledger import LedgerState
 
 HANDLER = """
+import threading
+
 from mldserver import tumbling
+
+at_work, let_go = threading.Event(), threading.Event()
+let_go.set()
 
 schema = "{column} BIGINT NOT NULL, at TIMESTAMP"
 windows = tumbling("{size}", on="at")
@@ -33,6 +39,8 @@ windows = tumbling("{size}", on="at")
 
 def process_record(record):
     event = record.json()
+    at_work.set()
+    let_go.wait()
     return event["id"], event["at"]
 """
 MODULES = itertools.count()
@@ -65,9 +73,9 @@ class World:
             self.stream.put(json.dumps(told).encode(), "key")
             self.put_in.append(second)
 
-    async def drain(self, engine: LocalEngine | None = None) -> int:
+    async def drain(self, engine: LocalEngine | None = None, **changes: Any) -> int:
         async with asyncio.timeout(20):
-            return await Server(self.settings(), engine=engine or LocalEngine(), drain=True).run()
+            return await Server(self.settings(**changes), engine=engine or LocalEngine(), drain=True).run()
 
     async def start(self, **changes: Any) -> int:
         """Start a server that is expected to be refused."""
@@ -167,6 +175,52 @@ async def test_all_servers_on_a_ledger_drain(world: World) -> None:
         assert [await life for life in lives] == [EXIT_CLEAN, EXIT_CLEAN]
     assert world.windows() == {"08-00-00Z": [0], "08-00-10Z": [1]}
     assert (world.open_windows(), world.state().servers) == ([], {})
+
+
+async def test_rows_that_a_server_still_works_on_are_in_time_though_another_has_left(world: World) -> None:
+    await fill(world, 0, 12)
+    world.put(3)
+    settings = world.settings(late="separate")
+    leaving, busy = (Server(settings, engine=LocalEngine()) for _ in range(2))
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        lives = [group.create_task(server.run()) for server in (leaving, busy)]
+        await leaving.listening()
+        handler = sys.modules[world.handler]
+        handler.at_work.clear()
+        handler.let_go.clear()
+        async with world.reading(busy):
+            await until(handler.at_work.is_set)
+            drain = group.create_task(world.drain())
+            assert await lives[0] == EXIT_CLEAN
+            handler.let_go.set()
+            assert (await lives[1], await drain) == (EXIT_CLEAN, EXIT_CLEAN)
+    assert world.windows() == {"08-00-00Z": [0, 2], "08-00-10Z": [1]}
+    assert not (world.out / "_late").exists()
+
+
+async def test_two_drains_at_once_both_end_when_everything_is_published(
+    world: World, logged: list[dict[str, Any]]
+) -> None:
+    """Under names of their own, though they have a server's settings."""
+    await fill(world, 0, 12)
+    server = Server(world.settings(server_id="one"), engine=LocalEngine())
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        life = group.create_task(server.run())
+        await server.listening()
+        world.put(3)
+        handler = sys.modules[world.handler]
+        handler.at_work.clear()
+        handler.let_go.clear()
+        async with world.reading(server):
+            await until(handler.at_work.is_set)
+            drains = [group.create_task(world.drain(server_id="one")) for _ in range(2)]
+            await until(lambda: len(world.state().servers) == 3)
+            handler.let_go.set()
+            assert [await each for each in (life, *drains)] == [EXIT_CLEAN] * 3
+    assert world.windows() == {"08-00-00Z": [0, 2], "08-00-10Z": [1]}
+    assert (world.open_windows(), world.state().servers) == ([], {})
+    told = [each["event"] for each in logged if each["event"] in {"window.done", "pipeline.drained"}]
+    assert told == ["window.done"] * 2 + ["pipeline.drained"] * 2
 
 
 async def test_where_no_server_runs_the_drain_ends_what_they_left(world: World) -> None:

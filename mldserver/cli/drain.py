@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from pathlib import Path  # noqa: TC003  # cyclopts reads the annotations
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
+from mldserver.cli.looking import at_ledger
 from mldserver.cli.process import working_directory
 from mldserver.cli.serve import with_settings
 from mldserver.config import resolve
+
+if TYPE_CHECKING:
+    from mldserver.state.ledger import Ledger, LedgerState
 
 __all__ = ["app", "drain"]
 
@@ -22,14 +25,14 @@ Drain a pipeline: its servers take nothing more in, close and publish every open
 mldserver drain handlers.departures --out out/departures
 ```
 
-Give it the settings of the servers, and the handler as they run it: it ends what servers that died have left. It waits
-until all others have left, on whatever host; what stays are the positions. After it the pipeline can be started with
-another window size, schema or name: `mldserver/docs/operations.md` has the procedure for each change.
+Give it the settings of the servers, and the handler as they run it. It waits until all others have left, on whatever host,
+and closes and publishes what they leave; what stays are the positions. After it the pipeline can be started with another
+window size, schema or name: `mldserver/docs/operations.md` has the procedure for each change.
 
 Windows that are open are closed before their time: rows that come for them later are late. A signal ends the drain by
 force, without loss; the next one goes on, and a start without any change just serves again.
 
-Exit codes: 0 everything is published, else as for `mldserver serve`.
+Exit codes: 0 everything is published; 2 there is no such ledger; else as for `mldserver serve`.
 """
 
 app = App(name="drain", help=_HELP, help_format="markdown")
@@ -47,14 +50,21 @@ def drain(
     ] = None,
     **given: object,
 ) -> int:
-    """Drain the pipeline and return the exit code. ``given`` are raw settings by name."""
+    """Drain the pipeline and return the exit code. ``given`` are raw settings by name.
+
+    Raises OperatorError when there is no ledger to drain: none is made.
+    """
     settings = resolve(
         {"handler": handler, **given}, environ=os.environ, folder=working_directory(), config=config
     )
+    at_ledger(settings, _is_there)
     from mldserver.cli.life import live  # noqa: PLC0415  # `--help` and wrong settings must not wait for its imports
 
-    # A name in the settings is that of a server that may run.
-    return live(dataclasses.replace(settings, server_id=None), drain=True)
+    return live(settings, drain=True)
+
+
+async def _is_there(_ledger: Ledger, _held: LedgerState) -> None:
+    """A ledger that can be read can be drained."""
 
 
 drain.__signature__ = with_settings(drain)  # type: ignore[attr-defined]  # functions may carry one (PEP 362)

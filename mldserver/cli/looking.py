@@ -68,12 +68,12 @@ class Where:
     """Settings file. [default: mldserver.toml in the working directory, if it is there]"""
 
 
-def at_ledger(where: Where, work: Callable[[Ledger, LedgerState], Awaitable[None]]) -> None:
+def at_ledger(where: Where | Settings, work: Callable[[Ledger, LedgerState], Awaitable[None]]) -> None:
     """Run ``work`` on the ledger and what it holds. No server notices: nothing is registered or locked.
 
     Raises OperatorError when there is no ledger, or it is damaged, newer, somebody else's or out of reach.
     """
-    settings = settings_at(where)
+    settings = settings_at(where) if isinstance(where, Where) else where
     try:
         asyncio.run(_at(settings, work))
     except LedgerError as error:

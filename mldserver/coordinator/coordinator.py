@@ -447,7 +447,7 @@ class Coordinator:
             rows_ahead=self._ahead.rows,
             buffered_bytes=self.buffer.bytes,
             segment_bytes=self._holding.segment_bytes,
-            servers=1 + len(self._fleet.peers),
+            servers=1 + self._fleet.peers.serving,
             stream_ended=self.is_over,
             stuck=self._standing.stuck,
             flush_failing=self._turns.failing,

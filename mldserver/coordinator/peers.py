@@ -16,14 +16,17 @@ reach, the process was stopped) counts for little: it says nothing of the others
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from mldserver.state.ledger import ServerState, ShardState
 
-__all__ = ["Peers"]
+__all__ = ["DRAIN", "Peers"]
+
+DRAIN: Final = "drain:"
+"""What the id of a server begins with that only drains: it takes no rows in, and no other drain waits for it."""
 
 
 @dataclass(slots=True)
@@ -54,6 +57,11 @@ class Peers:
 
     def __len__(self) -> int:
         return len(self._peers)
+
+    @property
+    def serving(self) -> int:
+        """How many of them take rows in."""
+        return sum(not server_id.startswith(DRAIN) for server_id in self._peers)
 
     def learn(
         self, servers: Mapping[str, ServerState], shards: Mapping[str, ShardState], now_ms: int

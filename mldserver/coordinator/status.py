@@ -43,7 +43,7 @@ class CoordinatorStatus:
     stuck: bool
     """Whether rows have waited for it to move for longer than they may."""
     servers: int
-    """Servers on the ledger, this one included."""
+    """Servers on the ledger, this one included; others that only drain are left out."""
     stream_ended: bool
     flush_failing: bool
 

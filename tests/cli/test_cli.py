@@ -13,6 +13,7 @@ import mldserver
 from mldserver import cli
 from mldserver.cli import serve
 from mldserver.config import Settings, specs
+from mldserver.coordinator.layout import LEDGER
 from mldserver.errors import (
     ConfigError,
     HandlerNotFound,
@@ -22,6 +23,7 @@ from mldserver.errors import (
     LedgerUnusable,
     NotThereYet,
 )
+from mldserver.state.store import SqliteStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -207,14 +209,31 @@ def test_serve_runs_a_server_with_what_the_options_say(
     assert capsys.readouterr().err == "mldserver: stopped with exit code 1; m.log says why.\n"
 
 
-def test_drain_runs_a_server_that_only_drains_under_a_name_of_its_own(
+def test_drain_runs_a_server_that_only_drains(
     served: list[Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.run(["drain", "a.b", "--server-id", "one", "--out", "o", "--log-file", "m.log"]) == 1
+    ledger = SqliteStore(tmp_path / "o" / LEDGER, pipeline="b", server_id="one")
+    ledger.open(now_ms=0)
+    ledger.close()
+    assert cli.run(["drain", "a.b", "--out", "o", "--log-file", "m.log"]) == 1
     (settings,) = served
-    assert (settings.handler, str(settings.out), settings.server_id) == ("a.b", "o", None)
+    assert (settings.handler, str(settings.out)) == ("a.b", "o")
     assert b"drains" in (tmp_path / "m.log").read_bytes()
+
+
+def test_a_drain_where_there_is_no_ledger_is_refused_and_makes_none(
+    served: list[Settings],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["drain", "a.b", "--out", "o"]) == 2
+    told = capsys.readouterr().err
+    assert "There is no ledger at o/_mldserver/ledger.sqlite." in told
+    assert "Name the output folder of a pipeline that ran." in told
+    assert (served, list(tmp_path.iterdir())) == ([], [])
 
 
 def test_serve_tells_wrong_settings_before_it_starts_anything(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mldserver.coordinator.peers import Peers
+from mldserver.coordinator.peers import DRAIN, Peers
 from mldserver.state.ledger import ServerState, ShardState
 
 OWN = "own"
@@ -38,6 +38,13 @@ class Ledger:
 def test_a_server_alone_has_no_peers() -> None:
     peers = Ledger().look()
     assert (len(peers), peers.told(), peers.overdue()) == (0, (), ())
+
+
+def test_a_server_that_only_drains_is_a_peer_that_does_not_serve() -> None:
+    ledger = Ledger()
+    ledger.beats |= {"two": 1, f"{DRAIN}host:7:x": 1}
+    peers = ledger.look()
+    assert (len(peers), peers.serving) == (2, 1)
 
 
 def test_a_shard_counts_elsewhere_once_its_owner_has_beaten_since_it_was_seen_to_own_it() -> None:
