@@ -11,14 +11,14 @@ import pytest
 from mldserver.config import (
     Settings,
     resolve,
-    settings_table,
+    settings_page,
     specs,
 )
 from mldserver.config.places import cache_folder
 from mldserver.config.settings import default_pipeline
 from mldserver.errors import ConfigError
 
-README = Path(__file__).parent.parent / "README.md"
+DOCS = Path(__file__).parent.parent / "mldserver" / "docs"
 
 
 def resolved(
@@ -251,27 +251,28 @@ def test_a_lower_bound_above_its_upper_bound_is_refused(low: str, high: str) -> 
     assert f"is above {high} = " in told
 
 
-# The README
+# The page of settings
 
 
-def test_the_table_has_a_row_for_every_setting() -> None:
-    rows = settings_table().splitlines()
+def test_the_page_has_a_row_for_every_setting_and_each_section_once() -> None:
+    rows = settings_page().splitlines()
     for name in specs():
         assert sum(row.startswith(f"| `{name}` |") for row in rows) == 1
-    assert "| `on_failure` | `dead_letter` |" in settings_table()
+    assert "| `on_failure` | `dead_letter` |" in settings_page()
+    titles = [row for row in rows if row.startswith("## ")]
+    assert titles == [f"## {section}" for section in dict.fromkeys(spec.section for spec in specs().values())]
 
 
-def test_the_module_prints_the_table() -> None:
+def test_the_module_prints_the_page() -> None:
     printed = subprocess.run(
         [sys.executable, "-m", "mldserver.config"], capture_output=True, text=True, check=True
     )
-    assert printed.stdout == settings_table()
+    assert printed.stdout == settings_page()
 
 
-def test_the_readme_holds_the_table() -> None:
-    _, marker, rest = README.read_text("utf-8").partition("<!-- settings -->")
-    assert marker
-    assert rest.partition("<!-- /settings -->")[0].strip() == settings_table().strip()
+def test_the_page_is_what_the_settings_say() -> None:
+    written = "python3 -m mldserver.config > mldserver/docs/settings.md"
+    assert (DOCS / "settings.md").read_text("utf-8") == settings_page(), f"write it anew: {written}"
 
 
 def test_a_folder_that_may_not_be_looked_into_is_told_of(

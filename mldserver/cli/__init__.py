@@ -51,6 +51,7 @@ mldserver windows list --out out/departures
 mldserver drain handlers.departures --out out/departures
 mldserver ledger show --out out/departures
 mldserver dead-letters list --out out/departures
+mldserver help handlers
 ```
 """
 
@@ -66,6 +67,7 @@ _COMMANDS: Final = {
     "ledger": "Show where shards and servers stand; reset a shard, or accept its gap.",
     "dead-letters": "Show records that failed for good, run them again, or delete them.",
     "kcl": "Run the Java MultiLangDaemon, connected to a server.",
+    "help": "Show a page of the documentation, or list the pages.",
 }
 
 

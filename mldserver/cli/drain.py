@@ -27,7 +27,7 @@ mldserver drain handlers.departures --out out/departures
 
 Give it the settings of the servers, and the handler as they run it. It waits until all others have left, on whatever host,
 and closes and publishes what they leave; what stays are the positions. After it the pipeline can be started with another
-window size, schema or name: `mldserver/docs/operations.md` has the procedure for each change.
+window size, schema or name: `mldserver help operations` has the procedure for each change.
 
 Windows that are open are closed before their time: rows that come for them later are late. A signal ends the drain by
 force, without loss; the next one goes on, and a start without any change just serves again.

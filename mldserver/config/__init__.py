@@ -1,6 +1,6 @@
 """Every setting: command line > environment ``MLDSERVER_…`` > ``mldserver.toml`` > default.
 
-``settings.py`` is the one table that options, variable names, TOML keys and the README's table follow; ``kinds.py``
+``settings.py`` is the one table that options, variable names, TOML keys and the page of settings follow; ``kinds.py``
 says what values may look like; ``resolve.py`` puts the sources in order and remembers where each value came from.
 """
 
@@ -18,7 +18,7 @@ from mldserver.config.places import (
 from mldserver.config.resolve import resolve
 from mldserver.config.settings import Settings, Spec, specs
 from mldserver.config.sinks import TableSink
-from mldserver.config.table import settings_table
+from mldserver.config.table import settings_page
 
 __all__ = [
     "Address",
@@ -39,6 +39,6 @@ __all__ = [
     "ledger_file",
     "places",
     "resolve",
-    "settings_table",
+    "settings_page",
     "specs",
 ]

@@ -1,7 +1,7 @@
-"""``python -m mldserver.config`` prints the README's table of settings."""
+"""``python -m mldserver.config > mldserver/docs/settings.md`` writes the page of settings."""
 
 import sys
 
-from mldserver.config.table import settings_table
+from mldserver.config.table import settings_page
 
-sys.stdout.write(settings_table())
+sys.stdout.write(settings_page())

@@ -1,21 +1,45 @@
-"""The README's table of settings, from the one that the program uses."""
+"""The documentation's page of settings, from the table that the program uses."""
 
 from __future__ import annotations
 
-from itertools import groupby
+from typing import TYPE_CHECKING, Final
 
 from mldserver.config.settings import specs
 
-__all__ = ["settings_table"]
+if TYPE_CHECKING:
+    from mldserver.config.settings import Spec
+
+__all__ = ["settings_page"]
+
+_INTRODUCTION: Final = """\
+# Settings
+
+Every setting, its default, and what it does.
+
+The command line (`--line-limit`) counts before the environment (`MLDSERVER_LINE_LIMIT`), that before `mldserver.toml`
+(`line_limit`) in the working directory, that before the default. Unknown keys are errors. Sizes are written `256 MiB` or in
+bytes; durations `10 minutes`, `500 ms`, or in seconds.
+
+```toml
+# mldserver.toml
+handler = "handlers.departures"
+line_limit = "64 MiB"
+flush_interval = "2 s"
+```
+"""
 
 
-def settings_table() -> str:
-    """Return every setting as a Markdown table: TOML key, default, meaning, by section."""
-    lines = ["| setting | default | what it does |", "|---|---|---|"]
-    for section, members in groupby(specs().values(), key=lambda spec: spec.section):
-        lines.append(f"| **{section}** | | |")
+def settings_page() -> str:
+    """Return every setting as Markdown: a table for each section."""
+    sections: dict[str, list[Spec]] = {}
+    for spec in specs().values():
+        sections.setdefault(spec.section, []).append(spec)
+    page = [_INTRODUCTION]
+    for section, members in sections.items():
+        page += [f"## {section}\n", "| setting | default | what it does |", "|---|---|---|"]
         for spec in members:
             default = spec.shown_default.replace("`", "") or "(required)"
             meaning = f"{spec.help}{spec.choices}".replace("|", "\\|")
-            lines.append(f"| `{spec.name}` | `{default}` | {meaning} |")
-    return "\n".join(lines) + "\n"
+            page.append(f"| `{spec.name}` | `{default}` | {meaning} |")
+        page.append("")
+    return "\n".join(page)

@@ -180,7 +180,7 @@ class Shape:
             f"The handler does not go with the rows that the ledger holds: {'; '.join(found)}.",
             did="Nothing was touched.",
             advice="Run the handler as it was, or change it in order: `mldserver drain` with the handler as it was, then"
-            " start it as it is now (mldserver/docs/operations.md). Or begin anew in a folder of its own (--out).",
+            " start it as it is now (`mldserver help operations`). Or begin anew in a folder of its own (--out).",
             pipeline=self.pipeline,
         )
 
@@ -190,7 +190,7 @@ class Shape:
             f" {'; '.join(found)}.",
             did="Nothing was touched.",
             advice="Run `mldserver drain` with the handler as it was until it ends with exit code 0; what was set aside is"
-            f" computed again after `mldserver windows retry {entry.window_id}` (mldserver/docs/operations.md).",
+            f" computed again after `mldserver windows retry {entry.window_id}` (`mldserver help operations`).",
             pipeline=self.pipeline,
             window=entry.window_id,
         )

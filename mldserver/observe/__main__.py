@@ -1,7 +1,7 @@
-"""``python -m mldserver.observe`` prints the README's table of log events."""
+"""``python -m mldserver.observe > mldserver/docs/events.md`` writes the page of log events."""
 
 import sys
 
-from mldserver.observe.table import events_table
+from mldserver.observe.table import events_page
 
-sys.stdout.write(events_table())
+sys.stdout.write(events_page())

@@ -1,17 +1,43 @@
-"""The README's table of log events, from the registry."""
+"""The documentation's page of log events, from the registry."""
 
 from __future__ import annotations
 
-from mldserver.observe.events import EVENTS
+from typing import TYPE_CHECKING, Final
 
-__all__ = ["events_table"]
+from mldserver.observe import events
+
+if TYPE_CHECKING:
+    from mldserver.observe.events import EventSpec
+
+__all__ = ["events_page"]
+
+_INTRODUCTION: Final = """\
+# Events
+
+The log: how to read it, what its levels mean, and every event.
+
+Log lines are JSON on standard output (pretty on a terminal), or in `log_file`, which is opened again on SIGHUP. Names and
+fields of events are stable. `mldserver logs` renders a log and follows it, across rotation:
+
+```sh
+mldserver logs -f mldserver.log --shard shardId-000000000003 --level warning
+mldserver logs mldserver.log --event 'batch.*' --since '10 minutes'
+```
+"""
 
 
-def events_table() -> str:
-    """Return every event as a Markdown table: name, level, meaning, own fields."""
-    lines = ["| event | level | meaning | fields |", "|---|---|---|---|"]
-    for name, spec in EVENTS.items():
-        fields = ", ".join(f"`{field}`" for field in spec.fields)
-        meaning = spec.meaning.replace("``", "`").replace("|", "\\|")
-        lines.append(f"| `{name}` | {spec.levels.replace('|', ' or ')} | {meaning} | {fields} |")
-    return "\n".join(lines) + "\n"
+def events_page() -> str:
+    """Return the log's contract and every event as Markdown: a table for each subject."""
+    subjects: dict[str, list[tuple[str, EventSpec]]] = {}
+    for name, spec in events.EVENTS.items():
+        subjects.setdefault(name.partition(".")[0], []).append((name, spec))
+    _, _, contract = (events.__doc__ or "").replace("``", "`").partition("\n\n")
+    page = [_INTRODUCTION, contract]
+    for subject, members in subjects.items():
+        page += [f"## {subject}\n", "| event | level | meaning | fields |", "|---|---|---|---|"]
+        for name, spec in members:
+            fields = ", ".join(f"`{field}`" for field in spec.fields)
+            meaning = spec.meaning.replace("``", "`").replace("|", "\\|")
+            page.append(f"| `{name}` | {spec.levels.replace('|', ' or ')} | {meaning} | {fields} |")
+        page.append("")
+    return "\n".join(page)

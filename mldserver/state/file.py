@@ -166,7 +166,7 @@ def _examine(db: sqlite3.Connection, path: Path, names: tuple[str, ...]) -> None
         raise LedgerVersionError(
             f"The ledger belongs to the pipeline {meta['pipeline']!r}, not to {names[0]!r}.",
             advice="Give each pipeline an output folder of its own, or the name that it had; a drained one is renamed with"
-            " --rename-from (mldserver/docs/operations.md).",
+            " --rename-from (`mldserver help operations`).",
             path=str(path),
         )
     found = db.execute("PRAGMA quick_check(1)").fetchone()[0]

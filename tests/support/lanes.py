@@ -12,6 +12,7 @@ TESTS: Final = Path(__file__).parents[1]
 QUICK: Final = (
     "coordinator",
     "deadletters",
+    "docs",
     "kcl/test_digest.py",
     "kcl/test_logs.py",
     "kcl/test_properties.py",

@@ -1,0 +1,148 @@
+"""Every example on the pages: Python runs, commands are understood, settings are settings, messages are messages."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shlex
+import tomllib
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support.pages import PAGES, ROOT, Example, examples
+
+from mldserver.cli import command_line
+from mldserver.config import resolve
+from mldserver.protocol.codec import decode, encode
+from mldserver.protocol.messages import CheckpointRequest, Status, Version
+from mldserver.runtime.check_child import report
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from mldserver.testing import VirtualClock
+
+EXAMPLES = examples()
+RECORD = {
+    "carrier": "UA",
+    "dep_delay": 2.0,
+    "scheduled": "2013-01-01T10:15:00Z",
+    "kind": "view",
+    "page": "/home",
+    "user": 7,
+    "at": "2013-01-01T10:15:00Z",
+}
+"""What every handler on the pages makes a row of."""
+
+
+def each(language: str, word: str = "") -> Any:
+    """Parametrize a test with the examples of a language, those that hold a word."""
+    found = [one for one in EXAMPLES if one.language == language and word in one.text]
+    return pytest.mark.parametrize("example", found, ids=str)
+
+
+def test_no_block_of_code_is_left_out() -> None:
+    fences = sum(line.startswith("```") for page in PAGES for line in page.read_text("utf-8").splitlines())
+    assert len(EXAMPLES) * 2 == fences
+    tested = {"sh", "python", "toml", "json", "properties"}
+    shown = {"", "mermaid"}  # drawings, output, and the diagram that tests/protocol holds
+    assert {one.language for one in EXAMPLES} == tested | shown
+    python = [one.text for one in EXAMPLES if one.language == "python"]
+    kinds = ("def process_record", "async def test_", "current_files", "FakeMLD")
+    assert [text for text in python if not any(kind in text for kind in kinds)] == []
+
+
+# Python
+
+
+@each("python", "def process_record")
+def test_a_handler_passes_the_check_and_makes_rows(
+    example: Example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = f"example_{example.page.partition('.')[0]}_{example.line}"
+    (tmp_path / f"{module}.py").write_text(example.text)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = f"{module}:Clicks" if "class Clicks" in example.text else module
+    found = report(path, None, [json.dumps(RECORD).encode()])
+    assert [finding["text"] for finding in found["findings"]] == []
+    assert (found["trial"]["rows"], found["trial"]["failures"]) == (1, ())
+
+
+@each("python", "async def test_")
+async def test_a_test_passes(example: Example, virtual_clock: VirtualClock) -> None:
+    names: dict[str, Any] = {}
+    exec(example.text, names)
+    (test,) = (value for name, value in names.items() if name.startswith("test_"))
+    assert list(inspect.signature(test).parameters) == ["virtual_clock"]
+    await test(virtual_clock)
+
+
+@each("python", "current_files")
+def test_the_files_that_count_are_found(
+    example: Example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    window = tmp_path / "out" / "departures" / "window=2013-01-01T10-00-00Z"
+    window.mkdir(parents=True)
+    pq.write_table(pa.table({"flights": [1]}), window / "part-0.parquet")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(example.text, names)
+    (path,) = names["found"].paths
+    assert names["found"].filesystem.get_file_info(path).is_file
+
+
+# Commands
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    for line in text.splitlines():
+        for command in line.split("&&"):
+            if words := shlex.split(command, comments=True):
+                yield words
+
+
+@each("sh")
+def test_a_command_is_understood(example: Example) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    for words in commands(example.text):
+        match words:
+            case ["mldserver", *arguments]:
+                command_line(arguments).parse_args(arguments, exit_on_error=False, print_error=False)
+            case ["python3", "-m", "pip", "install", what]:
+                assert what == "." or what.removeprefix(".").strip("[]") in extras
+            case ["python3", "-m", "pytest"]:
+                pass
+            case _:
+                pytest.fail(f"nothing tests {shlex.join(words)}")
+
+
+# Settings
+
+
+@each("toml")
+def test_settings_can_be_read(example: Example, tmp_path: Path) -> None:
+    (tmp_path / "mldserver.toml").write_text(example.text)
+    settings = resolve({"handler": "handlers.raw"}, environ={}, folder=tmp_path)
+    assert set(tomllib.loads(example.text)) <= settings.origins.keys()
+
+
+@each("properties")
+def test_properties_are_those_that_are_shipped(example: Example) -> None:
+    shipped = (ROOT / "deploy" / "mld.properties").read_text("utf-8").splitlines()
+    assert [line for line in example.text.splitlines() if line not in shipped] == []
+
+
+# Messages
+
+
+@each("json", "initialize")
+def test_messages_are_read_and_written_as_they_stand(example: Example) -> None:
+    if "responseFor" not in example.text:
+        for line in example.text.splitlines():
+            assert decode(line.encode())
+        return
+    written = [encode(Status("initialize")), encode(CheckpointRequest("7", 0, Version.V2))]
+    assert [json.loads(line) for line in written] == [json.loads(line) for line in example.text.splitlines()]

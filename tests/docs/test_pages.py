@@ -1,0 +1,155 @@
+"""The pages hang together: what they name is there, and every one is found."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from support.pages import DOCS, PAGES, ROOT, prose
+
+from mldserver import Window
+from mldserver.cli import run
+from mldserver.config import specs
+from mldserver.observe.events import EVENTS
+from mldserver.runtime.spec import HandlerSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_CODE = re.compile(r"`([^`\n]+)`")
+_DAEMONS_OWN = {"shutdownGraceMillis", "callProcessRecordsEvenForEmptyRecordList", "timeoutInSeconds"}
+
+
+def codes(page: Path) -> Iterator[str]:
+    """What a page sets in type, line by line."""
+    for line in prose(page).splitlines():
+        yield from _CODE.findall(line)
+
+
+def anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+def test_the_readme_is_short() -> None:
+    assert 6_000 <= (ROOT / "README.md").stat().st_size <= 8_192
+
+
+def test_the_readme_links_every_page() -> None:
+    linked = {Path(link).name for link in _LINK.findall((ROOT / "README.md").read_text("utf-8"))}
+    assert {page.name for page in DOCS.iterdir()} - linked == set()
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    dead = []
+    for link in _LINK.findall(prose(page)):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            dead.append(link)
+    assert dead == []
+
+
+@each_page
+def test_a_page_begins_with_its_title_and_what_it_tells(page: Path) -> None:
+    title, nothing, summary, *_ = page.read_text("utf-8").splitlines()
+    assert title.startswith("# ")
+    assert (nothing, summary[:1].isupper() or summary.startswith("`mldserver")) == ("", True)
+
+
+@each_page
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    rooms = ("mldserver/", "tests/", "deploy/", "handlers/", ".github/", ".ci/")
+    named = {code.split()[0].rstrip("/") for code in codes(page) if code.startswith(rooms)}
+    assert {name for name in named if not (ROOT / name).exists()} == set()
+
+
+@each_page
+def test_events_that_a_page_names_are_logged(page: Path) -> None:
+    subjects = {name.partition(".")[0] for name in EVENTS}
+    named = {code for code in codes(page) if re.fullmatch(r"[a-z]+\.[a-z_]+", code)}
+    attributes = {f"window.{name}" for name in inspect.signature(Window).parameters}
+    assert {n for n in named - attributes if n.partition(".")[0] in subjects and n not in EVENTS} == set()
+
+
+@each_page
+def test_settings_that_a_page_names_are_there(page: Path) -> None:
+    set_to = re.compile(r"(\w+) = ")
+    named = {match[1] for code in codes(page) if (match := set_to.match(code))}
+    in_handlers = set(inspect.signature(HandlerSpec).parameters) | {"version"}
+    assert named - set(specs()) - in_handlers - _DAEMONS_OWN == set()
+
+
+def test_every_option_that_a_page_names_is_a_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    named = {
+        (page.name, option)
+        for page in PAGES
+        for code in codes(page)
+        for option in re.findall(r"(?<!\S)--[a-z][a-z-]+", code)
+    }
+    commands = (
+        *(["serve"], ["check"], ["sim"], ["kcl"], ["ledger", "show"], ["logs"], ["windows", "list"]),
+        *(["dead-letters", "list"], ["dead-letters", "redrive"]),
+    )
+    for command in commands:
+        run([*command, "--help"])
+    known = capsys.readouterr().out + "".join(
+        path.read_text("utf-8") for path in (ROOT / "tests" / "bench").rglob("*.py")
+    )
+    assert {(page, option) for page, option in named if option not in known} == set()
+
+
+# mldserver help
+
+
+def test_the_pages_are_listed_with_what_they_tell(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["help"]) == 0
+    told = capsys.readouterr().out
+    for page in DOCS.iterdir():
+        summary = page.read_text("utf-8").splitlines()[2]
+        assert re.search(rf"^{page.stem} +{re.escape(summary)}$", told, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.iterdir()), ids=lambda page: page.stem)
+def test_a_page_goes_as_it_is_to_what_is_no_terminal(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["help", page.stem]) == 0
+    assert capsys.readouterr().out == page.read_text("utf-8")
+
+
+def test_a_terminal_gets_a_page_set_for_reading(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert run(["help", "failures"]) == 0
+    told = capsys.readouterr().out
+    assert "## One record" not in told
+    assert "One record\n" in re.sub(r"\x1b\[[\d;]*m| +$", "", told, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("topic", "told"),
+    [
+        ("letters", "There is no page 'letters'. Near to it are: dead-letters"),
+        ("xyz", "There are: amazon-kclpy, "),
+    ],
+)
+def test_an_unknown_page_is_told_with_the_nearest(
+    topic: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["help", topic]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_the_pages_are_in_the_wheel() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    patterns = project["tool"]["setuptools"]["package-data"]["mldserver"]
+    shipped = {path for pattern in patterns for path in (ROOT / "mldserver").glob(pattern)}
+    assert set(DOCS.iterdir()) <= shipped
