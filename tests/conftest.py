@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
-from support.lanes import ALLOWED_SECONDS, is_quick
+from support.lanes import ALLOWED_SECONDS, EXAMPLES, PROCESSES, is_quick
 
 from mldserver.observe.schema import CheckedLogger
 
@@ -16,14 +17,31 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+# The tests start hundreds of interpreters: without bytecode each would compile all of mldserver.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # How fast a machine is, and what else runs on it, says nothing about what is tested.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
+for lane, examples in EXAMPLES.items():
+    settings.register_profile(
+        lane, max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the long lane."""
     parser.addoption("--long", action="store_true", help="soak: many more worlds, kills and examples")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw as many examples as the lane has time for."""
+    quick = config.option.markexpr == "quick"
+    settings.load_profile("long" if config.option.long else "quick" if quick else "day")
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """A whole lane runs in two processes; what is named runs in this one, where a debugger reaches it."""
+    return PROCESSES if config.args_source is config.ArgsSource.TESTPATHS else 0
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -89,8 +107,9 @@ def logged() -> Iterator[list[dict[str, Any]]]:
 @pytest.fixture(autouse=True)
 def forgotten_handlers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A handler that a test wrote is imported by that test alone, whatever others of its name there were before."""
+    before = set(sys.modules)
     yield
     root = str(tmp_path_factory.getbasetemp())
-    for name, module in list(sys.modules.items()):
-        if str(getattr(module, "__file__", None) or "").startswith(root):
+    for name in sys.modules.keys() - before:
+        if str(getattr(sys.modules[name], "__file__", None) or "").startswith(root):
             del sys.modules[name]

@@ -31,6 +31,9 @@ class Flight(NamedTuple):
 
 
 class Hostile(Mapping):
+    def __repr__(self) -> str:
+        return "<hostile>"
+
     def __getitem__(self, key: Any) -> None:
         raise RuntimeError("no")
 
@@ -82,7 +85,7 @@ def test_no_rows_make_no_table() -> None:
         ("UA", "'UA' is not a row: return a tuple, a dict, a list of them, or None"),
         (["UA", 1.0, AT], "'UA' is not a row: return a tuple, a dict, a list of them, or None"),
         ([("UA", 1.0, AT), ("UA", "x", AT)], "column delay: 'x' is not DOUBLE"),
-        (HOSTILE, f"{HOSTILE!r} is not a row"),
+        (HOSTILE, "<hostile> is not a row"),
     ],
 )
 def test_a_record_at_fault_is_named_and_the_others_keep_their_rows(value: Any, fault: Any) -> None:

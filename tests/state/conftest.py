@@ -7,12 +7,10 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import aioboto3
 import pytest
 
 from mldserver.state.dynamodb import DynamoLedger
 from mldserver.state.sqlite import SqliteLedger
-from tests.state.dynamodb_emulator import Emulator
 from tests.state.dynamodb_fake import FakeDynamo
 
 if TYPE_CHECKING:
@@ -20,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mldserver.state.ledger import Ledger
+    from tests.state.dynamodb_emulator import Emulator
 
 
 @dataclass
@@ -59,6 +58,8 @@ class PatientClock:
 
 @pytest.fixture(scope="session")
 def shared_emulator() -> Iterator[Emulator]:
+    from tests.state.dynamodb_emulator import Emulator  # moto is heavy, and most tests do without
+
     emulator = Emulator()
     with emulator.running():
         yield emulator
@@ -75,6 +76,8 @@ def emulator(shared_emulator: Emulator) -> Iterator[Emulator]:
 @pytest.fixture
 def dynamodb(emulator: Emulator, clock: HandClock) -> Callable[..., DynamoLedger]:
     """Make ledgers, not opened yet, over one table on DynamoDB that the first to open creates."""
+    import aioboto3
+
     table = f"ledgers-{uuid.uuid4().hex}"
     session = aioboto3.Session("emulated", "emulated", region_name="eu-central-1")
     patient = PatientClock(clock)

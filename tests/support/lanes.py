@@ -1,11 +1,11 @@
-"""Which tests run when, told by folder and file: what is quick, what is soak, and how long a test of a lane may take."""
+"""Which tests run when, told by folder and file: what is quick, and how much and how long a test of a lane may do."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Final
 
-__all__ = ["ALLOWED_SECONDS", "is_quick"]
+__all__ = ["ALLOWED_SECONDS", "EXAMPLES", "PROCESSES", "is_quick"]
 
 TESTS: Final = Path(__file__).parents[1]
 
@@ -88,6 +88,12 @@ NOT_QUICK: Final = (
 
 ALLOWED_SECONDS: Final = {"quick": 2.0, "day": 60.0, "long": 1800.0}
 """How long one test may take in its lane, on two slow cores, before the run's summary names it."""
+
+EXAMPLES: Final = {"quick": 20, "day": 100, "long": 500}
+"""How many examples Hypothesis draws for a property that does not say it."""
+
+PROCESSES: Final = 2
+"""How many processes share a lane. Each may hold a Spark, of about 1 GiB."""
 
 
 def is_quick(path: Path) -> bool:
