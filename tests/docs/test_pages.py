@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import tomllib
@@ -14,6 +15,7 @@ from support.pages import DOCS, PAGES, ROOT, prose
 from mldserver import Window
 from mldserver.cli import run
 from mldserver.config import specs
+from mldserver.faults import STEPS
 from mldserver.observe.events import EVENTS
 from mldserver.runtime.spec import HandlerSpec
 
@@ -77,7 +79,9 @@ def test_events_that_a_page_names_are_logged(page: Path) -> None:
     subjects = {name.partition(".")[0] for name in EVENTS}
     named = {code for code in codes(page) if re.fullmatch(r"[a-z]+\.[a-z_]+", code)}
     attributes = {f"window.{name}" for name in inspect.signature(Window).parameters}
-    assert {n for n in named - attributes if n.partition(".")[0] in subjects and n not in EVENTS} == set()
+    assert {
+        n for n in named - attributes - STEPS.keys() if n.partition(".")[0] in subjects and n not in EVENTS
+    } == set()
 
 
 @each_page
@@ -153,3 +157,48 @@ def test_the_pages_are_in_the_wheel() -> None:
     patterns = project["tool"]["setuptools"]["package-data"]["mldserver"]
     shipped = {path for pattern in patterns for path in (ROOT / "mldserver").glob(pattern)}
     assert set(DOCS.iterdir()) <= shipped
+
+
+# The walk
+
+
+def stations() -> list[tuple[str, str, str]]:
+    walk = (DOCS / "architecture.md").read_text("utf-8").partition("## A record's walk")[2]
+    return re.findall(r"^\| (\d+) \| `([\w/]+\.py)` \| `([\w.]+)` \|", walk, re.MULTILINE)
+
+
+def test_the_walk_has_its_stations_in_order() -> None:
+    numbers = [int(number) for number, _, _ in stations()]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert len(numbers) >= 40
+
+
+@pytest.mark.parametrize(("number", "file", "function"), stations(), ids=lambda value: value)
+def test_a_station_of_the_walk_is_there(number: str, file: str, function: str) -> None:
+    where = f"station {number} of mldserver/docs/architecture.md"
+    assert (ROOT / "mldserver" / file).is_file(), f"{where}: there is no mldserver/{file}"
+    module = "mldserver." + file.removesuffix(".py").replace("/", ".")
+    found: object = importlib.import_module(module)
+    for name in function.split("."):
+        found = getattr(found, name, None)
+        assert found is not None, f"{where}: mldserver/{file} has no {function}"
+    assert inspect.unwrap(found).__module__ == module, (
+        f"{where}: {function} is not defined in mldserver/{file}"
+    )
+
+
+def test_the_steps_at_which_the_walk_lets_the_process_die_are_kill_points() -> None:
+    dies = (
+        (DOCS / "architecture.md")
+        .read_text("utf-8")
+        .partition("### If the process dies")[2]
+        .partition("\n## ")[0]
+    )
+    named = {
+        code
+        for row in dies.splitlines()
+        if row.startswith("| `")
+        for code in _CODE.findall(row.split("|")[1])
+    }
+    assert named
+    assert named <= STEPS.keys()
