@@ -132,16 +132,17 @@ def set_windows_aside(*windows: str, where: Where = _NOWHERE, as_json: AsJson = 
 
 @app.command(name="skip")
 def skip_windows(*windows: str, where: Where = _NOWHERE, as_json: AsJson = False) -> int:
-    """Give up windows that are halted or were set aside: they count as published, without new output.
+    """Give up windows that are halted or were set aside: they count as published, without new output, and stay so.
 
-    Their rows are kept for `retention`; late rows within it still have the window computed.
+    Their segments are deleted after `retention`, late rows that wait among them; those that come later go to the late
+    dataset. What an earlier revision has published stays.
 
     Parameters
     ----------
     windows
         Ids of windows, as `windows list` shows them.
     """
-    told = "is skipped: it counts as published, without new output."
+    told = "is skipped: it counts as published, without new output, and {rows:,} rows are given up."
     return _decide(windows, "skip", "skipped", told, where, as_json)
 
 
@@ -164,11 +165,13 @@ def _decide(
                 raise _refused(window, f"it is {_said(entry)}", _choices(entry))
         done = []
         for window in dict.fromkeys(windows):
+            entry = held.windows[window]
+            rows = sum(s.rows for s in (*entry.segments, *entry.pending) if s.revision in {0, entry.revision})
             if not await ledger.decide(window, decision):
                 raise _refused(window, "somebody else was faster", ())
             done.append(window)
             if not as_json:
-                tell(details([(window, told)]))
+                tell(details([(window, told.format(rows=rows))]))
         if as_json:
             tell_json({name: done})
 
@@ -209,7 +212,8 @@ def _age(entry: WindowEntry) -> tuple[bool, int, str]:
 
 
 def _said(entry: WindowEntry) -> str:
-    return entry.state.replace("_", " ") + (", halted" if entry.is_halted else "")
+    more = ", halted" if entry.is_halted else ", skipped" if entry.is_skipped else ""
+    return entry.state.replace("_", " ") + more
 
 
 def _summary(entry: WindowEntry) -> dict[str, Any]:
@@ -287,7 +291,12 @@ def _facts(entry: WindowEntry) -> list[tuple[str, str]]:
         ("revision", f"{entry.revision}, after {entry.attempt} attempts"),
         ("rows", f"{told['rows']:,} in {told['segments']} segments of {told['bytes']:,} bytes"),
         ("owner", entry.owner or "-"),
-        ("late rows", "lead to a next revision" if entry.retained else "go to the late dataset"),
+        (
+            "late rows",
+            "lead to a next revision"
+            if entry.retained and not entry.is_skipped
+            else "go to the late dataset",
+        ),
         ("published", moment(entry.published_ms)),
     ]
     if entry.published_ms is not None or entry.staging is not None:

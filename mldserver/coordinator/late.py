@@ -72,7 +72,7 @@ class CutWindows:
             del self._over[window_id]
 
     def _learn(self, entry: WindowEntry, now_ms: int) -> None:
-        if not entry.retained:
+        if not entry.retained or entry.is_skipped:
             self.expired([entry.window_id])
             return
         self._retained[entry.window_id] = None

@@ -65,8 +65,9 @@ def _closed(draft: Draft, segment: Segment) -> bool:
 
 
 def _retained(draft: Draft, segment: Segment) -> bool:
+    """Whether a window takes late rows for a next revision: one that was skipped does not."""
     entry = draft.windows.get(segment.window_id)
-    return entry is not None and entry.retained
+    return entry is not None and entry.retained and not entry.is_skipped
 
 
 def _write(draft: Draft, flush: Flush, now_ms: int) -> None:

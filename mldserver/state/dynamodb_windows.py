@@ -61,18 +61,16 @@ def _cut(draft: Draft, window_id: str, server_id: str) -> WindowEntry | None:
         revision, before, taken = entry.revision + 1, entry.segments, entry.pending
     else:
         return None
-    segments = (*before, *(replace(each, revision=revision) for each in taken))
-    entry = replace(
-        entry,
-        state=WindowState.CUT,
-        revision=revision,
-        owner=server_id,
-        segments=segments,
-        pending=(),
-        rows_in=sum(each.rows for each in segments),
-    )
+    entry = replace(entry, state=WindowState.CUT, revision=revision, owner=server_id, segments=before)
+    entry = _take_in(entry, taken)
     draft.windows.put(window_id, entry)
     return entry
+
+
+def _take_in(entry: WindowEntry, taken: Iterable[Segment]) -> WindowEntry:
+    """Make segments part of the window's revision; none waits then."""
+    segments = (*entry.segments, *(replace(each, revision=entry.revision) for each in taken))
+    return replace(entry, segments=segments, pending=(), rows_in=sum(each.rows for each in segments))
 
 
 def adopt(draft: Draft, server_id: str) -> tuple[WindowEntry, ...]:
@@ -223,12 +221,13 @@ def decide(draft: Draft, window_id: str, decision: Decision, now_ms: int) -> boo
     match decision, entry.state:
         case "retry", WindowState.SET_ASIDE:
             entry = replace(entry, state=WindowState.CUT, error=None)
-        case "retry", _:
+        case "retry", WindowState.CUT | WindowState.COMMITTED:
             entry = replace(entry, error=None)
         case "set_aside", WindowState.CUT:
             entry = replace(entry, state=WindowState.SET_ASIDE, owner=None)
         case "skip", WindowState.CUT | WindowState.SET_ASIDE:
-            entry = replace(entry, state=WindowState.PUBLISHED, owner=None, error=None, published_ms=now_ms)
+            entry = replace(entry, state=WindowState.PUBLISHED, owner=None, published_ms=now_ms)
+            entry = _take_in(entry, entry.pending)
         case _:
             return False
     draft.windows.put(window_id, entry)

@@ -73,8 +73,12 @@ def _closed(db: sqlite3.Connection, segment: Segment) -> bool:
 
 
 def _retained(db: sqlite3.Connection, segment: Segment) -> bool:
-    row = db.execute("SELECT retained FROM windows WHERE window_id = ?", (segment.window_id,)).fetchone()
-    return row is not None and bool(row["retained"])
+    """Whether a window takes late rows for a next revision: one that was skipped does not."""
+    row = db.execute(
+        "SELECT retained AND (state <> 'published' OR error IS NULL) FROM windows WHERE window_id = ?",
+        (segment.window_id,),
+    ).fetchone()
+    return row is not None and bool(row[0])
 
 
 def _move(db: sqlite3.Connection, update: PositionUpdate) -> None:

@@ -157,7 +157,8 @@ class FlushResult:
     cut_windows: frozenset[str] = frozenset()
     """Windows of WINDOW segments that are cut already: their rows are late."""
     expired_windows: frozenset[str] = frozenset()
-    """Windows of RECOMPUTE segments that have no entry or are not retained: their rows go to the late dataset."""
+    """Windows of RECOMPUTE segments that have no entry, are not retained, or were skipped: their rows go to the late
+    dataset."""
     gone_letters: frozenset[str] = frozenset()
     """Redriven letters that are not there any more, or are not wanted: what they gave must be left out."""
     batch_progress: BatchProgress | None = None
@@ -202,7 +203,7 @@ class WindowEntry:
     pending: tuple[Segment, ...] = ()
     """RECOMPUTE segments that wait for the next revision."""
     retained: bool = True
-    """Whether late rows still lead to a new revision."""
+    """Whether its segments are kept; late rows lead to a new revision then, unless it was skipped."""
     published_ms: int | None = None
     """When its latest revision became visible."""
     staging: str | None = None
@@ -211,12 +212,18 @@ class WindowEntry:
     rows_in: int = 0
     rows_out: int = 0
     error: str | None = None
-    """Why it is SET_ASIDE, or CUT or COMMITTED and *halted*: it keeps failing, and the windows behind it wait."""
+    """Why it is SET_ASIDE; or CUT or COMMITTED and *halted*: it keeps failing, and the windows behind it wait; or
+    PUBLISHED and *skipped*: an operator has given up what the present revision would have shown."""
 
     @property
     def is_halted(self) -> bool:
         """Whether the server that has it waits for it to succeed, or for a ``Decision``."""
-        return self.error is not None and self.state is not WindowState.SET_ASIDE
+        return self.error is not None and self.state in {WindowState.CUT, WindowState.COMMITTED}
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether an operator has given it up: it stays as it is, and late rows lead to no revision."""
+        return self.error is not None and self.state is WindowState.PUBLISHED
 
 
 Decision = Literal["retry", "set_aside", "skip"]
@@ -278,7 +285,6 @@ class Ledger(LetterBook, ShapeBook, Protocol):
     @property
     def server_id(self) -> str:
         """The id under which this server is known."""
-        ...
 
     async def open(self) -> LedgerState:
         """Create or open the ledger, register this server, and return what the ledger holds.
@@ -286,14 +292,12 @@ class Ledger(LetterBook, ShapeBook, Protocol):
         Who had this id before is buried. Without a first ``sync`` this server holds the watermark (None, not idle).
         Raises LedgerVersionError for a newer or foreign ledger, LedgerError for a damaged one; never repairs.
         """
-        ...
 
     async def peek(self) -> LedgerState:
         """Return what the ledger holds, opening it when it is not open, without registering: for tools.
 
         Creates nothing: raises LedgerError when there is no ledger, and else as ``open``.
         """
-        ...
 
     async def sync(self, told: ServerState, since: int = 0) -> LedgerState:
         """Beat: keep what the server tells (``beat_ms`` too), and return what the ledger holds now.
@@ -302,11 +306,9 @@ class Ledger(LetterBook, ShapeBook, Protocol):
         some that it may not have heard of are gone; the answer's ``since`` says which. So it is cheap however many
         windows are retained. Raises InternalError when ``told`` is of another server.
         """
-        ...
 
     async def find(self, window_ids: tuple[str, ...]) -> tuple[WindowEntry, ...]:
         """Return windows as they are, also those that are published and not retained; unknown ones are left out."""
-        ...
 
     async def bury(self, seen: Mapping[str, int]) -> frozenset[str]:
         """Remove servers whose last beat (ms) is still the one that was seen; return those that are gone.
@@ -413,7 +415,8 @@ class Ledger(LetterBook, ShapeBook, Protocol):
 
         ``retry`` forgets the error: its server tries a halted one at once, any may adopt the other, which is CUT again.
         ``set_aside`` is for halted ones that are CUT. ``skip`` makes a window that is CUT or SET_ASIDE PUBLISHED, with no
-        new output: what its last revision wrote stays, and it is retained as it was.
+        new output: what its last revision wrote stays. It keeps its error; its pending segments join the present
+        revision, which is retained as any other; rows that come later go to the late dataset (``expired_windows``).
         """
 
     async def accept_gap(self, shard_id: str) -> bool:
@@ -445,4 +448,3 @@ class Ledger(LetterBook, ShapeBook, Protocol):
 
     async def close(self) -> None:
         """Close after every call that was made before; no call may follow (InternalError)."""
-        ...

@@ -30,8 +30,8 @@ ledger that was never created: creation is one transaction. Formats 1 to 4 were 
     ``revision``: the one that is computed, or was last. ``attempt``: attempts begun, over all revisions.
     ``owner``: who computes it, while cut or committed. ``rows_in``: rows in all segments of its revision.
     ``files``, ``rows_out``: output of the attempt committed last. ``staging``: set while committed, and only then.
-    ``published_ms``: when its latest visible revision became visible. ``error``: why it was set aside, or is halted
-    while cut or committed.
+    ``published_ms``: when its latest visible revision became visible. ``error``: why it was set aside, is halted
+    while cut or committed, or was skipped when it is published.
     ``retained``: whether it keeps its segments when published, and takes late rows. ``changed``: the ``version``
     that wrote it last.
 ``segments``, the files that windows are computed from, in order of registration
@@ -128,8 +128,7 @@ DDL: Final = (
         rows_in      INTEGER NOT NULL DEFAULT 0,
         rows_out     INTEGER NOT NULL DEFAULT 0,
         error        TEXT CHECK (
-            error IS NOT NULL AND state IN ('cut', 'committed', 'set_aside')
-            OR error IS NULL AND state <> 'set_aside'
+            error IS NOT NULL AND state <> 'open' OR error IS NULL AND state <> 'set_aside'
         ),
         published_ms INTEGER CHECK (published_ms IS NOT NULL OR state <> 'published'),
         retained     INTEGER NOT NULL DEFAULT 1,

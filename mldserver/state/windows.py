@@ -30,9 +30,9 @@ __all__ = [
 _LAST_MS = 2**63 - 1
 
 _DECIDED: dict[Decision, str] = {
-    "retry": "state = iif(state = 'set_aside', 'cut', state), error = NULL WHERE 1",
+    "retry": "state = iif(state = 'set_aside', 'cut', state), error = NULL WHERE state <> 'published'",
     "set_aside": "state = 'set_aside', owner = NULL WHERE state = 'cut'",
-    "skip": "state = 'published', owner = NULL, error = NULL, published_ms = :now_ms WHERE state <> 'committed'",
+    "skip": "state = 'published', owner = NULL, published_ms = :now_ms WHERE state IN ('cut', 'set_aside')",
 }
 """What becomes of a window that has an error."""
 
@@ -56,6 +56,12 @@ def _cut(db: sqlite3.Connection, window_id: str, server_id: str) -> bool:
 
 
 def _cut_entry(db: sqlite3.Connection, window_id: str) -> WindowEntry:
+    _take_in(db, window_id)
+    return _entry(db, window_id)
+
+
+def _take_in(db: sqlite3.Connection, window_id: str) -> None:
+    """Make what waits part of the window's revision."""
     db.execute(
         "UPDATE segments SET revision = (SELECT revision FROM windows WHERE windows.window_id = ?1)"
         " WHERE window_id = ?1 AND revision = 0",
@@ -66,7 +72,6 @@ def _cut_entry(db: sqlite3.Connection, window_id: str) -> WindowEntry:
         " WHERE window_id = ?1",
         (window_id,),
     )
-    return _entry(db, window_id)
 
 
 def _entry(db: sqlite3.Connection, window_id: str) -> WindowEntry:
@@ -221,13 +226,14 @@ def halt(db: sqlite3.Connection, window_id: str, error: str, server_id: str, *, 
 
 def decide(db: sqlite3.Connection, window_id: str, decision: Decision, now_ms: int) -> bool:
     """Do what an operator decides about a window that is halted or set aside."""
-    return bool(
-        db.execute(
-            f"UPDATE windows SET changed = (SELECT version FROM meta), {_DECIDED[decision]}"  # noqa: S608  # our own text
-            " AND window_id = :window_id AND error IS NOT NULL",
-            {"window_id": window_id, "now_ms": now_ms},
-        ).rowcount
-    )
+    done = db.execute(
+        f"UPDATE windows SET changed = (SELECT version FROM meta), {_DECIDED[decision]}"  # noqa: S608  # our own text
+        " AND window_id = :window_id AND error IS NOT NULL",
+        {"window_id": window_id, "now_ms": now_ms},
+    ).rowcount
+    if done and decision == "skip":
+        _take_in(db, window_id)
+    return bool(done)
 
 
 def prune(db: sqlite3.Connection, *, before_ms: int, limit: int) -> int:

@@ -169,9 +169,18 @@ def test_a_halted_window_is_shown_with_its_error_and_what_is_decided_reaches_the
     server.halt(CUT, "no", first=True)
     assert "is set aside with its rows" in told(capsys, "set-aside", CUT, "--out", "out")
     assert server.peek().windows[CUT].state is WindowState.SET_ASIDE
-    assert "counts as published" in told(capsys, "skip", CUT, SET_ASIDE, "--out", "out")
+    server.register(Flush((), (segment(2, kind=SegmentKind.RECOMPUTE),)), now_ms=5)
+    text = told(capsys, "skip", CUT, SET_ASIDE, "--out", "out")
+    assert (
+        f"{CUT}  is skipped: it counts as published, without new output, and 2,004 rows are given up." in text
+    )
+    assert "and 1,000 rows are given up." in text
     entry = server.peek().windows[CUT]
-    assert (entry.state, entry.files, entry.error) == (WindowState.PUBLISHED, (), None)
+    assert (entry.state, entry.files, entry.error) == (WindowState.PUBLISHED, (), "no")
+    shown = told(capsys, "show", CUT, "--out", "out")
+    assert "published, skipped" in shown
+    assert "go to the late dataset" in shown
+    assert documents(capsys, "list", "--out", "out")[2]["halted"] is False
 
 
 def test_what_cannot_be_decided_about_a_window_names_what_can(

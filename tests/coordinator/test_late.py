@@ -49,6 +49,14 @@ def test_rows_of_a_window_that_is_not_retained_go_to_the_late_dataset() -> None:
     assert windows.kind(B) is SegmentKind.LATE
 
 
+def test_rows_of_a_window_that_was_skipped_go_to_the_late_dataset() -> None:
+    windows = cut_windows()
+    windows.registered(["a"], 0)
+    windows.learn(ledger(WindowEntry("a", WindowState.PUBLISHED, error="no", pending=WAITING)), 0)
+    assert windows.kind(A) is SegmentKind.LATE
+    assert windows.waiting == 0
+
+
 def test_a_window_that_the_ledger_has_forgotten_is_late_by_its_end() -> None:
     windows = cut_windows()
     windows.learn(ledger(cut_below_ms=10), 0)

@@ -276,7 +276,8 @@ class ModelServer:
         return end_ms is not None and cut_below is not None and end_ms <= cut_below
 
     def retained(self, segment: Segment) -> bool:
-        return segment.window_id in self.content.windows and self.content.windows[segment.window_id].retained
+        entry = self.content.windows.get(segment.window_id)
+        return entry is not None and entry.retained and (entry.state is not PUBLISHED or entry.error is None)
 
     def move(self, update: PositionUpdate, now_ms: int) -> None:
         stored = self.content.shards[update.shard_id]
@@ -326,19 +327,20 @@ class ModelServer:
             revision = entry.revision + (entry.state is not OPEN)
             fresh = entry.segments if entry.state is OPEN else entry.pending
             kept = () if entry.state is OPEN else entry.segments
-            segments = (*kept, *(dataclasses.replace(each, revision=revision) for each in fresh))
             content.window(
-                window_id,
-                state=CUT,
-                owner=self.server_id,
-                revision=revision,
-                segments=segments,
-                pending=(),
-                rows_in=sum(each.rows for each in segments),
+                window_id, state=CUT, owner=self.server_id, revision=revision, segments=kept, pending=()
             )
+            self.take_in(window_id, fresh)
             self.go_behind(content.windows[window_id])
             entries.append(content.windows[window_id])
         return tuple(entries)
+
+    def take_in(self, window_id: str, fresh: tuple[Segment, ...]) -> None:
+        entry = self.content.windows[window_id]
+        segments = (*entry.segments, *(dataclasses.replace(each, revision=entry.revision) for each in fresh))
+        self.content.window(
+            window_id, segments=segments, pending=(), rows_in=sum(each.rows for each in segments)
+        )
 
     def go_behind(self, entry: WindowEntry) -> None:
         number = int(entry.window_id.removeprefix("batch-")) if entry.end_ms is None else -1
@@ -458,7 +460,8 @@ class ModelServer:
         if decision == "set_aside":
             content.window(window_id, state=SET_ASIDE, owner=None)
         elif decision == "skip":
-            content.window(window_id, state=PUBLISHED, owner=None, error=None, published_ms=now_ms)
+            content.window(window_id, state=PUBLISHED, owner=None, published_ms=now_ms)
+            self.take_in(window_id, content.windows[window_id].pending)
         else:
             state = content.windows[window_id].state
             content.window(window_id, error=None, state=COMMITTED if state is COMMITTED else CUT)

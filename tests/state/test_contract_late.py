@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mldserver.errors import InternalError
-from mldserver.state.ledger import Flush, FlushResult, Segment, SegmentKind, WindowEntry, WindowState
+from mldserver.state.ledger import (
+    Flush,
+    FlushResult,
+    Segment,
+    SegmentKind,
+    ServerState,
+    WindowEntry,
+    WindowState,
+)
 from tests.state.samples import (
     BATCH,
     W1,
@@ -47,6 +55,40 @@ async def test_rows_that_come_after_the_cut_wait_for_the_next_revision(
         found = await entry(ledger_factory)
         assert (found.state, found.segments) == (state, (seg("s1", revision=1),))
         assert (found.pending, found.rows_in, found.revision) == ((more("r1"), more("r2")), 5, 1)
+
+
+@pytest.mark.parametrize("state", [WindowState.CUT, WindowState.SET_ASIDE])
+async def test_a_skipped_window_takes_its_late_rows_along_and_no_more_of_them(
+    ledger_factory: Factory, clock: Any, state: WindowState
+) -> None:
+    async with opened(ledger_factory) as (ledger, opening):
+        await bring_to(ledger, state)
+        await add(ledger, more("r1"), more("r2"))
+        await ledger.halt(W1, "it failed", first=True)
+        clock.ms = 7_000
+        assert await ledger.decide(W1, "skip")
+        skipped = await entry(ledger_factory)
+        assert (skipped.state, skipped.error, skipped.is_skipped) == (
+            WindowState.PUBLISHED,
+            "it failed",
+            True,
+        )
+        assert (skipped.pending, skipped.rows_in, skipped.retained) == ((), 15, True)
+        assert [(each.path, each.revision) for each in skipped.segments] == [("s1", 1), ("r1", 1), ("r2", 1)]
+        assert (await ledger.sync(ServerState("one", 9), opening.version)).windows[W1] == skipped
+        # Nothing computes it again.
+        assert await ledger.cut((W1,)) == ()
+        assert await ledger.adopt() == ()
+        for decision in ("retry", "set_aside", "skip"):
+            assert not await ledger.decide(W1, decision)
+        later = Flush((), (more("r3"), more("r4", W1)))
+        assert await ledger.register(later) == FlushResult(expired_windows=frozenset({W1}))
+        await add(ledger, late("l1"))
+        assert await entry(ledger_factory) == skipped
+        # Its segments go as those of any other.
+        freed = await ledger.expire(published_before_ms=7_001, keep_bytes=10**9)
+        assert [each.path for each in freed] == ["s1", "r1", "r2"]
+        assert await ledger.prune(windows_before_ms=10_001, shards_before_ms=0) == 1
 
 
 async def test_a_published_window_is_cut_again_over_all_its_rows(ledger_factory: Factory, clock: Any) -> None:

@@ -368,6 +368,7 @@ async def test_a_skipped_window_counts_as_published_without_output(
             segments=(seg("s1", revision=1),),
             published_ms=7_000,
             rows_in=5,
+            error="no",
         )
         assert [each.path for each in await ledger.expire(published_before_ms=7_001, keep_bytes=100)] == [
             "s1"

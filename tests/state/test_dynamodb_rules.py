@@ -179,7 +179,18 @@ def test_a_halted_window_waits_for_a_decision(steps: Steps) -> None:
     assert not steps(windows.decide, W1, "set_aside", 9)
     assert steps(windows.decide, W1, "skip", 9)
     entry = steps.book.windows[W1]
-    assert (entry.state, entry.error, entry.published_ms) == (WindowState.PUBLISHED, None, 9)
+    assert (entry.is_skipped, entry.error, entry.published_ms) == (True, "no", 9)
+    assert not steps(windows.decide, W1, "retry", 10)
+
+
+def test_a_skipped_window_takes_its_late_rows_along_and_no_more_of_them(steps: Steps) -> None:
+    steps.to(WindowState.SET_ASIDE)
+    assert steps(register, Flush((), (more("s2"),)), 1).registered
+    assert steps(windows.decide, W1, "skip", 9)
+    entry = steps.book.windows[W1]
+    assert (entry.segments, entry.pending) == ((seg("s1", revision=1), more("s2", revision=1)), ())
+    assert entry.rows_in == 10
+    assert steps(register, Flush((), (more("s3"),)), 1).expired_windows == {W1}
 
 
 def test_windows_with_rows_that_wait_are_kept_and_cut_again(steps: Steps) -> None:
