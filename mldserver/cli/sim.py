@@ -111,6 +111,7 @@ def sim(
 
     from mldserver.observe.logging import logging_to  # noqa: PLC0415  # see above
     from mldserver.runtime.check import by_class, first_rows  # noqa: PLC0415  # see above
+    from mldserver.runtime.inspection import load_spec  # noqa: PLC0415  # see above
     from mldserver.testing import playground  # noqa: PLC0415  # see above
     from mldserver.testing.engine import LocalEngine  # noqa: PLC0415  # see above
     from mldserver.testing.simulation import Faults, Simulation, build_stream  # noqa: PLC0415  # see above
@@ -138,7 +139,9 @@ def sim(
             seed=seed,
             max_records=batch,
             faults=Faults(lost_leases, throttle, crashes),
-            engine=LocalEngine() if engine == "local" else playground.quick_spark(settings),
+            engine=LocalEngine(window_columns=load_spec(handler).window_columns)
+            if engine == "local"
+            else playground.quick_spark(settings),
             speed=speed,
         )
         report = uvloop.run(simulation.run(tell.progress))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import pyarrow.parquet as pq
 import pytest
 
 from mldserver.cli import run
@@ -41,6 +42,24 @@ def test_a_run_ends_with_a_summary_and_success(tmp_path: Path, capsys: pytest.Ca
     assert told.rstrip().endswith("ok")
     assert len(re.findall("2013-01-0", told)) >= 5, "the first rows of its windows"
     assert list(out.glob("window=*/*.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("declared", "columns"), [("None", ["id"]), ('("since", "until")', ["id", "since", "until"])]
+)
+def test_the_output_has_the_window_columns_that_the_handler_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, declared: str, columns: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = f"named_{len(columns)}"
+    (tmp_path / f"{name}.py").write_text(
+        f"from mldserver import tumbling\nschema = 'id INT'\nwindows = tumbling('1 day')\nwindow_columns = {declared}\n"
+        "def process_record(record):\n    return (record.json(),)\n"
+    )
+    (tmp_path / "in.jsonl").write_text("1\n")
+    assert run(["sim", name, "--input", "in.jsonl", "--engine", "local", "--out", "out"]) == 0
+    (file,) = (tmp_path / "out").glob("window=*/*.parquet")
+    assert [each for each in pq.read_schema(file).names if not each.startswith("_")] == columns
 
 
 def test_progress_says_how_far_it_is_and_waits_for_nothing_in_the_end(
