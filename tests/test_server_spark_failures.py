@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow.dataset as ds
 import pytest
 from support.serving import quick, serving, until
 
 from mldserver import cli
+from mldserver.server import Server
 from mldserver.spark.client import SparkEngine
 from mldserver.testing import FakeMLD, FakeStream, Habits, LocalEngine
-
-if TYPE_CHECKING:
-    from mldserver.server import Server
 
 HANDLER = '''
 """One row for each record; ten-second windows over the record's own time."""
@@ -139,6 +138,29 @@ async def test_under_halt_the_server_says_so_goes_on_reading_and_goes_on_trying(
             await until(lambda: server.is_ready)
     assert ids(tmp_path / "out") == Counter(range(RECORDS))
     assert len(told(logged, "window.halted")) == 1
+
+
+@pytest.mark.parametrize(("error", "code"), [("ConnectionRefusedError", 1), ("KeyError", 2)])
+async def test_a_handler_that_sparks_driver_cannot_import_ends_the_server_with_2_unless_a_service_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[dict[str, Any]], error: str, code: int
+) -> None:
+    text = f"import os\n{HANDLER}\nif os.getpid() != {os.getpid()}:\n    raise {error}('the registry')\n"
+    (tmp_path / "asks_at_its_import.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    spark = SparkEngine(
+        "asks_at_its_import",
+        "id BIGINT NOT NULL, at TIMESTAMP",
+        master="sc://nowhere",
+        work_dir=tmp_path / "work",
+        python_path=(str(tmp_path),),
+    )
+    server = Server(quick(tmp_path / "out", "asks_at_its_import"), engine=spark, seed=1)
+    async with asyncio.timeout(60):
+        assert await server.run() == code
+    (failed,) = told(logged, "server.failed")
+    assert failed["exit_code"] == code
+    assert f"{error}: " in failed["what"]
+    assert "asks_at_its_import.py" in failed["traceback"]
 
 
 async def test_windows_that_were_set_aside_are_listed_and_run_again(
