@@ -10,6 +10,7 @@ server left is submitted like any other window, and goes on where it stood.
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,8 +40,6 @@ __all__ = ["WindowPolicy", "WindowRunner"]
 
 log = structlog.get_logger("mldserver")
 
-_UNDER_WAY = frozenset({WindowState.CUT, WindowState.COMMITTED})
-
 _DECIDED: Mapping[WindowState, Decision] = {
     WindowState.SET_ASIDE: "set_aside",
     WindowState.PUBLISHED: "skip",
@@ -48,6 +47,8 @@ _DECIDED: Mapping[WindowState, Decision] = {
 
 _FAULTS = (SparkError, LedgerError, OperatorError, OSError)
 """What a window is tried again after; all else is a bug."""
+
+_NUMBERS = re.compile(r"\d+")
 
 _GROUP_BYTES = 64 * 1024 * 1024
 """A group takes no more windows once its segments have so many bytes; so at most its last window is a large one."""
@@ -80,6 +81,8 @@ class _Failures:
     """Runs of its job."""
     steps: int = 0
     """All else: what the ledger or the disk refused, and writing an output that counts into its table."""
+    traceback: str = ""
+    """The one that was logged last, without its numbers: Spark counts stages and tasks in its messages."""
 
     def note(self, *, of_run: bool) -> None:
         """Count one more."""
@@ -87,6 +90,14 @@ class _Failures:
             self.runs += 1
         else:
             self.steps += 1
+
+    def tell(self, error: Exception) -> dict[str, Any]:
+        """Return an error as fields of the log, without the traceback that was logged the time before."""
+        told = _told(error)
+        before, self.traceback = self.traceback, _NUMBERS.sub("", told.get("traceback") or "")
+        if self.traceback and self.traceback == before:
+            del told["traceback"]
+        return told
 
 
 @dataclass(slots=True)
@@ -180,9 +191,8 @@ class WindowRunner:
         """Take in what operators decided about halted windows: each is looked at again at once."""
         for window_id, halt in self._halted.items():
             entry = state.windows.get(window_id)
-            if entry is None and state.since:
-                continue  # no news
-            if entry is not None and entry.state in _UNDER_WAY and (entry.is_halted or not halt.kept):
+            # Without an error of its own to miss, the window may as well have succeeded; no entry may mean no news.
+            if not halt.kept or (entry.is_halted if entry is not None else state.since):
                 continue
             halt.kept = False
             halt.decided.set()
@@ -329,7 +339,7 @@ class WindowRunner:
         self, entry: WindowEntry, error: Exception, failures: _Failures, *, of_run: bool
     ) -> bool:
         """Apply the policy to a failed attempt; True when the window is done with."""
-        told = _told(error)
+        told = failures.tell(error)
         most = max(failures.runs, failures.steps)
         last = most >= self._policy.attempts
         worn_out = of_run and failures.runs >= self._policy.attempts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -29,6 +30,7 @@ def make(
     *,
     fail: Callable[[WindowJob], Exception | None] | None = None,
     engine: Callable[[], LocalEngine] | None = None,
+    recompute: bool = False,
     **policy: Any,
 ) -> Pipeline:
     values = {"attempts": 3, "retry_base_seconds": 1.0, "retry_cap_seconds": 60.0} | policy
@@ -37,6 +39,7 @@ def make(
         spec=Tumbling(10_000),
         policy=WindowPolicy(**values),
         engine=engine or (lambda: LocalEngine(fail=fail)),
+        recompute=recompute,
     )
 
 
@@ -168,6 +171,52 @@ async def test_a_halted_windows_error_is_in_the_ledger_and_the_event_names_the_c
     assert named(logged, "window.decided") == [], "nobody has"
 
 
+async def test_a_halted_window_that_succeeds_by_itself_is_nobodys_decision(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    failing, looked = [True], []
+
+    def look(name: str, after: bool) -> None:
+        """Let the server see what the ledger holds right after the window is published, before anything follows."""
+        if name == "published" and after and W[0] in pipeline.runner.halted:
+            looked.append(name)
+            pipeline.runner.learn(pipeline.ledger.store.peek())
+
+    pipeline = make(tmp_path, fail=lambda job: WindowFailed("no") if failing else None)
+    pipeline.faults.hook = look
+    async with pipeline.life():
+        await halted(pipeline)
+        failing.clear()
+        await pipeline.clock.advance(61)
+        assert list(pipeline.published())[:3] == W[:3]
+    assert looked
+    assert named(logged, "window.decided") == []
+
+
+async def test_a_traceback_is_logged_once_however_often_the_window_fails_with_it(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    stages = itertools.count()
+    other: list[str] = []
+
+    def fail(job: WindowJob) -> Exception:
+        return WindowFailed("no", traceback=f"File my.py\nno memory in stage {next(stages)}{other}")
+
+    pipeline = make(tmp_path, fail=fail)
+    async with pipeline.life():
+        await halted(pipeline)
+        await pipeline.clock.advance(200)
+        other.append("no disk")
+        await pipeline.clock.advance(130)
+    told = named(logged, "window.failed", "window.halted")
+    assert [event["event"] for event in told[:3]] == ["window.failed", "window.failed", "window.halted"]
+    tracebacks = [event["traceback"] for event in told if "traceback" in event]
+    assert len(told) > 6
+    assert len(tracebacks) == 2
+    assert tracebacks[0].endswith("stage 0[]")
+    assert tracebacks[1].endswith("['no disk']")
+
+
 async def test_a_halted_window_that_is_retried_begins_at_once(
     tmp_path: Path, logged: list[dict[str, Any]]
 ) -> None:
@@ -220,6 +269,29 @@ async def test_a_halted_window_that_is_set_aside_or_skipped_lets_the_others_go_o
         assert sum(job.window.id == W[0] for job in pipeline.engine.jobs) == tries
         assert pipeline.state().windows[W[0]].state is state
     assert [event["decision"] for event in named(logged, "window.decided")] == [decision]
+
+
+async def test_a_window_that_is_skipped_stays_as_it_is_whatever_late_rows_it_had_or_gets(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    failing = [True]
+    pipeline = make(tmp_path, fail=lambda job: WindowFailed("no") if failing else None, recompute=True)
+    async with pipeline.life():
+        await halted(pipeline)
+        session = await pipeline.open("b")
+        await pipeline.give(session, [(10, 2_000)])
+        await pipeline.cycle()
+        assert len(pipeline.state().windows[W[0]].pending) == 1
+        failing.clear()
+        await decided(pipeline, "skip")
+        await pipeline.give(session, [(11, 3_000)])
+        await pipeline.clock.advance(60)  # much longer than late rows are gathered
+        assert list(pipeline.published())[:2] == W[1:3]
+        assert W[0] not in pipeline.published()
+        assert pipeline.late() == [11]
+        assert pipeline.state().windows[W[0]].is_skipped
+    kinds = [event["kind"] for event in named(logged, "window.late")]
+    assert kinds == ["recompute", "late"]
 
 
 async def test_a_ledger_that_does_not_keep_the_error_is_told_with_the_next_failure(tmp_path: Path) -> None:
