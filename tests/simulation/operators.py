@@ -66,11 +66,11 @@ class Operator:
         return await self.ledger.letters(limit=_PAGE)
 
     async def _mend(self, state: LedgerState) -> None:
-        """Take away what makes windows fail, and have those computed again that were set aside."""
+        """Take away what makes windows fail, and have those computed again that are halted or were set aside."""
         if self.plan.window_on_failure == "halt":
             self.faults.mend(self.faults.cursed)
         for entry in state.windows.values():
-            if entry.state is WindowState.SET_ASIDE:
+            if entry.state is WindowState.SET_ASIDE or entry.is_halted:
                 self.faults.mend((entry.window_id,))
                 if await self.ledger.decide(entry.window_id, "retry"):
                     self.faults.tell("retried", entry.window_id)
