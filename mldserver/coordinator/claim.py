@@ -44,6 +44,10 @@ _WAYS_OUT: Final = (
     "folder start once with --new-ledger: what it does not name is moved to _mldserver/quarantine, published "
     "windows stay (move them away if they are to be published again), and daemons must read again what is to count again."
 )
+_SHARE: Final = (
+    "Servers on one ledger share one folder: name the folder that it has, on storage that every host reaches, or give "
+    "this folder a ledger (or a pipeline name) of its own."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ class FolderClaim:
     ) -> None:
         """``ledger``: where it is, None for the one in the folder; ``former``: where, under the pipeline's former name.
 
-        ``new_ledger``: take it whatever the folder says.
+        ``new_ledger``: take it whatever the folder says, unless its rows lie in another.
         """
         self._store = store
         self._new_ledger = new_ledger
@@ -90,9 +94,8 @@ class FolderClaim:
 
         Raises OperatorError when its ledger is elsewhere, and OSError.
         """
-        found = self._found = self._find()
-        self._segments = [path for path, _ in self._store.files(SEGMENTS)]
-        mine = self._mine
+        self._read()
+        found, mine = self._found, self._mine
         # Of the pipeline's name a ledger itself is the judge; in a table it is a part of the place.
         if found.ledger not in self._same and not self._new_ledger:
             raise OperatorError(
@@ -102,6 +105,10 @@ class FolderClaim:
                 advice="Name another folder, or the ledger it had. If the ledger was moved on purpose, start once with "
                 "--new-ledger.",
             )
+
+    def _read(self) -> None:
+        self._found = self._find()
+        self._segments = [path for path, _ in self._store.files(SEGMENTS)]
 
     def _find(self) -> Owner:
         with self._store.alone(PUBLISH_LOCK):
@@ -129,67 +136,81 @@ class FolderClaim:
         ``state``: as this server's registration found it. Raises OperatorError when the two do not belong together,
         and then nothing in the folder was touched; OSError and LedgerError.
         """
-        folder = self._found.folder
-        if state.folder is not None and self._found.ledger_id is None and self._mine.ledger is None:
-            # Somebody has deleted owner.json: the ledger, which lies in the folder, knows it still.
-            folder = state.folder
-        self._require_folder(state, folder)
-        doubt = await asyncio.to_thread(self._doubt, state)
-        if doubt and state.folder is None:
-            # Another server may have come first meanwhile: what is there is this ledger's then.
+        while doubt := await asyncio.to_thread(self._doubt, state):
+            # Another server may be at it too: a doubt stands if the folder says the same before and after the ledger.
+            before = self._found
+            await asyncio.to_thread(self._read)
+            if self._found == before:
+                break
             state = await ledger.peek()
-            doubt = await asyncio.to_thread(self._doubt, state)
-        if doubt and not self._new_ledger:
-            raise OperatorError(
-                doubt, did="The server did not start; nothing in the folder was touched.", advice=_WAYS_OUT
-            )
-        state = await ledger.claim(folder, instead_of=state.ledger_id if doubt else None)
-        self._require_folder(state, folder)
-        noted = replace(self._mine, folder=folder, ledger_id=state.ledger_id, claims=state.claims)
-        if noted.ledger != self._found.ledger and self._found.ledger in self._same:
-            # Until the ledger has the new name, a start under the former one must find the folder as it was.
-            self._renamed, noted = noted, replace(noted, ledger=self._found.ledger)
-        await asyncio.to_thread(self._note, noted)
+        if doubt and (not self._new_ledger or self._elsewhere(state)):
+            raise doubt
+        folder = self._folder(state)
+        claimed = await ledger.claim(folder, instead_of=state.ledger_id if doubt else None)
+        while True:
+            if claimed.folder != folder:
+                raise self._foreign(claimed)
+            noted = replace(self._mine, folder=folder, ledger_id=claimed.ledger_id, claims=claimed.claims)
+            if noted.ledger != self._found.ledger and self._found.ledger in self._same:
+                # Until the ledger has the new name, a start under the former one must find the folder as it was.
+                self._renamed, noted = noted, replace(noted, ledger=self._found.ledger)
+            await asyncio.to_thread(self._note, noted)
+            # A server that has claimed it anew since (and removed this one) may have noted that before.
+            state, claimed = claimed, await ledger.peek()
+            if claimed.ledger_id == state.ledger_id:
+                break
         if doubt:
-            log.warning("ledger.accepted", what=doubt, did="It is the folder's ledger from now on.")
-        return state
+            log.warning("ledger.accepted", what=doubt.what, did="It is the folder's ledger from now on.")
+        return claimed
 
     async def renamed(self) -> None:
         """Note the pipeline's new name in the folder, if it has one: the ledger has it. Raises OSError."""
         if self._renamed is not None:
             await asyncio.to_thread(self._note, self._renamed)
 
-    def _require_folder(self, state: LedgerState, folder: str) -> None:
-        if state.folder not in {None, folder}:
-            raise OperatorError(
-                f"The ledger {_named(self._mine.ledger)} belongs to another output folder than {self._store.uri()}.",
-                did="The server did not start; nothing in the folder was touched.",
-                advice="Servers on one ledger share one folder: name the folder that it has, on storage that every "
-                "host reaches, or give this folder a ledger (or a pipeline name) of its own.",
-            )
+    def _folder(self, state: LedgerState) -> str:
+        """Return the folder's id."""
+        if state.folder is not None and self._found.ledger_id is None and self._mine.ledger is None:
+            # Somebody has deleted owner.json: the ledger, which lies in the folder, knows it still.
+            return state.folder
+        return self._found.folder
 
-    def _doubt(self, state: LedgerState) -> str:
-        """Return why folder and ledger do not belong together; empty when they do. Blocking."""
-        found, out = self._found, self._store.uri()
+    def _elsewhere(self, state: LedgerState) -> int:
+        """Return how many segments a ledger names, if it is another folder's and none of them is in this one."""
+        windows = state.windows.values()
+        named = {each.path for entry in windows for each in (*entry.segments, *entry.pending)}
+        known = state.folder in {None, self._folder(state)}
+        return len(named) if not known and named.isdisjoint(self._segments) else 0
+
+    def _foreign(self, state: LedgerState) -> OperatorError:
+        what = f"The ledger {_named(self._mine.ledger)} belongs to another output folder than {self._store.uri()}"
+        if count := self._elsewhere(state):
+            return _refusal(f"{what}, and names rows that are not here (segments: {count:,}).", _SHARE)
+        way = f" If somebody has deleted {OWNER} here, start once with --new-ledger."
+        return _refusal(f"{what}.", _SHARE + way)
+
+    def _doubt(self, state: LedgerState) -> OperatorError | None:
+        """Return why folder and ledger do not belong together; None when they do. Blocking."""
+        found, out, named = self._found, self._store.uri(), _named(self._mine.ledger)
+        if state.folder not in {None, self._folder(state)}:
+            return self._foreign(state)
         if found.ledger not in self._same:
-            return f"The ledger of {out} is {_named(self._mine.ledger)} now; it was {_named(found.ledger)}."
+            return _refusal(f"The ledger of {out} is {named} now; it was {_named(found.ledger)}.")
         if state.folder is None and (left := self._left()):
-            return (
-                f"The ledger {_named(self._mine.ledger)} is new, and the one that knew what {out} holds is missing "
-                f"({left})."
+            return _refusal(
+                f"The ledger {named} is new, and the one that knew what {out} holds is missing ({left})."
             )
         if found.ledger_id not in {None, state.ledger_id} and state.folder is not None:
-            return f"The ledger {_named(self._mine.ledger)} is not the one that {out} had last."
+            return _refusal(f"The ledger {named} is not the one that {out} had last.")
         # What was listed before the ledger was read was written at a clock that a ledger has at least, ever after.
         clocks = [clock_of(path) for path in self._segments if ledger_of(path) == state.ledger_id]
         if found.ledger_id == state.ledger_id and (
             state.claims < found.claims or max(clocks, default=0) > state.clock
         ):
-            return (
-                f"The ledger {_named(self._mine.ledger)} is older than {out}: it was rolled back, "
-                "to a copy of an earlier day perhaps."
+            return _refusal(
+                f"The ledger {named} is older than {out}: it was rolled back, to a copy of an earlier day perhaps."
             )
-        return ""
+        return None
 
     def _left(self) -> str:
         """Return what a ledger would know of, in words; empty for a folder without any of it."""
@@ -231,6 +252,12 @@ def _read(store: OutputStore) -> Owner | None:
         f"The output folder {store.uri()} belongs to something unknown: {OWNER} in it cannot be read.",
         did="Nothing was touched.",
         advice="Name another folder; or, if it is this pipeline's, delete that file.",
+    )
+
+
+def _refusal(what: str, advice: str = _WAYS_OUT) -> OperatorError:
+    return OperatorError(
+        what, did="The server did not start; nothing in the folder was touched.", advice=advice
     )
 
 

@@ -281,7 +281,7 @@ class DynamoLedger:
 
     async def claim(self, folder: str, *, instead_of: str | None = None) -> LedgerState:
         """Be the ledger of an output folder, unless it is another's; return what it holds then."""
-        await self._member(lambda draft: members.claim(draft, folder, instead_of))
+        await self._member(lambda draft: members.claim(draft, folder, instead_of, self._server_id))
         return self._held()
 
     async def leave(self) -> None:

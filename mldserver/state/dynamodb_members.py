@@ -56,7 +56,8 @@ def require(draft: Draft, server_id: str, life: int) -> None:
     """Raise ServerBuried unless the server still lives this life."""
     if not _lives(draft, server_id, life):
         raise ServerBuried(
-            f"Server {server_id} is not registered any more: another took it for dead, or has its id.",
+            f"Server {server_id} is not registered any more: another took it for dead, has its id,"
+            " or has claimed the ledger anew (--new-ledger).",
             did="Nothing was written.",
             advice="It must start afresh; if it hung for long, look at the machine, or raise the time-out.",
             server=server_id,
@@ -121,11 +122,13 @@ def bury(draft: Draft, seen: Mapping[str, int]) -> frozenset[str]:
     return frozenset(gone)
 
 
-def claim(draft: Draft, folder: str, instead_of: str | None) -> None:
-    """Note whose ledger it is, unless that is known; in place of one that is given up, anew."""
+def claim(draft: Draft, folder: str, instead_of: str | None, claimant: str) -> None:
+    """Note whose ledger it is, unless that is known; in place of one that is given up, anew, with no other server."""
     totals = replace(draft.totals, claims=draft.totals.claims + 1, folder=draft.totals.folder or folder)
     if totals.ledger_id == instead_of:
         totals = replace(totals, ledger_id=new_ledger_id(), folder=folder)
+        for server_id in draft.book.servers.keys() - {claimant}:
+            _remove(draft, server_id)
     draft.totals = totals
 
 

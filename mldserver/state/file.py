@@ -80,7 +80,6 @@ def go_on_from(path: Path, folder: str) -> None:
     try:
         with contextlib.closing(sqlite3.connect(path)) as db, db:
             db.execute("UPDATE meta SET version = version + 1")
-            members.bury(db, dict(db.execute("SELECT server_id, beat_ms FROM servers").fetchall()))
             members.claim(db, folder, db.execute("SELECT ledger_id FROM meta").fetchone()[0])
     except sqlite3.Error as error:
         raise translate(error, path) from error

@@ -322,7 +322,7 @@ class Ledger(LetterBook, ShapeBook, Protocol):
         """Be the ledger of an output folder, unless it is another's; return what it holds then.
 
         ``instead_of``: if that is its ``ledger_id`` still, it gets a new one and the folder: what was written under the
-        old one, and is not named, is not this ledger's any more.
+        old one, and is not named, is not this ledger's any more. All other servers are removed, as if buried.
         """
 
     async def leave(self) -> None:

@@ -48,7 +48,8 @@ def require(db: sqlite3.Connection, server_id: str, life: int) -> None:
     """Raise ServerBuried unless the server still lives this life."""
     if not _lives(db, server_id, life):
         raise ServerBuried(
-            f"Server {server_id} is not registered any more: another took it for dead, or has its id.",
+            f"Server {server_id} is not registered any more: another took it for dead, has its id,"
+            " or has claimed the ledger anew (--new-ledger).",
             did="Nothing was written.",
             advice="It must start afresh; if it hung for long, look at the machine, or raise the time-out.",
             server=server_id,
@@ -109,19 +110,26 @@ def bury(db: sqlite3.Connection, seen: Mapping[str, int]) -> frozenset[str]:
     return frozenset(gone)
 
 
-def claim(db: sqlite3.Connection, folder: str, instead_of: str | None) -> None:
-    """Note whose ledger it is, unless that is known; in place of one that is given up, anew."""
+def claim(db: sqlite3.Connection, folder: str, instead_of: str | None, claimant: str = "") -> None:
+    """Note whose ledger it is, unless that is known; in place of one that is given up, anew, with no other server."""
     db.execute("UPDATE meta SET claims = claims + 1, folder = COALESCE(folder, ?)", (folder,))
-    db.execute(
+    anew = db.execute(
         "UPDATE meta SET ledger_id = ?, folder = ? WHERE ledger_id = ?", (new_ledger_id(), folder, instead_of)
-    )
+    ).rowcount
+    if anew:
+        for row in db.execute("SELECT server_id FROM servers WHERE server_id <> ?", (claimant,)).fetchall():
+            _remove(db, row[0])
 
 
 def leave(db: sqlite3.Connection, server_id: str, life: int) -> None:
     """Take the server's row out, unless it is out already, or another has its id."""
     if _lives(db, server_id, life):
-        db.execute("DELETE FROM servers WHERE server_id = ?", (server_id,))
-        _release(db, server_id)
+        _remove(db, server_id)
+
+
+def _remove(db: sqlite3.Connection, server_id: str) -> None:
+    db.execute("DELETE FROM servers WHERE server_id = ?", (server_id,))
+    _release(db, server_id)
 
 
 def _release(db: sqlite3.Connection, server_id: str) -> None:

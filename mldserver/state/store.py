@@ -178,7 +178,7 @@ class SqliteStore:
     def claim(self, folder: str, *, instead_of: str | None = None) -> LedgerState:
         """Be the ledger of an output folder, unless it is another's; return what it holds then."""
         with self._serving() as db:
-            members.claim(db, folder, instead_of)
+            members.claim(db, folder, instead_of, self.server_id)
             return self._state(db)
 
     def leave(self) -> None:

@@ -12,16 +12,18 @@ from coordinator.pipeline import Pipeline, named
 from mldserver.assembly import claim_of
 from mldserver.config import resolve
 from mldserver.coordinator.claim import FolderClaim
-from mldserver.coordinator.layout import LEDGER, OWNER, PRIVATE, QUARANTINE, segment_path
+from mldserver.coordinator.layout import LEDGER, OWNER, PRIVATE, QUARANTINE, segment_path, writer_tag
 from mldserver.coordinator.store import OutputStore
 from mldserver.coordinator.windows import tumbling_id
-from mldserver.errors import OperatorError
-from mldserver.state.ledger import SegmentKind
+from mldserver.errors import OperatorError, ServerBuried
+from mldserver.state.ledger import Flush, Segment, SegmentKind, ServerState
 from mldserver.state.sqlite import SqliteLedger
 from mldserver.testing import VirtualClock
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
+
+    from mldserver.state.ledger import LedgerState
 
 FIRST, SECOND = tumbling_id(0), tumbling_id(10_000)
 
@@ -33,29 +35,42 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> OutputStore:
     return made
 
 
-@pytest.fixture
-async def start(tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
-    """A start's first steps, on a ledger outside the folder."""
-    ledgers: list[SqliteLedger] = []
+class Starts:
+    """Starts' first steps, each on a ledger outside the folder."""
 
-    async def begin(
-        store: OutputStore, ledger: str = "ledger", place: str | None = "x", *, new_ledger: bool = False
-    ) -> Any:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ledgers: list[SqliteLedger] = []
+
+    def prepare(
+        self, store: OutputStore, ledger: str = "ledger", place: str | None = "x", *, new_ledger: bool = False
+    ) -> tuple[FolderClaim, SqliteLedger]:
+        """Read what the folder says, and open no ledger yet."""
         claim = FolderClaim(store, pipeline="a", ledger=place, new_ledger=new_ledger)
         claim.look()
-        opened = SqliteLedger(
-            tmp_path / ledger, pipeline="a", server_id=f"s{len(ledgers)}", clock=VirtualClock(0)
+        server_id = f"s{len(self.ledgers)}"
+        self.ledgers.append(
+            SqliteLedger(self.folder / ledger, pipeline="a", server_id=server_id, clock=VirtualClock(0))
         )
-        ledgers.append(opened)
-        return await claim.settle(await opened.open(), opened)
+        return claim, self.ledgers[-1]
 
-    yield begin
-    for each in ledgers:
+    async def __call__(
+        self, store: OutputStore, *where: str | None, new_ledger: bool = False, **place: Any
+    ) -> LedgerState:
+        claim, ledger = self.prepare(store, *where, new_ledger=new_ledger, **place)
+        return await claim.settle(await ledger.open(), ledger)
+
+
+@pytest.fixture
+async def start(tmp_path: Path) -> AsyncIterator[Starts]:
+    starts = Starts(tmp_path)
+    yield starts
+    for each in starts.ledgers:
         await each.close()
 
 
 async def test_folder_and_ledger_know_each_other_from_the_first_start_on(
-    store: OutputStore, start: Any
+    store: OutputStore, start: Starts
 ) -> None:
     state = await start(store)
     told = json.loads(store.get(OWNER))
@@ -73,7 +88,7 @@ async def test_folder_and_ledger_know_each_other_from_the_first_start_on(
 
 
 async def test_another_place_of_the_ledger_is_refused_before_it_is_opened(
-    store: OutputStore, start: Any, tmp_path: Path
+    store: OutputStore, start: Starts, tmp_path: Path
 ) -> None:
     await start(store)
     for place in ("y", None):
@@ -82,14 +97,67 @@ async def test_another_place_of_the_ledger_is_refused_before_it_is_opened(
     assert not (tmp_path / "other").exists()
 
 
-async def test_a_ledger_that_was_moved_on_purpose_is_taken(store: OutputStore, start: Any) -> None:
+async def test_a_ledger_that_was_moved_on_purpose_is_taken(store: OutputStore, start: Starts) -> None:
     before = await start(store)
     moved = await start(store, place="y", new_ledger=True)
     assert moved.ledger_id != before.ledger_id, "another copy of it is not the folder's any more"
     assert (await start(store, place="y")).ledger_id == moved.ledger_id
 
 
-async def test_a_file_that_a_crash_cut_off_is_written_again(store: OutputStore, start: Any) -> None:
+async def two_on_a_new_ledger(store: OutputStore, start: Starts) -> list[tuple[FolderClaim, SqliteLedger]]:
+    """The ledger of a folder with a window in it is lost, and two servers start at once with --new-ledger."""
+    await start(store)
+    store.put(f"window={FIRST}/part.parquet", b"x")
+    return [start.prepare(store, "new", new_ledger=True) for _ in range(2)]
+
+
+async def test_of_two_starts_that_take_a_new_ledger_the_second_finds_the_folder_as_the_first_left_it(
+    store: OutputStore, start: Starts
+) -> None:
+    (claim, ledger), (other_claim, other) = await two_on_a_new_ledger(store, start)
+    first = await claim.settle(await ledger.open(), ledger)
+    second = await other_claim.settle(await other.open(), other)
+    assert second.ledger_id == first.ledger_id
+    assert sorted((await ledger.sync(ServerState("s1", 1))).servers) == ["s1", "s2"]
+
+
+async def test_of_two_starts_that_take_a_new_ledger_at_once_one_stops_with_a_sentence(
+    store: OutputStore, start: Starts
+) -> None:
+    (claim, ledger), (other_claim, other) = await two_on_a_new_ledger(store, start)
+    found, other_found = await ledger.open(), await other.open()
+    first = await claim.settle(found, ledger)
+    with pytest.raises(ServerBuried, match="claimed the ledger anew"):
+        await other_claim.settle(other_found, other)
+    assert (await ledger.peek()).ledger_id == first.ledger_id == json.loads(store.get(OWNER))["ledger_id"]
+
+
+async def test_a_start_that_is_overtaken_before_it_could_note_its_ledger_leaves_the_folder_right(
+    store: OutputStore, start: Starts
+) -> None:
+    (claim, ledger), (other_claim, other) = await two_on_a_new_ledger(store, start)
+
+    class Overtaken:
+        """Another start comes between a claim and what is noted of it."""
+
+        peek = ledger.peek
+        server_id = ledger.server_id
+
+        async def claim(self, folder: str, *, instead_of: str | None = None) -> LedgerState:
+            claimed = await ledger.claim(folder, instead_of=instead_of)
+            await other_claim.settle(await other.open(), other)
+            return claimed
+
+    await claim.settle(await ledger.open(), Overtaken())  # type: ignore[arg-type]  # all that a claim calls
+    now = await other.peek()
+    assert list(now.servers) == ["s2"]
+    assert json.loads(store.get(OWNER))["ledger_id"] == now.ledger_id
+    with pytest.raises(ServerBuried):
+        await ledger.sync(ServerState("s1", 1))
+    assert (await start(store, "new")).ledger_id == now.ledger_id
+
+
+async def test_a_file_that_a_crash_cut_off_is_written_again(store: OutputStore, start: Starts) -> None:
     store.put(OWNER, b"")
     await start(store)
     assert json.loads(store.get(OWNER))["pipeline"] == "a"
@@ -128,7 +196,7 @@ def test_a_ledger_is_named_as_every_server_names_it(
     ],
 )
 async def test_a_new_ledger_beside_what_an_earlier_one_left_is_refused_with_the_ways_out(
-    store: OutputStore, start: Any, left: str, words: str
+    store: OutputStore, start: Starts, left: str, words: str
 ) -> None:
     store.put(left, b"x")
     with pytest.raises(OperatorError) as told:
@@ -145,14 +213,14 @@ async def test_a_new_ledger_beside_what_an_earlier_one_left_is_refused_with_the_
 
 
 async def test_a_new_ledger_in_a_folder_where_nothing_is_left_is_no_loss(
-    store: OutputStore, start: Any
+    store: OutputStore, start: Starts
 ) -> None:
     await start(store)
     assert (await start(store, "new")).folder == json.loads(store.get(OWNER))["folder"]
 
 
 async def test_what_a_server_wrote_that_came_first_meanwhile_is_this_ledgers(
-    store: OutputStore, start: Any, tmp_path: Path
+    store: OutputStore, start: Starts, tmp_path: Path
 ) -> None:
     claim = FolderClaim(store, pipeline="a", ledger="x")
     claim.look()
@@ -165,7 +233,7 @@ async def test_what_a_server_wrote_that_came_first_meanwhile_is_this_ledgers(
     assert (settled.ledger_id, settled.folder) == (quick.ledger_id, quick.folder)
 
 
-async def test_an_exchanged_ledger_is_refused(store: OutputStore, start: Any) -> None:
+async def test_an_exchanged_ledger_is_refused(store: OutputStore, start: Starts) -> None:
     await start(store)
     owner = json.loads(store.get(OWNER))
     store.put(OWNER, json.dumps(owner | {"ledger_id": "0" * 8}).encode())
@@ -173,7 +241,7 @@ async def test_an_exchanged_ledger_is_refused(store: OutputStore, start: Any) ->
         await start(store)
 
 
-async def test_a_ledger_that_was_rolled_back_is_refused(store: OutputStore, start: Any) -> None:
+async def test_a_ledger_that_was_rolled_back_is_refused(store: OutputStore, start: Starts) -> None:
     for _ in range(2):
         await start(store)
     owner = json.loads(store.get(OWNER))
@@ -184,21 +252,65 @@ async def test_a_ledger_that_was_rolled_back_is_refused(store: OutputStore, star
     assert accepted.ledger_id != owner["ledger_id"], "what the lost days wrote is not this ledger's"
 
 
+def segment_of(state: LedgerState) -> Segment:
+    path = segment_path(
+        FIRST, 1, "u", kind=SegmentKind.WINDOW, tag=writer_tag(state.ledger_id, "s0"), shape="0" * 12
+    )
+    return Segment(path, FIRST, 1, 1, 0, 10_000)
+
+
 async def test_two_folders_on_one_ledger_are_refused_whatever_the_operator_says(
-    start: Any, tmp_path: Path
+    start: Starts, tmp_path: Path
 ) -> None:
     """Two hosts, each with a local folder."""
     folders = [OutputStore(str(tmp_path / name)) for name in ("here", "there")]
     for each in folders:
         each.begin(PRIVATE)
+    state = await start(folders[0])
+    await start.ledgers[0].register(Flush((), (segment_of(state),)))
+    with pytest.raises(OperatorError, match=r"belongs to another output folder than .*/there"):
+        await start(folders[1])
+    with pytest.raises(OperatorError, match=r"there, and names rows that are not here \(segments: 1\)"):
+        await start(folders[1], new_ledger=True)
     await start(folders[0])
-    for new_ledger in (False, True):
-        with pytest.raises(OperatorError, match=r"belongs to another output folder than .*/there"):
-            await start(folders[1], new_ledger=new_ledger)
-    await start(folders[0])
+    await start.ledgers[0].sync(ServerState("s0", 1))
 
 
-async def test_a_folder_that_moves_takes_its_ledger_along(start: Any, tmp_path: Path) -> None:
+async def test_of_two_folders_that_claim_one_ledger_at_once_one_is_refused(
+    start: Starts, tmp_path: Path
+) -> None:
+    folders = [OutputStore(str(tmp_path / name)) for name in ("here", "there")]
+    for each in folders:
+        each.begin(PRIVATE)
+    (claim, ledger), (other_claim, other) = (start.prepare(each) for each in folders)
+    found, other_found = await ledger.open(), await other.open()
+    await claim.settle(found, ledger)
+    with pytest.raises(OperatorError, match=r"belongs to another output folder than .*/there"):
+        await other_claim.settle(other_found, other)
+
+
+async def test_a_folder_that_has_lost_its_word_beside_a_ledger_elsewhere_is_given_it_again(
+    start: Starts, tmp_path: Path
+) -> None:
+    store = OutputStore(str(tmp_path / "out"))
+    store.begin(PRIVATE)
+    before = await start(store)
+    segment = segment_of(before)
+    store.put(segment.path, b"x")
+    await start.ledgers[0].register(Flush((), (segment,)))
+    (tmp_path / "out" / OWNER).unlink()
+    with pytest.raises(OperatorError, match="belongs to another output folder") as told:
+        await start(store)
+    assert (
+        "If somebody has deleted _mldserver/owner.json here, start once with --new-ledger"
+        in told.value.advice
+    )
+    healed = await start(store, new_ledger=True)
+    assert list(healed.windows) == [FIRST]
+    assert (await start(store)).folder == healed.folder != before.folder
+
+
+async def test_a_folder_that_moves_takes_its_ledger_along(start: Starts, tmp_path: Path) -> None:
     folder = OutputStore(str(tmp_path / "here"))
     folder.begin(PRIVATE)
     before = await start(folder)

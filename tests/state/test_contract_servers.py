@@ -76,12 +76,27 @@ async def test_a_ledger_keeps_its_identity_and_the_folder_that_claimed_it_first(
 async def test_a_ledger_that_goes_on_from_an_older_state_gets_another_identity_once(
     ledger_factory: Factory,
 ) -> None:
-    async with two(ledger_factory) as (one, other):
+    async with opened(ledger_factory, "one") as (one, _):
         old = (await one.claim("folder")).ledger_id
         anew = await one.claim("restored", instead_of=old)
         assert (anew.ledger_id != old, anew.folder) == (True, "restored")
-        late_comer = await other.claim("restored", instead_of=old)
-        assert (late_comer.ledger_id, late_comer.folder) == (anew.ledger_id, "restored")
+        async with opened(ledger_factory, "two") as (other, _):
+            late_comer = await other.claim("restored", instead_of=old)
+            assert (late_comer.ledger_id, late_comer.folder) == (anew.ledger_id, "restored")
+            await one.sync(ServerState("one", 2_000))
+
+
+async def test_another_identity_ends_all_other_servers_and_frees_what_they_held(
+    ledger_factory: Factory,
+) -> None:
+    async with two(ledger_factory) as (one, other):
+        await other.open_shard("a")
+        old = (await other.claim("folder")).ledger_id
+        anew = await one.claim("folder", instead_of=old)
+        assert (list(anew.servers), anew.shards["a"].owner) == (["one"], None)
+        with pytest.raises(ServerBuried, match=r"or has claimed the ledger anew \(--new-ledger\)"):
+            await other.claim("folder", instead_of=anew.ledger_id)
+        assert (await one.peek()).ledger_id == anew.ledger_id
 
 
 async def test_only_a_server_claims_a_folder(ledger_factory: Factory) -> None:
