@@ -34,6 +34,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "faults": (),
     # Files that outlive a power cut.
     "disk": (),
+    # Which commit this is: the build runs them before anything of ours can be imported.
+    "version": (),
+    "build_hooks": (),
     "protocol.messages": ("records",),
     "runtime.base": ("records", "protocol.messages"),
     "sources.base": ("records", "runtime.base"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from cyclopts import App, CycloptsError
@@ -72,9 +74,12 @@ _COMMANDS: Final = {
 
 
 def _version() -> str:
-    from mldserver import __version__  # noqa: PLC0415  # only --version asks
+    import mldserver  # noqa: PLC0415  # only --version asks
+    from mldserver.version import commit_of  # noqa: PLC0415  # see above
 
-    return f"mldserver {__version__}"
+    commit = commit_of(Path(mldserver.__file__).parent)
+    python = f"Python {platform.python_version()}"
+    return f"mldserver {mldserver.__version__} ({f'commit {commit}, ' if commit else ''}{python})"
 
 
 def command_line(arguments: Sequence[str]) -> App:

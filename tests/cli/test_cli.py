@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import platform
 import subprocess
 import sys
 import types
@@ -68,7 +69,9 @@ def test_the_help_names_every_command_and_imports_none() -> None:
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["--version"]) == 0
-    assert capsys.readouterr().out == f"mldserver {mldserver.__version__}\n"
+    told = capsys.readouterr().out
+    assert told.startswith(f"mldserver {mldserver.__version__} (")
+    assert told.endswith(f"Python {platform.python_version()})\n")
 
 
 def test_an_unknown_option_is_told_with_a_close_match(capsys: pytest.CaptureFixture[str]) -> None:
