@@ -96,7 +96,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "config": ("errors", "faults", "remote", "coordinator.windows", "runtime.failure"),
     "observe": ("errors", "config"),
-    "kcl": ("errors", "clock", "config", "spark.java", ""),
+    "kcl": ("errors", "clock", "config", "aws", "spark.java", ""),
     "assembly": ("*",),
     "readiness": ("*",),
     "server": ("*",),

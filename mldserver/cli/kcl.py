@@ -32,7 +32,7 @@ from mldserver.kcl.properties import (
     start_of,
 )
 from mldserver.kcl.restart import Backoff
-from mldserver.kcl.supervisor import Supervisor, answers
+from mldserver.kcl.supervisor import Supervisor, answers, step_down
 from mldserver.observe.logging import logging_to, reopen
 
 if TYPE_CHECKING:
@@ -189,6 +189,7 @@ async def _run(
         chance=random.SystemRandom().random,
         server=settings.listen,
         answers=partial(answers, settings.listen),
+        step_down=partial(step_down, properties),
         told={
             "java": java.version,
             "retrieval": wanted.retrieval,

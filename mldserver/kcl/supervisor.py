@@ -3,7 +3,8 @@
 The daemon's JVM exits whenever one of its connections fails, and never tries again by itself: restarting it is the
 normal way back after a server was restarted. It would wait for its grace first, for children that are gone, so it is
 not left the time. Nor is it started before the server answers: it would take leases, fail, and keep them from other
-hosts until they expire, again and again.
+hosts until they expire, again and again. Whoever leads the application gives expired leases away; a leader that was
+killed is followed by another only after two minutes, so while its server stays away the lead is given up for it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from asyncio import subprocess
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
+from botocore.exceptions import BotoCoreError, ClientError
 
+from mldserver.aws import aws_client
 from mldserver.config import UnixAddress
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.kcl.digest import Digest, verbatim
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
     from mldserver.kcl.logs import LogEvent
     from mldserver.kcl.restart import Backoff
 
-__all__ = ["EXIT_CLEAN", "EXIT_FAULT", "EXIT_FORCED", "Supervisor", "answers"]
+__all__ = ["EXIT_CLEAN", "EXIT_FAULT", "EXIT_FORCED", "Supervisor", "answers", "step_down"]
 
 log = structlog.get_logger("mldserver")
 
@@ -44,8 +47,13 @@ JOIN_SECONDS: Final = 0.2
 LAST_SECONDS: Final = 3.0
 """How long a JVM that ends itself may take where the server still answers: other shards have connections, and may
 checkpoint. An answer takes milliseconds."""
-ASK_SECONDS: Final = 1.0
-"""Between two looks for a server that does not answer, and at most for one."""
+ASK_SECONDS: Final = 0.25
+"""Between two looks for a server that does not answer."""
+ANSWER_SECONDS: Final = 1.0
+"""One look takes no longer."""
+LEAD_SECONDS: Final = 10.0
+"""When its server stays away for so long, the host gives up the lead: by then the others could take its leases, which
+have expired, and a server that restarts is mostly back. To give it up takes no longer."""
 TELL_SECONDS: Final = 60.0
 COUNTS_SECONDS: Final = 10.0
 """Between two looks for counts of repeated lines that are due."""
@@ -69,12 +77,13 @@ class Supervisor:
         chance: Callable[[], float],
         server: Address,
         answers: Callable[[], Awaitable[bool]],
+        step_down: Callable[[], Awaitable[None]],
         told: Mapping[str, Any],
     ) -> None:
         """``command`` gives the daemon's command line, ``grace`` (seconds) is what its end may take after SIGTERM.
 
-        ``chance`` gives numbers from 0 to 1; ``answers`` says whether the ``server`` can be connected to now; ``told`` are
-        the fields of the event ``kcl.starting``.
+        ``chance`` gives numbers from 0 to 1; ``answers`` says whether the ``server`` can be connected to now;
+        ``step_down`` gives up the lead of a daemon that is gone; ``told`` are the fields of the event ``kcl.starting``.
         """
         self._command = command
         self._environment = environment
@@ -84,6 +93,7 @@ class Supervisor:
         self._chance = chance
         self._server = server
         self._answers = answers
+        self._step_down = step_down
         self._told = told
         self._digest = Digest()
         self._stopping = asyncio.Event()
@@ -145,8 +155,8 @@ class Supervisor:
 
     async def _server_is_there(self) -> bool:
         """Return True once the server answers, False when told to stop first."""
-        began = self._clock.steady_ms()
-        tell_at = began
+        began = tell_at = self._clock.steady_ms()
+        leads = self._starts > 0
         while not self._stopping.is_set():
             if await self._answers():
                 return True
@@ -154,6 +164,9 @@ class Supervisor:
             if now >= tell_at:
                 tell_at = now + round(TELL_SECONDS * 1000)
                 log.warning("kcl.waiting", address=str(self._server), seconds=(now - began) / 1000)
+            if leads and now - began >= LEAD_SECONDS * 1000:
+                leads = False
+                await _first(self._stopping.wait(), self._step_down())
             await _first(self._stopping.wait(), self._clock.sleep(ASK_SECONDS))
         return False
 
@@ -254,7 +267,7 @@ class Supervisor:
 async def answers(server: Address) -> bool:
     """Whether the server takes connections now."""
     with contextlib.suppress(OSError):
-        async with asyncio.timeout(ASK_SECONDS):
+        async with asyncio.timeout(ANSWER_SECONDS):
             if isinstance(server, UnixAddress):
                 _, writer = await asyncio.open_unix_connection(server.path)
             else:
@@ -262,6 +275,37 @@ async def answers(server: Address) -> bool:
             writer.close()
             return True
     return False
+
+
+async def step_down(properties: Mapping[str, str]) -> None:
+    """Release the lock by which the daemon led its application, if it did; a fault is logged."""
+    table = properties.get("coordinatorStateTableName", f"{properties['applicationName']}-CoordinatorState")
+    where: dict[str, Any] = {
+        "region": properties.get("dynamoDBRegionName", properties["regionName"]),
+        "endpoint_url": properties.get("dynamoDBEndpoint"),
+        "retries": {"total_max_attempts": 2},
+    }
+    try:
+        async with asyncio.timeout(LEAD_SECONDS), aws_client("dynamodb", **where) as client:
+            # Another leads, or nobody yet.
+            nothing = (
+                client.exceptions.ConditionalCheckFailedException,
+                client.exceptions.ResourceNotFoundException,
+            )
+            with contextlib.suppress(*nothing):
+                await client.delete_item(
+                    TableName=table,
+                    Key={"key": {"S": "Leader"}},
+                    ConditionExpression="ownerName = :worker",
+                    ExpressionAttributeValues={":worker": {"S": properties["workerIdentifier"]}},
+                )
+    except (BotoCoreError, ClientError, OSError) as error:
+        log.warning(
+            "kcl.fault",
+            what=f"The lead of the application could not be given up: {error}.",
+            did="Other hosts take over this one's shards two minutes later than they could.",
+            advice=f"Allow the credentials of mldserver kcl dynamodb:DeleteItem on the table {table}.",
+        )
 
 
 @contextlib.asynccontextmanager
@@ -282,7 +326,7 @@ async def _output_pipe() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
 
 
 async def _first(*waits: Awaitable[Any]) -> None:
-    """Return when one of the waits is over; the others are cancelled."""
+    """Return when one of the waits is over; the others are cancelled. Raises what one of them raises."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -290,6 +334,9 @@ async def _first(*waits: Awaitable[Any]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+    for task in tasks:
+        if not task.cancelled():
+            task.result()
 
 
 def _kill_group(group: int) -> None:

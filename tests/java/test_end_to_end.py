@@ -226,6 +226,37 @@ async def test_a_daemon_whose_server_is_gone_is_ended_at_once_and_waits_for_it_w
     }
 
 
+@pytest.mark.long
+async def test_a_host_whose_server_is_dead_leaves_its_shards_to_another_before_its_lead_expires(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "no_rows.py").write_text("def process_record(record):\n    pass\n")
+    everything = orders(0, 200)
+    one = Stack(tmp_path, "no_rows")
+    async with one.running(shards=4):
+        two = one.beside("two")
+        one.start_server()
+        two.start_server()
+        # The first leads; whoever leads gives expired leases away.
+        one.start_daemon(workerIdentifier="one")
+        await one.put(everything[:100])
+        await one.until_owned("one")
+        await one.until_durable()
+        two.start_daemon(workerIdentifier="two")
+        await two.until("it works", lambda: any("worker loop" in str(event) for event in two.daemon_events()))
+        await one.end(one.server, signal.SIGKILL)
+        one.server = None
+        await two.put(everything[100:])
+        # The lock of a leader expires after two minutes.
+        await two.until_owned("two", limit=90)
+        await two.until_durable()
+        assert one.jvms() == []
+        assert await one.end(one.daemon) == 0
+        assert await two.end(two.daemon) == 0
+        assert await two.end(two.server) == 0
+    assert [event for event in one.daemon_events() if "lead of the application" in str(event)] == []
+
+
 async def test_by_fan_out_records_are_pushed_and_arrive_once(stack: Stack) -> None:
     everything = orders(0, 200)
     async with stack.running(shards=2):

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mldserver.aws import aws_client
 from mldserver.config import TcpAddress, UnixAddress
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.kcl.logs import ENDS_ITSELF
 from mldserver.kcl.restart import Backoff
-from mldserver.kcl.supervisor import COUNTS_SECONDS, Supervisor, answers
+from mldserver.kcl.supervisor import COUNTS_SECONDS, Supervisor, answers, step_down
 from mldserver.testing import VirtualClock
+from tests.state.dynamodb_emulator import Emulator
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,6 +50,20 @@ async def always() -> bool:
     return True
 
 
+async def nothing() -> None:
+    pass
+
+
+class Server:
+    """Whether a server answers: each look takes the next of these, and the last for ever."""
+
+    def __init__(self, *there: bool) -> None:
+        self.there = list(there)
+
+    async def __call__(self) -> bool:
+        return self.there.pop(0) if len(self.there) > 1 else self.there[0]
+
+
 def supervisor(script: str, clock: Any, **changed: Any) -> Supervisor:
     told = {
         "environment": {"PATH": os.environ["PATH"]},
@@ -56,6 +72,7 @@ def supervisor(script: str, clock: Any, **changed: Any) -> Supervisor:
         "chance": lambda: 1.0,
         "server": TcpAddress("127.0.0.1", 7070),
         "answers": always,
+        "step_down": nothing,
         "told": {"java": "17"},
         **changed,
     }
@@ -206,16 +223,6 @@ async def test_a_process_that_cannot_be_had_now_may_be_had_later(monkeypatch: py
     assert "sh cannot be started: Cannot allocate memory" in str(error)
 
 
-class Server:
-    """Whether a server answers: each look takes the next of these, and the last for ever."""
-
-    def __init__(self, *there: bool) -> None:
-        self.there = list(there)
-
-    async def __call__(self) -> bool:
-        return self.there.pop(0) if len(self.there) > 1 else self.there[0]
-
-
 async def test_nothing_is_started_before_the_server_answers_and_that_is_told_every_minute(
     logged: Logged,
 ) -> None:
@@ -296,6 +303,78 @@ async def test_a_fault_that_comes_again_in_the_next_daemon_is_counted(logged: Lo
     await watched.run()
     shown = [event for event in events(logged, "kcl.log") if event["level"] == "error"]
     assert [event.get("repeated") for event in shown] == [None, 2]
+
+
+async def test_the_lead_is_given_up_once_a_server_stays_away_from_a_daemon_that_ran(logged: Logged) -> None:
+    clock, answering = VirtualClock(), Server(False)
+    led: list[int] = []
+
+    async def step_down() -> None:
+        led.append(clock.steady_ms())
+
+    watched = supervisor("exit 1", clock, answers=answering, step_down=step_down)
+
+    async def exited(times: int) -> None:
+        answering.there = [True]
+        await clock.advance(1)
+        while len(events(logged, "kcl.exited")) < times:  # noqa: ASYNC110  # the log is a list
+            await asyncio.sleep(0)
+        answering.there = [False]
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(watched.run())
+        await clock.advance(60)
+        await exited(1)
+        await clock.advance(9)
+        await exited(2)
+        assert led == []
+        before = clock.steady_ms()
+        await clock.advance(600)
+        assert len(led) == 1
+        # The wait until the next start comes first.
+        assert 10_000 <= led[0] - before <= 13_000
+        watched.stop()
+
+
+LEAD = {"applicationName": "app", "regionName": "eu-central-1", "workerIdentifier": "me"}
+
+
+@pytest.fixture
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "emulated")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "emulated")
+
+
+@pytest.mark.usefixtures("credentials")
+async def test_only_a_lock_of_the_daemons_own_is_released(logged: Logged) -> None:
+    table, key = "app-CoordinatorState", {"key": {"S": "Leader"}}
+    emulator = Emulator()
+    with emulator.running():
+        properties = LEAD | {"dynamoDBEndpoint": emulator.url}
+        await step_down(properties)  # before there is a table
+        async with aws_client("dynamodb", region="eu-central-1", endpoint_url=emulator.url) as dynamodb:
+            await dynamodb.create_table(
+                TableName=table,
+                KeySchema=[{"AttributeName": "key", "KeyType": "HASH"}],
+                AttributeDefinitions=[{"AttributeName": "key", "AttributeType": "S"}],
+                BillingMode="PAY_PER_REQUEST",
+            )
+            await step_down(properties)  # while nobody leads
+            left = []
+            for owner in ("another", "me"):
+                await dynamodb.put_item(TableName=table, Item=key | {"ownerName": {"S": owner}})
+                await step_down(properties)
+                left.append("Item" in await dynamodb.get_item(TableName=table, Key=key))
+    assert left == [True, False]
+    assert logged == []
+
+
+@pytest.mark.usefixtures("credentials")
+async def test_a_lead_that_cannot_be_given_up_is_told_with_the_permission_it_takes(logged: Logged) -> None:
+    await step_down(LEAD | {"dynamoDBEndpoint": "http://127.0.0.1:1", "coordinatorStateTableName": "leads"})
+    (fault,) = events(logged, "kcl.fault")
+    assert "could not be given up" in fault["what"]
+    assert "dynamodb:DeleteItem on the table leads" in fault["advice"]
 
 
 async def test_what_is_counted_is_told_though_the_log_is_quiet(logged: Logged, fifo: Path) -> None:

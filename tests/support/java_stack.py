@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import os
 import signal
@@ -69,10 +70,12 @@ class Samples:
 
 
 class Stack:
-    """One emulator, one server at a time, one ``mldserver kcl`` at a time."""
+    """One emulator, and a host: one server at a time, one ``mldserver kcl`` at a time. ``beside`` gives another host."""
 
     def __init__(self, folder: Path, handler: str) -> None:
         self.folder = folder
+        self.host = ""
+        self._hosts = [self]
         self.out = folder / "out"
         self.handler = handler
         self.samples = Samples()
@@ -87,6 +90,14 @@ class Stack:
         self.dynamodb: Any = None
 
     # Parts.
+
+    def beside(self, host: str) -> Stack:
+        """Return another host of the same pipeline, with a server and a daemon of its own."""
+        other = copy.copy(self)
+        other.host, other.address = host, f"127.0.0.1:{_free_port()}"
+        other.server = other.daemon = None
+        self._hosts.append(other)
+        return other
 
     @contextlib.asynccontextmanager
     async def running(self, shards: int) -> AsyncIterator[Stack]:
@@ -105,7 +116,8 @@ class Stack:
                     yield self
                     sampler.cancel()
         finally:
-            for process in (self.daemon, self.server, self._emulator):
+            ours = [process for host in self._hosts for process in (host.daemon, host.server)]
+            for process in (*ours, self._emulator):
                 if process is not None:
                     process.kill()
                     process.wait()
@@ -145,7 +157,7 @@ class Stack:
         self, name: str, arguments: list[str], pass_fds: tuple[int, ...] = ()
     ) -> subprocess.Popen[bytes]:
         environment = {**os.environ, **CREDENTIALS, "PYTHONPATH": str(self.folder)}
-        with (self.folder / f"{name}.log").open("ab") as log:
+        with self._log(name).open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, *arguments],
                 cwd=self.folder,
@@ -155,6 +167,9 @@ class Stack:
                 stdin=subprocess.DEVNULL,
                 pass_fds=pass_fds,
             )
+
+    def _log(self, name: str) -> Path:
+        return self.folder / f"{name}{self.host}.log"
 
     async def end(self, process: subprocess.Popen[bytes] | None, number: int = signal.SIGTERM) -> int:
         """Send a signal and return the exit code."""
@@ -178,7 +193,7 @@ class Stack:
 
     def daemon_events(self) -> list[dict[str, Any]]:
         """Return what ``mldserver kcl`` has logged."""
-        return [json.loads(line) for line in (self.folder / "daemon.log").read_text().splitlines()]
+        return [json.loads(line) for line in self._log("daemon").read_text().splitlines()]
 
     # Input.
 
@@ -202,15 +217,13 @@ class Stack:
 
     # What is durable.
 
-    async def leases(self) -> dict[str, str]:
-        """Return the lease table's checkpoint of each shard; empty while there is no table."""
+    async def leases(self, of: str = "checkpoint") -> dict[str, str]:
+        """Return the lease table's checkpoint, or owner, of each shard; empty while there is no table."""
         try:
             found = await self.dynamodb.scan(TableName=APP, ConsistentRead=True)
         except self.dynamodb.exceptions.ResourceNotFoundException:
             return {}
-        return {
-            item["leaseKey"]["S"]: item["checkpoint"]["S"] for item in found["Items"] if "checkpoint" in item
-        }
+        return {item["leaseKey"]["S"]: item[of]["S"] for item in found["Items"] if of in item}
 
     def positions(self) -> dict[str, tuple[int, bool]]:
         """Return the ledger's position of each shard (0: none) and whether the shard has ended."""
@@ -279,6 +292,12 @@ class Stack:
 
         await self.until(f"positions {wanted}", reached, limit=limit)
 
+    async def until_owned(self, owner: str, *, limit: float = 150) -> None:
+        """Wait until a worker has the leases of all shards."""
+        async with asyncio.timeout(limit):
+            while set((await self.leases("leaseOwner")).values()) != {owner}:  # noqa: ASYNC110  # a table
+                await asyncio.sleep(0.1)
+
     async def until_checkpointed(self, wanted: dict[str, str], *, limit: float = 90) -> None:
         """Wait until the lease table has these checkpoints."""
         async with asyncio.timeout(limit):
@@ -287,7 +306,7 @@ class Stack:
 
     def tails(self) -> str:
         """Return the ends of the logs."""
-        logs = (self.folder / f"{name}.log" for name in ("server", "daemon", "emulator"))
+        logs = (host._log(name) for host in self._hosts for name in ("server", "daemon", "emulator"))
         return "\n".join(f"== {log.name}\n{log.read_text()[-6000:]}" for log in logs if log.exists())
 
 
