@@ -321,11 +321,10 @@ class Server:
     async def _publish_all(self, parts: Parts) -> None:
         """Wait until nobody takes rows in any more, cut every open window, and return when all are published."""
         coordinator, runner = parts.coordinator, parts.runner
-        coordinator.cuts = "none"
         while coordinator.status().servers > 1:
             await self._clock.sleep(self.settings.flush_interval)
             await coordinator.flush("drain")
-        coordinator.cuts = "all"
+        coordinator.cuts_all = True
         while True:
             await coordinator.flush("drain")
             if runner is not None and runner.waiting:

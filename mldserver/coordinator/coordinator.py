@@ -16,7 +16,7 @@ cycle did without hearing of it (the ledger's answer was lost) is seen by the sy
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -156,7 +156,7 @@ class Coordinator:
         self._rows_accepted = 0
         self._ask_stream = ask_stream
         self.draining = asyncio.Event()  # set once the ledger asks all servers to drain
-        self.cuts: Literal["due", "all", "none"] = "due"  # which open windows a cycle cuts
+        self.cuts_all = False  # whether cycles cut every open window, due or not
 
     async def start(self) -> None:
         """Open the ledger, finish what dead servers left, and learn the shards it knew.
@@ -258,9 +258,9 @@ class Coordinator:
         return self.watermark.reopened >= result.lost_shards
 
     async def _cut(self, view: View) -> None:
-        if self._runner is not None and self.cuts != "none":
-            close_all = view.over or view.quiet or self.cuts == "all"
-            gather = view.quiet and self.cuts == "due"
+        if self._runner is not None:
+            close_all = view.over or view.quiet or self.cuts_all
+            gather = view.quiet and not self.cuts_all
             entries = await self._flusher.cut(view.watermark_ms, close_all=close_all, gather=gather)
             self._runner.submit(entries)
             self._holding.computing |= bool(entries)
