@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
@@ -92,23 +93,23 @@ def test_settings_that_a_page_names_are_there(page: Path) -> None:
     assert named - set(specs()) - in_handlers - _DAEMONS_OWN == set()
 
 
-def test_every_option_that_a_page_names_is_a_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    named = {
-        (page.name, option)
-        for page in PAGES
-        for code in codes(page)
-        for option in re.findall(r"(?<!\S)--[a-z][a-z-]+", code)
-    }
-    commands = (
-        *(["serve"], ["check"], ["sim"], ["kcl"], ["ledger", "show"], ["logs"], ["windows", "list"]),
-        *(["dead-letters", "list"], ["dead-letters", "redrive"]),
-    )
-    for command in commands:
-        run([*command, "--help"])
-    known = capsys.readouterr().out + "".join(
-        path.read_text("utf-8") for path in (ROOT / "tests" / "bench").rglob("*.py")
-    )
-    assert {(page, option) for page, option in named if option not in known} == set()
+def options_of(source: Path) -> Iterator[str]:
+    """What a module of the command line, or a benchmark, may take: by its parameters, and by what it spells out."""
+    for node in ast.walk(ast.parse(source.read_text("utf-8"))):
+        match node:
+            case ast.arg(arg=name) | ast.AnnAssign(target=ast.Name(id=name)):
+                yield f"--{name.replace('_', '-')}"
+            case ast.Constant(value=str(text)) if text.startswith("--"):
+                yield text
+
+
+@each_page
+def test_options_that_a_page_names_are_some_commands(page: Path) -> None:
+    sources = [*(ROOT / "mldserver" / "cli").glob("*.py"), *(ROOT / "tests" / "bench").rglob("*.py")]
+    known = {option for source in sources for option in options_of(source)}
+    known |= {f"--{name.replace('_', '-')}" for name in specs()} | {"--help", "--version"}
+    named = {option for code in codes(page) for option in re.findall(r"(?<!\S)--[a-z][a-z-]+", code)}
+    assert named - known == set()
 
 
 # mldserver help

@@ -51,6 +51,8 @@ NOT_QUICK: Final = (
     "coordinator/test_reopened.py",
     # AWS's APIs over HTTP.
     "deadletters/test_aws.py",
+    # Spark, and a whole server.
+    "docs/test_for_real.py",
     # Processes.
     "kclpy/test_kclpy_samples.py",
     "kclpy/test_kclpy_story.py",
