@@ -238,7 +238,7 @@ class Settings:
     workers: int | None = _made(
         kinds.optional(kinds.count(at_least=1), word="inline"),
         lambda: max(1, (os.cpu_count() or 1) - 1),
-        "one fewer than there are cores, but one",
+        "one fewer than cores, at least one",
         "Processes that the handler runs in; `inline`: it runs in the server's own.",
         _WORKERS,
     )

@@ -34,6 +34,7 @@ RECORD = {
     "page": "/home",
     "user": 7,
     "at": "2013-01-01T10:15:00Z",
+    "sensor": "a7",
 }
 """What every handler on the pages makes a row of."""
 
@@ -50,6 +51,7 @@ def test_no_block_of_code_is_left_out() -> None:
     tested = {"sh", "python", "toml", "json", "properties"}
     shown = {"", "mermaid"}  # drawings, output, and the diagram that tests/protocol holds
     assert {one.language for one in EXAMPLES} == tested | shown
+    assert [one for one in EXAMPLES if not one.language and one.text.startswith("mldserver ")] == []
     python = [one.text for one in EXAMPLES if one.language == "python"]
     kinds = ("def process_record", "async def test_", "current_files", "FakeMLD")
     assert [text for text in python if not any(kind in text for kind in kinds)] == []
