@@ -237,7 +237,8 @@ async def test_nothing_is_started_before_the_server_answers_and_that_is_told_eve
         assert waiting[0]["address"] == "127.0.0.1:7070"
         assert events(logged, "kcl.starting") == []
         answering.there = [True]
-        await clock.advance(1)
+        # So soon after the server is there.
+        await clock.advance(0.25)
         while not events(logged, "kcl.exited"):  # noqa: ASYNC110  # the log is a list
             await asyncio.sleep(0)
         watched.stop()
