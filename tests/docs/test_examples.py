@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import shlex
 import tomllib
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -13,11 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 from support.pages import PAGES, ROOT, Example, examples
 
-from mldserver.cli import command_line
+from mldserver.cli import command_line, demo
 from mldserver.config import resolve
 from mldserver.protocol.codec import decode, encode
 from mldserver.protocol.messages import CheckpointRequest, Status, Version
 from mldserver.runtime.check_child import report
+from mldserver.testing.playground import read_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -148,3 +151,35 @@ def test_messages_are_read_and_written_as_they_stand(example: Example) -> None:
         return
     written = [encode(Status("initialize")), encode(CheckpointRequest("7", 0, Version.V2))]
     assert [json.loads(line) for line in written] == [json.loads(line) for line in example.text.splitlines()]
+
+
+# Output
+
+
+def test_the_demos_output_is_what_the_demo_says_of_these_flights() -> None:
+    (shown,) = (
+        one.text for one in EXAMPLES if one.page == "README.md" and "every window is published" in one.text
+    )
+    source = inspect.getsource(demo)
+    doing = re.findall(r"^ +[\d.]+ s  (.+?)(?:  [\d,]+ rows durable, \d+ windows)?$", shown, re.MULTILINE)
+    assert len(doing) == 5
+    assert [each for each in doing if each not in source] == []
+    delays: dict[tuple[str, str], list[float]] = {}
+    flights: Counter[str] = Counter()
+    for line in read_lines(None):
+        flight = json.loads(line)
+        day = flight["scheduled"][:10]
+        flights[day] += 1
+        late = delays.setdefault((day, flight["carrier"]), [])
+        if flight["dep_delay"] is not None:
+            late.append(flight["dep_delay"])
+    rows = re.findall(r"^│ (\S+) │ +(\d+) │ +(\d+) │ (\S+ \S+) min +│ (\S+ \S+) min +│$", shown, re.MULTILINE)
+    assert rows
+    for day, count, carriers, most, least in rows:
+        means = {carrier: late for (when, carrier), late in delays.items() if when == day}
+        mean = {carrier: sum(late) / len(late) for carrier, late in means.items() if late}
+        assert (int(count), int(carriers)) == (flights[day], len(means))
+        for told, pick in ((most, max), (least, min)):
+            carrier = pick(mean, key=mean.__getitem__)
+            assert told == f"{carrier} {mean[carrier]:+.1f}"
+    assert f"{sum(flights.values()):,} of {sum(flights.values()):,} flights in {len(delays)} rows" in shown
