@@ -4,15 +4,17 @@ A handler imports what it needs from here::
 
     from mldserver import Record, Window, tumbling
 
-The map of the package: ``protocol`` speaks with the MultiLangDaemon (bytes and states, no event loop); ``sources``
-puts it on sockets; ``runtime`` runs handlers; ``coordinator`` merges shards, cuts windows and moves positions;
-``state`` keeps the ledger; ``spark`` computes windows; ``observe`` writes and reads logs; ``testing`` is a daemon to
-test against; ``config``, ``server`` and ``cli`` put it all together.
+The map of the package, from the ground up: ``protocol`` speaks with the MultiLangDaemon (bytes and states, no event
+loop); ``handler`` finds and checks the user's code; ``runtime`` runs it, ``workers`` in processes of its own; ``state``
+keeps the ledger; ``output`` is the folder of segments and windows; ``jobs`` takes windows through an engine, ``spark``
+is that engine; ``coordinator`` merges shards, cuts windows and moves positions; ``sources`` are sockets to daemons;
+``deadletters`` are kept elsewhere and come back; ``config``, ``observe``, ``kcl``, ``server`` and ``cli`` put it all
+together; ``testing`` is a daemon to test against.
 """
 
-from mldserver.coordinator.windows import Window, batches, tumbling
+from mldserver.handler.control import BatchResult, Discard, Fatal, Retry
 from mldserver.records import Batch, Record, Sequence, Shard
-from mldserver.runtime.control import BatchResult, Discard, Fatal, Retry
+from mldserver.windows import Window, batches, tumbling
 
 __all__ = [
     "Batch",

@@ -10,46 +10,46 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from mldserver.aws import aws_client
+from mldserver.base.aio import aside
+from mldserver.base.aws import aws_client
 from mldserver.config import RemoteOut, SqlitePlace, UnixAddress, home, ledger_file
-from mldserver.coordinator.claim import FolderClaim
 from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
-from mldserver.coordinator.late import LateRules
-from mldserver.coordinator.layout import SERVERS, SPARK, server_tag
-from mldserver.coordinator.lives import LifeLocks
-from mldserver.coordinator.peers import DRAIN
-from mldserver.coordinator.shape import Column, Shape
-from mldserver.coordinator.store import OutputStore
-from mldserver.coordinator.watermark import WatermarkRules
-from mldserver.coordinator.window_runner import WindowPolicy, WindowRunner
-from mldserver.coordinator.windows import Tumbling
+from mldserver.coordinator.core.late import LateRules
+from mldserver.coordinator.core.peers import DRAIN
+from mldserver.coordinator.core.shape import Column, Shape
+from mldserver.coordinator.core.watermark import WatermarkRules
+from mldserver.coordinator.server_locks import LifeLocks
 from mldserver.deadletters.places import destination_of
 from mldserver.deadletters.redriver import Redriver
 from mldserver.errors import NotThereYet, OperatorError
+from mldserver.handler.inspection import load_spec
+from mldserver.handler.spec import HandlerKind
+from mldserver.jobs.runner import WindowPolicy, WindowRunner
+from mldserver.output.layout import SERVERS, SPARK, server_tag
+from mldserver.output.owner import FolderClaim
+from mldserver.output.store import OutputStore
 from mldserver.protocol.connection import ConnectionLimits
-from mldserver.runtime.aside import aside
-from mldserver.runtime.failure import FailurePolicy, OnFailure, OnKeyFailure
+from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, OnKeyFailure
 from mldserver.runtime.inline import InlineRuntime
-from mldserver.runtime.inspection import load_spec
-from mldserver.runtime.spec import HandlerKind
-from mldserver.runtime.workers.life import Limits
 from mldserver.sources.mld import MLDListener
 from mldserver.sources.shards import ShardPolling, StreamShards
-from mldserver.spark.sinks.base import SinkSpec
+from mldserver.spark.sinks.sink import SinkSpec
 from mldserver.state.sqlite import SqliteLedger
+from mldserver.windows import Tumbling
+from mldserver.workers.lifecycle import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mldserver.clock import Clock
+    from mldserver.base.clock import Clock
     from mldserver.config import Settings
-    from mldserver.coordinator.windows import WindowSpec
-    from mldserver.deadletters.base import Destination
-    from mldserver.runtime.base import Runtime
-    from mldserver.runtime.spec import HandlerSpec
+    from mldserver.coordinator.redrive_intake import Destination
+    from mldserver.handler.spec import HandlerSpec
+    from mldserver.jobs.engine import Engine
+    from mldserver.runtime.interface import Runtime
     from mldserver.sources.shards import MakeKinesis
-    from mldserver.spark.engine import Engine
     from mldserver.state.ledger import Ledger
+    from mldserver.windows import WindowSpec
 
 __all__ = ["Parts", "assemble", "claim_of", "ledger_of"]
 
@@ -170,7 +170,7 @@ async def _runtime(settings: Settings, clock: Clock, rng: Callable[[], float]) -
     if settings.workers is None:
         spec = await aside(partial(load_spec, settings.handler), name="mldserver-import")
         return InlineRuntime(spec, clock=clock, random=rng, **common), spec
-    from mldserver.runtime.workers.runtime import WorkerRuntime  # noqa: PLC0415  # not needed where there are none
+    from mldserver.workers.runtime import WorkerRuntime  # noqa: PLC0415  # not needed where there are none
 
     kill_after = settings.worker_kill_after
     limits = Limits(None if kill_after is None else _ms(kill_after), settings.worker_memory)

@@ -5,6 +5,7 @@ Everything else in the package may import this module; it imports nothing of the
 
 from __future__ import annotations
 
+import enum
 from abc import ABCMeta
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
@@ -18,7 +19,8 @@ import pybase64
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["Batch", "Record", "RecordMethods", "Sequence", "Shard", "decode_payload"]
+
+__all__ = ["Batch", "DeadLetter", "Hook", "Record", "RecordMethods", "Sequence", "Shard", "decode_payload"]
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -249,3 +251,39 @@ class Batch(SequenceABC[Record]):
     def __repr__(self) -> str:
         """Name the batch without its records."""
         return f"<Batch {self.shard_id} records={len(self)}>"
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """A record that the handler could not take, with all that is needed to look at it and to run it again."""
+
+    shard_id: str
+    sequence: Sequence
+    partition_key: str | None
+    data: bytes
+    arrival_ms: int | None
+    attempts: int
+    error: str
+    """``ExceptionType: message``."""
+    traceback: str
+    handler: str
+    at_ms: int
+    parked_behind: Sequence | None = None
+    """The dead letter of the same partition key that it waits behind (``on_key_failure = park``); the handler was
+    then not called with it, unless ``attempts`` says so."""
+    handler_version: str = ""
+    """Which version of the handler it was (``HandlerSpec.version``); empty when that is not known."""
+
+    @property
+    def record(self) -> str:
+        """Which record it is, ``shard/sequence/sub-sequence``: the same however often its letter is written."""
+        return f"{self.shard_id}/{self.sequence.number}/{self.sequence.sub}"
+
+
+class Hook(enum.StrEnum):
+    """The life-cycle hooks, named as the KCL names them."""
+
+    INITIALIZE = "initialize"
+    LEASE_LOST = "lease_lost"
+    SHARD_ENDED = "shard_ended"
+    SHUTDOWN_REQUESTED = "shutdown_requested"

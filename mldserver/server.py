@@ -33,8 +33,8 @@ import structlog
 
 from mldserver import __version__
 from mldserver.assembly import Parts, assemble
-from mldserver.aws import require_aws
-from mldserver.clock import SystemClock
+from mldserver.base.aws import require_aws
+from mldserver.base.clock import SystemClock
 from mldserver.errors import HandlerError, LedgerError, MldserverError, OperatorError, folder_error
 from mldserver.observe.logging import reopen
 from mldserver.readiness import Readiness
@@ -43,12 +43,12 @@ from mldserver.state.ledger import WindowState
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Mapping
 
-    from mldserver.clock import Clock
+    from mldserver.base.clock import Clock
     from mldserver.config import Settings
     from mldserver.coordinator.coordinator import Coordinator
     from mldserver.coordinator.status import CoordinatorStatus
+    from mldserver.jobs.engine import Engine
     from mldserver.sources.shards import MakeKinesis, ShardListing
-    from mldserver.spark.engine import Engine
 
 __all__ = ["EXIT_CLEAN", "EXIT_FAULT", "EXIT_FORCED", "EXIT_OPERATOR", "Server"]
 

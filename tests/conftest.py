@@ -11,7 +11,7 @@ import structlog
 from hypothesis import HealthCheck, settings
 from support.lanes import ALLOWED_SECONDS, EXAMPLES, PROCESSES, is_quick
 
-from mldserver.observe.schema import CheckedLogger
+from mldserver.observe.checked_logger import CheckedLogger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,7 @@ from botocore.loaders import JSONFileLoader
 from support.serving import KEEP_EVERYTHING, no_aws, quick
 
 from mldserver import assembly
-from mldserver.aws import aws_client, require_aws
+from mldserver.base.aws import aws_client, require_aws
 from mldserver.config import DynamoPlace
 from mldserver.errors import ConfigError
 from mldserver.testing import LocalEngine, VirtualClock

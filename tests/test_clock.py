@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from mldserver.clock import SystemClock
+from mldserver.base.clock import SystemClock
 
 if TYPE_CHECKING:
     import pytest

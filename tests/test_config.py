@@ -14,7 +14,7 @@ from mldserver.config import (
     settings_page,
     specs,
 )
-from mldserver.config.places import cache_folder
+from mldserver.config.locations import cache_folder
 from mldserver.config.settings import default_pipeline
 from mldserver.errors import ConfigError
 

@@ -10,7 +10,7 @@ from mldserver.assembly import _failure_policy
 from mldserver.config import Settings, resolve
 from mldserver.config.failures import failure_rules
 from mldserver.errors import ConfigError
-from mldserver.runtime.failure import FailurePolicy, FailureRule, OnFailure, OnKeyFailure
+from mldserver.runtime.failure_policy import FailurePolicy, FailureRule, OnFailure, OnKeyFailure
 
 if TYPE_CHECKING:
     from pathlib import Path

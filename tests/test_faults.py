@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mldserver import faults
+from mldserver.base import kill_points
 from mldserver.config import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-PACKAGE = Path(faults.__file__).parent
+PACKAGE = Path(kill_points.__file__).parent
 
 
 @pytest.fixture
 def killed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The signals that this process would have sent itself; disarmed in the end."""
     signals: list[int] = []
-    monkeypatch.setattr(faults.os, "kill", lambda _pid, number: signals.append(number))
+    monkeypatch.setattr(kill_points.os, "kill", lambda _pid, number: signals.append(number))
     yield signals
-    faults.arm(None)
+    kill_points.arm(None)
 
 
 def named_in_calls() -> set[str]:
@@ -42,50 +42,50 @@ def named_in_calls() -> set[str]:
 
 
 def test_every_call_names_a_listed_step_and_every_listed_step_has_a_call() -> None:
-    assert named_in_calls() == set(faults.STEPS)
+    assert named_in_calls() == set(kill_points.STEPS)
 
 
 def test_nothing_happens_where_nothing_is_armed(killed: list[int]) -> None:
-    faults.arm(None)
-    for step in faults.STEPS:
-        faults.kill_point(step)
-    faults.arm("")
-    faults.kill_point("window.cut")
+    kill_points.arm(None)
+    for step in kill_points.STEPS:
+        kill_points.kill_point(step)
+    kill_points.arm("")
+    kill_points.kill_point("window.cut")
     assert killed == []
 
 
 def test_the_process_ends_the_nth_time_it_comes_to_its_step_and_at_no_other(killed: list[int]) -> None:
-    faults.arm("window.cut:3")
-    faults.kill_point("window.cut")
-    faults.kill_point("window.committed")
-    faults.kill_point("window.cut")
+    kill_points.arm("window.cut:3")
+    kill_points.kill_point("window.cut")
+    kill_points.kill_point("window.committed")
+    kill_points.kill_point("window.cut")
     assert killed == []
-    faults.kill_point("window.cut")
+    kill_points.kill_point("window.cut")
     assert killed == [signal.SIGKILL]
-    faults.arm("window.cut")
-    faults.kill_point("window.cut")
+    kill_points.arm("window.cut")
+    kill_points.kill_point("window.cut")
     assert killed == [signal.SIGKILL] * 2
 
 
 def test_a_process_may_hang_at_its_step_instead(killed: list[int]) -> None:
-    faults.arm("window.cut", signal.SIGSTOP)
-    faults.kill_point("window.cut")
-    faults.kill_point("window.cut")
+    kill_points.arm("window.cut", signal.SIGSTOP)
+    kill_points.kill_point("window.cut")
+    kill_points.kill_point("window.cut")
     assert killed == [signal.SIGSTOP]
 
 
 @pytest.mark.parametrize("told", ["window.shut", "window.cut:0", "window.cut:-1", "window.cut:x", ":1"])
 def test_a_step_that_is_none_is_refused_with_its_name(told: str) -> None:
     with pytest.raises(ValueError, match=f"MLDSERVER_KILL_AT={told}: "):
-        faults.arm(told)
+        kill_points.arm(told)
 
 
 def test_the_environment_arms_a_process_and_is_no_setting() -> None:
-    program = "from mldserver.faults import kill_point as k\nk('window.cut'); print('once', flush=True); k('window.cut')"
-    environ = {**os.environ, faults.KILL_VARIABLE: "window.cut:2"}
+    program = "from mldserver.base.kill_points import kill_point as k\nk('window.cut'); print('once', flush=True); k('window.cut')"
+    environ = {**os.environ, kill_points.KILL_VARIABLE: "window.cut:2"}
     ended = subprocess.run([sys.executable, "-c", program], env=environ, stdout=subprocess.PIPE, check=False)
     assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, b"once\n")
     assert (
-        resolve({"handler": "h"}, environ={faults.KILL_VARIABLE: "window.cut"}, folder=Path("/")).handler
+        resolve({"handler": "h"}, environ={kill_points.KILL_VARIABLE: "window.cut"}, folder=Path("/")).handler
         == "h"
     )

@@ -346,7 +346,7 @@ def planted(folder: Path, files: dict[str, str]) -> list[Import]:
         ("coordinator/new.py", "from time import time", "coordinator.new:1 imports time: not in a core"),
         (
             "coordinator/new.py",
-            "from mldserver.coordinator.store import X",
+            "from mldserver.output.store import X",
             "coordinator.new:1 imports coordinator.store: a core must not know a shell",
         ),
         ("coordinator/new.py", "from mldserver.spark.client import X", "imports spark.client: against"),
@@ -363,7 +363,7 @@ def planted(folder: Path, files: dict[str, str]) -> list[Import]:
 )
 def test_a_planted_violation_is_found(tmp_path: Path, file: str, source: str, told: str) -> None:
     others = dict.fromkeys(
-        ("server.py", "sources/base.py", "coordinator/store.py", "cli/__init__.py", "records.py"), ""
+        ("server.py", "sources/intake.py", "output/store.py", "cli/__init__.py", "records.py"), ""
     )
     (wrong,) = wrong_directions(planted(tmp_path, others | {file: source}))
     assert told in wrong
@@ -372,7 +372,7 @@ def test_a_planted_violation_is_found(tmp_path: Path, file: str, source: str, to
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("coordinator/store.py", "import os, asyncio\nfrom mldserver.state.ledger import X"),
+        ("output/store.py", "import os, asyncio\nfrom mldserver.state.ledger import X"),
         ("protocol/core.py", "import re\nfrom . import other\nfrom mldserver.records import X"),
         ("protocol/core.py", "if TYPE_CHECKING:\n    import asyncio\nelse:\n    import re"),
         ("cli/x.py", "from mldserver.server import Server\nimport mldserver.testing"),

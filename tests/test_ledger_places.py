@@ -9,9 +9,9 @@ import pytest
 
 from mldserver.assembly import _locks, ledger_of
 from mldserver.config import DynamoPlace, RemoteOut, Settings, SqlitePlace, home, ledger_file, resolve
-from mldserver.config.places import LEDGER_FILE, ledger, out
-from mldserver.coordinator.layout import LEDGER, SERVERS
+from mldserver.config.locations import LEDGER_FILE, ledger, out
 from mldserver.errors import ConfigError
+from mldserver.output.layout import LEDGER, SERVERS
 from mldserver.state.sqlite import SqliteLedger
 from mldserver.testing import VirtualClock
 

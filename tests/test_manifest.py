@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import fs
 
-from mldserver.manifest import Manifest, current_files, latest, manifest_path
+from mldserver.output.manifest import Manifest, current_files, latest, manifest_path
 
 if TYPE_CHECKING:
     from pathlib import Path

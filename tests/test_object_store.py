@@ -15,11 +15,11 @@ import pytest
 from support.s3 import bucket
 from support.serving import serving, until
 
-from mldserver.cli.looking import Where, create_table
+from mldserver.cli.ledger_tool import Where, create_table
 from mldserver.config import RemoteOut, resolve
-from mldserver.coordinator.layout import OUTPUTS, SEGMENTS
-from mldserver.coordinator.store import OutputStore
-from mldserver.manifest import MANIFESTS, current_files
+from mldserver.output.layout import OUTPUTS, SEGMENTS
+from mldserver.output.manifest import MANIFESTS, current_files
+from mldserver.output.store import OutputStore
 from mldserver.server import EXIT_OPERATOR, Server
 from mldserver.testing import FakeMLD, FakeStream, Habits, LocalEngine
 from tests.state.dynamodb_emulator import Emulator

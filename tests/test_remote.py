@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import fs
 
-from mldserver.remote import SCHEMES, opened, reach, redacted, spark_uri
+from mldserver.base.uris import SCHEMES, opened, reach, redacted, spark_uri
 
 if TYPE_CHECKING:
     from pathlib import Path

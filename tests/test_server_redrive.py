@@ -13,9 +13,9 @@ import pytest
 from support.serving import quick, serving, until
 
 from mldserver import cli
-from mldserver.config.letters import LetterPlace
-from mldserver.coordinator.layout import LEDGER
+from mldserver.config.locations import LetterPlace
 from mldserver.deadletters.files import FOLDER
+from mldserver.output.layout import LEDGER
 from mldserver.state.store import SqliteStore
 from mldserver.testing import FakeMLD, FakeStream
 

@@ -9,8 +9,8 @@ import pytest
 from support.kinesis import FakeKinesis
 from support.serving import KEEP_EVERYTHING, connect, quick, serving, until
 
-from mldserver.clock import SystemClock
-from mldserver.coordinator.layout import LEDGER
+from mldserver.base.clock import SystemClock
+from mldserver.output.layout import LEDGER
 from mldserver.state.store import SqliteStore
 from mldserver.testing import FakeStream
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.config import TcpAddress, UnixAddress, kinds, letters, places, sinks
+from mldserver.config import TcpAddress, UnixAddress, kinds, locations
 from mldserver.config.kinds import show_duration, show_size
 
 
@@ -227,10 +227,10 @@ def test_folders_are_local_paths() -> None:
     [
         (kinds.folder(), "~nosuchuser/x"),
         (kinds.address(), "unix:~nosuchuser/x"),
-        (places.out(), "~nosuchuser/x"),
-        (places.ledger(), "sqlite:~nosuchuser/x"),
-        (letters.dead_letters(), "jsonl:~nosuchuser/x"),
-        (sinks.sink(), "delta:~nosuchuser/x"),
+        (locations.out(), "~nosuchuser/x"),
+        (locations.ledger(), "sqlite:~nosuchuser/x"),
+        (locations.dead_letters(), "jsonl:~nosuchuser/x"),
+        (locations.sink(), "delta:~nosuchuser/x"),
     ],
 )
 def test_the_home_of_a_user_who_does_not_exist_is_refused(kind: kinds.Kind[Any], raw: str) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from cyclopts import App, CycloptsError
 
-from mldserver.cli.process import ReaderGone, complain, guard_output
+from mldserver.cli.stdio import ReaderGone, complain, guard_output
 from mldserver.errors import MldserverError
 
 if TYPE_CHECKING:

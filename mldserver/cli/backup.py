@@ -12,14 +12,14 @@ import itertools
 from pathlib import Path  # noqa: TC003  # cyclopts reads the annotations
 from typing import TYPE_CHECKING, Final
 
-from mldserver.cli.looking import AsJson, Where, details, settings_at, tell, tell_json
+from mldserver.cli.ledger_tool import AsJson, Where, details, settings_at, tell, tell_json
 from mldserver.errors import LedgerError, OperatorError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from mldserver.config import Settings
-    from mldserver.coordinator.store import OutputStore
+    from mldserver.output.store import OutputStore
     from mldserver.state.ledger import LedgerState
 
 __all__ = ["backup_ledger", "restore_ledger"]
@@ -42,7 +42,7 @@ def backup_ledger(folder: Path, /, *, where: Where = _NOWHERE, as_json: AsJson =
     folder
         A folder that is new, or empty.
     """
-    from mldserver.disk import make_folder, sync  # noqa: PLC0415  # `--help` must not wait for it
+    from mldserver.base.disk import make_folder, sync  # noqa: PLC0415  # `--help` must not wait for it
     from mldserver.state.file import copy_whole  # noqa: PLC0415  # see above
 
     with _told_as_the_operators():
@@ -90,8 +90,8 @@ def restore_ledger(folder: Path, /, *, where: Where = _NOWHERE, as_json: AsJson 
         What `mldserver ledger backup` has made.
     """
     from mldserver.assembly import claim_of  # noqa: PLC0415  # `--help` must not wait for it
-    from mldserver.coordinator.layout import PRIVATE  # noqa: PLC0415  # see above
-    from mldserver.disk import make_folder, sync  # noqa: PLC0415  # see above
+    from mldserver.base.disk import make_folder, sync  # noqa: PLC0415  # see above
+    from mldserver.output.layout import PRIVATE  # noqa: PLC0415  # see above
     from mldserver.state.file import copy_whole, go_on_from  # noqa: PLC0415  # see above
     from mldserver.state.whose import pipeline_of  # noqa: PLC0415  # see above
 
@@ -144,7 +144,7 @@ def _told_as_the_operators() -> Iterator[None]:
 
 def _places(where: Where) -> tuple[Settings, Path, OutputStore]:
     from mldserver.config import RemoteOut, SqlitePlace, home, ledger_file  # noqa: PLC0415  # `--help` must not wait
-    from mldserver.coordinator.store import OutputStore  # noqa: PLC0415  # see above
+    from mldserver.output.store import OutputStore  # noqa: PLC0415  # see above
 
     settings = settings_at(where)
     if not isinstance(settings.ledger, SqlitePlace):
@@ -192,8 +192,8 @@ def _save(store: OutputStore, state: LedgerState, files: Path) -> bool:
 
 def _require_nobody(settings: Settings) -> None:
     from mldserver.config import home  # noqa: PLC0415  # `--help` must not wait for it
-    from mldserver.coordinator.layout import SERVERS  # noqa: PLC0415  # see above
-    from mldserver.coordinator.lives import LifeLocks  # noqa: PLC0415  # see above
+    from mldserver.coordinator.server_locks import LifeLocks  # noqa: PLC0415  # see above
+    from mldserver.output.layout import SERVERS  # noqa: PLC0415  # see above
 
     if held := LifeLocks(home(settings) / SERVERS).held():
         raise OperatorError(

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Final
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
-from mldserver.cli.process import working_directory
-from mldserver.coordinator.windows import duration_ms
+from mldserver.cli.stdio import working_directory
 from mldserver.errors import ConfigError
 from mldserver.observe.render import harmless
+from mldserver.windows import duration_ms
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from mldserver.runtime.check import FailureClass, Report
+    from mldserver.runtime.trial import FailureClass, Report
 
 __all__ = ["EXIT_BROKEN", "app", "check", "failure_lines", "render", "row_lines"]
 
@@ -68,7 +68,7 @@ def check(
     timeout
         Seconds that importing the handler and running the records may take.
     """
-    from mldserver.runtime.check import check_handler  # noqa: PLC0415  # `mldserver check --help` needs none of it
+    from mldserver.runtime.trial import check_handler  # noqa: PLC0415  # `mldserver check --help` needs none of it
 
     if timeout <= 0:
         raise ConfigError(f"--timeout {timeout:g} is not above zero.")

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from cyclopts import App, Group, Parameter
 from cyclopts.validators import Number
 
-from mldserver.cli.logs import since_time
-from mldserver.cli.looking import (
+from mldserver.cli.ledger_tool import (
     AsJson,
     Where,
     add,
@@ -25,12 +24,13 @@ from mldserver.cli.looking import (
     tell_bytes,
     tell_json,
 )
+from mldserver.cli.logs import since_time
 from mldserver.errors import OperatorError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
 
-    from mldserver.runtime.base import DeadLetter
+    from mldserver.records import DeadLetter
     from mldserver.state.ledger import Ledger, LedgerState
     from mldserver.state.letters import StoredLetter
 

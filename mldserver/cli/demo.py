@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import App, Parameter
 
-from mldserver.cli.process import working_directory
+from mldserver.cli.stdio import working_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from mldserver.spark.engine import Engine
+    from mldserver.jobs.engine import Engine
     from mldserver.testing.simulation import Report, Simulation
 
 __all__ = ["app", "demo", "play"]

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from mldserver.cli.looking import at_ledger
-from mldserver.cli.process import working_directory
+from mldserver.cli.ledger_tool import at_ledger
 from mldserver.cli.serve import with_settings
+from mldserver.cli.stdio import working_directory
 from mldserver.config import resolve
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def drain(
         {"handler": handler, **given}, environ=os.environ, folder=working_directory(), config=config
     )
     at_ledger(settings, _is_there)
-    from mldserver.cli.life import live  # noqa: PLC0415  # `--help` and wrong settings must not wait for its imports
+    from mldserver.cli.run_server import live  # noqa: PLC0415  # `--help` and wrong settings must not wait for its imports
 
     return live(settings, drain=True)
 

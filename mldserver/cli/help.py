@@ -10,7 +10,7 @@ from typing import Final
 from cyclopts import App
 
 import mldserver
-from mldserver.cli.looking import table, tell
+from mldserver.cli.ledger_tool import table, tell
 from mldserver.errors import OperatorError
 
 __all__ = ["DOCS", "app", "show_page"]

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from mldserver.aws import require_aws
-from mldserver.cli.process import working_directory
-from mldserver.clock import SystemClock
+from mldserver.base.aws import require_aws
+from mldserver.base.clock import SystemClock
+from mldserver.cli.stdio import working_directory
 from mldserver.config import TcpAddress, resolve
 from mldserver.config.redaction import java_option
 from mldserver.errors import ConfigError
 from mldserver.kcl.bridge import bridge_command
 from mldserver.kcl.launch import prepare, private_files
-from mldserver.kcl.parts import find_jars, find_java
+from mldserver.kcl.locate import find_jars, find_java
 from mldserver.kcl.properties import (
     DaemonSettings,
     daemon_properties,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from cyclopts import App
 
 from mldserver.cli.backup import backup_ledger, restore_ledger
-from mldserver.cli.looking import (
+from mldserver.cli.ledger_tool import (
     AsJson,
     Where,
     add,

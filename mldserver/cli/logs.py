@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Final
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
-from mldserver.cli.process import ReaderGone
+from mldserver.cli.stdio import ReaderGone
 from mldserver.config.kinds import Level  # noqa: TC001  # cyclopts reads the annotations
-from mldserver.coordinator.windows import duration_ms
 from mldserver.errors import ConfigError, OperatorError
 from mldserver.observe.render import as_text, harmless
 from mldserver.observe.tail import FileFollower, LineSplitter, Selection, parse_event
+from mldserver.windows import duration_ms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Group, Parameter
 
-from mldserver.cli.process import working_directory
+from mldserver.cli.stdio import working_directory
 from mldserver.config import Spec, resolve, specs
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def serve(
     settings = resolve(
         {"handler": handler, **given}, environ=os.environ, folder=working_directory(), config=config
     )
-    from mldserver.cli.life import live  # noqa: PLC0415  # `--help` and wrong settings must not wait for its imports
+    from mldserver.cli.run_server import live  # noqa: PLC0415  # `--help` and wrong settings must not wait for its imports
 
     return live(settings)
 

@@ -13,12 +13,12 @@ from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
 from mldserver.cli.check import failure_lines, row_lines
-from mldserver.cli.process import working_directory
+from mldserver.cli.stdio import working_directory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mldserver.runtime.check import FailureClass
+    from mldserver.runtime.trial import FailureClass
     from mldserver.testing.simulation import Report, Simulation
 
 __all__ = ["app", "sim"]
@@ -109,13 +109,13 @@ def sim(
     """Play a stream through a server and return the exit code."""
     import uvloop  # noqa: PLC0415  # `--help` must not wait for the server's imports
 
+    from mldserver.handler.inspection import load_spec  # noqa: PLC0415  # see above
     from mldserver.observe.logging import logging_to  # noqa: PLC0415  # see above
-    from mldserver.runtime.check import by_class, first_rows  # noqa: PLC0415  # see above
-    from mldserver.runtime.inspection import load_spec  # noqa: PLC0415  # see above
+    from mldserver.runtime.trial import by_class, first_rows  # noqa: PLC0415  # see above
     from mldserver.testing import playground  # noqa: PLC0415  # see above
-    from mldserver.testing.engine import LocalEngine  # noqa: PLC0415  # see above
+    from mldserver.testing.java_wire import Form  # noqa: PLC0415  # see above
+    from mldserver.testing.local_engine import LocalEngine  # noqa: PLC0415  # see above
     from mldserver.testing.simulation import Faults, Simulation, build_stream  # noqa: PLC0415  # see above
-    from mldserver.testing.wire import Form  # noqa: PLC0415  # see above
 
     lines = playground.read_lines(input, limit=limit)
     folder = playground.fresh_folder(out, "sim")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import App, Parameter
 
-from mldserver.cli.looking import AsJson, Where, add, at_ledger, details, moment, table, tell, tell_json
+from mldserver.cli.ledger_tool import AsJson, Where, add, at_ledger, details, moment, table, tell, tell_json
 from mldserver.errors import OperatorError
 from mldserver.state.ledger import WindowState
 

@@ -4,20 +4,11 @@
 says what values may look like; ``resolve.py`` puts the sources in order and remembers where each value came from.
 """
 
-from mldserver.config import places
+from mldserver.config import locations
 from mldserver.config.kinds import Address, Level, LogFormat, OnFailure, TcpAddress, UnixAddress
-from mldserver.config.places import (
-    DynamoPlace,
-    LedgerPlace,
-    OutPlace,
-    RemoteOut,
-    SqlitePlace,
-    home,
-    ledger_file,
-)
-from mldserver.config.resolve import resolve
+from mldserver.config.locations import DynamoPlace, LedgerPlace, OutPlace, RemoteOut, SqlitePlace, TableSink
+from mldserver.config.resolve import home, ledger_file, resolve
 from mldserver.config.settings import Settings, Spec, specs
-from mldserver.config.sinks import TableSink
 from mldserver.config.table import settings_page
 
 __all__ = [
@@ -37,7 +28,7 @@ __all__ = [
     "UnixAddress",
     "home",
     "ledger_file",
-    "places",
+    "locations",
     "resolve",
     "settings_page",
     "specs",

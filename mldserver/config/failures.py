@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from mldserver.config import kinds
 from mldserver.config.kinds import Kind
-from mldserver.runtime.failure import FailureRule, failure_rule
+from mldserver.runtime.failure_policy import FailureRule, failure_rule
 
 __all__ = ["failure_rules"]
 

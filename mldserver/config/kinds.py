@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
-from mldserver.coordinator.windows import duration_ms
+from mldserver.windows import duration_ms
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import re
 import tomllib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from mldserver.config import letters, redaction, sinks
+from mldserver.base.kill_points import KILL_VARIABLE
+from mldserver.config import redaction
 from mldserver.config.kinds import show_duration, show_size
-from mldserver.config.places import SqlitePlace, cache_folder, ledger_file
+from mldserver.config.locations import LEDGER_FILE, SqlitePlace, cache_folder
 from mldserver.config.settings import ENV_PREFIX, MAY_HOLD_SECRETS, Settings, specs
 from mldserver.errors import ConfigError
-from mldserver.faults import KILL_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
-    from pathlib import Path
 
-__all__ = ["CONFIG_FILE", "CONFIG_VARIABLE", "resolve"]
+__all__ = ["CONFIG_FILE", "CONFIG_VARIABLE", "home", "ledger_file", "resolve"]
 
 CONFIG_FILE: Final = "mldserver.toml"
 CONFIG_VARIABLE: Final = f"{ENV_PREFIX}CONFIG"
@@ -176,5 +177,65 @@ def _check(settings: Settings) -> None:
             )
     if isinstance(settings.ledger, SqlitePlace):
         ledger_file(settings)
-    sinks.check(settings)
-    letters.check(settings)
+    _check_sink(settings)
+    _check_dead_letters(settings)
+
+
+def _check_sink(settings: Settings) -> None:
+    """Raise ConfigError where the settings of a sink do not fit together."""
+    jdbc = settings.sink is not None and settings.sink.format == "jdbc"
+    if jdbc and settings.sink_table is None:
+        raise ConfigError(
+            f"sink = {settings.sink} ({settings.origin('sink')}) names a database, and no table in it.",
+            advice="Set sink_table.",
+        )
+    if settings.sink_table is not None and not jdbc:
+        raise ConfigError(
+            f"sink_table = {settings.sink_table} ({settings.origin('sink_table')}) is for a JDBC sink only.",
+            advice="Set sink = jdbc:…, or leave sink_table out.",
+        )
+    if settings.sink is None and settings.sink_options:
+        raise ConfigError(
+            f"sink_options ({settings.origin('sink_options')}) are for a sink that is a table.",
+            advice="Set sink too, or leave sink_options out.",
+        )
+
+
+def _check_dead_letters(settings: Settings) -> None:
+    """Raise ConfigError where the place does not fit the other settings."""
+    if settings.dead_letters is not None and settings.on_key_failure == "park":
+        raise ConfigError(
+            f"on_key_failure = park ({settings.origin('on_key_failure')}) needs dead letters in the ledger: only it "
+            "tells which keys wait.",
+            advice="Leave dead_letters out, or set on_key_failure = continue.",
+        )
+
+
+def home(settings: Settings) -> Path:
+    """Return the local folder of what never is output: the ledger in SQLite, life locks, Spark's scratch space.
+
+    With a local output folder it is that one. Otherwise it lies beside the ledger, or in ``cache_dir`` when that is a
+    table: each host then has its own, so that locks show the lives of one host's servers only.
+    """
+    if isinstance(settings.out, Path):
+        return settings.out
+    place = settings.ledger
+    if isinstance(place, SqlitePlace):
+        file = ledger_file(settings)
+        return file.with_name(f"{file.name}.home")
+    name = hashlib.sha256(f"{place}\n{settings.pipeline}".encode()).hexdigest()[:16]
+    return settings.cache_dir / "pipelines" / name
+
+
+def ledger_file(settings: Settings) -> Path:
+    """Return the file of a ledger in SQLite. Raises ConfigError where there can be none, or the settings name a table."""
+    place = settings.ledger
+    if isinstance(place, SqlitePlace) and place.path is not None:
+        return place.path
+    if isinstance(place, SqlitePlace) and isinstance(settings.out, Path):
+        return settings.out / LEDGER_FILE
+    raise ConfigError(
+        f"The output folder {settings.out} is not a local one, and SQLite needs a local file.",
+        advice="Set ledger = dynamodb://TABLE, which several hosts can share, or ledger = sqlite:PATH with a path on "
+        "this host's disk, for servers of this host only.",
+    )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from mldserver.config import failures, kinds, letters, places, redaction, sinks
+from mldserver.config import failures, kinds, locations, redaction
 from mldserver.config.kinds import (
     ENV_PREFIX,
     Address,
@@ -25,14 +25,13 @@ from mldserver.config.kinds import (
     Spec,
     TcpAddress,
 )
-from mldserver.config.places import LedgerPlace, OutPlace, SqlitePlace
+from mldserver.config.locations import LedgerPlace, OutPlace, SqlitePlace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from mldserver.config.letters import LetterPlace
-    from mldserver.config.sinks import TableSink
-    from mldserver.runtime.failure import FailureRule
+    from mldserver.config.locations import LetterPlace, TableSink
+    from mldserver.runtime.failure_policy import FailureRule
 
 __all__ = ["ENV_PREFIX", "MAY_HOLD_SECRETS", "Settings", "Spec", "default_pipeline", "specs"]
 
@@ -100,14 +99,14 @@ class Settings:
         _PIPELINE,
     )
     out: OutPlace = _made(
-        places.out(),
+        locations.out(),
         lambda: _DERIVED,
         "out/PIPELINE",
         "Folder of output and segments: a path, or a URI that pyarrow and Spark both reach.",
         _PIPELINE,
     )
     ledger: LedgerPlace = _setting(
-        places.ledger(),
+        locations.ledger(),
         SqlitePlace(),
         "Where positions and windows are kept: a file (in a local `out`, or at PATH), or a table for several hosts.",
         _PIPELINE,
@@ -119,13 +118,13 @@ class Settings:
         section=_PIPELINE,
     )
     sink: TableSink | None = _setting(
-        sinks.sink(),
+        locations.sink(),
         None,
         "What readers read: Parquet files in `out`, or a table that Spark writes into.",
         _PIPELINE,
     )
     sink_table: str | None = _setting(
-        kinds.optional(sinks.table_name()), None, "The table of a JDBC sink.", _PIPELINE
+        kinds.optional(locations.table_name()), None, "The table of a JDBC sink.", _PIPELINE
     )
     sink_options: Mapping[str, str] = _made(
         kinds.pairs(),
@@ -148,7 +147,7 @@ class Settings:
     )
     cache_dir: Path = _made(
         kinds.folder(),
-        lambda: places.cache_folder(os.environ),
+        lambda: locations.cache_folder(os.environ),
         "$XDG_CACHE_HOME/mldserver",
         "Files that only save time, such as the JVM's class archive.",
         _PIPELINE,
@@ -205,7 +204,7 @@ class Settings:
         _HANDLER,
     )
     dead_letters: LetterPlace | None = _setting(
-        letters.dead_letters(),
+        locations.dead_letters(),
         None,
         "Where records go that failed for good; only those in the ledger can be listed, parked behind and redriven.",
         _HANDLER,

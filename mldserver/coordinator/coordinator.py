@@ -20,45 +20,44 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from mldserver.coordinator.buffer import Buffer
-from mldserver.coordinator.fleet import Fleet
-from mldserver.coordinator.flush import buffered, shard_end
+from mldserver.base.kill_points import kill_point
+from mldserver.coordinator.backpressure import Holding
+from mldserver.coordinator.core.buffer import Buffer
+from mldserver.coordinator.core.flush import buffered, shard_end
+from mldserver.coordinator.core.lineage import Lineage
+from mldserver.coordinator.core.open_windows import OpenWindows
+from mldserver.coordinator.core.rules import CoordinatorRules
+from mldserver.coordinator.core.segment_usage import Picture
+from mldserver.coordinator.core.sessions import Sessions
+from mldserver.coordinator.core.watermark import View, Watermark
+from mldserver.coordinator.cycle import Turns
 from mldserver.coordinator.flusher import Flusher
-from mldserver.coordinator.gap import is_gap, refuse_gap
-from mldserver.coordinator.holding import Holding
-from mldserver.coordinator.layout import PRIVATE, SEGMENTS, STAGING
-from mldserver.coordinator.lineage import Lineage
-from mldserver.coordinator.missing import MissingShards
-from mldserver.coordinator.picture import Picture
+from mldserver.coordinator.membership import Fleet
 from mldserver.coordinator.recovery import heirless, recover, take_over
-from mldserver.coordinator.redriving import Redriving
+from mldserver.coordinator.redrive_intake import Redriving
+from mldserver.coordinator.reports import AheadRows, MissingShards, Standing
 from mldserver.coordinator.retention import Retention
-from mldserver.coordinator.rules import CoordinatorRules
-from mldserver.coordinator.sessions import Sessions
 from mldserver.coordinator.shard_session import ShardSession
-from mldserver.coordinator.standing import AheadRows, Standing
+from mldserver.coordinator.start_check import is_gap, refuse_gap
 from mldserver.coordinator.status import status_of
-from mldserver.coordinator.turns import Turns
-from mldserver.coordinator.watermark import View, Watermark
-from mldserver.coordinator.windows import OpenWindows
-from mldserver.faults import kill_point
+from mldserver.output.layout import PRIVATE, SEGMENTS, STAGING
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
-    from mldserver.clock import Clock
-    from mldserver.coordinator.claim import FolderClaim
-    from mldserver.coordinator.flush import BufferedBatch
-    from mldserver.coordinator.lives import LifeLocks
-    from mldserver.coordinator.shape import Shape
+    from mldserver.base.clock import Clock
+    from mldserver.coordinator.core.flush import BufferedBatch
+    from mldserver.coordinator.core.shape import Shape
+    from mldserver.coordinator.redrive_intake import Destination
+    from mldserver.coordinator.server_locks import LifeLocks
     from mldserver.coordinator.status import CoordinatorStatus
-    from mldserver.coordinator.store import OutputStore
-    from mldserver.coordinator.window_runner import WindowRunner
-    from mldserver.coordinator.windows import WindowSpec
-    from mldserver.deadletters.base import Destination
-    from mldserver.runtime.base import BatchOutcome
-    from mldserver.sources.base import ShardOpening
+    from mldserver.jobs.runner import WindowRunner
+    from mldserver.output.owner import FolderClaim
+    from mldserver.output.store import OutputStore
+    from mldserver.runtime.interface import BatchOutcome
+    from mldserver.sources.intake import ShardOpening
     from mldserver.state.ledger import Ledger, LedgerState
+    from mldserver.windows import WindowSpec
 
 __all__ = ["Coordinator", "CoordinatorRules"]
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from mldserver.coordinator.doomed import Doomed
-from mldserver.coordinator.flush import BufferedBatch, FlushPlan, plan
-from mldserver.coordinator.late import CutWindows, LateRules
-from mldserver.coordinator.layout import segment_path, tag_of, writer_tag
+from mldserver.base.kill_points import kill_point
+from mldserver.coordinator.core.flush import BufferedBatch, FlushPlan, plan
+from mldserver.coordinator.core.late import CutWindows, LateRules
+from mldserver.coordinator.core.open_windows import OpenWindows, WindowKey
 from mldserver.coordinator.recovery import publish_late
-from mldserver.coordinator.windows import Batches, OpenWindows, WindowKey
 from mldserver.errors import LedgerError
-from mldserver.faults import kill_point
+from mldserver.output.garbage import Doomed
+from mldserver.output.layout import segment_path, tag_of, writer_tag
 from mldserver.state.ledger import (
     BatchProgress,
     BatchStep,
@@ -28,17 +28,17 @@ from mldserver.state.ledger import (
     SegmentKind,
     WindowState,
 )
+from mldserver.windows import Batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from mldserver.clock import Clock
-    from mldserver.coordinator.store import OutputStore
-    from mldserver.coordinator.windows import WindowSpec
-    from mldserver.deadletters.base import Destination
-    from mldserver.records import Sequence
-    from mldserver.runtime.base import DeadLetter
+    from mldserver.base.clock import Clock
+    from mldserver.coordinator.redrive_intake import Destination
+    from mldserver.output.store import OutputStore
+    from mldserver.records import DeadLetter, Sequence
     from mldserver.state.ledger import FlushResult, Ledger, LedgerState, WindowEntry
+    from mldserver.windows import WindowSpec
 
 __all__ = ["Flushed", "Flusher"]
 

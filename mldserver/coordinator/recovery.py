@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from mldserver.coordinator.layout import (
+from mldserver.base.kill_points import kill_point
+from mldserver.output.layout import (
     PRIVATE,
     QUARANTINE,
     SEGMENTS,
@@ -23,16 +24,15 @@ from mldserver.coordinator.layout import (
     tag_of,
     writer_tag,
 )
-from mldserver.coordinator.publish import Publisher
-from mldserver.faults import kill_point
+from mldserver.output.publish import Publisher
 from mldserver.state.ledger import WindowState
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
     from pathlib import Path
 
-    from mldserver.coordinator.store import OutputStore
-    from mldserver.coordinator.window_runner import WindowRunner
+    from mldserver.jobs.runner import WindowRunner
+    from mldserver.output.store import OutputStore
     from mldserver.state.ledger import Ledger, LedgerState, Segment, WindowEntry
 
 __all__ = ["heirless", "publish_late", "recover", "take_over"]

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from mldserver.clock import Clock
+    from mldserver.base.clock import Clock
+    from mldserver.coordinator.core.lineage import Lineage
+    from mldserver.coordinator.core.rules import CoordinatorRules
     from mldserver.coordinator.flusher import Flusher
-    from mldserver.coordinator.lineage import Lineage
-    from mldserver.coordinator.rules import CoordinatorRules
 
 __all__ = ["LetGo", "Retention"]
 

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from mldserver.coordinator.flush import moved
-from mldserver.coordinator.positions import ShardPosition
+from mldserver.coordinator.core.flush import moved
+from mldserver.coordinator.core.positions import ShardPosition
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from mldserver.coordinator.coordinator import Coordinator
-    from mldserver.coordinator.flush import BufferedBatch
+    from mldserver.coordinator.core.flush import BufferedBatch
     from mldserver.records import Sequence
-    from mldserver.runtime.base import BatchOutcome
+    from mldserver.runtime.interface import BatchOutcome
     from mldserver.state.ledger import ShardState
 
 __all__ = ["ShardSession"]

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from mldserver.coordinator.core.watermark import View
     from mldserver.coordinator.flusher import Flusher
-    from mldserver.coordinator.watermark import View
-    from mldserver.coordinator.window_runner import WindowRunner
+    from mldserver.jobs.runner import WindowRunner
 
 __all__ = ["CoordinatorStatus", "status_of"]
 

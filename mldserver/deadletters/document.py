@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from mldserver.records import Sequence
-from mldserver.runtime.base import DeadLetter
+from mldserver.records import DeadLetter, Sequence
 from mldserver.state.rows import storable
 
 if TYPE_CHECKING:

@@ -12,14 +12,14 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
+from mldserver.base.uris import opened
 from mldserver.deadletters.document import document, from_document, line
 from mldserver.errors import OperatorError
-from mldserver.remote import opened
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from mldserver.runtime.base import DeadLetter
+    from mldserver.records import DeadLetter
 
 __all__ = ["FOLDER", "file_content", "file_name", "grouped", "read_letters"]
 

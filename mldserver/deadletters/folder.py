@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal
 from mldserver.deadletters.files import file_content, file_name, grouped
 
 if TYPE_CHECKING:
-    from mldserver.coordinator.store import OutputStore
-    from mldserver.runtime.base import DeadLetter
+    from mldserver.output.store import OutputStore
+    from mldserver.records import DeadLetter
 
 __all__ = ["FolderDestination"]
 

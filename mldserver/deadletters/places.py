@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from mldserver.coordinator.store import OutputStore
 from mldserver.deadletters.files import FOLDER
 from mldserver.deadletters.folder import FolderDestination
 from mldserver.errors import NotThereYet, OperatorError
+from mldserver.output.store import OutputStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mldserver.clock import Clock
+    from mldserver.base.clock import Clock
     from mldserver.config import Settings
-    from mldserver.deadletters.base import Destination
+    from mldserver.coordinator.redrive_intake import Destination
 
 __all__ = ["destination_of"]
 
@@ -39,12 +39,19 @@ def destination_of(
             ) from error
         # Another pipeline on the same stream, with files of the same names, may have the same place.
         return FolderDestination(other, settings.pipeline, pipeline=settings.pipeline, kind=kind)
-    from mldserver.deadletters import aws  # noqa: PLC0415  # most servers never need AWS's client
+    from mldserver.deadletters import aws_destinations  # noqa: PLC0415  # most servers never need AWS's client
 
-    kinds: dict[str, type[aws.QueueDestination | aws.BucketDestination | aws.StreamDestination]] = {
-        "sqs": aws.QueueDestination,
-        "s3": aws.BucketDestination,
-        "kinesis": aws.StreamDestination,
+    kinds: dict[
+        str,
+        type[
+            aws_destinations.QueueDestination
+            | aws_destinations.BucketDestination
+            | aws_destinations.StreamDestination
+        ],
+    ] = {
+        "sqs": aws_destinations.QueueDestination,
+        "s3": aws_destinations.BucketDestination,
+        "kinesis": aws_destinations.StreamDestination,
     }
     made: Destination = kinds[place.kind](
         place.target,

@@ -17,23 +17,23 @@ import msgspec
 import orjson
 import structlog
 
-from mldserver.deadletters.wanted import wanted_portions
+from mldserver.base.kill_points import kill_point
+from mldserver.deadletters.redrive_queue import wanted_portions
 from mldserver.errors import HandlerError, LedgerError, MldserverError, PeerError
-from mldserver.faults import kill_point
 from mldserver.protocol.messages import Version
 from mldserver.records import Shard
-from mldserver.runtime.base import Delivery
-from mldserver.sources.owners import Superseded
+from mldserver.runtime.interface import Delivery
+from mldserver.sources.shard_claims import Superseded
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from collections.abc import Set as AbstractSet
 
-    from mldserver.clock import Clock
-    from mldserver.coordinator.redriving import Redriving
-    from mldserver.records import Sequence
-    from mldserver.runtime.base import BatchOutcome, DeadLetter, Runtime
-    from mldserver.sources.owners import ShardOwners
+    from mldserver.base.clock import Clock
+    from mldserver.coordinator.redrive_intake import Redriving
+    from mldserver.records import DeadLetter, Sequence
+    from mldserver.runtime.interface import BatchOutcome, Runtime
+    from mldserver.sources.shard_claims import ShardOwners
     from mldserver.state.ledger import Ledger
     from mldserver.state.letters import StoredLetter
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from mldserver.kcl.logs import LogEvent
+    from mldserver.kcl.java_log import LogEvent
 
 __all__ = ["FOLD_SECONDS", "Digest", "Line", "verbatim"]
 

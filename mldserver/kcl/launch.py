@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from mldserver.kcl.logs import LOGBACK_XML
+from mldserver.kcl.java_log import LOGBACK_XML
 from mldserver.kcl.properties import as_text
 
 if TYPE_CHECKING:

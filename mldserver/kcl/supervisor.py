@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 from botocore.exceptions import BotoCoreError, ClientError
 
-from mldserver.aws import aws_client
+from mldserver.base.aws import aws_client
 from mldserver.config import UnixAddress
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.kcl.digest import Digest, verbatim
-from mldserver.kcl.logs import ENDS_ITSELF, LogParser
+from mldserver.kcl.java_log import ENDS_ITSELF, LogParser
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 
-    from mldserver.clock import Clock
+    from mldserver.base.clock import Clock
     from mldserver.config import Address
     from mldserver.kcl.digest import Line
-    from mldserver.kcl.logs import LogEvent
+    from mldserver.kcl.java_log import LogEvent
     from mldserver.kcl.restart import Backoff
 
 __all__ = ["EXIT_CLEAN", "EXIT_FAULT", "EXIT_FORCED", "Supervisor", "answers", "step_down"]

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from mldserver.errors import OperatorError
-from mldserver.observe.caught import caught_output
-from mldserver.observe.output import LogOutput
+from mldserver.observe.log_output import LogOutput
 from mldserver.observe.render import as_json, as_text
+from mldserver.observe.stdout_capture import caught_output
 from mldserver.observe.writer import LogWriter
 
 if TYPE_CHECKING:

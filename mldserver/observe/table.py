@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from mldserver.observe import events
+from mldserver.observe import log_events
 
 if TYPE_CHECKING:
-    from mldserver.observe.events import EventSpec
+    from mldserver.observe.log_events import EventSpec
 
 __all__ = ["events_page"]
 
@@ -29,9 +29,9 @@ mldserver logs mldserver.log --event 'batch.*' --since '10 minutes'
 def events_page() -> str:
     """Return the log's contract and every event as Markdown: a table for each subject."""
     subjects: dict[str, list[tuple[str, EventSpec]]] = {}
-    for name, spec in events.EVENTS.items():
+    for name, spec in log_events.EVENTS.items():
         subjects.setdefault(name.partition(".")[0], []).append((name, spec))
-    _, _, contract = (events.__doc__ or "").replace("``", "`").partition("\n\n")
+    _, _, contract = (log_events.__doc__ or "").replace("``", "`").partition("\n\n")
     page = [_INTRODUCTION, contract]
     for subject, members in subjects.items():
         page += [f"## {subject}\n", "| event | level | meaning | fields |", "|---|---|---|---|"]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from mldserver.observe.output import LogOutput
+    from mldserver.observe.log_output import LogOutput
 
 __all__ = ["CLOSE_SECONDS", "LogWriter", "Lost"]
 

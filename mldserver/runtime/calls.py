@@ -19,17 +19,17 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from mldserver.handler.failure import Failure, bad_row, describe
 from mldserver.runtime.deadlines import Watch
-from mldserver.runtime.failure import Failure, bad_row, describe
 from mldserver.runtime.rows import BadRow
 from mldserver.runtime.values import settled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from mldserver.clock import Clock
+    from mldserver.base.clock import Clock
+    from mldserver.base.threads import WorkerThread
     from mldserver.runtime.deadlines import Deadlines
-    from mldserver.runtime.thread import WorkerThread
 
 __all__ = ["BoundHook", "Caller", "Returned"]
 

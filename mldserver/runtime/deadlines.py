@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 if TYPE_CHECKING:
-    from mldserver.clock import Clock
+    from mldserver.base.clock import Clock
 
 __all__ = ["Deadlines", "Watch"]
 

@@ -17,28 +17,28 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from msgspec import structs
 
+from mldserver.base.aio import ShardThreads
+from mldserver.base.threads import WorkerThread
 from mldserver.errors import HandlerHalted, HandlerInvalid, InternalError
-from mldserver.kclpy.processor import Processor
+from mldserver.handler.inspection import load_spec
+from mldserver.handler.kclpy.processor import Processor
+from mldserver.handler.spec import HandlerKind, HandlerSpec, RecordHook, windows_text
 from mldserver.protocol.batches import BatchDecoder
-from mldserver.records import Batch
-from mldserver.runtime.base import Hook
+from mldserver.records import Batch, Hook
 from mldserver.runtime.calls import BoundHook, Caller
 from mldserver.runtime.deadlines import Deadlines
-from mldserver.runtime.failure import Failure, FailurePolicy, OnFailure, Told
-from mldserver.runtime.inspection import load_spec
+from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, Told
 from mldserver.runtime.rows import RowBuilder
-from mldserver.runtime.shard_threads import ShardThreads
-from mldserver.runtime.spec import HandlerKind, HandlerSpec, RecordHook, windows_text
-from mldserver.runtime.thread import WorkerThread
 from mldserver.runtime.work import BatchWork, Tools
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from mldserver.clock import Clock
+    from mldserver.base.clock import Clock
+    from mldserver.handler.failure import Failure
     from mldserver.protocol.messages import Version
     from mldserver.records import Sequence, Shard
-    from mldserver.runtime.base import BatchOutcome, Delivery
+    from mldserver.runtime.interface import BatchOutcome, Delivery
 
 __all__ = ["InlineRuntime"]
 

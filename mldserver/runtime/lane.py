@@ -17,30 +17,30 @@ import pyarrow as pa
 import structlog
 from msgspec import structs
 
-from mldserver.coordinator.windows import milliseconds
+from mldserver.handler.control import BatchResult
+from mldserver.handler.failure import Failure, bad_row, describe, printed
+from mldserver.handler.spec import HandlerSpec, RecordHook
 from mldserver.records import Batch
 from mldserver.runtime.calls import BoundHook
-from mldserver.runtime.control import BatchResult
-from mldserver.runtime.failure import Failure, Told, bad_row, describe, printed
 from mldserver.runtime.plan import Step
 from mldserver.runtime.results import failed_records, named_places
 from mldserver.runtime.rows import Built
-from mldserver.runtime.spec import HandlerSpec, RecordHook
 from mldserver.runtime.tables import take_table
 from mldserver.runtime.values import shown
+from mldserver.windows import milliseconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from mldserver.clock import Clock
+    from mldserver.base.clock import Clock
+    from mldserver.base.threads import WorkerThread
     from mldserver.records import Record
     from mldserver.runtime.calls import Caller, Returned
     from mldserver.runtime.deadlines import Watch
-    from mldserver.runtime.failure import FailurePolicy
+    from mldserver.runtime.failure_policy import FailurePolicy, Told
     from mldserver.runtime.outcome import Taken
     from mldserver.runtime.plan import Again, BatchPlan
     from mldserver.runtime.rows import RowBuilder
-    from mldserver.runtime.thread import WorkerThread
 
 __all__ = ["Lane", "Tools"]
 

@@ -9,17 +9,18 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from mldserver.runtime.base import BatchOutline, DeadLetter
-from mldserver.runtime.failure import describe
+from mldserver.handler.failure import describe
+from mldserver.records import DeadLetter
+from mldserver.runtime.interface import BatchOutline
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mldserver import records
+    from mldserver.handler.failure import Failure
     from mldserver.protocol.batches import BatchDecoder
     from mldserver.records import Record
-    from mldserver.runtime.base import Delivery
-    from mldserver.runtime.failure import Failure
+    from mldserver.runtime.interface import Delivery
     from mldserver.runtime.plan import End
     from mldserver.runtime.rows import Built
 

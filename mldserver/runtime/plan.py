@@ -23,13 +23,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from mldserver.runtime.failure import Ending, Failure
+from mldserver.handler.failure import Failure
+from mldserver.runtime.failure_policy import Ending
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from mldserver import records
-    from mldserver.runtime.failure import FailurePolicy
+    from mldserver.runtime.failure_policy import FailurePolicy
 
 __all__ = ["Again", "BatchPlan", "End", "Facts", "Step"]
 

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mldserver.handler.failure import Failure, describe, printed
 from mldserver.records import Record
-from mldserver.runtime.failure import Failure, describe, printed
 from mldserver.runtime.values import shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from mldserver.runtime.control import BatchResult
+    from mldserver.handler.control import BatchResult
 
 __all__ = ["failed_records", "named_places"]
 

@@ -8,18 +8,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
+from mldserver.handler.schema import RECORD_COLUMN
 from mldserver.runtime.rows import Built, unknown_columns
 from mldserver.runtime.values import shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mldserver.runtime.schema import Column, Schema
+    from mldserver.handler.schema import Column, Schema
 
-__all__ = ["RECORD_COLUMN", "TableMismatch", "take_table"]
+__all__ = ["TableMismatch", "take_table"]
 
-RECORD_COLUMN = "record"
-"""The column of a returned table that says which record of the input each row comes from."""
 
 _ANY_INTEGER: Final = pa.decimal128(20, 0)
 

@@ -12,21 +12,22 @@ import structlog
 from msgspec import structs
 
 from mldserver.errors import HandlerHalted, InternalError, MldserverError
-from mldserver.runtime.base import BatchOutcome
+from mldserver.handler.failure import Failure, describe
+from mldserver.handler.spec import RecordHook
 from mldserver.runtime.deadlines import Watch
-from mldserver.runtime.failure import Ending, Failure, describe
+from mldserver.runtime.failure_policy import Ending
+from mldserver.runtime.interface import BatchOutcome
 from mldserver.runtime.lane import Lane, Tools
 from mldserver.runtime.outcome import Taken, damaged, dead_letter, join_rows, take
 from mldserver.runtime.plan import BatchPlan, End
-from mldserver.runtime.spec import RecordHook
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from mldserver import records
     from mldserver.protocol.batches import BatchDecoder
-    from mldserver.runtime.base import Delivery
     from mldserver.runtime.calls import BoundHook
+    from mldserver.runtime.interface import Delivery
     from mldserver.runtime.plan import Again, Step
 
 __all__ = ["BatchWork", "Tools", "lane_of"]

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from mldserver.base.flag import Flag
+from mldserver.base.kill_points import kill_point
 from mldserver.errors import InternalError, MldserverError, PeerError
-from mldserver.faults import kill_point
 from mldserver.protocol.events import CloseReason
 from mldserver.protocol.messages import (
     Initialize,
@@ -24,24 +25,23 @@ from mldserver.protocol.messages import (
     ShutdownReason,
     Version,
 )
-from mldserver.records import Sequence, Shard
-from mldserver.runtime.base import Delivery, Hook
-from mldserver.sources.base import ShardOpening
-from mldserver.sources.flag import Flag
+from mldserver.records import Hook, Sequence, Shard
+from mldserver.runtime.interface import Delivery
+from mldserver.sources.inflight import Batch, UnderWay
+from mldserver.sources.intake import ShardOpening
 from mldserver.sources.link import CheckpointOutcome
-from mldserver.sources.owners import Superseded
-from mldserver.sources.under_way import Batch, UnderWay
+from mldserver.sources.shard_claims import Superseded
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from mldserver.clock import Clock
+    from mldserver.base.clock import Clock
     from mldserver.protocol.messages import Line, RequestMessage
-    from mldserver.runtime.base import BatchOutcome, Runtime
-    from mldserver.sources.base import Intake, ShardIntake
-    from mldserver.sources.early_answers import EarlyAnswers
+    from mldserver.runtime.interface import BatchOutcome, Runtime
+    from mldserver.sources.inflight import EarlyAnswers
+    from mldserver.sources.intake import Intake, ShardIntake
     from mldserver.sources.link import Link
-    from mldserver.sources.owners import Claim, ShardOwners
+    from mldserver.sources.shard_claims import Claim, ShardOwners
 
 __all__ = ["Conductor"]
 

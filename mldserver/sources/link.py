@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Final, cast
 
 import structlog
 
+from mldserver.base.flag import Flag, Slot
 from mldserver.errors import DecodeError, InternalError, PeerError, ProtocolViolation
 from mldserver.protocol import events as ev
 from mldserver.protocol.connection import MLDConnection
 from mldserver.protocol.events import CloseReason, Timer
 from mldserver.protocol.messages import Initialize, ProcessRecords
-from mldserver.sources.flag import Flag, Slot
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mldserver.protocol.messages import RequestMessage
     from mldserver.protocol.states import State
     from mldserver.records import Sequence
-    from mldserver.sources.budget import ReadBudget
+    from mldserver.sources.unread import ReadBudget
 
 __all__ = ["CheckpointOutcome", "Link"]
 

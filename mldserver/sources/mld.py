@@ -19,18 +19,18 @@ import structlog
 
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.protocol.connection import ConnectionLimits
-from mldserver.sources.budget import ReadBudget
 from mldserver.sources.conductor import Conductor
-from mldserver.sources.early_answers import EarlyAnswers
+from mldserver.sources.inflight import EarlyAnswers
 from mldserver.sources.link import Link
-from mldserver.sources.owners import ShardOwners
+from mldserver.sources.shard_claims import ShardOwners
+from mldserver.sources.unread import ReadBudget
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mldserver.clock import Clock
-    from mldserver.runtime.base import Runtime
-    from mldserver.sources.base import Intake
+    from mldserver.base.clock import Clock
+    from mldserver.runtime.interface import Runtime
+    from mldserver.sources.intake import Intake
 
 __all__ = ["DEFAULT_READ_BYTES", "Address", "MLDListener"]
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import TracebackType
 
-    from mldserver.clock import Clock
+    from mldserver.base.clock import Clock
 
 __all__ = ["KinesisClient", "MakeKinesis", "ShardListing", "ShardPolling", "StreamShards"]
 

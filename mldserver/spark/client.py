@@ -21,21 +21,21 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from mldserver.clock import Clock, SystemClock, happens
+from mldserver.base.clock import Clock, SystemClock, happens
 from mldserver.errors import DriverLost, HandlerInvalid, HandlerUnready, NotThereYet, OperatorError
+from mldserver.jobs.engine import PublishJob, WindowJob, WindowResult
 from mldserver.spark import archive
-from mldserver.spark.engine import PublishJob, WindowJob, WindowResult
+from mldserver.spark.driver_messages import Start, StartFailed
+from mldserver.spark.driver_process import DriverProcess, driver_command
+from mldserver.spark.driver_session import Life
 from mldserver.spark.java import Java, probe
-from mldserver.spark.life import Life
-from mldserver.spark.process import DriverProcess, driver_command
 from mldserver.spark.session import environment, is_connect, is_local
 from mldserver.spark.trainer import train
-from mldserver.spark.wire import Start, StartFailed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from mldserver.spark.sinks.base import SinkSpec
+    from mldserver.spark.sinks.sink import SinkSpec
 
 __all__ = ["SparkEngine"]
 
@@ -54,7 +54,7 @@ _SCRATCH = "spark-"
 
 
 class SparkEngine:
-    """``mldserver.spark.engine.Engine`` on a Spark driver in a child process."""
+    """``mldserver.jobs.engine.Engine`` on a Spark driver in a child process."""
 
     def __init__(
         self,

@@ -23,16 +23,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mldserver.coordinator.windows import Window
 from mldserver.errors import HandlerError, MldserverError
+from mldserver.jobs.engine import WindowJob
 from mldserver.spark import archive
-from mldserver.spark.engine import WindowJob
-from mldserver.spark.faults import describe
-from mldserver.spark.handler import Pipeline, pipeline_of
-from mldserver.spark.session import Session, is_local, open_session
-from mldserver.spark.sinks import dispatch
-from mldserver.spark.sinks.base import check_result
-from mldserver.spark.wire import (
+from mldserver.spark.driver_messages import (
     Cancel,
     Decoder,
     JvmGone,
@@ -49,6 +43,12 @@ from mldserver.spark.wire import (
     WireError,
     encode,
 )
+from mldserver.spark.handler import Pipeline, pipeline_of
+from mldserver.spark.job_errors import describe
+from mldserver.spark.session import Session, is_local, open_session
+from mldserver.spark.sinks import dispatch
+from mldserver.spark.sinks.sink import check_result
+from mldserver.windows import Window
 
 if TYPE_CHECKING:
     from mldserver.spark.jobs import Jobs
@@ -221,7 +221,7 @@ class Driver:
 
 
 def _load(start: Start) -> Pipeline:
-    from mldserver.runtime.loader import load  # noqa: PLC0415  # imports belong to what may fail
+    from mldserver.handler.loader import load  # noqa: PLC0415  # imports belong to what may fail
 
     if not start.handler:
         return Pipeline(None)

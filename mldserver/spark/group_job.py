@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from pyspark.sql import DataFrame, SparkSession
 
-    from mldserver.spark.engine import WindowJob
+    from mldserver.jobs.engine import WindowJob
     from mldserver.spark.handler import Pipeline
 
 __all__ = ["free_name", "run_group"]

@@ -7,15 +7,15 @@ import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mldserver.coordinator.windows import WINDOW_COLUMNS
 from mldserver.errors import HandlerInvalid
+from mldserver.windows import WINDOW_COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
     from pyspark.sql import DataFrame
 
-    from mldserver.coordinator.windows import Window
+    from mldserver.windows import Window
 
     OnWindow = Callable[[DataFrame, Window], object]
 

@@ -13,18 +13,27 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mldserver.spark.faults import describe, lost_connection
+from mldserver.spark.driver_messages import (
+    Done,
+    DoneGroup,
+    FailedJob,
+    Message,
+    Progress,
+    Publish,
+    Run,
+    RunGroup,
+)
 from mldserver.spark.group_job import run_group
+from mldserver.spark.job_errors import describe, lost_connection
 from mldserver.spark.sinks import dispatch
 from mldserver.spark.window_job import run_window
-from mldserver.spark.wire import Done, DoneGroup, FailedJob, Message, Progress, Publish, Run, RunGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mldserver.spark.handler import Pipeline
     from mldserver.spark.session import Session
-    from mldserver.spark.sinks.base import SinkSpec
+    from mldserver.spark.sinks.sink import SinkSpec
 
 __all__ = ["Jobs"]
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from pyspark.sql import SparkSession
 
-    from mldserver.spark.wire import Start
+    from mldserver.spark.driver_messages import Start
 
 __all__ = ["Session", "defaults", "environment", "is_connect", "is_local", "jvm_options", "open_session"]
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import structlog
 
 from mldserver.spark import archive
-from mldserver.spark.life import Life
-from mldserver.spark.process import DriverProcess
+from mldserver.spark.driver_process import DriverProcess
+from mldserver.spark.driver_session import Life
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from mldserver.clock import Clock
-    from mldserver.spark.wire import Start
+    from mldserver.base.clock import Clock
+    from mldserver.spark.driver_messages import Start
 
 __all__ = ["train"]
 

@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from mldserver.remote import reach
+from mldserver.base.uris import reach
+from mldserver.spark.driver_messages import Output
 from mldserver.spark.handler import Pipeline
-from mldserver.spark.wire import Output
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from pyspark.sql import DataFrame, SparkSession
 
-    from mldserver.coordinator.windows import Window
-    from mldserver.spark.engine import WindowJob
+    from mldserver.jobs.engine import WindowJob
+    from mldserver.windows import Window
 
 __all__ = [
     "META_DDL",
@@ -47,7 +47,7 @@ __all__ = [
 META_DDL = (
     "_time BIGINT, _clock BIGINT, _shard STRING, _sequence STRING, _sub_sequence BIGINT, _arrival TIMESTAMP"
 )
-"""``META_COLUMNS`` of runtime/base.py as Spark reads them."""
+"""``META_COLUMNS`` of runtime/interface.py as Spark reads them."""
 
 _GLOB = re.compile(r"([\[\]{}*?\\])")
 """Spark takes paths to read for patterns, so an output folder's brackets must be told from a pattern's."""

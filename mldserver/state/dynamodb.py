@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import structlog
 
-from mldserver.aws import aws_client
+from mldserver.base.aws import aws_client
 from mldserver.errors import InternalError, LedgerError
 from mldserver.state import dynamodb_flushes as flushes
 from mldserver.state import dynamodb_letters
@@ -48,9 +48,8 @@ from mldserver.state.dynamodb_table import Table, backoff_s
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
 
-    from mldserver.clock import Clock
-    from mldserver.records import Sequence
-    from mldserver.runtime.base import DeadLetter
+    from mldserver.base.clock import Clock
+    from mldserver.records import DeadLetter, Sequence
     from mldserver.state.ledger import (
         Commit,
         Decision,

@@ -17,7 +17,7 @@ from mldserver.state.ledger import BatchProgress, LedgerState, WindowState
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from mldserver.runtime.base import DeadLetter
+    from mldserver.records import DeadLetter
     from mldserver.state.ledger import Segment, ServerState, ShardState, WindowEntry
 
 __all__ = [

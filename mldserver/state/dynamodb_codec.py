@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import orjson
 
-from mldserver.records import Sequence
-from mldserver.runtime.base import DeadLetter
+from mldserver.records import DeadLetter, Sequence
 from mldserver.state.dynamodb_book import Changes, LetterItem, ServerRow, ShardRow, Totals
 from mldserver.state.ledger import (
     BatchProgress,

@@ -18,8 +18,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, Final
 
+from mldserver.base.kill_points import kill_point
 from mldserver.errors import LedgerError, LedgerUnusable, LedgerVersionError
-from mldserver.faults import kill_point
 from mldserver.state.dynamodb_book import Book, Changes
 from mldserver.state.dynamodb_codec import (
     pack_changes,
@@ -38,9 +38,8 @@ from mldserver.state.schema import FORMAT
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping
 
-    from mldserver.clock import Clock
-    from mldserver.records import Sequence
-    from mldserver.runtime.base import DeadLetter
+    from mldserver.base.clock import Clock
+    from mldserver.records import DeadLetter, Sequence
     from mldserver.state.dynamodb_book import Draft, LetterItem
     from mldserver.state.dynamodb_table import Item, Table
     from mldserver.state.ledger import WindowEntry

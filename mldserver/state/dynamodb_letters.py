@@ -14,7 +14,7 @@ from mldserver.state.dynamodb_book import LetterItem
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from mldserver.runtime.base import DeadLetter
+    from mldserver.records import DeadLetter
     from mldserver.state.dynamodb_book import Draft
 
 __all__ = ["letter_id", "mark", "missing", "remove", "store"]

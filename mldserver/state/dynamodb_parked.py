@@ -15,8 +15,7 @@ from mldserver.state.dynamodb_codec import keys_of, unpack_keys
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 
-    from mldserver.records import Sequence
-    from mldserver.runtime.base import DeadLetter
+    from mldserver.records import DeadLetter, Sequence
     from mldserver.state.dynamodb_book import LetterItem
     from mldserver.state.dynamodb_codec import LetterKeys
     from mldserver.state.dynamodb_table import Table

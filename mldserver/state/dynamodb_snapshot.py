@@ -27,7 +27,7 @@ from mldserver.state.dynamodb_table import INLINE_BYTES, Value, backoff_s, versi
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mldserver.clock import Clock
+    from mldserver.base.clock import Clock
     from mldserver.state.dynamodb_journal import Journal
     from mldserver.state.dynamodb_table import Item, Table
 

@@ -33,7 +33,7 @@ from mldserver.state.dynamodb_faults import Verdict, judge, translate
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
 
-    from mldserver.clock import Clock
+    from mldserver.base.clock import Clock
 
 __all__ = ["INLINE_BYTES", "Item", "Table", "Value", "backoff_s", "version_key"]
 

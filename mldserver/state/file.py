@@ -11,7 +11,7 @@ import sqlite3
 import time
 from typing import TYPE_CHECKING
 
-from mldserver.disk import make_folder
+from mldserver.base.disk import make_folder
 from mldserver.errors import LedgerError, LedgerUnusable, LedgerVersionError, folder_error
 from mldserver.state import members, schema
 from mldserver.state.faults import damaged, translate

@@ -28,8 +28,7 @@ from mldserver.state.shapes import ShapeBook
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from mldserver.records import Sequence
-    from mldserver.runtime.base import DeadLetter
+    from mldserver.records import DeadLetter, Sequence
 
 __all__ = [
     "BatchProgress",

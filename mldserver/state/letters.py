@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
-    from mldserver.records import Sequence
-    from mldserver.runtime.base import DeadLetter
+    from mldserver.records import DeadLetter, Sequence
 
 __all__ = ["LETTERS_AT_ONCE", "LetterBook", "StoredLetter"]
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from mldserver.records import Sequence
-from mldserver.runtime.base import DeadLetter
+from mldserver.records import DeadLetter, Sequence
 from mldserver.state import sqlite_batches
 from mldserver.state.ledger import (
     LedgerState,

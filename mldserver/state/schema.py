@@ -39,7 +39,7 @@ ledger that was never created: creation is one transaction. Formats 1 to 4 were 
     it waits for the next one. They go when their window is not retained any more.
 ``late_segments``, files of the late dataset that may not be visible yet
     Their windows need no row.
-``shapes``, one row for each that was ever declared (``coordinator/shape.py``)
+``shapes``, one row for each that was ever declared (``coordinator/core/shape.py``)
     ``text``: what rows were like, and how they were cut. They stay: people change them, so that there are few.
 ``dead_letters``, in order of storage
     ``data`` is the record's payload as it came. ``parked_behind``: ``number/sub`` of the letter that it waits behind.

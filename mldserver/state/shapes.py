@@ -1,6 +1,6 @@
 """The shapes of a pipeline's rows, as its ledger holds them: texts by fingerprint, one of which is the present one.
 
-The ledger does not read them (``coordinator/shape.py`` does). It sees to it that servers which run at the same time have
+The ledger does not read them (``coordinator/core/shape.py`` does). It sees to it that servers which run at the same time have
 the same one, and that one takes the place of another in a single step, decided on everything that the ledger held.
 """
 

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
-    from mldserver.clock import Clock
-    from mldserver.records import Sequence
-    from mldserver.runtime.base import DeadLetter
+    from mldserver.base.clock import Clock
+    from mldserver.records import DeadLetter, Sequence
     from mldserver.state.ledger import (
         Commit,
         Decision,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import sqlite3
     from collections.abc import Iterable
 
-    from mldserver.runtime.base import DeadLetter
+    from mldserver.records import DeadLetter
 
 __all__ = ["mark", "missing", "page", "parked_keys", "remove", "store"]
 

@@ -11,8 +11,8 @@ import contextlib
 import sqlite3
 from typing import TYPE_CHECKING
 
+from mldserver.base.kill_points import kill_point
 from mldserver.errors import InternalError
-from mldserver.faults import kill_point
 from mldserver.state import file, flushes, members, rows, sqlite_letters, windows
 from mldserver.state.faults import damaged, translate
 
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from mldserver.records import Sequence
-    from mldserver.runtime.base import DeadLetter
+    from mldserver.records import DeadLetter, Sequence
     from mldserver.state.ledger import (
         Commit,
         Decision,

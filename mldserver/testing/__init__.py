@@ -11,14 +11,14 @@ import importlib
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from mldserver.testing.clock import VirtualClock
     from mldserver.testing.daemon import DaemonShard, Hang, JvmExit, NoServer
-    from mldserver.testing.engine import LocalEngine
+    from mldserver.testing.daemon_session import DaemonHangs, Habits
     from mldserver.testing.fake_mld import FakeMLD
     from mldserver.testing.fake_stream import FakeStream, StreamRecord
+    from mldserver.testing.java_wire import Form
     from mldserver.testing.leases import JavaThrow, LeaseTable, Place
-    from mldserver.testing.session import DaemonHangs, Habits
-    from mldserver.testing.wire import Form
+    from mldserver.testing.local_engine import LocalEngine
+    from mldserver.testing.manual_clock import VirtualClock
 
 __all__ = [
     "DaemonHangs",
@@ -39,21 +39,21 @@ __all__ = [
 ]
 
 _HOMES: Final = {
-    "DaemonHangs": "session",
+    "DaemonHangs": "daemon_session",
     "DaemonShard": "daemon",
     "FakeMLD": "fake_mld",
     "FakeStream": "fake_stream",
-    "Form": "wire",
-    "Habits": "session",
+    "Form": "java_wire",
+    "Habits": "daemon_session",
     "Hang": "daemon",
     "JavaThrow": "leases",
     "JvmExit": "daemon",
     "LeaseTable": "leases",
-    "LocalEngine": "engine",
+    "LocalEngine": "local_engine",
     "NoServer": "daemon",
     "Place": "leases",
     "StreamRecord": "fake_stream",
-    "VirtualClock": "clock",
+    "VirtualClock": "manual_clock",
 }
 
 

@@ -19,9 +19,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from mldserver.testing import wire
+from mldserver.testing import java_wire
+from mldserver.testing.java_wire import AskCheckpoint, Form, Ignored, NullMessage, Unreadable
 from mldserver.testing.leases import SHARD_END, JavaThrow, Place, ShardCheckpointer, WorkerMistake
-from mldserver.testing.wire import AskCheckpoint, Form, Ignored, NullMessage, Unreadable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -113,19 +113,19 @@ class DaemonShard:
 
     def initialize(self) -> None:
         """Send ``initialize``."""
-        self._request("initialize", wire.initialize(self.form, self.shard_id, self._start))
+        self._request("initialize", java_wire.initialize(self.form, self.shard_id, self._start))
 
     def process_records(self, records: Sequence[StreamRecord], millis_behind: int | None = None) -> None:
         """Send a batch, perhaps an empty one; ``millis_behind`` in milliseconds."""
         for record in records:
             self.checkpointer.delivered(Place(record.sequence_number, record.sub_sequence_number))
-        self._request("processRecords", wire.process_records(self.form, records, millis_behind))
+        self._request("processRecords", java_wire.process_records(self.form, records, millis_behind))
 
     def shutdown_requested(self) -> None:
         """Send ``shutdownRequested``: one last chance to checkpoint (KCL 1.7.6 and later)."""
         if self.form is Form.V1:
             raise Misuse("KCL < 1.7.6 knows no shutdownRequested")
-        self._request("shutdownRequested", wire.ending("shutdownRequested"))
+        self._request("shutdownRequested", java_wire.ending("shutdownRequested"))
 
     def lease_lost(self) -> None:
         """Tell that the lease is gone: ``leaseLost``, or ``shutdown`` with ``ZOMBIE`` in KCL 1.x."""
@@ -167,9 +167,9 @@ class DaemonShard:
     def _end(self, action: str, reason: str) -> None:
         self._reason = reason
         if self.form is Form.KCL3:
-            self._request(action, wire.ending(action))
+            self._request(action, java_wire.ending(action))
         else:
-            self._request("shutdown", wire.ending("shutdown", reason))
+            self._request("shutdown", java_wire.ending("shutdown", reason))
 
     def _request(self, action: str, line: bytes) -> None:
         if self.outstanding is not None:
@@ -182,13 +182,13 @@ class DaemonShard:
 
     def _note_early(self) -> None:
         line = self._lines[-1]
-        if self.outstanding is None and not isinstance(wire.read_reply(self.form, line), Ignored):
+        if self.outstanding is None and not isinstance(java_wire.read_reply(self.form, line), Ignored):
             self._violation("a line that answers no request; the daemon takes it for the next answer", line)
 
     def _read(self) -> None:
         while self._lines and self.outstanding is not None:
             line = self._lines.popleft()
-            match wire.read_reply(self.form, line):
+            match java_wire.read_reply(self.form, line):
                 case Ignored():
                     pass
                 case Unreadable(why):
@@ -222,7 +222,7 @@ class DaemonShard:
         self.outstanding = None
         self.hang = None
         for early in self._lines:
-            if not isinstance(wire.read_reply(self.form, early), Ignored):
+            if not isinstance(java_wire.read_reply(self.form, early), Ignored):
                 self._violation("a line behind the status; the daemon takes it for the next answer", early)
 
     def _checkpoint(self, line: str, number: str | None, sub: int | None) -> None:
@@ -234,7 +234,7 @@ class DaemonShard:
             self._lease_gone |= error == "ShutdownException"
             if isinstance(thrown, WorkerMistake):
                 self._violation(f"a checkpoint that cannot be: {thrown}", line)
-        self._send(wire.checkpoint_reply(self.form, number, sub, error))
+        self._send(java_wire.checkpoint_reply(self.form, number, sub, error))
 
     def _try_checkpoint(self, number: str | None, sub: int | None) -> None:
         if self.outstanding not in _CHECKPOINTABLE:

@@ -19,15 +19,15 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from mldserver.clock import SystemClock
+from mldserver.base.clock import SystemClock
 from mldserver.testing.daemon import JvmExit, NoServer
+from mldserver.testing.daemon_session import DaemonHangs, Habits, ShardSession
 from mldserver.testing.leases import LeaseTable, Place
-from mldserver.testing.session import DaemonHangs, Habits, ShardSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mldserver.clock import Clock
+    from mldserver.base.clock import Clock
     from mldserver.testing.fake_stream import FakeStream
 
 __all__ = ["EXIT_FAULT", "EXIT_KILLED", "EXIT_TERMINATED", "Exit", "FakeMLD", "Line"]

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from mldserver.testing.clock import VirtualClock
-    from mldserver.testing.engine import LocalEngine
     from mldserver.testing.fake_stream import FakeStream
+    from mldserver.testing.local_engine import LocalEngine
+    from mldserver.testing.manual_clock import VirtualClock
 
 __all__ = ["fake_stream", "local_engine", "virtual_clock"]
 
@@ -21,7 +21,7 @@ __all__ = ["fake_stream", "local_engine", "virtual_clock"]
 @pytest.fixture
 def virtual_clock() -> VirtualClock:
     """A clock that only moves when the test says ``await virtual_clock.advance(seconds)``."""
-    from mldserver.testing.clock import VirtualClock  # noqa: PLC0415  # see the module's docstring
+    from mldserver.testing.manual_clock import VirtualClock  # noqa: PLC0415  # see the module's docstring
 
     return VirtualClock()
 
@@ -37,6 +37,6 @@ def fake_stream() -> FakeStream:
 @pytest.fixture
 def local_engine() -> LocalEngine:
     """An engine without Spark: windows come out as their rows went in."""
-    from mldserver.testing.engine import LocalEngine  # noqa: PLC0415  # see the module's docstring
+    from mldserver.testing.local_engine import LocalEngine  # noqa: PLC0415  # see the module's docstring
 
     return LocalEngine()

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from mldserver.config import RemoteOut, home, places, resolve
-from mldserver.coordinator.layout import SPARK
+from mldserver.config import RemoteOut, home, locations, resolve
 from mldserver.errors import ConfigError
-from mldserver.runtime.inspection import load_spec
+from mldserver.handler.inspection import load_spec
+from mldserver.output.layout import SPARK
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from mldserver.config import Settings
-    from mldserver.runtime.base import DeadLetter
-    from mldserver.spark.engine import Engine
+    from mldserver.jobs.engine import Engine
+    from mldserver.records import DeadLetter
 
 __all__ = [
     "DEPARTURES",
@@ -144,7 +144,7 @@ def fresh_folder(wanted: str | Path | None, name: str) -> Path:
 
 def _local(wanted: str | Path, name: str) -> Path:
     try:
-        place = places.out().parse(wanted)
+        place = locations.out().parse(wanted)
     except ValueError as error:
         raise ConfigError(f"{wanted} cannot be used: {error}.", advice="Choose another folder.") from error
     if isinstance(place, RemoteOut):
@@ -203,7 +203,7 @@ def quick_spark(settings: Settings) -> Engine | None:
 def dead_letters(settings: Settings) -> list[DeadLetter]:
     """Return the dead letters that a run has left in its ledger, in the order in which they were stored."""
     from mldserver.assembly import ledger_of  # noqa: PLC0415  # the server's imports
-    from mldserver.clock import SystemClock  # noqa: PLC0415  # see above
+    from mldserver.base.clock import SystemClock  # noqa: PLC0415  # see above
 
     async def read() -> list[DeadLetter]:
         ledger = ledger_of(settings, server_id=f"tool:{os.getpid()}", clock=SystemClock())

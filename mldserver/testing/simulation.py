@@ -12,22 +12,22 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from mldserver.clock import SystemClock
+from mldserver.base.clock import SystemClock
 from mldserver.server import EXIT_FAULT, EXIT_OPERATOR, Server
 from mldserver.testing.daemon import NoServer
+from mldserver.testing.daemon_session import DaemonHangs, Habits, finishes_within
 from mldserver.testing.fake_mld import EXIT_KILLED, FakeMLD
 from mldserver.testing.fake_stream import FakeStream
+from mldserver.testing.java_wire import Form
 from mldserver.testing.leases import LeaseTable
-from mldserver.testing.session import DaemonHangs, Habits, finishes_within
-from mldserver.testing.wire import Form
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mldserver.clock import Clock
+    from mldserver.base.clock import Clock
     from mldserver.config import Settings
     from mldserver.coordinator.status import CoordinatorStatus
-    from mldserver.spark.engine import Engine
+    from mldserver.jobs.engine import Engine
 
 __all__ = ["Faults", "Report", "Simulation", "build_stream"]
 

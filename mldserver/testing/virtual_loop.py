@@ -165,7 +165,7 @@ def _make_task(
 
 
 class LoopClock:
-    """``mldserver.clock.Clock`` over a loop's time."""
+    """``mldserver.base.clock.Clock`` over a loop's time."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, start_ms: int = 1_800_000_000_000) -> None:
         """The loop's time zero is ``start_ms`` milliseconds since the Unix epoch."""

@@ -208,7 +208,7 @@ class VirtualExecutor(concurrent.futures.Executor):
 
 
 class VirtualWorker:
-    """Takes the place of ``mldserver.runtime.thread.WorkerThread``."""
+    """Takes the place of ``mldserver.base.threads.WorkerThread``."""
 
     def __init__(self, name: str) -> None:
         """Take what the real one takes."""

@@ -19,15 +19,15 @@ import pyarrow as pa
 from bench.memory import resident_bytes
 from bench.pipelines import Pipeline, living
 
-from mldserver.clock import SystemClock
+from mldserver.base.clock import SystemClock
 from mldserver.coordinator.coordinator import CoordinatorRules
-from mldserver.coordinator.late import LateRules
-from mldserver.coordinator.layout import SEGMENTS
-from mldserver.coordinator.watermark import WatermarkRules
-from mldserver.coordinator.windows import Tumbling
+from mldserver.coordinator.core.late import LateRules
+from mldserver.coordinator.core.watermark import WatermarkRules
+from mldserver.output.layout import SEGMENTS
 from mldserver.records import Sequence
-from mldserver.runtime.base import BatchOutcome, BatchOutline
+from mldserver.runtime.interface import BatchOutcome, BatchOutline
 from mldserver.testing import LocalEngine
+from mldserver.windows import Tumbling
 
 __all__ = ["measure"]
 

@@ -17,11 +17,11 @@ from bench.deliveries import HOUR_MS, SHARDS, Delivered, deliveries
 from bench.pipelines import Pipeline, living
 
 from mldserver.coordinator.coordinator import CoordinatorRules
-from mldserver.coordinator.watermark import WatermarkRules
-from mldserver.coordinator.windows import Tumbling
+from mldserver.coordinator.core.watermark import WatermarkRules
 from mldserver.testing import LocalEngine
 from mldserver.testing.virtual_loop import LoopClock, VirtualLoop
 from mldserver.testing.virtual_process import VirtualExecutor, stand_ins
+from mldserver.windows import Tumbling
 
 if TYPE_CHECKING:
     from pathlib import Path

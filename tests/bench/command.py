@@ -32,8 +32,8 @@ from mldserver.testing import LocalEngine
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from mldserver.coordinator.windows import Window
-    from mldserver.spark.engine import Engine
+    from mldserver.jobs.engine import Engine
+    from mldserver.windows import Window
 
 __all__ = ["main"]
 

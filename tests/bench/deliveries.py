@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from mldserver.records import Sequence
-from mldserver.runtime.base import BatchOutcome, BatchOutline
+from mldserver.runtime.interface import BatchOutcome, BatchOutline
 
 __all__ = ["HOUR_MS", "SHARDS", "START_MS", "Delivered", "deliveries"]
 

@@ -10,17 +10,17 @@ import pyarrow.parquet as pq
 from bench.deliveries import HOUR_MS, SHARDS, deliveries
 from bench.rounds import timed
 
-from mldserver.coordinator.flush import buffered, plan
-from mldserver.coordinator.store import OutputStore
-from mldserver.coordinator.windows import Tumbling
+from mldserver.coordinator.core.flush import buffered, plan
+from mldserver.output.store import OutputStore
 from mldserver.state.ledger import BatchProgress, SegmentKind
+from mldserver.windows import Tumbling
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from bench.deliveries import Delivered
 
-    from mldserver.coordinator.flush import FlushPlan
+    from mldserver.coordinator.core.flush import FlushPlan
 
 __all__ = ["measure"]
 

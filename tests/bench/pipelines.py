@@ -9,13 +9,13 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mldserver.coordinator.claim import FolderClaim
 from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
-from mldserver.coordinator.layout import LEDGER
-from mldserver.coordinator.shape import Shape
-from mldserver.coordinator.store import OutputStore
-from mldserver.coordinator.window_runner import WindowPolicy, WindowRunner
-from mldserver.sources.base import ShardOpening
+from mldserver.coordinator.core.shape import Shape
+from mldserver.jobs.runner import WindowPolicy, WindowRunner
+from mldserver.output.layout import LEDGER
+from mldserver.output.owner import FolderClaim
+from mldserver.output.store import OutputStore
+from mldserver.sources.intake import ShardOpening
 from mldserver.state.sqlite import SqliteLedger
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
     from bench.deliveries import Delivered
 
-    from mldserver.clock import Clock
+    from mldserver.base.clock import Clock
     from mldserver.coordinator.shard_session import ShardSession
-    from mldserver.coordinator.windows import WindowSpec
-    from mldserver.spark.engine import Engine
+    from mldserver.jobs.engine import Engine
+    from mldserver.windows import WindowSpec
 
 __all__ = ["Pipeline", "living"]
 

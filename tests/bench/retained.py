@@ -15,16 +15,16 @@ from bench.deliveries import SHARDS, deliveries
 from bench.memory import resident_bytes
 from bench.pipelines import living
 
-from mldserver.clock import SystemClock
-from mldserver.coordinator.claim import FolderClaim
+from mldserver.base.clock import SystemClock
 from mldserver.coordinator.coordinator import CoordinatorRules
-from mldserver.coordinator.layout import LEDGER, segment_path
-from mldserver.coordinator.store import OutputStore
-from mldserver.coordinator.watermark import WatermarkRules
-from mldserver.coordinator.windows import Tumbling, tumbling_id
+from mldserver.coordinator.core.watermark import WatermarkRules
+from mldserver.output.layout import LEDGER, segment_path
+from mldserver.output.owner import FolderClaim
+from mldserver.output.store import OutputStore
 from mldserver.state.ledger import Commit, Flush, Segment, SegmentKind
 from mldserver.state.store import SqliteStore
 from mldserver.testing import LocalEngine
+from mldserver.windows import Tumbling, tumbling_id
 
 if TYPE_CHECKING:
     from pathlib import Path

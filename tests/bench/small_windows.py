@@ -16,16 +16,16 @@ from bench.deliveries import HOUR_MS, SHARDS, deliveries
 from bench.pipelines import living
 from bench.rounds import in_turn
 
-from mldserver.clock import SystemClock
+from mldserver.base.clock import SystemClock
 from mldserver.coordinator.coordinator import CoordinatorRules
-from mldserver.coordinator.watermark import WatermarkRules
-from mldserver.coordinator.windows import Tumbling
+from mldserver.coordinator.core.watermark import WatermarkRules
+from mldserver.windows import Tumbling
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from mldserver.spark.engine import Engine
+    from mldserver.jobs.engine import Engine
 
 __all__ = ["ROWS_A_WINDOW", "measure"]
 

@@ -22,17 +22,17 @@ from bench.deliveries import HOUR_MS, SHARDS, START_MS, Delivered, deliveries
 from bench.pipelines import Pipeline, living
 from bench.rounds import in_turn, medians
 
-from mldserver.clock import SystemClock
+from mldserver.base.clock import SystemClock
 from mldserver.coordinator.coordinator import CoordinatorRules
-from mldserver.coordinator.watermark import WatermarkRules
-from mldserver.coordinator.windows import Tumbling, Window, tumbling_id
-from mldserver.spark.engine import WindowJob
+from mldserver.coordinator.core.watermark import WatermarkRules
+from mldserver.jobs.engine import WindowJob
+from mldserver.windows import Tumbling, Window, tumbling_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from mldserver.spark.engine import Engine
+    from mldserver.jobs.engine import Engine
 
 __all__ = ["Measured", "measure"]
 

@@ -10,8 +10,8 @@ import pytest
 
 from mldserver.cli.check import app, check, render
 from mldserver.errors import ConfigError
-from mldserver.runtime.check import Report
-from mldserver.runtime.spec import Finding
+from mldserver.handler.spec import Finding
+from mldserver.runtime.trial import Report
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,7 +14,6 @@ import mldserver
 from mldserver import cli
 from mldserver.cli import serve
 from mldserver.config import Settings, specs
-from mldserver.coordinator.layout import LEDGER
 from mldserver.errors import (
     ConfigError,
     HandlerNotFound,
@@ -24,6 +23,7 @@ from mldserver.errors import (
     LedgerUnusable,
     NotThereYet,
 )
+from mldserver.output.layout import LEDGER
 from mldserver.state.store import SqliteStore
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
         async def forced(self) -> None:
             await asyncio.Event().wait()
 
-    monkeypatch.setattr("mldserver.cli.life.Server", Server)
+    monkeypatch.setattr("mldserver.cli.run_server.Server", Server)
     for variable in (spec.variable for spec in specs().values()):
         monkeypatch.delenv(variable, raising=False)
     return seen

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mldserver import cli
-from mldserver.coordinator.layout import LEDGER
 from mldserver.deadletters.files import file_content
-from mldserver.records import Sequence
-from mldserver.runtime.base import DeadLetter
+from mldserver.output.layout import LEDGER
+from mldserver.records import DeadLetter, Sequence
 from mldserver.state.ledger import Flush, PositionUpdate
 from mldserver.state.store import SqliteStore
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mldserver import cli
-from mldserver.coordinator.layout import LEDGER
+from mldserver.output.layout import LEDGER
 from mldserver.records import Sequence
 from mldserver.state.ledger import (
     BatchProgress,

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mldserver import cli
-from mldserver.cli.looking import moment
-from mldserver.coordinator.layout import LEDGER
+from mldserver.cli.ledger_tool import moment
+from mldserver.output.layout import LEDGER
 from mldserver.records import Sequence
 from mldserver.state.ledger import Commit, Flush, PositionUpdate, Segment, SegmentKind, WindowState
 from mldserver.state.store import SqliteStore

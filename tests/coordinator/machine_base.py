@@ -16,17 +16,17 @@ from coordinator.pipeline import RULES, Pipeline
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 
-from mldserver.coordinator.window_runner import WindowPolicy
-from mldserver.coordinator.windows import Tumbling, batches
 from mldserver.errors import WindowFailed
+from mldserver.jobs.runner import WindowPolicy
 from mldserver.state.ledger import WindowState
 from mldserver.testing import LocalEngine, VirtualClock
 from mldserver.testing.virtual_loop import VirtualLoop
+from mldserver.windows import Tumbling, batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from mldserver.spark.engine import WindowJob
+    from mldserver.jobs.engine import WindowJob
 
 T = TypeVar("T")
 

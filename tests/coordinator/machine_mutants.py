@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from mldserver.coordinator.backpressure import Holding
 from mldserver.coordinator.coordinator import Coordinator
-from mldserver.coordinator.holding import Holding
-from mldserver.coordinator.lineage import Lineage
+from mldserver.coordinator.core.lineage import Lineage
+from mldserver.coordinator.core.watermark import Watermark
 from mldserver.coordinator.shard_session import ShardSession
-from mldserver.coordinator.watermark import Watermark
 from mldserver.state.store import SqliteStore
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from mldserver.coordinator.watermark import View
+    from mldserver.coordinator.core.watermark import View
     from mldserver.records import Sequence
     from mldserver.state.ledger import Flush, FlushResult
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow.parquet as pq
 
-from mldserver.coordinator.layout import LEDGER
-from mldserver.coordinator.windows import Tumbling, tumbling_id
+from mldserver.output.layout import LEDGER
 from mldserver.state.ledger import LedgerState, WindowEntry, WindowState
 from mldserver.state.store import SqliteStore
+from mldserver.windows import Tumbling, tumbling_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from coordinator.machine_stream import Stream, StreamShard
 
-    from mldserver.coordinator.windows import WindowSpec
+    from mldserver.windows import WindowSpec
 
 _STEPS = list(WindowState)
 

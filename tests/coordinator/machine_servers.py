@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from coordinator.machine_stream import Made, Stream
 
     from mldserver.coordinator.shard_session import ShardSession
-    from mldserver.runtime.base import BatchOutcome
+    from mldserver.runtime.interface import BatchOutcome
 
 STORE = frozenset({"write", "rename", "exchange", "delete"})
 """Calls that change the output folder; all others are transactions of the ledger."""

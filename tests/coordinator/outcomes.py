@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from mldserver.records import Sequence
-from mldserver.runtime.base import BatchOutcome, BatchOutline, DeadLetter
+from mldserver.records import DeadLetter, Sequence
+from mldserver.runtime.interface import BatchOutcome, BatchOutline
 
 
 def outcome(

@@ -15,21 +15,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from coordinator.outcomes import dead_letter, outcome
 
-from mldserver.coordinator.claim import FolderClaim
 from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
-from mldserver.coordinator.late import LateRules
-from mldserver.coordinator.layout import LEDGER, SERVERS
-from mldserver.coordinator.lives import LifeLocks
-from mldserver.coordinator.shape import Column, Shape
-from mldserver.coordinator.store import OutputStore
-from mldserver.coordinator.watermark import WatermarkRules
-from mldserver.coordinator.window_runner import WindowPolicy, WindowRunner
-from mldserver.coordinator.windows import Tumbling, WindowSpec
+from mldserver.coordinator.core.late import LateRules
+from mldserver.coordinator.core.shape import Column, Shape
+from mldserver.coordinator.core.watermark import WatermarkRules
+from mldserver.coordinator.server_locks import LifeLocks
 from mldserver.errors import LedgerError
+from mldserver.jobs.runner import WindowPolicy, WindowRunner
+from mldserver.output.layout import LEDGER, SERVERS
+from mldserver.output.owner import FolderClaim
+from mldserver.output.store import OutputStore
 from mldserver.records import Sequence
-from mldserver.sources.base import ShardOpening
+from mldserver.sources.intake import ShardOpening
 from mldserver.state.store import SqliteStore
 from mldserver.testing import LocalEngine, VirtualClock
+from mldserver.windows import Tumbling, WindowSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine

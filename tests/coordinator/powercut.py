@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mldserver.coordinator.layout import LEDGER, PRIVATE, late_path, window_path
+from mldserver.output.layout import LEDGER, PRIVATE, late_path, window_path
 from mldserver.state.ledger import LedgerState, WindowState
 from mldserver.state.store import SqliteStore
 

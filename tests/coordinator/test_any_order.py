@@ -16,8 +16,8 @@ from coordinator.pipeline import Daemon, Pipeline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mldserver.coordinator.windows import Tumbling, WindowSpec, batches
 from mldserver.records import Sequence
+from mldserver.windows import Tumbling, WindowSpec, batches
 
 if TYPE_CHECKING:
     from mldserver.coordinator.shard_session import ShardSession

@@ -14,12 +14,12 @@ from coordinator.pipeline import Crash, Faults, Pipeline, named
 
 from mldserver import cli
 from mldserver.cli import backup
-from mldserver.coordinator.layout import LEDGER, QUARANTINE
-from mldserver.coordinator.store import OutputStore
-from mldserver.coordinator.windows import tumbling_id
+from mldserver.output.layout import LEDGER, QUARANTINE
+from mldserver.output.store import OutputStore
 from mldserver.records import Sequence
 from mldserver.state.file import copy_whole
 from mldserver.state.ledger import WindowState
+from mldserver.windows import tumbling_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 from coordinator.pipeline import RULES, Pipeline
 
-from mldserver.coordinator.windows import batches
 from mldserver.records import Sequence
 from mldserver.state.batches import batch_id
 from mldserver.testing import VirtualClock
+from mldserver.windows import batches
 
 if TYPE_CHECKING:
     from pathlib import Path

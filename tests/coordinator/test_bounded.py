@@ -13,11 +13,11 @@ import pyarrow as pa
 import pytest
 from coordinator.pipeline import RULES, Pipeline
 
-from mldserver.coordinator.layout import SEGMENTS
-from mldserver.coordinator.window_runner import WindowPolicy
-from mldserver.coordinator.windows import Tumbling
 from mldserver.errors import WindowFailed
+from mldserver.jobs.runner import WindowPolicy
+from mldserver.output.layout import SEGMENTS
 from mldserver.testing import LocalEngine
+from mldserver.windows import Tumbling
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,14 +11,14 @@ from coordinator.pipeline import Pipeline, named
 
 from mldserver.assembly import claim_of
 from mldserver.config import resolve
-from mldserver.coordinator.claim import FolderClaim
-from mldserver.coordinator.layout import LEDGER, OWNER, PRIVATE, QUARANTINE, segment_path, writer_tag
-from mldserver.coordinator.store import OutputStore
-from mldserver.coordinator.windows import tumbling_id
 from mldserver.errors import OperatorError, ServerBuried
+from mldserver.output.layout import LEDGER, OWNER, PRIVATE, QUARANTINE, segment_path, writer_tag
+from mldserver.output.owner import FolderClaim
+from mldserver.output.store import OutputStore
 from mldserver.state.ledger import Flush, Segment, SegmentKind, ServerState
 from mldserver.state.sqlite import SqliteLedger
 from mldserver.testing import VirtualClock
+from mldserver.windows import tumbling_id
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pytest
 from coordinator.pipeline import QUICK, RULES, Pipeline, named, two
 
-from mldserver.coordinator.windows import Batches, Tumbling, tumbling_id
 from mldserver.errors import LedgerError
 from mldserver.state.ledger import ServerState
 from mldserver.testing import VirtualClock
+from mldserver.windows import Batches, Tumbling, tumbling_id
 
 if TYPE_CHECKING:
     from pathlib import Path

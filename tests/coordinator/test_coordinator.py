@@ -10,9 +10,9 @@ import pytest
 from coordinator.outcomes import dead_letter
 from coordinator.pipeline import RULES, Pipeline, fail
 
-from mldserver.coordinator.windows import batches, tumbling_id
 from mldserver.records import Sequence
 from mldserver.state.batches import batch_id
+from mldserver.windows import batches, tumbling_id
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pytest
 from coordinator.pipeline import RULES, Pipeline, fail, named
 
-from mldserver.coordinator.windows import Tumbling, tumbling_id
 from mldserver.errors import LedgerError
 from mldserver.records import Sequence
+from mldserver.windows import Tumbling, tumbling_id
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from coordinator.pipeline import RULES, Pipeline, fail, named
 
-from mldserver.coordinator.windows import tumbling_id
 from mldserver.errors import GapRefused, LedgerError
 from mldserver.records import Sequence
-from mldserver.sources.base import ShardOpening
+from mldserver.sources.intake import ShardOpening
+from mldserver.windows import tumbling_id
 
 if TYPE_CHECKING:
     from pathlib import Path

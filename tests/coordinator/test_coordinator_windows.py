@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from coordinator.pipeline import RULES, Pipeline, named
 
-from mldserver.coordinator.watermark import WatermarkRules
-from mldserver.coordinator.windows import Tumbling, tumbling_id
+from mldserver.coordinator.core.watermark import WatermarkRules
 from mldserver.records import Sequence
+from mldserver.windows import Tumbling, tumbling_id
 
 if TYPE_CHECKING:
     from pathlib import Path

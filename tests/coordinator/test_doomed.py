@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 from coordinator.pipeline import Faults, FaultyStore
 
-from mldserver.coordinator.doomed import Doomed
+from mldserver.output.garbage import Doomed
 from mldserver.state.ledger import Segment
 
 if TYPE_CHECKING:

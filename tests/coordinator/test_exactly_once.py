@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 from coordinator.pipeline import Crash, Daemon, Faults, Pipeline
 
-from mldserver.coordinator.windows import Tumbling, WindowSpec, batches
 from mldserver.errors import LedgerError
+from mldserver.windows import Tumbling, WindowSpec, batches
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mldserver.coordinator.exchange import exchange
+from mldserver.base.disk import exchange
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,14 +10,16 @@ from coordinator.outcomes import dead_letter, outcome
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.coordinator.flush import Ahead, BufferedBatch, FlushPlan, buffered, plan, shard_end
-from mldserver.coordinator.windows import Batches, Tumbling, WindowKey, WindowSpec, tumbling_id
+from mldserver.coordinator.core.flush import Ahead, BufferedBatch, FlushPlan, buffered, plan, shard_end
 from mldserver.records import Sequence
 from mldserver.state.batches import batch_id
 from mldserver.state.ledger import BatchProgress, PositionUpdate, SegmentKind
+from mldserver.windows import Batches, Tumbling, WindowSpec, tumbling_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from mldserver.coordinator.core.open_windows import WindowKey
 
 SPEC = Tumbling(1000)
 S = Sequence

@@ -9,13 +9,13 @@ import pytest
 from coordinator.outcomes import dead_letter
 from coordinator.writing import W, Writing, publish, zero
 
-from mldserver.coordinator.flush import shard_end
-from mldserver.coordinator.windows import Tumbling, batches
+from mldserver.coordinator.core.flush import shard_end
 from mldserver.errors import LedgerError
 from mldserver.records import Sequence
 from mldserver.state.batches import batch_id
 from mldserver.state.ledger import BatchProgress, BatchStep, Flush, Segment
 from mldserver.state.store import SqliteStore
+from mldserver.windows import Tumbling, batches
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from coordinator.writing import W, Writing, publish, zero
 
-from mldserver.coordinator.late import LateRules
-from mldserver.coordinator.windows import Tumbling, batches
+from mldserver.coordinator.core.late import LateRules
 from mldserver.records import Sequence
 from mldserver.state.batches import batch_id
 from mldserver.state.ledger import (
@@ -21,6 +20,7 @@ from mldserver.state.ledger import (
     WindowState,
 )
 from mldserver.state.store import SqliteStore
+from mldserver.windows import Tumbling, batches
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -172,7 +172,7 @@ async def test_rows_come_to_rest_in_one_flush_for_however_many_windows_that_are_
     await again.flusher.cut(40_000, close_all=False)
     for window in W:
         await publish(again, window)
-    monkeypatch.setattr("mldserver.coordinator.late._REMEMBERED", 3)
+    monkeypatch.setattr("mldserver.coordinator.core.late._REMEMBERED", 3)
     again.restore(await again.ledger.sync(ServerState("one", 1)))
     async with asyncio.timeout(5):
         await again.flush([again.batch(shard, *((4 + n, ms) for n, ms in rows))])

@@ -9,11 +9,11 @@ import pyarrow as pa
 from coordinator.outcomes import outcome
 from coordinator.pipeline import RULES, Pipeline, named
 
-from mldserver.coordinator.late import LateRules
-from mldserver.coordinator.watermark import WatermarkRules
-from mldserver.coordinator.windows import Tumbling, tumbling_id
+from mldserver.coordinator.core.late import LateRules
+from mldserver.coordinator.core.watermark import WatermarkRules
 from mldserver.records import Sequence
 from mldserver.testing import VirtualClock
+from mldserver.windows import Tumbling, tumbling_id
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,7 +9,7 @@ from coordinator.outcomes import dead_letter, outcome
 from coordinator.pipeline import Pipeline
 from msgspec.structs import replace
 
-from mldserver.coordinator.flush import moved, plan
+from mldserver.coordinator.core.flush import moved, plan
 from mldserver.records import Sequence
 from mldserver.state.ledger import BatchProgress, PositionUpdate, SegmentKind
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mldserver.coordinator.shard_session import ShardSession
-    from mldserver.runtime.base import DeadLetter
+    from mldserver.records import DeadLetter
 
 S = Sequence
 

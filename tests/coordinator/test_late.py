@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from mldserver.coordinator.late import _REMEMBERED, CutWindows, LateRules
-from mldserver.coordinator.windows import WindowKey
+from mldserver.coordinator.core.late import _REMEMBERED, CutWindows, LateRules
+from mldserver.coordinator.core.open_windows import WindowKey
 from mldserver.state.ledger import (
     FlushResult,
     LedgerState,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from mldserver.coordinator import layout
+from mldserver.output import layout
 from mldserver.state.ledger import SegmentKind
 
 TAG = layout.writer_tag("0123abcd", "host:1:x")

@@ -10,7 +10,7 @@ import pytest
 from coordinator.leases import stream, until_published
 from coordinator.pipeline import two
 
-from mldserver.coordinator.windows import Tumbling, WindowSpec, batches
+from mldserver.windows import Tumbling, WindowSpec, batches
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.coordinator.lineage import Lineage, Presence
+from mldserver.coordinator.core.lineage import Lineage, Presence
 
 
 def family(**parents: str) -> Lineage:

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pytest
 from coordinator.pipeline import RULES, Pipeline
 
-from mldserver.coordinator.layout import LEDGER, PRIVATE, SERVERS
-from mldserver.coordinator.windows import Tumbling
+from mldserver.output.layout import LEDGER, PRIVATE, SERVERS
+from mldserver.windows import Tumbling
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,11 +12,11 @@ import pytest
 from coordinator.leases import Leases, stream
 from coordinator.pipeline import RULES, Pipeline
 
-from mldserver.coordinator.windows import Tumbling, batches
 from mldserver.errors import InternalError, LedgerError, OperatorError
 from mldserver.state.dynamodb import DynamoLedger
 from mldserver.state.ledger import WindowState
 from mldserver.testing import VirtualClock
+from mldserver.windows import Tumbling, batches
 from tests.state.dynamodb_fake import FakeDynamo, client_error, lost_answer
 
 if TYPE_CHECKING:

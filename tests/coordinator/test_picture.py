@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mldserver.coordinator.late import CutWindows, LateRules
-from mldserver.coordinator.picture import Picture
+from mldserver.coordinator.core.late import CutWindows, LateRules
+from mldserver.coordinator.core.segment_usage import Picture
 from mldserver.state.ledger import LedgerState, Segment, WindowEntry, WindowState
 from tests.support.operations import counting_python
 

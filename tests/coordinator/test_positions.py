@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.coordinator.positions import ShardPosition, Start, judge_start
+from mldserver.coordinator.core.positions import ShardPosition, Start, judge_start
 from mldserver.errors import InternalError
 from mldserver.records import Sequence
 

@@ -13,12 +13,12 @@ import pytest
 from coordinator.pipeline import Daemon, Faults, Pipeline
 from coordinator.powercut import Disk, unsafe
 
-import mldserver.coordinator.store
+import mldserver.output.store
 import mldserver.state.file
-from mldserver.coordinator.layout import OWNER
-from mldserver.coordinator.store import OutputStore
-from mldserver.coordinator.window_steps import WindowSteps
-from mldserver.coordinator.windows import Tumbling, tumbling_id
+from mldserver.jobs.steps import WindowSteps
+from mldserver.output.layout import OWNER
+from mldserver.output.store import OutputStore
+from mldserver.windows import Tumbling, tumbling_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -178,7 +178,7 @@ def without_sync_of_the_folder(patch: pytest.MonkeyPatch) -> None:
     def made(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
-    for module in (mldserver.coordinator.store, mldserver.state.file):
+    for module in (mldserver.output.store, mldserver.state.file):
         patch.setattr(module, "make_folder", made)
 
 

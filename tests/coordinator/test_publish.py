@@ -12,11 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 from support.s3 import bucket
 
-from mldserver.coordinator.layout import window_path, writer_tag
-from mldserver.coordinator.publish import Output, Publisher
-from mldserver.coordinator.store import OutputStore
 from mldserver.errors import OperatorError
-from mldserver.manifest import current_files
+from mldserver.output.layout import window_path, writer_tag
+from mldserver.output.manifest import current_files
+from mldserver.output.publish import Output, Publisher
+from mldserver.output.store import OutputStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from coordinator.pipeline import Crash, Faults, FaultyStore, Pipeline
 
-from mldserver.coordinator.layout import LEDGER, STAGING, attempt_path, segment_path, writer_tag
-from mldserver.coordinator.windows import Tumbling, batches, tumbling_id
 from mldserver.errors import LedgerError, OperatorError
+from mldserver.output.layout import LEDGER, STAGING, attempt_path, segment_path, writer_tag
 from mldserver.state.ledger import SegmentKind, WindowState
 from mldserver.state.store import SqliteStore
+from mldserver.windows import Tumbling, batches, tumbling_id
 
 if TYPE_CHECKING:
     from pathlib import Path

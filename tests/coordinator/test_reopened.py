@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 from coordinator.pipeline import Pipeline, Records
 
-from mldserver.coordinator.windows import tumbling_id
 from mldserver.records import Sequence
+from mldserver.windows import tumbling_id
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from coordinator.outcomes import dead_letter, outcome
 from coordinator.pipeline import Pipeline
 
-from mldserver.coordinator.window_runner import WindowPolicy
-from mldserver.coordinator.windows import tumbling_id
 from mldserver.errors import LedgerError
+from mldserver.jobs.runner import WindowPolicy
 from mldserver.state.ledger import WindowState
 from mldserver.testing import VirtualClock
+from mldserver.windows import tumbling_id
 
 if TYPE_CHECKING:
     from pathlib import Path

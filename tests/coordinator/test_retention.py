@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from coordinator.pipeline import RULES, Pipeline
 
-from mldserver.coordinator.windows import tumbling_id
 from mldserver.records import Sequence
-from mldserver.sources.base import ShardOpening
+from mldserver.sources.intake import ShardOpening
+from mldserver.windows import tumbling_id
 
 if TYPE_CHECKING:
     from pathlib import Path

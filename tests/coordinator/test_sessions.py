@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from mldserver.coordinator.buffer import Buffer
-from mldserver.coordinator.flush import moved
-from mldserver.coordinator.lineage import Lineage, Presence
-from mldserver.coordinator.positions import ShardPosition
-from mldserver.coordinator.sessions import Sessions
-from mldserver.coordinator.watermark import Watermark, WatermarkRules
+from mldserver.coordinator.core.buffer import Buffer
+from mldserver.coordinator.core.flush import moved
+from mldserver.coordinator.core.lineage import Lineage, Presence
+from mldserver.coordinator.core.positions import ShardPosition
+from mldserver.coordinator.core.sessions import Sessions
+from mldserver.coordinator.core.watermark import Watermark, WatermarkRules
 from mldserver.records import Sequence
 from mldserver.state.ledger import PositionUpdate, ShardState
 

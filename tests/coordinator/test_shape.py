@@ -12,11 +12,11 @@ from coordinator.pipeline import Pipeline, two
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.coordinator.layout import segment_path
-from mldserver.coordinator.shape import Column, Shape
-from mldserver.coordinator.windows import Tumbling, WindowSpec, batches, tumbling_id
+from mldserver.coordinator.core.shape import Column, Shape
 from mldserver.errors import OperatorError
+from mldserver.output.layout import segment_path
 from mldserver.state.ledger import LedgerState, Segment, SegmentKind, ServerState, WindowEntry, WindowState
+from mldserver.windows import Tumbling, WindowSpec, batches, tumbling_id
 
 if TYPE_CHECKING:
     from pathlib import Path

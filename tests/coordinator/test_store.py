@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mldserver.coordinator.layout import SPARK
-from mldserver.coordinator.store import OutputStore
+from mldserver.output.layout import SPARK
+from mldserver.output.store import OutputStore
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,15 +9,15 @@ import msgspec
 import pytest
 from coordinator.outcomes import outcome
 
-from mldserver.coordinator import flush
-from mldserver.coordinator.fleet import Fleet
-from mldserver.coordinator.flush import BufferedBatch, buffered, plan, shard_end
-from mldserver.coordinator.lineage import Lineage
-from mldserver.coordinator.watermark import Watermark, WatermarkRules
-from mldserver.coordinator.windows import Tumbling
+from mldserver.coordinator.core import flush
+from mldserver.coordinator.core.flush import BufferedBatch, buffered, plan, shard_end
+from mldserver.coordinator.core.lineage import Lineage
+from mldserver.coordinator.core.watermark import Watermark, WatermarkRules
+from mldserver.coordinator.membership import Fleet
 from mldserver.records import Sequence
 from mldserver.state.ledger import BatchProgress, PositionUpdate, SegmentKind
 from mldserver.testing import VirtualClock
+from mldserver.windows import Tumbling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

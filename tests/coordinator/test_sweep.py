@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from mldserver.coordinator.layout import QUARANTINE, writer_tag
-from mldserver.coordinator.publish import Output, Publisher
 from mldserver.coordinator.recovery import recover
-from mldserver.coordinator.store import OutputStore
-from mldserver.manifest import current_files
+from mldserver.output.layout import QUARANTINE, writer_tag
+from mldserver.output.manifest import current_files
+from mldserver.output.publish import Output, Publisher
+from mldserver.output.store import OutputStore
 from mldserver.state.ledger import Commit, Flush, LedgerState, Segment
 from mldserver.state.store import SqliteStore
 

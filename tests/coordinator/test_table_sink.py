@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 from coordinator.pipeline import Pipeline, named
 
-from mldserver.coordinator.window_runner import WindowPolicy
-from mldserver.coordinator.windows import Tumbling, tumbling_id
 from mldserver.errors import DriverLost, WindowFailed
+from mldserver.jobs.runner import WindowPolicy
 from mldserver.state.ledger import WindowState
 from mldserver.testing import LocalEngine
-from mldserver.testing.table import read_table
+from mldserver.testing.sqlite_table import read_table
+from mldserver.windows import Tumbling, tumbling_id
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from mldserver.coordinator.coordinator import Coordinator
-    from mldserver.spark.engine import PublishJob
+    from mldserver.jobs.engine import PublishJob
 
 W = [tumbling_id(start) for start in range(0, 40_000, 10_000)]
 

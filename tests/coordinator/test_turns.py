@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mldserver.coordinator.turns import Turns
+from mldserver.coordinator.cycle import Turns
 from mldserver.errors import LedgerError, ServerBuried
 from mldserver.testing import VirtualClock
 

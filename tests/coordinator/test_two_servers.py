@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from coordinator.pipeline import QUICK, Pipeline, named, two
 
-from mldserver.coordinator.layout import SERVERS, server_tag
-from mldserver.coordinator.windows import tumbling_id
 from mldserver.errors import GapRefused, LedgerError, ServerBuried
+from mldserver.output.layout import SERVERS, server_tag
 from mldserver.records import Sequence
 from mldserver.state.ledger import WindowState
+from mldserver.windows import tumbling_id
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

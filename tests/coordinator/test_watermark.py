@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mldserver.coordinator.lineage import Lineage
-from mldserver.coordinator.watermark import PREFETCH, Holder, View, Watermark, WatermarkRules
+from mldserver.coordinator.core.lineage import Lineage
+from mldserver.coordinator.core.watermark import PREFETCH, Holder, View, Watermark, WatermarkRules
 from mldserver.state.ledger import ServerState
 
 IDLE, QUIET, SETTLE = 30_000, 60_000, 10_000

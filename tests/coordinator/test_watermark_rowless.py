@@ -9,7 +9,7 @@ from coordinator.test_watermark import IDLE, QUIET, SETTLE, Stream
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.coordinator.watermark import PREFETCH, Holder, View
+from mldserver.coordinator.core.watermark import PREFETCH, Holder, View
 
 SHARDS = ("s0", "s1", "s2")
 

@@ -8,17 +8,17 @@ import pytest
 from coordinator.pipeline import Pipeline
 from coordinator.test_window_runner import W, make, named, three_windows
 
-from mldserver.coordinator.windows import Tumbling
 from mldserver.errors import DriverLost, LedgerError, WindowFailed
 from mldserver.state.ledger import WindowState
 from mldserver.testing import LocalEngine
+from mldserver.windows import Tumbling
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from mldserver.coordinator.window_runner import WindowPolicy
-    from mldserver.spark.engine import WindowJob
+    from mldserver.jobs.engine import WindowJob
+    from mldserver.jobs.runner import WindowPolicy
 
 
 def shared(
@@ -58,7 +58,7 @@ async def test_no_more_windows_share_a_job_than_the_engine_allows(tmp_path: Path
 
 
 async def test_large_windows_share_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mldserver.coordinator.window_runner._GROUP_BYTES", 1)
+    monkeypatch.setattr("mldserver.jobs.runner._GROUP_BYTES", 1)
     pipeline = shared(tmp_path)
     async with pipeline.life():
         await three_windows(pipeline)

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from coordinator.pipeline import Crash, Pipeline, named
 
-from mldserver.coordinator.layout import writer_tag
-from mldserver.coordinator.window_runner import WindowPolicy
-from mldserver.coordinator.windows import Tumbling, tumbling_id
 from mldserver.errors import DriverLost, LedgerError, WindowFailed
-from mldserver.spark.engine import WindowResult
+from mldserver.jobs.engine import WindowResult
+from mldserver.jobs.runner import WindowPolicy
+from mldserver.output.layout import writer_tag
 from mldserver.state.ledger import WindowState
 from mldserver.testing import LocalEngine
+from mldserver.windows import Tumbling, tumbling_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from mldserver.spark.engine import WindowJob
+    from mldserver.jobs.engine import WindowJob
 
 W = [tumbling_id(start) for start in range(0, 40_000, 10_000)]
 

@@ -8,21 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.coordinator.windows import (
-    OpenWindows,
+from mldserver.coordinator.core.open_windows import OpenWindows, WindowKey, assign
+from mldserver.state.batches import batch_id
+from mldserver.state.ledger import BatchProgress
+from mldserver.windows import (
     Tumbling,
     Window,
-    WindowKey,
     as_window,
-    assign,
     batches,
     duration_ms,
     tumbling,
     tumbling_id,
     tumbling_starts,
 )
-from mldserver.state.batches import batch_id
-from mldserver.state.ledger import BatchProgress
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 HOUR = 3_600_000

@@ -10,15 +10,16 @@ import pyarrow.parquet as pq
 from coordinator.outcomes import outcome
 from coordinator.pipeline import Faults, FaultyStore, InlineLedger
 
-from mldserver.coordinator.flush import BufferedBatch, buffered
+from mldserver.coordinator.core.flush import BufferedBatch, buffered
+from mldserver.coordinator.core.late import LateRules
+from mldserver.coordinator.core.open_windows import OpenWindows
 from mldserver.coordinator.flusher import Flushed, Flusher
-from mldserver.coordinator.late import LateRules
-from mldserver.coordinator.windows import OpenWindows, WindowSpec, tumbling_id
 from mldserver.state.ledger import (
     Commit,
 )
 from mldserver.state.store import SqliteStore
 from mldserver.testing import VirtualClock
+from mldserver.windows import WindowSpec, tumbling_id
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from crash.stories import Letter
 
-from mldserver.clock import SystemClock
+from mldserver.base.clock import SystemClock
 from mldserver.state.dynamodb import DynamoLedger
 
 if TYPE_CHECKING:

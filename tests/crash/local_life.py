@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from crash.stories import TABLE
 from support.serving import quick
 
-from mldserver.faults import arm
+from mldserver.base.kill_points import arm
 from mldserver.observe.logging import logging_to
 from mldserver.server import Server
 from mldserver.state.ledger import WindowState
@@ -35,7 +35,7 @@ _WARM: Final = [
     "mldserver.observe.logging",
     "mldserver.server",
     "mldserver.state.dynamodb",
-    "mldserver.testing.engine",
+    "mldserver.testing.local_engine",
 ]
 """What every life needs: imported once, by the process that all of them are forked from."""
 

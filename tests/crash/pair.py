@@ -19,7 +19,7 @@ from crash.world import Death
 from support.workers import NAMES, Application
 
 from mldserver.config.kinds import UnixAddress
-from mldserver.coordinator.layout import SERVERS, server_tag
+from mldserver.output.layout import SERVERS, server_tag
 from mldserver.server import EXIT_CLEAN, EXIT_FAULT
 from mldserver.testing import Habits
 

@@ -11,8 +11,8 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from mldserver.faults import KILL_VARIABLE
-from mldserver.spark.process import driver_command
+from mldserver.base.kill_points import KILL_VARIABLE
+from mldserver.spark.driver_process import driver_command
 
 if TYPE_CHECKING:
     from crash.lives import Plan

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from mldserver.config import TableSink
 from mldserver.testing import FakeStream
-from mldserver.testing.table import read_table
+from mldserver.testing.sqlite_table import read_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

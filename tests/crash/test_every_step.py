@@ -10,7 +10,7 @@ import pytest
 from crash.stories import OF_LETTERS
 from crash.world import Death, Toll, play_all
 
-from mldserver.faults import STEPS
+from mldserver.base.kill_points import STEPS
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -20,10 +20,10 @@ from support.serving import until
 
 from mldserver import cli
 from mldserver.config.kinds import UnixAddress
-from mldserver.config.letters import LetterPlace
-from mldserver.coordinator.layout import LEDGER
+from mldserver.config.locations import LetterPlace
 from mldserver.deadletters.files import FOLDER, read_letters
 from mldserver.errors import LedgerError, OperatorError
+from mldserver.output.layout import LEDGER
 from mldserver.state.store import SqliteStore
 from mldserver.testing import FakeMLD, FakeStream, Habits
 from tests.test_server_redrive import HANDLER, fill, ids

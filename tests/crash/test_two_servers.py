@@ -18,9 +18,9 @@ from crash.pair import SELDOM, Ground, Pair
 from crash.stories import OF_LETTERS
 from crash.world import Death, Toll, play_all
 
-from mldserver.clock import SystemClock
+from mldserver.base.clock import SystemClock
+from mldserver.base.kill_points import STEPS
 from mldserver.config import DynamoPlace
-from mldserver.faults import STEPS
 from mldserver.state.dynamodb import DynamoLedger
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import pytest
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
-from mldserver.deadletters.aws import (
+from mldserver.deadletters.aws_destinations import (
     BucketDestination,
     Message,
     QueueDestination,

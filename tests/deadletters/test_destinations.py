@@ -13,19 +13,19 @@ from msgspec import structs
 from support.serving import quick
 
 from mldserver.config import resolve
-from mldserver.config.letters import LetterPlace, dead_letters
-from mldserver.coordinator.store import OutputStore
-from mldserver.deadletters import aws
+from mldserver.config.locations import LetterPlace, dead_letters
+from mldserver.deadletters import aws_destinations
 from mldserver.deadletters.files import FOLDER, read_letters
 from mldserver.deadletters.folder import FolderDestination
 from mldserver.deadletters.places import destination_of
 from mldserver.errors import ConfigError, LedgerError, OperatorError
+from mldserver.output.store import OutputStore
 from mldserver.testing import VirtualClock
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from mldserver.runtime.base import DeadLetter
+    from mldserver.records import DeadLetter
 
 LETTERS = (dead_letter("a", 1), dead_letter("b", 1), dead_letter("a", 2))
 
@@ -150,9 +150,9 @@ def test_parking_needs_the_ledger(tmp_path: Path) -> None:
     [
         (None, type(None)),
         (LetterPlace("jsonl"), FolderDestination),
-        (LetterPlace("sqs", "https://h/1/q"), aws.QueueDestination),
-        (LetterPlace("s3", "b"), aws.BucketDestination),
-        (LetterPlace("kinesis", "s"), aws.StreamDestination),
+        (LetterPlace("sqs", "https://h/1/q"), aws_destinations.QueueDestination),
+        (LetterPlace("s3", "b"), aws_destinations.BucketDestination),
+        (LetterPlace("kinesis", "s"), aws_destinations.StreamDestination),
     ],
 )
 def test_places_are_made_of_settings(tmp_path: Path, place: LetterPlace | None, made: type) -> None:

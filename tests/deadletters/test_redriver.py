@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from coordinator.outcomes import outcome
 
-from mldserver.coordinator.buffer import Buffer
-from mldserver.coordinator.redriving import Redriving
-from mldserver.deadletters import wanted
+from mldserver.coordinator.core.buffer import Buffer
+from mldserver.coordinator.redrive_intake import Redriving
+from mldserver.deadletters import redrive_queue as wanted
+from mldserver.deadletters.redrive_queue import portions, wanted_portions
 from mldserver.deadletters.redriver import Redriver, as_line
-from mldserver.deadletters.wanted import portions, wanted_portions
 from mldserver.errors import HandlerHalted, InternalError, LedgerError
 from mldserver.protocol.batches import decode_records
 from mldserver.protocol.messages import Version
-from mldserver.records import Sequence
-from mldserver.runtime.base import BatchOutcome, DeadLetter
-from mldserver.sources.owners import ShardOwners
+from mldserver.records import DeadLetter, Sequence
+from mldserver.sources.shard_claims import ShardOwners
 from mldserver.state.ledger import LedgerState, ShardState
 from mldserver.state.letters import LETTERS_AT_ONCE, StoredLetter
 from mldserver.state.store import SqliteStore
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mldserver.records import Shard
-    from mldserver.runtime.base import Delivery
+    from mldserver.runtime.interface import BatchOutcome, Delivery
 
 
 def letter(number: int, shard: str = "a", key: str | None = "k", size: int = 1) -> DeadLetter:

@@ -19,7 +19,7 @@ from mldserver.cli import command_line, demo
 from mldserver.config import resolve
 from mldserver.protocol.codec import decode, encode
 from mldserver.protocol.messages import CheckpointRequest, Status, Version
-from mldserver.runtime.check_child import report
+from mldserver.runtime.trial_child import report
 from mldserver.testing.playground import read_lines
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ import pytest
 from support.pages import DOCS, PAGES, ROOT, prose
 
 from mldserver import Window
+from mldserver.base.kill_points import STEPS
 from mldserver.cli import run
 from mldserver.config import specs
-from mldserver.faults import STEPS
-from mldserver.observe.events import EVENTS
-from mldserver.runtime.spec import HandlerSpec
+from mldserver.handler.spec import HandlerSpec
+from mldserver.observe.log_events import EVENTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

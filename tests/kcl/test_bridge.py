@@ -20,7 +20,7 @@ from mldserver.config import TcpAddress, UnixAddress
 from mldserver.errors import ConfigError
 from mldserver.kcl import bridge
 from mldserver.kcl.launch import private_files
-from mldserver.kcl.parts import deploy_file
+from mldserver.kcl.locate import deploy_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mldserver.kcl.digest import LONGEST_LINE, Digest, Line
-from mldserver.kcl.logs import LogEvent
+from mldserver.kcl.java_log import LogEvent
 
 KCL = "software.amazon.kinesis."
 SHARD = "shardId-000000000000"

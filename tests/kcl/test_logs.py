@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.kcl.logs import LINE_END, LOGBACK_XML, LONGEST, LogEvent, LogParser
+from mldserver.kcl.java_log import LINE_END, LOGBACK_XML, LONGEST, LogEvent, LogParser
 
 
 def test_a_line_of_logback_is_one_event() -> None:

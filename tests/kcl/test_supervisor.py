@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mldserver.aws import aws_client
+from mldserver.base.aws import aws_client
 from mldserver.config import TcpAddress, UnixAddress
 from mldserver.errors import NotThereYet, OperatorError
-from mldserver.kcl.logs import ENDS_ITSELF
+from mldserver.kcl.java_log import ENDS_ITSELF
 from mldserver.kcl.restart import Backoff
 from mldserver.kcl.supervisor import COUNTS_SECONDS, Supervisor, answers, step_down
 from mldserver.testing import VirtualClock

@@ -15,15 +15,16 @@ from kclpy.wire import SHARD, InstantClock, delivery
 from msgspec.structs import replace
 
 from mldserver.errors import HandlerHalted
-from mldserver.records import Sequence, Shard
-from mldserver.runtime.base import BatchOutcome, Hook
-from mldserver.runtime.failure import FailurePolicy, OnFailure
+from mldserver.handler.inspection import inspect_handler
+from mldserver.handler.loader import Loaded
+from mldserver.records import Hook, Sequence, Shard
+from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
 from mldserver.runtime.inline import InlineRuntime
-from mldserver.runtime.inspection import inspect_handler
-from mldserver.runtime.loader import Loaded
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from mldserver.runtime.interface import BatchOutcome
 
 
 class Processor(processor.RecordProcessorBase):

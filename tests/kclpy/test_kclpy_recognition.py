@@ -10,10 +10,10 @@ from amazon_kclpy import kcl
 from amazon_kclpy.v2 import processor as v2
 from amazon_kclpy.v3 import processor as v3
 
-from mldserver.kclpy.recognition import problems, recognised, written
-from mldserver.runtime.check_child import report
-from mldserver.runtime.inspection import load_spec
-from mldserver.runtime.spec import HandlerKind
+from mldserver.handler.inspection import load_spec
+from mldserver.handler.kclpy.recognition import problems, recognised, written
+from mldserver.handler.spec import HandlerKind
+from mldserver.runtime.trial_child import report
 
 if TYPE_CHECKING:
     from pathlib import Path

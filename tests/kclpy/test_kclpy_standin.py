@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from mldserver.kclpy.checkpointer import CheckpointError
-from mldserver.kclpy.standin import checkpoint_error, standing_in
+from mldserver.handler.kclpy.checkpointer import CheckpointError
+from mldserver.handler.kclpy.standin import checkpoint_error, standing_in
 
 ABSENT = pytest.mark.usefixtures("without_amazon_kclpy")
 

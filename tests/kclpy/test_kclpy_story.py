@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kclpy.wire import SHARD, InstantClock, delivery
 
-from mldserver.coordinator.positions import ShardPosition
-from mldserver.runtime.base import Hook
-from mldserver.runtime.failure import FailurePolicy
+from mldserver.coordinator.core.positions import ShardPosition
+from mldserver.handler.inspection import inspect_handler
+from mldserver.handler.loader import Loaded
+from mldserver.records import Hook
+from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.runtime.inline import InlineRuntime
-from mldserver.runtime.inspection import inspect_handler
-from mldserver.runtime.loader import Loaded
 
 if TYPE_CHECKING:
     from mldserver.records import Sequence

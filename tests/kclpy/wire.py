@@ -7,7 +7,7 @@ import json
 
 from mldserver.protocol.messages import Version
 from mldserver.records import Sequence, Shard
-from mldserver.runtime.base import Delivery
+from mldserver.runtime.interface import Delivery
 
 SHARD = Shard("shardId-000000000001", "TRIM_HORIZON")
 

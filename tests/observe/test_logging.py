@@ -16,8 +16,8 @@ import structlog
 
 from mldserver.config import Settings
 from mldserver.errors import OperatorError
+from mldserver.observe.log_output import LogOutput
 from mldserver.observe.logging import LibraryHandler, configure, logging_to, reopen
-from mldserver.observe.output import LogOutput
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import structlog
 
-from mldserver.observe.events import COMMON_FIELDS, EVENTS
-from mldserver.observe.schema import CheckedLogger, SchemaError, check_event
+from mldserver.observe.checked_logger import CheckedLogger, SchemaError, check_event
+from mldserver.observe.log_events import COMMON_FIELDS, EVENTS
 from mldserver.observe.table import events_page
 
 DOCS = Path(__file__).parents[2] / "mldserver" / "docs"

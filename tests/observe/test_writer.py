@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mldserver.errors import OperatorError
-from mldserver.observe.output import LogOutput
+from mldserver.observe.log_output import LogOutput
 from mldserver.observe.writer import LogWriter, Lost
 
 if TYPE_CHECKING:

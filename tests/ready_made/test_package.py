@@ -27,12 +27,12 @@ def test_the_users_handlers_and_the_ready_made_ones_are_both_found(tmp_path: Pat
     if init:
         (folder / "__init__.py").write_text("")
     code = (
-        "from mldserver.runtime.inspection import load_spec\n"
+        "from mldserver.handler.inspection import load_spec\n"
         "print([load_spec('handlers.' + name).schema is None for name in ('mine', 'raw', 'departures_daily')])"
     )
     assert run(tmp_path, code) == ("[True, True, False]", "")
 
 
 def test_the_ready_made_handlers_run_from_any_folder(tmp_path: Path) -> None:
-    code = "from mldserver.runtime.inspection import load_spec\nprint(load_spec('handlers.raw').path)"
+    code = "from mldserver.handler.inspection import load_spec\nprint(load_spec('handlers.raw').path)"
     assert run(tmp_path, code) == ("handlers.raw", "")

@@ -13,13 +13,13 @@ import pytest
 
 import handlers
 from handlers import clicks, dynamodb_changes
+from mldserver.handler.inspection import load_spec
 from mldserver.protocol.messages import Version
-from mldserver.records import Shard
-from mldserver.runtime.base import Delivery, Hook
-from mldserver.runtime.failure import FailurePolicy
+from mldserver.records import Hook, Shard
+from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.runtime.inline import InlineRuntime
-from mldserver.runtime.inspection import load_spec
-from mldserver.testing.clock import VirtualClock
+from mldserver.runtime.interface import Delivery
+from mldserver.testing.manual_clock import VirtualClock
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,19 +13,20 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import pytest
 
-from mldserver.clock import SystemClock
+from mldserver.base.clock import SystemClock
 from mldserver.protocol.messages import Version
 from mldserver.records import Sequence, Shard
-from mldserver.runtime.base import Delivery
-from mldserver.runtime.failure import FailurePolicy, OnFailure, OnKeyFailure, failure_rule
+from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, OnKeyFailure, failure_rule
 from mldserver.runtime.inline import InlineRuntime
-from mldserver.runtime.workers.life import Limits
-from mldserver.runtime.workers.runtime import WorkerRuntime
+from mldserver.runtime.interface import Delivery
+from mldserver.workers.lifecycle import Limits
+from mldserver.workers.runtime import WorkerRuntime
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
 
-    from mldserver.runtime.base import BatchOutcome, Hook, Runtime
+    from mldserver.records import Hook
+    from mldserver.runtime.interface import BatchOutcome, Runtime
 
 KINDS: Final = ("inline", "workers")
 BY_RECORD: Final = ("ByRecord", "ByRecordAsync")

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mldserver.handler.inspection import inspect_handler
+from mldserver.handler.loader import Loaded
 from mldserver.protocol.messages import Version
 from mldserver.records import Sequence, Shard
-from mldserver.runtime.base import BatchOutcome, Delivery
-from mldserver.runtime.failure import FailurePolicy
+from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.runtime.inline import InlineRuntime
-from mldserver.runtime.inspection import inspect_handler
-from mldserver.runtime.loader import Loaded
+from mldserver.runtime.interface import BatchOutcome, Delivery
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from mldserver.runtime.spec import HandlerSpec
+    from mldserver.handler.spec import HandlerSpec
 
 SHARD = "shardId-000000000001"
 

@@ -23,14 +23,13 @@ from runtime.behaviour_kit import (
 from support.serving import until
 
 from mldserver.errors import HandlerHalted, InternalError
-from mldserver.records import Sequence
-from mldserver.runtime.base import Hook
+from mldserver.records import Hook, Sequence
 from mldserver.runtime.work import lane_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from mldserver.runtime.base import BatchOutcome
+    from mldserver.runtime.interface import BatchOutcome
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

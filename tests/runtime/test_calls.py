@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from mldserver.base.threads import WorkerThread
 from mldserver.runtime.calls import BoundHook, Caller, Returned
 from mldserver.runtime.deadlines import Deadlines, Watch
-from mldserver.runtime.thread import WorkerThread
-from mldserver.testing.clock import VirtualClock
+from mldserver.testing.manual_clock import VirtualClock
 
 
 class Bench:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mldserver.runtime import check as check_module
-from mldserver.runtime.check import Report, _last_frame, _signal, check_handler
-from mldserver.runtime.check_child import report
-from mldserver.runtime.spec import Finding
+from mldserver.handler.spec import Finding
+from mldserver.runtime import trial as check_module
+from mldserver.runtime.trial import Report, _last_frame, _signal, check_handler
+from mldserver.runtime.trial_child import report
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from mldserver.base.threads import WorkerThread
+from mldserver.handler.failure import describe
 from mldserver.runtime.calls import BoundHook, Caller
 from mldserver.runtime.deadlines import Deadlines, Watch
-from mldserver.runtime.failure import describe
-from mldserver.runtime.thread import WorkerThread
-from mldserver.testing.clock import VirtualClock
+from mldserver.testing.manual_clock import VirtualClock
 
 
 class Bench:

@@ -17,18 +17,9 @@ import msgspec
 import pytest
 
 from mldserver import Discard, Fatal, Retry
-from mldserver.runtime.control import Verdict
-from mldserver.runtime.failure import (
-    Ending,
-    FailurePolicy,
-    FailureRule,
-    OnFailure,
-    Told,
-    Wish,
-    bad_row,
-    describe,
-    failure_rule,
-)
+from mldserver.handler.control import Verdict
+from mldserver.handler.failure import Wish, bad_row, describe
+from mldserver.runtime.failure_policy import Ending, FailurePolicy, FailureRule, OnFailure, Told, failure_rule
 
 
 def test_delays_double_from_the_base_to_the_cap_and_jitter_takes_away_up_to_half() -> None:
@@ -325,12 +316,12 @@ def test_failures_of_one_place_have_one_fingerprint_whatever_they_say() -> None:
 
 
 def test_what_is_remembered_of_places_and_classes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mldserver.runtime.failure._REMEMBERED", 2)
+    monkeypatch.setattr("mldserver.handler.failure._REMEMBERED", 2)
     for number in range(5):
         module: dict[str, Any] = {}
         exec(f"class E{number}(Exception): pass\ndef fail(): raise E{number}", module)
         assert f"E{number}" in describe(_caught(module["fail"])).traceback
-    from mldserver.runtime import failure
+    from mldserver.handler import failure
 
     assert len(failure._classes) <= 2
     assert len(failure._frames) <= 2
@@ -377,7 +368,7 @@ def test_an_error_whose_traceback_cannot_be_printed_is_told_all_the_same(
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError
 
-    monkeypatch.setattr("mldserver.runtime.failure.traceback.TracebackException", fail)
+    monkeypatch.setattr("mldserver.handler.failure.traceback.TracebackException", fail)
     assert describe(ValueError("x")).traceback == "ValueError: x\n"
 
 

@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from coordinator.outcomes import dead_letter, outcome
 
+from mldserver.handler.failure import Failure
 from mldserver.records import Sequence
-from mldserver.runtime.failure import Failure, FailurePolicy
+from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.runtime.plan import BatchPlan, Step
-from mldserver.runtime.workers import runtime as workers
-from mldserver.runtime.workers.process import WorkerGone
-from mldserver.runtime.workers.runtime import WorkerRuntime
+from mldserver.workers import runtime as workers
+from mldserver.workers.process import WorkerGone
+from mldserver.workers.runtime import WorkerRuntime
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mldserver.runtime.base import BatchOutcome
+    from mldserver.runtime.interface import BatchOutcome
 
 BOOM = Failure("ValueError: boom")
 POLICY = FailurePolicy(attempts=2, base_seconds=0, cap_seconds=0)

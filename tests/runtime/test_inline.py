@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from mldserver.errors import HandlerHalted
+from mldserver.handler.failure import Failure
 from mldserver.records import Sequence, Shard
 from mldserver.runtime.calls import Caller
-from mldserver.runtime.failure import Failure, FailurePolicy, OnFailure
+from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
 
 ONE = FailurePolicy(attempts=1)
 HALT = FailurePolicy(on_failure=OnFailure.HALT)
@@ -180,7 +181,7 @@ async def test_a_handler_without_a_schema_has_side_effects_only(kit: Any) -> Non
 async def test_an_asynchronous_record_beyond_its_deadline_has_failed(
     kit: Any, shard: Any, column: Any
 ) -> None:
-    from mldserver.testing.clock import VirtualClock
+    from mldserver.testing.manual_clock import VirtualClock
 
     clock = VirtualClock()
 

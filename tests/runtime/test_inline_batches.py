@@ -13,7 +13,7 @@ from mldserver import tumbling
 from mldserver.errors import HandlerHalted, InternalError
 from mldserver.records import Batch
 from mldserver.runtime import work
-from mldserver.runtime.failure import FailurePolicy, OnFailure, failure_rule
+from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, failure_rule
 
 ONE = FailurePolicy(attempts=1)
 HALT = FailurePolicy(on_failure=OnFailure.HALT)

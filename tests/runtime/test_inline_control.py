@@ -11,7 +11,7 @@ import pytest
 from mldserver import BatchResult, Discard, Fatal, Retry
 from mldserver.errors import HandlerHalted
 from mldserver.records import Record
-from mldserver.runtime.failure import FailurePolicy, OnFailure, failure_rule
+from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, failure_rule
 from mldserver.runtime.rows import RowBuilder
 
 ONE = FailurePolicy(attempts=1)

@@ -12,10 +12,10 @@ import pytest
 from mldserver import Retry
 from mldserver.errors import HandlerHalted, HandlerNotFound, InternalError, PeerError
 from mldserver.protocol.messages import Version
-from mldserver.records import Shard
-from mldserver.runtime.base import Delivery, Hook
-from mldserver.runtime.failure import FailurePolicy, OnFailure
+from mldserver.records import Hook, Shard
+from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
 from mldserver.runtime.inline import InlineRuntime
+from mldserver.runtime.interface import Delivery
 
 if TYPE_CHECKING:
     from pathlib import Path

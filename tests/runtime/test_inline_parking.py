@@ -10,7 +10,7 @@ import pytest
 from mldserver import BatchResult, Fatal
 from mldserver.errors import HandlerHalted, InternalError
 from mldserver.records import Sequence, Shard
-from mldserver.runtime.failure import FailurePolicy, OnFailure, OnKeyFailure, failure_rule
+from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, OnKeyFailure, failure_rule
 
 SCHEMA = "n INT"
 PARK = FailurePolicy(attempts=2, on_key_failure=OnKeyFailure.PARK)

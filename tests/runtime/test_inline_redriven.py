@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from mldserver.records import Sequence, Shard
-from mldserver.runtime.failure import FailurePolicy, FailureRule, OnFailure, OnKeyFailure
+from mldserver.runtime.failure_policy import FailurePolicy, FailureRule, OnFailure, OnKeyFailure
 
 SHARD = "shardId-000000000001"
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mldserver import batches, tumbling
-from mldserver.coordinator.windows import duration_ms
 from mldserver.errors import HandlerInvalid
-from mldserver.runtime.inspection import inspect_handler, load_spec
-from mldserver.runtime.loader import Loaded, load
-from mldserver.runtime.spec import Finding, HandlerKind, HookSpec, RecordHook, span_text, windows_text
+from mldserver.handler.inspection import inspect_handler, load_spec
+from mldserver.handler.loader import Loaded, load
+from mldserver.handler.spec import Finding, HandlerKind, HookSpec, RecordHook, span_text, windows_text
+from mldserver.windows import duration_ms
 
 if TYPE_CHECKING:
     from pathlib import Path

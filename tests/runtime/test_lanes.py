@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from mldserver import Discard, Retry
 from mldserver.errors import HandlerHalted, HandlerInvalid, InternalError
-from mldserver.records import Sequence, Shard
-from mldserver.runtime.base import Hook
-from mldserver.runtime.failure import FailurePolicy, OnFailure, OnKeyFailure
+from mldserver.records import Hook, Sequence, Shard
+from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, OnKeyFailure
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.runtime.lane import Lane
 from mldserver.runtime.work import lane_of

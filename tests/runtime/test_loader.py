@@ -11,7 +11,7 @@ import pytest
 import structlog
 
 from mldserver.errors import HandlerInvalid, HandlerNotFound, HandlerUnready
-from mldserver.runtime.loader import load, relative
+from mldserver.handler.loader import load, relative
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mldserver.errors import PeerError
+from mldserver.handler.failure import Failure
 from mldserver.protocol.batches import BatchDecoder
 from mldserver.protocol.messages import Version
 from mldserver.records import Record, Sequence
 from mldserver.runtime import outcome
-from mldserver.runtime.base import META_COLUMNS, BatchOutline
-from mldserver.runtime.failure import Ending, Failure
+from mldserver.runtime.failure_policy import Ending
+from mldserver.runtime.interface import META_COLUMNS, BatchOutline
 from mldserver.runtime.outcome import Taken, damaged, dead_letter, join_rows
 from mldserver.runtime.plan import End
 from mldserver.runtime.rows import Built

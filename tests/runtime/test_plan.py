@@ -11,16 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mldserver.handler.failure import Failure, Wish
 from mldserver.records import Sequence
-from mldserver.runtime.failure import (
-    Ending,
-    Failure,
-    FailurePolicy,
-    OnFailure,
-    OnKeyFailure,
-    Wish,
-    failure_rule,
-)
+from mldserver.runtime.failure_policy import Ending, FailurePolicy, OnFailure, OnKeyFailure, failure_rule
 from mldserver.runtime.plan import Again, BatchPlan, End, Step
 
 BOOM = Failure("OSError: boom", names=("builtins.OSError",))

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mldserver.handler.schema import parse_schema
 from mldserver.runtime.rows import BadRow, RowBuilder
-from mldserver.runtime.schema import parse_schema
 from mldserver.runtime.values import converter
 
 SCHEMA = parse_schema("carrier STRING NOT NULL, delay DOUBLE, at TIMESTAMP")

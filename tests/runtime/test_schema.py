@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from mldserver.runtime.schema import SchemaError, parse_schema
+from mldserver.handler.schema import SchemaError, parse_schema
 
 UTC_TIME = pa.timestamp("us", tz="UTC")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mldserver.runtime.thread import WorkerThread
+from mldserver.base.threads import WorkerThread
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ async def test_a_job_whose_result_is_lost_to_such_an_exception_has_failed_and_is
         monkeypatch.undo()
         raise TimeoutError
 
-    monkeypatch.setattr("mldserver.runtime.thread._hand_over", lose)
+    monkeypatch.setattr("mldserver.base.threads._hand_over", lose)
     with pytest.raises(RuntimeError, match="thrown into the thread"):
         await thread.run(lambda: ran.append(1))
     assert ran == [1]

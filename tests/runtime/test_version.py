@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mldserver.runtime.loader import Loaded
-from mldserver.runtime.version import version_of
+from mldserver.handler.loader import Loaded
+from mldserver.handler.version import version_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from simulation.tables import VirtualTable
 from state.dynamodb_fake import client_error, lost_answer
 
-from mldserver.coordinator.store import OutputStore
 from mldserver.errors import DriverLost, LedgerError, WindowFailed
+from mldserver.output.store import OutputStore
 from mldserver.state.store import SqliteStore
 from mldserver.testing.virtual_process import Call, ProcessDied, VirtualProcess
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from simulation.outputs import Outputs
     from simulation.plan import Plan
 
-    from mldserver.clock import Clock
-    from mldserver.spark.engine import WindowJob
+    from mldserver.base.clock import Clock
+    from mldserver.jobs.engine import WindowJob
 
 _GIVES_UP = frozenset({"open", "close", "dead_letters", "peek", "leave"})
 """Calls to the ledger at a server's start and end, where it may give up instead of trying again."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from simulation.faults import Faults
     from simulation.plan import Plan
 
-    from mldserver.clock import Clock
+    from mldserver.base.clock import Clock
     from mldserver.state.ledger import Ledger, LedgerState
     from mldserver.state.letters import StoredLetter
 

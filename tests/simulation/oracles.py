@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mldserver.coordinator.buffer import Buffer
+from mldserver.coordinator.core.buffer import Buffer
 from mldserver.records import Sequence
 from mldserver.testing import FakeStream, LeaseTable, Place
 from mldserver.testing.leases import SHARD_END
 
 if TYPE_CHECKING:
-    from mldserver.clock import Clock
-    from mldserver.coordinator.flush import BufferedBatch
+    from mldserver.base.clock import Clock
+    from mldserver.coordinator.core.flush import BufferedBatch
     from mldserver.coordinator.status import CoordinatorStatus
     from mldserver.state.ledger import Flush
     from mldserver.testing.fake_stream import StreamRecord

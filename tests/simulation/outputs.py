@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from simulation.oracles import Positions
     from simulation.plan import Plan
 
-    from mldserver.runtime.base import DeadLetter
+    from mldserver.records import DeadLetter
     from mldserver.state.ledger import Flush
     from mldserver.testing import FakeStream
     from mldserver.testing.fake_stream import StreamRecord

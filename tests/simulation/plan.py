@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from mldserver.testing.wire import Form
+from mldserver.testing.java_wire import Form
 
 HANDLERS = ("Arrival", "Column", "Runs")
 

@@ -7,24 +7,25 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from mldserver.coordinator.backpressure import Holding
 from mldserver.coordinator.coordinator import Coordinator
+from mldserver.coordinator.core.late import CutWindows
+from mldserver.coordinator.core.lineage import Lineage
+from mldserver.coordinator.core.open_windows import WindowKey
+from mldserver.coordinator.core.watermark import Watermark
 from mldserver.coordinator.flusher import Flusher
-from mldserver.coordinator.holding import Holding
-from mldserver.coordinator.late import CutWindows
-from mldserver.coordinator.lineage import Lineage
 from mldserver.coordinator.shard_session import ShardSession
-from mldserver.coordinator.watermark import Watermark
-from mldserver.coordinator.windows import WindowKey, tumbling_id
 from mldserver.state.batches import batch_id, batch_number
 from mldserver.state.ledger import SegmentKind
 from mldserver.state.store import SqliteStore
+from mldserver.windows import tumbling_id
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from mldserver.coordinator.flush import FlushPlan
-    from mldserver.coordinator.rules import CoordinatorRules
-    from mldserver.coordinator.watermark import View
+    from mldserver.coordinator.core.flush import FlushPlan
+    from mldserver.coordinator.core.rules import CoordinatorRules
+    from mldserver.coordinator.core.watermark import View
     from mldserver.records import Sequence
     from mldserver.state.ledger import Flush, FlushResult, WindowEntry
 

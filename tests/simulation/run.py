@@ -23,7 +23,7 @@ from simulation.plan import make_plan
 from simulation.planted import BUGS
 from simulation.world import play, summary
 
-from mldserver.observe.schema import CheckedLogger
+from mldserver.observe.checked_logger import CheckedLogger
 
 
 def run(seed: int, bug: str | None = None) -> dict[str, Any]:

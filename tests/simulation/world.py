@@ -37,14 +37,14 @@ from simulation.servers import Supervised
 from simulation.tables import in_memory
 
 from mldserver.assembly import ledger_of
+from mldserver.base.threads import WorkerThread
 from mldserver.config import resolve
-from mldserver.coordinator.buffer import Buffer
-from mldserver.coordinator.store import OutputStore
-from mldserver.runtime.thread import WorkerThread
+from mldserver.coordinator.core.buffer import Buffer
+from mldserver.output.store import OutputStore
 from mldserver.testing import FakeMLD, Habits
+from mldserver.testing.java_wire import Form
 from mldserver.testing.virtual_loop import LoopClock, VirtualLoop
 from mldserver.testing.virtual_process import VirtualExecutor, VirtualWorker, stand_ins
-from mldserver.testing.wire import Form
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from simulation.plan import Plan
 
     from mldserver.config import Settings
-    from mldserver.testing.session import ShardSession
+    from mldserver.testing.daemon_session import ShardSession
 
 LONGEST_SECONDS = 2 * 3600.0
 """A world that has not come to its end by then never will."""

@@ -8,21 +8,21 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mldserver.clock import SystemClock
+from mldserver.base.clock import SystemClock
 from mldserver.protocol.codec import decode_records
 from mldserver.protocol.connection import ConnectionLimits
 from mldserver.protocol.retries import RetryPolicy
-from mldserver.runtime.base import BatchOutcome, BatchOutline
+from mldserver.runtime.interface import BatchOutcome, BatchOutline
 from mldserver.sources.mld import MLDListener
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
     from pathlib import Path
 
-    from mldserver.clock import Clock
-    from mldserver.records import Sequence, Shard
-    from mldserver.runtime.base import Delivery, Hook
-    from mldserver.sources.base import ShardOpening
+    from mldserver.base.clock import Clock
+    from mldserver.records import Hook, Sequence, Shard
+    from mldserver.runtime.interface import Delivery
+    from mldserver.sources.intake import ShardOpening
 
 QUICK = ConnectionLimits(
     line_bytes=64 * 1024,

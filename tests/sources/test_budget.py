@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.sources.budget import ReadBudget
+from mldserver.sources.unread import ReadBudget
 
 
 class Reader:

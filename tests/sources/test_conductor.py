@@ -9,12 +9,12 @@ import pytest
 
 from mldserver.errors import DecodeError, GapRefused, HandlerHalted
 from mldserver.records import Sequence, Shard
-from mldserver.sources.owners import Superseded
-from mldserver.testing.clock import VirtualClock
+from mldserver.sources.shard_claims import Superseded
+from mldserver.testing.manual_clock import VirtualClock
 from tests.sources.house import serving
 
 if TYPE_CHECKING:
-    from mldserver.runtime.base import BatchOutcome, Delivery
+    from mldserver.runtime.interface import BatchOutcome, Delivery
     from tests.sources.house import House
 
 SHARD = "shardId-000000000000"

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mldserver.sources.early_answers import EarlyAnswers
-from mldserver.testing.clock import VirtualClock
+from mldserver.sources.inflight import EarlyAnswers
+from mldserver.testing.manual_clock import VirtualClock
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -12,8 +12,8 @@ from mldserver.errors import HandlerHalted, ProtocolViolation
 from mldserver.protocol.events import CloseReason, Timer
 from mldserver.protocol.messages import ProcessRecords
 from mldserver.records import Sequence
-from mldserver.sources.budget import ReadBudget
 from mldserver.sources.link import CheckpointOutcome, Link
+from mldserver.sources.unread import ReadBudget
 from tests.sources.house import QUICK
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mldserver.clock import SystemClock
+from mldserver.base.clock import SystemClock
 from mldserver.errors import OperatorError
 from mldserver.protocol.states import State
 from mldserver.sources.mld import MLDListener

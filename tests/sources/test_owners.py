@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mldserver.sources.owners import ShardOwners, Superseded
+from mldserver.sources.shard_claims import ShardOwners, Superseded
 
 if TYPE_CHECKING:
-    from mldserver.sources.owners import Claim
+    from mldserver.sources.shard_claims import Claim
 
 
 async def test_a_claim_is_current_until_the_next_one() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mldserver.aws import aws_client
+from mldserver.base.aws import aws_client
 from mldserver.sources import shards as shards_module
 from mldserver.sources.shards import ShardListing, ShardPolling, StreamShards
 from mldserver.testing import VirtualClock

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.sources.early_answers import EarlyAnswers
-from mldserver.sources.under_way import Batch, UnderWay
+from mldserver.sources.inflight import Batch, EarlyAnswers, UnderWay
 from mldserver.testing.virtual_loop import LoopClock, VirtualLoop
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from support.processes import group_members
 
-from mldserver.coordinator.windows import Window
+from mldserver.jobs.engine import WindowJob
 from mldserver.spark.client import SparkEngine
-from mldserver.spark.engine import WindowJob
+from mldserver.windows import Window
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 from support.spark_here import end
 
+from mldserver.spark.driver_messages import Start
 from mldserver.spark.session import environment, open_session
-from mldserver.spark.wire import Start
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

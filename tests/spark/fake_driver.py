@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mldserver.spark import wire
+from mldserver.spark import driver_messages
 
 
 class FakeDriver:
@@ -20,35 +20,35 @@ class FakeDriver:
             lives.write(f"{os.getpid()}\n")
         self.life = len(state.read_text().split())
 
-    def send(self, *messages: wire.Message) -> None:
-        self.sock.sendall(b"".join(map(wire.encode, messages)))
+    def send(self, *messages: driver_messages.Message) -> None:
+        self.sock.sendall(b"".join(map(driver_messages.encode, messages)))
 
     def serve(self) -> None:
-        decoder = wire.Decoder()
+        decoder = driver_messages.Decoder()
         while data := self.sock.recv(1 << 16):
             for message in decoder.feed(data):
                 self.take(message)
 
-    def take(self, message: wire.Message) -> None:
+    def take(self, message: driver_messages.Message) -> None:
         match message:
-            case wire.Start():
+            case driver_messages.Start():
                 self.begin(message)
-            case wire.Run():
+            case driver_messages.Run():
                 self.run(message)
-            case wire.RunGroup():
+            case driver_messages.RunGroup():
                 self.run_group(message)
-            case wire.Cancel() if self.script != "deaf":
-                self.send(wire.FailedJob(message.id, "Cancelled", "cancelled", cancelled=True))
-            case wire.Stop() if self.script == "trains":
+            case driver_messages.Cancel() if self.script != "deaf":
+                self.send(driver_messages.FailedJob(message.id, "Cancelled", "cancelled", cancelled=True))
+            case driver_messages.Stop() if self.script == "trains":
                 archive = next(arg for arg in sys.argv if arg.startswith("archive="))
                 Path(archive.removeprefix("archive=")).write_text("classes")
                 os._exit(0)
-            case wire.Stop() if self.script != "stubborn":
+            case driver_messages.Stop() if self.script != "stubborn":
                 print("stopping in order")
                 sys.stdout.flush()
                 os._exit(0)
 
-    def begin(self, start: wire.Start) -> None:
+    def begin(self, start: driver_messages.Start) -> None:
         assert Path(start.scratch).is_dir()
         (Path(start.scratch) / "spill").write_text("x")
         if self.script == "silent":
@@ -65,44 +65,49 @@ class FakeDriver:
             self.script = "fails:spark"
         if self.script.startswith("fails:"):
             fault = self.script.removeprefix("fails:")
-            self.send(wire.StartFailed(fault, "SomeError", "no session", "Traceback …"))
+            self.send(driver_messages.StartFailed(fault, "SomeError", "no session", "Traceback …"))
             os._exit(1)
         if self.script == "stubborn":
             subprocess.Popen(["sleep", "600"])
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        self.send(wire.Started("4.3.0", "http://ui"), wire.Warm())
+        self.send(driver_messages.Started("4.3.0", "http://ui"), driver_messages.Warm())
 
-    def run(self, run: wire.Run) -> None:
+    def run(self, run: driver_messages.Run) -> None:
         name = run.job.window.id
         if name == "fails":
-            self.send(wire.FailedJob(run.id, "ValueError", "no good", "File my.py"))
+            self.send(driver_messages.FailedJob(run.id, "ValueError", "no good", "File my.py"))
         elif name == "dies":
             os._exit(9)
         elif name == "floods":
             for stream in (sys.stdout, sys.stderr):
                 print(*range(5000), sep="\n", file=stream, flush=True)
-            self.send(wire.Done(run.id, (), 0))
+            self.send(driver_messages.Done(run.id, (), 0))
         elif name.startswith("forks"):
             self.fork(leave=name == "forks away")
         elif name == "jvm dies":
-            self.send(wire.JvmGone(-9))
+            self.send(driver_messages.JvmGone(-9))
             os.kill(os.getpid(), signal.SIGKILL)
         elif name == "garbage":
             self.sock.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
         elif name == "wrong":
-            self.send(wire.Stop())
+            self.send(driver_messages.Stop())
         elif name == "talks":
             self.send(
-                wire.Progress(run.id, 1, 4, 2), wire.Progress(999, 1, 1, 1), wire.Log("warning", "careful")
+                driver_messages.Progress(run.id, 1, 4, 2),
+                driver_messages.Progress(999, 1, 1, 1),
+                driver_messages.Log("warning", "careful"),
             )
             print("printed by the user")
             print('{"level": "WARN", "logger": "a.B", "msg": "told by Spark"}', file=sys.stderr)
             print("no line end", file=sys.stderr, end="")
             os.close(1)
             os.close(2)
-            self.send(wire.Done(run.id, (), 0))
+            self.send(driver_messages.Done(run.id, (), 0))
         elif name != "hangs":
-            self.send(wire.Done(999, (), 0), wire.Done(run.id, (f"{name}.parquet",), run.job.rows))
+            self.send(
+                driver_messages.Done(999, (), 0),
+                driver_messages.Done(run.id, (f"{name}.parquet",), run.job.rows),
+            )
 
     def fork(self, *, leave: bool) -> None:
         """Die, and leave a child that holds the socket: in the group, or out of it."""
@@ -118,15 +123,17 @@ class FakeDriver:
             print(f"away {child}", flush=True)
         os._exit(9)
 
-    def run_group(self, run: wire.RunGroup) -> None:
+    def run_group(self, run: driver_messages.RunGroup) -> None:
         names = {job.window.id for job in run.jobs}
         if "fails" in names:
-            self.send(wire.FailedJob(run.id, "ValueError", "no good", "File my.py"))
+            self.send(driver_messages.FailedJob(run.id, "ValueError", "no good", "File my.py"))
         elif "dies" in names:
             os._exit(9)
         elif "hangs" not in names:
-            outputs = tuple(wire.Output((f"{job.window.id}.parquet",), job.rows) for job in run.jobs)
-            self.send(wire.DoneGroup(run.id, outputs))
+            outputs = tuple(
+                driver_messages.Output((f"{job.window.id}.parquet",), job.rows) for job in run.jobs
+            )
+            self.send(driver_messages.DoneGroup(run.id, outputs))
 
 
 if __name__ == "__main__":

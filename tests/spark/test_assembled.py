@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mldserver import assembly
-from mldserver.clock import SystemClock
+from mldserver.base.clock import SystemClock
 from mldserver.config import resolve
-from mldserver.runtime.inspection import load_spec
+from mldserver.handler.inspection import load_spec
 
 if TYPE_CHECKING:
     from pathlib import Path

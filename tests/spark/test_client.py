@@ -13,9 +13,9 @@ from spark.bench import Bench, job
 from support.serving import until
 
 from mldserver.errors import DriverLost, HandlerInvalid, JavaError, OperatorError, WindowFailed
-from mldserver.spark import client, wire
+from mldserver.jobs.engine import WindowResult
+from mldserver.spark import client, driver_messages
 from mldserver.spark.client import SparkEngine
-from mldserver.spark.engine import WindowResult
 from mldserver.spark.java import probe
 
 if TYPE_CHECKING:
@@ -377,9 +377,9 @@ async def test_an_archive_is_made_when_the_driver_has_been_ready_for_a_while(
     bench: Callable[..., Bench], java: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = bench(master="local[1]", java_home=str(java), archive_after=60)
-    asked: asyncio.Future[wire.Start] = asyncio.get_running_loop().create_future()
+    asked: asyncio.Future[driver_messages.Start] = asyncio.get_running_loop().create_future()
 
-    async def train(start: wire.Start, *_: object) -> None:
+    async def train(start: driver_messages.Start, *_: object) -> None:
         shutil.rmtree(start.scratch)
         asked.set_result(start)
 

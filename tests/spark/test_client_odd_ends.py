@@ -15,7 +15,7 @@ from spark.bench import Bench, job
 from support.serving import until
 
 from mldserver.errors import DriverLost, WindowFailed
-from mldserver.spark import client, life, wire
+from mldserver.spark import client, driver_messages, driver_session
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,7 +29,7 @@ def texts(logged: list[dict[str, Any]], name: str) -> list[str]:
 async def test_a_death_is_noticed_though_a_forked_child_holds_the_socket(
     tmp_path: Path, logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    monkeypatch.setattr(life, "_DRAIN_SECONDS", 0.1)
+    monkeypatch.setattr(driver_session, "_DRAIN_SECONDS", 0.1)
     it = Bench(tmp_path, "good")
     try:
         async with it.running():
@@ -49,7 +49,7 @@ async def test_a_job_waits_for_the_next_driver_while_what_the_last_one_left_is_c
     it = Bench(tmp_path, "good", master="local[1]", java_home=str(java), archive_after=60)
     training, tidy = asyncio.Event(), asyncio.Event()
 
-    async def train(start: wire.Start, *_: object) -> None:
+    async def train(start: driver_messages.Start, *_: object) -> None:
         shutil.rmtree(start.scratch)
         training.set()
         try:
@@ -83,7 +83,7 @@ async def test_a_job_may_end_in_the_very_moment_in_which_it_is_cancelled(tmp_pat
         (job_id,) = alive._waiting
         call.cancel()
         # Behind the call's own step in the loop's queue, and before any that this brings about.
-        asyncio.get_running_loop().call_soon(alive._answer, wire.Done(job_id, (), 0))
+        asyncio.get_running_loop().call_soon(alive._answer, driver_messages.Done(job_id, (), 0))
         with pytest.raises(asyncio.CancelledError):
             await call
         assert (await it.engine.compute(job("w"))).files == ("w.parquet",)
@@ -96,7 +96,7 @@ async def test_a_window_of_too_many_segments_fails_and_ends_nothing(
     it = Bench(tmp_path, "good")
     async with it.running():
         await it.engine.ready()
-        monkeypatch.setattr(wire, "LIMIT", 2000)
+        monkeypatch.setattr(driver_messages, "LIMIT", 2000)
         with pytest.raises(WindowFailed, match="longer than 2000") as caught:
             await it.engine.compute(replace(job("long"), segments=("/a/segment",) * 200))
         assert caught.value.where == {"window": "long"}
@@ -110,7 +110,7 @@ async def test_a_disk_without_room_for_an_archive_costs_no_driver(
     it = Bench(tmp_path, "good", master="local[1]", java_home=str(java), archive_after=60)
     starts = it.engine._start
 
-    def without_room(archived: str | None, *, train: bool) -> wire.Start:
+    def without_room(archived: str | None, *, train: bool) -> driver_messages.Start:
         if train:
             raise OSError(errno.ENOSPC, "No space left on device")
         return starts(archived, train=train)

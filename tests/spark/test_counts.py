@@ -13,12 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 from pyspark.sql import functions as F  # noqa: N812  # its usual name
 
-from mldserver.coordinator.windows import Window
+from mldserver.jobs.engine import WindowJob
 from mldserver.spark import group_job, window_job
-from mldserver.spark.engine import WindowJob
 from mldserver.spark.group_job import run_group
 from mldserver.spark.handler import Pipeline
 from mldserver.spark.window_job import CountsDiffer, inspect_output, run_window
+from mldserver.windows import Window
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from spark.bench import Bench, job
 from support.serving import until
 
-from mldserver.observe.flood import BURST
-from mldserver.observe.printed import Printed
-from mldserver.spark import life, process
+from mldserver.observe.rate_limit import BURST
+from mldserver.observe.stdout_capture import Printed
+from mldserver.spark import driver_process, driver_session
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,7 +26,7 @@ def lost(logged: list[dict[str, Any]]) -> list[int]:
 async def test_of_a_drivers_flood_a_burst_is_logged_and_the_rest_is_counted(
     tmp_path: Path, logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(life, "Printed", partial(Printed, lambda: 0.0))
+    monkeypatch.setattr(driver_session, "Printed", partial(Printed, lambda: 0.0))
     it = Bench(tmp_path, "good")
     async with it.running():
         await it.engine.compute(job("floods"))
@@ -43,7 +43,7 @@ async def test_of_a_drivers_flood_a_burst_is_logged_and_the_rest_is_counted(
 
 async def test_others_have_their_turn_while_a_flood_is_read() -> None:
     pipe = asyncio.StreamReader()
-    pipe.feed_data(b"\n" * 16 * process._READ_BYTES)
+    pipe.feed_data(b"\n" * 16 * driver_process._READ_BYTES)
     pipe.feed_eof()
     turns = 0
 
@@ -61,7 +61,7 @@ async def test_others_have_their_turn_while_a_flood_is_read() -> None:
 
     async with asyncio.TaskGroup() as tasks:
         meanwhile = tasks.create_task(other())
-        await process._pass_lines(pipe, take)
+        await driver_process._pass_lines(pipe, take)
         meanwhile.cancel()
-    assert len(taken) == 16 * process._READ_BYTES
+    assert len(taken) == 16 * driver_process._READ_BYTES
     assert turns > 16

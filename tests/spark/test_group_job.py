@@ -9,11 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mldserver.coordinator.windows import Window
-from mldserver.spark.engine import WindowJob
+from mldserver.jobs.engine import WindowJob
 from mldserver.spark.group_job import free_name, run_group
 from mldserver.spark.handler import Pipeline
 from mldserver.spark.window_job import Output
+from mldserver.windows import Window
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

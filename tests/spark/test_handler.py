@@ -7,9 +7,9 @@ from typing import Any, Self
 import pytest
 from pyspark.sql import DataFrame
 
-from mldserver.coordinator.windows import Window
 from mldserver.errors import HandlerInvalid
 from mldserver.spark.handler import Pipeline, pipeline_of
+from mldserver.windows import Window
 
 WINDOW = Window("w", None, None)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from spark.bench import job
 
-from mldserver.spark import wire
+from mldserver.spark import driver_messages
 from mldserver.spark.handler import Pipeline
 from mldserver.spark.jobs import Jobs
 from mldserver.spark.session import Session
@@ -42,8 +42,8 @@ def said(spark: Any, *, connect: bool = True) -> list[Any]:
     told: queue.Queue[Any] = queue.Queue()
     session = Session(spark, connect=connect, cores=1, jvm=None)
     jobs = Jobs(session, "", Pipeline(None), told.put, concurrency=1, stopped=lambda: told.put(STOPPED))
-    jobs.start(wire.Run(1, job("first")))
-    jobs.start(wire.Run(2, job("second")))
+    jobs.start(driver_messages.Run(1, job("first")))
+    jobs.start(driver_messages.Run(2, job("second")))
     heard = [told.get(timeout=60)]
     while getattr(heard[-1], "id", None) != 2:
         heard.append(told.get(timeout=60))
@@ -75,7 +75,7 @@ def test_a_job_is_answered_whatever_its_error_is_like(error: BaseException, mess
         (1, type(error).__name__, message),
         (2, type(error).__name__, message),
     ]
-    assert all(wire.Decoder().feed(wire.encode(answer)) for answer in heard)
+    assert all(driver_messages.Decoder().feed(driver_messages.encode(answer)) for answer in heard)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mldserver.coordinator.windows import Window
 from mldserver.errors import OperatorError, WindowFailed
+from mldserver.jobs.engine import PublishJob, WindowJob
 from mldserver.spark.client import SparkEngine
-from mldserver.spark.engine import PublishJob, WindowJob
-from mldserver.spark.sinks.base import SinkSpec
+from mldserver.spark.sinks.sink import SinkSpec
+from mldserver.windows import Window
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from mldserver.spark.driver_messages import Start
 from mldserver.spark.session import defaults, environment, is_connect, is_local, jvm_options
-from mldserver.spark.wire import Start
 
 
 def start(master: str = "local[*]", **told: Any) -> Start:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from support.spark_here import end
 
-from mldserver.coordinator.windows import Window
 from mldserver.errors import OperatorError
-from mldserver.spark.engine import PublishJob
+from mldserver.jobs.engine import PublishJob
 from mldserver.spark.sinks import jdbc
-from mldserver.spark.sinks.base import SinkSpec, staged
 from mldserver.spark.sinks.database import connected
 from mldserver.spark.sinks.dispatch import check, publish
+from mldserver.spark.sinks.sink import SinkSpec, staged
+from mldserver.windows import Window
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from mldserver.clock import SystemClock
+from mldserver.base.clock import SystemClock
+from mldserver.spark.driver_messages import Start
 from mldserver.spark.trainer import train
-from mldserver.spark.wire import Start
 
 FAKE = Path(__file__).with_name("fake_driver.py")
 

@@ -7,8 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 from support.s3 import bucket
 
-from mldserver.remote import opened
-from mldserver.runtime.base import META_COLUMNS
+from mldserver.base.uris import opened
+from mldserver.runtime.interface import META_COLUMNS
 from mldserver.spark.window_job import META_DDL, Output, columns_ddl, inspect_output, partitions, read
 
 if TYPE_CHECKING:
@@ -82,8 +82,8 @@ def test_brackets_in_a_path_are_not_a_pattern() -> None:
         def coalesce(self, number: int) -> Reader:
             return self
 
-    from mldserver.coordinator.windows import Window
-    from mldserver.spark.engine import WindowJob
+    from mldserver.jobs.engine import WindowJob
+    from mldserver.windows import Window
 
     reader = Reader()
     spark = type("Spark", (), {"read": reader})()

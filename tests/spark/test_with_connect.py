@@ -17,10 +17,10 @@ import pyarrow.parquet as pq
 import pyspark
 import pytest
 
-from mldserver.coordinator.windows import Window
 from mldserver.errors import WindowFailed
+from mldserver.jobs.engine import WindowJob
 from mldserver.spark.client import SparkEngine
-from mldserver.spark.engine import WindowJob
+from mldserver.windows import Window
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

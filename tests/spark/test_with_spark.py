@@ -18,10 +18,10 @@ import pyarrow.parquet as pq
 import pytest
 import pytest_asyncio
 
-from mldserver.coordinator.windows import Window
 from mldserver.errors import DriverLost, WindowFailed
+from mldserver.jobs.engine import WindowJob
 from mldserver.spark.client import SparkEngine
-from mldserver.spark.engine import WindowJob
+from mldserver.windows import Window
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -6,8 +6,7 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from mldserver.records import Sequence
-from mldserver.runtime.base import DeadLetter
+from mldserver.records import DeadLetter, Sequence
 from mldserver.state.ledger import (
     Commit,
     Flush,

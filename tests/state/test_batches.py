@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.coordinator.windows import assign, batches
+from mldserver.coordinator.core.open_windows import assign
 from mldserver.state.batches import batch_id, batch_number, behind, moved_on
 from mldserver.state.ledger import BatchProgress, BatchStep
+from mldserver.windows import batches
 
 
 def test_a_batchs_name_tells_its_number() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mldserver.cli.ledger import create_ledger
-from mldserver.cli.looking import Where
+from mldserver.cli.ledger_tool import Where
 from mldserver.errors import OperatorError
 from tests.state.dynamodb_emulator import refusal
 

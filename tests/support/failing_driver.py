@@ -18,8 +18,8 @@ import sys
 from pathlib import Path
 
 from mldserver.errors import WindowFailed
-from mldserver.spark import wire
-from mldserver.testing.engine import _compute, _file
+from mldserver.spark import driver_messages
+from mldserver.testing.local_engine import _compute, _file
 
 DEAF = {"deaf", "stay"}
 
@@ -32,25 +32,29 @@ class FailingDriver:
         self.sock = sock
         self.last = ""
 
-    def send(self, *messages: wire.Message) -> None:
-        self.sock.sendall(b"".join(map(wire.encode, messages)))
+    def send(self, *messages: driver_messages.Message) -> None:
+        self.sock.sendall(b"".join(map(driver_messages.encode, messages)))
 
     def serve(self) -> None:
-        decoder = wire.Decoder()
+        decoder = driver_messages.Decoder()
         while data := self.sock.recv(1 << 16):
             for message in decoder.feed(data):
                 self.take(message)
 
-    def take(self, message: wire.Message) -> None:
+    def take(self, message: driver_messages.Message) -> None:
         match message:
-            case wire.Start():
-                self.send(wire.Started("4.3.0", None), wire.Warm())
-            case wire.Run() if self.last not in DEAF:  # its one thread is never free again
+            case driver_messages.Start():
+                self.send(driver_messages.Started("4.3.0", None), driver_messages.Warm())
+            case driver_messages.Run() if self.last not in DEAF:  # its one thread is never free again
                 self.run(message, self.next())
-            case wire.Cancel():
+            case driver_messages.Cancel():
                 if self.last not in DEAF:
-                    self.send(wire.FailedJob(message.id, "Cancelled", "It was cancelled.", cancelled=True))
-            case wire.Stop() if self.last != "stay":
+                    self.send(
+                        driver_messages.FailedJob(
+                            message.id, "Cancelled", "It was cancelled.", cancelled=True
+                        )
+                    )
+            case driver_messages.Stop() if self.last != "stay":
                 print("stopping in order", flush=True)
                 os._exit(0)
 
@@ -64,27 +68,27 @@ class FailingDriver:
             self.last = self.plan[-1] if self.repeats else "ok"
         return self.last
 
-    def run(self, run: wire.Run, what: str) -> None:
+    def run(self, run: driver_messages.Run, what: str) -> None:
         match what:
             case "fail":
-                self.send(wire.FailedJob(run.id, "ValueError", "no good", "File my.py"))
+                self.send(driver_messages.FailedJob(run.id, "ValueError", "no good", "File my.py"))
             case "full":
                 staging = Path(run.job.staging)
                 staging.mkdir(parents=True)
                 (staging / "part-00000-half.parquet").write_bytes(b"PAR1 half a file")
-                self.send(wire.FailedJob(run.id, "IOException", "No space left on device"))
+                self.send(driver_messages.FailedJob(run.id, "IOException", "No space left on device"))
             case "die":
                 os._exit(9)
             case "jvm":
-                self.send(wire.JvmGone(-9))
+                self.send(driver_messages.JvmGone(-9))
                 os.kill(os.getpid(), signal.SIGKILL)
             case "ok":
                 try:
                     rows = _compute(run.job, None, None)
                 except WindowFailed as error:
-                    self.send(wire.FailedJob(run.id, type(error).__name__, str(error)))
+                    self.send(driver_messages.FailedJob(run.id, type(error).__name__, str(error)))
                 else:
-                    self.send(wire.Done(run.id, (_file(run.job),), rows))
+                    self.send(driver_messages.Done(run.id, (_file(run.job),), rows))
 
 
 if __name__ == "__main__":

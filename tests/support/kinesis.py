@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from mldserver.clock import Clock
+    from mldserver.base.clock import Clock
     from mldserver.testing import FakeStream
     from mldserver.testing.fake_stream import StreamShard
 

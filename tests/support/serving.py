@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import pytest
 
     from mldserver.config import OutPlace
+    from mldserver.jobs.engine import Engine
     from mldserver.sources.shards import MakeKinesis
-    from mldserver.spark.engine import Engine
 
 KEEP_EVERYTHING = '''
 """Keeps every record as a row."""

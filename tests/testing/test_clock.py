@@ -8,7 +8,7 @@ import pytest
 from mldserver.testing import VirtualClock
 
 if TYPE_CHECKING:
-    from mldserver.clock import Clock
+    from mldserver.base.clock import Clock
 
 
 def test_it_is_a_clock() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from mldserver import Window
 from mldserver.errors import DriverLost, WindowFailed
-from mldserver.spark.engine import Engine, WindowJob
+from mldserver.jobs.engine import Engine, WindowJob
 from mldserver.testing import LocalEngine, VirtualClock
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mldserver.coordinator.windows import Window
-from mldserver.spark.engine import PublishJob
-from mldserver.testing.table import publish_into, read_table
+from mldserver.jobs.engine import PublishJob
+from mldserver.testing.sqlite_table import publish_into, read_table
+from mldserver.windows import Window
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from mldserver.base.threads import WorkerThread
 from mldserver.runtime import inline
-from mldserver.runtime.thread import WorkerThread
 from mldserver.testing.virtual_loop import VirtualLoop
 from mldserver.testing.virtual_process import (
     Call,

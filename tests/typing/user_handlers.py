@@ -9,7 +9,7 @@ from pyspark.sql import DataFrame
 
 import mldserver
 from mldserver import Batch, Record, Sequence, Shard, Window, batches, tumbling
-from mldserver.coordinator.windows import Batches, Tumbling
+from mldserver.windows import Batches, Tumbling
 
 schema = "carrier STRING, delay DOUBLE, scheduled TIMESTAMP"
 windows = tumbling("1 hour", on="scheduled", lateness=timedelta(minutes=10), disorder=2.5)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from pyspark.sql import SparkSession
 
-    from mldserver.spark.sinks.base import SinkSpec
+    from mldserver.spark.sinks.sink import SinkSpec
 
 __all__ = ["Database", "connected", "suffixed"]
 

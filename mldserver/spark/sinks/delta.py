@@ -11,13 +11,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from mldserver.errors import OperatorError
-from mldserver.spark.sinks.base import WINDOW, check_made_here, condition, staged
+from mldserver.spark.sinks.sink import WINDOW, check_made_here, condition, staged
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from mldserver.spark.engine import PublishJob
-    from mldserver.spark.sinks.base import SinkSpec
+    from mldserver.jobs.engine import PublishJob
+    from mldserver.spark.sinks.sink import SinkSpec
 
 __all__ = ["check", "publish"]
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from pyspark.sql import SparkSession
 
-    from mldserver.spark.engine import PublishJob
-    from mldserver.spark.sinks.base import SinkSpec, TableFormat
+    from mldserver.jobs.engine import PublishJob
+    from mldserver.spark.sinks.sink import SinkSpec, TableFormat
 
 __all__ = ["check", "publish"]
 

@@ -21,15 +21,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from mldserver.errors import OperatorError
-from mldserver.spark.sinks.base import WINDOW, check_made_here, staged
 from mldserver.spark.sinks.database import connected, suffixed
+from mldserver.spark.sinks.sink import WINDOW, check_made_here, staged
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from mldserver.spark.engine import PublishJob
-    from mldserver.spark.sinks.base import SinkSpec
+    from mldserver.jobs.engine import PublishJob
     from mldserver.spark.sinks.database import Database
+    from mldserver.spark.sinks.sink import SinkSpec
 
 __all__ = ["Try", "check", "claim", "clear", "fill", "move", "publish"]
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mldserver.protocol.messages import Version
-from mldserver.runtime.base import Delivery
-from mldserver.runtime.workers import wire
+from mldserver.runtime.interface import Delivery
+from mldserver.workers import wire
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from mldserver.runtime.workers.runtime import WorkerRuntime
+    from mldserver.workers.runtime import WorkerRuntime
 
 __all__ = ["START", "Book", "children", "delivery", "has_ended", "named", "running"]
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.runtime.workers.arena import Arena
+from mldserver.workers.shared_memory import Arena
 
 
 @given(st.lists(st.one_of(st.integers(0, 700), st.integers(0, 30).map(lambda n: -1 - n)), max_size=80))

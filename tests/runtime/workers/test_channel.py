@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mldserver.runtime.workers.channel import INLINE_BYTES, Channel, pair, send_now
+from mldserver.workers.channel import INLINE_BYTES, Channel, pair, send_now
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.serving import until
 
-from mldserver.runtime.workers.gate import Gate
+from mldserver.workers.exclusive import Gate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

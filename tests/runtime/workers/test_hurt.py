@@ -16,9 +16,9 @@ import pytest
 from runtime.workers.kit import Book, children, has_ended, named
 from support.serving import quick, serving, until
 
-from mldserver.runtime.workers.life import Restarts
 from mldserver.server import EXIT_FORCED, Server
 from mldserver.testing import FakeMLD, FakeStream, Habits, LocalEngine, VirtualClock
+from mldserver.workers.lifecycle import Restarts
 
 if TYPE_CHECKING:
     from collections.abc import Callable

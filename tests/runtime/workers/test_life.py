@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mldserver.runtime.workers.life import Beat, Cause, Deaths, Limits, judge
+from mldserver.workers.lifecycle import Beat, Cause, Deaths, Limits, judge
 
 LIMITS = Limits(kill_after_ms=1000, memory_bytes=100)
 

@@ -10,9 +10,9 @@ import pytest
 from runtime.workers.kit import delivery, named, running
 
 from mldserver.records import Shard
-from mldserver.runtime.failure import FailurePolicy
-from mldserver.runtime.workers.life import Limits
-from mldserver.runtime.workers.runtime import WorkerRuntime
+from mldserver.runtime.failure_policy import FailurePolicy
+from mldserver.workers.lifecycle import Limits
+from mldserver.workers.runtime import WorkerRuntime
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mldserver.runtime.workers.lines import Held
-from mldserver.runtime.workers.memory import (
+from mldserver.workers.shared_memory import (
     CHUNK_BYTES,
     Mark,
     SharedArena,
@@ -25,6 +24,7 @@ from mldserver.runtime.workers.memory import (
     rows_file,
     rows_from,
 )
+from mldserver.workers.worker import Held
 
 SIZE = 1 << 16
 ROWS = pa.table({"id": [1, 2, None], "name": ["a", "b", "ç"]})

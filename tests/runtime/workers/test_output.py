@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mldserver.observe.flood import BURST
-from mldserver.observe.printed import Printed
-from mldserver.runtime.workers import output
-from mldserver.runtime.workers.output import Output
+from mldserver.observe.rate_limit import BURST
+from mldserver.observe.stdout_capture import Printed
+from mldserver.workers import stdout
+from mldserver.workers.stdout import Output
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -105,7 +105,7 @@ async def test_after_stacks_were_asked_for_lines_are_kept_and_not_told(
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """No waits."""
-    monkeypatch.setattr(output, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(stdout, "_PAUSE_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("hasty")

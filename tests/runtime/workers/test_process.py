@@ -12,10 +12,10 @@ import pytest
 from runtime.workers.kit import START
 from support.serving import until
 
-from mldserver.runtime.workers import wire
-from mldserver.runtime.workers.channel import send_now
-from mldserver.runtime.workers.process import WorkerGone, WorkerProcess
 from mldserver.testing import VirtualClock
+from mldserver.workers import wire
+from mldserver.workers.channel import send_now
+from mldserver.workers.process import WorkerGone, WorkerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mldserver.runtime.workers import pulse
-from mldserver.runtime.workers.pulse import Pulse
+from mldserver.workers import heartbeat
+from mldserver.workers.heartbeat import Pulse
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,5 +19,5 @@ def test_a_worker_without_descriptors_beats_on_with_the_size_that_it_had(
     beating = Pulse.__new__(Pulse)
     beating._resident = 0
     assert beating._resident_bytes() > 0
-    monkeypatch.setattr(pulse, "_STATM", tmp_path / "cannot be opened")
+    monkeypatch.setattr(heartbeat, "_STATM", tmp_path / "cannot be opened")
     assert beating._resident_bytes() == beating._resident > 0

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mldserver.runtime.workers.arena import Arena
-from mldserver.runtime.workers.room import Room
+from mldserver.workers.shared_memory import Arena, Room
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

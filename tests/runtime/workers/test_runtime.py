@@ -17,12 +17,12 @@ from support.serving import until
 from mldserver.errors import HandlerHalted, HandlerInvalid, HandlerLost, HandlerNotFound, InternalError
 from mldserver.protocol.messages import Version
 from mldserver.records import Shard
-from mldserver.runtime.base import Delivery
-from mldserver.runtime.failure import FailurePolicy, OnFailure
-from mldserver.runtime.workers import wire
-from mldserver.runtime.workers.life import Limits
-from mldserver.runtime.workers.process import Answer, Unopened, WorkerGone
-from mldserver.runtime.workers.runtime import WorkerRuntime
+from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
+from mldserver.runtime.interface import Delivery
+from mldserver.workers import wire
+from mldserver.workers.lifecycle import Limits
+from mldserver.workers.process import Answer, Unopened, WorkerGone
+from mldserver.workers.runtime import WorkerRuntime
 
 if TYPE_CHECKING:
     from collections.abc import Callable

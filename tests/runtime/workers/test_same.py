@@ -15,21 +15,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mldserver.clock import SystemClock
+from mldserver.base.clock import SystemClock
 from mldserver.errors import MldserverError
 from mldserver.protocol.messages import Version
-from mldserver.records import Sequence, Shard
-from mldserver.runtime.base import BatchOutcome, Delivery, Hook
-from mldserver.runtime.failure import FailurePolicy, OnFailure, OnKeyFailure, failure_rule
+from mldserver.records import Hook, Sequence, Shard
+from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, OnKeyFailure, failure_rule
 from mldserver.runtime.inline import InlineRuntime
-from mldserver.runtime.workers.life import Limits
-from mldserver.runtime.workers.runtime import WorkerRuntime
+from mldserver.runtime.interface import BatchOutcome, Delivery
+from mldserver.workers.lifecycle import Limits
+from mldserver.workers.runtime import WorkerRuntime
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator
     from pathlib import Path
 
-    from mldserver.runtime.base import Runtime
+    from mldserver.runtime.interface import Runtime
 
 HANDLERS = '''
 """They do what each record says; what they have seen so far is in their rows."""

@@ -12,15 +12,15 @@ import pytest
 from runtime.workers.kit import START, children, delivery, named, running
 from support.serving import until
 
-from mldserver.clock import SystemClock
+from mldserver.base.clock import SystemClock
 from mldserver.records import Shard
-from mldserver.runtime.failure import FailurePolicy
-from mldserver.runtime.workers import spares
-from mldserver.runtime.workers.life import Limits
-from mldserver.runtime.workers.process import WorkerProcess
-from mldserver.runtime.workers.runtime import WorkerRuntime
-from mldserver.runtime.workers.spares import Spares
+from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.testing import VirtualClock
+from mldserver.workers import spares
+from mldserver.workers.lifecycle import Limits
+from mldserver.workers.process import WorkerProcess
+from mldserver.workers.runtime import WorkerRuntime
+from mldserver.workers.spares import Spares
 
 HANDLER = """
 import os

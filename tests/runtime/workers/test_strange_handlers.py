@@ -13,17 +13,16 @@ import pytest
 from runtime.workers.kit import delivery, named, running
 from support.serving import until
 
-from mldserver.records import Shard
-from mldserver.runtime.base import Hook
-from mldserver.runtime.failure import FailurePolicy, OnKeyFailure
-from mldserver.runtime.workers.life import Limits
-from mldserver.runtime.workers.runtime import WorkerRuntime
+from mldserver.records import Hook, Shard
+from mldserver.runtime.failure_policy import FailurePolicy, OnKeyFailure
+from mldserver.workers.lifecycle import Limits
+from mldserver.workers.runtime import WorkerRuntime
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from mldserver.runtime.base import Delivery
+    from mldserver.runtime.interface import Delivery
 
 QUICK = FailurePolicy(attempts=2, base_seconds=0, cap_seconds=0)
 

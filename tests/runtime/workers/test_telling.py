@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import structlog
 
-from mldserver.observe.flood import BURST
-from mldserver.runtime.workers import wire
-from mldserver.runtime.workers.channel import pair
-from mldserver.runtime.workers.telling import LONGEST, _plain, telling_through
+from mldserver.observe.rate_limit import BURST
+from mldserver.workers import wire
+from mldserver.workers.channel import pair
+from mldserver.workers.log_forwarder import LONGEST, _plain, telling_through
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -12,16 +12,16 @@ from runtime.workers.kit import delivery, named, running
 from support.serving import until
 
 from mldserver.records import Shard
-from mldserver.runtime.failure import FailurePolicy
-from mldserver.runtime.workers.life import Limits
-from mldserver.runtime.workers.runtime import WorkerRuntime
+from mldserver.runtime.failure_policy import FailurePolicy
+from mldserver.workers.lifecycle import Limits
+from mldserver.workers.runtime import WorkerRuntime
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import pytest
 
-    from mldserver.runtime.workers.process import WorkerProcess
+    from mldserver.workers.process import WorkerProcess
 
 HANDLER = """
 import os, pathlib, time

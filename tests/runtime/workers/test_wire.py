@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from mldserver import errors
 from mldserver.errors import HandlerHalted, InternalError, PeerError
-from mldserver.records import Sequence
-from mldserver.runtime.base import BatchOutcome, BatchOutline, DeadLetter
-from mldserver.runtime.failure import FailurePolicy, OnFailure, failure_rule
-from mldserver.runtime.workers import wire
-from mldserver.runtime.workers.answers import done_of, outcome_of
+from mldserver.records import DeadLetter, Sequence
+from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, failure_rule
+from mldserver.runtime.interface import BatchOutcome, BatchOutline
+from mldserver.workers import wire
+from mldserver.workers.answers import done_of, outcome_of
 
 sequences = st.builds(Sequence, st.integers(0, 10**56 - 1), st.integers(0, 2**63 - 1))
 numbers = st.integers(0, 2**63 - 1)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mldserver.runtime.workers.life import Beat, Limits
-from mldserver.runtime.workers.worker import Worker
 from mldserver.testing import VirtualClock
+from mldserver.workers.lifecycle import Beat, Limits
+from mldserver.workers.worker import Worker
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

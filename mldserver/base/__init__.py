@@ -1,0 +1,1 @@
+"""What every part may use and what knows nothing of ours but errors."""

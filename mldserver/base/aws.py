@@ -1,0 +1,96 @@
+"""AWS's clients, made beside the event loop.
+
+To import aioboto3 and to read the models of a service takes most of a second, in which the loop must go on: a server
+has connections by then. Both happen in a thread; what is left for the loop is small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from mldserver.base.aio import aside
+from mldserver.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+__all__ = ["aws_client", "require_aws"]
+
+_ANY_REGION: Final = "us-east-1"
+
+
+@contextlib.asynccontextmanager
+async def aws_client(
+    service: str,
+    *,
+    region: str | None = None,
+    endpoint_url: str | None = None,
+    session: Any = None,
+    **config: Any,
+) -> AsyncIterator[Any]:
+    """Make an aioboto3 client of a service, closed at the end of the context. Raises what aioboto3 raises.
+
+    Credentials, and a region that is not given, come from where boto3 finds them. ``session``: in place of aioboto3's
+    own, for tests; ``config``: as ``botocore.config.Config`` takes it.
+    """
+    if session is None:
+        session = await aside(partial(_session, service), name="mldserver-aws")
+    from aiobotocore.config import AioConfig  # noqa: PLC0415  # whoever has a session has imported it
+
+    made = session.client(service, region_name=region, endpoint_url=endpoint_url, config=AioConfig(**config))
+    async with made as client:
+        yield client
+
+
+async def require_aws(stream: str, *, region: str | None) -> None:
+    """Raise ConfigError when a stream is named and AWS cannot be asked about it: no region, or no credentials.
+
+    Both are looked for where boto3 finds them, the instance's own metadata included. That they can be had, not that AWS
+    takes them.
+    """
+    missing = await aside(partial(_missing, region), name="mldserver-aws")
+    if missing:
+        raise ConfigError(
+            f"The stream {stream} is named, but {missing}.",
+            advice="Give the region with --region, and credentials by the environment, a profile or the host's role.",
+        )
+
+
+def _missing(region: str | None) -> str:
+    """Return what AWS's clients would find missing. Blocking."""
+    import botocore.session  # noqa: PLC0415  # as below
+    from botocore.exceptions import BotoCoreError, PartialCredentialsError, ProfileNotFound  # noqa: PLC0415  # as below
+
+    session = botocore.session.Session()
+    try:
+        if not (region or session.get_config_variable("region")):
+            return "no AWS region was given"
+        return "" if session.get_credentials() else "there are no AWS credentials"
+    except (PartialCredentialsError, ProfileNotFound) as error:
+        return f"AWS's settings are wrong: {error}".rstrip(".")
+    except BotoCoreError:
+        return ""  # a service that gives credentials does not answer yet
+
+
+def _session(service: str) -> Any:
+    """Return an aioboto3 session whose loader has read all that a client of ``service`` is made of. Blocking."""
+    import aioboto3  # noqa: PLC0415  # most servers never need it
+    import aiobotocore.session  # noqa: PLC0415  # as above
+    import botocore.session  # noqa: PLC0415  # as above
+
+    if service == "s3":
+        import aioboto3.s3.inject  # noqa: PLC0415  # what it adds to such a client, and would import for the first one
+
+    # A client that is never used: whatever botocore reads for one, its loader keeps.
+    reader = botocore.session.Session()
+    reader.create_client(
+        service,
+        region_name=_ANY_REGION,
+        aws_access_key_id="none",
+        aws_secret_access_key="none",  # noqa: S106  # so that none are looked for
+    ).close()
+    core = aiobotocore.session.get_session()
+    core.register_component("data_loader", reader.get_component("data_loader"))
+    return aioboto3.Session(botocore_session=core)

@@ -1,0 +1,63 @@
+"""Local files and folders that outlive a power cut, and two folders that change places in one step. Blocking.
+
+What is written is safe only once it was synced itself, and every entry that leads to it.
+
+A rename cannot replace a folder that is not empty, and deleting it first would show readers nothing for a moment.
+Linux swaps two with ``renameat2(RENAME_EXCHANGE)`` (Linux 3.15; glibc 2.28; ext4, xfs, btrfs, tmpfs, overlayfs and
+others). Python has no wrapper for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["exchange", "make_folder", "sync"]
+
+
+def sync(path: Path) -> None:
+    """Force a file, or what a folder names, to disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, and sync it with every entry that leads to it. Raises OSError.
+
+    Also when it is there already: who made it may have died before it was synced.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in (folder, *folder.absolute().parents):
+        try:
+            sync(each)
+        except PermissionError:
+            return  # where this user may not even look, nothing of it was made
+        if each.is_mount():
+            return
+
+
+_HERE = -100
+"""AT_FDCWD: paths are absolute, or relative to the working directory."""
+_EXCHANGE = 2
+"""RENAME_EXCHANGE of linux/fs.h."""
+
+
+def exchange(one: str, other: str) -> None:
+    """Swap what two paths name, atomically. Both must exist, on one file system.
+
+    Raises OSError; ENOSYS or EINVAL where the system or the file system cannot do it.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), one, None, other)
+    if libc.renameat2(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), one, None, other)

@@ -1,0 +1,114 @@
+"""Holds shards back while memory or disk is short: the answers to their daemons wait.
+
+Memory is freed by the flush that is asked for at the same time. As it runs short those wait that are ahead of the
+watermark, while whoever holds it goes on; that one waits only where even its rows alone come faster than they can be
+written, or cannot be written at all: then nothing else would bound them.
+
+Disk is freed by windows. While one is being computed, or what is there belongs to none that is open, nobody's progress
+frees anything, and everyone waits. Else it takes the watermark to close the next one: whoever holds it goes on, and those
+ahead of it wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from mldserver.coordinator.core.budget import Load, shards_to_hold
+
+if TYPE_CHECKING:
+    from mldserver.base.clock import Clock
+    from mldserver.coordinator.core.buffer import Buffer
+    from mldserver.coordinator.core.rules import CoordinatorRules
+    from mldserver.coordinator.core.segment_usage import Picture
+    from mldserver.coordinator.core.watermark import Watermark
+    from mldserver.coordinator.shard_session import ShardSession
+
+__all__ = ["Holding"]
+
+log = structlog.get_logger("mldserver")
+
+_SHORT: Final = 0.75
+"""The share of the memory from which on those wait that are ahead; the rest is for whoever holds the watermark."""
+
+
+class Holding:
+    """Which shards wait now, and how long those that ask must."""
+
+    def __init__(
+        self, *, rules: CoordinatorRules, buffer: Buffer, watermark: Watermark, clock: Clock
+    ) -> None:
+        """Hold nobody; ``buffer`` says how much there is, ``watermark`` who is how far ahead."""
+        self._rules = rules
+        self._buffer = buffer
+        self._watermark = watermark
+        self._clock = clock
+        self._held: frozenset[str] = frozenset()
+        self._changed = asyncio.Condition()
+        self.segment_bytes = 0
+        """What the segments on disk take."""
+        self.settled_bytes = 0
+        """What those of them take whose windows are not open: closing windows frees none of it."""
+        self.computing = False
+        """Whether a window is being computed, or waits for that."""
+        self.holder: str | None = None
+        """The shard that holds the watermark."""
+
+    def count(self, picture: Picture, doomed_bytes: int) -> None:
+        """Count what is on disk anew: other servers write and delete segments too."""
+        self.segment_bytes = picture.segment_bytes + doomed_bytes
+        self.settled_bytes = self.segment_bytes - picture.open_bytes
+        self.computing = bool(picture.under_way)
+
+    def weigh(self) -> None:
+        """Decide anew who waits."""
+        # Asked with every batch: while there is room it must not take longer the more shards there are.
+        memory, most = self._buffer.bytes, self._rules.buffer_bytes
+        disk_is_full = self.segment_bytes > self._rules.segment_bytes
+        if memory <= most * _SHORT and not disk_is_full:
+            self._held = frozenset()
+            return
+        in_vain = self.computing or self.settled_bytes > self._rules.segment_bytes
+        everyone = memory > most or (disk_is_full and in_vain)
+        # Whoever may give rows: also a stale connection whose shard was ended elsewhere, which has not been heard here.
+        loads = [
+            Load(shard_id, self._watermark.shard_ms(shard_id)) for shard_id in self._watermark.connected()
+        ]
+        self._held = shards_to_hold(loads, holder=None if everyone else self.holder)
+
+    @property
+    def waits_for_watermark(self) -> bool:
+        """Whether shards are held until windows close that are not due yet."""
+        return bool(self._held) and self.holder is not None and self.segment_bytes > self._rules.segment_bytes
+
+    def is_held(self, session: ShardSession) -> bool:
+        """Whether the session's shard must wait."""
+        self.weigh()
+        return session.shard_id in self._held and not session.finishing
+
+    async def wait(self, session: ShardSession) -> None:
+        """Wait while the session's shard is held back."""
+        began_ms = self._clock.steady_ms()
+        memory = self._buffer.bytes > self._rules.buffer_bytes * _SHORT
+        log.info(
+            "shard.held",
+            shard=session.shard_id,
+            short_of="memory" if memory else "disk",
+            used_bytes=self._buffer.bytes if memory else self.segment_bytes,
+            budget_bytes=self._rules.buffer_bytes if memory else self._rules.segment_bytes,
+        )
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: not session.alive or session.finishing or session.shard_id not in self._held
+            )
+        log.info(
+            "shard.released", shard=session.shard_id, seconds=(self._clock.steady_ms() - began_ms) / 1000
+        )
+
+    async def release(self) -> None:
+        """Decide anew, and let those go on that need not wait."""
+        self.weigh()
+        async with self._changed:
+            self._changed.notify_all()

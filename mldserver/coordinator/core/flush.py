@@ -1,0 +1,272 @@
+"""From accepted batches to what one flush writes and registers. A synchronous core on Arrow tables.
+
+``buffered`` gives a batch its final effective times and event times; ``plan`` merges the batches, numbers the rows with
+the pipeline's clock and splits them by window. A plan is pure: when the ledger refuses it (a shard was lost, a window
+was cut or expired meanwhile), the caller plans again with what it has learned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from mldserver.coordinator.core.open_windows import WindowKey, assign
+from mldserver.coordinator.core.order import effective_times, merge_order
+from mldserver.state.ledger import BatchProgress, PositionUpdate, SegmentKind
+from mldserver.windows import Tumbling, WindowSpec, milliseconds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Sequence as SequenceABC
+
+    from numpy.typing import NDArray
+
+    from mldserver.records import DeadLetter, Sequence
+    from mldserver.runtime.interface import BatchOutcome
+
+__all__ = [
+    "Ahead",
+    "BufferedBatch",
+    "FlushPlan",
+    "WindowRows",
+    "buffered",
+    "moved",
+    "plan",
+    "redriven",
+    "shard_end",
+]
+
+_NO_TIMES = np.empty(0, np.int64)
+
+
+class Ahead(msgspec.Struct, frozen=True):
+    """Rows of a batch that run too far ahead of their records' arrival."""
+
+    rows: int
+    sequence: str
+    """Of the record that is furthest ahead, with its sub-sequence number."""
+    ahead_ms: int
+    """By how much it is."""
+
+
+class BufferedBatch(msgspec.Struct, frozen=True):
+    """An accepted batch that is not durable yet."""
+
+    shard_id: str
+    epoch: int
+    rows: pa.Table | None
+    """With final ``_time``, without ``_clock``."""
+    event_ms: NDArray[np.int64]
+    """Event time of each row."""
+    last: Sequence | None
+    """How far its shard's position moves with it: its last sequence; None when it stays where it is."""
+    effective_ms: int | None
+    """Effective time of its last record."""
+    latest_event_ms: int | None
+    """Latest event time the batch has shown, rows that run ahead aside: where its shard's watermark goes on."""
+    bytes: int
+    dead_letters: tuple[DeadLetter, ...] = ()
+    ends_shard: bool = False
+    redriven: tuple[str, ...] = ()
+    """Ids of the dead letters that it is made of. Then it moves no position, and is of no epoch (0)."""
+    ahead: Ahead | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WindowRows:
+    """The rows of one file."""
+
+    key: WindowKey
+    rows: pa.Table
+    kind: SegmentKind
+
+
+@dataclass(frozen=True, slots=True)
+class FlushPlan:
+    """What one flush writes, and what it registers."""
+
+    files: tuple[WindowRows, ...]
+    positions: tuple[PositionUpdate, ...]
+    dead_letters: tuple[DeadLetter, ...]
+    """Of records that come from their shards."""
+    clock: int
+    progress: BatchProgress
+    redriven: tuple[str, ...] = ()
+    """Ids of dead letters that end with it."""
+    failed_again: tuple[DeadLetter, ...] = ()
+    """What they left: they stay in the ledger, wherever others go."""
+
+    @property
+    def rows(self) -> int:
+        """How many rows the flush holds, late ones included."""
+        return sum(len(each.rows) for each in self.files)
+
+
+def buffered(
+    shard_id: str,
+    epoch: int,
+    outcome: BatchOutcome,
+    *,
+    floor_ms: int | None,
+    spec: WindowSpec | None,
+    max_ahead_ms: int | None = None,
+) -> BufferedBatch:
+    """Give a batch's rows their effective times (not below ``floor_ms``) and find their event times.
+
+    Rows whose event time runs more than ``max_ahead_ms`` (None: any) ahead of their records' arrival say nothing of how
+    far the shard is: a clock is wrong, and would make every row after them late.
+    """
+    outline = outcome.outline
+    arrival = outline.latest_arrival_ms
+    effective = max((ms for ms in (arrival, floor_ms) if ms is not None), default=None)
+    rows, event, latest, ahead = outcome.rows, _NO_TIMES, None, None
+    if rows is not None and len(rows):
+        times = effective_times(rows.column("_time").to_numpy(), floor_ms)
+        place = rows.schema.get_field_index("_time")
+        rows = rows.set_column(place, "_time", pa.array(times, pa.int64()))
+        event = times
+        if isinstance(spec, Tumbling) and spec.on is not None:
+            event = milliseconds(rows.column(spec.on))
+            latest, ahead = _latest(event, times, rows, max_ahead_ms)
+    else:
+        rows = None
+    if not (isinstance(spec, Tumbling) and spec.on is not None):
+        latest = effective if outline.records else None
+    size = 0 if rows is None else rows.nbytes
+    size += sum(len(letter.data) + len(letter.traceback) for letter in outcome.dead_letters)
+    return BufferedBatch(
+        shard_id,
+        epoch,
+        rows,
+        event,
+        outline.last,
+        effective if outline.records else None,
+        latest,
+        size,
+        outcome.dead_letters,
+        ahead=ahead,
+    )
+
+
+def _latest(
+    event: NDArray[np.int64], arrival: NDArray[np.int64], rows: pa.Table, max_ahead_ms: int | None
+) -> tuple[int | None, Ahead | None]:
+    """Return the latest event time that can be true, and what is ahead of that."""
+    furthest = int(np.argmax(event - arrival))
+    ahead_ms = int(event[furthest] - arrival[furthest])
+    if max_ahead_ms is None or ahead_ms <= max_ahead_ms:
+        return int(event.max()), None
+    near = event[event - arrival <= max_ahead_ms]
+    sequence, sub = (rows.column(name)[furthest].as_py() for name in ("_sequence", "_sub_sequence"))
+    ahead = Ahead(len(event) - len(near), f"{sequence}/{sub}" if sub else sequence, ahead_ms)
+    return int(near.max()) if len(near) else None, ahead
+
+
+def redriven(
+    shard_id: str, outcome: BatchOutcome, ids: tuple[str, ...], *, spec: WindowSpec | None
+) -> BufferedBatch:
+    """Return what dead letters gave that ran once more. Their rows keep the times that they would have had."""
+    made = buffered(shard_id, 0, outcome, floor_ms=None, spec=spec)
+    return msgspec.structs.replace(made, last=None, effective_ms=None, latest_event_ms=None, redriven=ids)
+
+
+def shard_end(shard_id: str, epoch: int, last: Sequence | None) -> BufferedBatch:
+    """Return what marks a shard as ended once all batches before it, up to ``last``, are durable."""
+    return BufferedBatch(shard_id, epoch, None, _NO_TIMES, last, None, None, 0, ends_shard=True)
+
+
+def moved(shard_id: str, epoch: int, position: Sequence) -> BufferedBatch:
+    """Return what moves a shard's position, without records: a handler's checkpoint between two batches."""
+    return BufferedBatch(shard_id, epoch, None, _NO_TIMES, position, None, None, 0)
+
+
+def plan(
+    batches: SequenceABC[BufferedBatch],
+    *,
+    spec: WindowSpec | None,
+    clock: int,
+    progress: BatchProgress,
+    now_ms: int,
+    durable: Mapping[str, Sequence | None],
+    kind: Callable[[WindowKey], SegmentKind],
+) -> FlushPlan:
+    """Merge batches (in the order in which they were accepted) and split their rows by window.
+
+    ``clock``: the next value of the merge clock. ``durable``: each shard's position in the ledger, which its update goes
+    on from. ``kind``: what rows for a window are for, since it may be cut already.
+    """
+    with_rows = [(batch.rows, batch.event_ms) for batch in batches if batch.rows is not None]
+    files: tuple[WindowRows, ...] = ()
+    if with_rows and spec is not None:
+        files, progress = _split(with_rows, spec, clock, progress, now_ms, kind)
+    return FlushPlan(
+        files,
+        _positions(batches, durable),
+        tuple(letter for batch in batches if not batch.redriven for letter in batch.dead_letters),
+        clock + sum(len(file.rows) for file in files),
+        progress,
+        tuple(letter_id for batch in batches for letter_id in batch.redriven),
+        tuple(letter for batch in batches if batch.redriven for letter in batch.dead_letters),
+    )
+
+
+def _split(
+    runs: list[tuple[pa.Table, NDArray[np.int64]]],
+    spec: WindowSpec,
+    clock: int,
+    progress: BatchProgress,
+    now_ms: int,
+    kind: Callable[[WindowKey], SegmentKind],
+) -> tuple[tuple[WindowRows, ...], BatchProgress]:
+    table = pa.concat_tables([rows for rows, _ in runs])
+    event = np.concatenate([event_ms for _, event_ms in runs])
+    order = merge_order([rows.column("_time").to_numpy() for rows, _ in runs])
+    if order is not None:
+        event = event[order]
+    ranks = np.arange(clock, clock + len(table), dtype=np.int64)
+    assignment = assign(spec, event, progress=progress, now_ms=now_ms)
+    if len(assignment.keys) > 1:
+        # One gather for both orders: rows by window, inside a window by the merge.
+        by_window = np.argsort(assignment.index, kind="stable")
+        ranks = ranks[by_window]
+        order = by_window if order is None else order[by_window]
+    if order is not None:
+        table = table.take(pa.array(order))
+    table = table.append_column("_clock", pa.array(ranks, pa.int64()))
+    counts = np.bincount(assignment.index, minlength=len(assignment.keys))
+    starts = np.concatenate(([0], np.cumsum(counts)))
+    files = tuple(
+        WindowRows(key, table.slice(int(starts[i]), int(counts[i])), kind(key))
+        for i, key in enumerate(assignment.keys)
+    )
+    return files, assignment.progress
+
+
+def _positions(
+    batches: Iterable[BufferedBatch], durable: Mapping[str, Sequence | None]
+) -> tuple[PositionUpdate, ...]:
+    """Return one update a shard: batches of a shard stand in its order, so the last word wins.
+
+    Where none of them moves the position it stays: that of a handler which has not checkpointed.
+    """
+    merged: dict[str, PositionUpdate] = {}
+    for batch in batches:
+        if batch.redriven:
+            continue
+        known = merged.get(batch.shard_id)
+        events = (known.event_ms if known else None, batch.latest_event_ms)
+        stands = known.position if known else durable.get(batch.shard_id)
+        merged[batch.shard_id] = PositionUpdate(
+            batch.shard_id,
+            batch.epoch,
+            stands if batch.last is None else batch.last,
+            batch.effective_ms if batch.effective_ms is not None or known is None else known.effective_ms,
+            max((ms for ms in events if ms is not None), default=None),
+            ended=batch.ends_shard or (known is not None and known.ended),
+            previous=durable.get(batch.shard_id),
+        )
+    return tuple(merged.values())

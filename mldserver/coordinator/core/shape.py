@@ -1,0 +1,223 @@
+"""The shape of a pipeline's rows: their columns, how they are cut into windows, where those go. A synchronous core.
+
+Every segment's name tells the shape of its rows, and the ledger keeps all shapes that ever were. So a changed handler is
+compared with what there is of older rows before it runs. What keeps their meaning goes on: a column added that may be
+NULL, a number widened, NOT NULL dropped, another order. Then old segments are read as they were written. Everything else
+is refused for as long as such segments are there: read by name, a renamed column would be NULL in all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from mldserver.errors import NotThereYet, OperatorError
+from mldserver.output.layout import shape_of
+from mldserver.state.ledger import WindowState
+from mldserver.state.shapes import ShapeChange
+from mldserver.windows import Tumbling, span_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mldserver.state.ledger import LedgerState, WindowEntry
+    from mldserver.windows import WindowSpec
+
+__all__ = ["Column", "Shape"]
+
+_DIGITS: Final = {"TINYINT": 3, "SMALLINT": 5, "INT": 10, "BIGINT": 19}
+"""Decimal digits of whole numbers, narrow to wide."""
+_EXACT: Final = {"FLOAT": ("TINYINT", "SMALLINT"), "DOUBLE": ("TINYINT", "SMALLINT", "INT", "FLOAT")}
+"""What each of them holds without loss."""
+_DECIMAL: Final = re.compile(r"DECIMAL\((\d+),(\d+)\)")
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of the handler's rows."""
+
+    name: str
+    type: str
+    """As Spark writes it."""
+    nullable: bool = True
+
+    def __str__(self) -> str:
+        """Return the column as it is declared."""
+        return f"{self.name} {self.type}{'' if self.nullable else ' NOT NULL'}"
+
+    @property
+    def ddl(self) -> str:
+        """The column as Spark reads it, its name quoted."""
+        return str(replace(self, name="`" + self.name.replace("`", "``") + "`"))
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What rows are like, and how they are cut."""
+
+    pipeline: str
+    columns: tuple[Column, ...] = ()
+    windows: str = ""
+    """For people, and equal where rows are cut alike; empty for a handler without rows."""
+    size_ms: int | None = None
+    """Of event-time windows."""
+    on: str | None = None
+    """The column of the event time; None for the arrival time, and for batches."""
+    table: str | None = None
+    """What windows are published into; None for files."""
+
+    @classmethod
+    def of(
+        cls, pipeline: str, columns: tuple[Column, ...], spec: WindowSpec | None, table: str | None = None
+    ) -> Shape:
+        """Return the shape of a handler's rows; ``spec`` is None for a handler without rows."""
+        if not isinstance(spec, Tumbling):
+            return cls(pipeline, columns, "batches" if spec else "", table=table)
+        of = f"windows of {span_text(spec.size_ms)} of {spec.on or 'arrival time'}"
+        return cls(pipeline, columns, of, spec.size_ms, spec.on, table)
+
+    @classmethod
+    def read(cls, text: str) -> Shape:
+        """Return the shape that ``text`` was made of."""
+        fields = json.loads(text)
+        return cls(**{**fields, "columns": tuple(Column(*each) for each in fields["columns"])})
+
+    @property
+    def text(self) -> str:
+        """The shape for the ledger."""
+        return json.dumps({name: getattr(self, name) for name in ("pipeline", "windows", "size_ms", "on", "table")}
+                          | {"columns": [[each.name, each.type, each.nullable] for each in self.columns]})  # fmt: skip
+
+    @property
+    def fingerprint(self) -> str:
+        """Twelve hexadecimal digits that stand for it; the order of columns does not count."""
+        ordered = replace(self, columns=tuple(sorted(self.columns, key=lambda each: each.name)))
+        return hashlib.sha256(ordered.text.encode()).hexdigest()[:12]
+
+    @property
+    def ddl(self) -> str:
+        """The columns as Spark DDL."""
+        return ", ".join(each.ddl for each in self.columns)
+
+    def older(self, state: LedgerState) -> dict[str, str]:
+        """Return the DDL of each shape with other columns that segments may have, by fingerprint."""
+        shapes = {fingerprint: Shape.read(text) for fingerprint, text in state.shapes.items()}
+        return {name: shape.ddl for name, shape in shapes.items() if _types(shape) != _types(self)}
+
+    def change(self, state: LedgerState) -> ShapeChange:
+        """Return what becomes of a ledger whose rows are of this shape from now on.
+
+        Raises OperatorError when it holds rows whose meaning the change would not keep, unless the pipeline was drained:
+        then their windows are published, and are over.
+        """
+        shapes = {fingerprint: Shape.read(text) for fingerprint, text in state.shapes.items()}
+        faults = {fingerprint: self.faults(shape) for fingerprint, shape in shapes.items()}
+        unfit = {
+            entry.window_id: (entry, faults[shape])
+            for entry in state.windows.values()
+            for shape in _shapes(entry)
+            if faults.get(shape)
+        }
+        for entry, found in unfit.values():
+            if not state.draining:
+                raise self._refused(found)
+            if entry.state is not WindowState.PUBLISHED or entry.pending:
+                raise self._unfinished(entry, found)
+        before = shapes.get(state.shape, self)
+        return ShapeChange(
+            self.fingerprint,
+            self.text,
+            over=frozenset(unfit),
+            window_ms=self.size_ms if before.windows != self.windows else None,
+            forget_event_times=before.on != self.on,
+        )
+
+    def rival(self, state: LedgerState, server_id: str) -> OperatorError | None:
+        """Return the error that tells of another server that runs with another shape; None when there is none."""
+        for server in state.servers.values():
+            if server.server_id != server_id and server.shape not in {"", self.fingerprint}:
+                other = Shape.read(state.shapes[server.shape])
+                told = "; ".join(self.faults(other) or [f"it has {other.ddl}, and this one {self.ddl}"])
+                return NotThereYet(
+                    f"The server {server.server_id} runs with another handler: {told}.",
+                    did="This server did not start.",
+                    advice="Stop that one first, or give this one the same handler: all servers of a pipeline have one.",
+                    pipeline=self.pipeline,
+                    server=server.server_id,
+                )
+        return None
+
+    def faults(self, before: Shape) -> list[str]:
+        """Return why rows of the shape ``before`` would not keep their meaning, one part of a sentence each."""
+        if not before.windows:
+            return []
+        found = list(self._column_faults(before))
+        if before.windows != self.windows:
+            found.append(f"there were {before.windows}, and are {self.windows or 'no windows'}")
+        if before.pipeline != self.pipeline:
+            found.append(f"the pipeline was {before.pipeline}, and is {self.pipeline}")
+        if before.table != self.table:
+            found.append(f"windows went into {before.table or 'files'}, and go into {self.table or 'files'}")
+        return found
+
+    def _column_faults(self, before: Shape) -> Iterator[str]:
+        now, then = ({each.name: each for each in shape.columns} for shape in (self, before))
+        gone = [name for name in then if name not in now]
+        for name in gone:
+            yield f"column {then[name]} is gone"
+        for name, column in now.items():
+            old = then.get(name)
+            if old is None and (gone or not column.nullable):
+                yield f"column {column} is new"
+            elif old is not None and not (_holds(column.type, old.type) and column.nullable >= old.nullable):
+                yield f"column {old} has become {column.type}{'' if column.nullable else ' NOT NULL'}"
+
+    def _refused(self, found: list[str]) -> OperatorError:
+        return OperatorError(
+            f"The handler does not go with the rows that the ledger holds: {'; '.join(found)}.",
+            did="Nothing was touched.",
+            advice="Run the handler as it was, or change it in order: `mldserver drain` with the handler as it was, then"
+            " start it as it is now (`mldserver help operations`). Or begin anew in a folder of its own (--out).",
+            pipeline=self.pipeline,
+        )
+
+    def _unfinished(self, entry: WindowEntry, found: list[str]) -> OperatorError:
+        return OperatorError(
+            f"Window {entry.window_id} is {entry.state.replace('_', ' ')}, and has rows that do not go with the handler:"
+            f" {'; '.join(found)}.",
+            did="Nothing was touched.",
+            advice="Run `mldserver drain` with the handler as it was until it ends with exit code 0; what was set aside is"
+            f" computed again after `mldserver windows retry {entry.window_id}` (`mldserver help operations`).",
+            pipeline=self.pipeline,
+            window=entry.window_id,
+        )
+
+
+def _shapes(entry: WindowEntry) -> set[str]:
+    """Return the fingerprints of a window's rows."""
+    return {shape_of(segment.path) for segment in (*entry.segments, *entry.pending)}
+
+
+def _types(shape: Shape) -> dict[str, str]:
+    return {each.name: each.type for each in shape.columns}
+
+
+def _holds(wide: str, narrow: str) -> bool:
+    """Whether every value of a type is the same value of another."""
+    if wide == narrow or narrow in _EXACT.get(wide, ()):
+        return True
+    if wide in _DIGITS and narrow in _DIGITS:
+        return _DIGITS[wide] > _DIGITS[narrow]
+    (whole, fraction), (before, behind) = _digits(wide), _digits(narrow)
+    return _DECIMAL.fullmatch(wide) is not None and whole >= before >= 0 and fraction >= behind
+
+
+def _digits(type_: str) -> tuple[int, int]:
+    """Return how many digits a number has before and behind the point; (-1, -1) for what is no exact number."""
+    if type_ in _DIGITS:
+        return _DIGITS[type_], 0
+    found = _DECIMAL.fullmatch(type_)
+    return (int(found[1]) - int(found[2]), int(found[2])) if found else (-1, -1)

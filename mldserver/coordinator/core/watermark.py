@@ -1,0 +1,402 @@
+"""The watermark: up to which event time no more rows are expected. A synchronous core; steady time is passed in.
+
+Each connected shard has a watermark of its own: the latest event time it has shown, minus the allowed disorder. The
+pipeline's is the least of them and never goes back: ``view`` and ``look`` only look, ``commit`` makes a view binding,
+which the caller does once every row that the view counted on is durable (``still``). Shards that say nothing must not
+stall it, and shards that are only late to connect must not be overtaken:
+
+* A shard that is *caught up* (an empty batch with ``millisBehindLatest`` 0, or silence where the daemon sends no empty
+  batches) advances with time when windows are cut on arrival time, and leaves the minimum after ``idle_ms`` when
+  they are cut on a column.
+* A shard whose records give no rows (a filter, dead letters) is as silent as one without records. Cut on a column, it
+  leaves the minimum after ``idle_ms`` too, if it keeps up: its lag is 0, or never told, and the batch in hand was fetched
+  less than ``idle_ms`` ago.
+* One that lags (after an outage, say) may have rows before it that are older than those of others. It goes on as its
+  arrival times do, once these have gone on by ``idle_ms`` without a row: it counts as being as far, by event time, as
+  the shards that give rows were when they were there, less ``idle_ms``. However fast others catch up, they close no
+  window before it, unless the delay from event to arrival changes by more than that.
+* A shard that is *missing* (known, expected, not connected) holds it; so does the *settle* time after the start and
+  after every shard that appears or ends, since children may not be known yet.
+* When every known shard has ended and the settle time is over, the stream is over. When all are caught up and silent
+  for ``quiet_ms``, a stream cut on a column is quiet. Both close every open window.
+
+A row whose time lies further ahead of its arrival than a clock can be wrong is none to all of this (``flush.py``).
+
+How far time may carry a caught-up shard: the daemon prefetches up to four batches a shard (KCL 3.1.3), so the batch in
+hand was fetched, at the earliest, when the fifth before it was taken. The shard advances to the receipt of that one:
+everything that had arrived by then is delivered.
+
+Arrival times are AWS's, so that receipt must be told by AWS's clock, and no host's time of day is ever asked. AWS's
+clock shows at least the latest arrival time known (of any shard, from here or from the ledger), plus the steady time
+since then, less a thousandth of that: a steady clock, too, runs fast while its host's clock is mended. What comes
+after can only have arrived later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from collections.abc import Set as AbstractSet
+
+    from mldserver.coordinator.core.lineage import Lineage
+    from mldserver.state.ledger import ServerState
+
+__all__ = ["PREFETCH", "Holder", "View", "Watermark", "WatermarkRules"]
+
+PREFETCH = 5
+"""Four batches in the daemon's queue and one being put there."""
+
+_DRIFT = 1000
+"""Steady time is trusted to one part in so many (Linux mends clocks by one in 2000)."""
+
+_FINISHED = frozenset({"quiet", "no shards", "ended"})
+_IDLE = _FINISHED | {"idle"}
+"""What servers say when they hold nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatermarkRules:
+    """What the watermark goes by; all in milliseconds."""
+
+    on_arrival: bool = True
+    """Windows are cut on arrival time (False: on a column)."""
+    disorder_ms: int = 0
+    idle_ms: int = 30_000
+    quiet_ms: int = 60_000
+    settle_ms: int = 10_000
+
+
+@dataclass(slots=True)
+class _ShardClock:
+    """What one connected shard has shown."""
+
+    tells_lag: bool
+    event_ms: int | None
+    advanced_ms: int | None = None
+    """Up to where everything that had arrived is delivered, by AWS's clock."""
+    received: list[int] = field(default_factory=list)
+    """When its latest batches came, PREFETCH + 1 of them at most. (A deque takes 760 bytes, however short it is.)"""
+    arrival_ms: int | None = None
+    """Latest arrival time of its records."""
+    rowless_since_ms: int | None = None
+    """Arrival time of its last row; while it has given none, of its first record."""
+    in_request: bool = False
+    answered_ms: int = 0
+    last_row_ms: int = 0
+    """When its last row came, by this server's clock."""
+    lag_ms: int | None = None
+    """What the latest batch said of the lag; None when it said nothing."""
+    empty: bool = False
+    """Whether the latest batch was empty."""
+
+    def receive(self, now_ms: int) -> None:
+        """A batch came."""
+        self.received.append(now_ms)
+        del self.received[: -PREFETCH - 1]
+
+    def advance(self, reached_ms: int | None) -> None:
+        """Everything that had arrived by then is delivered; None: that is not known."""
+        if reached_ms is not None and (self.advanced_ms is None or reached_ms > self.advanced_ms):
+            self.advanced_ms = reached_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who or what holds the watermark."""
+
+    shard_id: str | None
+    reason: str
+    """``behind``, ``nothing seen``, ``missing``, ``settling``, ``idle``, ``quiet``, ``no shards`` or ``ended``; of another
+    server also ``silent``: it was idle, and has missed its beats."""
+    server_id: str | None = None
+    """The other server that holds it; None: this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The watermark at one moment."""
+
+    watermark_ms: int | None
+    """None: no row may be ruled out yet."""
+    holder: Holder
+    over: bool = False
+    """Every known shard has ended: every window closes."""
+    quiet: bool = False
+    """Every shard is caught up and silent for long: the open windows close."""
+    own_ms: int | None = field(default=None, compare=False)
+    """The least of this server's own shards, which may lie below what the pipeline has reached; None: unknown."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether no shard of this server counts."""
+        return self.holder.reason in _IDLE
+
+    @property
+    def holds(self) -> bool:
+        """Whether this server holds the pipeline's watermark where it is: a shard of it is anywhere."""
+        return self.own_ms is None and not self.idle
+
+
+class Watermark:
+    """The pipeline's watermark, asked with ``view``."""
+
+    def __init__(self, rules: WatermarkRules, lineage: Lineage, now_ms: int) -> None:
+        """Start at ``now_ms``; shards are learned from ``lineage`` and the calls below."""
+        self.rules = rules
+        self._lineage = lineage
+        self._shards: dict[str, _ShardClock] = {}
+        self._settle_until_ms = now_ms + rules.settle_ms
+        self._watermark_ms: int | None = None
+        self._arrival: tuple[int, int] | None = None
+        """The arrival time that says most of AWS's clock, and the steady time at which it was known."""
+        self._reopened: dict[str, int | None] = {}
+        """Shards that were connected since the last ``look``, and the watermark with which each went on."""
+
+    @property
+    def reopened(self) -> AbstractSet[str]:
+        """The shards that were connected since the last ``look``."""
+        return self._reopened.keys()
+
+    def settle(self, now_ms: int) -> None:
+        """Start the settle time again: a shard appeared, or ended."""
+        self._settle_until_ms = now_ms + self.rules.settle_ms
+
+    def connect(
+        self,
+        shard_id: str,
+        now_ms: int,
+        *,
+        tells_lag: bool,
+        event_ms: int | None,
+        arrival_ms: int | None = None,
+    ) -> None:
+        """A shard has a connection; up to which event and arrival time it is known to have come."""
+        clock = _ShardClock(tells_lag, event_ms, answered_ms=now_ms, last_row_ms=now_ms)
+        clock.arrival_ms = clock.rowless_since_ms = arrival_ms
+        clock.receive(now_ms)
+        self._shards[shard_id] = clock
+        self._reopened[shard_id] = self._value(clock)
+
+    def arrived(self, arrival_ms: int | None, now_ms: int) -> None:
+        """A record is known, at a steady time, that had arrived at ``arrival_ms``; None: none is."""
+        if arrival_ms is None:
+            return
+        shown_ms = self._aws_ms(now_ms)
+        if shown_ms is None or arrival_ms > shown_ms:
+            self._arrival = (arrival_ms, now_ms)
+
+    def _aws_ms(self, at_ms: int) -> int | None:
+        """Return what AWS's clock showed at least at a steady time; None while no arrival time is known."""
+        if self._arrival is None:
+            return None
+        arrival_ms, known_ms = self._arrival
+        since = at_ms - known_ms
+        return arrival_ms + since - -(-abs(since) // _DRIFT)
+
+    def disconnect(self, shard_id: str) -> None:
+        """A shard's connection is gone, or the shard has ended."""
+        self._shards.pop(shard_id, None)
+
+    def began(self, shard_id: str, now_ms: int) -> None:
+        """A batch was received: until it is answered the shard is not silent."""
+        clock = self._shards[shard_id]
+        clock.in_request = True
+        clock.receive(now_ms)
+
+    def leaving(self, shard_id: str) -> None:
+        """A request was received behind which no batch may follow: until it is answered the shard is not silent."""
+        self._shards[shard_id].in_request = True
+
+    def observed(
+        self,
+        shard_id: str,
+        now_ms: int,
+        *,
+        records: int,
+        lag_ms: int | None,
+        event_ms: int | None,
+        arrival_ms: int | None,
+    ) -> None:
+        """A batch is accepted.
+
+        ``event_ms``: the latest event time among its rows; ``arrival_ms``: the latest effective arrival time among its
+        records. None when it has none.
+        """
+        clock = self._shards[shard_id]
+        self.arrived(arrival_ms, clock.received[-1])
+        clock.lag_ms, clock.empty = lag_ms, records == 0
+        if arrival_ms is not None:
+            clock.arrival_ms = arrival_ms
+            if event_ms is not None or clock.rowless_since_ms is None:
+                clock.rowless_since_ms = arrival_ms
+        if event_ms is not None:
+            clock.last_row_ms = now_ms
+            clock.event_ms = event_ms if clock.event_ms is None else max(event_ms, clock.event_ms)
+        if self._proved_caught_up(clock) and len(clock.received) > PREFETCH:
+            clock.advance(self._aws_ms(clock.received[0]))
+
+    def answered(self, shard_id: str, now_ms: int) -> None:
+        """A batch was answered: from now on the shard's silence counts."""
+        clock = self._shards.get(shard_id)
+        if clock is not None:
+            clock.in_request, clock.answered_ms = False, now_ms
+
+    def connected(self) -> tuple[str, ...]:
+        """Return the shards that have a connection, also those that are known to have ended."""
+        return tuple(self._shards)
+
+    def shard_ms(self, shard_id: str) -> int | None:
+        """Return the shard's own watermark, None when it has shown nothing yet."""
+        clock = self._shards.get(shard_id)
+        return None if clock is None else self._value(clock)
+
+    def look(self, now_ms: int) -> View:
+        """Return the watermark now, of which ``still`` tells later what is left."""
+        self._reopened.clear()
+        return self.view(now_ms)
+
+    def still(self, view: View, now_ms: int) -> View:
+        """Return what is left of a ``look`` whose rows are durable, but those of shards that were opened again since.
+
+        They deliver anew what was not durable when they were opened, so that none counts beyond where it went on then,
+        whatever it has shown meanwhile. Nothing is left when a shard was learned of that nobody counts yet.
+        """
+        now = self.view(now_ms)
+        if now.holds:
+            return now
+        if view.holds or not self._reopened:
+            return view
+        values = [(value, _holder(shard_id, value)) for shard_id, value in self._reopened.items()]
+        return self._least(values if view.idle else [(view.own_ms, view.holder), *values])
+
+    def view(self, now_ms: int) -> View:
+        """Return the watermark now, never less than what was committed."""
+        values: list[tuple[int | None, Holder]] = [
+            (None, Holder(node.id, "missing")) for node in self._lineage.missing()
+        ]
+        idle = 0
+        delay_ms = None if self.rules.on_arrival else self._delay()
+        for shard_id, clock in self._shards.items():
+            self._advance_silent(clock, now_ms)
+            if not self.rules.on_arrival and self._idle(clock, now_ms, delay_ms):
+                idle += 1
+                continue
+            value = self._carried(clock, delay_ms)
+            values.append((value, _holder(shard_id, value)))
+        if now_ms < self._settle_until_ms:
+            return View(self._watermark_ms, Holder(None, "settling"))
+        if values:
+            return self._least(values)
+        if idle:
+            quiet = self._quiet(now_ms)
+            return View(self._watermark_ms, Holder(None, "quiet" if quiet else "idle"), quiet=quiet)
+        if self._lineage.all_ended():
+            return View(self._watermark_ms, Holder(None, "ended"), over=True)
+        return View(self._watermark_ms, Holder(None, "no shards"))
+
+    def commit(self, view: View) -> None:
+        """Make a view binding: later ones are never less."""
+        if view.watermark_ms is not None:
+            known = self._watermark_ms
+            self._watermark_ms = view.watermark_ms if known is None else max(view.watermark_ms, known)
+
+    def _least(self, values: Sequence[tuple[int | None, Holder]]) -> View:
+        unknown = next((holder for value, holder in values if value is None), None)
+        if unknown is not None:
+            return View(self._watermark_ms, unknown)
+        value, holder = min(((v, h) for v, h in values if v is not None), key=lambda pair: pair[0])
+        return View(self._reached(value), holder, own_ms=value)
+
+    def _reached(self, value: int) -> int:
+        return value if self._watermark_ms is None else max(value, self._watermark_ms)
+
+    def combine(self, view: View, others: Sequence[ServerState]) -> View:
+        """Return the pipeline's view: the least of this server's and of what the others told.
+
+        Over, and quiet, it is only when all servers are.
+        """
+        if not others:
+            return view
+        held = [(view.own_ms, view.holder)] if not view.idle else []
+        held += [
+            (other.watermark_ms, Holder(other.held_by, other.reason or "nothing seen", other.server_id))
+            for other in others
+            if not other.idle
+        ]
+        if held:
+            return self._least(held)
+        reasons = {view.holder.reason, *(other.reason for other in others)}
+        quiet = reasons <= _FINISHED and "quiet" in reasons
+        return View(self._watermark_ms, view.holder, over=view.over, quiet=quiet)
+
+    def _value(self, clock: _ShardClock) -> int | None:
+        event = None if clock.event_ms is None else clock.event_ms - self.rules.disorder_ms
+        if not self.rules.on_arrival or clock.advanced_ms is None:
+            return event
+        advanced = clock.advanced_ms - self.rules.disorder_ms
+        return advanced if event is None else max(event, advanced)
+
+    @staticmethod
+    def _proved_caught_up(clock: _ShardClock) -> bool:
+        return clock.empty and clock.lag_ms == 0
+
+    def _silent_ms(self, clock: _ShardClock, now_ms: int) -> int:
+        return 0 if clock.in_request else now_ms - clock.answered_ms
+
+    def _caught_up(self, clock: _ShardClock, now_ms: int) -> bool:
+        if self._proved_caught_up(clock):
+            return True
+        # V1 daemons, and daemons that are not asked for empty batches: an idle shard just falls silent. One that said
+        # that it lags is not idle, its next fetch is only slow.
+        may_be = not clock.tells_lag or not clock.lag_ms
+        return may_be and self._silent_ms(clock, now_ms) >= self.rules.idle_ms
+
+    def _idle(self, clock: _ShardClock, now_ms: int, delay_ms: int | None) -> bool:
+        """Whether a shard that keeps up has given no row for the idle time."""
+        # What it is at may be a row, unless all it ever gives is none, and nothing else tells how far it is.
+        may_give = clock.in_request and not (delay_ms is None and self._rowless(clock))
+        if may_give or now_ms - clock.last_row_ms < self.rules.idle_ms:
+            return False
+        lags = clock.tells_lag if clock.lag_ms is None else clock.lag_ms > 0
+        fetched_lately = now_ms - clock.received[0] <= self.rules.idle_ms
+        return (fetched_lately and not lags) or self._caught_up(clock, now_ms)
+
+    def _rowless(self, clock: _ShardClock) -> bool:
+        """Whether its records have arrived over more than the idle time without a row."""
+        if clock.arrival_ms is None or clock.rowless_since_ms is None:
+            return False
+        return clock.arrival_ms - clock.rowless_since_ms >= self.rules.idle_ms
+
+    def _delay(self) -> int | None:
+        """Return by how much the watermarks of shards with rows lie behind their arrival times, at most."""
+        shown = [
+            (self._rowless(clock), clock.rowless_since_ms - value)
+            for clock in self._shards.values()
+            if (value := self._value(clock)) is not None and clock.rowless_since_ms is not None
+        ]
+        now = [delay_ms for rowless, delay_ms in shown if not rowless]
+        return max(now or [delay_ms for _, delay_ms in shown], default=None)
+
+    def _carried(self, clock: _ShardClock, delay_ms: int | None) -> int | None:
+        """Return the shard's watermark, as far as arrival times without rows carry it."""
+        value = self._value(clock)
+        if delay_ms is None or clock.arrival_ms is None or not self._rowless(clock):
+            return value
+        carried = clock.arrival_ms - delay_ms - self.rules.idle_ms
+        return carried if value is None else max(value, carried)
+
+    def _advance_silent(self, clock: _ShardClock, now_ms: int) -> None:
+        """Carry a shard without empty batches with time, an idle time behind it."""
+        if not self._proved_caught_up(clock) and self._caught_up(clock, now_ms):
+            clock.advance(self._aws_ms(now_ms - self.rules.idle_ms))
+
+    def _quiet(self, now_ms: int) -> bool:
+        last = max(clock.last_row_ms for clock in self._shards.values())
+        return now_ms - last >= self.rules.quiet_ms
+
+
+def _holder(shard_id: str, value: int | None) -> Holder:
+    return Holder(shard_id, "nothing seen" if value is None else "behind")

@@ -1,0 +1,259 @@
+"""Dead letters in AWS: a queue, a stream, or a bucket, through aioboto3.
+
+SQS and Kinesis take many at a call and may take some of them only: those that were not taken are sent again, a few
+times, then the flush fails and all are sent again by the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+from botocore.exceptions import BotoCoreError, ClientError
+
+from mldserver.base.aws import aws_client
+from mldserver.deadletters.document import document, identity
+from mldserver.deadletters.files import file_content, file_name, grouped
+from mldserver.errors import LedgerError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from mldserver.base.clock import Clock
+    from mldserver.records import DeadLetter
+
+__all__ = ["BucketDestination", "Message", "QueueDestination", "StreamDestination", "batches"]
+
+log = structlog.get_logger("mldserver")
+
+_MIB: Final = 1024 * 1024
+_SENDINGS: Final = 5
+"""Of what was not taken, before the flush fails."""
+_SQS_BATCH: Final = 10
+"""Messages a call (AWS limit)."""
+_SQS_BYTES: Final = _MIB
+"""A message, and all of a call (AWS limit; 256 KiB before August 2025, and still where a queue's own limit says so)."""
+_KINESIS_BATCH: Final = 500
+"""Records a call (AWS limit)."""
+_KINESIS_BYTES: Final = _MIB
+"""A record with its key (AWS limit), unless the stream says more (``MaxRecordSizeInKiB``)."""
+_KINESIS_CALL_BYTES: Final = 5 * _MIB
+"""All of a call (AWS limit), unless one record alone is larger."""
+_KEY_LENGTH: Final = 256
+"""Characters of a partition key (AWS limit)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A letter on its way."""
+
+    letter: DeadLetter
+    body: str
+    """ASCII only: SQS refuses some characters that JSON allows."""
+    bytes: int
+    """With what counts beside the body."""
+
+
+def batches(messages: Iterable[Message], *, count: int, size: int) -> Iterator[list[Message]]:
+    """Yield messages in order, as many at a time as one call may take; one that is larger than that goes alone."""
+    batch: list[Message] = []
+    total = 0
+    for message in messages:
+        total += message.bytes
+        if batch and (len(batch) == count or total > size):
+            yield batch
+            batch, total = [], message.bytes
+        batch.append(message)
+    if batch:
+        yield batch
+
+
+class _Aws(ABC):
+    """A client that is made when it is first needed, and errors as the server tells them."""
+
+    service: str
+
+    def __init__(
+        self,
+        place: str,
+        *,
+        pipeline: str,
+        clock: Clock,
+        jitter: Callable[[], float],
+        session: Any = None,
+        region: str | None = None,
+        endpoint_url: str | None = None,
+    ) -> None:
+        """``place``: as AWS calls it; ``jitter`` gives numbers from [0, 1); ``session``: aioboto3's, for tests."""
+        self._place = place
+        self._pipeline = pipeline
+        self._clock = clock
+        self._jitter = jitter
+        self._where: dict[str, Any] = {"region": region, "endpoint_url": endpoint_url, "session": session}
+        self._resources = contextlib.AsyncExitStack()
+        self._client: Any = None
+
+    async def _reach(self) -> Any:
+        if self._client is None:
+            retries = {"mode": "standard"}
+            made = aws_client(
+                self.service, connect_timeout=3, read_timeout=20, retries=retries, **self._where
+            )
+            self._client = await self._resources.enter_async_context(made)
+        return self._client
+
+    async def store(self, letters: tuple[DeadLetter, ...]) -> tuple[DeadLetter, ...]:
+        """Send letters; return those that are too large. Raises LedgerError when the place is out of reach."""
+        try:
+            return await self._store(letters)
+        except (BotoCoreError, ClientError, OSError) as error:
+            raise self._out_of_reach(f"{type(error).__name__}: {error}") from error
+
+    @abstractmethod
+    async def _store(self, letters: tuple[DeadLetter, ...]) -> tuple[DeadLetter, ...]: ...
+
+    def _out_of_reach(self, why: str) -> LedgerError:
+        return LedgerError(
+            f"Dead letters cannot be stored at {self._place}: {why}.",
+            did="No position moves, rows and letters stay in memory, and all is tried again.",
+            advice="Look whether it is there, and whether this server may write to it.",
+            path=self._place,
+        )
+
+    async def close(self) -> None:
+        """Close the client."""
+        self._client = None
+        await self._resources.aclose()
+
+
+class _Sending(_Aws):
+    """What takes messages in batches, each of them or not."""
+
+    count: int
+    call_bytes: int
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        """As for every place."""
+        super().__init__(*args, **named)
+        self._limit: int | None = None
+
+    async def _store(self, letters: tuple[DeadLetter, ...]) -> tuple[DeadLetter, ...]:
+        client = await self._reach()
+        limit = self._limit = self._limit or await self._message_limit(client)
+        messages = [self._message(letter) for letter in letters]
+        too_large = tuple(each.letter for each in messages if each.bytes > limit)
+        for letter in too_large:
+            log.warning(
+                "letter.too_large",
+                shard=letter.shard_id,
+                sequence=str(letter.sequence),
+                bytes=len(letter.data),
+                limit_bytes=limit,
+                did="The ledger keeps it.",
+            )
+        fitting = (each for each in messages if each.bytes <= limit)
+        for batch in batches(fitting, count=self.count, size=self.call_bytes):
+            await self._send_all(client, batch)
+        return too_large
+
+    def _message(self, letter: DeadLetter) -> Message:
+        body = json.dumps(document(letter, self._pipeline))
+        return Message(letter, body, len(body) + _KEY_LENGTH)
+
+    async def _send_all(self, client: Any, batch: list[Message]) -> None:
+        for turn in range(_SENDINGS):
+            left, why = await self._send(client, batch)
+            if not left:
+                return
+            batch = left
+            await self._clock.sleep((0.5 + self._jitter() / 2) * min(2.0, 0.1 * 2.0**turn))
+        raise self._out_of_reach(f"{len(batch)} letters were not taken, {_SENDINGS} times ({why})")
+
+    @abstractmethod
+    async def _message_limit(self, client: Any) -> int: ...
+
+    @abstractmethod
+    async def _send(self, client: Any, batch: list[Message]) -> tuple[list[Message], str]:
+        """Return what was not taken, and why."""
+
+
+class QueueDestination(_Sending):
+    """A queue of SQS. In a FIFO queue letters of a shard stay in order, and one written twice is dropped by SQS."""
+
+    service = "sqs"
+    count = _SQS_BATCH
+    call_bytes = _SQS_BYTES
+
+    async def _message_limit(self, client: Any) -> int:
+        answer = await client.get_queue_attributes(
+            QueueUrl=self._place, AttributeNames=["MaximumMessageSize"]
+        )
+        limit = min(int(answer["Attributes"]["MaximumMessageSize"]), _SQS_BYTES)
+        self.call_bytes = limit
+        return limit
+
+    def _entry(self, place: int, message: Message) -> dict[str, Any]:
+        entry = {"Id": str(place), "MessageBody": message.body}
+        if self._place.endswith(".fifo"):
+            name = identity(message.letter, self._pipeline)
+            entry["MessageGroupId"] = message.letter.shard_id
+            entry["MessageDeduplicationId"] = hashlib.sha256(name.encode()).hexdigest()
+        return entry
+
+    async def _send(self, client: Any, batch: list[Message]) -> tuple[list[Message], str]:
+        entries = [self._entry(place, message) for place, message in enumerate(batch)]
+        answer = await client.send_message_batch(QueueUrl=self._place, Entries=entries)
+        failed = {int(each["Id"]): each for each in answer.get("Failed", ())}
+        why = ", ".join(sorted({str(each.get("Code")) for each in failed.values()}))
+        return [batch[place] for place in sorted(failed)], why
+
+
+class StreamDestination(_Sending):
+    """A stream of Kinesis, under the partition keys that the records had."""
+
+    service = "kinesis"
+    count = _KINESIS_BATCH
+    call_bytes = _KINESIS_CALL_BYTES
+
+    async def _message_limit(self, client: Any) -> int:
+        answer = await client.describe_stream_summary(StreamName=self._place)
+        told = answer["StreamDescriptionSummary"].get("MaxRecordSizeInKiB")
+        return int(told) * 1024 if told else _KINESIS_BYTES
+
+    async def _send(self, client: Any, batch: list[Message]) -> tuple[list[Message], str]:
+        records = [{"Data": message.body.encode(), "PartitionKey": _key(message.letter)} for message in batch]
+        answer = await client.put_records(StreamName=self._place, Records=records)
+        codes = [each.get("ErrorCode") for each in answer["Records"]]
+        left = [message for message, code in zip(batch, codes, strict=True) if code]
+        return left, ", ".join(sorted({code for code in codes if code}))
+
+
+def _key(letter: DeadLetter) -> str:
+    key = letter.partition_key or letter.shard_id
+    return key.encode("utf-8", "backslashreplace").decode()[:_KEY_LENGTH]
+
+
+class BucketDestination(_Aws):
+    """A bucket of S3: JSON lines, one object for each shard of a flush, below the pipeline's name.
+
+    Another pipeline on the same stream has shards and sequences of the same names.
+    """
+
+    service = "s3"
+
+    async def _store(self, letters: tuple[DeadLetter, ...]) -> tuple[DeadLetter, ...]:
+        client = await self._reach()
+        bucket, _, prefix = self._place.partition("/")
+        for group in grouped(letters):
+            name = f"{self._pipeline}/{file_name(group, 'jsonl')}"
+            await client.put_object(
+                Bucket=bucket,
+                Key=f"{prefix}/{name}" if prefix else name,
+                Body=file_content(group, self._pipeline, "jsonl"),
+            )
+        return ()

@@ -1,0 +1,1 @@
+"""The user's code: found, checked and described."""

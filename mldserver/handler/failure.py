@@ -1,0 +1,246 @@
+"""What a failure of the user's code is: the error as text, and what it asks for. Pure."""
+
+from __future__ import annotations
+
+import enum
+import math
+import os
+import re
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+
+from mldserver.handler.control import Discard, Fatal, Retry, Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator
+    from types import CodeType, TracebackType
+
+__all__ = ["Failure", "Wish", "bad_row", "describe", "printed"]
+
+_MESSAGE_LIMIT = 10_000
+_TRACEBACK_LIMIT = 20_000
+_REMEMBERED: Final = 1_000
+"""Classes and places that are remembered, each; what is beyond costs time, nothing else."""
+_VALUES: Final = re.compile(r"""'[^']*'|"[^"]*"|\d+""")
+"""What differs from one refused row to the next."""
+_OWN_FOLDER = f"{Path(__file__).parents[1]}{os.sep}"
+
+
+class Wish(enum.StrEnum):
+    """What the handler asked for, by the exception that it raised."""
+
+    RETRY = "retry"
+    DISCARD = "discard"
+    FATAL = "fatal"
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why a call failed."""
+
+    error: str
+    """``ExceptionType: message``."""
+    traceback: str = ""
+    """The user's part of it; empty when the server refused what was returned."""
+    names: tuple[str, ...] = ()
+    """The dotted names of the error's class and of its bases, nearest first: what rules are held against."""
+    wish: Wish | None = None
+    after_seconds: float | None = None
+    """With RETRY: how long to wait; None: as long as the back-off says."""
+    records: tuple[Any, ...] | None = None
+    """With DISCARD and FATAL: the records that are meant, as the handler named them; None: all of the call."""
+    frames: str = ""
+    """The part of the traceback that is the same whenever the error is raised in the same place."""
+
+    @property
+    def fingerprint(self) -> Hashable:
+        """What failures have in common that a person would call the same."""
+        return self.names[:1], self.frames or _VALUES.sub("", self.error)
+
+    @property
+    def logged(self) -> dict[str, str]:
+        """Return it as fields of the log; what was raised on purpose (``Retry``, ``Discard``) has no traceback there."""
+        shown = self.traceback and self.wish not in {Wish.RETRY, Wish.DISCARD}
+        return {"what": self.error, **({"traceback": self.traceback} if shown else {})}
+
+
+def bad_row(text: str) -> Failure:
+    """Return the failure of a record whose row the schema refuses."""
+    return Failure(f"BadRow: {text}", names=("BadRow",))
+
+
+class _Class(NamedTuple):
+    """What is told of a class of errors. It keeps the class alive, so that its id stays its own."""
+
+    cls: type
+    name: str
+    shown: str
+    """As in a traceback's last line."""
+    names: tuple[str, ...]
+
+
+_classes: dict[int, _Class] = {}
+_frames: dict[tuple[int, ...], tuple[str, list[CodeType]]] = {}
+"""Tracebacks without their last line, by the ids of their code (kept alive here) and the places in it. To render one takes
+longer than most handlers do: under a stream of errors nothing else would happen."""
+
+
+def describe(error: BaseException) -> Failure:
+    """Return an error of the user's code as text: its own frames only, bounded. Never fails, whatever the error's code does."""
+    cls, frames = _class_of(error), ""
+    message = printed(error)
+    told = f"{cls.name}: {message}" if message else cls.name
+    try:
+        place = _users_part(error.__traceback__)
+        frames = _frames_of(place)
+        if _is_plain(error):
+            text = _middle_cut(frames + _last_line(cls, message))
+        else:
+            text = _middle_cut("".join(map(_middle_cut, _rendered(error, place, frames))))
+    except BaseException:  # noqa: BLE001  # the user's exception may fail in any way; its name is better than nothing
+        text = f"{told}\n"
+    if not isinstance(error, Verdict):
+        return Failure(told, text, cls.names, frames=frames)
+    return Failure(told, text, cls.names, _wish(error), _after(error), _records(error), frames)
+
+
+def _class_of(error: BaseException) -> _Class:
+    cls = type(error)
+    known = _classes.get(id(cls))
+    if known is None:
+        names = tuple(
+            f"{_of_class(base, '__module__')}.{_of_class(base, '__qualname__')}"
+            for base in type.mro(cls)[:-1]
+        )
+        shown = names[0].removeprefix("builtins.").removeprefix("__main__.")
+        known = _Class(cls, _of_class(cls, "__qualname__"), shown, names)
+        if len(_classes) >= _REMEMBERED:
+            _classes.clear()
+        _classes[id(cls)] = known
+    return known
+
+
+def _rendered(error: BaseException, place: TracebackType | None, frames: str) -> Iterator[str]:
+    """Yield what ``traceback`` would, causes first, but from what is remembered of places."""
+    chain: list[tuple[BaseException, TracebackType | None, str, str]] = []
+    seen: set[int] = set()
+    link = ""
+    while True:
+        seen.add(id(error))
+        chain.append((error, place, frames, link))
+        if _is_special(error):
+            break  # it is rendered with what caused it
+        if (cause := error.__cause__) is not None:
+            link = _CAUSE
+        elif (cause := error.__context__) is not None and not error.__suppress_context__:
+            link = _CONTEXT
+        else:
+            break
+        if id(cause) in seen:
+            break
+        error, place = cause, cause.__traceback__
+        frames = _frames_of(place)
+    for error, place, frames, link in reversed(chain):
+        if _is_special(error):
+            yield from traceback.TracebackException(type(error), error, place, compact=True).format()
+        else:
+            yield frames
+            yield _last_line(_class_of(error), printed(error))
+        yield link
+
+
+_CAUSE: Final = "\nThe above exception was the direct cause of the following exception:\n\n"
+_CONTEXT: Final = "\nDuring handling of the above exception, another exception occurred:\n\n"
+
+
+def _last_line(cls: _Class, message: str) -> str:
+    return f"{cls.shown}: {message}\n" if message else f"{cls.shown}\n"
+
+
+def _is_plain(error: BaseException) -> bool:
+    """Whether frames and a message are all that is to be told of an error."""
+    caused = error.__cause__ or (error.__context__ and not error.__suppress_context__)
+    return not caused and not _is_special(error)
+
+
+def _is_special(error: BaseException) -> bool:
+    """Whether there is more to tell of an error than its frames and its message."""
+    return isinstance(error, SyntaxError | BaseExceptionGroup) or hasattr(error, "__notes__")
+
+
+def _frames_of(place: TracebackType | None) -> str:
+    key, codes = [], []
+    entry = place
+    while entry is not None:
+        code = entry.tb_frame.f_code
+        codes.append(code)
+        key += [id(code), entry.tb_lasti]
+        entry = entry.tb_next
+    if not codes:
+        return ""
+    known = _frames.get(tuple(key))
+    if known is None:
+        text = "Traceback (most recent call last):\n" + "".join(traceback.format_tb(place))
+        if len(_frames) >= _REMEMBERED:
+            _frames.clear()
+        known = _frames[tuple(key)] = (_middle_cut(text), codes)
+    return known[0]
+
+
+def printed(value: object) -> str:
+    """Return ``str`` of anything of the user's, bounded, even of what fails to print itself."""
+    try:
+        text = str.__str__(str(value))  # what a __str__ returns may be of a class with code of its own
+    except BaseException:  # noqa: BLE001  # it may fail in any way
+        return "(its message cannot be printed)"
+    cut = len(text) - _MESSAGE_LIMIT
+    return text if cut <= 0 else f"{text[:_MESSAGE_LIMIT]}… ({cut} more characters)"
+
+
+def _middle_cut(text: str) -> str:
+    half = _TRACEBACK_LIMIT // 2
+    return text if len(text) <= _TRACEBACK_LIMIT else f"{text[:half]}\n…\n{text[-half:]}"
+
+
+def _of_class(cls: type, name: str) -> str:
+    try:
+        return str(getattr(cls, name))
+    except BaseException:  # noqa: BLE001  # metaclasses have code too
+        return "(a class without a name)"
+
+
+def _wish(error: Verdict) -> Wish | None:
+    for kind, wish in ((Retry, Wish.RETRY), (Discard, Wish.DISCARD), (Fatal, Wish.FATAL)):
+        if isinstance(error, kind):
+            return wish
+    return None
+
+
+def _after(error: Verdict) -> float | None:
+    """Return how long to wait; None when a subclass holds something else than a number of seconds there."""
+    try:
+        after = error.after if isinstance(error, Retry) else None
+        return None if after is None or not 0 <= after < math.inf else float(after)
+    except BaseException:  # noqa: BLE001  # subclasses have code too
+        return None
+
+
+def _records(error: Verdict) -> tuple[Any, ...] | None:
+    """Return which records are meant; None when a subclass holds something else than some of them there."""
+    try:
+        records = error.records
+        return None if records is None else tuple(records)
+    except BaseException:  # noqa: BLE001  # see above
+        return None
+
+
+def _users_part(tb: TracebackType | None) -> TracebackType | None:
+    """Skip the server's own frames at the top; keep all when there are no others."""
+    place = tb
+    while place is not None:
+        if not place.tb_frame.f_code.co_filename.startswith(_OWN_FOLDER):
+            return place
+        place = place.tb_next
+    return tb

@@ -1,0 +1,332 @@
+"""Checks a loaded handler: every problem as a finding with its place. Calls nothing of the user's but ``import``."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+from mldserver.errors import HandlerInvalid
+from mldserver.handler.kclpy.recognition import problems, processor_class, recognised, written
+from mldserver.handler.kclpy.standin import PACKAGE
+from mldserver.handler.loader import Loaded, load
+from mldserver.handler.schema import RECORD_COLUMN, Schema, SchemaError, parse_schema
+from mldserver.handler.source_map import SourceMap, never_returns_a_value
+from mldserver.handler.spec import Finding, HandlerKind, HandlerSpec, HookSpec, RecordHook, span_text
+from mldserver.handler.version import version_of
+from mldserver.records import Hook
+from mldserver.windows import WINDOW_COLUMNS, Batches, Tumbling, WindowSpec, batches
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["inspect_handler", "load_spec"]
+
+_RECORD_HOOKS: Final = tuple(hook.value for hook in RecordHook)
+_ARGUMENTS: Final = {
+    "process_record": ("record",),
+    "process_records": ("batch",),
+    "process_table": ("table",),
+    **{hook.value: ("shard",) for hook in Hook},
+    "on_window": ("rows", "window"),
+}
+"""Every hook with the arguments it is called with."""
+_NAMES: Final = (
+    *_ARGUMENTS,
+    *("schema", "windows", "concurrency", "window_columns", "writes_for_itself"),
+)
+
+
+def load_spec(
+    path: str, *, directory: str | Path | None = None, retention_ms: int | None = None
+) -> HandlerSpec:
+    """Import the handler at a dotted path and check it; ``retention_ms`` is the stream's, when it is known.
+
+    Raises HandlerNotFound when the path leads nowhere, and HandlerInvalid with every problem found.
+    """
+    spec, findings = inspect_handler(load(path, directory=directory), retention_ms=retention_ms)
+    if spec is None:
+        errors = [str(finding) for finding in findings if finding.is_error]
+        raise HandlerInvalid("\n".join(errors), handler=path)
+    return spec
+
+
+def inspect_handler(
+    loaded: Loaded, *, retention_ms: int | None = None
+) -> tuple[HandlerSpec | None, tuple[Finding, ...]]:
+    """Return the handler's spec (None when it cannot be run) and all findings, warnings included."""
+    inspection = _Inspection(loaded, SourceMap(loaded))
+    spec = inspection.run(retention_ms)
+    return spec, tuple(inspection.findings)
+
+
+@dataclass(slots=True)
+class _Inspection:
+    loaded: Loaded
+    source: SourceMap
+    findings: list[Finding] = field(default_factory=list)
+
+    def run(self, retention_ms: int | None) -> HandlerSpec | None:
+        target = self.loaded.target
+        if not isinstance(target, ModuleType | type):
+            self._find(f"{self.loaded.path} is {_a(target)}; a handler is a module or a class")
+            return None
+        kind = HandlerKind.CLASS if isinstance(target, type) else HandlerKind.MODULE
+        if isinstance(target, type):
+            self._check_constructor(target)
+            version = recognised(target)
+            if version is not None:
+                return self._processor(target, version)
+        hooks = {name: hook for name in _ARGUMENTS if (hook := self._hook(name)) is not None}
+        record_hook = self._record_hook(hooks)
+        schema = self._schema()
+        windows = self._windows(schema, retention_ms)
+        concurrency = self._concurrency(record_hook)
+        window_columns = self._window_columns()
+        writes_for_itself = self._writes_for_itself(hooks)
+        self._check_rows(schema, hooks)
+        self._check_spelling()
+        if record_hook is None or any(finding.is_error for finding in self.findings):
+            return None
+        warnings = tuple(self.findings)
+        return HandlerSpec(
+            self.loaded.path,
+            kind,
+            target,
+            record_hook,
+            hooks,
+            schema,
+            windows,
+            warnings,
+            concurrency,
+            window_columns,
+            writes_for_itself,
+            version_of(self.loaded),
+        )
+
+    def _processor(self, cls: type, version: int) -> HandlerSpec | None:
+        """Return the spec of a record processor of amazon_kclpy, whose hooks are not the server's own."""
+        for text, name, is_error in problems(cls, version):
+            self._find(text, name or None, is_error=is_error)
+        if any(finding.is_error for finding in self.findings):
+            return None
+        return HandlerSpec(
+            self.loaded.path,
+            HandlerKind.PROCESSOR,
+            processor_class(cls, version),
+            RecordHook.RECORDS,
+            {name: HookSpec(name, is_async=False) for name in written(cls, version)},
+            schema=None,
+            windows=None,
+            warnings=tuple(self.findings),
+            # The class's own ``version`` says which of amazon_kclpy's interfaces it has.
+            version=version_of(replace(self.loaded, target=self.loaded.module)),
+        )
+
+    def _find(self, text: str, name: str | None = None, *, is_error: bool = True) -> None:
+        file, line = self.source.place(name, self._attribute(name) if name else None)
+        self.findings.append(Finding(text, file, line, is_error))
+
+    def _attribute(self, name: str) -> Any:
+        """Return what the handler has under a name; None when it has nothing, or None."""
+        return getattr(self.loaded.target, name, None)
+
+    def _check_constructor(self, target: type) -> None:
+        if inspect.isabstract(target):
+            missing = ", ".join(sorted(getattr(target, "__abstractmethods__", ())))
+            self._find(f"class {target.__name__} is abstract: it lacks {missing}")
+        elif not _accepts(target, 0):
+            self._find(
+                f"class {target.__name__} is made once per shard, without arguments; its __init__ wants some",
+                "__init__",
+            )
+
+    def _hook(self, name: str) -> HookSpec | None:
+        function = self._attribute(name)
+        if function is None:
+            return None
+        arguments = _ARGUMENTS[name]
+        if not callable(function):
+            self._find(f"{name} is {_a(function)}, not a function", name)
+            return None
+        if inspect.isasyncgenfunction(function):
+            self._find(f"{name} is an async generator; return a list instead", name)
+        bound = isinstance(self.loaded.target, ModuleType) or _is_bound(self.loaded.target, name)
+        if not _accepts(function, len(arguments) + (not bound)):
+            names = ", ".join(arguments)
+            self._find(
+                f"{name} is called as {name}({names}), but is {name}{inspect.signature(function)}", name
+            )
+        return HookSpec(name, _is_async(function))
+
+    def _record_hook(self, hooks: dict[str, HookSpec]) -> RecordHook | None:
+        present = [name for name in _RECORD_HOOKS if self._attribute(name) is not None]
+        if len(present) > 1:
+            self._find(f"it has {' and '.join(present)}; exactly one is needed", present[1])
+        elif not present:
+            self._find(f"it has no record hook ({', '.join(_RECORD_HOOKS)}){self._elsewhere()}")
+        return RecordHook(present[0]) if len(present) == 1 and present[0] in hooks else None
+
+    def _elsewhere(self) -> str:
+        """Suggest the class that was meant when only the module was named."""
+        if not isinstance(self.loaded.target, ModuleType):
+            return ""
+        for name, value in vars(self.loaded.target).items():
+            if _is_handler(value):
+                return f", but its class {name} has one: write {self.loaded.path}:{name}"
+        return ""
+
+    def _schema(self) -> Schema | None:
+        ddl = self._attribute("schema")
+        if ddl is None:
+            return None
+        if not isinstance(ddl, str):
+            self._find(f"schema is {_a(ddl)}, not Spark DDL as text", "schema")
+            return None
+        try:
+            return parse_schema(ddl)
+        except SchemaError as error:
+            for problem in error.problems:
+                self._find(f"schema: {problem}", "schema")
+            return None
+
+    def _windows(self, schema: Schema | None, retention_ms: int | None) -> WindowSpec | None:
+        windows = self._attribute("windows")
+        if windows is None:
+            return batches() if schema is not None else None
+        if isinstance(windows, Tumbling):
+            self._check_tumbling(windows, schema, retention_ms)
+            return windows
+        if isinstance(windows, Batches):
+            return windows
+        self._find(
+            f"windows is {_a(windows)}; write tumbling('1 hour') or batches(max_rows=100_000)",
+            "windows",
+        )
+        return None
+
+    def _concurrency(self, record_hook: RecordHook | None) -> int:
+        given = self._attribute("concurrency")
+        if given is None:
+            return 1
+        if type(given) is not int or given < 1:
+            self._find(f"concurrency is {given!r}; it must be a number from 1 on", "concurrency")
+            return 1
+        if given > 1 and record_hook not in {RecordHook.RECORD, None}:
+            self._find(
+                f"concurrency is for process_record: {record_hook} takes all records of a batch at once",
+                "concurrency",
+            )
+        return given
+
+    def _window_columns(self) -> tuple[str, str] | None:
+        names = getattr(self.loaded.target, "window_columns", WINDOW_COLUMNS)
+        match names:
+            case None:
+                return None
+            case (str(start), str(end)) if start and end and start.lower() != end.lower():
+                return start, end
+        self._find(
+            f"window_columns is {names!r}; write two names, such as {WINDOW_COLUMNS}, or None for no such columns",
+            "window_columns",
+        )
+        return None
+
+    def _writes_for_itself(self, hooks: dict[str, HookSpec]) -> bool:
+        given = self._attribute("writes_for_itself")
+        if not isinstance(given, bool | None):
+            self._find(f"writes_for_itself is {given!r}; it is True or False", "writes_for_itself")
+        elif given and "on_window" not in hooks:
+            self._find("writes_for_itself needs an on_window that writes", "writes_for_itself")
+        elif not given and "on_window" in hooks and never_returns_a_value(self._attribute("on_window")):
+            self._find(
+                "on_window has no return with a value, so its windows would be empty; return a DataFrame, or say "
+                "writes_for_itself = True if it writes them somewhere itself",
+                "on_window",
+            )
+        return given is True
+
+    def _check_tumbling(self, windows: Tumbling, schema: Schema | None, retention_ms: int | None) -> None:
+        span = windows.size_ms + windows.lateness_ms
+        if retention_ms is not None and span > retention_ms:
+            self._find(
+                f"windows of {span_text(windows.size_ms)} with a lateness of {span_text(windows.lateness_ms)} are longer "
+                f"than the stream keeps its records ({span_text(retention_ms)})",
+                "windows",
+            )
+        if windows.on is None or schema is None:
+            return
+        column = schema.column(windows.on)
+        if column is None:
+            close = _close(windows.on, schema.names)
+            self._find(
+                f"windows are cut on {windows.on!r}, which is no column of the schema{close}", "windows"
+            )
+        elif column.sql != "TIMESTAMP":
+            self._find(
+                f"windows are cut on {windows.on!r}, which is {column.sql}; it must be a TIMESTAMP", "windows"
+            )
+
+    def _check_rows(self, schema: Schema | None, hooks: dict[str, HookSpec]) -> None:
+        if self._attribute("schema") is None:
+            for name in ("windows", "on_window"):
+                if self._attribute(name) is not None:
+                    self._find(f"{name} needs rows, but there is no schema (such as schema = 'n INT')", name)
+        elif schema is not None and "process_table" in hooks and schema.column(RECORD_COLUMN):
+            self._find(
+                f"schema: column {RECORD_COLUMN}: with process_table it names each row's record", "schema"
+            )
+
+    def _check_spelling(self) -> None:
+        """Tell of names that the handler itself defines and that are nearly, but not quite, the server's."""
+        absent = [name for name in _NAMES if not hasattr(self.loaded.target, name)]
+        has_record_hook = any(name in _RECORD_HOOKS for name in _NAMES if name not in absent)
+        for name in self.source.names():
+            if name in _NAMES or name.startswith("_"):
+                continue
+            for close in difflib.get_close_matches(name, absent, n=1, cutoff=0.85):
+                if close in _RECORD_HOOKS and has_record_hook:
+                    continue
+                self._find(f"{name} is never called or read; did you mean {close}?", name, is_error=False)
+
+
+def _is_handler(value: object) -> bool:
+    """Tell whether a class can be a handler; amazon_kclpy's base classes cannot, but look like it."""
+    if not isinstance(value, type) or value.__module__.partition(".")[0] == PACKAGE:
+        return False
+    return any(hasattr(value, hook) for hook in _RECORD_HOOKS)
+
+
+def _accepts(function: Any, count: int) -> bool:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True  # it is written in C and does not say
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_bound(cls: Any, name: str) -> bool:
+    """Whether a hook of a class is called without the instance: static and class methods, plain callable objects."""
+    found = inspect.getattr_static(cls, name)
+    return isinstance(found, staticmethod | classmethod) or not hasattr(type(found), "__get__")
+
+
+def _is_async(function: Any) -> bool:
+    call = getattr(function, "__call__", None)  # noqa: B004  # objects with an `async def __call__` are hooks too
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+def _a(value: object) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+def _close(name: str, known: tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {close[0]}?)" if close else f" ({', '.join(known)})"

@@ -1,0 +1,202 @@
+"""From a dotted path to the user's module or class.
+
+``package.module`` or ``package.module:Name`` (``Name`` may be nested: ``Outer.Inner``). The working directory comes
+first on ``sys.path``, as users of other Python servers expect. A path that leads nowhere is HandlerNotFound, with
+different sentences for a module and for an attribute that is missing; whatever the module itself raises while it is
+imported is shown as it is, with the place in the user's file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import os
+import pkgutil
+import sys
+import sysconfig
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from socket import gaierror
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from mldserver.errors import HandlerInvalid, HandlerNotFound, HandlerUnready
+from mldserver.handler.failure import describe
+from mldserver.handler.kclpy.standin import standing_in
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from types import ModuleType
+
+__all__ = ["Loaded", "is_library", "load", "relative"]
+
+_LIBRARIES: Final = (
+    *{sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")},
+    f"{Path(__file__).parents[1]}{os.sep}",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a dotted path leads to."""
+
+    path: str
+    module: ModuleType
+    target: Any
+    """The module itself, or the class (or whatever else) that the path names in it."""
+    name: str = ""
+    """The part of the path after the colon."""
+
+
+def load(path: str, *, directory: str | Path | None = None) -> Loaded:
+    """Import the handler at ``path``; ``directory`` (default: the working directory) is searched first.
+
+    Raises HandlerNotFound when the path leads nowhere, HandlerInvalid when the module raises while it is imported.
+    """
+    module_name, _, name = path.partition(":")
+    if not all(part.isidentifier() for part in module_name.split(".")) or (":" in path and not name):
+        raise HandlerNotFound(f"{path!r} is not a dotted path.", advice=_path_advice(path), handler=path)
+    _search_first(str(Path(directory or Path.cwd()).resolve()))
+    module = _import(module_name, path)
+    target: Any = module
+    reached = module_name
+    for part in filter(None, name.split(".")):
+        if not hasattr(target, part):
+            public = [known for known in dir(target) if not known.startswith("_")]
+            raise HandlerNotFound(
+                f"The module {module_name} is there, but {reached} has no attribute {part!r}.",
+                advice=_suggestion(part, public),
+                handler=path,
+            )
+        target = getattr(target, part)
+        reached = f"{reached}.{part}"
+    return Loaded(path, module, target, name)
+
+
+def relative(file: str) -> str:
+    """Return a file's path from the working directory when it lies below it, else as it is."""
+    try:
+        return str(Path(file).relative_to(Path.cwd()))
+    except ValueError:
+        return file
+
+
+def is_library(file: str) -> bool:
+    """Whether a file is the standard library's, an installed package's or this one's."""
+    return file.startswith(_LIBRARIES)
+
+
+def _search_first(directory: str) -> None:
+    if sys.path[:1] not in ([directory], [""]):
+        sys.path.insert(0, directory)
+        importlib.invalidate_caches()
+
+
+@contextlib.contextmanager
+def _structlog_as_it_is() -> Iterator[None]:
+    """Put structlog's configuration back if the block changed it: the server's log is one, and its events have a schema.
+
+    It is never without one in between: the loop logs meanwhile.
+    """
+    before = structlog.get_config() if structlog.is_configured() else None
+    if before is not None:
+        before["processors"] = list(before["processors"])  # the block might change the list itself
+    try:
+        yield
+    finally:
+        if before is None:
+            structlog.reset_defaults()
+        elif structlog.get_config() != before:
+            structlog.configure(**before)
+
+
+def _import(module_name: str, path: str) -> ModuleType:
+    try:
+        with standing_in(), _structlog_as_it_is():
+            return importlib.import_module(module_name)
+    except KeyboardInterrupt:
+        raise
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if module_name != missing and not module_name.startswith(f"{missing}."):
+            raise _broken(error, path) from error
+        if _widen(missing):
+            return _import(module_name, path)
+        raise HandlerNotFound(
+            f"There is no module {missing!r}.", advice=_module_advice(missing), handler=path
+        ) from None
+    except BaseException as error:  # the user's module may raise anything, SystemExit included
+        raise _broken(error, path) from error
+
+
+def _widen(missing: str) -> bool:
+    """Look for the rest of a package elsewhere on the path; return whether there was more to find.
+
+    The user's own package ``handlers`` hides the ready-made one: what it does not have is still found.
+    """
+    parent = sys.modules.get(missing.rpartition(".")[0])
+    known = list(getattr(parent, "__path__", ()))
+    if parent is None or not known:
+        return False
+    found = pkgutil.extend_path(known, parent.__name__)
+    if len(found) == len(known):
+        return False
+    parent.__path__ = found
+    return True
+
+
+def _broken(error: BaseException, path: str) -> HandlerInvalid:
+    """Tell of an error inside the user's module as it is."""
+    file, line = _place(error)
+    said = f"SyntaxError: {error.msg}" if isinstance(error, SyntaxError) else describe(error).error
+    if isinstance(error, SystemExit):
+        said = f"it ends the process while it is imported (sys.exit({error.code!r}))"
+    where = f"{relative(file)}:{line}: " if file else ""
+    frames = _users_frames(error)
+    text = "".join(traceback.format_list(frames) + traceback.format_exception_only(error))
+    kind = HandlerUnready if isinstance(error, ConnectionError | TimeoutError | gaierror) else HandlerInvalid
+    return kind(f"{where}{said}", handler=path, file=file, line=line, traceback=text)
+
+
+def _place(error: BaseException) -> tuple[str, int]:
+    if isinstance(error, SyntaxError) and error.filename:
+        return error.filename, error.lineno or 0
+    frames = _users_frames(error)
+    # An error inside a library is placed where the user's code called it.
+    frames = [frame for frame in frames if not is_library(frame.filename)] or frames
+    return (frames[-1].filename, frames[-1].lineno or 0) if frames else ("", 0)
+
+
+def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return the frames that are neither the import machinery's nor ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    skipped = (__file__, importlib.__file__)
+    return [f for f in frames if not f.filename.startswith("<frozen ") and f.filename not in skipped]
+
+
+def _path_advice(path: str) -> str:
+    if path.endswith(".py") or "/" in path:
+        dotted = path.removesuffix(".py").replace("/", ".").strip(".")
+        return f"Write it as a module, not as a file: {dotted}"
+    return "Write package.module or package.module:Name."
+
+
+def _module_advice(missing: str) -> str:
+    parent, _, last = missing.rpartition(".")
+    try:
+        folders: Iterable[str] | None = importlib.import_module(parent).__path__ if parent else sys.path[:1]
+    except (ImportError, AttributeError):
+        folders = None
+    names = [module.name for module in pkgutil.iter_modules(folders)] if folders else []
+    searched = (
+        f"in the package {parent}" if parent else f"in {sys.path[0] or '.'} and among what is installed"
+    )
+    return f"It was searched {searched}. {_suggestion(last, names, parent)}".strip()
+
+
+def _suggestion(name: str, known: list[str], parent: str = "") -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"Did you mean {parent + '.' if parent else ''}{close[0]}?" if close else ""

@@ -1,0 +1,1 @@
+"""From a cut window to a committed output, through an engine."""

@@ -1,0 +1,114 @@
+"""What the coordinator asks of an engine: the thing that computes windows.
+
+``client.py`` runs Spark in a child process; ``mldserver.testing`` has a small engine for tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from mldserver.windows import Window
+
+__all__ = ["Engine", "PublishJob", "WindowJob", "WindowResult"]
+
+
+@dataclass(frozen=True, slots=True)
+class WindowJob:
+    """One attempt at one window: plain values only, since it crosses a process border."""
+
+    window: Window
+    attempt: int
+    segments: tuple[str, ...]
+    """Absolute paths (or URIs) of the window's Parquet files."""
+    staging: str
+    """Absolute path (or URI) of a directory that does not exist yet; the output goes there, nowhere else."""
+    rows: int
+    """Rows in the segments."""
+    bytes: int
+    """Bytes of the segments: what the number of partitions is chosen from."""
+    out: str = field(default="", repr=False)
+    """The output folder's URI as pyarrow takes it, with options and credentials; empty where paths are local."""
+    older: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Those of ``segments`` that were written under another schema, by its DDL; every value of theirs is one of the
+    handler's present schema too."""
+
+
+@dataclass(frozen=True, slots=True)
+class WindowResult:
+    """A finished attempt."""
+
+    files: tuple[str, ...]
+    """Names of the data files, relative to ``staging``; empty when the pipeline wrote for itself."""
+    rows: int
+    seconds: float
+    """From the job's arrival at the engine to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishJob:
+    """One committed output, to be written into the table that windows are published into."""
+
+    window: Window
+    staging: str
+    """Absolute path (or URI) of the directory that holds the output."""
+    files: tuple[str, ...]
+    """Names of its data files, relative to ``staging``; empty for a revision that has nothing to show."""
+    rows: int
+    out: str = field(default="", repr=False)
+    """As in WindowJob."""
+
+
+class Engine(Protocol):
+    """Computes windows, for as long as the server lives."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a job would start at once; turns False when the engine dies, True again when it is back."""
+        ...
+
+    async def run(self) -> None:
+        """Live: start, stay ready, and start afresh when something dies. Returns only when cancelled or closed.
+
+        Raises JavaError (or another OperatorError) when it can never start.
+        """
+        ...
+
+    async def ready(self) -> None:
+        """Return when a job would start at once (warmed up)."""
+        ...
+
+    async def compute(self, job: WindowJob) -> WindowResult:
+        """Run one attempt. Waits while the engine is not ready.
+
+        Raises WindowFailed when the job fails, DriverLost when the engine dies under it; the staging directory may
+        then hold anything. Cancelling the call cancels the job.
+        """
+        ...
+
+    @property
+    def group_limit(self) -> int:
+        """How many windows may share one job; 1 where the pipeline does not allow it."""
+        ...
+
+    async def compute_group(self, jobs: tuple[WindowJob, ...]) -> tuple[WindowResult, ...]:
+        """Run attempts at several windows as one job; results in the order of ``jobs``.
+
+        Each window's output is in its own ``staging``, as after ``compute``. Raises as ``compute`` does, for all of
+        them together: the caller then runs each alone, so that one bad window cannot hold others.
+        """
+        ...
+
+    async def publish(self, job: PublishJob) -> None:
+        """Write a committed output into the table (setting ``sink``), in place of what lower revisions wrote.
+
+        Repeatable any number of times, by any server: a table that has the revision, or a later one, stays as it is.
+        Readers of the table never see half a window. Waits while the engine is not ready. Raises WindowFailed when
+        nothing was written, and DriverLost when the engine died and that is not known; cancelling the call cancels it.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Stop what runs and leave nothing behind."""
+        ...

@@ -1,0 +1,410 @@
+"""From a cut window to a published one: groups of windows, attempts, and what follows failures.
+
+    cut ──begin_attempts──▶ engine ──commit (the only moment that counts)──▶ rename ──▶ published ──▶ segments freed
+
+Windows that are ready together share one job and one commit, where the engine allows it. When that fails each runs
+alone, so that one bad window costs the others time, and nothing else. Every step can be repeated: what a crash or a dead
+server left is submitted like any other window, and goes on where it stood.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import structlog
+
+from mldserver.base.clock import happens
+from mldserver.errors import (
+    DriverLost,
+    LedgerError,
+    MldserverError,
+    OperatorError,
+    SparkError,
+    WindowFailed,
+)
+from mldserver.jobs.steps import Committed, WindowSteps
+from mldserver.state.ledger import WindowState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from mldserver.base.clock import Clock
+    from mldserver.jobs.engine import Engine
+    from mldserver.output.store import OutputStore
+    from mldserver.state.ledger import Decision, Ledger, LedgerState, WindowEntry
+
+__all__ = ["WindowPolicy", "WindowRunner"]
+
+log = structlog.get_logger("mldserver")
+
+_DECIDED: Mapping[WindowState, Decision] = {
+    WindowState.SET_ASIDE: "set_aside",
+    WindowState.PUBLISHED: "skip",
+}
+
+_FAULTS = (SparkError, LedgerError, OperatorError, OSError)
+"""What a window is tried again after; all else is a bug."""
+
+_NUMBERS = re.compile(r"\d+")
+
+_GROUP_BYTES = 64 * 1024 * 1024
+"""A group takes no more windows once its segments have so many bytes; so at most its last window is a large one."""
+
+
+@dataclass(frozen=True, slots=True)
+class WindowPolicy:
+    """What happens to windows whose job fails."""
+
+    attempts: int = 3
+    """Runs of the window's job that fail (in one life of the server) before the policy applies. What fails beside them,
+    the ledger or the disk, is tried again however often; as many of those in their turn halt the others."""
+    retry_base_seconds: float = 1.0
+    retry_cap_seconds: float = 60.0
+    on_failure: Literal["halt", "dead_letter"] = "halt"
+    """``halt``: the window is tried again for ever, every ``retry_cap_seconds``, and all others wait for it, unless an
+    operator decides otherwise (``Ledger.decide``);
+    ``dead_letter``: it is set aside with its segments and the others go on."""
+    concurrency: int = 1
+    """Jobs at a time."""
+    recompute: bool = True
+    """Whether a window's segments are kept after it is published, so that late rows can make a next revision."""
+
+
+@dataclass(slots=True)
+class _Failures:
+    """What has gone wrong with a window."""
+
+    runs: int = 0
+    """Runs of its job."""
+    steps: int = 0
+    """All else: what the ledger or the disk refused, and writing an output that counts into its table."""
+    traceback: str = ""
+    """The one that was logged last, without its numbers: Spark counts stages and tasks in its messages."""
+
+    def note(self, *, of_run: bool) -> None:
+        """Count one more."""
+        if of_run:
+            self.runs += 1
+        else:
+            self.steps += 1
+
+    def tell(self, error: Exception) -> dict[str, Any]:
+        """Return an error as fields of the log, without the traceback that was logged the time before."""
+        told = _told(error)
+        before, self.traceback = self.traceback, _NUMBERS.sub("", told.get("traceback") or "")
+        if self.traceback and self.traceback == before:
+            del told["traceback"]
+        return told
+
+
+@dataclass(slots=True)
+class _Halt:
+    """A window that keeps failing and that every other waits for."""
+
+    decided: asyncio.Event
+    """Set when an operator has decided about it."""
+    kept: bool = False
+    """Whether the ledger holds its error, as far as this server knows."""
+
+
+class WindowRunner:
+    """Takes cut windows and sees them through, oldest first."""
+
+    def __init__(
+        self,
+        *,
+        pipeline: str,
+        policy: WindowPolicy,
+        ledger: Ledger,
+        store: OutputStore,
+        engine: Engine,
+        clock: Clock,
+        random: Callable[[], float],
+        freed: Callable[[int], None],
+        table: str | None = None,
+    ) -> None:
+        """``random`` gives [0, 1) for jitter; ``freed`` is told the bytes of deleted segments.
+
+        ``table``: what a log calls the table that the engine publishes into; None: outputs are published as files.
+        """
+        self.recompute = policy.recompute
+        self._pipeline = pipeline
+        self._policy = policy
+        self._ledger = ledger
+        self._engine = engine
+        self._clock = clock
+        self._random = random
+        self._steps = WindowSteps(
+            pipeline=pipeline,
+            ledger=ledger,
+            store=store,
+            engine=engine,
+            clock=clock,
+            retain=policy.recompute,
+            freed=freed,
+            table=table,
+        )
+        self.publisher = self._steps.publisher
+        self._queue: asyncio.Queue[WindowEntry] = asyncio.Queue()
+        self._unfinished: dict[tuple[str, int], int] = {}
+        """When each window and revision was submitted (ms)."""
+        self._halted: dict[str, _Halt] = {}
+        self._go = asyncio.Event()
+        self._go.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.published = 0
+        self.set_aside = 0
+
+    def know_older(self, schemas: Mapping[str, str]) -> None:
+        """Take the DDL of other schemas that segments may have, by the fingerprint of their shape."""
+        self._steps.older = schemas
+
+    @property
+    def waiting(self) -> int:
+        """How many windows are cut and not published yet."""
+        return len(self._unfinished)
+
+    @property
+    def doomed_bytes(self) -> int:
+        """What segments take that are of no use, and could not be deleted yet."""
+        return self._steps.doomed_bytes
+
+    @property
+    def unfinished(self) -> frozenset[str]:
+        """The windows that wait or run."""
+        return frozenset(window_id for window_id, _ in self._unfinished)
+
+    @property
+    def halted(self) -> frozenset[str]:
+        """Windows that kept failing and that every other waits for."""
+        return frozenset(self._halted)
+
+    def begin(self, state: LedgerState) -> None:
+        """Learn at the start which ledger this is."""
+        self._steps.ledger_id = state.ledger_id
+
+    def learn(self, state: LedgerState) -> None:
+        """Take in what operators decided about halted windows: each is looked at again at once."""
+        for window_id, halt in self._halted.items():
+            entry = state.windows.get(window_id)
+            # Without an error of its own to miss, the window may as well have succeeded; no entry may mean no news.
+            if not halt.kept or (entry.is_halted if entry is not None else state.since):
+                continue
+            halt.kept = False
+            halt.decided.set()
+            decision = _DECIDED.get(entry.state, "retry") if entry is not None else "skip"
+            log.warning("window.decided", window=window_id, decision=decision)
+
+    def submit(self, entries: Iterable[WindowEntry]) -> None:
+        """Take windows that are this server's: CUT ones are computed, COMMITTED ones published. Twice is once."""
+        for entry in entries:
+            if _key(entry) not in self._unfinished:
+                self._unfinished[_key(entry)] = self._clock.steady_ms()
+                self._idle.clear()
+                self._queue.put_nowait(entry)
+
+    async def idle(self) -> None:
+        """Return when no window is waiting or running."""
+        await self._idle.wait()
+
+    async def run(self) -> None:
+        """Compute windows until cancelled; ``policy.concurrency`` at a time."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._steps.clean_up(), name="replaced outputs")
+            for _ in range(self._policy.concurrency):
+                group.create_task(self._work(), name="windows")
+
+    async def _work(self) -> None:
+        while True:
+            first = await self._queue.get()
+            await self._go.wait()
+            group = self._with_others(first)
+            left = await self._together(group) if len(group) > 1 else {first.window_id: None}
+            for entry in group:
+                if entry.window_id not in left:
+                    self._done(entry)
+            for entry in group:
+                if entry.window_id in left:
+                    await self._go.wait()
+                    with structlog.contextvars.bound_contextvars(window=entry.window_id):
+                        await self._see_through(entry, left[entry.window_id])
+                    self._done(entry)
+
+    def _with_others(self, first: WindowEntry) -> list[WindowEntry]:
+        """Return a window with those behind it that may share its job, as far as they wait already."""
+        group, size = [first], _bytes(first)
+        # Large windows gain nothing by a shared job, and each would wait for all the others' outputs.
+        while len(group) < self._engine.group_limit and not self._queue.empty() and size <= _GROUP_BYTES:
+            group.append(self._queue.get_nowait())
+            size += _bytes(group[-1])
+        return group
+
+    def _done(self, entry: WindowEntry) -> None:
+        self._unfinished.pop(_key(entry), None)
+        if not self._unfinished:
+            self._idle.set()
+
+    async def _together(self, group: Sequence[WindowEntry]) -> dict[str, Committed | None]:
+        """See windows through as one; return those that must go on alone, with their output where it counts."""
+        alone: dict[str, Committed | None] = {
+            entry.window_id: None for entry in group if entry.state is WindowState.COMMITTED
+        }
+        entries = [entry for entry in group if entry.window_id not in alone]
+        try:
+            done = await self._steps.compute(entries)
+        except _FAULTS as error:
+            log.warning("window.group_failed", windows=len(entries), **_told(error))
+            return dict.fromkeys((entry.window_id for entry in group), None)
+        # Whoever began an attempt and is not among them finds out alone what has become of the window.
+        alone |= {entry.window_id: None for entry in entries}
+        alone |= {each.entry.window_id: each for each in done or ()}
+        try:
+            await self._publish(done or ())
+        except _FAULTS as error:
+            log.warning("window.group_failed", windows=len(done or ()), **_told(error))
+            return alone
+        for each in done or ():
+            del alone[each.entry.window_id]
+        return alone
+
+    async def _publish(self, committed: Sequence[Committed]) -> None:
+        if not committed:
+            return
+        await self._steps.publish(committed)
+        self.published += len(committed)
+        for each in committed:
+            self._tell(each)
+
+    async def _see_through(self, entry: WindowEntry, committed: Committed | None) -> None:
+        failures = _Failures()
+        while True:
+            try:
+                # Once committed only publishing is tried again: the output counts, computing it anew would not.
+                committed = committed or await self._commit(entry)
+                if halt := self._halted.get(entry.window_id):
+                    halt.kept = False  # by the commit
+                if committed is not None:
+                    await self._publish([committed])
+            except _FAULTS as error:
+                # An output that counts cannot be set aside: only publishing it is left, and tried for ever.
+                of_run = committed is None and isinstance(error, WindowFailed | DriverLost)
+                failures.note(of_run=of_run)
+                if await self._failed(entry, error, failures, of_run=of_run):
+                    return
+                if committed is not None and isinstance(error, FileNotFoundError):
+                    # Somebody else may have published it, and the next revision too: the ledger knows.
+                    committed, entry = None, replace(entry, state=WindowState.COMMITTED)
+            else:
+                self._resume(entry.window_id)
+                return
+
+    async def _commit(self, entry: WindowEntry) -> Committed | None:
+        """Compute a window, or find its output committed. None: it is not this server's any more, or done."""
+        if entry.state is WindowState.COMMITTED:
+            return await self._steps.find_committed(entry)
+        done = await self._steps.compute([entry])
+        if done is None:
+            return await self._steps.find_committed(entry)
+        if not done:
+            raise WindowFailed(
+                f"An attempt at window {entry.window_id} lost its claim before it could commit.",
+                did="Its output was thrown away.",
+                pipeline=self._pipeline,
+            )
+        return done[0]
+
+    def _tell(self, committed: Committed) -> None:
+        now_ms = self._clock.steady_ms()
+        entry, output = committed.entry, committed.output
+        log.info(
+            "window.done",
+            window=entry.window_id,
+            revision=entry.revision,
+            rows_in=sum(segment.rows for segment in entry.segments),
+            rows_out=output.rows,
+            segments=len(entry.segments),
+            files=len(output.files),
+            attempt=committed.attempt,
+            spark_seconds=round(committed.seconds, 3),
+            lag_seconds=round((now_ms - self._unfinished[_key(entry)]) / 1000, 3),
+            seconds=round((now_ms - committed.began_ms) / 1000, 3),
+            path=self.publisher.shown(entry.window_id) if output.files else None,
+        )
+
+    async def _failed(
+        self, entry: WindowEntry, error: Exception, failures: _Failures, *, of_run: bool
+    ) -> bool:
+        """Apply the policy to a failed attempt; True when the window is done with."""
+        told = failures.tell(error)
+        most = max(failures.runs, failures.steps)
+        last = most >= self._policy.attempts
+        worn_out = of_run and failures.runs >= self._policy.attempts
+        if worn_out and self._policy.on_failure == "dead_letter":
+            try:
+                await self._ledger.set_aside(entry.window_id, str(error))
+            except LedgerError as refused:
+                # It stays cut: the next attempt that fails tries again to put it aside.
+                told = refused.told()
+            else:
+                self.set_aside += 1
+                self._resume(entry.window_id)
+                log.error("window.set_aside", attempts=failures.runs, **told)
+                return True
+        tries = failures.runs + failures.steps
+        delay = self._policy.retry_cap_seconds if last else self._delay(tries)
+        if last and entry.window_id not in self._halted:
+            self._halted[entry.window_id] = _Halt(asyncio.Event())
+            self._go.clear()
+            told["advice"] = " ".join(filter(None, [told.get("advice"), _advice(entry, of_run=of_run)]))
+            log.error("window.halted", attempts=most, **told)
+        else:
+            log.warning("window.failed", attempt=tries, delay_seconds=round(delay, 3), **told)
+        if not last:
+            await self._clock.sleep(delay)
+        elif await self._keep_error(entry, error):
+            halt = self._halted[entry.window_id]
+            await happens(halt.decided, self._clock, delay)
+            halt.decided.clear()
+        return False
+
+    async def _keep_error(self, entry: WindowEntry, error: Exception) -> bool:
+        """Tell the ledger why a window is halted. False: an operator has decided meanwhile what becomes of it."""
+        halt = self._halted[entry.window_id]
+        try:
+            kept = await self._ledger.halt(entry.window_id, str(error), first=not halt.kept)
+        except LedgerError:
+            return True  # the log has said why; the next failure tells the ledger
+        decided, halt.kept = halt.kept and not kept, kept
+        return not decided
+
+    def _resume(self, window_id: str) -> None:
+        """Let the others go on, unless another window halts them."""
+        self._halted.pop(window_id, None)
+        if not self._halted:
+            self._go.set()
+
+    def _delay(self, failures: int) -> float:
+        doubled = self._policy.retry_base_seconds * 2.0 ** min(failures - 1, 60)
+        most = min(self._policy.retry_cap_seconds, doubled)
+        return most * (0.5 + self._random() / 2)
+
+
+def _advice(entry: WindowEntry, *, of_run: bool) -> str:
+    told = f"`mldserver windows retry {entry.window_id}` tries it at once"
+    return f"{told}, `set-aside` or `skip` let those behind it go on." if of_run else f"{told}."
+
+
+def _key(entry: WindowEntry) -> tuple[str, int]:
+    return entry.window_id, entry.revision
+
+
+def _bytes(entry: WindowEntry) -> int:
+    return sum(segment.bytes for segment in entry.segments)
+
+
+def _told(error: Exception) -> dict[str, Any]:
+    return error.told() if isinstance(error, MldserverError) else {"what": str(error)}

@@ -1,0 +1,278 @@
+"""The steps of a window's life, each for several windows at a time: attempt, commit, publish.
+
+Publishing is a rename, a manifest, or the engine's write into a table.
+
+Windows that are ready together share what costs the same for one as for many: the engine's job, the ledger's commit,
+the syncs of the disk, and the hop to a thread for each of these.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import structlog
+
+from mldserver.base.kill_points import kill_point
+from mldserver.jobs.engine import PublishJob, WindowJob, WindowResult
+from mldserver.output.layout import SEGMENTS, shape_of, writer_tag
+from mldserver.output.publish import Output, Publisher
+from mldserver.state.ledger import Commit, WindowState
+from mldserver.windows import as_window
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from mldserver.base.clock import Clock
+    from mldserver.jobs.engine import Engine
+    from mldserver.output.store import OutputStore
+    from mldserver.state.ledger import Ledger, Segment, WindowEntry
+
+__all__ = ["Committed", "WindowSteps"]
+
+log = structlog.get_logger("mldserver")
+
+_READING_MS = 5000
+"""How long a replaced output stays: a reader may have opened its folder just before, and is about to list it. Were it
+empty by then, the reader would miss the window without a sign; so it finds names that are gone, and lists again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """An attempt that the ledger has counted."""
+
+    entry: WindowEntry
+    attempt: int
+    staging: str
+    began_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """An attempt whose output counts, but may not be visible yet."""
+
+    entry: WindowEntry
+    attempt: int
+    output: Output
+    seconds: float
+    """What the engine took; 0 for an output that was committed in an earlier life, or by another server."""
+    began_ms: int
+
+
+class WindowSteps:
+    """What is done with windows, without any thought of failures: ``WindowRunner`` decides what follows those."""
+
+    def __init__(
+        self,
+        *,
+        pipeline: str,
+        ledger: Ledger,
+        store: OutputStore,
+        engine: Engine,
+        clock: Clock,
+        retain: bool,
+        freed: Callable[[int], None],
+        table: str | None = None,
+    ) -> None:
+        """``retain``: whether segments are kept for late rows; ``freed`` is told the bytes of deleted ones.
+
+        ``table``: what a log calls the table that the engine publishes into; None: outputs are published as files.
+        """
+        self.publisher = Publisher(store, table)
+        self._pipeline = pipeline
+        self._ledger = ledger
+        self._store = store
+        self._engine = engine
+        self._clock = clock
+        self._retain = retain
+        self._freed = freed
+        self.ledger_id = ""
+        """Of the ledger that attempts are made for."""
+        self.older: Mapping[str, str] = {}
+        """The DDL of segments of other columns than the handler's, by the fingerprint of their shape."""
+        self._freeing: dict[str, Segment] = {}
+        """Segments that the ledger names no more and that are not deleted yet."""
+        self._replaced: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
+
+    @property
+    def doomed_bytes(self) -> int:
+        """What segments take that the ledger names no more and that could not be deleted yet."""
+        return sum(segment.bytes for segment in self._freeing.values())
+
+    async def compute(self, entries: Sequence[WindowEntry]) -> tuple[Committed, ...] | None:
+        """Begin an attempt at each window, run all as one job, and commit those that are still this server's.
+
+        Left out are windows that are not ours, or not to be computed, any more, and those that lost their claim while
+        the job ran. None: not one of them was to be computed. Raises LedgerError, OSError, and what the engine raises.
+        """
+        begun = await self._begin(entries)
+        if not begun:
+            return None
+        jobs = tuple(self._job(each) for each in begun)
+        if len(jobs) == 1:
+            results: tuple[WindowResult, ...] = (await self._engine.compute(jobs[0]),)
+        else:
+            results = await self._engine.compute_group(jobs)
+        kill_point("attempt.computed")
+        await asyncio.to_thread(self._settle, begun, results)
+        kill_point("attempt.staged")
+        return await self._commit(begun, results)
+
+    async def _begin(self, entries: Sequence[WindowEntry]) -> tuple[_Begun, ...]:
+        began_ms = self._clock.steady_ms()
+        attempts = await self._ledger.begin_attempts(tuple(entry.window_id for entry in entries))
+        tag = writer_tag(self.ledger_id, self._ledger.server_id)
+        begun = []
+        for entry in entries:
+            attempt = attempts.get(entry.window_id)
+            if attempt is None:
+                log.debug("window.dropped", window=entry.window_id, revision=entry.revision)
+            else:
+                staging = self.publisher.attempt(entry.window_id, attempt, tag)
+                begun.append(_Begun(entry, attempt, staging, began_ms))
+        kill_point("attempt.begun")
+        await asyncio.to_thread(self._make_room, begun)
+        return tuple(begun)
+
+    def _make_room(self, begun: Sequence[_Begun]) -> None:
+        for each in begun:
+            # What an earlier life left under the same number is not this attempt's.
+            self._store.delete(each.staging)
+        self._store.prepare(*(each.staging.rpartition("/")[0] for each in begun))
+
+    def _job(self, begun: _Begun) -> WindowJob:
+        entry = begun.entry
+        window = as_window(
+            entry.window_id, entry.start_ms, entry.end_ms, revision=entry.revision, pipeline=self._pipeline
+        )
+        return WindowJob(
+            window,
+            begun.attempt,
+            tuple(self._store.uri(segment.path) for segment in entry.segments),
+            self._store.uri(begun.staging),
+            sum(segment.rows for segment in entry.segments),
+            sum(segment.bytes for segment in entry.segments),
+            self._store.place,
+            self._older(entry),
+        )
+
+    def _older(self, entry: WindowEntry) -> dict[str, tuple[str, ...]]:
+        older: dict[str, tuple[str, ...]] = {}
+        for path in (segment.path for segment in entry.segments if shape_of(segment.path) in self.older):
+            ddl = self.older[shape_of(path)]
+            older[ddl] = (*older.get(ddl, ()), self._store.uri(path))
+        return older
+
+    def _settle(self, begun: Sequence[_Begun], results: Sequence[WindowResult]) -> None:
+        """Force outputs to disk: once committed they must not be lost."""
+        if not self._store.local:
+            return
+        # An attempt without output leaves an empty folder, which publishing a revision without output goes by.
+        self._store.prepare(
+            *(b.staging for b, result in zip(begun, results, strict=True) if not result.files)
+        )
+        self._store.sync_all(each.staging for each in begun)
+
+    async def _commit(
+        self, begun: Sequence[_Begun], results: Sequence[WindowResult]
+    ) -> tuple[Committed, ...]:
+        commits = tuple(
+            Commit(each.entry.window_id, each.attempt, each.staging, result.files, result.rows)
+            for each, result in zip(begun, results, strict=True)
+        )
+        counted = await self._ledger.commit(commits)
+        kill_point("window.committed")
+        return tuple(
+            Committed(each.entry, each.attempt, output_of(each.entry, commit), result.seconds, each.began_ms)
+            for each, commit, result in zip(begun, commits, results, strict=True)
+            if each.entry.window_id in counted
+        )
+
+    async def find_committed(self, entry: WindowEntry) -> Committed | None:
+        """Return a window that counts and is this server's to publish; None when it is not, or not any more.
+
+        So it is after a commit whose answer was lost, after a crash, and after another server's death.
+        """
+        found = next(iter(await self._ledger.find((entry.window_id,))), None)
+        if (
+            found is None
+            or found.staging is None
+            or (found.state, found.owner) != (WindowState.COMMITTED, self._ledger.server_id)
+            or found.revision != entry.revision
+        ):
+            log.debug("window.dropped", window=entry.window_id, revision=entry.revision)
+            return None
+        commit = Commit(found.window_id, found.attempt, found.staging, found.files, found.rows_out)
+        return Committed(found, found.attempt, output_of(found, commit), 0.0, self._clock.steady_ms())
+
+    async def publish(self, committed: Sequence[Committed]) -> None:
+        """Make committed windows visible, and free what is not needed any more. Repeatable.
+
+        Raises OSError and LedgerError; for a table also what the engine raises.
+        """
+        outputs = tuple(each.output for each in committed)
+        if self.publisher.table is None:
+            await asyncio.to_thread(self.publisher.publish, outputs)
+        else:
+            await self._into_table(committed)
+        kill_point("window.visible")
+        # By attempt: this may be a repetition, when the window has gone on to another server's revision.
+        free = await self._ledger.published(
+            {each.entry.window_id: each.attempt for each in committed}, retain=self._retain
+        )
+        kill_point("window.published")
+        # Readers of a table do not read files that a revision replaces.
+        at_once = tuple(
+            output for output in outputs if output.revision == 1 or self.publisher.table is not None
+        )
+        # The ledger tells them once: when they cannot be deleted now, publishing is tried again and deletes them then.
+        self._freeing.update((segment.path, segment) for segment in free)
+        freed = tuple(self._freeing.values())
+        await asyncio.to_thread(self._clean, at_once, freed)
+        for segment in freed:
+            self._freeing.pop(segment.path, None)
+        for output in outputs:
+            if output not in at_once:
+                self._replaced.put_nowait((self._clock.steady_ms() + _READING_MS, output))
+        kill_point("window.cleaned")
+        self._freed(sum(segment.bytes for segment in freed))
+
+    async def _into_table(self, committed: Sequence[Committed]) -> None:
+        for each in committed:
+            entry, output = each.entry, each.output
+            await asyncio.to_thread(self.publisher.require, output)
+            window = as_window(
+                entry.window_id,
+                entry.start_ms,
+                entry.end_ms,
+                revision=entry.revision,
+                pipeline=self._pipeline,
+            )
+            staging = self._store.uri(output.staging)
+            await self._engine.publish(
+                PublishJob(window, staging, output.files, output.rows, self._store.place)
+            )
+
+    async def clean_up(self) -> None:
+        """Delete what revisions have replaced, each a while after that, until cancelled."""
+        while True:
+            due_ms, output = await self._replaced.get()
+            await self._clock.sleep(max(0, due_ms - self._clock.steady_ms()) / 1000)
+            # A disk that fails must not stop this: a later start finds what is left.
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(self.publisher.clean, [output])
+
+    def _clean(self, outputs: Sequence[Output], free: Sequence[Segment]) -> None:
+        self.publisher.clean(outputs)
+        kill_point("window.cleaning")
+        for segment in free:
+            self._store.delete(segment.path)
+        for window_id in {segment.window_id for segment in free}:
+            self._store.drop_empty(f"{SEGMENTS}/{window_id}")
+
+
+def output_of(entry: WindowEntry, commit: Commit) -> Output:
+    """Return what a commit has to show."""
+    return Output(entry.window_id, entry.revision, commit.staging, commit.files, commit.rows_out)

@@ -1,0 +1,142 @@
+"""Where things lie in a pipeline's output folder.
+
+    <out>/window=<id>/part-….parquet            published windows: what readers read
+    <out>/_late/window=<id>/….parquet           the late dataset (hidden from readers of <out>, as all below)
+    <out>/_mldserver/ledger.sqlite              the ledger
+    <out>/_mldserver/owner.json                 whose the folder is (``claim.py``)
+    <out>/_mldserver/servers/<tag>.lock         held by each server that lives
+    <out>/_mldserver/segments/<id>/             rows of windows that are not published yet, or retained
+    <out>/_mldserver/staging/<id>/<n>-<tag>/    the n-th attempt's output
+    <out>/_mldserver/spark/<tag>/               scratch space of a server's Spark driver
+    <out>/_mldserver/quarantine/<ledger>-<n>/   files of other ledgers, as the n-th start on this one found them
+
+On object stores nothing is renamed (``publish.py``): an attempt's output stays where it was written, and manifests say
+which one counts.
+
+    <out>/_mldserver/outputs/<id>/<n>-<tag>/    the n-th attempt's output
+    <out>/_mldserver/manifest/<id>/<r>.json     what readers read of the window's r-th revision
+
+Where the output is not local, the ledger's file, locks and scratch space lie on the host's own disk (``config/locations.py``).
+
+Names that begin with an underscore are invisible to Spark's and Arrow's dataset readers. Every segment and every attempt
+carries the tag of its writer, which is the ledger's id and the server's tag: so what a dead server left can be told from
+what a live one is about to register, and both from what was never this ledger's. A segment carries the fingerprint of
+its rows' shape (``shape.py``) too, by which it is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+from mldserver.state.ledger import SegmentKind
+
+__all__ = [
+    "LATE",
+    "LEDGER",
+    "OUTPUTS",
+    "OWNER",
+    "PRIVATE",
+    "PUBLISH_LOCK",
+    "QUARANTINE",
+    "SEGMENTS",
+    "SERVERS",
+    "SPARK",
+    "STAGING",
+    "attempt_number",
+    "attempt_path",
+    "clock_of",
+    "late_path",
+    "ledger_of",
+    "segment_path",
+    "server_tag",
+    "shape_of",
+    "tag_of",
+    "window_path",
+    "writer_tag",
+]
+
+PRIVATE = "_mldserver"
+LEDGER = f"{PRIVATE}/ledger.sqlite"
+OWNER = f"{PRIVATE}/owner.json"
+SEGMENTS = f"{PRIVATE}/segments"
+STAGING = f"{PRIVATE}/staging"
+OUTPUTS = f"{PRIVATE}/outputs"
+PUBLISH_LOCK = f"{PRIVATE}/publish.lock"
+SERVERS = f"{PRIVATE}/servers"
+SPARK = f"{PRIVATE}/spark"
+QUARANTINE = f"{PRIVATE}/quarantine"
+LATE = "_late"
+
+_PREFIX = {SegmentKind.WINDOW: "", SegmentKind.RECOMPUTE: "again-", SegmentKind.LATE: "late-"}
+_SEGMENT = re.compile(r"(?:again-|late-)?(\d{16,})-([0-9a-f]{16})-(?:([0-9a-f]{12})-)?[^/]*")
+_ATTEMPT = re.compile(r"(\d{4,})-([0-9a-f]{16})")
+
+
+def server_tag(server_id: str) -> str:
+    """Return eight hexadecimal digits that stand for a server in file names."""
+    return hashlib.sha256(server_id.encode()).hexdigest()[:8]
+
+
+def writer_tag(ledger_id: str, server_id: str) -> str:
+    """Return sixteen hexadecimal digits that stand for a server on a ledger in the names of files."""
+    return ledger_id + server_tag(server_id)
+
+
+def window_path(window_id: str) -> str:
+    """Return the folder of a published window."""
+    return f"window={window_id}"
+
+
+def segment_path(window_id: str, clock: int, unique: str, *, kind: SegmentKind, tag: str, shape: str) -> str:
+    """Return a new segment's path.
+
+    ``clock`` makes names sort in merge order, ``unique`` tells retries apart, ``shape`` is the fingerprint of its rows'.
+    """
+    return f"{SEGMENTS}/{window_id}/{_PREFIX[kind]}{clock:016d}-{tag}-{shape}-{unique}.parquet"
+
+
+def attempt_path(root: str, window_id: str, attempt: int, tag: str) -> str:
+    """Return the folder of one attempt below ``root``, which is ``STAGING`` or ``OUTPUTS``."""
+    return f"{root}/{window_id}/{attempt:04d}-{tag}"
+
+
+def attempt_number(folder: str) -> int:
+    """Return the number of the attempt that a folder belongs to; 0 when it is no attempt's."""
+    found = _ATTEMPT.fullmatch(folder.rpartition("/")[2])
+    return int(found[1]) if found else 0
+
+
+def tag_of(path: str) -> str | None:
+    """Return the tag of the writer of a segment, or of an attempt's folder; None when the name has none."""
+    name = path.rpartition("/")[2]
+    if found := _SEGMENT.fullmatch(name):
+        return found[2]
+    return found[2] if (found := _ATTEMPT.fullmatch(name)) else None
+
+
+def clock_of(path: str) -> int:
+    """Return the merge clock at which a segment was written; 0 when the name has none.
+
+    No ledger's clock is before that of a segment that was written for it, unless it was rolled back.
+    """
+    found = _SEGMENT.fullmatch(path.rpartition("/")[2])
+    return int(found[1]) if found else 0
+
+
+def ledger_of(path: str) -> str | None:
+    """Return the id of the ledger that a segment, or an attempt's folder, was written for; None: the name has none."""
+    tag = tag_of(path)
+    return None if tag is None else tag[:8]
+
+
+def shape_of(path: str) -> str:
+    """Return the fingerprint of the shape of a segment's rows; empty when the name has none."""
+    found = _SEGMENT.fullmatch(path.rpartition("/")[2])
+    return (found[3] or "") if found else ""
+
+
+def late_path(segment: str) -> str:
+    """Return where a late segment is published."""
+    window_id, name = segment.rsplit("/", 2)[1:]
+    return f"{LATE}/window={window_id}/{name}"

@@ -1,0 +1,142 @@
+"""Which files of an output folder count now: for readers of outputs on object stores, and anywhere.
+
+A folder cannot be renamed on an object store. There a window's output stays where its attempt wrote it, and one small
+JSON object says that it counts: ``_mldserver/manifest/<window>/<revision>.json``, written in one put and never changed.
+The highest revision of a window is the one that counts.
+
+    {"format": 1, "window": "2013-01-01T10-00-00Z", "revision": 2, "rows": 17, "files": ["_mldserver/outputs/…"]}
+
+>>> import pyarrow.dataset as ds
+>>> from mldserver.output.manifest import current_files
+>>> found = current_files("s3://bucket/departures")              # doctest: +SKIP
+>>> ds.dataset(list(found.paths), filesystem=found.filesystem)   # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pyarrow.fs import FileSystem
+
+__all__ = ["CurrentFiles", "Manifest", "current_files", "latest", "manifest_path"]
+
+MANIFESTS: Final = "_mldserver/manifest"
+FORMAT: Final = 1
+_TRIES: Final = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One revision of one window's output."""
+
+    window: str
+    revision: int
+    files: tuple[str, ...]
+    """Relative to the output folder; empty when the revision has no output."""
+    rows: int
+
+    def encode(self) -> bytes:
+        """Return it as JSON."""
+        told = {"format": FORMAT, "window": self.window, "revision": self.revision, "rows": self.rows}
+        return json.dumps(told | {"files": list(self.files)}, ensure_ascii=False).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Manifest:
+        """Read it back. Raises ValueError for what is no manifest, or one of a newer format."""
+        try:
+            told = json.loads(data)
+            if told["format"] != FORMAT:
+                raise ValueError(f"a manifest of format {told['format']}; this program knows format {FORMAT}")
+            return cls(told["window"], int(told["revision"]), tuple(told["files"]), int(told["rows"]))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a manifest: {data[:80]!r}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class CurrentFiles:
+    """The data files that count, as ``pyarrow.dataset`` takes them."""
+
+    filesystem: FileSystem
+    paths: tuple[str, ...]
+
+
+def manifest_path(window: str, revision: int) -> str:
+    """Return where a revision's manifest lies, relative to the output folder."""
+    return f"{MANIFESTS}/{window}/{revision:06d}.json"
+
+
+def latest(paths: Iterable[str]) -> dict[str, str]:
+    """Return of each window the path of the highest revision's manifest, by the window's id."""
+    found: dict[str, tuple[int, str]] = {}
+    for path in paths:
+        folder, _, name = path.rpartition("/")
+        stem, dot, suffix = name.rpartition(".")
+        if dot and suffix == "json" and stem.isdecimal():
+            window = folder.rpartition("/")[2]
+            found[window] = max(found.get(window, (0, "")), (int(stem), path))
+    return {window: path for window, (_, path) in sorted(found.items())}
+
+
+def current_files(out: str, filesystem: FileSystem | None = None) -> CurrentFiles:
+    """List the published files of a pipeline's output folder, each window in one revision.
+
+    ``out``: a local path or a URI that pyarrow.fs understands; a path in ``filesystem`` when that is given. The files
+    of a revision that is replaced after the call are deleted: whoever then opens one gets FileNotFoundError, and
+    lists again. Raises OSError, and ValueError for a manifest of a newer format.
+    """
+    from pyarrow import fs  # noqa: PLC0415  # readers pay for it, importers of the format do not
+
+    base = out
+    if filesystem is None and "://" in out:
+        filesystem, base = fs.FileSystem.from_uri(out)
+    elif filesystem is None:
+        filesystem, base = fs.LocalFileSystem(), str(Path(out).absolute())
+    base = base.rstrip("/")
+    shown = _shown(filesystem, base)
+    return CurrentFiles(filesystem, (*shown, *_named(filesystem, base)))
+
+
+def _shown(filesystem: FileSystem, base: str) -> tuple[str, ...]:
+    """Return the files in ``window=…`` folders: what is published by renaming."""
+    windows = [path for path in _list(filesystem, base, folders=True) if _name(path).startswith("window=")]
+    files = [path for window in sorted(windows) for path in sorted(_list(filesystem, window, deep=True))]
+    return tuple(path for path in files if not _name(path).startswith(("_", ".")))
+
+
+def _named(filesystem: FileSystem, base: str) -> tuple[str, ...]:
+    """Return the files that manifests name."""
+    tries = 0
+    while True:
+        tries += 1
+        listed = latest(_list(filesystem, f"{base}/{MANIFESTS}", deep=True))
+        try:
+            manifests = [Manifest.decode(_read(filesystem, path)) for path in listed.values()]
+        except FileNotFoundError:
+            # Replaced since it was listed.
+            if tries == _TRIES:
+                raise
+        else:
+            return tuple(f"{base}/{name}" for each in manifests for name in each.files)
+
+
+def _list(filesystem: FileSystem, folder: str, *, deep: bool = False, folders: bool = False) -> list[str]:
+    from pyarrow import fs  # noqa: PLC0415  # see above
+
+    wanted = fs.FileType.Directory if folders else fs.FileType.File
+    found = filesystem.get_file_info(fs.FileSelector(folder, allow_not_found=True, recursive=deep))
+    return [info.path for info in found if info.type == wanted]
+
+
+def _read(filesystem: FileSystem, path: str) -> bytes:
+    with filesystem.open_input_stream(path) as stream:
+        return bytes(stream.read())
+
+
+def _name(path: str) -> str:
+    return path.rpartition("/")[2]

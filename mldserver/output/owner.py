@@ -1,0 +1,265 @@
+"""Whose an output folder is: one pipeline's, on one ledger.
+
+Folder and ledger know each other. ``_mldserver/owner.json`` names the ledger by its random id and says how often it
+was claimed; the ledger names the folder by an id that stands in that file. A start compares the two before
+anything is deleted, written or published. So it notices a ledger that is missing, exchanged or rolled back beside what
+an earlier one left, and a second folder on a ledger (two hosts, each with a local folder of its own).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import uuid
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from mldserver.errors import OperatorError
+from mldserver.output.layout import (
+    LATE,
+    OUTPUTS,
+    OWNER,
+    PUBLISH_LOCK,
+    SEGMENTS,
+    clock_of,
+    ledger_of,
+    window_path,
+)
+from mldserver.output.manifest import MANIFESTS
+
+if TYPE_CHECKING:
+    from mldserver.output.store import OutputStore
+    from mldserver.state.ledger import Ledger, LedgerState
+
+__all__ = ["FolderClaim"]
+
+log = structlog.get_logger("mldserver")
+
+_FORMAT: Final = 2
+_WAYS_OUT: Final = (
+    "Restore the ledger (`mldserver ledger restore`), or name another `out`. To go on with this ledger in this "
+    "folder start once with --new-ledger: what it does not name is moved to _mldserver/quarantine, published "
+    "windows stay (move them away if they are to be published again), and daemons must read again what is to count again."
+)
+_SHARE: Final = (
+    "Servers on one ledger share one folder: name the folder that it has, on storage that every host reaches, or give "
+    "this folder a ledger (or a pipeline name) of its own."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """What the folder says."""
+
+    folder: str
+    """Its own id."""
+    pipeline: str
+    ledger: str | None
+    """Where its ledger is; None: in the folder."""
+    ledger_id: str | None = None
+    """None: no start has got so far."""
+    claims: int = 0
+    """The ledger's when a server started last. It has as many or more, unless it was rolled back."""
+
+
+class FolderClaim:
+    """One start's claim on one folder."""
+
+    def __init__(
+        self,
+        store: OutputStore,
+        *,
+        pipeline: str,
+        ledger: str | None,
+        former: str | None = None,
+        new_ledger: bool = False,
+    ) -> None:
+        """``ledger``: where it is, None for the one in the folder; ``former``: where, under the pipeline's former name.
+
+        ``new_ledger``: take it whatever the folder says, unless its rows lie in another.
+        """
+        self._store = store
+        self._new_ledger = new_ledger
+        self._mine = Owner("", pipeline, ledger)
+        self._same = {ledger, former or ledger}
+        self._renamed: Owner | None = None
+        self._found = self._mine
+        self._segments: list[str] = []
+
+    def look(self) -> None:
+        """Read what the folder says before the ledger is touched; a new folder gets its id. Blocking.
+
+        Raises OperatorError when its ledger is elsewhere, and OSError.
+        """
+        self._read()
+        found, mine = self._found, self._mine
+        # Of the pipeline's name a ledger itself is the judge; in a table it is a part of the place.
+        if found.ledger not in self._same and not self._new_ledger:
+            raise OperatorError(
+                f"The output folder {self._store.uri()} belongs to pipeline {found.pipeline} on the ledger "
+                f"{_named(found.ledger)}; this is pipeline {mine.pipeline} on the ledger {_named(mine.ledger)}.",
+                did="Nothing was touched.",
+                advice="Name another folder, or the ledger it had. If the ledger was moved on purpose, start once with "
+                "--new-ledger.",
+            )
+
+    def _read(self) -> None:
+        self._found = self._find()
+        self._segments = [path for path, _ in self._store.files(SEGMENTS)]
+
+    def _find(self) -> Owner:
+        with self._store.alone(PUBLISH_LOCK):
+            found = _read(self._store)
+            if found is None:
+                # On object stores, where two servers may do this at once, both find the same.
+                uri = self._store.uri().encode()
+                folder = uuid.uuid4().hex if self._store.local else hashlib.sha256(uri).hexdigest()[:32]
+                found = replace(self._mine, folder=folder)
+                self._write(found)
+        return found
+
+    def folder(self) -> str:
+        """Return the folder's id, whoever owns it; a new folder gets one. Blocking. Raises OperatorError, OSError."""
+        return self._find().folder
+
+    def give(self, state: LedgerState) -> None:
+        """Let the folder be that of a ledger that was restored. Blocking. Raises OSError."""
+        assert state.folder is not None, "it was told which folder it is for"
+        self._note(replace(self._mine, folder=state.folder, ledger_id=state.ledger_id, claims=state.claims))
+
+    async def settle(self, state: LedgerState, ledger: Ledger) -> LedgerState:
+        """Compare folder and ledger, and note each in the other; return what the ledger holds then.
+
+        ``state``: as this server's registration found it. Raises OperatorError when the two do not belong together,
+        and then nothing in the folder was touched; OSError and LedgerError.
+        """
+        while doubt := await asyncio.to_thread(self._doubt, state):
+            # Another server may be at it too: a doubt stands if the folder says the same before and after the ledger.
+            before = self._found
+            await asyncio.to_thread(self._read)
+            if self._found == before:
+                break
+            state = await ledger.peek()
+        if doubt and (not self._new_ledger or self._elsewhere(state)):
+            raise doubt
+        folder = self._folder(state)
+        claimed = await ledger.claim(folder, instead_of=state.ledger_id if doubt else None)
+        while True:
+            if claimed.folder != folder:
+                raise self._foreign(claimed)
+            noted = replace(self._mine, folder=folder, ledger_id=claimed.ledger_id, claims=claimed.claims)
+            if noted.ledger != self._found.ledger and self._found.ledger in self._same:
+                # Until the ledger has the new name, a start under the former one must find the folder as it was.
+                self._renamed, noted = noted, replace(noted, ledger=self._found.ledger)
+            await asyncio.to_thread(self._note, noted)
+            # A server that has claimed it anew since (and removed this one) may have noted that before.
+            state, claimed = claimed, await ledger.peek()
+            if claimed.ledger_id == state.ledger_id:
+                break
+        if doubt:
+            log.warning("ledger.accepted", what=doubt.what, did="It is the folder's ledger from now on.")
+        return claimed
+
+    async def renamed(self) -> None:
+        """Note the pipeline's new name in the folder, if it has one: the ledger has it. Raises OSError."""
+        if self._renamed is not None:
+            await asyncio.to_thread(self._note, self._renamed)
+
+    def _folder(self, state: LedgerState) -> str:
+        """Return the folder's id."""
+        if state.folder is not None and self._found.ledger_id is None and self._mine.ledger is None:
+            # Somebody has deleted owner.json: the ledger, which lies in the folder, knows it still.
+            return state.folder
+        return self._found.folder
+
+    def _elsewhere(self, state: LedgerState) -> int:
+        """Return how many segments a ledger names, if it is another folder's and none of them is in this one."""
+        windows = state.windows.values()
+        named = {each.path for entry in windows for each in (*entry.segments, *entry.pending)}
+        known = state.folder in {None, self._folder(state)}
+        return len(named) if not known and named.isdisjoint(self._segments) else 0
+
+    def _foreign(self, state: LedgerState) -> OperatorError:
+        what = f"The ledger {_named(self._mine.ledger)} belongs to another output folder than {self._store.uri()}"
+        if count := self._elsewhere(state):
+            return _refusal(f"{what}, and names rows that are not here (segments: {count:,}).", _SHARE)
+        way = f" If somebody has deleted {OWNER} here, start once with --new-ledger."
+        return _refusal(f"{what}.", _SHARE + way)
+
+    def _doubt(self, state: LedgerState) -> OperatorError | None:
+        """Return why folder and ledger do not belong together; None when they do. Blocking."""
+        found, out, named = self._found, self._store.uri(), _named(self._mine.ledger)
+        if state.folder not in {None, self._folder(state)}:
+            return self._foreign(state)
+        if found.ledger not in self._same:
+            return _refusal(f"The ledger of {out} is {named} now; it was {_named(found.ledger)}.")
+        if state.folder is None and (left := self._left()):
+            return _refusal(
+                f"The ledger {named} is new, and the one that knew what {out} holds is missing ({left})."
+            )
+        if found.ledger_id not in {None, state.ledger_id} and state.folder is not None:
+            return _refusal(f"The ledger {named} is not the one that {out} had last.")
+        # What was listed before the ledger was read was written at a clock that a ledger has at least, ever after.
+        clocks = [clock_of(path) for path in self._segments if ledger_of(path) == state.ledger_id]
+        if found.ledger_id == state.ledger_id and (
+            state.claims < found.claims or max(clocks, default=0) > state.clock
+        ):
+            return _refusal(
+                f"The ledger {named} is older than {out}: it was rolled back, to a copy of an earlier day perhaps."
+            )
+        return None
+
+    def _left(self) -> str:
+        """Return what a ledger would know of, in words; empty for a folder without any of it."""
+        store = self._store
+        counts = {
+            "windows": sum(folder.startswith(window_path("")) for folder in store.folders("")),
+            "manifests": sum(1 for _ in store.files(MANIFESTS)),
+            "segments": len(self._segments),
+            "outputs": sum(1 for _ in store.files(OUTPUTS)),
+            "late files": sum(1 for _ in store.files(LATE)),
+        }
+        return ", ".join(f"{name}: {count:,}" for name, count in counts.items() if count)
+
+    def _note(self, owner: Owner) -> None:
+        with self._store.alone(PUBLISH_LOCK):
+            self._write(owner)
+
+    def _write(self, owner: Owner) -> None:
+        told = {"format": _FORMAT} | asdict(owner)
+        self._store.replace(OWNER, json.dumps(told, ensure_ascii=False).encode())
+
+
+def _read(store: OutputStore) -> Owner | None:
+    """Return whose the folder is; None when it does not say so."""
+    try:
+        data = store.get(OWNER)
+    except FileNotFoundError:
+        return None
+    # An empty file was cut off by a crash, on a file system that shows files before they are whole.
+    if not data:
+        return None
+    try:
+        told = json.loads(data)
+        if told.pop("format") == _FORMAT:
+            return Owner(**told)
+    except (ValueError, TypeError, AttributeError, KeyError):
+        pass
+    raise OperatorError(
+        f"The output folder {store.uri()} belongs to something unknown: {OWNER} in it cannot be read.",
+        did="Nothing was touched.",
+        advice="Name another folder; or, if it is this pipeline's, delete that file.",
+    )
+
+
+def _refusal(what: str, advice: str = _WAYS_OUT) -> OperatorError:
+    return OperatorError(
+        what, did="The server did not start; nothing in the folder was touched.", advice=advice
+    )
+
+
+def _named(ledger: str | None) -> str:
+    return "in the folder" if ledger is None else ledger

@@ -1,0 +1,238 @@
+"""Makes committed outputs visible, and replaces what is visible by the next revision. Blocking; call it in a thread.
+
+On a local file system readers read ``window=<id>`` folders:
+
+* The first revision appears by one rename.
+* A later one changes places with the old one in one step (``exchange.py``); the old one lies in staging then, and is
+  deleted a little later. No two attempts give their files the same name, so a reader that listed the old files before the exchange
+  gets FileNotFoundError for them at worst, and lists again: never half a window, none of it, or a mixture.
+* A revision without output (``on_window`` returned None) takes the old one away by a rename, into its own folder.
+
+Each is decided by where the output's first file lies, under a lock: it may be repeated, by a process that takes over
+too. On object stores, which cannot rename, outputs stay where they are and a manifest names them (``manifest.py``).
+Where a table is published into, that is the engine's work; here its staged files are looked after.
+"""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mldserver.base.kill_points import kill_point
+from mldserver.errors import OperatorError
+from mldserver.output.layout import OUTPUTS, PUBLISH_LOCK, STAGING, attempt_number, attempt_path, window_path
+from mldserver.output.manifest import MANIFESTS, Manifest, latest, manifest_path
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from mldserver.output.store import OutputStore
+
+__all__ = ["Output", "Publisher"]
+
+_LISTINGS = 5
+"""How often manifests are listed while they are replaced under the reader."""
+
+_NO_EXCHANGE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP})
+_TAKEN = frozenset({errno.ENOTEMPTY, errno.EEXIST})
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A committed output."""
+
+    window_id: str
+    revision: int
+    staging: str
+    """The attempt's folder, relative to the output folder."""
+    files: tuple[str, ...]
+    """Relative to ``staging``; empty when there is nothing to show."""
+    rows: int
+
+
+class Publisher:
+    """Publishes into one output folder."""
+
+    def __init__(self, store: OutputStore, table: str | None = None) -> None:
+        """``store``: the output folder. ``table``: what outputs are written into instead, as a log may show it."""
+        self._store = store
+        self.table = table
+        self._root = STAGING if store.local else OUTPUTS
+
+    def attempt(self, window_id: str, attempt: int, tag: str) -> str:
+        """Return where an attempt writes its output, relative to the output folder."""
+        return attempt_path(self._root, window_id, attempt, tag)
+
+    def shown(self, window_id: str) -> str:
+        """Return the path (or URI) under which readers find a window, or the table that holds it."""
+        if self.table is not None:
+            return self.table
+        return self._store.uri(window_path(window_id) if self._store.local else f"{MANIFESTS}/{window_id}")
+
+    def check(self) -> None:
+        """Raise OperatorError where a revision could not replace another in one step."""
+        if not self._store.local or self.table is not None:
+            return
+        probes = [f"{STAGING}/.exchange-{name}" for name in ("one", "other")]
+        # Not two servers at once: one would take away what the other tries it with.
+        with self._store.alone(PUBLISH_LOCK):
+            self._try_exchange(probes)
+
+    def _try_exchange(self, probes: list[str]) -> None:
+        self._store.prepare(*probes)
+        try:
+            self._store.exchange(*probes)
+        except OSError as error:
+            if error.errno not in _NO_EXCHANGE:
+                raise
+            raise OperatorError(
+                f"Two folders in {self._store.uri()} cannot change places in one step ({error.strerror}), so that"
+                " windows could not be computed again for late rows without readers noticing.",
+                advice="Put the output on a local Linux file system such as ext4 or xfs, or set late = separate.",
+            ) from error
+        finally:
+            for probe in probes:
+                self._store.delete(probe)
+
+    def require(self, output: Output) -> None:
+        """Raise FileNotFoundError when a table's output is gone: it was published, by whoever, and deleted."""
+        if output.files and not self._store.exists(f"{output.staging}/{output.files[0]}"):
+            raise FileNotFoundError(errno.ENOENT, f"{output.staging} does not hold the window's output")
+
+    def publish(self, outputs: Iterable[Output]) -> None:
+        """Make outputs visible, together; repeatable.
+
+        Raises OSError (FileNotFoundError when an output is gone), and OperatorError when a first revision finds its
+        place taken: by what another ledger published, or this one before it was restored.
+        """
+        if self._store.local:
+            with self._store.alone(PUBLISH_LOCK):
+                for each in outputs:
+                    self._show(each)
+            # The outputs themselves were synced before they were committed.
+            self._store.sync_entries()
+        else:
+            for each in outputs:
+                self._name(each)
+
+    def _show(self, output: Output) -> None:
+        store, target = self._store, window_path(output.window_id)
+        if not output.files:
+            # The attempt's empty folder tells that this was not done yet, by whoever else.
+            done = f"{output.staging}/replaced"
+            if output.revision > 1 and store.exists(target) and not store.exists(done):
+                store.rename(target, done)
+        elif store.exists(f"{output.staging}/{output.files[0]}"):
+            if output.revision > 1 and store.exists(target):
+                store.exchange(output.staging, target)
+                kill_point("revision.exchanged")
+            else:
+                self._appear(output, target)
+                kill_point("window.renamed")
+        elif not store.exists(f"{target}/{output.files[0]}"):
+            raise FileNotFoundError(
+                errno.ENOENT, f"neither {output.staging} nor {target} holds the window's output"
+            )
+
+    def _appear(self, output: Output, target: str) -> None:
+        try:
+            self._store.rename(output.staging, target)
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+            raise OperatorError(
+                f"Window {output.window_id} cannot be published: {self._store.uri(target)} is there already,"
+                " and this ledger did not publish it.",
+                did="The folder was left as it is; the window's output counts and is kept in staging.",
+                advice="Compare the two, then move the folder out of the output folder (or delete it): "
+                "the window is tried again by itself.",
+                path=self._store.uri(target),
+            ) from error
+
+    def _name(self, output: Output) -> None:
+        files = tuple(f"{output.staging}/{file}" for file in output.files)
+        manifest = Manifest(output.window_id, output.revision, files, output.rows)
+        self._store.put(manifest_path(output.window_id, output.revision), manifest.encode())
+
+    def clean(self, outputs: Iterable[Output]) -> None:
+        """Delete what published outputs have replaced: older revisions, and attempts that came to nothing."""
+        for each in outputs:
+            last = attempt_number(each.staging)
+            for folder in list(self._store.folders(f"{self._root}/{each.window_id}")):
+                # Attempts behind the published one may be under way already.
+                old = attempt_number(folder) <= last
+                shown = not self._store.local and self.table is None and folder == each.staging
+                if old and not shown:
+                    self._store.delete(folder)
+            self._store.drop_empty(f"{self._root}/{each.window_id}")
+            if not self._store.local and self.table is None:
+                self._forget(each)
+
+    def _forget(self, output: Output) -> None:
+        """Delete the manifests of older revisions, after that of the present one was written."""
+        for path, _ in list(self._store.files(f"{MANIFESTS}/{output.window_id}")):
+            if path < manifest_path(output.window_id, output.revision):
+                self._store.delete(path)
+
+    def attempts(self) -> list[str]:
+        """Return the folders of attempts; on object stores also of those that readers read (``unread``)."""
+        if self._store.local:
+            windows = list(self._store.folders(self._root))
+            return [attempt for window in windows for attempt in self._store.folders(window)]
+        # Every window that was ever published is listed, a thousand files in a request.
+        depth = self._root.count("/") + 3
+        return list(dict.fromkeys("/".join(p.split("/")[:depth]) for p, _ in self._store.files(self._root)))
+
+    def unread(self, attempts: Iterable[str], suspects: Collection[str]) -> list[str]:
+        """Return which of the suspects readers do not read. ``attempts``: all folders that were listed.
+
+        To be asked after the ledger was, and only of attempts that cannot be published any more: which ones are shown
+        is looked up now, so that an output that was published since the listing is found among them.
+        """
+        if self._store.local:
+            return list(suspects)
+        folders: dict[str, list[str]] = {}
+        for each in attempts:
+            folders.setdefault(_window_of(each), []).append(each)
+        suspected = {_window_of(each) for each in suspects}
+        shown = self._shown_among({window: folders[window] for window in folders.keys() & suspected})
+        return [each for each in suspects if each not in shown]
+
+    def _shown_among(self, folders: dict[str, list[str]]) -> set[str]:
+        """Return which folders the windows' latest manifests name, and those of which that cannot be told."""
+        shown: set[str] = set()
+        for _ in range(_LISTINGS):
+            if not folders:
+                break
+            sizes = dict(self._store.files(MANIFESTS))
+            manifests = latest(sizes)
+            replaced: dict[str, list[str]] = {}
+            for window, found in sorted(folders.items()):
+                path = manifests.get(window)
+                try:
+                    if path is not None:
+                        shown |= self._named(path, sizes[path], window, found)
+                except FileNotFoundError:
+                    # By a later revision, since it was listed.
+                    replaced[window] = found
+            folders = replaced
+        # What is replaced again and again can be looked at by the next start.
+        return shown.union(*folders.values())
+
+    def _named(self, manifest: str, size: int, window: str, found: list[str]) -> set[str]:
+        """Return which folders a manifest names; it is read only where that is not plain."""
+        if len(found) == 1 and size > _largest_empty(window):
+            # It names something, and there is nothing else.
+            return set(found)
+        files = Manifest.decode(self._store.get(manifest)).files
+        return {each for each in found if any(file.startswith(f"{each}/") for file in files)}
+
+
+def _window_of(attempt: str) -> str:
+    return attempt.split("/")[-2]
+
+
+def _largest_empty(window: str) -> int:
+    """Return the size, in bytes, up to which a window's manifest may name no file at all."""
+    return len(Manifest(window, 10**9, (), 10**18).encode())

@@ -1,0 +1,285 @@
+"""The output folder: segments are written here, outputs are published here. Blocking; call it in a thread.
+
+Any file system that pyarrow knows can hold it (``file:``, a plain path, ``s3://`` …). On a local one every file and
+every rename is synced to disk before the ledger may name it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+
+from mldserver.base.disk import exchange, make_folder, sync
+from mldserver.base.uris import opened, spark_uri
+from mldserver.output.layout import SPARK
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    import pyarrow as pa
+
+__all__ = ["OutputStore"]
+
+_DELETE_TRIES = 5
+
+
+_DELTA = {
+    **dict.fromkeys(("_time", "_clock", "_arrival", "_sub_sequence"), "DELTA_BINARY_PACKED"),
+    "_sequence": "DELTA_BYTE_ARRAY",
+}
+"""What hardly differs from row to row, as differences: half the bytes and half the time of the default, which tries a
+dictionary of values that never come twice. Spark's vectorised reader knows both (Spark 3.3)."""
+
+
+class OutputStore:
+    """A pipeline's output folder. Paths are relative to it; OSError says what the file system says."""
+
+    def __init__(self, out: str, *, home: Path | None = None) -> None:
+        """``out``: a local path or a URI that pyarrow.fs understands; ``home``: where scratch space is, if elsewhere.
+
+        Blocking for a URI, and then raises OSError, ValueError and NotImplementedError, as pyarrow does.
+        """
+        if "://" in out:
+            self._fs, self._base = opened(out)
+        else:
+            self._fs, self._base = pafs.LocalFileSystem(), str(Path(out).absolute())
+        self.local = isinstance(self._fs, pafs.LocalFileSystem)
+        self.place = "" if self.local else out
+        """The folder's URI as pyarrow takes it, options and credentials included; empty for a local folder."""
+        self._root = self._base if self.local else spark_uri(out)
+        self._home = home or (Path(self._base) if self.local else None)
+
+    def uri(self, path: str = "") -> str:
+        """Return the absolute path, or for remote file systems the URI as Spark knows it, of ``path``."""
+        return f"{self._root}/{path}" if path else self._root
+
+    def _absolute(self, path: str) -> str:
+        return f"{self._base}/{path}" if path else self._base
+
+    def begin(self, *folders: str) -> None:
+        """Make the folder and the named ones in it, at a start; no power cut takes them away again."""
+        self.prepare(*folders)
+        if self.local:
+            for folder in folders:
+                make_folder(Path(self._absolute(folder)))
+
+    def prepare(self, *folders: str) -> None:
+        """Make the folder, and the named ones in it. Not synced."""
+        for folder in ("", *folders):
+            self._fs.create_dir(self._absolute(folder), recursive=True)
+
+    def write(self, path: str, rows: pa.Table) -> int:
+        """Write rows as one Parquet file and return its size in bytes once it is safe on disk.
+
+        Raises OSError: FileNotFoundError when it is gone at once, taken away by a server that buried this one.
+        """
+        target = self._absolute(path)
+        with self._open(target) as stream:
+            # zstd: a third smaller than snappy on JSON-like rows, and as fast to read.
+            pq.write_table(rows, stream, compression="zstd", compression_level=1, **_encodings(rows))
+        self.sync(path)
+        size = self._fs.get_file_info(target).size
+        if size is None:
+            raise FileNotFoundError(errno.ENOENT, "it is gone as soon as it was written", path)
+        return int(size)
+
+    def _open(self, target: str) -> Any:
+        folder = target.rpartition("/")[0]
+        self._fs.create_dir(folder, recursive=True)
+        try:
+            return self._fs.open_output_stream(target)
+        except FileNotFoundError:
+            # ``drop_empty`` of another thread took the folder in between.
+            self._fs.create_dir(folder, recursive=True)
+            return self._fs.open_output_stream(target)
+
+    def sync(self, path: str) -> None:
+        """Force a local file (or all in a folder) and every directory entry that leads to it to disk."""
+        self.sync_all([path])
+
+    def sync_all(self, paths: Iterable[str]) -> None:
+        """Do as ``sync`` does for several, each folder on the way once."""
+        if not self.local:
+            return
+        wanted: dict[Path, None] = {}
+        above: dict[Path, None] = {}
+        for path in paths:
+            target = Path(self._absolute(path))
+            wanted |= dict.fromkeys([*target.rglob("*"), target])
+            # A folder on the way may be new too: its own entry lies in the folder above it.
+            above |= dict.fromkeys(parent for parent in target.parents if parent.is_relative_to(self._base))
+        for each in [*wanted, *sorted(above, key=lambda folder: len(folder.parts), reverse=True)]:
+            sync(each)
+
+    def sync_entries(self, folder: str = "") -> None:
+        """Force what a local folder names to disk: after renames in it, of things that are on disk themselves."""
+        if self.local:
+            sync(Path(self._absolute(folder)))
+
+    def exists(self, path: str) -> bool:
+        """Whether a file or folder is there."""
+        return bool(self._fs.get_file_info(self._absolute(path)).type != pafs.FileType.NotFound)
+
+    def publish(self, source: str, target: str) -> bool:
+        """Rename a file or folder into place; repeatable. False: there was nothing left to do.
+
+        Raises FileNotFoundError when neither source nor target exists.
+        """
+        destination = self._absolute(target)
+        self._fs.create_dir(destination.rpartition("/")[0], recursive=True)
+        try:
+            self.rename(source, target)
+        except OSError:
+            # Not every file system says which error it is when the source is gone (S3: any).
+            if self.exists(source):
+                raise
+            if self.exists(target):
+                return False
+            raise FileNotFoundError(f"neither {self.uri(source)} nor {self.uri(target)} exists") from None
+        self.sync(target)
+        return True
+
+    def rename(self, source: str, target: str) -> None:
+        """Rename a folder; one that is in the way and not empty is an error. Not synced."""
+        self._fs.move(self._absolute(source), self._absolute(target))
+
+    def move(self, source: str, target: str) -> None:
+        """Move a file or folder to where nothing is, making the folders above. Not synced."""
+        for path in [source] if self.local else [path for path, _ in self.files(source)] or [source]:
+            destination = self._absolute(target + path.removeprefix(source))
+            self._fs.create_dir(destination.rpartition("/")[0], recursive=True)
+            self._fs.move(self._absolute(path), destination)
+
+    def exchange(self, one: str, other: str) -> None:
+        """Let two local folders change places in one step. Not synced."""
+        exchange(self._absolute(one), self._absolute(other))
+
+    @contextlib.contextmanager
+    def alone(self, lock: str) -> Iterator[None]:
+        """Hold a lock file of a local folder against all threads and processes; elsewhere do nothing."""
+        if not self.local:
+            yield
+            return
+        with Path(self._absolute(lock)).open("wb") as file:
+            # The kernel lets go of it when the process dies, however it dies.
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write a small file at once (on object stores: one put)."""
+        target = self._absolute(path)
+        self._fs.create_dir(target.rpartition("/")[0], recursive=True)
+        with self._fs.open_output_stream(target) as stream:
+            stream.write(data)
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Write a small file in place of what is there: readers find one of the two, whole, also after a power cut."""
+        if not self.local:
+            self.put(path, data)
+            return
+        target = Path(self._absolute(path))
+        part = target.with_name(f"{target.name}.part")
+        part.write_bytes(data)
+        sync(part)
+        part.replace(target)
+        sync(target.parent)
+
+    def get(self, path: str) -> bytes:
+        """Return a small file's content."""
+        with self._fs.open_input_stream(self._absolute(path)) as stream:
+            return bytes(stream.read())
+
+    def save(self, path: str, target: Path) -> None:
+        """Bring a file out to where nothing deletes it: on one disk by a second name, else by a copy.
+
+        Raises OSError: FileNotFoundError when it is gone.
+        """
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if self.local:
+            _second_name(Path(self._absolute(path)), target)
+        else:
+            pafs.copy_files(
+                self._absolute(path),
+                str(target),
+                source_filesystem=self._fs,
+                destination_filesystem=pafs.LocalFileSystem(),
+            )
+
+    def bring_back(self, source: Path, path: str) -> None:
+        """Do the opposite of ``save``. Not synced."""
+        target = self._absolute(path)
+        self._fs.create_dir(target.rpartition("/")[0], recursive=True)
+        if self.local:
+            _second_name(source, Path(target))
+        else:
+            pafs.copy_files(str(source), target, destination_filesystem=self._fs)
+
+    def delete(self, path: str) -> None:
+        """Delete a file or a folder with all in it; one that is gone already, or goes meanwhile, is fine."""
+        for left in reversed(range(_DELETE_TRIES)):
+            try:
+                self._delete_now(self._absolute(path))
+            except OSError:
+                # Servers that start together may clean up after the same dead one.
+                if not left:
+                    raise
+            else:
+                return
+
+    def _delete_now(self, target: str) -> None:
+        kind = self._fs.get_file_info(target).type
+        if kind == pafs.FileType.Directory:
+            self._fs.delete_dir(target)
+        elif kind != pafs.FileType.NotFound:
+            self._fs.delete_file(target)
+
+    def drop_empty(self, folder: str) -> None:
+        """Delete a local folder when nothing is in it, even if another thread is about to write there."""
+        if self.local:
+            with contextlib.suppress(OSError):
+                Path(self._absolute(folder)).rmdir()
+
+    def files(self, folder: str) -> Iterator[tuple[str, int]]:
+        """Yield (path, bytes) of every file below a folder."""
+        selector = pafs.FileSelector(self._absolute(folder), allow_not_found=True, recursive=True)
+        for info in self._fs.get_file_info(selector):
+            if info.type == pafs.FileType.File:
+                yield info.path.removeprefix(self._base).lstrip("/"), int(info.size)
+
+    def scratch(self) -> list[Path]:
+        """Return the folders that servers of this host gave their Spark drivers."""
+        return (
+            [] if self._home is None else [each for each in (self._home / SPARK).glob("*") if each.is_dir()]
+        )
+
+    def folders(self, folder: str) -> Iterator[str]:
+        """Yield the paths of the folders directly in a folder."""
+        selector = pafs.FileSelector(self._absolute(folder), allow_not_found=True)
+        for info in self._fs.get_file_info(selector):
+            if info.type == pafs.FileType.Directory:
+                yield info.path.removeprefix(self._base).lstrip("/")
+
+
+def _second_name(source: Path, target: Path) -> None:
+    try:
+        target.hardlink_to(source)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        # Another disk, or a file system that knows no links.
+        shutil.copyfile(source, target)
+
+
+def _encodings(rows: pa.Table) -> dict[str, Any]:
+    names = rows.column_names
+    return {
+        "use_dictionary": [name for name in names if name not in _DELTA],
+        "column_encoding": {name: encoding for name, encoding in _DELTA.items() if name in names},
+    }

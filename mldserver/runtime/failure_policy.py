@@ -1,0 +1,233 @@
+"""What a failure is, and what a pipeline's policy makes of it. Pure: no clock, no randomness, no I/O.
+
+Of each failed call the policy says whether the record is called again, and if not, how it ends. In this order:
+
+1. ``Discard`` was raised: no row, no dead letter.
+2. A rule for the error's class (or the nearest of its bases that has one) names an end: that end, at once.
+3. ``Fatal`` was raised: the end that ``on_failure`` names, at once.
+4. The error repeats by its nature (``REPEATING``) and no rule is about it: likewise.
+5. The record is older than ``max_age``, or was called ``attempts`` times (a rule may give another number): likewise.
+6. Otherwise it is called again, after the back-off, or after what ``Retry(after=…)`` says.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from mldserver.handler.failure import Failure, Wish
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable
+
+__all__ = [
+    "REPEATING",
+    "Ending",
+    "FailurePolicy",
+    "FailureRule",
+    "OnFailure",
+    "OnKeyFailure",
+    "Told",
+    "failure_rule",
+]
+
+
+REPEATING: Final = frozenset(
+    {
+        *(
+            f"builtins.{name}"
+            for name in ("ArithmeticError", "AssertionError", "AttributeError", "LookupError")
+        ),
+        *(f"builtins.{name}" for name in ("NameError", "NotImplementedError", "TypeError", "ValueError")),
+        # Decoding errors, where they are no ValueError as those of UTF-8, base64, JSON and Arrow are.
+        *("builtins.SyntaxError", "_csv.Error", "struct.error", "zlib.error", "gzip.BadGzipFile"),
+        *("_pickle.UnpicklingError", "msgspec.MsgspecError", "google.protobuf.message.DecodeError"),
+        *("BadRow", "BadRows"),
+    }
+)
+"""Errors that the same record raises again: of data and of code. A call that ends with one of them, or of a class
+derived from them, is not made again unless a rule says so. An ``OSError`` is none, whatever else it is: a service that
+answers with an error page instead of JSON (``requests.JSONDecodeError``) may do better next time."""
+
+_OSERROR: Final = "builtins.OSError"
+_REMEMBERED: Final = 1_000
+"""Failures that are remembered; what is beyond costs a line, nothing else."""
+_TOLD_EVERY_MS: Final = 60_000
+_IDENTIFIER: Final = r"[^\W\d]\w*"
+_CLASS_NAME = re.compile(rf"{_IDENTIFIER}(\.{_IDENTIFIER})*")
+_RETRY = re.compile(r"retry(?::(?P<attempts>[1-9]\d{0,8}))?")
+
+
+class OnFailure(enum.StrEnum):
+    """What becomes of a record that failed for good."""
+
+    DEAD_LETTER = "dead_letter"
+    """It is stored with its error, and the shard goes on."""
+    SKIP = "skip"
+    """It is counted and logged, nothing of it is kept, and the shard goes on."""
+    HALT = "halt"
+    """The shard's connection is closed on purpose."""
+
+
+class OnKeyFailure(enum.StrEnum):
+    """What becomes of the later records of a partition key, once one of its records is a dead letter."""
+
+    CONTINUE = "continue"
+    """They are processed."""
+    PARK = "park"
+    """They become dead letters too, without a call, so that none overtakes."""
+
+
+class Ending(enum.StrEnum):
+    """How a record can end that has no rows."""
+
+    DEAD_LETTER = "dead_letter"
+    SKIP = "skip"
+    HALT = "halt"
+    DISCARD = "discard"
+
+
+@dataclass(frozen=True, slots=True)
+class FailureRule:
+    """What to do about errors of one class."""
+
+    name: str
+    """A class's name (``KeyError``), or a dotted one (``requests.Timeout``): its name and how its module begins."""
+    on_failure: OnFailure | None = None
+    """How the record ends, without further attempts; None: it is called again."""
+    attempts: int | None = None
+    """Calls in all; None: as many as the policy says."""
+
+    def __post_init__(self) -> None:
+        """Refuse with ValueError what no class can be named, and impossible numbers."""
+        if not _CLASS_NAME.fullmatch(self.name):
+            raise ValueError(f"{self.name!r} is no name of a class")
+        if self.attempts is not None and (self.attempts < 1 or self.on_failure is not None):
+            raise ValueError("attempts must be at least 1, and are only for errors that are tried again")
+
+    def __str__(self) -> str:
+        """Return the rule as ``failure_rule`` reads it: ``name=action``."""
+        retry = "retry" if self.attempts is None else f"retry:{self.attempts}"
+        return f"{self.name}={self.on_failure or retry}"
+
+    def matches(self, dotted: str) -> bool:
+        """Whether the rule is about a class of this full dotted name."""
+        prefix, _, last = self.name.rpartition(".")
+        return dotted.rpartition(".")[2] == last and (not prefix or dotted.startswith(f"{prefix}."))
+
+
+def failure_rule(text: str) -> FailureRule:
+    """Read ``CLASS=dead_letter | skip | halt | retry | retry:N``. Raises ValueError."""
+    name, equals, action = (part.strip() for part in text.partition("="))
+    retry = _RETRY.fullmatch(action)
+    if not equals or (retry is None and action not in list(OnFailure)):
+        raise ValueError(f"{text.strip()!r} is not CLASS=dead_letter, skip, halt, retry or retry:N")
+    if retry is None:
+        return FailureRule(name, OnFailure(action))
+    return FailureRule(name, attempts=int(retry["attempts"]) if retry["attempts"] else None)
+
+
+@dataclass(frozen=True, slots=True)
+class FailurePolicy:
+    """How often, how fast, and what then. Plain values only: it travels to worker processes."""
+
+    attempts: int = 3
+    """Calls in all, at least 1."""
+    base_seconds: float = 0.1
+    cap_seconds: float = 10.0
+    on_failure: OnFailure = OnFailure.DEAD_LETTER
+    max_age_ms: int | None = None
+    """A failed record that arrived (``approximateArrivalTimestamp``; in V1 its receipt) so long ago is not called
+    again. Every record is called once, however old it is."""
+    rules: tuple[FailureRule, ...] = ()
+    on_key_failure: OnKeyFailure = OnKeyFailure.CONTINUE
+    max_ahead_ms: int | None = None
+    """A row whose time runs further ahead of its record's arrival is a bad one; None: none is because of that."""
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values with ValueError."""
+        if self.attempts < 1:
+            raise ValueError("attempts must be at least 1")
+        if not 0 <= self.base_seconds <= self.cap_seconds:
+            raise ValueError("the back-off's base must lie between 0 and its cap")
+        if self.max_age_ms is not None and self.max_age_ms < 1:
+            raise ValueError("the maximal age must be at least 1 ms")
+        if len({rule.name for rule in self.rules}) < len(self.rules):
+            raise ValueError("a class must not have two rules")
+
+    @property
+    def parks(self) -> bool:
+        """Whether records wait behind dead letters of their key."""
+        return self.on_key_failure is OnKeyFailure.PARK
+
+    def redriving(self) -> FailurePolicy:
+        """Return the policy for dead letters that run once more: none is skipped, and none stops its shard."""
+        kept = (OnFailure.SKIP, OnFailure.HALT)
+        rules = tuple(
+            replace(rule, on_failure=OnFailure.DEAD_LETTER) if rule.on_failure in kept else rule
+            for rule in self.rules
+        )
+        return replace(self, on_failure=OnFailure.DEAD_LETTER, rules=rules)
+
+    def delay(self, failures: int, random: float) -> float:
+        """Return the seconds to wait after so many ``failures`` in a row; ``random`` lies in [0, 1).
+
+        Doubles from the base to the cap; jitter takes away up to half, so that shards do not retry in step.
+        """
+        span = min(self.cap_seconds, self.base_seconds * 2.0 ** min(failures - 1, 60))
+        return span * (0.5 + random / 2)
+
+    def ending(self, failure: Failure, *, calls: int, age_ms: int) -> Ending | None:
+        """Return how a record ends whose ``calls`` so far have all failed, now with ``failure``; None: call it again."""
+        if failure.wish is Wish.DISCARD:
+            return Ending.DISCARD
+        rule = self.rule_for(failure.names)
+        if rule is not None and rule.on_failure is not None:
+            return Ending(rule.on_failure)
+        if rule is not None and rule.attempts is not None:
+            attempts = rule.attempts
+        else:
+            hopeless = rule is None and failure.wish is None and _repeats(failure.names)
+            attempts = 1 if hopeless else self.attempts
+        too_old = self.max_age_ms is not None and age_ms >= self.max_age_ms
+        if failure.wish is Wish.FATAL or calls >= attempts or too_old:
+            return Ending(self.on_failure)
+        return None
+
+    def rule_for(self, names: Iterable[str]) -> FailureRule | None:
+        """Return the rule of the nearest class; of two that name the same class, the one that says more of it."""
+        for dotted in names if self.rules else ():
+            found = [rule for rule in self.rules if rule.matches(dotted)]
+            if found:
+                return max(found, key=lambda rule: rule.name.count("."))
+        return None
+
+
+@functools.lru_cache(maxsize=256)
+def _repeats(names: tuple[str, ...]) -> bool:
+    nearest = next((name for name in names if name in REPEATING or name == _OSERROR), _OSERROR)
+    return nearest != _OSERROR
+
+
+class Told:
+    """Which failures the log has told of: the same one is told once a minute, and counted meanwhile."""
+
+    def __init__(self, now_ms: Callable[[], int], *, most: int = _REMEMBERED) -> None:
+        """Measure time by ``now_ms``; beyond ``most`` failures the one that was not seen for longest is forgotten."""
+        self._now_ms = now_ms
+        self._most = most
+        self._seen: dict[Hashable, tuple[int, int]] = {}
+        """Of each failure: when it was told, and how often it has come since."""
+
+    def times(self, failure: Hashable) -> int:
+        """Return how often it has come since it was last told, now included; 0: it is not to be told yet."""
+        now_ms = self._now_ms()
+        told_ms, since = self._seen.pop(failure, (now_ms - _TOLD_EVERY_MS, 0))
+        due = now_ms - told_ms >= _TOLD_EVERY_MS
+        self._seen[failure] = (now_ms, 0) if due else (told_ms, since + 1)
+        if len(self._seen) > self._most:
+            del self._seen[next(iter(self._seen))]
+        return since + 1 if due else 0

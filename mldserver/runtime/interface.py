@@ -1,0 +1,154 @@
+"""What the server asks of a runtime: the place where handlers run.
+
+A runtime takes raw ``processRecords`` lines and gives rows back as Arrow tables. It may do so inside the server's
+process (``inline.py``) or in worker processes; nothing above this interface can tell the difference, so nothing but
+bytes, plain values and Arrow tables crosses it. What each batch makes anew is a msgspec struct: a frozen dataclass takes
+five times as long to make.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import pyarrow as pa
+
+    from mldserver.protocol.messages import Line, Version
+    from mldserver.records import DeadLetter, Hook, Sequence, Shard
+
+__all__ = ["META_COLUMNS", "BatchOutcome", "BatchOutline", "Delivery", "Runtime"]
+
+
+META_COLUMNS = ("_time", "_clock", "_shard", "_sequence", "_sub_sequence", "_arrival")
+"""Columns that every row carries beside the handler's own.
+
+``_time`` int64, effective time in ms; ``_clock`` int64, the pipeline's merge order; ``_shard`` string; ``_sequence``
+string (decimal); ``_sub_sequence`` int64; ``_arrival`` timestamp[ms, UTC], null in V1. A runtime fills all but
+``_clock``; its ``_time`` is the running maximum of arrival times inside the batch (every record counts, with or
+without rows; the time of receipt where the daemon gives none), which the coordinator raises to the shard's.
+"""
+
+
+class Delivery(msgspec.Struct, frozen=True):
+    """One ``processRecords`` line on its way to a handler."""
+
+    shard_id: str
+    line: Line
+    """The message as it came, without its line end."""
+    version: Version
+    received_ms: int
+    """When the line was complete (server's clock); stands in for arrival times that V1 does not send."""
+    after: Sequence | None
+    """Records at or before this sequence were accepted earlier: they are dropped before the handler sees them."""
+    part: range | None = None
+    """Only these of the records behind ``after``; None: all. The outline is the whole batch's all the same."""
+    condemned: str | None = None
+    """Why none of them may reach the handler any more: they have failed for good."""
+    redriven: bool = False
+    """They are dead letters that run once more: those of parked keys too, and what fails for good is a dead letter
+    again, whatever the policy says (so never HandlerHalted)."""
+
+
+class BatchOutline(msgspec.Struct, frozen=True):
+    """What the coordinator must know of a batch beside its rows."""
+
+    records: int
+    """Records in the message (KPL aggregates counted by their user records), duplicates included."""
+    duplicates: int
+    """How many of them were at or before ``Delivery.after``."""
+    first: Sequence | None
+    last: Sequence | None
+    """First and last sequence in the message; None when it was empty."""
+    latest_arrival_ms: int | None
+    """Latest arrival time of its records (time of receipt in V1); None when it was empty."""
+    millis_behind_latest: int | None
+    """What the daemon said; None when it said null or speaks V1."""
+
+
+class BatchOutcome(msgspec.Struct, frozen=True):
+    """What became of a batch: every record is in rows, in dead letters, skipped, a duplicate, or wanted no row."""
+
+    outline: BatchOutline
+    rows: pa.Table | None
+    """The handler's columns and META_COLUMNS but ``_clock``, in shard order; None when there are no rows."""
+    dead_letters: tuple[DeadLetter, ...] = ()
+    attempts: int = 1
+    """The most calls that any record of the batch took."""
+    skipped: int = 0
+    """Records that failed for good and of which nothing is kept (``on_failure = skip``)."""
+    discarded: int = 0
+    """Records that the handler discarded (``Discard``)."""
+    keeps_position: bool = False
+    """The handler says itself how far it is done (``position``): the shard's position moves no further than that."""
+    position: Sequence | None = None
+    """What such a handler has checkpointed so far, perhaps long before this batch; None: nothing yet."""
+    owes: bool = False
+    """It was given records that it has not checkpointed: only the instance that has them can say that they are done."""
+
+
+class Runtime(Protocol):
+    """Runs one pipeline's handler. Calls for one shard never overlap; calls for different shards may."""
+
+    @property
+    def trouble(self) -> str | None:
+        """What a person should look at, as a clause for ``server.unready``; None while everything works."""
+        ...
+
+    async def start(self) -> None:
+        """Make ready to take shards. Raises HandlerError when the handler cannot be loaded."""
+        ...
+
+    async def run(self) -> None:
+        """Do what must be done in the background, after ``start`` and until cancelled."""
+        ...
+
+    async def open(self, shard: Shard) -> None:
+        """Make the shard's handler (a fresh instance for classes) and run its ``initialize`` hook.
+
+        Opening a shard again replaces what was there. Failures are retried for as long as the caller waits, but
+        under the policy ``halt``: then HandlerHalted.
+        """
+        ...
+
+    async def process(self, delivery: Delivery) -> BatchOutcome:
+        """Decode a line and run the handler over its records.
+
+        Raises PeerError when the line is no valid message (the handler was not called), HandlerHalted when a record
+        failed for good under the policy ``halt``, HandlerLost when a handler that ``owes`` is gone with its process: its
+        records must be delivered again, so the connection has to be closed. No other error of the handler leaves it.
+        """
+        ...
+
+    async def notify(self, shard_id: str, hook: Hook) -> Sequence | None:
+        """Run a life-cycle hook, if the handler has it. Its failures are retried, then logged, never raised.
+
+        Raises HandlerLost as ``process`` does, unless the lease is lost anyway.
+
+        Returns what a handler that keeps its position (``BatchOutcome``) has checkpointed by then; None for others.
+        """
+        ...
+
+    async def park(self, shard_id: str, keys: Mapping[str, Sequence]) -> None:
+        """Let the later records of partition keys wait, under ``on_key_failure = park``; else do nothing.
+
+        ``keys``: those of an open shard that have dead letters from earlier, each with the sequence of the first: what
+        is stored when the shard is opened. Their records become dead letters without a call; so do, from then on, those
+        behind each dead letter of a batch, of which the runtime takes note itself.
+        """
+        ...
+
+    async def unpark(self, shard_id: str, key: str) -> None:
+        """Process the later records of a key again, from the next batch on: its dead letters are gone."""
+        ...
+
+    async def forget(self, shard_id: str) -> None:
+        """Drop the shard's handler state: its connection is gone, and no newer one has opened the shard."""
+        ...
+
+    async def close(self) -> None:
+        """Stop; no call may follow."""
+        ...

@@ -1,0 +1,256 @@
+"""The batches that are being worked on, in order, and when the daemon is answered for them.
+
+The daemon waits for an answer to each batch before it says anything else, be it that the lease is lost. So a batch that
+takes longer than the answer deadline is answered while the work on it goes on; the next one waits its turn behind it,
+and is answered after its own deadline. What is answered early is held in memory, within the reader's budget; nothing of
+it is checkpointed before it is durable. A shard that is *held back* for want of room is not answered early: holding the
+answer is what slows its daemon down.
+
+When the work on a batch fails, no later one is worked on: what follows a record that was not taken would be accepted, and
+the position move past it.
+
+``EarlyAnswers`` is one watch for all connections: a task for each would be most of what an idle connection costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
+
+from mldserver.base.flag import Flag
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from mldserver.base.clock import Clock
+    from mldserver.protocol.messages import Line
+
+__all__ = ["Answerable", "Batch", "EarlyAnswers", "UnderWay"]
+
+_AGAIN_SECONDS: Final = 1.0
+"""How soon it is looked again at a batch that is due for an early answer but may not get one yet."""
+
+
+class Answerable(Protocol):
+    """Whoever owes its daemon an answer."""
+
+    @property
+    def since_ms(self) -> int | None:
+        """When what it owes an answer for came; None: it owes none any more."""
+        ...
+
+    def answer_early(self) -> None:
+        """Answer now, if that is possible now."""
+        ...
+
+
+class EarlyAnswers:
+    """Looks after everyone who owes an answer."""
+
+    def __init__(self, *, clock: Clock, deadline_seconds: float | None) -> None:
+        """Ask for an early answer after so many seconds; None: never."""
+        self._clock = clock
+        self.deadline_seconds = deadline_seconds
+        self._owing: set[Answerable] = set()
+        self._come = asyncio.Event()
+
+    def owes(self, one: Answerable) -> None:
+        """Look after one from now on."""
+        if self.deadline_seconds is not None:
+            self._owing.add(one)
+            self._come.set()
+
+    def has_answered(self, one: Answerable) -> None:
+        """Look after it no more."""
+        self._owing.discard(one)
+
+    async def run(self) -> None:
+        """Ask for early answers until cancelled; return at once when there are none to be given."""
+        deadline = self.deadline_seconds
+        if deadline is None:
+            return
+        while True:
+            if not self._owing:
+                self._come.clear()
+                await self._come.wait()
+                continue
+            for one in tuple(self._owing):
+                if self._left(one, deadline) <= 0:
+                    one.answer_early()
+            # Sleeps through all that are done in time; what comes meanwhile is due later than what is there.
+            lefts = [self._left(one, deadline) for one in self._owing]
+            again = min(_AGAIN_SECONDS, deadline)
+            await self._clock.sleep(min([deadline, *(left if left > 0 else again for left in lefts)]))
+
+    def _left(self, one: Answerable, deadline: float) -> float:
+        since_ms = one.since_ms
+        return deadline if since_ms is None else deadline - (self._clock.steady_ms() - since_ms) / 1000
+
+
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True, eq=False)
+class Batch(Generic[_T]):
+    """A batch from its receipt until its work is done."""
+
+    line: Line
+    received_ms: int
+    """Steady time."""
+    answer: asyncio.Future[_T | None]
+    """Resolved when the daemon may be answered: with what the work came to, or with None when it goes on."""
+    handled: bool = False
+    """Whether the handler is done with it: what it still waits for is room."""
+    held: bool = True
+    """Whether its line is in memory still."""
+    size: int = field(init=False)
+    """Bytes of the line as it came; a runtime may empty a long one once it has passed it on."""
+
+    def __post_init__(self) -> None:
+        """Measure the line."""
+        self.size = len(self.line)
+
+    @property
+    def answered(self) -> bool:
+        """Whether the daemon was, or is being, answered."""
+        return self.answer.done()
+
+
+class UnderWay(Generic[_T]):
+    """Works on batches one after the other; says when each may be answered."""
+
+    def __init__(
+        self,
+        work: Callable[[Batch[_T]], Awaitable[_T]],
+        *,
+        late: Callable[[Batch[_T], _T], None],
+        failed: Callable[[Exception], None],
+        freed: Callable[[int], None],
+        has_room: Callable[[], bool],
+        early: EarlyAnswers,
+        clock: Clock,
+    ) -> None:
+        """``work`` does all that a batch needs and sets ``handled`` on the way.
+
+        ``late`` is told what came of a batch that was answered early, ``failed`` why its work failed; of the others
+        ``submit`` returns or raises it. ``freed`` is told once for each batch, however it leaves, of how many bytes its
+        line was. ``has_room``: whether more may be held in memory. ``early`` is told of each batch that is owed an answer.
+        """
+        self._work = work
+        self._late = late
+        self._failed = failed
+        self._freed = freed
+        self._has_room = has_room
+        self._early = early
+        self._clock = clock
+        self._batches: list[Batch[_T]] = []
+        self._come = Flag()
+        self._idle = Flag()
+        self._idle.set()
+        self._worker: asyncio.Task[None] | None = None
+        self._over = False
+        self.incomplete = False
+        """Whether something of what was submitted was not taken, and will not be: none of what follows it may be."""
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    @property
+    def bytes(self) -> int:
+        """What the lines of all batches take."""
+        return sum(batch.size for batch in self._batches)
+
+    async def submit(self, line: Line) -> _T | None:
+        """Work on a batch behind those before it.
+
+        Returns what the work came to, or None when the daemon is to be answered while it goes on. Raises what the
+        work raises, and RuntimeError after ``drop`` and after a failure.
+        """
+        if self._over:
+            self._freed(len(line))
+            raise RuntimeError("batches were given up, or have failed: none may follow them")
+        batch: Batch[_T] = Batch(line, self._clock.steady_ms(), asyncio.get_running_loop().create_future())
+        self._batches.append(batch)
+        self._idle.clear()
+        self._come.set()
+        self._early.owes(self)
+        try:
+            return await batch.answer
+        finally:
+            self._early.has_answered(self)
+
+    async def run(self) -> None:
+        """Work until cancelled, which ``drop`` does too."""
+        self._worker = asyncio.current_task()
+        try:
+            await self._work_on()
+        finally:
+            self._idle.set()
+
+    @property
+    def since_ms(self) -> int | None:
+        """When the batch came that is owed an answer."""
+        batch = self._unanswered()
+        return None if batch is None else batch.received_ms
+
+    def answer_early(self) -> None:
+        """Answer the last batch while the work on it goes on; not while its shard is held back."""
+        batch = self._unanswered()
+        if batch is not None and not self._batches[0].handled and self._has_room():
+            batch.answer.set_result(None)
+
+    async def idle(self) -> None:
+        """Return when no batch is under way; ``incomplete`` says whether all were taken."""
+        await self._idle.wait()
+
+    async def drop(self) -> int:
+        """Give up all that is under way, unaccepted; return how many batches that were. None may follow."""
+        if self._worker is not None:
+            self._worker.cancel()
+            await asyncio.wait({self._worker})
+        return self._give_up()
+
+    def free(self, batch: Batch[_T]) -> None:
+        """Note that a batch's line is not needed any more."""
+        if batch.held:
+            batch.held = False
+            self._freed(batch.size)
+
+    def _give_up(self, error: Exception | None = None) -> int:
+        given_up, self._batches = self._batches, []
+        self._over = True
+        self.incomplete |= bool(given_up)
+        for batch in given_up:
+            self.free(batch)
+            if not batch.answered:
+                batch.answer.cancel() if error is None else batch.answer.set_exception(error)
+        self._idle.set()
+        return len(given_up)
+
+    async def _work_on(self) -> None:
+        while not self._over:
+            await self._come.wait()
+            while self._batches:
+                await self._see_to(self._batches[0])
+                del self._batches[:1]
+            self._come.clear()
+            self._idle.set()
+
+    async def _see_to(self, batch: Batch[_T]) -> None:
+        try:
+            result = await self._work(batch)
+        except Exception as error:  # noqa: BLE001  # passed on to whoever can end the connection by it
+            if batch.answered:
+                self._failed(error)
+            self._give_up(error)
+        else:
+            self.free(batch)
+            if batch.answered:
+                self._late(batch, result)
+            else:
+                batch.answer.set_result(result)
+
+    def _unanswered(self) -> Batch[_T] | None:
+        last = self._batches[-1] if self._batches else None
+        return None if last is None or last.answered else last

@@ -1,0 +1,102 @@
+"""What a source asks of the coordinator: open a shard, hand batches in, learn what may be checkpointed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from mldserver.records import Sequence
+    from mldserver.runtime.interface import BatchOutcome
+
+__all__ = ["Intake", "ShardIntake", "ShardOpening"]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardOpening:
+    """A source has a shard and says where its records will start."""
+
+    shard_id: str
+    start: Sequence | str | None
+    """A sequence (records after it follow), a sentinel such as ``TRIM_HORIZON``, or None when it is not known (V1)."""
+    tells_lag: bool
+    """Whether batches say how far behind the stream's tip they are (not in V1)."""
+    within_aggregates: bool = True
+    """Whether a checkpoint may lie between the user records of one KPL aggregate (not in V1)."""
+    parents: tuple[str, ...] = ()
+    """Parents, where the source knows them."""
+
+
+class ShardIntake(Protocol):
+    """One shard under one connection. It is dead once the shard is opened again; calls on a dead one do nothing."""
+
+    @property
+    def after(self) -> Sequence | None:
+        """Everything at or before it was accepted earlier and must be dropped unseen."""
+        ...
+
+    @property
+    def parked(self) -> Mapping[str, Sequence]:
+        """The partition keys that had dead letters when the shard was opened (under ``on_key_failure = park``)."""
+        ...
+
+    def began(self) -> None:
+        """Note that a batch was received: the shard is not silent while it is worked on."""
+        ...
+
+    async def accept(self, outcome: BatchOutcome) -> None:
+        """Take a batch's rows. Returns when the daemon may be answered: at once, or later when the shard is held back."""
+        ...
+
+    def advance(self, position: Sequence) -> None:
+        """Note that a handler which keeps its position has checkpointed so far in a hook; the next flush moves it."""
+        ...
+
+    def checkpoint_due(self) -> Sequence | None:
+        """Return the durable position when it is ahead of the last checkpoint, else None."""
+        ...
+
+    def checkpointed(self, position: Sequence) -> None:
+        """Note that the daemon stored a checkpoint."""
+        ...
+
+    async def drain(self) -> None:
+        """Flush what was accepted; on return the durable position covers it (unless the shard is owned elsewhere)."""
+        ...
+
+    async def end(self) -> bool:
+        """The shard is read to its end: flush, and mark it ended durably.
+
+        True: everything accepted is durable, the end may be checkpointed. False: the shard is owned elsewhere.
+        """
+        ...
+
+    async def lost(self) -> None:
+        """The lease went elsewhere: flush what was accepted, then let go."""
+        ...
+
+    def disconnected(self) -> None:
+        """The connection is gone without an ending."""
+        ...
+
+    async def finish(self) -> None:
+        """The server stops, and no batch follows: be held back no more."""
+        ...
+
+
+class Intake(Protocol):
+    """The coordinator, as sources see it."""
+
+    async def check(self, opening: ShardOpening) -> None:
+        """Raise GapRefused where it is known already that ``open_shard`` will: nobody shall lose the shard to that."""
+        ...
+
+    def abandon(self, shard_id: str) -> None:
+        """Note that whoever took a shard from its connection could not open it: nobody has it now."""
+        ...
+
+    async def open_shard(self, opening: ShardOpening) -> ShardIntake:
+        """Take a shard in. Raises GapRefused when it starts beyond the ledger's position."""
+        ...

@@ -1,0 +1,327 @@
+"""One driver's life as the server sees it: from Start to the end of its socket, and every job's answer in between."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections import deque
+from typing import TYPE_CHECKING
+
+import structlog
+
+from mldserver.base.clock import happens
+from mldserver.base.kill_points import kill_point
+from mldserver.errors import DriverLost, WindowFailed
+from mldserver.observe.stdout_capture import Printed
+from mldserver.spark import spark_log
+from mldserver.spark.driver_messages import (
+    Cancel,
+    Done,
+    DoneGroup,
+    FailedJob,
+    JvmGone,
+    Log,
+    Message,
+    Output,
+    Progress,
+    Publish,
+    Run,
+    RunGroup,
+    Start,
+    Started,
+    StartFailed,
+    Stop,
+    Warm,
+    WireError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mldserver.base.clock import Clock
+    from mldserver.jobs.engine import PublishJob, WindowJob
+    from mldserver.spark.driver_process import DriverProcess
+
+__all__ = ["Life"]
+
+log = structlog.get_logger("mldserver")
+
+_LAST_LINES = 20
+"""Lines of a driver's standard error that tell why it died."""
+
+_LINE_CHARACTERS = 300
+
+_DRAIN_SECONDS = 2
+"""How long output may still come once the driver is dead: a worker in another group may hold the pipe a little."""
+
+
+class Life:
+    """Reads one driver until it ends; whoever waits for a job then gets DriverLost."""
+
+    def __init__(self, process: DriverProcess, start: Start, clock: Clock, *, cancel_grace: float) -> None:
+        """Hold a started process. ``cancel_grace``: seconds that a cancelled job may take to end."""
+        self._process = process
+        self._start = start
+        self._clock = clock
+        self._cancel_grace = cancel_grace
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, tuple[Run | RunGroup | Publish, asyncio.Future[Done | DoneGroup]]] = {}
+        self._cancelling: dict[int, asyncio.Event] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+        self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self._stdout, self._stderr = Printed(), Printed()
+        self._reason = ""
+        self._over = False
+        self.warm = asyncio.Event()
+        """Set when the driver is warm."""
+        self.started: Started | None = None
+        self.failed: StartFailed | None = None
+        """Why there was no session, when the driver said so."""
+        self.jobs_done = 0
+        self.jvm_exit_code: int | None = None
+        """Set when the JVM died before its driver."""
+
+    @property
+    def exit_code(self) -> int | None:
+        """The driver's exit code, once it is dead."""
+        return self._process.exit_code
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a job would not even be sent: the driver is dead, or is being killed."""
+        return self._over
+
+    def reason(self) -> str:
+        """Return why the life ended, in a sentence."""
+        if self._reason:
+            return self._reason
+        said = f" It said last: {' | '.join(self._last_lines)}" if self._last_lines else ""
+        if self.jvm_exit_code is not None:
+            return f"The JVM died ({_ending(self.jvm_exit_code)}), and its driver with it.{said}"
+        if self.failed is not None:
+            return f"The start failed: {self.failed.error}: {self.failed.message}{said}"
+        code = self.exit_code
+        return f"The driver's process died{'' if code is None else f' ({_ending(code)})'}.{said}"
+
+    async def live(self, start_deadline: float) -> None:
+        """Run the life; return when the driver is dead. ``start_deadline``: seconds until it must be warm."""
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                output = self._tasks.create_task(
+                    self._process.read_output(self._take_stdout, self._take_stderr)
+                )
+                watches = (
+                    self._tasks.create_task(self._watch_start(start_deadline)),
+                    self._tasks.create_task(self._watch_end()),
+                )
+                self._process.send(self._start)
+                try:
+                    await self._read()
+                finally:
+                    # Also when it is cancelled: from now on the group takes no task any more.
+                    self._over = True
+                for watch in watches:
+                    watch.cancel()
+                for ended in self._cancelling.values():
+                    ended.set()
+                await self._process.kill()
+                await asyncio.wait({output}, timeout=_DRAIN_SECONDS)
+                output.cancel()
+        finally:
+            self._over = True
+            await self._process.kill()
+            self._lose_jobs()
+            self._stdout.tell()
+            self._stderr.tell()
+
+    async def _read(self) -> None:
+        try:
+            async with contextlib.aclosing(self._process.messages()) as messages:
+                async for message in messages:
+                    self._take(message)
+        except WireError as error:
+            self._reason = f"The driver's messages cannot be read: {error}"
+
+    def kill(self, reason: str) -> None:
+        """End the life at once; ``live`` returns soon after."""
+        self._reason = self._reason or reason
+        self._process.signal_group()
+
+    def stop(self) -> None:
+        """Ask the driver to stop in good order."""
+        self._process.send(Stop())
+
+    async def compute(self, job: WindowJob, deadline: float | None) -> Done:
+        """Run a job and return its answer.
+
+        Raises WindowFailed when it fails or takes longer than ``deadline`` seconds, DriverLost when the driver dies.
+        Cancelling this call cancels the job; a job that goes on all the same costs the driver its life.
+        """
+        done = await self._ask(lambda job_id: Run(job_id, job), deadline)
+        assert isinstance(done, Done), "what a driver answers to a Run"
+        return done
+
+    async def compute_group(self, jobs: tuple[WindowJob, ...], deadline: float | None) -> tuple[Output, ...]:
+        """Run several jobs as one and return their outputs; ``deadline`` is for all. Else as ``compute``."""
+        done = await self._ask(lambda job_id: RunGroup(job_id, jobs), deadline)
+        assert isinstance(done, DoneGroup), "what a driver answers to a RunGroup"
+        return done.outputs
+
+    async def publish(self, job: PublishJob, deadline: float | None) -> None:
+        """Write an output into the table. Raises as ``compute`` does, and is cancelled as it."""
+        await self._ask(lambda job_id: Publish(job_id, job), deadline)
+
+    async def _ask(
+        self, make: Callable[[int], Run | RunGroup | Publish], deadline: float | None
+    ) -> Done | DoneGroup:
+        if self._over:
+            raise self._lost()
+        job_id = next(self._ids)
+        asked = make(job_id)
+        answer: asyncio.Future[Done | DoneGroup] = asyncio.get_running_loop().create_future()
+        self._waiting[job_id] = (asked, answer)
+        try:
+            self._send(asked)
+            kill_point("sink.writing" if isinstance(asked, Publish) else "job.running")
+            async with asyncio.timeout(deadline) as limit:
+                return await answer
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            self._cancel(job_id)
+            raise WindowFailed(
+                f"The job ran longer than its deadline of {deadline:g} seconds.",
+                did="It was cancelled.",
+                **_window_of(asked),
+            ) from None
+        except asyncio.CancelledError:
+            self._cancel(job_id)
+            raise
+        finally:
+            self._waiting.pop(job_id, None)
+
+    def _send(self, asked: Run | RunGroup | Publish) -> None:
+        try:
+            self._process.send(asked)
+        except WireError as error:  # half a million segments
+            raise WindowFailed(
+                f"The job cannot be sent to the Spark driver: {error}.",
+                advice="Make windows shorter, or flush_interval longer, so that a window has fewer segments.",
+                **_window_of(asked),
+            ) from error
+
+    def _cancel(self, job_id: int) -> None:
+        if self._over or self._tasks is None:
+            return
+        ended = self._cancelling[job_id] = asyncio.Event()
+        self._process.send(Cancel(job_id))
+        self._tasks.create_task(self._see_it_end(ended))
+
+    async def _see_it_end(self, ended: asyncio.Event) -> None:
+        """Kill the driver when a cancelled job does not end: Python code in a loop cannot be stopped otherwise."""
+        if not await happens(ended, self._clock, self._cancel_grace):
+            self.kill(f"A cancelled job did not end within {self._cancel_grace:g} seconds.")
+
+    async def _watch_start(self, deadline: float) -> None:
+        try:
+            async with asyncio.timeout(deadline):
+                await self.warm.wait()
+        except TimeoutError:
+            self.kill(f"The driver was not ready within {deadline:g} seconds.")
+
+    async def _watch_end(self) -> None:
+        """See an end that the socket does not tell: what the user's code has forked holds it open."""
+        await self._process.wait()
+        self._process.signal_group()
+        # Its last words may be on their way; who left the group with the socket will not close it.
+        await asyncio.sleep(_DRAIN_SECONDS)
+        self._process.hang_up()
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case Started():
+                self.started = message
+            case Warm():
+                self.warm.set()
+            case StartFailed():
+                self.failed = message
+            case Done() | DoneGroup() | FailedJob():
+                self._answer(message)
+            case Progress() if message.id in self._waiting:
+                asked = self._waiting[message.id][0]
+                log.debug(
+                    "spark.progress",
+                    window=asked.job.window.id,
+                    job=message.id,
+                    stages=message.stages,
+                    tasks=message.tasks,
+                    tasks_done=message.tasks_done,
+                )
+            case Progress():
+                pass  # the last words of a job that nobody waits for
+            case JvmGone():
+                self.jvm_exit_code = message.exit_code
+            case Log():
+                self._last_lines.append(message.text[:_LINE_CHARACTERS])
+                self._log(spark_log.Entry(message.level, message.text, "mldserver.spark.driver"))
+            case _:
+                raise WireError(f"{type(message).__name__} does not come from a driver")
+
+    def _answer(self, message: Done | DoneGroup | FailedJob) -> None:
+        if message.id in self._cancelling:
+            self._cancelling.pop(message.id).set()
+        asked, answer = self._waiting.get(message.id, (None, None))
+        if asked is None or answer is None or answer.done():
+            return
+        if not isinstance(message, FailedJob):
+            self.jobs_done += 1
+            answer.set_result(message)
+            return
+        answer.set_exception(
+            WindowFailed(
+                f"{message.error}: {message.message}",
+                traceback=message.traceback,
+                **_window_of(asked),
+            )
+        )
+
+    def _lost(self) -> DriverLost:
+        return DriverLost(f"The Spark driver is gone. {self.reason()}", did="A fresh one starts.")
+
+    def _lose_jobs(self) -> None:
+        for _, answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(self._lost())
+
+    def _take_stdout(self, line: str) -> bool:
+        """Log a line, or count it; return which."""
+        if self.started is None:
+            self._last_lines.append(line[:_LINE_CHARACTERS])  # a crash at start is told on standard output
+        passes = self._stdout.passes()
+        if passes:
+            log.info("handler.output", stream="stdout", text=line)
+        return passes
+
+    def _take_stderr(self, line: str) -> bool:
+        """Log what a line says, or count it; return which."""
+        entry = spark_log.parse(line)
+        if entry.level != "debug":
+            self._last_lines.append(entry.text[:_LINE_CHARACTERS])
+        passes = self._stderr.passes()
+        if passes:
+            self._log(entry)
+        return passes
+
+    def _log(self, entry: spark_log.Entry) -> None:
+        told = {"logger": entry.logger, "text": entry.text, "exception": entry.exception}
+        getattr(log, entry.level)("spark.log", **{name: value for name, value in told.items() if value})
+
+
+def _ending(exit_code: int) -> str:
+    return f"killed by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+
+
+def _window_of(asked: Run | RunGroup | Publish) -> dict[str, str]:
+    """Return the window that an error is about; of a group nobody knows which it is."""
+    return {} if isinstance(asked, RunGroup) else {"window": asked.job.window.id}

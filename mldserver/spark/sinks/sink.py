@@ -1,0 +1,102 @@
+"""What every table sink has in common: the staged rows, the columns that name their window, how errors are told."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Literal
+
+from mldserver.errors import OperatorError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pyspark.sql import DataFrame, SparkSession
+
+    from mldserver.jobs.engine import PublishJob
+
+__all__ = [
+    "REVISION",
+    "WINDOW",
+    "SinkSpec",
+    "TableFormat",
+    "check_made_here",
+    "check_result",
+    "condition",
+    "escaped",
+    "staged",
+]
+
+TableFormat = Literal["delta", "iceberg", "jdbc"]
+
+WINDOW: Final = "_window"
+"""Column of the window's id, text."""
+
+REVISION: Final = "_revision"
+"""Column of the window's revision, INT."""
+
+_CONDITION = re.compile(r"\[([A-Z][A-Z0-9_]+(?:\.[A-Z0-9_]+)*)\]")
+_GLOB = re.compile(r"([\[\]{}*?\\])")
+
+
+@dataclass(frozen=True, slots=True)
+class SinkSpec:
+    """A table that windows are published into: plain values only, since it crosses a process border."""
+
+    format: TableFormat
+    target: str = field(repr=False)
+    """``delta``: path or URI; ``iceberg``: catalog.database.table; ``jdbc``: URL (it may hold a password)."""
+    table: str = ""
+    """``jdbc`` only: the table's name as SQL takes it."""
+    options: dict[str, str] = field(default_factory=dict, repr=False)
+    """The user's options of Spark's writer, and of the JDBC driver; may hold secrets."""
+
+
+def escaped(path: str) -> str:
+    """Return a path for Spark's reader, which takes brackets and stars for patterns."""
+    return _GLOB.sub(r"\\\1", path)
+
+
+def staged(spark: SparkSession, job: PublishJob) -> DataFrame:
+    """Return the committed output's rows with the columns that name their window and revision."""
+    from pyspark.sql import functions as F  # noqa: N812, PLC0415  # its usual name; only the driver pays for pyspark
+
+    files = (escaped(f"{job.staging}/{file}") for file in job.files)
+    # One attempt's files have one schema: Spark looks into one footer only.
+    return spark.read.parquet(*files).withColumns(
+        {WINDOW: F.lit(job.window.id), REVISION: F.lit(job.window.revision)}
+    )
+
+
+def check_result(columns: Iterable[str]) -> None:
+    """Raise ValueError when ``on_window`` returns columns that a table sink adds itself."""
+    taken = sorted({WINDOW, REVISION} & {name.lower() for name in columns})
+    if taken:
+        raise ValueError(
+            f"on_window returned the column {' and '.join(taken)}, which the table sink adds itself: name it otherwise"
+        )
+
+
+def check_made_here(columns: Iterable[str], where: str) -> None:
+    """Raise OperatorError when a table that exists has no columns for window and revision."""
+    missing = sorted({WINDOW, REVISION} - {name.lower() for name in columns})
+    if missing:
+        raise OperatorError(
+            f"The table {where} exists and has no column {' and '.join(missing)}.",
+            did="Nothing is written to it: without these, rows of a window could not be replaced.",
+            advice="Name a table that does not exist, and the server makes it; or add the columns "
+            f"{WINDOW} (text) and {REVISION} (integer).",
+        )
+
+
+def condition(error: BaseException) -> str:
+    """Return the name that Spark gives to an error, such as ``DATA_SOURCE_NOT_FOUND``; empty where it has none.
+
+    Only some of Java's exceptions become Python's own; of the others the name is in the text.
+    """
+    get = getattr(error, "getCondition", None)
+    told = (get() if callable(get) else None) or ""
+    if told:
+        return str(told)
+    found = _CONDITION.search(str(error))
+    return found[1] if found else ""

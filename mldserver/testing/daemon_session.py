@@ -1,0 +1,207 @@
+"""One shard on one connection: the asyncio shell around ``DaemonShard``, with what a KCL worker does in between."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import socket
+import struct
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from mldserver.testing.daemon import DaemonShard, NoServer
+from mldserver.testing.java_wire import Form
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from mldserver.base.clock import Clock
+    from mldserver.testing.fake_stream import FakeStream
+    from mldserver.testing.leases import LeaseTable
+
+__all__ = ["DaemonHangs", "Habits", "ShardSession", "finishes_within"]
+
+_READ_BYTES: Final = 1 << 16
+
+
+class DaemonHangs(Exception):
+    """The real daemon would now wait for ever; the message says for what, and which line it skipped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """How the worker behaves: its properties file, so to speak."""
+
+    form: Form = Form.KCL3
+    seed: int = 0
+    max_records: int = 1000
+    """Most stored records in one batch (``maxRecords``); each batch has a random share of it."""
+    call_with_empty: bool = True
+    """``callProcessRecordsEvenForEmptyRecordList``."""
+    idle_seconds: float = 0.05
+    """Between two reads of a shard without news (``idleTimeBetweenReadsInMillis``)."""
+    close_patience_seconds: float = 10.0
+    """How long the server may take to close after the last status before it counts as a violation."""
+    raise_on_hang: bool = True
+    """Raise DaemonHangs instead of waiting for ever, as the Java does."""
+
+
+@dataclass(slots=True)
+class ShardSession:
+    """Delivers one shard from its checkpoint until the lease is lost, the shard ends, or something breaks."""
+
+    shard_id: str
+    token: int
+    life: int
+    address: str
+    stream: FakeStream
+    leases: LeaseTable
+    clock: Clock
+    habits: Habits
+    on_line: Callable[[str, str], None] | None
+    on_batch: Callable[[int], None]
+    """Called with the number of records once a batch is sent, before it is answered."""
+    stopping: bool = False
+    """SIGTERM: ask for the last checkpoint and leave."""
+    core: DaemonShard = field(init=False)
+    _writer: asyncio.StreamWriter | None = None
+
+    def __post_init__(self) -> None:
+        """Make the protocol core, starting where the lease table says."""
+        self.core = DaemonShard(
+            self.shard_id,
+            form=self.habits.form,
+            start=self.leases.place(self.shard_id),
+            store=lambda place: self.leases.store(self.shard_id, self.token, place),
+            on_line=self.on_line,
+        )
+
+    async def run(self) -> None:
+        """Play the connection to its end. Raises JvmExit (NoServer when there is none) and DaemonHangs."""
+        reader, writer = await self._connect()
+        self._writer = writer
+        try:
+            await self._converse(reader, writer)
+        finally:
+            if self.core.finished:
+                writer.close()
+            else:  # the process dies: what was not sent yet never will be
+                writer.transport.abort()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    def abort(self, *, reset: bool) -> None:
+        """Cut the connection; ``reset`` makes the server see a reset instead of an orderly end."""
+        if self._writer is None:
+            return
+        if reset:
+            raw = self._writer.get_extra_info("socket")
+            with contextlib.suppress(OSError):  # closed already
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._writer.transport.abort()
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        try:
+            if self.address.startswith("unix:"):
+                return await asyncio.open_unix_connection(self.address.removeprefix("unix:"))
+            host, _, port = self.address.rpartition(":")
+            return await asyncio.open_connection(host.strip("[]"), int(port))
+        except OSError as error:
+            raise NoServer(
+                f"{self.shard_id}: the bridge found no server at {self.address}: {error}"
+            ) from error
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        core, form = self.core, self.habits.form
+        place = self.leases.place(self.shard_id)
+        dice = random.Random(f"{self.habits.seed}/{self.life}/{self.shard_id}")  # noqa: S311  # repeatable borders
+        core.initialize()
+        await self._exchange(reader, writer)
+        while not core.finished:
+            if self.leases.elsewhere(self.shard_id):
+                core.lease_lost()
+            elif self.stopping or self.leases.leaving(self.shard_id):
+                if form is not Form.V1:
+                    core.shutdown_requested()
+                    await self._exchange(reader, writer)
+                self._hand_over()
+                core.lease_lost()
+            else:
+                # Asked before the read: what comes in between is read.
+                closed = self.stream.shards[self.shard_id].closed and not self.stream.waiting(self.shard_id)
+                limit = dice.randint(1, self.habits.max_records)
+                records, behind = self.stream.read(self.shard_id, place, limit, raw=form is Form.V1)
+                if records:
+                    place = type(place)(records[-1].sequence_number, records[-1].sub_sequence_number)
+                    core.process_records(records, behind)
+                    self.on_batch(len(records))
+                elif closed:
+                    core.shard_ended()
+                else:
+                    await self.clock.sleep(self.habits.idle_seconds)
+                    if not self.habits.call_with_empty:
+                        continue
+                    core.process_records((), 0)
+            await self._exchange(reader, writer)
+        await self._leave(reader, writer)
+
+    def _hand_over(self) -> None:
+        if self.leases.leaving(self.shard_id):
+            self.leases.lose(self.shard_id)
+
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Send what is to be sent and read until the request is answered."""
+        try:
+            while True:
+                if data := self.core.data_to_send():
+                    writer.write(data)
+                    await writer.drain()
+                if self.core.outstanding is None:
+                    return
+                heard = await reader.read(_READ_BYTES)
+                if not heard:
+                    break
+                self.core.receive_data(heard)
+                self._mind_hang()
+        except ConnectionError:
+            pass  # a reset looks like an EOF to the child's pipes
+        self.core.receive_eof()
+
+    def _mind_hang(self) -> None:
+        if (hang := self.core.hang) is not None and self.habits.raise_on_hang:
+            raise DaemonHangs(
+                f"{self.shard_id}: the daemon waits for the answer to {hang.waiting_for} for ever. "
+                f"{hang.reason}: {hang.line!r}"
+            )
+
+    async def _leave(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Close our side and drain the server's to its end: the Java does so without a time limit."""
+
+        async def drain() -> None:
+            with contextlib.suppress(ConnectionError):
+                if writer.can_write_eof():
+                    writer.write_eof()
+                while heard := await reader.read(_READ_BYTES):
+                    self.core.receive_data(heard)
+
+        if not await finishes_within(self.clock, self.habits.close_patience_seconds, drain()):
+            self.core.violations.append(
+                f"{self.shard_id}: the server did not close within {self.habits.close_patience_seconds} s after "
+                "the last status: the daemon drains its output for ever"
+            )
+
+
+async def finishes_within(clock: Clock, seconds: float, work: Coroutine[object, object, None]) -> bool:
+    """Run ``work`` for at most ``seconds`` of the clock; return whether it came to its end."""
+    job = asyncio.ensure_future(work)
+    timer = asyncio.ensure_future(clock.sleep(seconds))
+    try:
+        await asyncio.wait({job, timer}, return_when=asyncio.FIRST_COMPLETED)
+        if job.done():
+            job.result()
+        return job.done()
+    finally:
+        job.cancel()
+        timer.cancel()
+        await asyncio.gather(job, timer, return_exceptions=True)

@@ -1,0 +1,173 @@
+"""An engine without Spark, for quick tests of a pipeline: pyarrow reads the segments, a function makes the output."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from mldserver.base.clock import SystemClock
+from mldserver.base.kill_points import kill_point
+from mldserver.base.uris import reach
+from mldserver.errors import WindowFailed
+from mldserver.jobs.engine import WindowResult
+from mldserver.testing.sqlite_table import publish_into
+from mldserver.windows import WINDOW_COLUMNS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import pyarrow as pa
+
+    from mldserver.base.clock import Clock
+    from mldserver.jobs.engine import PublishJob, WindowJob
+    from mldserver.windows import Window
+
+    OnTable = Callable[[pa.Table, Window], pa.Table]
+
+__all__ = ["LocalEngine"]
+
+_ORDER: Final = ("_time", "_clock")
+
+
+@dataclass(slots=True)
+class LocalEngine:
+    """``mldserver.jobs.engine.Engine`` in this process.
+
+    ``on_table`` gets a window's rows as an Arrow table in the pipeline's total order, all columns included, and
+    returns what is to be written; the default writes the rows as they are. The columns ``window_columns`` are added.
+    """
+
+    on_table: OnTable | None = None
+    fail: Callable[[WindowJob], Exception | None] | None = None
+    """Called before each attempt; what it returns is raised, after half-written output was left in staging."""
+    delay_seconds: float = 0.0
+    """How long each attempt takes at least, on ``clock``."""
+    start_seconds: float = 0.0
+    """How long ``run`` takes to become ready, on ``clock``."""
+    clock: Clock = field(default_factory=SystemClock)
+    group_limit: int = 1
+    """How many windows may share one job."""
+    jobs: list[WindowJob] = field(default_factory=list)
+    """Every attempt, in the order in which they began."""
+    groups: list[int] = field(default_factory=list)
+    """How many windows each job had."""
+    window_columns: tuple[str, str] | None = WINDOW_COLUMNS
+    """As in a handler."""
+    table: Path | None = None
+    """A file that windows are published into where the setting ``sink`` names a table (``table.py``)."""
+    _ready: asyncio.Event = field(default_factory=asyncio.Event)
+    _closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self) -> None:
+        """Become ready, then stay so until closed or cancelled."""
+        if self.start_seconds:
+            await self.clock.sleep(self.start_seconds)
+        self._ready.set()
+        await self._closed.wait()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether ``run`` has started it and ``close`` has not ended it."""
+        return self._ready.is_set() and not self._closed.is_set()
+
+    async def ready(self) -> None:
+        """Return once ``run`` has started it."""
+        await self._ready.wait()
+
+    async def compute(self, job: WindowJob) -> WindowResult:
+        """Run one attempt. Raises WindowFailed when the function fails or staging exists, and injected errors."""
+        return (await self.compute_group((job,)))[0]
+
+    async def compute_group(self, jobs: tuple[WindowJob, ...]) -> tuple[WindowResult, ...]:
+        """Run attempts at several windows as one job, one ``delay_seconds`` long. Raises as ``compute``."""
+        await self._ready.wait()
+        began = time.monotonic()
+        self.jobs += jobs
+        self.groups.append(len(jobs))
+        if self.delay_seconds:
+            await self.clock.sleep(self.delay_seconds)
+        if self.fail is not None:
+            for job in jobs:
+                if (error := self.fail(job)) is not None:
+                    await asyncio.to_thread(_leave_wreckage, job)
+                    raise error
+        rows = await asyncio.to_thread(self._compute_all, jobs)
+        seconds = time.monotonic() - began
+        return tuple(
+            WindowResult((_file(job),), count, seconds) for job, count in zip(jobs, rows, strict=True)
+        )
+
+    def _compute_all(self, jobs: tuple[WindowJob, ...]) -> list[int]:
+        return [_compute(job, self.on_table, self.window_columns) for job in jobs]
+
+    async def publish(self, job: PublishJob) -> None:
+        """Write an output into ``table``. Raises WindowFailed where there is none, or it cannot be written."""
+        await self._ready.wait()
+        if self.table is None:
+            raise WindowFailed("The engine was given no table to publish into")
+        try:
+            await asyncio.to_thread(publish_into, self.table, job)
+        except (OSError, sqlite3.Error) as error:
+            raise WindowFailed(f"Window {job.window.id} could not be published: {error}") from error
+
+    async def close(self) -> None:
+        """Let ``run`` return."""
+        self._closed.set()
+
+
+def _file(job: WindowJob) -> str:
+    """As Spark's, an attempt's file names are its own: readers must not take one revision's for another's."""
+    return f"part-00000-{job.attempt:04d}.parquet"
+
+
+def _leave_wreckage(job: WindowJob) -> None:
+    filesystem, staging = reach(job.staging, job.out)
+    filesystem.create_dir(staging, recursive=True)
+    with filesystem.open_output_stream(f"{staging}/{_file(job)}.crashed") as stream:
+        stream.write(b"PAR1 half a file")
+
+
+def _compute(job: WindowJob, on_table: OnTable | None, window_columns: tuple[str, str] | None) -> int:
+    import pyarrow as pa  # noqa: PLC0415  # the plugin's users may never compute a window
+    import pyarrow.parquet as pq  # noqa: PLC0415  # see above
+    from pyarrow.fs import FileType  # noqa: PLC0415  # see above
+
+    rows = pa.concat_tables([_read(path, job) for path in job.segments], promote_options="permissive")
+    if len(rows) != job.rows:
+        raise WindowFailed(
+            f"The segments of window {job.window.id} hold {len(rows)} rows, but the ledger has registered {job.rows}"
+        )
+    order = [(name, "ascending") for name in _ORDER if name in rows.column_names]
+    rows = rows.sort_by(order) if order else rows
+    try:
+        output = rows if on_table is None else on_table(rows, job.window)
+    except Exception as error:
+        raise WindowFailed(
+            f"The function failed on window {job.window.id}: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(output, pa.Table):
+        raise WindowFailed(f"The function returned {output!r} for window {job.window.id}, not an Arrow table")
+    for name, at in zip(window_columns or (), (job.window.start, job.window.end), strict=False):
+        if at is not None and name not in output.column_names:
+            instants = pa.repeat(pa.scalar(at, pa.timestamp("us", "UTC")), len(output))
+            output = output.append_column(name, instants)
+    kill_point("job.running")
+    filesystem, staging = reach(job.staging, job.out)
+    if filesystem.get_file_info(staging).type != FileType.NotFound:
+        raise WindowFailed(f"The staging directory {job.staging} exists already")
+    filesystem.create_dir(staging, recursive=True)
+    pq.write_table(output, f"{staging}/{_file(job)}", filesystem=filesystem)
+    return int(output.num_rows)
+
+
+def _read(path: str, job: WindowJob) -> pa.Table:
+    import pyarrow.parquet as pq  # noqa: PLC0415  # see above
+
+    filesystem, file = reach(path, job.out)
+    # Not `read_table`, which would take the names of the folders on the way for columns.
+    with filesystem.open_input_file(file) as source:
+        return pq.ParquetFile(source).read()

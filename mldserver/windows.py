@@ -1,0 +1,214 @@
+"""Windows as handlers declare and see them.
+
+Two kinds are declared:
+
+* ``tumbling(size, on=, lateness=, disorder=)``: half-open event-time intervals, aligned to the Unix epoch.
+* ``batches(max_rows=, max_age=)``: bounded runs of rows in merge order, for pipelines without event time.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from numpy.typing import NDArray
+
+__all__ = [
+    "WINDOW_COLUMNS",
+    "Batches",
+    "Tumbling",
+    "Window",
+    "WindowSpec",
+    "as_window",
+    "batches",
+    "duration_ms",
+    "milliseconds",
+    "span_text",
+    "tumbling",
+    "tumbling_id",
+    "tumbling_starts",
+]
+
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MS = timedelta(milliseconds=1)
+_BOUNDS = (datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC))
+_UNITS_MS = {
+    "ms": 1,
+    "millisecond": 1,
+    "s": 1000,
+    "second": 1000,
+    "m": 60_000,
+    "min": 60_000,
+    "minute": 60_000,
+    "h": 3_600_000,
+    "hour": 3_600_000,
+    "d": 86_400_000,
+    "day": 86_400_000,
+    "w": 604_800_000,
+    "week": 604_800_000,
+}
+_PER_MS = {"ms": 1, "us": 1_000, "ns": 1_000_000}
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
+_LONGEST_MS = 2**53
+
+WINDOW_COLUMNS = ("window_start", "window_end")
+"""The columns of the output that hold its window's bounds, unless the handler names others (``window_columns``)."""
+
+
+def duration_ms(value: str | float | timedelta) -> int:
+    """Return a duration in milliseconds from ``"10 minutes"``, ``"500ms"``, seconds, or a timedelta.
+
+    Raises ValueError for text that is no duration, for negative ones, and for those beyond 285,000 years.
+    """
+    if isinstance(value, timedelta):
+        ms: float = value / timedelta(milliseconds=1)
+    elif isinstance(value, str):
+        match = _DURATION.fullmatch(value)
+        unit = _unit_ms(match[2].lower()) if match else None
+        if match is None or unit is None:
+            raise ValueError(
+                f"not a duration: {value!r} (write for example '10 minutes', '500 ms' or '1 hour')"
+            )
+        ms = float(match[1]) * unit
+    else:
+        ms = value * 1000
+    if ms < 0:
+        raise ValueError(f"a duration cannot be negative: {value!r}")
+    if not ms <= _LONGEST_MS:
+        raise ValueError(f"a duration cannot be that long: {value!r}")
+    return round(ms)
+
+
+def _unit_ms(name: str) -> int | None:
+    plural = len(name) > 2 and name.endswith("s")  # noqa: PLR2004  # ms, and single letters, have no plural
+    return _UNITS_MS.get(name[:-1] if plural else name)
+
+
+def milliseconds(column: pa.ChunkedArray) -> NDArray[np.int64]:
+    """Return a timestamp column of any unit as whole milliseconds, rounded down, also before 1970."""
+    ticks: NDArray[np.int64] = column.cast("int64").to_numpy()
+    unit = column.type.unit
+    return ticks * np.int64(1000) if unit == "s" else np.floor_divide(ticks, _PER_MS[unit])
+
+
+def span_text(ms: int) -> str:
+    """Return a duration for people: ``90 min``, ``2 d``."""
+    for unit, size in (("d", 86_400_000), ("h", 3_600_000), ("min", 60_000), ("s", 1000)):
+        if ms and ms % size == 0:
+            return f"{ms // size} {unit}"
+    return f"{ms} ms"
+
+
+@dataclass(frozen=True, slots=True)
+class Tumbling:
+    """Half-open intervals of event time, aligned to the Unix epoch."""
+
+    size_ms: int
+    on: str | None = None
+    """The TIMESTAMP column that holds the event time; None: the arrival time."""
+    lateness_ms: int = 0
+    """How long after its end a window stays open."""
+    disorder_ms: int = 0
+    """How far behind the latest event time of its shard a row may come without counting as late."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """Bounded runs of rows, in merge order."""
+
+    max_rows: int
+    max_age_ms: int
+
+
+WindowSpec = Tumbling | Batches
+
+
+def tumbling(
+    size: str | float | timedelta,
+    *,
+    on: str | None = None,
+    lateness: str | float | timedelta = 0,
+    disorder: str | float | timedelta = 0,
+) -> Tumbling:
+    """Cut rows into event-time intervals of ``size``, aligned to the Unix epoch.
+
+    Durations are text (``"1 hour"``), seconds or timedeltas. Raises ValueError for what is none.
+    """
+    size_ms = duration_ms(size)
+    if size_ms == 0:
+        raise ValueError("a window needs a size above zero")
+    return Tumbling(size_ms, on, duration_ms(lateness), duration_ms(disorder))
+
+
+def batches(*, max_rows: int = 1_000_000, max_age: str | float | timedelta = "1 minute") -> Batches:
+    """Cut rows into runs of at most ``max_rows`` rows, none open for longer than ``max_age``.
+
+    Both hold for all servers of a pipeline together.
+
+    Raises ValueError for impossible bounds.
+    """
+    if max_rows < 1:
+        raise ValueError("max_rows must be at least 1")
+    return Batches(max_rows, duration_ms(max_age))
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One window, as ``on_window`` sees it."""
+
+    id: str
+    """Unique in its pipeline and safe as a directory name, e.g. ``2013-01-01T10-00-00Z`` or ``batch-000000000007``."""
+    start: datetime | None
+    """First instant that belongs to it (aware, UTC); None for ``batches``."""
+    end: datetime | None
+    """First instant after it; None for ``batches``."""
+    revision: int = 1
+    """1 for the first output of a window; higher when it is computed again, over all its rows, for late ones.
+
+    With ``id`` it is the idempotency key of an ``on_window`` that writes for itself: an attempt that is made again has
+    the same two, and a higher revision replaces all that lower ones of the window wrote.
+    """
+    pipeline: str = ""
+
+
+def tumbling_id(start_ms: int) -> str:
+    """Return the id of the tumbling window that starts at ``start_ms``: readable, and safe in any file system.
+
+    A start that is no date of the years 1 to 9999 (a column may hold anything) is told in milliseconds.
+    """
+    at = _instant(start_ms)
+    if at in _BOUNDS:
+        return f"ms{start_ms:+020d}"
+    fraction = f".{start_ms % 1000:03d}" if start_ms % 1000 else ""
+    # Not strftime: its %Y does not pad years before 1000 on every platform.
+    return (
+        f"{at.year:04d}-{at.month:02d}-{at.day:02d}T{at.hour:02d}-{at.minute:02d}-{at.second:02d}{fraction}Z"
+    )
+
+
+def tumbling_starts(event_ms: NDArray[np.int64], spec: Tumbling) -> NDArray[np.int64]:
+    """Return for each event time the start of its window (ms), aligned to the epoch, also before 1970."""
+    return event_ms - np.mod(event_ms, spec.size_ms)
+
+
+def as_window(
+    window_id: str, start_ms: int | None, end_ms: int | None, *, revision: int, pipeline: str
+) -> Window:
+    """Return the handler's view of a window; bounds beyond the years 1 to 9999 are cut to these."""
+    start = None if start_ms is None else _instant(start_ms)
+    end = None if end_ms is None else _instant(end_ms)
+    return Window(window_id, start, end, revision, pipeline)
+
+
+def _instant(ms: int) -> datetime:
+    first, last = _BOUNDS
+    if ms <= (first - _EPOCH) // _MS:
+        return first
+    return last if ms >= (last - _EPOCH) // _MS else _EPOCH + ms * _MS

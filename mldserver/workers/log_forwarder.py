@@ -1,0 +1,131 @@
+"""What is logged and printed in a worker goes to the server, whose log is the only one.
+
+A flood of prints, or of what the handler and its libraries log, is cut: so many lines a second pass, the rest is
+counted. What is lost because the server does not listen is counted too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from mldserver.observe.log_events import EVENTS
+from mldserver.observe.logging import libraries_through_us
+from mldserver.observe.rate_limit import Flood
+from mldserver.observe.stdout_capture import caught_output
+from mldserver.workers.channel import send_now
+from mldserver.workers.wire import Told, encode
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Iterator, Mapping, MutableMapping
+
+__all__ = ["Teller", "telling_through"]
+
+PRINTED: Final = "handler.output"
+OURS: Final = frozenset(EVENTS) - {PRINTED, "library.log"}
+"""Events that are the runtime's own, of which there are never more than it makes calls."""
+LONGEST: Final = 65_536
+"""Characters of a text in an event."""
+URGENT_SECONDS: Final = 1.0
+"""How long a thread waits for the server to take a warning or an error."""
+
+
+class Teller:
+    """Sends events, from any thread."""
+
+    def __init__(self, end: socket.socket) -> None:
+        """Send through ``end``."""
+        self._end = end
+        self._prints = Flood()
+        self._logs = Flood()
+        self._lock = threading.RLock()
+        self._lost = 0
+        self._since = ""
+
+    def tell(self, _logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        """Send an event: the last of structlog's processors."""
+        self.send(method, event.pop("event"), event)
+        raise structlog.DropEvent
+
+    def send(self, method: str, name: str, event: Mapping[str, Any]) -> None:
+        """Send an event, whatever structlog's configuration has become: it is the handler's too."""
+        urgent = method not in {"debug", "info"}
+        with self._lock:
+            if name not in OURS and not (self._prints if name == PRINTED else self._logs).passes():
+                self._lose(1)
+            else:
+                self._tell_lost()
+                fields = {key: _plain(value) for key, value in event.items()}
+                if "self" in fields:  # a handler may bind it; no logger's method can be called with it
+                    fields["self_"] = fields.pop("self")
+                if not self._sent(encode(Told(method, name, fields)), URGENT_SECONDS if urgent else 0.0):
+                    self._lose(1)
+
+    def _sent(self, told: bytes, wait: float) -> bool:
+        # Where the server is gone this process ends (``pulse.py``): there is nobody left to tell.
+        with contextlib.suppress(OSError):
+            return send_now(self._end, told, wait_seconds=wait)
+        return False
+
+    def _lose(self, lines: int) -> None:
+        if not self._lost:
+            self._since = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+        self._lost += lines
+
+    def tell_lost(self) -> None:
+        """Tell how much was lost, if there is anything that was not told yet."""
+        with self._lock:
+            self._tell_lost()
+
+    def _tell_lost(self) -> None:
+        if self._lost:
+            told = Told("warning", "log.lost", {"lines": self._lost, "since": self._since})
+            if self._sent(encode(told), 0.0):
+                self._lost = 0
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that crosses: numbers beyond 64 bits do not, and texts are cut."""
+    if isinstance(value, str):
+        return _cut(value)
+    if isinstance(value, bool | float | None):
+        return value
+    if isinstance(value, int):
+        return value if -(2**63) <= value < 2**63 else str(value)
+    if isinstance(value, dict):
+        return {_cut(str(key)): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(each) for each in value]
+    return _cut(str(value))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} … and {len(text) - LONGEST} characters more"
+
+
+@contextlib.contextmanager
+def telling_through(end: socket.socket, level: int) -> Iterator[Teller]:
+    """Send events from ``level`` (a number of ``logging``) on, and what is printed, for as long as the context lasts."""
+    teller = Teller(end)
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.format_exc_info,
+            teller.tell,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        cache_logger_on_first_use=False,
+    )
+
+    def printed(stream: str, text: str) -> None:
+        if level <= logging.INFO:
+            teller.send("info", PRINTED, {"stream": stream, "text": text})
+
+    with libraries_through_us(), caught_output(printed):
+        yield teller

@@ -1,0 +1,184 @@
+"""A process in reserve, its imports done and its handler loaded, for the worker that dies next."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from mldserver.errors import HandlerError, HandlerInvalid
+from mldserver.workers.lifecycle import Deaths
+from mldserver.workers.process import WorkerGone, WorkerProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mldserver.base.clock import Clock
+    from mldserver.workers import wire
+
+__all__ = ["Spares"]
+
+log = structlog.get_logger("mldserver")
+
+_FIRST_STARTS: Final = 3
+"""Processes that may be killed in a row while the server has not begun, until that is told instead of tried again."""
+_PAUSE_MS: Final = 200
+"""At least, between a start that came to nothing and the next."""
+_LOAD_SECONDS: Final = 600.0
+"""How long a process may take to load the handler, once one has loaded it: then it hangs, and another may not."""
+_LONG_MS: Final = 30_000
+"""How long a worker may wait for a process that has loaded the handler until a person should look."""
+
+
+class Spares:
+    """Keeps one process ready, and makes more, several at a time, while more are wanted."""
+
+    def __init__(self, start: wire.Start, *, clock: Clock) -> None:
+        """Processes begin with ``start``."""
+        self._start = start
+        self._clock = clock
+        self._ready: deque[WorkerProcess] = deque()
+        self._wanted = 0
+        """How many wait for one."""
+        self._wanted_since_ms: int | None = None
+        self._making = 0
+        self._changed = asyncio.Event()
+        self._deaths = Deaths()
+
+    @property
+    def handler(self) -> str:
+        """The handler's dotted path."""
+        return self._start.handler
+
+    @property
+    def trouble(self) -> str | None:
+        """What a person should look at: somebody has waited too long for a process."""
+        since_ms = self._wanted_since_ms
+        waited_ms = 0 if since_ms is None else self._clock.steady_ms() - since_ms
+        if waited_ms < _LONG_MS:
+            return None
+        return f"no worker process has loaded the handler for {waited_ms // 1000} s: see worker.not_started"
+
+    async def first(self) -> wire.Loaded:
+        """Start a process and return what it found in the handler. Raises HandlerError.
+
+        A process that is killed while it loads says nothing of the handler, so that two of them may be; one that ends
+        otherwise would end so again.
+        """
+        killed = 0
+        while True:
+            process = await WorkerProcess.start(self._start, self._clock, again=False)
+            try:
+                loaded = await process.loaded()
+            except WorkerGone as gone:
+                killed += 1
+                if not process.was_killed or killed == _FIRST_STARTS:
+                    raise HandlerInvalid(
+                        _loading(gone),
+                        advice="`mldserver check` says where.",
+                        traceback=process.last_words or None,
+                    ) from gone
+                await self._pause(_loading(gone))
+            except BaseException:
+                await process.close()
+                raise
+            else:
+                self._keep(process)
+                return loaded
+
+    async def take(self) -> WorkerProcess:
+        """Return a process that has loaded the handler."""
+        self._wanted += 1
+        self._changed.set()
+        if self._wanted_since_ms is None:
+            self._wanted_since_ms = self._clock.steady_ms()
+        try:
+            await self._until(lambda: any(process.is_open for process in self._ready))
+            process = next(process for process in self._ready if process.is_open)
+            self._ready.remove(process)
+        finally:
+            self._wanted -= 1
+            self._wanted_since_ms = self._clock.steady_ms() if self._wanted else None
+            self._changed.set()
+        return process
+
+    async def run(self) -> None:
+        """Make new ones when they are taken, or end, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            # Most of the time that it takes is the processor's.
+            for _ in range(os.cpu_count() or 1):
+                group.create_task(self._make())
+
+    async def _until(self, true: Callable[[], bool]) -> None:
+        while not true():
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _keep(self, process: WorkerProcess) -> None:
+        self._ready.append(process)
+        process.on_end = self._changed.set
+        self._changed.set()
+
+    def _ended(self) -> WorkerProcess | None:
+        return next((process for process in self._ready if not process.is_open), None)
+
+    async def _make(self) -> None:
+        while True:
+            await self._until(
+                lambda: self._ended() is not None or len(self._ready) + self._making <= self._wanted
+            )
+            if (ended := self._ended()) is not None:
+                self._ready.remove(ended)
+                await ended.close()
+                await self._pause(f"A spare process ended before it was used: {await ended.ending()}.")
+                continue
+            self._making += 1
+            try:
+                process = await self._made()
+            finally:
+                self._making -= 1
+            if process is not None:
+                self._keep(process)
+            self._changed.set()
+
+    async def _made(self) -> WorkerProcess | None:
+        process: WorkerProcess | None = None
+        try:
+            process = await WorkerProcess.start(self._start, self._clock)
+            async with asyncio.timeout(_LOAD_SECONDS):
+                await process.loaded()
+        except (OSError, HandlerError, WorkerGone) as error:
+            if process is not None:
+                await process.close()
+            await self._pause(_not_made(error))
+            return None
+        except BaseException:
+            if process is not None:
+                await process.close()
+            raise
+        self._deaths.worked()
+        return process
+
+    async def _pause(self, what: str) -> None:
+        """Say what became of a process, and wait before the next."""
+        delay_seconds = max(_PAUSE_MS, self._deaths.died(self._clock.steady_ms(), useful=False)) / 1000
+        log.error("worker.not_started", what=what, delay_seconds=delay_seconds)
+        await self._clock.sleep(delay_seconds)
+
+    async def close(self) -> None:
+        """End what is ready."""
+        while self._ready:
+            await self._ready.popleft().close()
+
+
+def _not_made(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return f"Loading the handler took longer than {_LOAD_SECONDS:g} s."
+    return _loading(error) if isinstance(error, WorkerGone) else str(error)
+
+
+def _loading(gone: WorkerGone) -> str:
+    return f"Loading the handler ended its process: {gone.ending}."
