@@ -240,7 +240,7 @@ async def _assembled(
         if isinstance(settings.listen, UnixAddress)
         else (settings.listen.host, settings.listen.port),
         runtime=runtime,
-        intake=coordinator,
+        intake=coordinator.shards,
         limits=_limits(settings),
         connection_limit=settings.connection_limit,
         answer_deadline=settings.answer_deadline,

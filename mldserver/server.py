@@ -425,8 +425,8 @@ class Server:
 
 
 def _learn(coordinator: Coordinator, listing: Mapping[str, ShardListing]) -> None:
-    for shard_id in coordinator.know({name: shard.parents for name, shard in listing.items()}):
-        log.info("shard.discovered", shard=shard_id, parents=coordinator.parents(shard_id))
+    for shard_id in coordinator.shards.know({name: shard.parents for name, shard in listing.items()}):
+        log.info("shard.discovered", shard=shard_id, parents=coordinator.shards.parents(shard_id))
 
 
 def _leaves(group: BaseExceptionGroup[MldserverError]) -> Iterator[MldserverError]:

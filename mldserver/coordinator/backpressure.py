@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from mldserver.coordinator.core.buffer import Buffer
     from mldserver.coordinator.core.rules import CoordinatorRules
     from mldserver.coordinator.core.segment_usage import Picture
+    from mldserver.coordinator.core.sessions import Session
     from mldserver.coordinator.core.watermark import Watermark
-    from mldserver.coordinator.shard_session import ShardSession
 
 __all__ = ["Holding"]
 
@@ -83,12 +83,12 @@ class Holding:
         """Whether shards are held until windows close that are not due yet."""
         return bool(self._held) and self.holder is not None and self.segment_bytes > self._rules.segment_bytes
 
-    def is_held(self, session: ShardSession) -> bool:
+    def is_held(self, session: Session) -> bool:
         """Whether the session's shard must wait."""
         self.weigh()
         return session.shard_id in self._held and not session.finishing
 
-    async def wait(self, session: ShardSession) -> None:
+    async def wait(self, session: Session) -> None:
         """Wait while the session's shard is held back."""
         began_ms = self._clock.steady_ms()
         memory = self._buffer.bytes > self._rules.buffer_bytes * _SHORT

@@ -23,7 +23,6 @@ import structlog
 from mldserver.base.kill_points import kill_point
 from mldserver.coordinator.backpressure import Holding
 from mldserver.coordinator.core.buffer import Buffer
-from mldserver.coordinator.core.flush import buffered, shard_end
 from mldserver.coordinator.core.lineage import Lineage
 from mldserver.coordinator.core.open_windows import OpenWindows
 from mldserver.coordinator.core.rules import CoordinatorRules
@@ -37,13 +36,12 @@ from mldserver.coordinator.recovery import heirless, recover, take_over
 from mldserver.coordinator.redrive_intake import Redriving
 from mldserver.coordinator.reports import AheadRows, MissingShards, Standing
 from mldserver.coordinator.retention import Retention
-from mldserver.coordinator.shard_session import ShardSession
-from mldserver.coordinator.start_check import is_gap, refuse_gap
+from mldserver.coordinator.shards import Shards
 from mldserver.coordinator.status import status_of
 from mldserver.output.layout import PRIVATE, SEGMENTS, STAGING
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable
 
     from mldserver.base.clock import Clock
     from mldserver.coordinator.core.flush import BufferedBatch
@@ -54,8 +52,6 @@ if TYPE_CHECKING:
     from mldserver.jobs.runner import WindowRunner
     from mldserver.output.owner import FolderClaim
     from mldserver.output.store import OutputStore
-    from mldserver.runtime.interface import BatchOutcome
-    from mldserver.sources.intake import ShardOpening
     from mldserver.state.ledger import Ledger, LedgerState
     from mldserver.windows import WindowSpec
 
@@ -65,7 +61,7 @@ log = structlog.get_logger("mldserver")
 
 
 class Coordinator:
-    """One pipeline's coordinator: an ``Intake`` for sources, a cycle, and a snapshot of its state."""
+    """One pipeline's coordinator: its shards, a cycle, and a snapshot of its state."""
 
     def __init__(
         self,
@@ -152,8 +148,22 @@ class Coordinator:
         )
         self._ended = asyncio.Event()
         """Set while the stream is over, as the latest cycle found it; wakes those who wait for that."""
-        self._rows_accepted = 0
-        self._ask_stream = ask_stream
+        self.shards = Shards(
+            rules=rules,
+            spec=spec,
+            ledger=ledger,
+            clock=clock,
+            buffer=self.buffer,
+            lineage=self.lineage,
+            watermark=self.watermark,
+            sessions=self._sessions,
+            backpressure=self._holding,
+            fleet=self._fleet,
+            retention=self._retention,
+            ahead=self._ahead,
+            turns=self._turns,
+            ask_stream=ask_stream,
+        )
         self.draining = asyncio.Event()  # set once the ledger asks all servers to drain
         self.cuts_all = False  # whether cycles cut every open window, due or not
 
@@ -283,141 +293,6 @@ class Coordinator:
         """Whether no window is open, and none waits for its next revision."""
         return not self._flusher.open_windows and not self._flusher.recomputing
 
-    # What sources ask.
-
-    async def check(self, opening: ShardOpening) -> None:
-        """Raise GapRefused when a shard that has a live connection would start beyond its position."""
-        live = self._sessions.live(opening.shard_id)
-        if live is None or self.rules.accept_gap or not is_gap(opening, live.position.durable):
-            return
-        # Another server may have read it on since this one heard of it: the ledger knows.
-        state = (await self._ledger.peek()).shards.get(opening.shard_id)
-        if state is not None and not state.gap_accepted:
-            refuse_gap(opening, state.position, ended=state.ended, accepted=False)
-
-    def abandon(self, shard_id: str) -> None:
-        """Let go of a shard that its connection has lost to one that could not open it: it is missing from now on."""
-        live = self._sessions.live(shard_id)
-        if live is not None:
-            live.disconnected()
-
-    async def open_shard(self, opening: ShardOpening) -> ShardSession:
-        """Take a shard in under a new epoch. Raises GapRefused when it starts beyond the ledger's position."""
-        # Before the epoch is raised: a connection that is refused must not cost the live one its shard.
-        await self.check(opening)
-        with self._fleet.opening():
-            # It counts from now on: however long the stream and the ledger take to answer, no window closes without it.
-            now_ms = self.clock.steady_ms()
-            new = self.lineage.know(opening.shard_id, now_ms, parents=opening.parents)
-            if new:
-                self.watermark.settle(now_ms)
-            if new and self._ask_stream is not None and not opening.parents:
-                await self._ask_stream()
-            return await self._open(opening, new=new)
-
-    async def _open(self, opening: ShardOpening, *, new: bool) -> ShardSession:
-        shard_id = opening.shard_id
-        # Parents that only ListShards names are kept with the shard: after a restart they order it all the same.
-        parents = opening.parents or self.parents(shard_id)
-        state = await self._ledger.open_shard(shard_id, parents)
-        accepted = state.gap_accepted or self.rules.accept_gap
-        refuse_gap(opening, state.position, ended=state.ended, accepted=accepted)
-        # Under the new epoch: what an older one has not stored by now is delivered again.
-        parked = await self._ledger.parked_keys(shard_id) if self.rules.parks else {}
-        await self._fleet.learn_ancestors(state)
-        now_ms = self.clock.steady_ms()
-        self.lineage.know(shard_id, now_ms, parents=state.parents)
-        proved = self.lineage.proved_ended(shard_id)
-        if proved:
-            await self._ledger.end_shards(frozenset(proved))
-        # No await from here on: a cycle must not see the shard half taken in.
-        session = ShardSession(self, shard_id, state, parked, within_aggregates=opening.within_aggregates)
-        if not self._sessions.take_in(session, state, self.clock.steady_ms(), tells_lag=opening.tells_lag):
-            return session
-        if new or proved:
-            self.watermark.settle(now_ms)
-        log.info(
-            "shard.opened",
-            shard=shard_id,
-            start=str(opening.start) if opening.start is not None else None,
-            position=str(state.position) if state.position else None,
-            epoch=state.epoch,
-        )
-        return session
-
-    def know(self, listing: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-        """Learn the shards that the stream lists, with their parents; return the new ones."""
-        now_ms = self.clock.steady_ms()
-        self._retention.listed = frozenset(listing)
-        new = tuple(
-            shard for shard, parents in listing.items() if self.lineage.know(shard, now_ms, parents=parents)
-        )
-        if new:
-            self.watermark.settle(now_ms)
-        return new
-
-    def parents(self, shard_id: str) -> tuple[str, ...]:
-        """Return a shard's parents, as far as they are known."""
-        return self.lineage[shard_id].parents if shard_id in self.lineage else ()
-
-    # What shard sessions ask.
-
-    def take(self, session: ShardSession, outcome: BatchOutcome) -> None:
-        """Buffer a batch of a live session."""
-        shard_id, now_ms = session.shard_id, self.clock.steady_ms()
-        batch = buffered(
-            shard_id,
-            session.epoch,
-            outcome,
-            floor_ms=self.lineage.floor_ms(shard_id),
-            spec=self._spec,
-            max_ahead_ms=self.rules.max_ahead_ms,
-        )
-        if batch.ahead is not None:
-            self._ahead.note(shard_id, batch.ahead)
-        if batch.effective_ms is not None:
-            self.lineage[shard_id].effective_ms = batch.effective_ms
-        outline, batch = outcome.outline, session.settle(outcome, batch)
-        fresh = outline.records - outline.duplicates
-        self.watermark.observed(
-            shard_id,
-            now_ms,
-            records=outline.records,
-            lag_ms=outline.millis_behind_latest,
-            event_ms=batch.latest_event_ms if fresh else None,
-            arrival_ms=batch.effective_ms,
-        )
-        if fresh or batch.last is not None:
-            self.buffer.add(batch)
-            self._rows_accepted += 0 if batch.rows is None else len(batch.rows)
-        if self.buffer.bytes >= self.rules.flush_bytes:
-            self._turns.soon()
-
-    async def admit(self, session: ShardSession) -> None:
-        """Wait while the session's shard is held back."""
-        if self._holding.is_held(session):
-            self._turns.soon()
-            await self._holding.wait(session)
-
-    async def release(self) -> None:
-        """Let those go on that need not wait any more."""
-        await self._holding.release()
-
-    def end(self, session: ShardSession) -> None:
-        """Buffer a shard's end, so that the next flush marks it durably."""
-        self.buffer.add(shard_end(session.shard_id, session.epoch, session.position.accepted))
-
-    def ended(self, session: ShardSession) -> None:
-        """Let go of a shard whose end is durable."""
-        self._sessions.end(session, self.clock.steady_ms())
-        log.info("shard.ended", shard=session.shard_id, position=str(session.position.durable))
-
-    def disconnected(self, session: ShardSession) -> None:
-        """Let go of a shard without its end: it is missing from now on."""
-        if self._sessions.let_go(session, self.clock.steady_ms()):
-            self._fleet.let_go(session.shard_id, session.epoch)
-            self._turns.soon()
-
     def freed(self, freed_bytes: int) -> None:
         """Note that segments were deleted."""
         self._holding.segment_bytes -= freed_bytes
@@ -442,7 +317,7 @@ class Coordinator:
             self._view,
             connected=len(self.lineage.connected()),
             missing=tuple(node.id for node in self.lineage.missing()),
-            rows_accepted=self._rows_accepted,
+            rows_accepted=self.shards.rows_accepted,
             rows_ahead=self._ahead.rows,
             buffered_bytes=self.buffer.bytes,
             segment_bytes=self._holding.segment_bytes,

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Iterator, Mapping
 
-    from mldserver.testing.virtual_loop import VirtualLoop
-    from mldserver.testing.virtual_net import MemoryTransport
 
 __all__ = [
     "Call",
@@ -35,6 +33,34 @@ __all__ = [
 _T = TypeVar("_T")
 _GAP_SECONDS: Final = 1e-6
 """Timers that are due together fire in no promised order; calls of one thread must not."""
+
+
+class Connection(Protocol):
+    """One end of a connection that dies with its process."""
+
+    def vanish(self) -> None:
+        """Lose it without a word."""
+        ...
+
+    def is_closing(self) -> bool:
+        """Whether it is closed, or about to be."""
+        ...
+
+
+class VirtualTime(Protocol):
+    """What is needed of a ``VirtualLoop``."""
+
+    def time(self) -> float:
+        """Return its time, in seconds."""
+        ...
+
+    def latency(self) -> float:
+        """Return how long the next thing takes."""
+        ...
+
+    def call_at(self, when: float, callback: Callable[..., object], /, *args: Any) -> object:
+        """Call back at a time."""
+        ...
 
 
 class ProcessDied(Exception):
@@ -110,7 +136,7 @@ class VirtualProcess:
     died: asyncio.Event = field(default_factory=asyncio.Event)
     stalled_until: float = 0.0
     """No blocking call begins before this time of the loop: a disk that hangs, a host that swaps."""
-    transports: list[MemoryTransport] = field(default_factory=list)
+    transports: list[Connection] = field(default_factory=list)
     listeners: list[socket.socket] = field(default_factory=list)
 
     @property
@@ -168,7 +194,7 @@ class _Line:
         self._free = 0.0
 
     def run(self, begin: Callable[[], Outcome | None], settle: Callable[[Outcome], None]) -> None:
-        loop = cast("VirtualLoop", asyncio.get_running_loop())
+        loop = cast("VirtualTime", asyncio.get_running_loop())
         free = max(self._free + _GAP_SECONDS, VirtualProcess.current().stalled_until)
         at = max(loop.time(), free) + loop.latency()
         done = self._free = at + loop.latency()

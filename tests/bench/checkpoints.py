@@ -26,7 +26,7 @@ from mldserver.windows import Tumbling
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from mldserver.coordinator.shard_session import ShardSession
+    from mldserver.coordinator.shards import ShardSession
     from mldserver.records import Sequence
 
 __all__ = ["measure"]

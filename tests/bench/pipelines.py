@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from bench.deliveries import Delivered
 
     from mldserver.base.clock import Clock
-    from mldserver.coordinator.shard_session import ShardSession
+    from mldserver.coordinator.shards import ShardSession
     from mldserver.jobs.engine import Engine
     from mldserver.windows import WindowSpec
 
@@ -87,7 +87,9 @@ async def living(
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(part) for part in (coordinator.run(), runner.run())]
             sessions = {
-                shard: await coordinator.open_shard(ShardOpening(shard, "TRIM_HORIZON", tells_lag=True))
+                shard: await coordinator.shards.open_shard(
+                    ShardOpening(shard, "TRIM_HORIZON", tells_lag=True)
+                )
                 for shard in shards
             }
             yield Pipeline(coordinator, runner, sessions)

@@ -18,7 +18,7 @@ from mldserver.testing import VirtualClock
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from mldserver.coordinator.shard_session import ShardSession
+    from mldserver.coordinator.shards import ShardSession
 
 
 @dataclass

@@ -66,7 +66,7 @@ class PipelineMachine(MachineBase):
     def list_shards(self, server: int) -> None:
         if self.host(server).up:
             listing = {name: shard.parents for name, shard in self.stream.shards.items()}
-            self.host(server).pipeline.coordinator.know(listing)
+            self.host(server).pipeline.coordinator.shards.know(listing)
 
     # Connections.
 

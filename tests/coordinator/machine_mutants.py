@@ -9,7 +9,7 @@ from mldserver.coordinator.backpressure import Holding
 from mldserver.coordinator.coordinator import Coordinator
 from mldserver.coordinator.core.lineage import Lineage
 from mldserver.coordinator.core.watermark import Watermark
-from mldserver.coordinator.shard_session import ShardSession
+from mldserver.coordinator.shards import ShardSession
 from mldserver.state.store import SqliteStore
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from coordinator.machine_stream import Made, Stream
 
-    from mldserver.coordinator.shard_session import ShardSession
+    from mldserver.coordinator.shards import ShardSession
     from mldserver.runtime.interface import BatchOutcome
 
 STORE = frozenset({"write", "rename", "exchange", "delete"})

@@ -34,7 +34,7 @@ from mldserver.windows import Tumbling, WindowSpec
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 
-    from mldserver.coordinator.shard_session import ShardSession
+    from mldserver.coordinator.shards import ShardSession
 
 Records = list[tuple[int, int]]
 
@@ -246,7 +246,7 @@ class Pipeline:
 
     async def open(self, shard: str, start: Any = "TRIM_HORIZON", **changes: Any) -> ShardSession:
         values = {"tells_lag": True, "parents": ()} | changes
-        return await self.coordinator.open_shard(ShardOpening(shard, start, **values))
+        return await self.coordinator.shards.open_shard(ShardOpening(shard, start, **values))
 
     async def give(self, session: ShardSession, records: Records, **changes: Any) -> None:
         """Deliver a batch as a source does."""

@@ -20,7 +20,7 @@ from mldserver.records import Sequence
 from mldserver.windows import Tumbling, WindowSpec, batches
 
 if TYPE_CHECKING:
-    from mldserver.coordinator.shard_session import ShardSession
+    from mldserver.coordinator.shards import ShardSession
 
 PARENTS = {"b": ("a",), "c": ("a",)}
 NAMES = "abcz"

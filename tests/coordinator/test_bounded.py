@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from mldserver.coordinator.shard_session import ShardSession
+    from mldserver.coordinator.shards import ShardSession
 
 BUFFER = 512 << 10
 DISK = 2 << 20

@@ -18,7 +18,7 @@ from mldserver.windows import Batches, Tumbling, tumbling_id
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from mldserver.coordinator.shard_session import ShardSession
+    from mldserver.coordinator.shards import ShardSession
 
 HOUR = 3600
 W = [tumbling_id(start) for start in range(0, 100_000, 10_000)]

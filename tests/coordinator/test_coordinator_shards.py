@@ -140,7 +140,7 @@ async def test_a_connection_whose_rows_were_left_out_cannot_claim_the_shards_end
 
 async def test_of_two_openings_at_once_the_later_one_owns_the_shard(pipeline: Pipeline) -> None:
     async with pipeline.life() as coordinator:
-        coordinator.know({"p": (), "a": ("p",)})
+        coordinator.shards.know({"p": (), "a": ("p",)})
         waiting = asyncio.Event()
         real = coordinator._ledger.store.end_shards
         first: list[asyncio.Task[Any]] = []
@@ -155,7 +155,7 @@ async def test_of_two_openings_at_once_the_later_one_owns_the_shard(pipeline: Pi
                     await pipeline.clock.sleep(5)
                 real(shards, now_ms=0)
 
-        ledger, coordinator._ledger = coordinator._ledger, Slow()
+        ledger, coordinator.shards._ledger = coordinator._ledger, Slow()
         first.append(asyncio.get_running_loop().create_task(pipeline.open("a")))
         await waiting.wait()
         second = await pipeline.open("a")
@@ -170,7 +170,7 @@ async def test_a_ledger_that_cannot_note_proved_ends_leaves_the_shard_missing_an
     pipeline: Pipeline,
 ) -> None:
     async with pipeline.life() as coordinator:
-        coordinator.know({"p": (), "a": ("p",)})
+        coordinator.shards.know({"p": (), "a": ("p",)})
         fail(pipeline, "end_shards", lambda: LedgerError("disk full"))
         with pytest.raises(LedgerError):
             await pipeline.open("a")
@@ -328,7 +328,7 @@ async def test_a_shard_that_the_stream_has_not_named_yet_is_asked_for_before_it_
 
     async def ask() -> None:
         asked.append(len(asked))
-        pipeline.coordinator.know({"parent": (), "child": ("parent",)})
+        pipeline.coordinator.shards.know({"parent": (), "child": ("parent",)})
 
     pipeline = Pipeline(tmp_path, ask_stream=ask)
     async with pipeline.life() as coordinator:
@@ -340,7 +340,7 @@ async def test_a_shard_that_the_stream_has_not_named_yet_is_asked_for_before_it_
         await pipeline.give(child, [(2, 1000)])
         assert asked == [0, 1]
         assert coordinator.lineage["child"].effective_ms == 9000
-        assert coordinator.parents("child") == ("parent",)
+        assert coordinator.shards.parents("child") == ("parent",)
         await pipeline.open("child")
         assert asked == [0, 1]
 
@@ -398,8 +398,8 @@ async def test_a_shard_that_nobody_has_any_more_is_missing(
 ) -> None:
     async with pipeline.life() as coordinator:
         session = await pipeline.open("a")
-        coordinator.abandon("a")
-        coordinator.abandon("never seen")
+        coordinator.shards.abandon("a")
+        coordinator.shards.abandon("never seen")
         assert not session.alive
         await pipeline.clock.advance(60)
         assert named(logged, "shard.missing")[0]["shard"] == "a"
@@ -409,13 +409,13 @@ async def test_before_a_shard_is_taken_it_can_be_asked_whether_that_would_be_ref
     pipeline: Pipeline,
 ) -> None:
     async with pipeline.life() as coordinator:
-        await coordinator.check(ShardOpening("a", S(9), tells_lag=True))
+        await coordinator.shards.check(ShardOpening("a", S(9), tells_lag=True))
         session = await pipeline.open("a")
-        await coordinator.check(ShardOpening("a", "TRIM_HORIZON", tells_lag=True))
+        await coordinator.shards.check(ShardOpening("a", "TRIM_HORIZON", tells_lag=True))
         with pytest.raises(GapRefused):
-            await coordinator.check(ShardOpening("a", S(9), tells_lag=True))
+            await coordinator.shards.check(ShardOpening("a", S(9), tells_lag=True))
         session.disconnected()
-        await coordinator.check(ShardOpening("a", S(9), tells_lag=True))
+        await coordinator.shards.check(ShardOpening("a", S(9), tells_lag=True))
 
 
 async def test_what_a_connection_left_behind_is_flushed_after_it_is_gone(pipeline: Pipeline) -> None:

@@ -18,7 +18,7 @@ from mldserver.windows import Tumbling, tumbling_id
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from mldserver.coordinator.shard_session import ShardSession
+    from mldserver.coordinator.shards import ShardSession
 
 YEAR_2096 = 4_000_000_000_000
 

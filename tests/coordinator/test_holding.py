@@ -15,7 +15,7 @@ from mldserver.testing import VirtualClock
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from mldserver.coordinator.shard_session import ShardSession
+    from mldserver.coordinator.shards import ShardSession
 
 LITTLE = replace(RULES, buffer_bytes=1)
 
@@ -62,7 +62,7 @@ async def test_a_connection_whose_shard_has_ended_as_far_as_its_child_shows_is_h
     pipeline = Pipeline(tmp_path, rules=LITTLE)
     async with pipeline.life() as coordinator:
         parent, _ = await pipeline.open("p"), await pipeline.open("c")
-        coordinator.know({"p": (), "c": ("p",)})
+        coordinator.shards.know({"p": (), "c": ("p",)})
         lose_the_ledger(pipeline)
         await assert_held(pipeline, parent)
         assert parent.alive

@@ -16,7 +16,7 @@ from mldserver.state.ledger import BatchProgress, PositionUpdate, SegmentKind
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from mldserver.coordinator.shard_session import ShardSession
+    from mldserver.coordinator.shards import ShardSession
     from mldserver.records import DeadLetter
 
 S = Sequence

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mldserver.coordinator.coordinator import Coordinator
-    from mldserver.coordinator.shard_session import ShardSession
+    from mldserver.coordinator.shards import ShardSession
 
 HOUR_MS = 3_600_000
 DAYS = 32

@@ -22,7 +22,7 @@ from tests.state.dynamodb_fake import FakeDynamo, client_error, lost_answer
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from mldserver.coordinator.shard_session import ShardSession
+    from mldserver.coordinator.shards import ShardSession
     from mldserver.records import Sequence
     from mldserver.state.ledger import LedgerState
 
@@ -139,7 +139,7 @@ class PatientLeases(Leases):
         try:
             await super().tenure(group, server, shard)
         except LedgerError:
-            coordinator.abandon(shard)
+            coordinator.shards.abandon(shard)
         except InternalError:
             assert server not in self.alive, "whose ledger is closed"
 

@@ -29,7 +29,7 @@ FIRST = tumbling_id(0)
 
 async def read_the_parent(pipeline: Pipeline) -> None:
     """Read the parent to its end, which another cycle makes durable."""
-    pipeline.coordinator.know(SPLIT)
+    pipeline.coordinator.shards.know(SPLIT)
     parent = await pipeline.open("p")
     await pipeline.give(parent, [(1, 1000), (2, 5000)])
     ending = asyncio.get_running_loop().create_task(parent.end())
@@ -62,7 +62,7 @@ async def test_a_daemon_that_had_not_checkpointed_a_shards_end_comes_back_while_
     async with pipeline.life() as coordinator:
         await read_the_parent(pipeline)
         await pipeline.clock.advance(6 * 3600)
-        late = await coordinator.open_shard(ShardOpening("p", Sequence(1), tells_lag=True))
+        late = await coordinator.shards.open_shard(ShardOpening("p", Sequence(1), tells_lag=True))
         assert late.after == Sequence(2)
 
 
@@ -74,7 +74,7 @@ async def test_a_child_that_is_read_late_goes_on_from_its_parents_times_while_th
         await read_the_parent(pipeline)
         await pipeline.clock.advance(6 * 3600)
     async with pipeline.life() as coordinator:
-        coordinator.know(SPLIT)
+        coordinator.shards.know(SPLIT)
         child = await pipeline.open("left")
         await pipeline.give(child, [(3, 4000)])
         assert coordinator.lineage["left"].effective_ms == 5000
@@ -86,7 +86,7 @@ async def test_a_shard_that_the_stream_does_not_list_any_more_is_forgotten(tmp_p
         await read_the_parent(pipeline)
         await pipeline.clock.advance(6 * 3600)
         assert "p" in coordinator.lineage
-        coordinator.know({"left": ("p",), "right": ("p",)})
+        coordinator.shards.know({"left": ("p",), "right": ("p",)})
         await pipeline.clock.advance(2 * 3600)
         assert "p" not in coordinator.lineage
     assert "p" not in pipeline.state().shards
@@ -103,7 +103,7 @@ async def test_no_shard_is_forgotten_before_the_stream_has_said_which_it_lists(t
         await pipeline.clock.advance(6 * 3600)
         assert ending.result()
         assert "p" in coordinator.lineage
-        coordinator.know({"left": ("p",), "right": ("p",)})
+        coordinator.shards.know({"left": ("p",), "right": ("p",)})
         await pipeline.clock.advance(2 * 3600)
         assert "p" not in coordinator.lineage
     assert "p" not in pipeline.state().shards

@@ -12,9 +12,9 @@ from mldserver.coordinator.coordinator import Coordinator
 from mldserver.coordinator.core.late import CutWindows
 from mldserver.coordinator.core.lineage import Lineage
 from mldserver.coordinator.core.open_windows import WindowKey
+from mldserver.coordinator.core.positions import ShardPosition
 from mldserver.coordinator.core.watermark import Watermark
 from mldserver.coordinator.flusher import Flusher
-from mldserver.coordinator.shard_session import ShardSession
 from mldserver.state.batches import batch_id, batch_number
 from mldserver.state.ledger import SegmentKind
 from mldserver.state.store import SqliteStore
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from mldserver.coordinator.core.flush import FlushPlan
     from mldserver.coordinator.core.rules import CoordinatorRules
+    from mldserver.coordinator.core.sessions import Session
     from mldserver.coordinator.core.watermark import View
     from mldserver.records import Sequence
     from mldserver.state.ledger import Flush, FlushResult, WindowEntry
@@ -41,11 +42,11 @@ class AwaitsBeforeItForgets(Coordinator):
         return complete
 
 
-class ChecksPointsTooEarly(ShardSession):
+class ChecksPointsTooEarly(ShardPosition):
     """Checkpoints what was accepted, before it is durable."""
 
-    def checkpoint_due(self) -> Sequence | None:
-        return self.position.accepted if super().checkpoint_due() is not None else None
+    def due(self) -> Sequence | None:
+        return self.accepted if super().due() is not None else None
 
 
 class Unfenced(SqliteStore):
@@ -63,7 +64,7 @@ class Unfenced(SqliteStore):
 class NeverHolds(Holding):
     """Answers every daemon, however short memory is."""
 
-    def is_held(self, _session: ShardSession) -> bool:
+    def is_held(self, _session: Session) -> bool:
         return False
 
 
@@ -173,7 +174,7 @@ BUGS: Mapping[str, Mapping[object, object]] = {
     "a redriven letter that counts twice": {SqliteStore: CountsTwice},
     "a row of the future that closes windows": {Coordinator: BelievesAnyTime},
     "an await between check and act": {Coordinator: AwaitsBeforeItForgets},
-    "a checkpoint that runs ahead": {ShardSession: ChecksPointsTooEarly},
+    "a checkpoint that runs ahead": {ShardPosition: ChecksPointsTooEarly},
     "a ledger without fences": {SqliteStore: Unfenced},
     "nobody is held": {Holding: NeverHolds},
     "children without their parents' times": {Lineage: Orphans},

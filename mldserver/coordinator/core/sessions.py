@@ -31,6 +31,8 @@ class Session(Protocol):
     """Under which it was opened; of two sessions of a shard the later has the higher."""
     position: ShardPosition
     alive: bool
+    finishing: bool
+    """Whether no batch follows."""
 
     def disconnected(self) -> None:
         """Let go of the shard; nothing when it is dead already."""
