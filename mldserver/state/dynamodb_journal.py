@@ -16,6 +16,8 @@ more, so that no clock and no time-out is part of the argument. (Snapshots can; 
 from __future__ import annotations
 
 import asyncio
+from array import array
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from mldserver.base.kill_points import kill_point
@@ -30,7 +32,6 @@ from mldserver.state.dynamodb_codec import (
 )
 from mldserver.state.dynamodb_letters import letter_id
 from mldserver.state.dynamodb_parked import parked_keys
-from mldserver.state.dynamodb_snapshot import Snapshot, Tail
 from mldserver.state.dynamodb_table import Value, backoff_s, version_key
 from mldserver.state.letters import StoredLetter
 from mldserver.state.schema import FORMAT
@@ -44,7 +45,8 @@ if TYPE_CHECKING:
     from mldserver.state.dynamodb_table import Item, Table
     from mldserver.state.ledger import WindowEntry
 
-__all__ = ["Journal"]
+
+__all__ = ["Journal", "Snapshot", "Tail"]
 
 _READINGS: Final = 20
 """How often a ledger is read that changes under the reader, before it counts as damaged."""
@@ -57,6 +59,56 @@ _KEY_BYTES: Final = 30_000
 
 _LARGE: Final = 64
 """Rows of a transaction from which on packing them is not the event loop's work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A book as a value: everything up to a version. Before the first there is an empty one, of version 0."""
+
+    version: int = 0
+    bytes: int = 0
+    value: Value | None = None
+
+    def attributes(self) -> Item:
+        """Return the attributes that name it."""
+        assert self.value is not None, "the empty snapshot is never written"
+        assert self.value.blob is not None, "snapshots are kept apart"
+        return {
+            "snapshot": {"S": self.value.blob},
+            "snapshot_parts": {"N": str(self.value.parts)},
+            "snapshot_bytes": {"N": str(self.bytes)},
+            "snapshot_version": {"N": str(self.version)},
+        }
+
+    @classmethod
+    def of(cls, item: Item) -> Snapshot | None:
+        """Return the snapshot that an item names; None when it names none."""
+        if "snapshot" not in item:
+            return None
+        value = Value(blob=item["snapshot"]["S"], parts=int(item["snapshot_parts"]["N"]))
+        return cls(int(item["snapshot_version"]["N"]), int(item["snapshot_bytes"]["N"]), value)
+
+
+class Tail:
+    """What the log behind a snapshot takes, version by version."""
+
+    def __init__(self) -> None:
+        """Start with nothing behind the snapshot."""
+        self._sizes = array("L")
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def add(self, size: int) -> None:
+        """Count the next version."""
+        self._sizes.append(size)
+        self.bytes += size
+
+    def forget(self, versions: int) -> None:
+        """Leave the first ones out: a later snapshot holds them."""
+        self.bytes -= sum(self._sizes[:versions])
+        del self._sizes[:versions]
 
 
 class Journal:

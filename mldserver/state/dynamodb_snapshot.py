@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from array import array
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from mldserver.state.dynamodb_codec import pack_changes
+from mldserver.state.dynamodb_journal import Snapshot
 from mldserver.state.dynamodb_table import INLINE_BYTES, Value, backoff_s, version_key
 
 if TYPE_CHECKING:
@@ -29,9 +28,10 @@ if TYPE_CHECKING:
 
     from mldserver.base.clock import Clock
     from mldserver.state.dynamodb_journal import Journal
-    from mldserver.state.dynamodb_table import Item, Table
+    from mldserver.state.dynamodb_table import Table
 
-__all__ = ["Compaction", "Snapshot", "Tail"]
+__all__ = ["Compaction"]
+
 
 _NAMINGS: Final = 20
 """How often one call tries to put a snapshot in force while others are faster; the next call goes on."""
@@ -41,56 +41,6 @@ _SPREAD: Final = 0.5
 
 _PAUSE_MS: Final = 60_000
 """How long a snapshot that could not be written is put off: calls must not each wait for it in vain."""
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A book as a value: everything up to a version. Before the first there is an empty one, of version 0."""
-
-    version: int = 0
-    bytes: int = 0
-    value: Value | None = None
-
-    def attributes(self) -> Item:
-        """Return the attributes that name it."""
-        assert self.value is not None, "the empty snapshot is never written"
-        assert self.value.blob is not None, "snapshots are kept apart"
-        return {
-            "snapshot": {"S": self.value.blob},
-            "snapshot_parts": {"N": str(self.value.parts)},
-            "snapshot_bytes": {"N": str(self.bytes)},
-            "snapshot_version": {"N": str(self.version)},
-        }
-
-    @classmethod
-    def of(cls, item: Item) -> Snapshot | None:
-        """Return the snapshot that an item names; None when it names none."""
-        if "snapshot" not in item:
-            return None
-        value = Value(blob=item["snapshot"]["S"], parts=int(item["snapshot_parts"]["N"]))
-        return cls(int(item["snapshot_version"]["N"]), int(item["snapshot_bytes"]["N"]), value)
-
-
-class Tail:
-    """What the log behind a snapshot takes, version by version."""
-
-    def __init__(self) -> None:
-        """Start with nothing behind the snapshot."""
-        self._sizes = array("L")
-        self.bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._sizes)
-
-    def add(self, size: int) -> None:
-        """Count the next version."""
-        self._sizes.append(size)
-        self.bytes += size
-
-    def forget(self, versions: int) -> None:
-        """Leave the first ones out: a later snapshot holds them."""
-        self.bytes -= sum(self._sizes[:versions])
-        del self._sizes[:versions]
 
 
 class _Copy:
