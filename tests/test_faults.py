@@ -16,7 +16,7 @@ from mldserver.config import resolve
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-PACKAGE = Path(kill_points.__file__).parent
+PACKAGE = Path(kill_points.__file__).parents[1]
 
 
 @pytest.fixture

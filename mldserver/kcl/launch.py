@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Files", "Launch", "prepare", "private_files"]
 
 MAIN_CLASS: Final = "software.amazon.kinesis.multilang.MultiLangDaemon"
-TETHER: Final = Path(__file__).with_name("tether.py")
+TETHER: Final = Path(__file__).with_name("parent_death.py")
 JVM_OPTIONS: Final = (
     # Non-ASCII partition keys become "?" without it (JDK < 18).
     "-Dfile.encoding=UTF-8",

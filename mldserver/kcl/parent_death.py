@@ -1,4 +1,4 @@
-"""Becomes another program that dies with its parent: ``python -ISE tether.py PARENT PROGRAM ARGUMENTS…``.
+"""Becomes another program that dies with its parent: ``python -ISE parent_death.py PARENT PROGRAM ARGUMENTS…``.
 
 A JVM left behind by a killed supervisor would go on holding leases. Linux only (``prctl``); elsewhere the program runs
 untethered, and whatever runs the supervisor must end the group.

@@ -19,7 +19,7 @@ _LEVEL_OF_METHOD: Final = {"warn": "warning", "exception": "error", "fatal": "cr
 
 
 class SchemaError(AssertionError):
-    """A log call does not follow the registry in ``events.py``."""
+    """A log call does not follow the registry in ``log_events.py``."""
 
 
 def check_event(level: str, event: object, fields: Iterable[str]) -> None:

@@ -3,7 +3,7 @@
     <out>/window=<id>/part-….parquet            published windows: what readers read
     <out>/_late/window=<id>/….parquet           the late dataset (hidden from readers of <out>, as all below)
     <out>/_mldserver/ledger.sqlite              the ledger
-    <out>/_mldserver/owner.json                 whose the folder is (``claim.py``)
+    <out>/_mldserver/owner.json                 whose the folder is (``owner.py``)
     <out>/_mldserver/servers/<tag>.lock         held by each server that lives
     <out>/_mldserver/segments/<id>/             rows of windows that are not published yet, or retained
     <out>/_mldserver/staging/<id>/<n>-<tag>/    the n-th attempt's output
@@ -21,7 +21,7 @@ Where the output is not local, the ledger's file, locks and scratch space lie on
 Names that begin with an underscore are invisible to Spark's and Arrow's dataset readers. Every segment and every attempt
 carries the tag of its writer, which is the ledger's id and the server's tag: so what a dead server left can be told from
 what a live one is about to register, and both from what was never this ledger's. A segment carries the fingerprint of
-its rows' shape (``shape.py``) too, by which it is read.
+its rows' shape (``coordinator/core/shape.py``) too, by which it is read.
 """
 
 from __future__ import annotations

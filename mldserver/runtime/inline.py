@@ -1,6 +1,6 @@
 """The runtime inside the server's own process: for tests and small set-ups.
 
-Synchronous hooks of a pipeline run on one worker thread (``thread.py``; with lanes, ``process_record`` on one for
+Synchronous hooks of a pipeline run on one worker thread (``base/threads.py``; with lanes, ``process_record`` on one for
 each; record processors of amazon_kclpy on one for each shard), asynchronous ones on the event loop; what a hook does
 cannot reach the wire (``calls.py``, ``failure.py``).
 Memory and crashes are shared with the server: a hook that ends the interpreter (``os._exit``, a crash in C) ends the

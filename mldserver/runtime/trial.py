@@ -213,7 +213,7 @@ def _signal(number: int) -> str:
 
 def _last_frame(output: str) -> tuple[str, int]:
     """Return the innermost place outside the standard library and this package in a dump, if there is one."""
-    own = (str(Path(__file__).parent), str(Path(os.__file__).parent), "<")
+    own = (f"{Path(__file__).parents[1]}{os.sep}", str(Path(os.__file__).parent), "<")
     for frame in _FRAME.finditer(output):
         file = frame["file"]
         if "site-packages" in file or not file.startswith(own):

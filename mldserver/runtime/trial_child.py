@@ -1,7 +1,7 @@
 """The process that ``mldserver check`` imports a handler in: ``python -m mldserver.runtime.trial_child``.
 
 The module under check may print, hang, or end the interpreter; so the result goes into a file, never to standard
-output, and the parent (``check.py``) makes sense of its absence.
+output, and the parent (``trial.py``) makes sense of its absence.
 """
 
 from __future__ import annotations

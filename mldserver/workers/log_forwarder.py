@@ -68,7 +68,7 @@ class Teller:
                     self._lose(1)
 
     def _sent(self, told: bytes, wait: float) -> bool:
-        # Where the server is gone this process ends (``pulse.py``): there is nobody left to tell.
+        # Where the server is gone this process ends (``heartbeat.py``): there is nobody left to tell.
         with contextlib.suppress(OSError):
             return send_now(self._end, told, wait_seconds=wait)
         return False

@@ -2,7 +2,7 @@
 
 A shard is held by delaying its status: the daemon sends no more of it, renews its lease meanwhile, and nothing is
 lost. Held are the shards ahead of the watermark, since their rows are needed last; the shard that holds the watermark
-goes on, or the windows that would free the disk could never close. All are where going on would free nothing (``holding.py``).
+goes on, or the windows that would free the disk could never close. All are where going on would free nothing (``backpressure.py``).
 """
 
 from __future__ import annotations
