@@ -32,7 +32,7 @@ from mldserver.coordinator.core.watermark import View, Watermark
 from mldserver.coordinator.cycle import Turns
 from mldserver.coordinator.flusher import Flusher
 from mldserver.coordinator.membership import Fleet
-from mldserver.coordinator.recovery import heirless, recover, take_over
+from mldserver.coordinator.recovery import recover, take_over
 from mldserver.coordinator.redrive_intake import Redriving
 from mldserver.coordinator.reports import AheadRows, MissingShards, Standing
 from mldserver.coordinator.retention import Retention
@@ -146,6 +146,8 @@ class Coordinator:
         self._turns = Turns(
             self._cycle, after=self._holding.release, interval_ms=rules.flush_interval_ms, clock=clock
         )
+        self._company: tuple[int, frozenset[str]] = (0, frozenset())
+        """How often servers have started, and which were there, when this one last cleaned up behind others."""
         self._ended = asyncio.Event()
         """Set while the stream is over, as the latest cycle found it; wakes those who wait for that."""
         self.shards = Shards(
@@ -183,7 +185,7 @@ class Coordinator:
         self._flusher.restore(state, open_windows)
         self._learn(state)
         await recover(state, self._ledger, self._store, self._runner)
-        self._fleet.settled()
+        self._company = (state.claims, frozenset(state.servers))
 
     async def run(self) -> None:
         """Turn the cycle until cancelled: at every interval, and at once when something asks for it.
@@ -239,12 +241,13 @@ class Coordinator:
         self._learn(state)
         if state.draining:
             self.draining.set()
-        inherit = bool(await self._fleet.bury()) or heirless(state)
+        company = (state.claims, frozenset(state.servers) - await self._fleet.bury())
+        inherit = company != self._company
         if self._runner is not None:
             self._runner.learn(state)
             under_way = self._picture.under_way
             await take_over(under_way, working, self._ledger, self._store, self._runner, inherit=inherit)
-        self._fleet.settled()
+        self._company = company
 
     def _learn(self, state: LedgerState) -> None:
         self._picture.learn(state)

@@ -66,7 +66,6 @@ class Fleet:
         self._version = 0
         """Of the ledger's state that was learned last: beats ask for what happened since."""
         self._released: dict[str, int] = {}
-        self._buried: frozenset[str] = frozenset()
 
     # What others learn.
 
@@ -229,10 +228,8 @@ class Fleet:
     # What is done about others.
 
     async def bury(self) -> frozenset[str]:
-        """Bury the servers that are dead, or silent for too long. Raises LedgerError.
-
-        Returns them, and those of earlier calls after which nothing was ``settled`` yet.
-        """
+        """Bury the servers that are dead, or silent for too long, and return them. Raises LedgerError."""
+        buried: frozenset[str] = frozenset()
         told = {each.server_id: each for each in self.peers.overdue()}
         if self._locks is not None and self.peers:
             told |= await asyncio.to_thread(self._dead, self._locks)
@@ -240,16 +237,12 @@ class Fleet:
             kill_point("server.burying")
             gone = await self._ledger.bury({server_id: each.beat_ms})
             kill_point("server.buried")
-            self._buried |= gone
+            buried |= gone
             if gone:
                 log.warning("server.buried", server=server_id, seconds=self.peers.silent_ms(server_id) / 1000)
             if gone and self._locks is not None:
                 await asyncio.to_thread(self._locks.forget, server_id)
-        return self._buried
-
-    def settled(self) -> None:
-        """Note that what the buried left was taken over."""
-        self._buried = frozenset()
+        return buried
 
     def _dead(self, locks: LifeLocks) -> dict[str, ServerState]:
         return {each.server_id: each for each in self.peers.told() if locks.is_dead(each.server_id)}

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mldserver.output.store import OutputStore
     from mldserver.state.ledger import Ledger, LedgerState, Segment, WindowEntry
 
-__all__ = ["heirless", "publish_late", "recover", "take_over"]
+__all__ = ["publish_late", "recover", "take_over"]
 
 log = structlog.get_logger("mldserver")
 
@@ -69,12 +69,6 @@ async def recover(
     )
 
 
-def heirless(state: LedgerState) -> bool:
-    """Whether late rows are registered that nobody makes visible: their server died, or left before it could."""
-    alive = {writer_tag(state.ledger_id, each) for each in state.servers}
-    return any(tag_of(segment.path) not in alive for segment in state.late_segments)
-
-
 async def take_over(
     under_way: Mapping[str, WindowEntry],
     working: Collection[str],
@@ -88,7 +82,7 @@ async def take_over(
 
     ``under_way``: what the ledger has cut or committed. ``working``: the windows that the runner had before that was
     read. One that is this server's and not among them was cut by a call whose answer was lost. ``inherit``: whether
-    servers are gone after which nobody has cleaned up. Raises LedgerError and OSError; repeatable.
+    servers came or went since this one last cleaned up. Raises LedgerError and OSError; repeatable.
     """
     entries = under_way.values()
     mine = [each for each in entries if each.owner == ledger.server_id and each.window_id not in working]
@@ -115,8 +109,11 @@ def _segments(state: LedgerState) -> list[Segment]:
 async def _inherit(ledger: Ledger, store: OutputStore, *, own: bool) -> tuple[int, int]:
     """Publish late files, and delete nameless ones, of servers that live no more; return how many of each.
 
-    Nameless ones that were not written for this ledger are not its to delete: they are moved to quarantine.
-    ``own``: whether this server may have files under way. What is deleted was listed before the ledger is read: a file
+    This server's own nameless segments go too: whoever freed them may have died before it deleted them, and nobody else
+    was told. It writes none meanwhile. Nameless files that were not written for this ledger are not its to delete: they
+    are moved to quarantine.
+
+    ``own``: whether this server may have attempts under way. What is deleted was listed before the ledger is read: a file
     whose server is not registered then was written by one that is gone, and will never be registered. What manifests
     name is read after it: an output that was published since the listing is visible by then.
     """
@@ -131,11 +128,12 @@ async def _inherit(ledger: Ledger, store: OutputStore, *, own: bool) -> tuple[in
     named = {segment.path for segment in (*_segments(state), *state.late_segments)}
     named |= {entry.staging for entry in state.windows.values() if entry.staging is not None}
 
-    def nameless(paths: list[str]) -> list[str]:
-        return [path for path in paths if path not in named and tag_of(path) not in alive]
+    def nameless(paths: list[str], writing: set[str]) -> list[str]:
+        return [path for path in paths if path not in named and tag_of(path) not in writing]
 
-    unread = await asyncio.to_thread(publisher.unread, attempts, nameless(attempts))
-    found = [*nameless(segments), *unread]
+    unread = await asyncio.to_thread(publisher.unread, attempts, nameless(attempts, alive))
+    others = alive - {writer_tag(state.ledger_id, ledger.server_id)}
+    found = [*nameless(segments, others), *unread]
     gone = [path for path in found if ledger_of(path) == state.ledger_id]
     strangers = [path for path in found if ledger_of(path) != state.ledger_id]
     kill_point("recovery.sweeping")

@@ -9,9 +9,10 @@ import pytest
 from coordinator.pipeline import QUICK, Pipeline, named, two
 
 from mldserver.errors import GapRefused, LedgerError, ServerBuried
-from mldserver.output.layout import SERVERS, server_tag
+from mldserver.output.layout import LEDGER, SERVERS, server_tag
 from mldserver.records import Sequence
-from mldserver.state.ledger import WindowState
+from mldserver.state.ledger import Commit, WindowState
+from mldserver.state.store import SqliteStore
 from mldserver.windows import tumbling_id
 
 if TYPE_CHECKING:
@@ -377,3 +378,38 @@ async def test_late_rows_of_a_server_that_left_before_they_were_shown_are_shown_
             await leaving.leave()
         await other.clock.advance(3)
         assert other.late() == [3]
+
+
+# Files that nobody is told of any more.
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+async def test_a_segment_that_a_server_freed_and_died_is_deleted_by_the_living_one_that_wrote_it(
+    tmp_path: Path, *, comes_back: bool
+) -> None:
+    pipeline = Pipeline(tmp_path, rules=QUICK)
+    dying = SqliteStore(tmp_path / LEDGER, pipeline="test", server_id="dying")
+    async with pipeline.life():
+        await pipeline.open("b")  # it holds the watermark
+        await pipeline.give(await pipeline.open("a"), [(1, 1000), (2, 11_000)])
+        await pipeline.cycle()
+        dying.open(now_ms=pipeline.clock.now_ms())
+        await pipeline.cycle()
+        dying.cut((W[0],))
+        dying.begin_attempts((W[0],))
+        assert dying.commit((Commit(W[0], 1, "_mldserver/staging/w", (), 1),)) == {W[0]}
+        (freed,) = dying.published({W[0]: 1}, now_ms=pipeline.clock.now_ms(), retain=False)
+        await pipeline.cycle()
+        assert (tmp_path / freed.path).exists(), "who freed it lives, and is about to delete it"
+        if comes_back:
+            dying.close()
+            dying.open(now_ms=pipeline.clock.now_ms())
+            dying.claim(pipeline.state().folder)
+            await pipeline.cycle()
+        else:
+            await pipeline.clock.advance(10)
+            assert pipeline.state().servers.keys() == {"one"}
+        assert not (tmp_path / freed.path).exists()
+        assert pipeline.nameless_files() == []
+        assert len(pipeline.private_files()) == 1, "what the ledger names stays"
+    dying.close()
