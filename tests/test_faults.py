@@ -67,6 +67,16 @@ def test_the_process_ends_the_nth_time_it_comes_to_its_step_and_at_no_other(kill
     assert killed == [signal.SIGKILL] * 2
 
 
+def test_of_several_steps_it_ends_at_the_first_that_comes_and_tells_which(killed: list[int]) -> None:
+    told: list[str] = []
+    kill_points.arm("window.cut:2,flush.done,window.committed", tell=told.append)
+    kill_points.kill_point("window.cut")
+    assert (killed, told) == ([], [])
+    for step in ("window.committed", "window.cut", "flush.done"):
+        kill_points.kill_point(step)
+    assert (killed, told) == ([signal.SIGKILL], ["window.committed"])
+
+
 def test_a_process_may_hang_at_its_step_instead(killed: list[int]) -> None:
     kill_points.arm("window.cut", signal.SIGSTOP)
     kill_points.kill_point("window.cut")
@@ -74,7 +84,9 @@ def test_a_process_may_hang_at_its_step_instead(killed: list[int]) -> None:
     assert killed == [signal.SIGSTOP]
 
 
-@pytest.mark.parametrize("told", ["window.shut", "window.cut:0", "window.cut:-1", "window.cut:x", ":1"])
+@pytest.mark.parametrize(
+    "told", ["window.shut", "window.cut:0", "window.cut:-1", "window.cut:x", ":1", "window.cut,,flush.done"]
+)
 def test_a_step_that_is_none_is_refused_with_its_name(told: str) -> None:
     with pytest.raises(ValueError, match=f"MLDSERVER_KILL_AT={told}: "):
         kill_points.arm(told)

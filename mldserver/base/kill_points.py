@@ -1,7 +1,8 @@
 """Kill points: the named steps of the life of a row and of a window, at which a crash test ends the process.
 
 ``MLDSERVER_KILL_AT=step`` (or ``step:n`` for the n-th time) makes the process send itself SIGKILL when it comes to the
-step, as a power cut would: nothing is flushed, closed or told. Without the variable a kill point is one comparison.
+step, as a power cut would: nothing is flushed, closed or told. Of several (``step,step:n``) it ends at the first that
+comes. Without the variable a kill point is one look into an empty dictionary.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import signal
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 __all__ = ["KILL_VARIABLE", "STEPS", "arm", "kill_point"]
 
@@ -81,42 +82,43 @@ STEPS: Final[Mapping[str, str]] = {
 """Every step, in the order in which a row and its window come to it, and what holds at that instant."""
 
 
-class _Target:
-    """Where the process ends, and how often it still passes."""
-
-    def __init__(self, step: str, times: int, number: signal.Signals) -> None:
-        self.step = step
-        self.left = times
-        self.number = number
+_ahead: dict[str, int] = {}
+"""Where the process may end, and at which time that it comes there."""
+_number = signal.SIGKILL
+_tell: Callable[[str], None] | None = None
 
 
-_target: _Target | None = None
+def arm(
+    told: str | None, number: signal.Signals = signal.SIGKILL, tell: Callable[[str], None] | None = None
+) -> None:
+    """Set where this process ends: ``step``, ``step:n`` (n from 1), several of them with commas, or None for nowhere.
 
-
-def arm(told: str | None, number: signal.Signals = signal.SIGKILL) -> None:
-    """Set where this process ends: ``step``, ``step:n`` (n from 1), or None for nowhere.
-
-    ``number`` is the signal that it sends itself there: with SIGSTOP it hangs, until it is told to go on.
-    Raises ValueError for a step that is not in ``STEPS`` and for an impossible n.
+    ``number`` is the signal that it sends itself there: with SIGSTOP it hangs, until it is told to go on. ``tell`` is
+    told the step just before. Raises ValueError for a step that is not in ``STEPS`` and for an impossible n.
     """
-    global _target  # noqa: PLW0603  # one process, one end
-    if not told:
-        _target = None
-        return
-    step, _, times = told.partition(":")
-    if step not in STEPS:
-        raise ValueError(f"{KILL_VARIABLE}={told}: there is no step {step!r}")
-    if times and not (times.isascii() and times.isdigit() and int(times) > 0):
-        raise ValueError(f"{KILL_VARIABLE}={told}: {times!r} is no count")
-    _target = _Target(step, int(times or "1"), number)
+    global _ahead, _number, _tell
+    ahead = {}
+    for each in told.split(",") if told else ():
+        step, _, times = each.partition(":")
+        if step not in STEPS:
+            raise ValueError(f"{KILL_VARIABLE}={told}: there is no step {step!r}")
+        if times and not (times.isascii() and times.isdigit() and int(times) > 0):
+            raise ValueError(f"{KILL_VARIABLE}={told}: {times!r} is no count")
+        ahead[step] = int(times or "1")
+    _ahead, _number, _tell = ahead, number, tell
 
 
 def kill_point(step: str) -> None:
     """End the process here if it is armed for this step."""
-    if _target is not None and _target.step == step:
-        _target.left -= 1
-        if _target.left == 0:
-            os.kill(os.getpid(), _target.number)
+    global _ahead  # noqa: PLW0603  # see ``arm``
+    ahead = _ahead  # another thread may be ending the process
+    if step in ahead:
+        ahead[step] -= 1
+        if ahead[step] == 0:
+            _ahead = {}
+            if _tell is not None:
+                _tell(step)
+            os.kill(os.getpid(), _number)
 
 
 arm(os.environ.get(KILL_VARIABLE))

@@ -44,10 +44,12 @@ class LocalLife:
     """A server with a small engine in Spark's place."""
 
     def __init__(self, plan: Plan, step: str | None) -> None:
-        """Prepare a life that ends at ``step`` (``name`` or ``name:n``), or nowhere."""
+        """Prepare a life that ends at ``step`` (as in ``arm``: ``name``, ``name:n``, or several), or nowhere."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_WARM)
-        theirs, self._ours = context.Pipe(duplex=False)
+        self._ours, theirs = context.Pipe()
+        self.met: str | None = None
+        """The step at which it ended, or hung, once it is gone."""
         self._process = context.Process(target=_live, args=(plan, step, theirs), daemon=True)
         self._theirs = theirs
 
@@ -98,13 +100,15 @@ class LocalLife:
         finally:
             loop.remove_reader(self._process.sentinel)
         self._process.join()
+        with contextlib.suppress(EOFError, ConnectionResetError):  # it came to none
+            self.met = self._ours.recv() if self._ours.poll() else None
         self._ours.close()
         assert self._process.exitcode is not None
         return self._process.exitcode
 
 
 def _live(plan: Plan, step: str | None, told: Connection) -> None:
-    arm(step, signal.SIGSTOP if plan.hangs else signal.SIGKILL)
+    arm(step, signal.SIGSTOP if plan.hangs else signal.SIGKILL, told.send)
     os.environ.update(plan.environ)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.path.insert(0, plan.python_path)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 import signal
 import tempfile
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from crash.held import in_dynamodb, in_sqlite
 from crash.lives import Plan
 from crash.local_life import LocalLife
-from crash.stories import KINDS, ONLY_IN, check, write_handler
+from crash.stories import KINDS, OF_LETTERS, ONLY_IN, check, write_handler
 from crash.world import Death
 from support.workers import NAMES, Application
 
@@ -35,11 +37,25 @@ SELDOM: Final = frozenset(
     step for step in ONLY_IN if step.startswith(("late.", "revision.", "window.expired"))
 )
 """They need rows that come late, and two servers whose leases move wait for each other: such rows come by chance."""
-EXTRA: Final = 4
-"""How many deaths more than those that were asked for a story has at its end."""
-_EXTRA: Final = -1
 PATIENCE: Final = 4
-"""In how many stories a seldom step may be missed, or a server may hang without being taken for dead."""
+"""In how many stories a seldom step may be missed before it is let go of: a server that is alone dies at each."""
+NEVER: Final = {
+    **dict.fromkeys(OF_LETTERS, "no story's dead letters go anywhere but into the ledger, or run again"),
+}
+"""Steps that no pair comes to, and why: whoever comes to one all the same fails the test."""
+HANGS_AT: Final = (
+    "segment.written",
+    "flush.registering",
+    "job.running",
+    "attempt.staged",
+    "window.committed",
+    "window.published",
+    "batch.buffered",
+)
+"""Steps at which a server that hangs still has much to do when it goes on."""
+_HUNG_TIMEOUTS: Final = 8
+"""After so many timeouts a server that hangs goes on, whether or not it was buried: it may hold what the other needs."""
+_ANY_STEP: Final = Death()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +124,10 @@ class Pair:
         self._kills = kills
         self._patience = patience_seconds
         self._dice = random.Random(f"{story.seed}/pair")
+        self._hangs = False
+        """Whether one of the two is to hang: then the other must live on to bury it."""
+        self._served: set[str] = set()
+        """Those whose last life is over."""
         self._handler = write_handler(root, story.kind)
         self._pipeline = f"story-{story.seed}"
         self._numbers = itertools.count()
@@ -156,103 +176,130 @@ class Pair:
                 group.create_task(self._movers.run(self._ground.pace))
                 for name in NAMES:
                     group.create_task(self._serve(name, daemons))
-            # Files that a server was about to delete when it died may be of one that lived on: the next start deletes them.
-            self._kills = 0
-            await self._serve(NAMES[0], daemons)
         place = self._ground.dynamodb
         held = in_sqlite(self._out) if place is None else await in_dynamodb(place, self._pipeline)
         check(self.story, self._out, held, alone=False)
         assert not self._movers.violations(), f"the daemons complain: {self._movers.violations()}"
         assert self._movers.finished, f"not every end is checkpointed: {self._movers.table.checkpoints}"
+        self._missed()
 
     async def _serve(self, name: str, daemons: list[asyncio.Task[int]]) -> None:
         while not await self._live(name, daemons):
             pass
+        self._served.add(name)
 
     async def _live(self, name: str, daemons: list[asyncio.Task[int]]) -> bool:
         """See one life of a server through; True when it was its last."""
         death = self._next_death()
-        number = next(self._numbers)
-        server_id = self._dice.choice([name, f"{name}-{number}"])
+        server_id = self._dice.choice([name, f"{name}-{next(self._numbers)}"])
+        lock = self._out / SERVERS / f"{server_tag(server_id)}.lock"
         before = self._told(name)
-        step = str(death) if death is not None and death.step else None
-        life = LocalLife(self._plan(name, server_id, death), step)
+        life = LocalLife(self._plan(name, server_id, death), self._armed(death))
         await life.start()
         try:
             async with asyncio.timeout(self._patience):
-                code = await self._see_through(life, daemons, death)
+                code = await self._see_through(life, daemons, death, lock)
         except TimeoutError as error:
             raise AssertionError(
                 f"armed for {death}, {name} neither died nor ended: {self._state()}"
             ) from error
         finally:
             life.kill()
+            self._hangs &= death is None or not death.hangs
         if self._ground.apart and code == -signal.SIGKILL and self._dice.random() < 0.25:
-            (self._out / SERVERS / f"{server_tag(server_id)}.lock").unlink(missing_ok=True)
-        return self._count(death, code, self._told(name)[len(before) :])
+            lock.unlink(missing_ok=True)
+        return self._count(death, code, life.met, self._told(name)[len(before) :])
 
     def _next_death(self) -> Death | None:
-        if self._kills <= 0:
+        """Choose how a life ends: at an instant, hanging, or at whichever of the steps ahead comes first."""
+        if self._kills <= 0 or not self._toll.ahead:
             return None
         self._kills -= 1
-        kind = self.story.kind
-        death = next((each for each in self._toll.ahead if kind in ONLY_IN.get(each.step, KINDS)), None)
-        if death is not None:
-            self._toll.ahead.remove(death)
+        death = self._dice.choice(self._toll.ahead)
+        if self._hangs:
+            return _ANY_STEP
+        self._hangs = death.hangs
+        if not death.step:
             return death
-        # What the other server is armed for may need a companion that dies.
-        self._kills = min(self._kills, EXTRA)
-        return Death(after_seconds=0.4 + self._dice.random() * 0.8, misses=_EXTRA)
+        if all(each.step for each in self._toll.ahead) and self._dice.random() < 0.3:
+            # What the other server is armed for may need a companion that dies.
+            return Death(after_seconds=0.4 + self._dice.random() * 0.8)
+        return _ANY_STEP
 
-    def _count(self, death: Death | None, code: int, told: str) -> bool:
+    def _armed(self, death: Death | None) -> str | None:
+        """Return the steps at which a life ends: half of those ahead, so that not every life ends at its start."""
+        if death is None or death.after_seconds:
+            return None
+        if death.hangs:
+            return ",".join(f"{step}:{self._dice.randint(1, 4)}" for step in HANGS_AT)
+        ahead = [each for each in self._toll.ahead if each.step]
+        chosen = self._dice.sample(ahead, max(len(ahead) // 2, min(len(ahead), 4)))
+        # Some steps come once in a life: that one is passed at first is tried until a story has missed it.
+        times = {each.step: 1 if each.misses else self._dice.choice((1, 1, 2, 3)) for each in chosen}
+        times |= dict.fromkeys(NEVER, 1)
+        return ",".join(f"{step}:{count}" for step, count in times.items())
+
+    def _count(self, death: Death | None, code: int, met: str | None, told: str) -> bool:
         """Note how a life ended; True when it was in good order."""
+        assert met not in NEVER, f"{met} can happen here: take it off the list of those that cannot"
         buried = code == EXIT_FAULT and '"ServerBuried"' in told
-        if code == EXIT_CLEAN:
-            if death is not None and death.hangs and death.misses >= PATIENCE and self._toll.died["hangs"]:
-                # Nobody took it for dead: the other was at its own end, or waited for a lock that this one held.
-                self._toll.died["outlived"] += 1
-            elif death is not None and death.step in SELDOM and death.misses == PATIENCE:
-                self._toll.ahead.append(Death(after_seconds=0.3))
-            elif death is not None and death.misses != _EXTRA:
-                self._toll.missed(death)
-            return True
         if death is not None and death.hangs and buried:
             self._toll.died["hangs"] += 1
+            self._toll.ahead = deque(each for each in self._toll.ahead if each != death)
         elif death is not None and not death.hangs and code == -signal.SIGKILL:
-            self._toll.died[death.step] += 1
+            self._toll.died[met or ""] += 1
+            self._toll.ahead = deque(
+                each for each in self._toll.ahead if each != death and (not met or each.step != met)
+            )
         elif buried:
             # The machine was too busy for its beats: no fault, but not the end that was meant.
             self._toll.died["silent"] += 1
-            if death is not None:
-                self._toll.ahead.append(death)
-        else:
+        elif code != EXIT_CLEAN:
             raise AssertionError(f"armed for {death}, a server ended with {code}: {told[-6000:]}")
-        return False
+        return code == EXIT_CLEAN
+
+    def _missed(self) -> None:
+        """Note what this story could have come to and did not."""
+        ahead = [
+            replace(each, misses=each.misses + (self.story.kind in ONLY_IN.get(each.step, KINDS)))
+            for each in self._toll.ahead
+        ]
+        self._toll.ahead = deque(each for each in ahead if each.step not in SELDOM or each.misses < PATIENCE)
+        lost = [str(each) for each in ahead if each.misses > self._toll.patience]
+        assert not lost, f"not died in {self._toll.patience} stories: {lost}; {dict(self._toll.died)}"
 
     async def _see_through(
-        self, life: LocalLife, daemons: list[asyncio.Task[int]], death: Death | None
+        self, life: LocalLife, daemons: list[asyncio.Task[int]], death: Death | None, lock: Path
     ) -> int:
         async with asyncio.TaskGroup() as group:
             ended = group.create_task(life.ended())
             over = group.create_task(_tell_over(life, daemons))
-            fate = group.create_task(self._meet(life, death))
+            fate = group.create_task(self._meet(life, death, lock))
             await asyncio.wait({ended})
             over.cancel()
             fate.cancel()
         return ended.result()
 
-    async def _meet(self, life: LocalLife, death: Death | None) -> None:
-        """Do to a life what it does not do to itself."""
+    async def _meet(self, life: LocalLife, death: Death | None, lock: Path) -> None:
+        """Do to a life what it does not do to itself. ``lock``: whoever buries it takes this file away."""
         if death is None:
             return
         if death.after_seconds:
             await asyncio.sleep(death.after_seconds)
-            life.stop() if death.hangs else life.kill()
+            life.kill()
         if death.hangs:
             while not life.hangs:  # noqa: ASYNC110  # another process has no event to wait on
                 await asyncio.sleep(0.02)
-            await asyncio.sleep(self._ground.timeout_seconds * self._dice.uniform(1.2, 2.2))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_HUNG_TIMEOUTS * self._ground.timeout_seconds):
+                    while self._awaits_burial(lock):  # noqa: ASYNC110  # see above
+                        await asyncio.sleep(0.05)
+            await asyncio.sleep(self._dice.random())
             life.go_on()
+
+    def _awaits_burial(self, lock: Path) -> bool:
+        """Whether a server that hangs may still be buried: who has come to its own end buries nobody."""
+        return lock.exists() and not self._served
 
     def _told(self, name: str) -> str:
         log = self._log(name)

@@ -44,7 +44,8 @@ class Death:
     misses: int = 0
 
     def __str__(self) -> str:
-        return f"{self.step}:{self.times}" if self.step else f"after {self.after_seconds:.3f} s"
+        instant = f"after {self.after_seconds:.3f} s" if self.after_seconds else "whatever comes first"
+        return f"{self.step}:{self.times}" if self.step else instant
 
 
 @dataclass(slots=True)
@@ -226,6 +227,7 @@ async def play_all(
     *,
     kills_per_story: int = 12,
     at_once: int = 2,
+    records: int = RECORDS,
     play: Callable[[Path, Story, Toll, int], Awaitable[None]] | None = None,
     kind_for: Callable[[Toll, str], str] | None = None,
 ) -> int:
@@ -244,7 +246,7 @@ async def play_all(
             folder = root / f"{number}"
             folder.mkdir()
             kind = (kind_for or needed)(toll, list(KINDS)[number % len(KINDS)])
-            story = told(seed * 1000 + number, kind=kind, records=RECORDS)
+            story = told(seed * 1000 + number, kind=kind, records=records)
             try:
                 if play is None:
                     settings = {} if number % WORKERS_EVERY else {"workers": 1}
