@@ -53,8 +53,9 @@ HANGS_AT: Final = (
     "batch.buffered",
 )
 """Steps at which a server that hangs still has much to do when it goes on."""
-_HUNG_TIMEOUTS: Final = 8
-"""After so many timeouts a server that hangs goes on, whether or not it was buried: it may hold what the other needs."""
+_HUNG_TIMEOUTS: Final = 3
+"""After so many timeouts a server that hangs goes on, whether or not it was buried: stopped in a transaction it holds the
+lock of a ledger in a file, for which the other waits five seconds."""
 _ANY_STEP: Final = Death()
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import aioboto3
 import pytest
@@ -34,17 +34,6 @@ pytestmark = pytest.mark.timeout(1800)
 EVERY = sorted(STEPS.keys() - NEVER.keys())
 ON_A_TABLE = 90
 """Deaths there: each costs 2.5 s of a processor, since the emulator computes each transaction over all that it holds."""
-TAKEN_OVER = (
-    "server.burying",
-    "server.buried",
-    "windows.adopted",
-    "shard.drained",
-    "shard.lost",
-    "shard.released",
-    "ledger.written",
-    "ledger.committed",
-)
-"""What only two servers show, or a table does in its own way."""
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "emulated", "AWS_SECRET_ACCESS_KEY": "emulated"}
 
 
@@ -61,12 +50,8 @@ async def play_pairs(
     seed: int,
     toll: Toll,
     grounds: Callable[[], AbstractAsyncContextManager[Ground]],
-    **how: Any,
 ) -> None:
-    """Play until every death was died, each story on a ground of its own, and tell what that took.
-
-    ``how``: as ``play_all`` takes it.
-    """
+    """Play until every death was died, each story on a ground of its own, and tell what that took."""
 
     async def play(root: Path, story: Story, toll: Toll, kills: int) -> None:
         async with grounds() as ground:
@@ -74,7 +59,7 @@ async def play_pairs(
 
     began = time.monotonic()
     steps = {death.step for death in toll.ahead if death.step} - SELDOM
-    stories = await play_all(folder, toll, seed, kills_per_story=20, play=play, kind_for=kind_for, **how)
+    stories = await play_all(folder, toll, seed, kills_per_story=20, play=play, kind_for=kind_for)
     seconds = time.monotonic() - began
     died = toll.died.total() - toll.died["silent"]
     print(
@@ -128,18 +113,14 @@ async def a_table() -> AsyncIterator[Ground]:
             await emulator.wait()
 
 
+@pytest.mark.long
 async def test_two_servers_on_a_table_killed_while_leases_move_lose_and_double_nothing(
-    tmp_path: Path, seed: int, long: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
-    dice = random.Random(seed)
-    if long:
-        toll = fates(dice, EVERY, instants=ON_A_TABLE - len(EVERY) - 2, hangs=2)
-        await play_pairs(tmp_path, seed, toll, a_table)
-    else:
-        toll = fates(dice, TAKEN_OVER, instants=0, hangs=1)
-        await play_pairs(tmp_path, seed, toll, a_table, at_once=1, records=100)
+    toll = fates(random.Random(seed), EVERY, instants=ON_A_TABLE - len(EVERY) - 2, hangs=2)
+    await play_pairs(tmp_path, seed, toll, a_table)
 
 
 async def create(place: DynamoPlace) -> None:
