@@ -62,8 +62,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Name the tests that take longer than their lane allows."""
+    """Name the tests that take longer than their lane allows, and the long lane's seeds."""
     for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        if config.option.long and report.when == "call":
+            for line in report.capstdout.splitlines():
+                if "seed" in line.lower():
+                    terminalreporter.write_line(f"{report.nodeid}: {line}")
         lane = "long" if config.option.long else "quick" if "quick" in report.keywords else "day"
         if report.when == "call" and report.duration > ALLOWED_SECONDS[lane]:
             took = f"{report.duration:.0f} s, of {ALLOWED_SECONDS[lane]:.0f} s"

@@ -66,7 +66,7 @@ def s3() -> Iterator[str]:
         yield query
 
 
-@pytest.fixture(params=["sqlite", "dynamodb"])
+@pytest.fixture(params=[pytest.param("sqlite", marks=pytest.mark.long), "dynamodb"])
 def given(
     request: pytest.FixtureRequest, s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[dict[str, str]]:

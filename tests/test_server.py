@@ -392,6 +392,7 @@ async def spawn(tmp_path: Path) -> tuple[asyncio.subprocess.Process, str]:
                 return process, entry["address"]
 
 
+@pytest.mark.long
 async def test_a_server_killed_with_sigkill_again_and_again_publishes_every_row_once(
     tmp_path: Path, handler: str
 ) -> None:

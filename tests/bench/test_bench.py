@@ -23,6 +23,15 @@ if TYPE_CHECKING:
 GIB: Final = 1 << 30
 
 
+def test_a_benchmark_runs_at_a_tiny_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = tmp_path / "told.json"
+    arguments = ["--only", "windows", "--rows", "10", "--rounds", "1", "--pace", "0", "--engine", "local"]
+    assert main([*arguments, "--folder", str(tmp_path), "--json", str(told)]) == 0
+    assert [each["rows"] for each in json.loads(told.read_text())["windows"]] == [10]
+    assert "(local)" in capsys.readouterr().out
+
+
+@pytest.mark.long
 def test_every_benchmark_runs_at_a_tiny_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = tmp_path / "told.json"
     arguments = [
@@ -85,6 +94,7 @@ def test_every_benchmark_runs_at_a_tiny_size(tmp_path: Path, capsys: pytest.Capt
     assert [path.name for path in tmp_path.iterdir()] == ["told.json"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_windows_are_measured_on_spark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = tmp_path / "told.json"

@@ -198,6 +198,7 @@ def test_wrong_arguments_are_the_operators_error(
     assert told.out + told.err
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("java") is None, reason="Spark needs Java")
 def test_with_spark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,7 +139,7 @@ async def play(out: Path, spec: WindowSpec, daemon: Daemon, script: list[tuple[s
     assert pipeline.private_files() == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings().max_examples // 5)
 @given(
     st.sampled_from([Tumbling(10_000), batches(max_rows=5, max_age="3 s")]),
     st.lists(st.integers(-4000, 9000), min_size=1, max_size=12),

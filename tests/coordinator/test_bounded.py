@@ -118,7 +118,13 @@ def catching(out: Path, *, batches: int, **fields: Any) -> Catching:
     return caught
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["freed when published", "retained"])
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        pytest.param(False, id="freed when published", marks=pytest.mark.long),
+        pytest.param(True, id="retained"),
+    ],
+)
 async def test_a_catch_up_of_ten_times_the_budgets_ends_within_them(tmp_path: Path, recompute: bool) -> None:
     caught = catching(tmp_path, batches=80, recompute=recompute)
     assert 80 * len(SHARDS) * BATCH >= 10 * DISK

@@ -25,8 +25,14 @@ CASES: dict[str, tuple[WindowSpec, bool]] = {
     "arrival": (Tumbling(10_000), True),
     "batches": (batches(max_rows=4, max_age="2 s"), True),
 }
-STEPS = {case: 1 if name == "recompute" else 3 for name, case in CASES.items()}
-"""How many calls lie between two places of death: one where everything happens, for the others a few, for the time."""
+
+
+def step_of(spec: WindowSpec, *, recompute: bool, long: bool) -> int:
+    """Return how many calls lie between two places of death: fewest where everything happens, more in a day's run."""
+    everything = (spec, recompute) == CASES["recompute"]
+    return (1 if everything else 3) if long else (6 if everything else 12)
+
+
 every_case = pytest.mark.parametrize(("spec", "recompute"), CASES.values(), ids=CASES)
 
 
@@ -90,10 +96,10 @@ async def test_a_stream_with_a_split_comes_out_exactly_once(
 
 @every_case
 async def test_wherever_the_process_dies_the_next_life_makes_it_exactly_once(
-    tmp_path: Path, spec: WindowSpec, recompute: bool
+    tmp_path: Path, spec: WindowSpec, recompute: bool, long: bool
 ) -> None:
     """Between two calls nothing durable happens: dying before each call is dying anywhere."""
-    step = STEPS[spec, recompute]
+    step = step_of(spec, recompute=recompute, long=long)
     place, died = 1 - step, True
     while died:
         place += step
@@ -150,10 +156,10 @@ def fail_once(faults: Faults, place: int) -> list[str]:
 
 @every_case
 async def test_a_call_that_fails_without_effect_costs_nothing(
-    tmp_path: Path, spec: WindowSpec, recompute: bool
+    tmp_path: Path, spec: WindowSpec, recompute: bool, long: bool
 ) -> None:
     total = 300
-    for place in range(1, total, 2 + STEPS[spec, recompute]):
+    for place in range(1, total, 2 + step_of(spec, recompute=recompute, long=long)):
         pipeline, daemon = Pipeline(tmp_path / str(place), spec=spec, recompute=recompute), stream()
         failed = fail_once(pipeline.faults, place)
         assert await live(pipeline, daemon)
@@ -162,4 +168,4 @@ async def test_a_call_that_fails_without_effect_costs_nothing(
         assert recompute or pipeline.private_files() == []
         if not failed:
             break
-    assert 40 < place < total - 6
+    assert 40 < place < total - 12

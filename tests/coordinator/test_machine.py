@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 EXAMPLES = settings(
-    max_examples=30,
+    max_examples=settings().max_examples // 8,
     stateful_step_count=25,
     deadline=None,
     derandomize=False,
@@ -45,7 +45,7 @@ SEARCH = settings(
         (PipelineMachine, mutants.never_holds),
         (PipelineMachine, mutants.children_without_floor),
         (PipelineMachine, mutants.watermark_goes_back),
-        (FleetMachine, mutants.register_without_fences),
+        pytest.param(FleetMachine, mutants.register_without_fences, marks=pytest.mark.long),
         (FleetMachine, mutants.deliver_twice),
         (FleetMachine, mutants.await_between_check_and_act),
     ],

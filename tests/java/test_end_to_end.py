@@ -125,6 +125,7 @@ async def test_no_row_is_lost_or_doubled_while_server_and_daemon_are_restarted(s
     assert stack.samples.ahead == []
 
 
+@pytest.mark.long
 async def test_server_and_jvm_killed_again_and_again_lose_and_double_nothing(stack: Stack) -> None:
     dice = random.Random(crash_seed())
     hours = 4

@@ -301,7 +301,7 @@ class KCL3(BackToBack):
     form = Form.KCL3
 
 
-LENGTHS: Final = settings(max_examples=60, stateful_step_count=40, deadline=None)
+LENGTHS: Final = settings(max_examples=settings().max_examples // 3, stateful_step_count=40)
 TestV1 = V1.TestCase
 TestV2 = V2.TestCase
 TestKCL3 = KCL3.TestCase

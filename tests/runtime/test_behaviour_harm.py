@@ -104,7 +104,7 @@ async def test_so_are_names_of_failed_records_that_have_code(stage: Stage) -> No
     assert "is none of the 1 records" in outcome.dead_letters[0].error
 
 
-@over("harmful:HarmfulBatch", "harmful:HarmfulBatchAsync", kinds=("workers",), policy=PARK)
+@over("harmful:HarmfulBatchAsync", kinds=("workers",), policy=PARK)
 async def test_a_row_that_ends_its_worker_is_found_like_a_call_that_does(stage: Stage) -> None:
     shard = await stage.opened()
     outcome = await shard.process("a row that is good", "a row that kills", "a row that is good")

@@ -1,4 +1,4 @@
-"""A Spark session in the test's own process, as one who reads the output has it; and a Java that only says its version."""
+"""A Spark session in the tests' own process, as one who reads the output has it; and a Java that only says its version."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-from support.spark_here import end
 
 from mldserver.spark.driver_messages import Start
 from mldserver.spark.session import environment, open_session
@@ -18,17 +17,26 @@ if TYPE_CHECKING:
     from mldserver.spark.session import Session
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    """One JVM for all tests of this process that need a session: a start costs ten seconds of a processor."""
     scratch = tmp_path_factory.mktemp("spark")
-    start = Start("", "", "local[2]", str(scratch), quick=True)
+    derby = {"spark.driver.extraJavaOptions": f"-Dderby.system.home={scratch}"}
+    start = Start("", "", "local[2]", str(scratch), conf=derby, quick=True)
     before = dict(os.environ)
     os.environ.update(environment(start, os.environ, java_home=os.environ.get("JAVA_HOME")))
-    session = open_session(start)
+    try:
+        session = open_session(start)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    gateway = session.spark.sparkContext._gateway
+    assert gateway is not None
     yield session
-    end(session.spark)
-    os.environ.clear()
-    os.environ.update(before)
+    session.spark.stop()
+    gateway.shutdown()
+    gateway.proc.stdin.close()
+    gateway.proc.wait(30)
 
 
 @pytest.fixture

@@ -55,6 +55,7 @@ async def test_the_driver_publishes_what_it_computed_and_says_why_it_cannot(tmp_
     assert list((tmp_path / "db").glob("seg0/*.dat"))
 
 
+@pytest.mark.long
 async def test_a_server_whose_spark_lacks_the_format_does_not_start(tmp_path: Path) -> None:
     it = engine(tmp_path, SinkSpec("delta", str(tmp_path / "table")))
     with pytest.raises(

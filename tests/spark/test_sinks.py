@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.spark_here import end
 
 from mldserver.errors import OperatorError
 from mldserver.jobs.engine import PublishJob
@@ -27,30 +26,18 @@ if TYPE_CHECKING:
 
     from pyspark.sql import SparkSession
 
+    from mldserver.spark.session import Session
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 NOW = datetime(2027, 1, 1, tzinfo=UTC)
 
 
-@pytest.fixture(scope="module")
-def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
-    from pyspark.sql import SparkSession
-
-    place = tmp_path_factory.mktemp("spark")
-    builder: Any = SparkSession.builder
-    conf = {
-        "spark.ui.enabled": "false",
-        "spark.driver.host": "127.0.0.1",
-        "spark.driver.bindAddress": "127.0.0.1",
-        "spark.sql.warehouse.dir": str(place / "warehouse"),
-        "spark.driver.extraJavaOptions": f"-XX:TieredStopAtLevel=1 -Dderby.system.home={place}",
-        "spark.sql.catalog.lake": "org.apache.iceberg.spark.SparkCatalog",
-    }
-    for name, value in conf.items():
-        builder = builder.config(name, value)
-    session: SparkSession = builder.master("local[2]").getOrCreate()
-    yield session
-    end(session)
+@pytest.fixture
+def spark(session: Session) -> Iterator[SparkSession]:
+    session.spark.conf.set("spark.sql.catalog.lake", "org.apache.iceberg.spark.SparkCatalog")
+    yield session.spark
+    session.spark.conf.unset("spark.sql.catalog.lake")
 
 
 class Place:

@@ -73,18 +73,23 @@ def emulator(shared_emulator: Emulator) -> Iterator[Emulator]:
     shared_emulator.heal()
 
 
-@pytest.fixture
-def dynamodb(emulator: Emulator, clock: HandClock) -> Callable[..., DynamoLedger]:
-    """Make ledgers, not opened yet, over one table on DynamoDB that the first to open creates."""
+@pytest.fixture(scope="session")
+def aws_session() -> Any:
+    """One for all: each reads botocore's models of DynamoDB, which takes a fifth of a second."""
     import aioboto3
 
+    return aioboto3.Session("emulated", "emulated", region_name="eu-central-1")
+
+
+@pytest.fixture
+def dynamodb(emulator: Emulator, aws_session: Any, clock: HandClock) -> Callable[..., DynamoLedger]:
+    """Make ledgers, not opened yet, over one table on DynamoDB that the first to open creates."""
     table = f"ledgers-{uuid.uuid4().hex}"
-    session = aioboto3.Session("emulated", "emulated", region_name="eu-central-1")
     patient = PatientClock(clock)
 
     def make(server_id: str = "one", pipeline: str = "p", **settings: Any) -> DynamoLedger:
         usual = {"pipeline": pipeline, "server_id": server_id, "clock": patient, "create": True}
-        return DynamoLedger(table, endpoint_url=emulator.url, session=session, **(usual | settings))
+        return DynamoLedger(table, endpoint_url=emulator.url, session=aws_session, **(usual | settings))
 
     return make
 

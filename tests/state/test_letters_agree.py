@@ -51,7 +51,7 @@ class InBook:
         return state.dead_letters, state.redrives
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings().max_examples // 3)
 @given(STEPS)
 def test_both_ledgers_do_the_same_to_letters(steps: list[Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -61,7 +61,7 @@ def runtime_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
     return make
 
 
-@pytest.mark.parametrize("define", ["def", "async def"])
+@pytest.mark.parametrize("define", ["def", pytest.param("async def", marks=pytest.mark.long)])
 async def test_a_worker_that_is_busy_for_longer_than_any_call_may_take_is_not_taken_for_a_dead_one(
     runtime_of: Callable[[str, Limits], WorkerRuntime], logged: list[dict[str, Any]], define: str
 ) -> None:

@@ -42,11 +42,17 @@ def runtime_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 @pytest.mark.parametrize(
     "deed",
     [
-        "await asyncio.gather(leaving())",
-        "asyncio.get_running_loop().stop(); await asyncio.sleep(9)",
-        "[task.cancel() for task in asyncio.all_tasks() if task is not asyncio.current_task()]",
+        pytest.param("await asyncio.gather(leaving())", id="a task that exits", marks=pytest.mark.long),
+        pytest.param(
+            "asyncio.get_running_loop().stop(); await asyncio.sleep(9)",
+            id="a loop that is stopped",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "[task.cancel() for task in asyncio.all_tasks() if task is not asyncio.current_task()]",
+            id="all tasks cancelled",
+        ),
     ],
-    ids=["a task that exits", "a loop that is stopped", "all tasks cancelled"],
 )
 async def test_whoever_ends_the_event_loop_is_found_and_the_batches_beside_it_are_done(
     runtime_of: Callable[..., WorkerRuntime], deed: str
