@@ -141,7 +141,7 @@ async def killed_at(step: str, given: dict[str, str], folder: Path, daemon: Fake
     )
     assert process.stdout is not None
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             async for line in process.stdout:
                 told = json.loads(line)
                 assert b"secret" not in line
@@ -172,7 +172,7 @@ async def test_every_row_is_shown_once_on_an_object_store_after_kills_and_with_a
         assert orphans
         async with serving(settings_of(given, tmp_path)) as server:
             daemon.address = await server.listening()
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(240):
                 await until(lambda: len(list(store.files(MANIFESTS))) == 4)
                 assert {k: Counter(v) for k, v in shown(given["out"]).items()} == wanted(late=False)
                 stream.put(event(LATE), "key")

@@ -196,7 +196,7 @@ async def test_where_a_call_hangs_is_told_before_its_process_is_killed(
     tmp_path: Path, handler_that: Callable[..., str], logged: list[dict[str, Any]]
 ) -> None:
     handler = handler_that("while True: pass")
-    async with serving(quick(tmp_path / "out", handler, workers=1, worker_kill_after=1.0)) as server:
+    async with serving(quick(tmp_path / "out", handler, workers=1, worker_kill_after=4.0)) as server:
         await play(server, stream("once"))
     (lost,) = named(logged, "worker.lost")
     assert lost["reason"] == "a call of the handler takes too long"
