@@ -14,10 +14,8 @@ from mldserver.base.aio import aside
 from mldserver.base.aws import aws_client
 from mldserver.config import RemoteOut, SqlitePlace, UnixAddress, home, ledger_file
 from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
-from mldserver.coordinator.core.late import LateRules
 from mldserver.coordinator.core.peers import DRAIN
 from mldserver.coordinator.core.shape import Column, Shape
-from mldserver.coordinator.core.watermark import WatermarkRules
 from mldserver.coordinator.server_locks import LifeLocks
 from mldserver.deadletters.places import destination_of
 from mldserver.deadletters.redriver import Redriver
@@ -29,7 +27,7 @@ from mldserver.output.layout import SERVERS, SPARK, server_tag
 from mldserver.output.owner import FolderClaim
 from mldserver.output.store import OutputStore
 from mldserver.protocol.connection import ConnectionLimits
-from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, OnKeyFailure
+from mldserver.runtime.failure_policy import FailurePolicy, OnKeyFailure
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.sources.mld import MLDListener
 from mldserver.sources.shards import ShardPolling, StreamShards
@@ -164,7 +162,7 @@ async def _runtime(settings: Settings, clock: Clock, rng: Callable[[], float]) -
     """Load the handler: in a worker, unless the settings say otherwise; then no code of the user's is run here."""
     common: dict[str, Any] = {
         "policy": _failure_policy(settings),
-        "deadline_seconds": settings.handler_timeout,
+        "deadline_seconds": settings.handler_timeout_seconds,
         "concurrency": settings.concurrency,
     }
     if settings.workers is None:
@@ -172,8 +170,7 @@ async def _runtime(settings: Settings, clock: Clock, rng: Callable[[], float]) -
         return InlineRuntime(spec, clock=clock, random=rng, **common), spec
     from mldserver.workers.runtime import WorkerRuntime  # noqa: PLC0415  # not needed where there are none
 
-    kill_after = settings.worker_kill_after
-    limits = Limits(None if kill_after is None else _ms(kill_after), settings.worker_memory)
+    limits = Limits(settings.worker_kill_after_ms, settings.worker_memory)
     level = logging.getLevelNamesMapping()[settings.log_level.upper()]
     runtime = WorkerRuntime(
         settings.handler, workers=settings.workers, limits=limits, log_level=level, **common
@@ -210,7 +207,7 @@ async def _assembled(
         engine = engine or _spark(settings, spec, clock, server_tag(server_id))
         runner = WindowRunner(
             pipeline=settings.pipeline,
-            policy=_window_policy(settings),
+            policy=settings.part(WindowPolicy, recompute=settings.late == "recompute"),
             ledger=ledger,
             store=store,
             engine=engine,
@@ -241,9 +238,9 @@ async def _assembled(
         else (settings.listen.host, settings.listen.port),
         runtime=runtime,
         intake=coordinator.shards,
-        limits=_limits(settings),
+        limits=settings.part(ConnectionLimits),
         connection_limit=settings.connection_limit,
-        answer_deadline=settings.answer_deadline,
+        answer_deadline=settings.answer_deadline_seconds,
         clock=clock,
         random=rng,
     )
@@ -253,7 +250,7 @@ async def _assembled(
         owners=listener.owners,
         redriving=coordinator.redriving,
         clock=clock,
-        parks=settings.on_key_failure == "park",
+        parks=settings.on_key_failure is OnKeyFailure.PARK,
         why_not=_NO_REDRIVE if spec.kind is HandlerKind.PROCESSOR else "",
     )
     return Parts(
@@ -277,7 +274,7 @@ def _polling(settings: Settings, kinesis: MakeKinesis | None, clock: Clock) -> S
     where = {"region": settings.region, "endpoint_url": settings.endpoint_url}
     make = kinesis or partial(aws_client, "kinesis", **where)
     shards = StreamShards(settings.stream, make)
-    return ShardPolling(shards, interval_seconds=settings.list_shards_interval, clock=clock)
+    return ShardPolling(shards, interval_seconds=settings.list_shards_interval_seconds, clock=clock)
 
 
 def _store(settings: Settings) -> OutputStore:
@@ -319,7 +316,7 @@ def _spark(settings: Settings, spec: HandlerSpec, clock: Clock, tag: str) -> Eng
         cache_dir=settings.cache_dir,
         work_dir=home(settings) / SPARK / tag,
         concurrency=settings.window_concurrency,
-        job_deadline=settings.window_deadline,
+        job_deadline=settings.window_deadline_seconds,
         # A shared job's files are renamed from one directory into others, which object stores cannot.
         group_limit=1 if isinstance(settings.out, RemoteOut) else settings.window_group,
         clock=clock,
@@ -342,67 +339,14 @@ def _table(settings: Settings) -> str | None:
 
 
 def _rules(settings: Settings, spec: WindowSpec | None) -> CoordinatorRules:
-    column = isinstance(spec, Tumbling) and spec.on is not None
-    return CoordinatorRules(
-        flush_interval_ms=_ms(settings.flush_interval),
-        flush_bytes=settings.flush_bytes,
-        buffer_bytes=settings.buffer_bytes,
-        segment_bytes=settings.segment_disk_bytes,
-        missing_limit_ms=_ms(settings.missing_limit),
-        retention_ms=_ms(settings.retention),
-        shard_retention_ms=_ms(settings.shard_retention),
-        late=LateRules(
-            recompute=settings.late == "recompute",
-            delay_ms=_ms(settings.recompute_delay),
-            # What waits for its first output must find room, however many late rows are waited for.
-            retained_bytes=min(settings.retention_bytes, settings.segment_disk_bytes // 2),
-        ),
-        accept_gap=settings.accept_gap,
-        parks=settings.on_key_failure == "park",
-        server_timeout_ms=_ms(settings.server_timeout),
-        max_ahead_ms=None if settings.max_ahead is None else _ms(settings.max_ahead),
-        watermark=WatermarkRules(
-            on_arrival=not column,
-            disorder_ms=spec.disorder_ms if isinstance(spec, Tumbling) else 0,
-            idle_ms=_ms(settings.idle_time),
-            quiet_ms=_ms(settings.quiet_time),
-            settle_ms=_ms(settings.settle_time),
-        ),
-    )
-
-
-def _ms(seconds: float) -> int:
-    return round(seconds * 1000)
-
-
-def _window_policy(settings: Settings) -> WindowPolicy:
-    return WindowPolicy(
-        attempts=settings.window_attempts,
-        retry_base_seconds=settings.window_retry_base,
-        retry_cap_seconds=settings.window_retry_cap,
-        on_failure=settings.window_on_failure,
-        concurrency=settings.window_concurrency,
-        recompute=settings.late == "recompute",
+    return settings.part(
+        CoordinatorRules,
+        on_arrival=not isinstance(spec, Tumbling) or spec.on is None,
+        disorder_ms=spec.disorder_ms if isinstance(spec, Tumbling) else 0,
+        parks=settings.on_key_failure is OnKeyFailure.PARK,
     )
 
 
 def _failure_policy(settings: Settings) -> FailurePolicy:
-    return FailurePolicy(
-        attempts=settings.attempts,
-        base_seconds=settings.retry_base,
-        cap_seconds=settings.retry_cap,
-        on_failure=OnFailure(settings.on_failure),
-        max_age_ms=None if settings.max_age is None else _ms(settings.max_age),
-        rules=settings.failure_rules,
-        on_key_failure=OnKeyFailure(settings.on_key_failure),
-        max_ahead_ms=_ms(settings.max_ahead) if settings.max_ahead and settings.on_ahead == "fail" else None,
-    )
-
-
-def _limits(settings: Settings) -> ConnectionLimits:
-    return ConnectionLimits(
-        line_bytes=settings.line_limit,
-        initialize_seconds=settings.initialize_timeout,
-        partial_line_seconds=settings.partial_line_timeout,
-        close_seconds=settings.close_timeout,
-    )
+    bad_above_ms = settings.max_ahead_ms if settings.on_ahead == "fail" else None
+    return settings.part(FailurePolicy, max_ahead_ms=bad_above_ms)

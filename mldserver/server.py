@@ -301,7 +301,7 @@ class Server:
     async def _finish(self, parts: Parts, began_ms: int) -> bool:
         """Stop in order; True when every accepted row is durable."""
         try:
-            async with asyncio.timeout(self.settings.grace):
+            async with asyncio.timeout(self.settings.grace_seconds):
                 parts.listener.stop_accepting()
                 await parts.listener.drain()
                 await parts.coordinator.flush("shutdown")
@@ -311,7 +311,7 @@ class Server:
         if self._drain:
             await self._publish_all(parts)
             return True
-        left = self.settings.grace - self._since(began_ms)
+        left = self.settings.grace_seconds - self._since(began_ms)
         if parts.runner is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(left, 0.0)):
@@ -322,7 +322,7 @@ class Server:
         """Wait until nobody takes rows in any more, cut every open window, and return when all are published."""
         coordinator, runner = parts.coordinator, parts.runner
         while coordinator.status().servers > 1:
-            await self._clock.sleep(self.settings.flush_interval)
+            await self._clock.sleep(self.settings.flush_interval_ms / 1000)
             await coordinator.flush("drain")
         coordinator.cuts_all = True
         while True:
@@ -336,7 +336,7 @@ class Server:
             done = [each for each in windows if each.state is WindowState.PUBLISHED and not each.pending]
             if len(aside) + len(done) == len(windows):
                 break
-            await self._clock.sleep(self.settings.flush_interval)  # another drain has cut the rest
+            await self._clock.sleep(self.settings.flush_interval_ms / 1000)  # another drain has cut the rest
         log.info("pipeline.drained", set_aside=[each.window_id for each in aside])
 
     def _unfinished(self, parts: Parts) -> dict[str, object]:

@@ -16,7 +16,9 @@ from mldserver.config import (
 )
 from mldserver.config.locations import cache_folder
 from mldserver.config.settings import default_pipeline
+from mldserver.coordinator.core.rules import CoordinatorRules
 from mldserver.errors import ConfigError
+from mldserver.protocol.connection import ConnectionLimits
 
 DOCS = Path(__file__).parent.parent / "mldserver" / "docs"
 
@@ -44,8 +46,33 @@ def refusal(**arguments: object) -> str:
 def test_every_default_is_a_value_that_its_own_kind_reads_again() -> None:
     defaults = Settings(handler="a.b")
     for name, spec in specs().items():
-        value = getattr(defaults, name)
+        value = getattr(defaults, spec.field)
         assert spec.kind.parse(spec.kind.show(value)) == value, name
+
+
+def test_a_durations_name_tells_its_unit_and_the_settings_name_does_not() -> None:
+    for name, spec in specs().items():
+        unit = spec.field.removeprefix(name)
+        second = {"_ms": 1000, "_seconds": 1.0, "": None}[unit]
+        assert (spec.kind.metavar == "DURATION") is bool(unit), name
+        assert second is None or (spec.kind.parse("1 s"), type(spec.kind.parse("1 s"))) == (
+            second,
+            type(second),
+        )
+
+
+def test_every_setting_says_what_it_does() -> None:
+    assert specs()["grace"].help == "How long a shutdown may take before it is forced."
+    assert specs()["log_format"].help.endswith("(auto | json | pretty)")
+    assert all(len(spec.help) > 10 for spec in specs().values())
+
+
+def test_a_part_takes_its_section_as_it_is_beside_what_is_its_own() -> None:
+    settings = resolved({"flush_interval": "2 s", "close_timeout": "1 s", "settle_time": "0 s"})
+    rules = settings.part(CoordinatorRules, disorder_ms=7)
+    assert (rules.flush_interval_ms, rules.settle_time_ms, rules.disorder_ms) == (2000, 0, 7)
+    assert rules == CoordinatorRules(flush_interval_ms=2000, settle_time_ms=0, disorder_ms=7)
+    assert settings.part(ConnectionLimits).close_timeout_seconds == 1.0
 
 
 def test_names_follow_from_the_handler() -> None:
@@ -102,10 +129,15 @@ def test_the_command_line_beats_the_environment_beats_the_file_beats_the_default
         environ={"MLDSERVER_ATTEMPTS": "5", "MLDSERVER_RETRY_BASE": "3 s", "PATH": "/bin"},
         folder=tmp_path,
     )
-    assert (settings.attempts, settings.retry_base, settings.flush_interval, settings.grace) == (
+    assert (
+        settings.attempts,
+        settings.retry_base_seconds,
+        settings.flush_interval_ms,
+        settings.grace_seconds,
+    ) == (
         6,
         3.0,
-        9.0,
+        9_000,
         30.0,
     )
     assert [settings.origin(name) for name in ("attempts", "retry_base", "flush_interval", "grace")] == [
@@ -134,7 +166,7 @@ def test_what_is_left_out_has_its_default_and_only_the_command_line_says_otherwi
         return resolve(given_options, environ=environ, folder=tmp_path, leave_out={"attempts", "grace"})
 
     settings = left_out()
-    assert (settings.attempts, settings.grace, settings.origin("grace")) == (3, 30.0, "default")
+    assert (settings.attempts, settings.grace_seconds, settings.origin("grace")) == (3, 30.0, "default")
     assert left_out(attempts="7").attempts == 7
 
 

@@ -49,22 +49,28 @@ def test_the_settings_make_the_policy() -> None:
     settings = Settings(
         handler="h",
         attempts=5,
-        retry_base=0.5,
-        retry_cap=4.0,
-        on_failure="skip",
-        max_age=60.0,
+        retry_base_seconds=0.5,
+        retry_cap_seconds=4.0,
+        on_failure=OnFailure.SKIP,
+        max_age_ms=60_000,
         failure_rules=RULES,
-        on_key_failure="park",
+        on_key_failure=OnKeyFailure.PARK,
     )
     assert _failure_policy(settings) == FailurePolicy(
-        5, 0.5, 4.0, OnFailure.SKIP, 60_000, RULES, OnKeyFailure.PARK
+        attempts=5,
+        retry_base_seconds=0.5,
+        retry_cap_seconds=4.0,
+        on_failure=OnFailure.SKIP,
+        max_age_ms=60_000,
+        failure_rules=RULES,
+        on_key_failure=OnKeyFailure.PARK,
     )
     assert _failure_policy(Settings(handler="h")) == FailurePolicy()
 
 
 @pytest.mark.parametrize(
     ("given", "bound_ms"),
-    [({}, None), ({"on_ahead": "fail"}, 600_000), ({"on_ahead": "fail", "max_ahead": None}, None)],
+    [({}, None), ({"on_ahead": "fail"}, 600_000), ({"on_ahead": "fail", "max_ahead_ms": None}, None)],
 )
 def test_rows_that_run_ahead_fail_only_where_they_are_to(given: dict[str, Any], bound_ms: int | None) -> None:
     assert _failure_policy(Settings(handler="h", **given)).max_ahead_ms == bound_ms

@@ -13,6 +13,8 @@ PACKAGE = Path(__file__).parent.parent / "mldserver"
 ABOVE_ALL = ("assembly", "readiness", "server", "testing", "cli")
 """Rooms that put the others together, from the ground up: each may import all that is below it."""
 
+_SETTINGS = ("config.settings", "config.failures")
+
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # What users and all parts name.
     "": ("records", "windows", "handler.control"),
@@ -26,10 +28,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "base": ("errors",),
     "protocol": ("errors", "records"),
     "handler": ("errors", "records", "windows"),
-    "runtime": ("errors", "records", "windows", "base", "protocol", "handler"),
+    "runtime": ("errors", "records", "windows", "base", "protocol", "handler", *_SETTINGS),
     "state": ("errors", "records", "windows", "base"),
     "output": ("errors", "base", "state"),
-    "jobs": ("errors", "windows", "base", "output", "state"),
+    "jobs": ("errors", "windows", "base", "output", "state", *_SETTINGS),
     "sources": ("errors", "records", "base", "protocol", "runtime.interface"),
     "coordinator": (
         *("errors", "records", "windows", "base", "state", "output", "jobs"),
@@ -38,9 +40,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # Pure: of the other rooms it knows what they say, not what they do.
     "coordinator.core": (
         *("errors", "records", "windows", "state.ledger", "state.batches", "state.shapes"),
-        *("runtime.interface", "output.layout"),
+        *("runtime.interface", "output.layout", *_SETTINGS),
     ),
-    "config": ("errors", "windows", "base", "runtime.failure_policy"),
+    # Its sections are what parts go by; what reads them from outside is for those above.
+    "config": ("errors", "windows", "base"),
     "deadletters": (
         *("errors", "records", "base", "protocol", "runtime", "state", "output", "config"),
         *("sources", "coordinator.redrive_intake"),

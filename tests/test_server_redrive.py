@@ -13,6 +13,7 @@ import pytest
 from support.serving import quick, serving, until
 
 from mldserver import cli
+from mldserver.config.failures import OnKeyFailure
 from mldserver.config.locations import LetterPlace
 from mldserver.deadletters.files import FOLDER
 from mldserver.output.layout import LEDGER
@@ -151,7 +152,7 @@ async def test_parked_records_run_in_order_once_their_letters_are_redriven(
     settings: Any, tmp_path: Path, workers: int | None
 ) -> None:
     stream = FakeStream(1, seed=3, start_ms=1_800_000_000_000)
-    parked = replace(settings, on_key_failure="park", workers=workers)
+    parked = replace(settings, on_key_failure=OnKeyFailure.PARK, workers=workers)
     out = tmp_path / "out"
 
     def put(first: int, last: int) -> None:
@@ -203,7 +204,7 @@ async def test_a_stop_does_not_wait_for_letters_which_are_taken_again_after_the_
         await asyncio.to_thread(command, "redrive", "--all")
         await until((tmp_path / "asked").exists)
         began = asyncio.get_running_loop().time()
-    assert asyncio.get_running_loop().time() - began < settings.grace / 2
+    assert asyncio.get_running_loop().time() - began < settings.grace_seconds / 2
     playing.cancel()
     assert stored(out) == [3]
     (tmp_path / "antidote").touch()

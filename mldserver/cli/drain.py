@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from mldserver.cli.ledger_tool import at_ledger
-from mldserver.cli.serve import with_settings
+from mldserver.cli.serve import takes_settings
 from mldserver.cli.stdio import working_directory
 from mldserver.config import resolve
 
@@ -35,7 +35,7 @@ force, without loss; the next one goes on, and a start without any change just s
 Exit codes: 0 everything is published; 2 there is no such ledger; else as for `mldserver serve`.
 """
 
-app = App(name="drain", help=_HELP, help_format="markdown")
+app = App(name="drain", help=_HELP, help_format="markdown", usage="Usage: mldserver drain HANDLER [OPTIONS]")
 
 
 def drain(
@@ -67,5 +67,4 @@ async def _is_there(_ledger: Ledger, _held: LedgerState) -> None:
     """A ledger that can be read can be drained."""
 
 
-drain.__signature__ = with_settings(drain)  # type: ignore[attr-defined]  # functions may carry one (PEP 362)
-app.default(drain)
+takes_settings(app, drain)

@@ -184,7 +184,7 @@ async def _run(
         launch.tethered,
         environment=launch.environment,
         backoff=Backoff(),
-        grace=shutdown_seconds(properties) + settings.close_timeout,
+        grace=shutdown_seconds(properties) + settings.close_timeout_seconds,
         clock=SystemClock(),
         chance=random.SystemRandom().random,
         server=settings.listen,

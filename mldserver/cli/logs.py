@@ -16,7 +16,7 @@ from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
 from mldserver.cli.stdio import ReaderGone
-from mldserver.config.kinds import Level  # noqa: TC001  # cyclopts reads the annotations
+from mldserver.config.settings import Level  # noqa: TC001  # cyclopts reads the annotations
 from mldserver.errors import ConfigError, OperatorError
 from mldserver.observe.render import as_text, harmless
 from mldserver.observe.tail import FileFollower, LineSplitter, Selection, parse_event

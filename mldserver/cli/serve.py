@@ -15,7 +15,7 @@ from mldserver.config import Spec, resolve, specs
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["app", "serve", "settings_parameters", "with_settings"]
+__all__ = ["app", "serve", "settings_parameters", "takes_settings"]
 
 _HELP = """
 Run a handler: listen for daemons, compute windows, checkpoint.
@@ -25,7 +25,7 @@ mldserver serve handlers.departures --listen 127.0.0.1:7070 --out out/departures
 mldserver serve mypackage.orders:Orders --listen unix:/run/orders.sock --log-file orders.log
 ```
 
-Every option is also a variable (`--line-limit` is `MLDSERVER_LINE_LIMIT`) and a key of `mldserver.toml`
+`--help` shows the options of the first days, `--help-all` every one. Every option is also a variable (`--line-limit` is `MLDSERVER_LINE_LIMIT`) and a key of `mldserver.toml`
 (`line_limit = "64 MiB"`). The command line counts before variables, variables before the file.
 
 Durations are written `500 ms`, `30 s`, `10 minutes` or in seconds; sizes `64 MiB` or in bytes.
@@ -39,13 +39,15 @@ Exit codes: 0 clean; 1 a fault, or something that is not there yet (a folder, a 
 (a second signal, or the grace was over).
 """
 
-app = App(name="serve", help=_HELP, help_format="markdown")
+app = App(name="serve", help=_HELP, help_format="markdown", usage="Usage: mldserver serve HANDLER [OPTIONS]")
 
 
-def settings_parameters(*, leave_out: frozenset[str] = frozenset()) -> list[inspect.Parameter]:
+def settings_parameters(
+    *, leave_out: frozenset[str] = frozenset(), rare: bool = False
+) -> list[inspect.Parameter]:
     """Return an option for every setting, as parameters of a command: all text, None when not given.
 
-    ``leave_out`` names settings that a command asks for in its own way.
+    ``leave_out`` names settings that a command asks for in its own way. ``rare`` ones are hidden unless they are shown.
     """
     groups: dict[str, Group] = {}
     for spec in specs().values():
@@ -55,17 +57,17 @@ def settings_parameters(*, leave_out: frozenset[str] = frozenset()) -> list[insp
             spec.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=None,
-            annotation=_annotation(spec, groups[spec.section]),
+            annotation=_annotation(spec, groups[spec.section], show=rare or spec.common),
         )
         for spec in specs().values()
         if spec.name not in leave_out
     ]
 
 
-def _annotation(spec: Spec, group: Group) -> Any:
-    told = f"{spec.help}{spec.choices} [default: {spec.shown_default}]"
+def _annotation(spec: Spec, group: Group, *, show: bool) -> Any:
+    told = f"{spec.help} [default: {spec.shown_default}]"
     negative = () if not spec.kind.flag else None
-    parameter = Parameter(help=told, group=group, negative=negative, metavar=spec.kind.metavar)
+    parameter = Parameter(help=told, group=group, negative=negative, metavar=spec.kind.metavar, show=show)
     if spec.kind.flag:
         return Annotated[bool | None, parameter]
     return Annotated[list[str] | None, parameter] if spec.kind.many else Annotated[str | None, parameter]
@@ -92,14 +94,26 @@ def serve(
     return live(settings)
 
 
-def with_settings(command: Callable[..., int]) -> inspect.Signature:
-    """Return a command's signature with the table of settings in the place of its ``**given``."""
-    signature = inspect.signature(command, eval_str=True)
-    own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
-    return signature.replace(
-        parameters=[*own, *settings_parameters(leave_out=frozenset(each.name for each in own))]
-    )
+def takes_settings(app: App, command: Callable[..., int]) -> None:
+    """Make ``command`` what an application runs, with the table of settings in the place of its ``**given``.
+
+    ``--help`` shows the settings of the first days, ``--help-all`` every one.
+    """
+    own = inspect.signature(command, eval_str=True)
+    kept = [each for each in own.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+
+    def among(app: App, *, rare: bool) -> App:
+        options = settings_parameters(leave_out=frozenset(each.name for each in kept), rare=rare)
+        command.__signature__ = own.replace(parameters=[*kept, *options])  # type: ignore[attr-defined]  # functions may carry one (PEP 362)
+        app.default(command)
+        return app
+
+    def help_all() -> None:
+        """Display every option, those too that are rarely needed, and exit."""
+        whole = App(name=f"mldserver {app.name[0]}", help=app.help, help_format="markdown", usage=app.usage)
+        among(whole, rare=True).help_print([])
+
+    among(app, rare=False).command(help_all, name="--help-all")
 
 
-serve.__signature__ = with_settings(serve)  # type: ignore[attr-defined]  # functions may carry one (PEP 362)
-app.default(serve)
+takes_settings(app, serve)

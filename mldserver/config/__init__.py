@@ -1,14 +1,15 @@
 """Every setting: command line > environment ``MLDSERVER_…`` > ``mldserver.toml`` > default.
 
-``settings.py`` is the one table that options, variable names, TOML keys and the page of settings follow; ``kinds.py``
-says what values may look like; ``resolve.py`` puts the sources in order and remembers where each value came from.
+``settings.py`` is the one table that options, variable names, TOML keys and the page of settings follow, in sections that
+parts take as they are; ``kinds.py`` says what values may look like; ``resolve.py`` puts the sources in order and remembers
+where each value came from.
 """
 
 from mldserver.config import locations
-from mldserver.config.kinds import Address, Level, LogFormat, OnFailure, TcpAddress, UnixAddress
+from mldserver.config.kinds import Address, TcpAddress, UnixAddress
 from mldserver.config.locations import DynamoPlace, LedgerPlace, OutPlace, RemoteOut, SqlitePlace, TableSink
 from mldserver.config.resolve import home, ledger_file, resolve
-from mldserver.config.settings import Settings, Spec, specs
+from mldserver.config.settings import Level, LogFormat, Settings, Spec, specs
 from mldserver.config.table import settings_page
 
 __all__ = [
@@ -17,7 +18,6 @@ __all__ = [
     "LedgerPlace",
     "Level",
     "LogFormat",
-    "OnFailure",
     "OutPlace",
     "RemoteOut",
     "Settings",

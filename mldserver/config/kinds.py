@@ -1,7 +1,7 @@
 """What values of settings may look like, and where they are given: parsing from text and TOML, and showing them again.
 
 A kind's ``parse`` takes what a source gives (text from the command line and the environment; text, numbers, booleans
-and tables from TOML) and raises ValueError when it is none of the kind. Durations are float seconds, sizes int bytes.
+and tables from TOML) and raises ValueError when it is none of the kind. Sizes are int bytes.
 """
 
 from __future__ import annotations
@@ -11,32 +11,24 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, get_args
 
-from mldserver.windows import duration_ms
+from mldserver import windows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
-    "ENV_PREFIX",
     "Address",
     "Kind",
-    "Late",
-    "Level",
-    "LogFormat",
-    "OnAhead",
-    "OnFailure",
-    "OnKeyFailure",
-    "OnWindowFailure",
-    "Spec",
     "TcpAddress",
     "UnixAddress",
     "address",
     "choice",
     "count",
     "dotted_path",
-    "duration",
+    "duration_ms",
+    "duration_seconds",
     "flag",
     "folder",
     "local_path",
@@ -49,15 +41,6 @@ __all__ = [
 
 T = TypeVar("T")
 
-Level = Literal["debug", "info", "warning", "error", "critical"]
-LogFormat = Literal["auto", "json", "pretty"]
-OnAhead = Literal["keep", "fail"]
-OnFailure = Literal["dead_letter", "skip", "halt"]
-OnKeyFailure = Literal["continue", "park"]
-OnWindowFailure = Literal["dead_letter", "halt"]
-Late = Literal["recompute", "separate"]
-
-ENV_PREFIX = "MLDSERVER_"
 LOOPBACK = "127.0.0.1"
 HIGHEST_PORT = 65_535
 
@@ -284,10 +267,21 @@ def show_size(value: int) -> str:
     return f"{value} B"
 
 
-def duration(*, zero: bool = False) -> Kind[float]:
+def duration_seconds(*, zero: bool = False) -> Kind[float]:
     """Seconds, as a number or as text such as ``10 minutes``; zero only where it makes sense."""
+    ms = duration_ms(zero=zero)
+    return Kind(
+        ms.allowed,
+        lambda raw: ms.parse(raw) / 1000,
+        lambda value: show_duration(round(value * 1000)),
+        metavar=ms.metavar,
+    )
 
-    def parse(raw: object) -> float:
+
+def duration_ms(*, zero: bool = False) -> Kind[int]:
+    """Milliseconds; written as ``duration_seconds`` are."""
+
+    def parse(raw: object) -> int:
         if _is_number(raw):
             assert isinstance(raw, int | float)
             given: str | float = raw
@@ -296,23 +290,18 @@ def duration(*, zero: bool = False) -> Kind[float]:
             given = float(given) if _NUMBER.fullmatch(given) else given
         if isinstance(given, float) and not math.isfinite(given):
             raise ValueError("it is no number")
-        seconds = duration_ms(given) / 1000
-        if seconds == 0 and not zero:
+        ms = windows.duration_ms(given)
+        if ms == 0 and not zero:
             raise ValueError("it is zero, or shorter than a millisecond")
-        return seconds
+        return ms
 
     end = "" if zero else ", above zero"
-    return Kind(
-        f"a duration such as '30 s' or '10 minutes', or seconds{end}",
-        parse,
-        show_duration,
-        metavar="DURATION",
-    )
+    allowed = f"a duration such as '30 s' or '10 minutes', or seconds{end}"
+    return Kind(allowed, parse, show_duration, metavar="DURATION")
 
 
-def show_duration(seconds: float) -> str:
-    """Return seconds in the largest unit that divides them."""
-    ms = round(seconds * 1000)
+def show_duration(ms: int) -> str:
+    """Return milliseconds in the largest unit that divides them."""
     if ms == _DAY_MS:
         return "1 day"
     for unit, factor in (("days", _DAY_MS), ("h", 3_600_000), ("min", 60_000), ("s", 1000)):
@@ -321,11 +310,11 @@ def show_duration(seconds: float) -> str:
     return f"{ms} ms"
 
 
-def choice(*options: T) -> Kind[T]:
-    """One of a few words."""
-    by_word = {str(option): option for option in options}
+def choice(of: Any) -> Kind[Any]:
+    """One of a few words: of a ``Literal``, or of an enumeration."""
+    by_word = {str(option): option for option in get_args(of) or of}
 
-    def parse(raw: object) -> T:
+    def parse(raw: object) -> Any:
         given = _as_text(raw).lower().replace("-", "_")
         if given not in by_word:
             raise ValueError("it is none of the choices")
@@ -417,29 +406,3 @@ def optional(kind: Kind[T], *, word: str = "none") -> Kind[T | None]:
         return word if value is None else kind.show(value)
 
     return Kind(f"{kind.allowed}, or {word}", parse, show, metavar=kind.metavar)
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """One line of the table."""
-
-    name: str
-    kind: Kind[Any]
-    help: str
-    section: str
-    shown_default: str
-
-    @property
-    def option(self) -> str:
-        """The option's name, e.g. ``--line-limit``."""
-        return f"--{self.name.replace('_', '-')}"
-
-    @property
-    def variable(self) -> str:
-        """The environment variable's name, e.g. ``MLDSERVER_LINE_LIMIT``."""
-        return f"{ENV_PREFIX}{self.name.upper()}"
-
-    @property
-    def choices(self) -> str:
-        """The words that are allowed, in parentheses, where they are a few; else nothing."""
-        return f" ({self.kind.allowed})" if self.kind.choice else ""

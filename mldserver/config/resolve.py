@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mldserver.base.kill_points import KILL_VARIABLE
 from mldserver.config import redaction
-from mldserver.config.kinds import show_duration, show_size
+from mldserver.config.failures import OnKeyFailure
 from mldserver.config.locations import LEDGER_FILE, SqlitePlace, cache_folder
 from mldserver.config.settings import ENV_PREFIX, MAY_HOLD_SECRETS, Settings, specs
 from mldserver.errors import ConfigError
@@ -56,7 +56,7 @@ def resolve(
         for name, value in command_line.items()
         if value is not None
     }
-    values = {name: _parsed(name, each) for name, each in given.items()}
+    values = {specs()[name].field: _parsed(name, each) for name, each in given.items()}
     if "cache_dir" not in values:
         values["cache_dir"] = cache_folder(environ)
     origins = {name: given[name].origin for name in specs() if name in given}
@@ -132,7 +132,11 @@ def _suggest(name: str, known: Iterable[str], *, prefix: str = "") -> str:
     """Name a close match; a prefix that all have in common makes none of them closer."""
     bare = [each.removeprefix(prefix) for each in known]
     close = difflib.get_close_matches(name.removeprefix(prefix), bare, n=1)
-    return f"Did you mean {prefix + close[0]!r}?" if close else "`mldserver serve --help` lists all settings."
+    return (
+        f"Did you mean {prefix + close[0]!r}?"
+        if close
+        else "`mldserver serve --help-all` lists all settings."
+    )
 
 
 def _parsed(name: str, given: _Given) -> Any:
@@ -163,17 +167,19 @@ def _check_handler(settings: Settings) -> None:
 
 def _check(settings: Settings) -> None:
     """Check what no value can be wrong about alone."""
-    for low, high, show in (
-        ("retry_base", "retry_cap", show_duration),
-        ("window_retry_base", "window_retry_cap", show_duration),
-        ("flush_bytes", "buffer_bytes", show_size),
+    table = specs()
+    for pair in (
+        ("retry_base", "retry_cap"),
+        ("window_retry_base", "window_retry_cap"),
+        ("flush_bytes", "buffer_bytes"),
     ):
-        low_value, high_value = getattr(settings, low), getattr(settings, high)
+        low, high = (table[name] for name in pair)
+        low_value, high_value = getattr(settings, low.field), getattr(settings, high.field)
         if low_value > high_value:
             raise ConfigError(
-                f"{low} = {show(low_value)} ({settings.origin(low)}) is above "
-                f"{high} = {show(high_value)} ({settings.origin(high)}).",
-                advice=f"Lower {low} or raise {high}.",
+                f"{low.name} = {low.kind.show(low_value)} ({settings.origin(low.name)}) is above "
+                f"{high.name} = {high.kind.show(high_value)} ({settings.origin(high.name)}).",
+                advice=f"Lower {low.name} or raise {high.name}.",
             )
     if isinstance(settings.ledger, SqlitePlace):
         ledger_file(settings)
@@ -203,7 +209,7 @@ def _check_sink(settings: Settings) -> None:
 
 def _check_dead_letters(settings: Settings) -> None:
     """Raise ConfigError where the place does not fit the other settings."""
-    if settings.dead_letters is not None and settings.on_key_failure == "park":
+    if settings.dead_letters is not None and settings.on_key_failure is OnKeyFailure.PARK:
         raise ConfigError(
             f"on_key_failure = park ({settings.origin('on_key_failure')}) needs dead letters in the ledger: only it "
             "tells which keys wait.",

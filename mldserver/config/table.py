@@ -14,7 +14,7 @@ __all__ = ["settings_page"]
 _INTRODUCTION: Final = """\
 # Settings
 
-Every setting, its default, and what it does.
+Every setting, its default, and what it does. `mldserver serve --help` shows those of the first days, `--help-all` all.
 
 The command line (`--line-limit`) counts before the environment (`MLDSERVER_LINE_LIMIT`), that before `mldserver.toml`
 (`line_limit`) in the working directory, that before the default. Unknown keys are errors. Sizes are written `256 MiB` or in
@@ -39,7 +39,7 @@ def settings_page() -> str:
         page += [f"## {section}\n", "| setting | default | what it does |", "|---|---|---|"]
         for spec in members:
             default = spec.shown_default.replace("`", "") or "(required)"
-            meaning = f"{spec.help}{spec.choices}".replace("|", "\\|")
+            meaning = spec.help.replace("|", "\\|")
             page.append(f"| `{spec.name}` | `{default}` | {meaning} |")
         page.append("")
     return "\n".join(page)

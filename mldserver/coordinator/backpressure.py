@@ -66,11 +66,11 @@ class Holding:
         """Decide anew who waits."""
         # Asked with every batch: while there is room it must not take longer the more shards there are.
         memory, most = self._buffer.bytes, self._rules.buffer_bytes
-        disk_is_full = self.segment_bytes > self._rules.segment_bytes
+        disk_is_full = self.segment_bytes > self._rules.segment_disk_bytes
         if memory <= most * _SHORT and not disk_is_full:
             self._held = frozenset()
             return
-        in_vain = self.computing or self.settled_bytes > self._rules.segment_bytes
+        in_vain = self.computing or self.settled_bytes > self._rules.segment_disk_bytes
         everyone = memory > most or (disk_is_full and in_vain)
         # Whoever may give rows: also a stale connection whose shard was ended elsewhere, which has not been heard here.
         loads = [
@@ -81,7 +81,11 @@ class Holding:
     @property
     def waits_for_watermark(self) -> bool:
         """Whether shards are held until windows close that are not due yet."""
-        return bool(self._held) and self.holder is not None and self.segment_bytes > self._rules.segment_bytes
+        return (
+            bool(self._held)
+            and self.holder is not None
+            and self.segment_bytes > self._rules.segment_disk_bytes
+        )
 
     def is_held(self, session: Session) -> bool:
         """Whether the session's shard must wait."""
@@ -97,7 +101,7 @@ class Holding:
             shard=session.shard_id,
             short_of="memory" if memory else "disk",
             used_bytes=self._buffer.bytes if memory else self.segment_bytes,
-            budget_bytes=self._rules.buffer_bytes if memory else self._rules.segment_bytes,
+            budget_bytes=self._rules.buffer_bytes if memory else self._rules.segment_disk_bytes,
         )
         async with self._changed:
             await self._changed.wait_for(

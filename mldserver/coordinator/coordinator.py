@@ -89,7 +89,7 @@ class Coordinator:
         self.clock = clock
         self.buffer = Buffer()
         self.lineage = Lineage()
-        self.watermark = Watermark(rules.watermark, self.lineage, now_ms)
+        self.watermark = Watermark(rules, self.lineage, now_ms)
         self._spec = spec
         self._shape = shape
         self._ledger = ledger
@@ -109,15 +109,13 @@ class Coordinator:
             store=store,
             clock=clock,
             unique=unique,
-            late=rules.late,
+            rules=rules,
             letters=letters,
         )
         self._picture = Picture()
         self._view = self.watermark.view(now_ms)
         # A shard that is missing is left out after its limit: what holds the watermark for longer needs a person.
-        self._standing = Standing(
-            self._view, now_ms, limit_ms=rules.missing_limit_ms + rules.watermark.idle_ms
-        )
+        self._standing = Standing(self._view, now_ms, limit_ms=rules.missing_limit_ms + rules.idle_time_ms)
         self._ahead = AheadRows(now_ms, max_ahead_ms=rules.max_ahead_ms)
         self._retention = Retention(
             rules=rules,
@@ -137,7 +135,7 @@ class Coordinator:
         self._missing = MissingShards(
             self.lineage,
             # By then a lease has moved, and a server that died is buried.
-            tell_ms=max(rules.watermark.settle_ms, rules.server_timeout_ms),
+            tell_ms=max(rules.settle_time_ms, rules.server_timeout_ms),
             limit_ms=rules.missing_limit_ms,
             owned=self._fleet.peers.owns,
         )
@@ -277,7 +275,7 @@ class Coordinator:
             self._runner.submit(entries)
             self._holding.computing |= bool(entries)
             if entries and view.quiet:
-                log.info("stream.quiet", seconds=self.rules.watermark.quiet_ms / 1000)
+                log.info("stream.quiet", seconds=self.rules.quiet_time_ms / 1000)
         if not self.is_over:
             self._ended.clear()
         elif not self._ended.is_set():

@@ -13,8 +13,9 @@ import structlog
 
 from mldserver.base.kill_points import kill_point
 from mldserver.coordinator.core.flush import BufferedBatch, FlushPlan, plan
-from mldserver.coordinator.core.late import CutWindows, LateRules
+from mldserver.coordinator.core.late import CutWindows
 from mldserver.coordinator.core.open_windows import OpenWindows, WindowKey
+from mldserver.coordinator.core.rules import CoordinatorRules
 from mldserver.coordinator.recovery import publish_late
 from mldserver.errors import LedgerError
 from mldserver.output.garbage import Doomed
@@ -83,7 +84,7 @@ class Flusher:
         store: OutputStore,
         clock: Clock,
         unique: Callable[[], str],
-        late: LateRules | None = None,
+        rules: CoordinatorRules | None = None,
         letters: Destination | None = None,
     ) -> None:
         """``shape``: the fingerprint of the rows'. ``unique`` gives a name part that no other file of this server has.
@@ -97,7 +98,7 @@ class Flusher:
         self._clock = clock
         self._unique = unique
         self._letters = letters
-        self._rules = late or LateRules()
+        self._rules = rules or CoordinatorRules()
         self._tag = ""
         self._merge_clock = 0
         self._cut = CutWindows(self._rules)

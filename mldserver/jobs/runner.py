@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from mldserver.base.clock import happens
+from mldserver.config.settings import WindowSettings
 from mldserver.errors import (
     DriverLost,
     LedgerError,
@@ -54,21 +55,16 @@ _GROUP_BYTES = 64 * 1024 * 1024
 """A group takes no more windows once its segments have so many bytes; so at most its last window is a large one."""
 
 
-@dataclass(frozen=True, slots=True)
-class WindowPolicy:
-    """What happens to windows whose job fails."""
+@dataclass(frozen=True, kw_only=True)
+class WindowPolicy(WindowSettings):
+    """How often a window's job is run (in one life of the server), and what then.
 
-    attempts: int = 3
-    """Runs of the window's job that fail (in one life of the server) before the policy applies. What fails beside them,
-    the ledger or the disk, is tried again however often; as many of those in their turn halt the others."""
-    retry_base_seconds: float = 1.0
-    retry_cap_seconds: float = 60.0
-    on_failure: Literal["halt", "dead_letter"] = "halt"
-    """``halt``: the window is tried again for ever, every ``retry_cap_seconds``, and all others wait for it, unless an
-    operator decides otherwise (``Ledger.decide``);
-    ``dead_letter``: it is set aside with its segments and the others go on."""
-    concurrency: int = 1
-    """Jobs at a time."""
+    What fails beside jobs, the ledger or the disk, is tried again however often; as many failures of those in their turn
+    halt the others. ``halt``: the window is tried again for ever, at the longest wait, and all others wait for it, unless
+    an operator decides otherwise (``Ledger.decide``); ``dead_letter``: it is set aside with its segments and the others go
+    on.
+    """
+
     recompute: bool = True
     """Whether a window's segments are kept after it is published, so that late rows can make a next revision."""
 
@@ -212,10 +208,10 @@ class WindowRunner:
         await self._idle.wait()
 
     async def run(self) -> None:
-        """Compute windows until cancelled; ``policy.concurrency`` at a time."""
+        """Compute windows until cancelled; ``policy.window_concurrency`` at a time."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._steps.clean_up(), name="replaced outputs")
-            for _ in range(self._policy.concurrency):
+            for _ in range(self._policy.window_concurrency):
                 group.create_task(self._work(), name="windows")
 
     async def _work(self) -> None:
@@ -341,9 +337,9 @@ class WindowRunner:
         """Apply the policy to a failed attempt; True when the window is done with."""
         told = failures.tell(error)
         most = max(failures.runs, failures.steps)
-        last = most >= self._policy.attempts
-        worn_out = of_run and failures.runs >= self._policy.attempts
-        if worn_out and self._policy.on_failure == "dead_letter":
+        last = most >= self._policy.window_attempts
+        worn_out = of_run and failures.runs >= self._policy.window_attempts
+        if worn_out and self._policy.window_on_failure == "dead_letter":
             try:
                 await self._ledger.set_aside(entry.window_id, str(error))
             except LedgerError as refused:
@@ -355,7 +351,7 @@ class WindowRunner:
                 log.error("window.set_aside", attempts=failures.runs, **told)
                 return True
         tries = failures.runs + failures.steps
-        delay = self._policy.retry_cap_seconds if last else self._delay(tries)
+        delay = self._policy.window_retry_cap_seconds if last else self._delay(tries)
         if last and entry.window_id not in self._halted:
             self._halted[entry.window_id] = _Halt(asyncio.Event())
             self._go.clear()
@@ -388,8 +384,8 @@ class WindowRunner:
             self._go.set()
 
     def _delay(self, failures: int) -> float:
-        doubled = self._policy.retry_base_seconds * 2.0 ** min(failures - 1, 60)
-        most = min(self._policy.retry_cap_seconds, doubled)
+        doubled = self._policy.window_retry_base_seconds * 2.0 ** min(failures - 1, 60)
+        most = min(self._policy.window_retry_cap_seconds, doubled)
         return most * (0.5 + self._random() / 2)
 
 

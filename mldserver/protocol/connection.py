@@ -14,7 +14,7 @@ from mldserver.protocol import events as ev
 from mldserver.protocol.codec import decode, encode
 from mldserver.protocol.events import CloseReason, Timer
 from mldserver.protocol.fields import excerpt
-from mldserver.protocol.framing import DEFAULT_LINE_LIMIT, LineFramer
+from mldserver.protocol.framing import LineFramer
 from mldserver.protocol.messages import (
     CheckpointReply,
     CheckpointRequest,
@@ -48,10 +48,10 @@ _TURNS: Final = frozenset({State.AWAITING_INITIALIZE, State.IDLE, State.DRAINED}
 class ConnectionLimits:
     """Bounds of one connection: bytes, seconds, attempts."""
 
-    line_bytes: int = DEFAULT_LINE_LIMIT
-    initialize_seconds: float = 60.0
-    partial_line_seconds: float = 60.0
-    close_seconds: float = 5.0
+    line_limit: int
+    initialize_timeout_seconds: float
+    partial_line_timeout_seconds: float
+    close_timeout_seconds: float
     retries: RetryPolicy = BATCH_RETRIES
     end_retries: RetryPolicy = END_RETRIES
 
@@ -91,7 +91,7 @@ class MLDConnection:
         """Begin as just connected; ``random`` gives floats from 0 to 1, for the jitter of repeated checkpoints."""
         self._limits = limits
         self._random = random
-        self._framer = LineFramer(limits.line_bytes)
+        self._framer = LineFramer(limits.line_limit)
         self._state = State.AWAITING_INITIALIZE
         self._version = Version.V2
         self._request: RequestMessage | None = None
@@ -105,7 +105,7 @@ class MLDConnection:
         self._timers: set[Timer] = set()
         self._out: list[bytes] = []
         self._events: list[ev.Event] = []
-        self._start(Timer.INITIALIZE, limits.initialize_seconds)
+        self._start(Timer.INITIALIZE, limits.initialize_timeout_seconds)
 
     @property
     def state(self) -> State:
@@ -157,7 +157,7 @@ class MLDConnection:
         An incomplete line of which something came since its timer was started gets the time again, but not when the
         shell has no patience (``patient``). So a line that stops arriving is noticed after once to twice that time,
         without a timer for each piece of it. A peer that sends a byte each time may go on for long, with never more than
-        ``line_bytes`` in its hands; what all of them hold is the shell's to bound, which loses its patience then.
+        ``line_limit`` in its hands; what all of them hold is the shell's to bound, which loses its patience then.
         """
         if name not in self._timers:
             return
@@ -167,7 +167,7 @@ class MLDConnection:
         elif name == Timer.CLOSE:
             self._step(Input.CLOSE_TIMEOUT)
         elif name == Timer.INITIALIZE:
-            seconds = self._limits.initialize_seconds
+            seconds = self._limits.initialize_timeout_seconds
             told = PeerTimeout(f"No initialize came within {seconds:g} seconds.", did=_CLOSED_IT)
             self._step(Input.INITIALIZE_TIMEOUT, told)
         elif patient and self._framer.pending > self._begun:
@@ -276,10 +276,10 @@ class MLDConnection:
 
     def _await_rest(self) -> None:
         self._begun = self._framer.pending
-        self._start(Timer.PARTIAL_LINE, self._limits.partial_line_seconds)
+        self._start(Timer.PARTIAL_LINE, self._limits.partial_line_timeout_seconds)
 
     def _too_slow(self) -> PeerTimeout:
-        seconds = self._limits.partial_line_seconds
+        seconds = self._limits.partial_line_timeout_seconds
         if self._framer.pending > self._begun:
             what = (
                 f"A line was not complete within {seconds:g} seconds, while others waited for room in memory."
@@ -353,7 +353,7 @@ class MLDConnection:
 
     def _end_output(self, _step: _Step) -> None:
         self._events.append(ev.OutputEnded())
-        self._start(Timer.CLOSE, self._limits.close_seconds)
+        self._start(Timer.CLOSE, self._limits.close_timeout_seconds)
 
     def _close(self, step: _Step) -> None:
         for timer in sorted(self._timers):

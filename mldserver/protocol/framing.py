@@ -14,10 +14,7 @@ from mldserver.errors import FramingError
 if TYPE_CHECKING:
     from mldserver.protocol.messages import Line
 
-__all__ = ["DEFAULT_LINE_LIMIT", "LineFramer"]
-
-DEFAULT_LINE_LIMIT: Final = 256 * 1024 * 1024
-"""Bytes. Java sets no limit; 10,000 records of 10 KiB come to about 140 MB a line, KPL-heavy streams above 100 MB."""
+__all__ = ["LineFramer"]
 
 _EXCERPT: Final = 80
 
@@ -25,7 +22,7 @@ _EXCERPT: Final = 80
 class LineFramer:
     """Collects bytes, gives whole lines. Holds at most one incomplete line of at most ``limit`` bytes."""
 
-    def __init__(self, limit: int = DEFAULT_LINE_LIMIT) -> None:
+    def __init__(self, limit: int) -> None:
         """Refuse lines longer than ``limit`` bytes (line end not counted, a CR is)."""
         self._limit = limit
         self._partial = bytearray()

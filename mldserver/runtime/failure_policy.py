@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import enum
 import functools
-import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from mldserver.config.failures import FailureRule, OnFailure, OnKeyFailure, failure_rule
+from mldserver.config.settings import FailureSettings
 from mldserver.handler.failure import Failure, Wish
 
 if TYPE_CHECKING:
@@ -56,29 +57,6 @@ _OSERROR: Final = "builtins.OSError"
 _REMEMBERED: Final = 1_000
 """Failures that are remembered; what is beyond costs a line, nothing else."""
 _TOLD_EVERY_MS: Final = 60_000
-_IDENTIFIER: Final = r"[^\W\d]\w*"
-_CLASS_NAME = re.compile(rf"{_IDENTIFIER}(\.{_IDENTIFIER})*")
-_RETRY = re.compile(r"retry(?::(?P<attempts>[1-9]\d{0,8}))?")
-
-
-class OnFailure(enum.StrEnum):
-    """What becomes of a record that failed for good."""
-
-    DEAD_LETTER = "dead_letter"
-    """It is stored with its error, and the shard goes on."""
-    SKIP = "skip"
-    """It is counted and logged, nothing of it is kept, and the shard goes on."""
-    HALT = "halt"
-    """The shard's connection is closed on purpose."""
-
-
-class OnKeyFailure(enum.StrEnum):
-    """What becomes of the later records of a partition key, once one of its records is a dead letter."""
-
-    CONTINUE = "continue"
-    """They are processed."""
-    PARK = "park"
-    """They become dead letters too, without a call, so that none overtakes."""
 
 
 class Ending(enum.StrEnum):
@@ -90,60 +68,10 @@ class Ending(enum.StrEnum):
     DISCARD = "discard"
 
 
-@dataclass(frozen=True, slots=True)
-class FailureRule:
-    """What to do about errors of one class."""
-
-    name: str
-    """A class's name (``KeyError``), or a dotted one (``requests.Timeout``): its name and how its module begins."""
-    on_failure: OnFailure | None = None
-    """How the record ends, without further attempts; None: it is called again."""
-    attempts: int | None = None
-    """Calls in all; None: as many as the policy says."""
-
-    def __post_init__(self) -> None:
-        """Refuse with ValueError what no class can be named, and impossible numbers."""
-        if not _CLASS_NAME.fullmatch(self.name):
-            raise ValueError(f"{self.name!r} is no name of a class")
-        if self.attempts is not None and (self.attempts < 1 or self.on_failure is not None):
-            raise ValueError("attempts must be at least 1, and are only for errors that are tried again")
-
-    def __str__(self) -> str:
-        """Return the rule as ``failure_rule`` reads it: ``name=action``."""
-        retry = "retry" if self.attempts is None else f"retry:{self.attempts}"
-        return f"{self.name}={self.on_failure or retry}"
-
-    def matches(self, dotted: str) -> bool:
-        """Whether the rule is about a class of this full dotted name."""
-        prefix, _, last = self.name.rpartition(".")
-        return dotted.rpartition(".")[2] == last and (not prefix or dotted.startswith(f"{prefix}."))
-
-
-def failure_rule(text: str) -> FailureRule:
-    """Read ``CLASS=dead_letter | skip | halt | retry | retry:N``. Raises ValueError."""
-    name, equals, action = (part.strip() for part in text.partition("="))
-    retry = _RETRY.fullmatch(action)
-    if not equals or (retry is None and action not in list(OnFailure)):
-        raise ValueError(f"{text.strip()!r} is not CLASS=dead_letter, skip, halt, retry or retry:N")
-    if retry is None:
-        return FailureRule(name, OnFailure(action))
-    return FailureRule(name, attempts=int(retry["attempts"]) if retry["attempts"] else None)
-
-
-@dataclass(frozen=True, slots=True)
-class FailurePolicy:
+@dataclass(frozen=True, kw_only=True)
+class FailurePolicy(FailureSettings):
     """How often, how fast, and what then. Plain values only: it travels to worker processes."""
 
-    attempts: int = 3
-    """Calls in all, at least 1."""
-    base_seconds: float = 0.1
-    cap_seconds: float = 10.0
-    on_failure: OnFailure = OnFailure.DEAD_LETTER
-    max_age_ms: int | None = None
-    """A failed record that arrived (``approximateArrivalTimestamp``; in V1 its receipt) so long ago is not called
-    again. Every record is called once, however old it is."""
-    rules: tuple[FailureRule, ...] = ()
-    on_key_failure: OnKeyFailure = OnKeyFailure.CONTINUE
     max_ahead_ms: int | None = None
     """A row whose time runs further ahead of its record's arrival is a bad one; None: none is because of that."""
 
@@ -151,11 +79,11 @@ class FailurePolicy:
         """Refuse impossible values with ValueError."""
         if self.attempts < 1:
             raise ValueError("attempts must be at least 1")
-        if not 0 <= self.base_seconds <= self.cap_seconds:
+        if not 0 <= self.retry_base_seconds <= self.retry_cap_seconds:
             raise ValueError("the back-off's base must lie between 0 and its cap")
         if self.max_age_ms is not None and self.max_age_ms < 1:
             raise ValueError("the maximal age must be at least 1 ms")
-        if len({rule.name for rule in self.rules}) < len(self.rules):
+        if len({rule.name for rule in self.failure_rules}) < len(self.failure_rules):
             raise ValueError("a class must not have two rules")
 
     @property
@@ -168,16 +96,16 @@ class FailurePolicy:
         kept = (OnFailure.SKIP, OnFailure.HALT)
         rules = tuple(
             replace(rule, on_failure=OnFailure.DEAD_LETTER) if rule.on_failure in kept else rule
-            for rule in self.rules
+            for rule in self.failure_rules
         )
-        return replace(self, on_failure=OnFailure.DEAD_LETTER, rules=rules)
+        return replace(self, on_failure=OnFailure.DEAD_LETTER, failure_rules=rules)
 
     def delay(self, failures: int, random: float) -> float:
         """Return the seconds to wait after so many ``failures`` in a row; ``random`` lies in [0, 1).
 
         Doubles from the base to the cap; jitter takes away up to half, so that shards do not retry in step.
         """
-        span = min(self.cap_seconds, self.base_seconds * 2.0 ** min(failures - 1, 60))
+        span = min(self.retry_cap_seconds, self.retry_base_seconds * 2.0 ** min(failures - 1, 60))
         return span * (0.5 + random / 2)
 
     def ending(self, failure: Failure, *, calls: int, age_ms: int) -> Ending | None:
@@ -199,8 +127,8 @@ class FailurePolicy:
 
     def rule_for(self, names: Iterable[str]) -> FailureRule | None:
         """Return the rule of the nearest class; of two that name the same class, the one that says more of it."""
-        for dotted in names if self.rules else ():
-            found = [rule for rule in self.rules if rule.matches(dotted)]
+        for dotted in names if self.failure_rules else ():
+            found = [rule for rule in self.failure_rules if rule.matches(dotted)]
             if found:
                 return max(found, key=lambda rule: rule.name.count("."))
         return None

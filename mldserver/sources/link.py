@@ -68,8 +68,8 @@ class Link(asyncio.BufferedProtocol):
         self.log = log.bind(connection=name)
         self.close_reason: CloseReason | None = None
         self._core = MLDConnection(limits, random=random)
-        self._close_seconds = limits.close_seconds
-        self._partial_seconds = limits.partial_line_seconds
+        self._close_seconds = limits.close_timeout_seconds
+        self._partial_seconds = limits.partial_line_timeout_seconds
         self._budget = budget
         self._buffer = buffer
         self._loop = asyncio.get_running_loop()

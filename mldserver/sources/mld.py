@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from mldserver.errors import NotThereYet, OperatorError
-from mldserver.protocol.connection import ConnectionLimits
 from mldserver.sources.conductor import Conductor
 from mldserver.sources.inflight import EarlyAnswers
 from mldserver.sources.link import Link
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mldserver.base.clock import Clock
+    from mldserver.protocol.connection import ConnectionLimits
     from mldserver.runtime.interface import Runtime
     from mldserver.sources.intake import Intake
 
@@ -74,7 +74,7 @@ class MLDListener:
         runtime: Runtime,
         intake: Intake,
         clock: Clock,
-        limits: ConnectionLimits | None = None,
+        limits: ConnectionLimits,
         connection_limit: int = 1024,
         read_bytes: int = DEFAULT_READ_BYTES,
         answer_deadline: float | None = None,
@@ -90,7 +90,7 @@ class MLDListener:
         self._runtime = runtime
         self._intake = intake
         self._clock = clock
-        self._limits = limits or ConnectionLimits()
+        self._limits = limits
         self._connection_limit = connection_limit
         self._early = EarlyAnswers(clock=clock, deadline_seconds=answer_deadline)
         self._random = random

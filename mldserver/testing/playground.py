@@ -193,7 +193,7 @@ def quick_spark(settings: Settings) -> Engine | None:
         java_home=str(settings.java_home) if settings.java_home else None,
         cache_dir=settings.cache_dir,
         concurrency=settings.window_concurrency,
-        job_deadline=settings.window_deadline,
+        job_deadline=settings.window_deadline_seconds,
         work_dir=home(settings) / SPARK,
         quick=True,
         archive_after=None,

@@ -21,8 +21,6 @@ from bench.pipelines import Pipeline, living
 
 from mldserver.base.clock import SystemClock
 from mldserver.coordinator.coordinator import CoordinatorRules
-from mldserver.coordinator.core.late import LateRules
-from mldserver.coordinator.core.watermark import WatermarkRules
 from mldserver.output.layout import SEGMENTS
 from mldserver.records import Sequence
 from mldserver.runtime.interface import BatchOutcome, BatchOutline
@@ -59,9 +57,8 @@ async def _measure(disk: int, out: Path) -> dict[str, float]:
         flush_interval_ms=500,
         flush_bytes=buffer // 4,
         buffer_bytes=buffer,
-        segment_bytes=disk,
-        late=LateRules(retained_bytes=disk // 2),
-        watermark=WatermarkRules(settle_ms=100),
+        segment_disk_bytes=disk,
+        settle_time_ms=100,
     )
     engine, most, before = LocalEngine(), _Most(), resident_bytes()
     batches = _TIMES * disk // (_BATCH * len(_SHARDS))

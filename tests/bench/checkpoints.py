@@ -17,7 +17,6 @@ from bench.deliveries import HOUR_MS, SHARDS, Delivered, deliveries
 from bench.pipelines import Pipeline, living
 
 from mldserver.coordinator.coordinator import CoordinatorRules
-from mldserver.coordinator.core.watermark import WatermarkRules
 from mldserver.testing import LocalEngine
 from mldserver.testing.virtual_loop import LoopClock, VirtualLoop
 from mldserver.testing.virtual_process import VirtualExecutor, stand_ins
@@ -47,7 +46,7 @@ def measure(seconds: int, folder: Path) -> dict[str, float]:
 
 async def _play(seconds: int, folder: Path, clock: LoopClock) -> dict[str, float]:
     spec = Tumbling(HOUR_MS, on="scheduled")
-    rules = CoordinatorRules(watermark=WatermarkRules(on_arrival=False))
+    rules = CoordinatorRules(on_arrival=False)
     engine = LocalEngine(clock=clock)
     lags: list[float] = []
     async with asyncio.TaskGroup() as group:

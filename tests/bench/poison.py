@@ -50,7 +50,7 @@ async def _measure(batches: int, rounds: int, folder: Path) -> dict[str, float]:
         listen=UnixAddress(folder / "socket"),
         log_file=folder / "log",
         log_format="json",
-        flush_interval=0.25,
+        flush_interval_ms=250,
         workers=None,
     )
     wall: dict[str, list[float]] = {kind: [] for kind in KINDS}

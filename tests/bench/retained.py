@@ -17,7 +17,6 @@ from bench.pipelines import living
 
 from mldserver.base.clock import SystemClock
 from mldserver.coordinator.coordinator import CoordinatorRules
-from mldserver.coordinator.core.watermark import WatermarkRules
 from mldserver.output.layout import LEDGER, segment_path
 from mldserver.output.owner import FolderClaim
 from mldserver.output.store import OutputStore
@@ -76,7 +75,7 @@ def _segment(number: int, out: Path) -> Segment:
 
 async def _live(out: Path) -> dict[str, float]:
     engine, before, cycles = LocalEngine(), resident_bytes(), []
-    rules = CoordinatorRules(watermark=WatermarkRules(on_arrival=False))
+    rules = CoordinatorRules(on_arrival=False)
     async with asyncio.TaskGroup() as group:
         living_engine = group.create_task(engine.run())
         began = time.perf_counter()

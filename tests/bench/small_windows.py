@@ -18,7 +18,6 @@ from bench.rounds import in_turn
 
 from mldserver.base.clock import SystemClock
 from mldserver.coordinator.coordinator import CoordinatorRules
-from mldserver.coordinator.core.watermark import WatermarkRules
 from mldserver.windows import Tumbling
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["ROWS_A_WINDOW", "measure"]
 
 ROWS_A_WINDOW = 200
-_RULES = CoordinatorRules(watermark=WatermarkRules(on_arrival=False, settle_ms=0))
+_RULES = CoordinatorRules(on_arrival=False, settle_time_ms=0)
 
 
 class Singly:

@@ -24,7 +24,6 @@ from bench.rounds import in_turn, medians
 
 from mldserver.base.clock import SystemClock
 from mldserver.coordinator.coordinator import CoordinatorRules
-from mldserver.coordinator.core.watermark import WatermarkRules
 from mldserver.jobs.engine import WindowJob
 from mldserver.windows import Tumbling, Window, tumbling_id
 
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Measured", "measure"]
 
 SPEC = Tumbling(HOUR_MS, on="scheduled")
-RULES = CoordinatorRules(watermark=WatermarkRules(on_arrival=False, settle_ms=0))
+RULES = CoordinatorRules(on_arrival=False, settle_time_ms=0)
 ID = tumbling_id(START_MS)
 WARM_UP = 2
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import platform
+import re
 import subprocess
 import sys
 import types
@@ -184,12 +185,26 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     return seen
 
 
-def test_every_setting_is_an_option_and_shown_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", ["serve", "drain"])
+def test_the_help_shows_the_settings_of_the_first_days_and_help_all_every_one(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert cli.run([command, "--help"]) == 0
+    few = re.findall(r"--[\w-]+", capsys.readouterr().out)
+    assert cli.run([command, "--help-all"]) == 0
+    every = re.findall(r"--[\w-]+", capsys.readouterr().out)
+    options = {spec.option: spec.common for name, spec in specs().items() if name != "handler"}
+    assert {name for name in every if name in options} == set(options)
+    assert {name for name in few if name in options} - {"--line-limit"} == {
+        name for name, common in options.items() if common
+    }, "`--line-limit` stands in the text"
+    assert "--help-all" in few
+    assert {"--listen", "--out", "--on-failure", "--stream"} <= set(few)
+
+
+def test_the_help_tells_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["serve", "--help"]) == 0
-    told = capsys.readouterr().out
-    for spec in specs().values():
-        assert spec.name == "handler" or spec.option in told
-    assert "Exit codes: 0 clean" in told
+    assert "Exit codes: 0 clean" in capsys.readouterr().out
 
 
 def test_serve_runs_a_server_with_what_the_options_say(
@@ -205,7 +220,12 @@ def test_serve_runs_a_server_with_what_the_options_say(
     options += ["--spark-conf", "a=1", "--spark-conf", "b=2"]
     assert cli.run(["serve", "a.b", *options]) == 1
     (settings,) = served
-    assert (settings.handler, settings.attempts, settings.grace, settings.accept_gap) == ("a.b", 5, 7.0, True)
+    assert (settings.handler, settings.attempts, settings.grace_seconds, settings.accept_gap) == (
+        "a.b",
+        5,
+        7.0,
+        True,
+    )
     assert settings.spark_conf == {"a": "1", "b": "2"}
     assert str(settings.listen) == "127.0.0.1:0"
     assert b'"event":"handler.output"' in (tmp_path / "m.log").read_bytes()

@@ -80,13 +80,15 @@ class MachineBase(RuleBasedStateMachine):
             buffer_bytes=buffer_bytes,
             retention_ms=600_000,
             server_timeout_ms=5000,
-            watermark=replace(RULES.watermark, on_arrival=on_arrival, disorder_ms=0 if on_arrival else 1000),
+            retention_bytes=retained_bytes,
+            on_arrival=on_arrival,
+            disorder_ms=0 if on_arrival else 1000,
         )
         policy = WindowPolicy(
-            attempts=2,
-            retry_base_seconds=0.1,
-            retry_cap_seconds=1,
-            on_failure="dead_letter" if dead_letter else "halt",
+            window_attempts=2,
+            window_retry_base_seconds=0.1,
+            window_retry_cap_seconds=1,
+            window_on_failure="dead_letter" if dead_letter else "halt",
         )
         out = Path(self.folder.name)
         self.hosts = [
@@ -106,10 +108,6 @@ class MachineBase(RuleBasedStateMachine):
             )
             for name in ("one", "two")[: self.servers]
         ]
-        for host in self.hosts:
-            # What is retained is a rule of the pipeline that its own constructor sets.
-            late = replace(host.pipeline.rules.late, retained_bytes=retained_bytes)
-            host.pipeline.rules = replace(host.pipeline.rules, late=late)
         self.oracle = Oracle(out, self.stream, spec, one_server=self.servers == 1)
         self.broken = True
         for host in self.hosts:

@@ -16,9 +16,7 @@ import pyarrow.parquet as pq
 from coordinator.outcomes import dead_letter, outcome
 
 from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
-from mldserver.coordinator.core.late import LateRules
 from mldserver.coordinator.core.shape import Column, Shape
-from mldserver.coordinator.core.watermark import WatermarkRules
 from mldserver.coordinator.server_locks import LifeLocks
 from mldserver.errors import LedgerError
 from mldserver.jobs.runner import WindowPolicy, WindowRunner
@@ -135,11 +133,11 @@ class FaultyStore(OutputStore):
 RULES = CoordinatorRules(
     flush_interval_ms=1000,
     missing_limit_ms=60_000,
-    watermark=WatermarkRules(idle_ms=5000, quiet_ms=10_000, settle_ms=1000),
+    idle_time_ms=5000,
+    quiet_time_ms=10_000,
+    settle_time_ms=1000,
 )
-QUICK = replace(
-    RULES, server_timeout_ms=5000, watermark=replace(RULES.watermark, idle_ms=60_000, quiet_ms=120_000)
-)
+QUICK = replace(RULES, server_timeout_ms=5000, idle_time_ms=60_000, quiet_time_ms=120_000)
 """Of servers that share a ledger: one that dies is missed soon, a silent shard late."""
 
 
@@ -167,8 +165,10 @@ class Pipeline:
         self.out = out
         self.spec = None if without_rows else spec or Tumbling(10_000)
         self.columns: tuple[Column, ...] = ()
-        self.rules = replace(rules, late=LateRules(recompute=recompute, delay_ms=delay_ms))
-        policy = policy or WindowPolicy(retry_base_seconds=0.1, retry_cap_seconds=1)
+        self.rules = replace(
+            rules, late="recompute" if recompute else "separate", recompute_delay_ms=delay_ms
+        )
+        policy = policy or WindowPolicy(window_retry_base_seconds=0.1, window_retry_cap_seconds=1)
         self.policy = replace(policy, recompute=recompute)
         self.make_engine = engine
         self.server_id = server_id

@@ -100,9 +100,8 @@ def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def catching(out: Path, *, batches: int, **fields: Any) -> Catching:
-    rules = replace(RULES, flush_bytes=4 * BUFFER, buffer_bytes=BUFFER, segment_bytes=DISK)
+    rules = replace(RULES, flush_bytes=4 * BUFFER, buffer_bytes=BUFFER, segment_disk_bytes=DISK)
     pipeline = Pipeline(out, spec=Tumbling(WINDOW_MS), rules=rules, **fields)
-    pipeline.rules = replace(pipeline.rules, late=replace(pipeline.rules.late, retained_bytes=DISK // 2))
     caught = Catching(pipeline, batches)
     deleted, written = pipeline.faults.before, pipeline.faults.done
 
@@ -139,7 +138,7 @@ async def test_a_catch_up_of_ten_times_the_budgets_ends_within_them(tmp_path: Pa
 async def test_while_windows_fail_the_disk_fills_no_further_and_later_all_is_read(tmp_path: Path) -> None:
     engine = LocalEngine(fail=lambda _: WindowFailed("Spark is away.") if away else None)
     away = True
-    policy = WindowPolicy(attempts=2, retry_base_seconds=1, retry_cap_seconds=5)
+    policy = WindowPolicy(window_attempts=2, window_retry_base_seconds=1, window_retry_cap_seconds=5)
     caught = catching(tmp_path, batches=40, engine=lambda: engine, policy=policy)
     async with caught.pipeline.life() as coordinator, asyncio.TaskGroup() as group:
         reading = group.create_task(caught.all())

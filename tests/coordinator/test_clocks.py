@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pytest
-from coordinator.pipeline import QUICK, RULES, Pipeline, named, two
+from coordinator.pipeline import QUICK, Pipeline, named, two
 
 from mldserver.errors import LedgerError
 from mldserver.state.ledger import ServerState
@@ -91,7 +91,7 @@ async def test_a_clock_that_is_ahead_or_behind_makes_no_row_late(pipeline: Pipel
 async def test_a_server_whose_shards_never_had_a_record_goes_by_the_arrival_times_of_the_others(
     tmp_path: Path,
 ) -> None:
-    one, other = hosts(tmp_path, rules=replace(QUICK, watermark=RULES.watermark))
+    one, other = hosts(tmp_path, rules=replace(QUICK, idle_time_ms=5000, quiet_time_ms=10_000))
     one.clock.step(-HOUR)
     other.clock.step(HOUR)
     async with one.life(), other.life():
@@ -193,8 +193,7 @@ async def test_a_server_that_cannot_beat_is_not_idle_for_the_others(
     tmp_path: Path, logged: list[dict[str, Any]]
 ) -> None:
     """Its shards bring rows that it cannot store: until it is buried, and read elsewhere, their windows stay open."""
-    watermark = replace(QUICK.watermark, on_arrival=False, idle_ms=3000)
-    rules = replace(QUICK, server_timeout_ms=8000, watermark=watermark)
+    rules = replace(QUICK, server_timeout_ms=8000, on_arrival=False, idle_time_ms=3000)
     one, other = hosts(tmp_path, rules=rules, spec=Tumbling(10_000, on="at"))
     async with one.life():
         async with other.life():

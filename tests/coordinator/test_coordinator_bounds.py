@@ -92,7 +92,7 @@ async def test_a_shard_that_is_held_back_is_let_go_when_the_server_stops(tmp_pat
 async def test_while_disk_is_short_the_shard_that_holds_the_watermark_goes_on(
     tmp_path: Path, logged: list[dict[str, Any]]
 ) -> None:
-    pipeline = Pipeline(tmp_path, rules=replace(RULES, segment_bytes=1, flush_bytes=1))
+    pipeline = Pipeline(tmp_path, rules=replace(RULES, segment_disk_bytes=1, flush_bytes=1))
     async with pipeline.life():
         ahead, behind = await pipeline.open("far"), await pipeline.open("low")
         loop = asyncio.get_running_loop()
@@ -188,8 +188,7 @@ async def test_a_flush_whose_caller_gave_up_is_done_all_the_same(pipeline: Pipel
 async def test_a_busy_shard_whose_records_give_no_rows_holds_nobody_for_good_where_disk_is_short(
     tmp_path: Path, gave: bool
 ) -> None:
-    watermark = replace(RULES.watermark, on_arrival=False)
-    rules = replace(RULES, segment_bytes=1, flush_bytes=1, watermark=watermark)
+    rules = replace(RULES, segment_disk_bytes=1, flush_bytes=1, on_arrival=False)
     pipeline = Pipeline(tmp_path, spec=Tumbling(10_000, on="at"), rules=rules)
 
     def row(now_ms: int) -> dict[str, Any]:

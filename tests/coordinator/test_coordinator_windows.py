@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from coordinator.pipeline import RULES, Pipeline, named
 
-from mldserver.coordinator.core.watermark import WatermarkRules
 from mldserver.records import Sequence
 from mldserver.windows import Tumbling, tumbling_id
 
@@ -81,7 +80,7 @@ async def test_a_stream_cut_on_a_column_closes_its_windows_when_it_is_quiet(
     def at(value: int) -> dict[str, Any]:
         return {"value": pa.array([value]), "at": pa.array([1000 * value], pa.timestamp("ms"))}
 
-    rules = replace(RULES, watermark=WatermarkRules(False, 0, 5000, 10_000, 1000))
+    rules = replace(RULES, on_arrival=False)
     pipeline = Pipeline(tmp_path, spec=Tumbling(10_000, "at"), rules=rules)
     async with pipeline.life():
         session = await pipeline.open("a")
@@ -148,7 +147,7 @@ async def test_rows_that_are_accepted_while_others_are_written_close_no_window_b
 async def test_a_watermark_that_rows_wait_for_too_long_is_said_to_be_stuck_until_it_moves(
     pipeline: Pipeline, logged: list[dict[str, Any]]
 ) -> None:
-    limit = (pipeline.rules.missing_limit_ms + pipeline.rules.watermark.idle_ms) // 1000
+    limit = (pipeline.rules.missing_limit_ms + pipeline.rules.idle_time_ms) // 1000
     async with pipeline.life() as coordinator:
         hung, there = await pipeline.open("hung"), await pipeline.open("there")
         began_ms = pipeline.clock.now_ms()
@@ -172,12 +171,11 @@ async def test_a_watermark_that_rows_wait_for_too_long_is_said_to_be_stuck_until
 async def test_a_stream_that_is_idle_is_never_stuck_and_neither_is_one_whose_windows_are_not_due(
     tmp_path: Path,
 ) -> None:
-    watermark = WatermarkRules(on_arrival=False, idle_ms=5000, quiet_ms=10**9, settle_ms=1000)
     for size_ms, lag_ms in ((10_000, 0), (10**9, 5)):
         pipeline = Pipeline(
             tmp_path / str(size_ms),
             spec=Tumbling(size_ms, on="at"),
-            rules=replace(RULES, watermark=watermark),
+            rules=replace(RULES, on_arrival=False, quiet_time_ms=10**9),
         )
         async with pipeline.life() as coordinator:
             session = await pipeline.open("a")

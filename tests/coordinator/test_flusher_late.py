@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from coordinator.writing import W, Writing, publish, zero
 
-from mldserver.coordinator.core.late import LateRules
+from mldserver.coordinator.core.rules import CoordinatorRules
 from mldserver.records import Sequence
 from mldserver.state.batches import batch_id
 from mldserver.state.ledger import (
@@ -134,7 +134,7 @@ async def test_windows_expire_by_age_and_their_files_are_deleted(
 async def test_windows_expire_at_once_when_segments_take_more_than_their_share(again: Writing) -> None:
     await published_window(again)
     assert await again.flusher.expire(0, 1_000_001) == 0, "there is room for what is retained itself"
-    again.flusher._rules = LateRules(retained_bytes=0)
+    again.flusher._rules = CoordinatorRules(retention_bytes=0)
     assert await again.flusher.expire(0, 1_000_001) > 0
     assert again.files() == {}
 

@@ -9,8 +9,6 @@ import pyarrow as pa
 from coordinator.outcomes import outcome
 from coordinator.pipeline import RULES, Pipeline, named
 
-from mldserver.coordinator.core.late import LateRules
-from mldserver.coordinator.core.watermark import WatermarkRules
 from mldserver.records import Sequence
 from mldserver.testing import VirtualClock
 from mldserver.windows import Tumbling, tumbling_id
@@ -34,8 +32,7 @@ async def give(pipeline: Pipeline, session: ShardSession, number: int, event_ms:
     await session.accept(outcome(session.shard_id, arrived, after=session.after, columns=columns))
 
 
-WATERMARK = WatermarkRules(on_arrival=False, idle_ms=5000, quiet_ms=10_000, settle_ms=1000)
-FUTURE = replace(RULES, retention_ms=60_000, watermark=WATERMARK)
+FUTURE = replace(RULES, retention_ms=60_000, on_arrival=False)
 
 
 def a_pipeline(out: Path, **changes: Any) -> Pipeline:
@@ -113,7 +110,7 @@ async def test_while_others_only_say_what_is_ahead_normal_windows_close_when_the
     tmp_path: Path,
 ) -> None:
     """And one that is ahead does not get a revision with each row."""
-    pipeline = a_pipeline(tmp_path, late=LateRules(delay_ms=60_000))
+    pipeline = a_pipeline(tmp_path)
     async with pipeline.life() as coordinator:
         a = await pipeline.open("a")
         await give(pipeline, a, 1, 1_000_000)

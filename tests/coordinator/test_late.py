@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from mldserver.coordinator.core.late import _REMEMBERED, CutWindows, LateRules
+from mldserver.coordinator.core.late import _REMEMBERED, CutWindows
 from mldserver.coordinator.core.open_windows import WindowKey
+from mldserver.coordinator.core.rules import CoordinatorRules
 from mldserver.state.ledger import (
     FlushResult,
     LedgerState,
@@ -22,7 +23,7 @@ def ledger(*windows: WindowEntry, cut_below_ms: int | None = None) -> LedgerStat
 
 
 def cut_windows(*, recompute: bool = True) -> CutWindows:
-    return CutWindows(LateRules(recompute=recompute, delay_ms=100))
+    return CutWindows(CoordinatorRules(late="recompute" if recompute else "separate", recompute_delay_ms=100))
 
 
 def test_rows_of_a_window_that_nobody_cut_are_its_own() -> None:

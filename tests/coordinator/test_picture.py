@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mldserver.coordinator.core.late import CutWindows, LateRules
+from mldserver.coordinator.core.late import CutWindows
+from mldserver.coordinator.core.rules import CoordinatorRules
 from mldserver.coordinator.core.segment_usage import Picture
 from mldserver.state.ledger import LedgerState, Segment, WindowEntry, WindowState
 from tests.support.operations import counting_python
@@ -53,7 +54,7 @@ def test_a_whole_state_replaces_everything() -> None:
 
 LEARNERS: dict[str, Callable[[], Any]] = {
     "picture": Picture,
-    "late rows": lambda: CutWindows(LateRules()),
+    "late rows": lambda: CutWindows(CoordinatorRules()),
 }
 
 

@@ -41,7 +41,7 @@ async def test_it_shows_nothing_of_the_revision_that_another_server_has_committe
     tmp_path: Path,
 ) -> None:
     clock = VirtualClock(1_000_000)
-    policy = WindowPolicy(retry_base_seconds=30, retry_cap_seconds=30)
+    policy = WindowPolicy(window_retry_base_seconds=30, window_retry_cap_seconds=30)
 
     def server(server_id: str) -> Pipeline:
         return Pipeline(

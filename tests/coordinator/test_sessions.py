@@ -10,8 +10,9 @@ from mldserver.coordinator.core.buffer import Buffer
 from mldserver.coordinator.core.flush import moved
 from mldserver.coordinator.core.lineage import Lineage, Presence
 from mldserver.coordinator.core.positions import ShardPosition
+from mldserver.coordinator.core.rules import CoordinatorRules
 from mldserver.coordinator.core.sessions import Sessions
-from mldserver.coordinator.core.watermark import Watermark, WatermarkRules
+from mldserver.coordinator.core.watermark import Watermark
 from mldserver.records import Sequence
 from mldserver.state.ledger import PositionUpdate, ShardState
 
@@ -41,7 +42,7 @@ class Around:
     buffer: Buffer = field(default_factory=Buffer)
 
     def __post_init__(self) -> None:
-        rules = WatermarkRules(on_arrival=self.on_arrival, settle_ms=1000)
+        rules = CoordinatorRules(on_arrival=self.on_arrival, settle_time_ms=1000)
         self.watermark = Watermark(rules, self.lineage, 0)
         self.sessions = Sessions(
             lineage=self.lineage, watermark=self.watermark, buffer=self.buffer, max_ahead_ms=self.max_ahead_ms

@@ -12,7 +12,8 @@ from coordinator.outcomes import outcome
 from mldserver.coordinator.core import flush
 from mldserver.coordinator.core.flush import BufferedBatch, buffered, plan, shard_end
 from mldserver.coordinator.core.lineage import Lineage
-from mldserver.coordinator.core.watermark import Watermark, WatermarkRules
+from mldserver.coordinator.core.rules import CoordinatorRules
+from mldserver.coordinator.core.watermark import Watermark
 from mldserver.coordinator.membership import Fleet
 from mldserver.records import Sequence
 from mldserver.state.ledger import BatchProgress, PositionUpdate, SegmentKind
@@ -123,7 +124,7 @@ async def a_newer_release_is_not_forgotten() -> None:
     fleet = Fleet(
         ledger=ledger,
         lineage=lineage,
-        watermark=Watermark(WatermarkRules(), lineage, 0),
+        watermark=Watermark(CoordinatorRules(), lineage, 0),
         clock=VirtualClock(0),
         timeout_ms=1000,
         locks=None,

@@ -43,7 +43,9 @@ class Tables(Pipeline):
         super().__init__(
             root / "out",
             spec=Tumbling(10_000),
-            policy=WindowPolicy(retry_base_seconds=1.0, **policy),
+            policy=WindowPolicy(
+                window_retry_base_seconds=1.0, **{f"window_{name}": value for name, value in policy.items()}
+            ),
             engine=lambda: Failing(self.table, errors or []),
         )
 

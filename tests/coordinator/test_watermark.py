@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mldserver.coordinator.core.lineage import Lineage
-from mldserver.coordinator.core.watermark import PREFETCH, Holder, View, Watermark, WatermarkRules
+from mldserver.coordinator.core.rules import CoordinatorRules
+from mldserver.coordinator.core.watermark import PREFETCH, Holder, View, Watermark
 from mldserver.state.ledger import ServerState
 
 IDLE, QUIET, SETTLE = 30_000, 60_000, 10_000
@@ -21,7 +22,13 @@ class Stream:
     lineage: Lineage = field(default_factory=Lineage)
 
     def __post_init__(self) -> None:
-        rules = WatermarkRules(self.on_arrival, self.disorder_ms, IDLE, QUIET, SETTLE)
+        rules = CoordinatorRules(
+            on_arrival=self.on_arrival,
+            disorder_ms=self.disorder_ms,
+            idle_time_ms=IDLE,
+            quiet_time_ms=QUIET,
+            settle_time_ms=SETTLE,
+        )
         self.watermark = Watermark(rules, self.lineage, self.now)
 
     def connect(self, *shards: str, tells_lag: bool = True, event_ms: int | None = None) -> Stream:

@@ -37,7 +37,7 @@ def make(
     return Pipeline(
         tmp_path,
         spec=Tumbling(10_000),
-        policy=WindowPolicy(**values),
+        policy=WindowPolicy(**{f"window_{name}": value for name, value in values.items()}),
         engine=engine or (lambda: LocalEngine(fail=fail)),
         recompute=recompute,
     )

@@ -11,8 +11,8 @@ from coordinator.outcomes import outcome
 from coordinator.pipeline import Faults, FaultyStore, InlineLedger
 
 from mldserver.coordinator.core.flush import BufferedBatch, buffered
-from mldserver.coordinator.core.late import LateRules
 from mldserver.coordinator.core.open_windows import OpenWindows
+from mldserver.coordinator.core.rules import CoordinatorRules
 from mldserver.coordinator.flusher import Flushed, Flusher
 from mldserver.state.ledger import (
     Commit,
@@ -54,7 +54,11 @@ class Writing:
             store=store,
             clock=clock,
             unique=lambda: f"u{next(names)}",
-            late=LateRules(recompute=recompute, delay_ms=5000, retained_bytes=1_000_000),
+            rules=CoordinatorRules(
+                late="recompute" if recompute else "separate",
+                recompute_delay_ms=5000,
+                retention_bytes=1_000_000,
+            ),
         )
         writing = cls(out, spec, clock, faults, ledger, flusher)
         writing.restore(await ledger.open())

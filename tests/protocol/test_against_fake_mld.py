@@ -14,6 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from mldserver.config import Settings
 from mldserver.errors import InternalError
 from mldserver.protocol import events as ev
 from mldserver.protocol.connection import ConnectionLimits, MLDConnection
@@ -26,7 +27,7 @@ from mldserver.testing import DaemonShard, Form, JavaThrow, JvmExit, Place, Stre
 from mldserver.testing.leases import SHARD_END
 
 RETRIES: Final = RetryPolicy(attempts=3, base_seconds=1.0, cap_seconds=4.0)
-LIMITS: Final = ConnectionLimits(retries=RETRIES, end_retries=RETRIES)
+LIMITS: Final = Settings().part(ConnectionLimits, retries=RETRIES, end_retries=RETRIES)
 ERRORS: Final = (
     "ThrottlingException",
     "KinesisClientLibDependencyException",

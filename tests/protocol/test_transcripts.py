@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mldserver.config import Settings
 from mldserver.protocol import events as ev
 from mldserver.protocol.batches import decode_records
 from mldserver.protocol.connection import ConnectionLimits, MLDConnection
@@ -34,7 +35,7 @@ class Player:
         ]
         self.chunk = chunk
         self.replies: list[bytes] = []
-        self.connection = MLDConnection(ConnectionLimits(), random=lambda: 0.0)
+        self.connection = MLDConnection(Settings().part(ConnectionLimits), random=lambda: 0.0)
         self.delivered: Sequence | None = None
         self.records = 0
         self.timers: list[ev.Timer] = []

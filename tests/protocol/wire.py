@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from mldserver.errors import MldserverError
 
 LIMITS = ConnectionLimits(
-    line_bytes=1000,
-    initialize_seconds=60,
-    partial_line_seconds=20,
-    close_seconds=5,
+    line_limit=1000,
+    initialize_timeout_seconds=60,
+    partial_line_timeout_seconds=20,
+    close_timeout_seconds=5,
     retries=RetryPolicy(attempts=3, base_seconds=1, cap_seconds=60),
     end_retries=RetryPolicy(attempts=4, base_seconds=1, cap_seconds=60),
 )

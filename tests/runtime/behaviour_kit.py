@@ -8,7 +8,7 @@ import itertools
 import json
 import random
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import pytest
@@ -34,13 +34,13 @@ BY_BATCH: Final = ("ByBatch", "ByBatchAsync", "ByTable", "ByTableAsync")
 DELAY: Final = 0.001
 PLAIN: Final = FailurePolicy(
     attempts=3,
-    base_seconds=DELAY,
-    cap_seconds=DELAY,
-    rules=tuple(map(failure_rule, ("LookupError=skip", "ZeroDivisionError=halt", "BadRow=retry"))),
+    retry_base_seconds=DELAY,
+    retry_cap_seconds=DELAY,
+    failure_rules=tuple(map(failure_rule, ("LookupError=skip", "ZeroDivisionError=halt", "BadRow=retry"))),
 )
-HALT: Final = FailurePolicy(2, DELAY, DELAY, OnFailure.HALT)
-SKIP: Final = FailurePolicy(2, DELAY, DELAY, OnFailure.SKIP)
-PARK: Final = FailurePolicy(2, DELAY, DELAY, on_key_failure=OnKeyFailure.PARK)
+HALT: Final = replace(PLAIN, attempts=2, failure_rules=(), on_failure=OnFailure.HALT)
+SKIP: Final = replace(HALT, on_failure=OnFailure.SKIP)
+PARK: Final = replace(HALT, on_failure=OnFailure.DEAD_LETTER, on_key_failure=OnKeyFailure.PARK)
 DAMAGED: Final = object()
 """A payload that is no base64."""
 shard_numbers = itertools.count(1)

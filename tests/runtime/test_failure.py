@@ -23,7 +23,7 @@ from mldserver.runtime.failure_policy import Ending, FailurePolicy, FailureRule,
 
 
 def test_delays_double_from_the_base_to_the_cap_and_jitter_takes_away_up_to_half() -> None:
-    policy = FailurePolicy(base_seconds=0.1, cap_seconds=1.0)
+    policy = FailurePolicy(retry_base_seconds=0.1, retry_cap_seconds=1.0)
     assert [policy.delay(n, 1.0) for n in (1, 2, 3, 4, 5, 10_000)] == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
     assert policy.delay(2, 0.0) == 0.1
     assert not policy.parks
@@ -33,10 +33,10 @@ def test_delays_double_from_the_base_to_the_cap_and_jitter_takes_away_up_to_half
     "wrong",
     [
         {"attempts": 0},
-        {"base_seconds": -1},
-        {"base_seconds": 2, "cap_seconds": 1},
+        {"retry_base_seconds": -1},
+        {"retry_base_seconds": 2, "retry_cap_seconds": 1},
         {"max_age_ms": 0},
-        {"rules": (failure_rule("KeyError=skip"), failure_rule("KeyError=halt"))},
+        {"failure_rules": (failure_rule("KeyError=skip"), failure_rule("KeyError=halt"))},
     ],
 )
 def test_impossible_policies_are_refused(wrong: Any) -> None:
@@ -93,7 +93,7 @@ def test_an_error_that_repeats_by_its_nature_ends_a_record_at_once_unless_a_rule
     assert end(FailurePolicy(attempts=9), error) is Ending.DEAD_LETTER
     assert end(FailurePolicy(attempts=9, on_failure=OnFailure.HALT), error) is Ending.HALT
     for rule in (f"{type(error).__name__}=retry", "Exception=retry"):
-        ruled = FailurePolicy(attempts=9, rules=(failure_rule(rule),))
+        ruled = FailurePolicy(attempts=9, failure_rules=(failure_rule(rule),))
         assert [end(ruled, error, calls=calls) for calls in (8, 9)] == [None, Ending.DEAD_LETTER]
 
 
@@ -122,7 +122,7 @@ class Timeout(OSError):
 
 
 RULES = ("OSError=dead_letter", "requests.Timeout=retry:10", "KeyError=skip", "LookupError=halt")
-RULED = FailurePolicy(rules=tuple(map(failure_rule, RULES)))
+RULED = FailurePolicy(failure_rules=tuple(map(failure_rule, RULES)))
 
 
 @pytest.mark.parametrize(
@@ -145,12 +145,12 @@ def test_the_rule_that_says_more_of_a_class_wins() -> None:
     rules = tuple(
         map(failure_rule, ("Timeout=skip", "requests.exceptions.Timeout=halt", "requests.Timeout=retry"))
     )
-    assert end(FailurePolicy(rules=rules), Timeout()) is Ending.HALT
+    assert end(FailurePolicy(failure_rules=rules), Timeout()) is Ending.HALT
 
 
 def test_rules_are_for_what_handlers_raise_on_purpose_too() -> None:
     policy = FailurePolicy(
-        attempts=2, rules=(failure_rule("mldserver.Retry=retry:5"), failure_rule("Fatal=skip"))
+        attempts=2, failure_rules=(failure_rule("mldserver.Retry=retry:5"), failure_rule("Fatal=skip"))
     )
     assert end(policy, Retry(), calls=4) is None
     assert end(policy, Fatal()) is Ending.SKIP
@@ -160,7 +160,7 @@ def test_dead_letters_that_run_once_more_are_dead_letters_again_when_they_fail()
     policy = FailurePolicy(
         attempts=2,
         on_failure=OnFailure.HALT,
-        rules=tuple(map(failure_rule, ("KeyError=skip", "OSError=halt", "IndexError=retry:5"))),
+        failure_rules=tuple(map(failure_rule, ("KeyError=skip", "OSError=halt", "IndexError=retry:5"))),
     ).redriving()
     for error in (KeyError(), OSError()):
         assert end(policy, error) is Ending.DEAD_LETTER

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mldserver.runtime.interface import BatchOutcome
 
 BOOM = Failure("ValueError: boom")
-POLICY = FailurePolicy(attempts=2, base_seconds=0, cap_seconds=0)
+POLICY = FailurePolicy(attempts=2, retry_base_seconds=0, retry_cap_seconds=0)
 CASES = [
     (1, {0}),
     (2, {1}),

@@ -69,7 +69,7 @@ async def test_a_failing_batch_is_halved_down_to_the_failing_record(kit: Any, co
         2,
         b"{",
         4,
-        policy=FailurePolicy(attempts=2, rules=(failure_rule("ValueError=retry"),)),
+        policy=FailurePolicy(attempts=2, failure_rules=(failure_rule("ValueError=retry"),)),
         schema=SCHEMA,
         process_records=hooks[hook],
     )
@@ -86,7 +86,7 @@ async def test_only_the_records_of_bad_rows_are_called_again(kit: Any, column: A
         calls.append([record.sequence_number for record in batch])
         return [number(record) if len(calls) == 2 or record.json() != 3 else ("x",) for record in batch]
 
-    policy = FailurePolicy(rules=(failure_rule("BadRow=retry"),))
+    policy = FailurePolicy(failure_rules=(failure_rule("BadRow=retry"),))
     outcome = await kit.run(1, 2, 3, 4, policy=policy, schema=SCHEMA, process_records=process_records)
     assert calls == [[1, 2, 3, 4], [3]]
     assert (column(outcome, "n"), outcome.dead_letters, outcome.attempts) == ([1, 2, 3, 4], (), 2)

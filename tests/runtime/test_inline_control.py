@@ -93,7 +93,9 @@ async def test_a_skipped_record_is_counted_and_logged_and_nothing_of_it_is_kept(
 
 
 async def test_rules_hold_for_the_rows_that_the_server_refuses_too(kit: Any) -> None:
-    policy = FailurePolicy(rules=(failure_rule("BadRow=dead_letter"), failure_rule("BadRows=dead_letter")))
+    policy = FailurePolicy(
+        failure_rules=(failure_rule("BadRow=dead_letter"), failure_rule("BadRows=dead_letter"))
+    )
     outcome = await kit.run("x", policy=policy, schema=SCHEMA, process_record=lambda record: ("x",))
     assert [letter.attempts for letter in outcome.dead_letters] == [1]
     outcome = await kit.run("x", policy=policy, schema=SCHEMA, process_records=lambda batch: 5)
@@ -101,7 +103,7 @@ async def test_rules_hold_for_the_rows_that_the_server_refuses_too(kit: Any) -> 
 
 
 async def test_a_rule_that_says_halt_stops_the_shard_at_once(kit: Any, shard: Any) -> None:
-    policy = FailurePolicy(rules=(failure_rule("orjson.JSONDecodeError=halt"),))
+    policy = FailurePolicy(failure_rules=(failure_rule("orjson.JSONDecodeError=halt"),))
     hook = Once(0, None)
     runtime = await kit.start(policy=policy, schema=SCHEMA, process_record=hook.__call__)
     await runtime.open(shard)
@@ -112,7 +114,7 @@ async def test_a_rule_that_says_halt_stops_the_shard_at_once(kit: Any, shard: An
 
 async def test_a_record_older_than_max_age_is_called_once(kit: Any) -> None:
     # The clock stands at 5,000; the records arrived at 1,001 and 1,002.
-    policy = FailurePolicy(attempts=5, max_age_ms=3_999, rules=(failure_rule("ValueError=retry"),))
+    policy = FailurePolicy(attempts=5, max_age_ms=3_999, failure_rules=(failure_rule("ValueError=retry"),))
     outcome = await kit.run(b"{", b"{", policy=policy, schema=SCHEMA, process_record=Once(0, None).__call__)
     assert [letter.attempts for letter in outcome.dead_letters] == [1, 2]
 

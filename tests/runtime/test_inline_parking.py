@@ -104,7 +104,9 @@ async def test_without_the_policy_nothing_is_parked(kit: Any, column: Any) -> No
 
 
 async def test_a_batch_that_stopped_its_shard_parks_nothing(kit: Any) -> None:
-    policy = FailurePolicy(attempts=1, rules=(failure_rule("Fatal=halt"),), on_key_failure=OnKeyFailure.PARK)
+    policy = FailurePolicy(
+        attempts=1, failure_rules=(failure_rule("Fatal=halt"),), on_key_failure=OnKeyFailure.PARK
+    )
     calls = []
 
     def process_record(record: Any) -> None:

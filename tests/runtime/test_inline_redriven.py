@@ -33,7 +33,7 @@ async def opened(kit: Any, policy: FailurePolicy) -> tuple[Any, list[int]]:
     [
         FailurePolicy(attempts=1, on_failure=OnFailure.HALT),
         FailurePolicy(attempts=1, on_failure=OnFailure.SKIP),
-        FailurePolicy(attempts=1, rules=(FailureRule("ConnectionError", OnFailure.HALT),)),
+        FailurePolicy(attempts=1, failure_rules=(FailureRule("ConnectionError", OnFailure.HALT),)),
     ],
 )
 async def test_what_fails_again_is_a_dead_letter_whatever_the_policy(kit: Any, policy: FailurePolicy) -> None:

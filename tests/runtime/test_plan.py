@@ -186,7 +186,7 @@ def test_a_failure_that_went_away_is_no_records_fault() -> None:
 
 
 def test_a_record_that_was_found_is_called_again_while_its_own_failure_has_attempts_left() -> None:
-    calls = plan(2, attempts=1, rules=(failure_rule("KeyError=retry:4"),))
+    calls = plan(2, attempts=1, failure_rules=(failure_rule("KeyError=retry:4"),))
     calls.failed(at_work(calls), BOOM, NOW)
     assert calls.failed(at_work(calls), KEY, NOW) == Again(0, KEY, 2)
     assert calls.step() == Step(range(1), 2, None, halved=True)
@@ -250,11 +250,11 @@ def test_when_an_error_names_all_records_no_call_is_left() -> None:
 
 
 def test_records_that_cannot_be_called_at_all_end_before_the_first_call() -> None:
-    calls = plan(3, rules=(failure_rule("OSError=retry:9"),))
+    calls = plan(3, failure_rules=(failure_rule("OSError=retry:9"),))
     calls.condemn({1: BOOM}, NOW)
     assert calls.step() == Step([0, 2])
     assert calls.ends == {1: End(Ending.DEAD_LETTER, BOOM, 1)}
-    none_left = plan(1, rules=(failure_rule("OSError=skip"),))
+    none_left = plan(1, failure_rules=(failure_rule("OSError=skip"),))
     none_left.condemn({0: BOOM}, NOW)
     assert (none_left.step(), none_left.ends[0].ending) == (None, Ending.SKIP)
 
@@ -283,10 +283,10 @@ def test_under_halt_a_record_that_cannot_be_called_stops_the_plan() -> None:
 
 def test_a_rule_that_says_halt_stops_the_plan_at_once_and_others_do_not_need_to() -> None:
     rules = (failure_rule("mine.Stop=halt"), failure_rule("KeyError=skip"))
-    calls = plan(3, rules=rules)
+    calls = plan(3, failure_rules=rules)
     calls.failed(at_work(calls), HALTING, NOW)
     assert (calls.step(), calls.halted) == (None, Again(0, HALTING, 1))
-    halting = plan(4, rules=rules, on_failure=OnFailure.HALT)
+    halting = plan(4, failure_rules=rules, on_failure=OnFailure.HALT)
     assert search(halting, {1}, KEY)[1] == [0, 2, 3]
     assert (halting.ends, halting.halted) == ({1: End(Ending.SKIP, KEY, 3)}, None)
 
@@ -306,7 +306,7 @@ def test_records_behind_a_dead_letter_of_their_key_are_parked() -> None:
 
 @pytest.mark.parametrize("failure", [DISCARD, KEY])
 def test_nothing_is_parked_behind_a_record_that_left_no_dead_letter(failure: Any) -> None:
-    calls = plan(2, Facts("aa"), rules=(failure_rule("KeyError=skip"),), **PARK)
+    calls = plan(2, Facts("aa"), failure_rules=(failure_rule("KeyError=skip"),), **PARK)
     calls.failed_at(at_work(calls), 0, failure, NOW)
     assert (calls.step(), calls.parked) == (Step(range(1, 2)), {})
 
@@ -356,7 +356,7 @@ def stories(draw: Any) -> Any:
         attempts=draw(st.integers(1, 4)),
         on_failure=draw(st.sampled_from(OnFailure)),
         max_age_ms=draw(st.none() | st.just(800)),
-        rules=draw(st.sampled_from([(), ("KeyError=skip",), ("OSError=retry:3", "KeyError=halt")]).map(
+        failure_rules=draw(st.sampled_from([(), ("KeyError=skip",), ("OSError=retry:3", "KeyError=halt")]).map(
             lambda rules: tuple(map(failure_rule, rules))
         )),
         on_key_failure=draw(st.sampled_from(OnKeyFailure)),

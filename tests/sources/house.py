@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from mldserver.sources.intake import ShardOpening
 
 QUICK = ConnectionLimits(
-    line_bytes=64 * 1024,
-    initialize_seconds=30,
-    partial_line_seconds=30,
-    close_seconds=5,
+    line_limit=64 * 1024,
+    initialize_timeout_seconds=30,
+    partial_line_timeout_seconds=30,
+    close_timeout_seconds=5,
     retries=RetryPolicy(attempts=3, base_seconds=0.001, cap_seconds=0.002),
     end_retries=RetryPolicy(attempts=3, base_seconds=0.001, cap_seconds=0.002),
 )

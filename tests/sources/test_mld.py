@@ -16,6 +16,7 @@ from mldserver.base.clock import SystemClock
 from mldserver.errors import OperatorError
 from mldserver.protocol.states import State
 from mldserver.sources.mld import MLDListener
+from tests.sources.house import QUICK
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,7 +74,7 @@ async def test_nonsense_inside_a_batch_is_found_by_the_runtime_and_ends_the_conn
 async def test_a_peer_that_reads_no_answers_is_sent_away_before_they_fill_the_memory(
     build: Build, tmp_path: Path, logged: list[dict[str, Any]]
 ) -> None:
-    house = await build((tmp_path / "s",), close_seconds=0.01)
+    house = await build((tmp_path / "s",), close_timeout_seconds=0.01)
     peer = await house.connect()
     peer.writer.transport.pause_reading()
     await peer.send(INITIALIZE)
@@ -94,7 +95,7 @@ async def test_a_peer_that_reads_no_answers_is_sent_away_before_they_fill_the_me
 
 
 async def test_a_peer_that_says_nothing_is_sent_away(build: Build, logged: list[dict[str, Any]]) -> None:
-    house = await build(initialize_seconds=0.01)
+    house = await build(initialize_timeout_seconds=0.01)
     peer = await house.connect()
     await peer.sees_the_end()
     (failed,) = named(logged, "connection.failed")
@@ -104,7 +105,7 @@ async def test_a_peer_that_says_nothing_is_sent_away(build: Build, logged: list[
 async def test_a_line_that_is_never_finished_is_not_waited_for(
     build: Build, logged: list[dict[str, Any]]
 ) -> None:
-    house = await build(partial_line_seconds=0.01)
+    house = await build(partial_line_timeout_seconds=0.01)
     peer = await house.connect()
     await peer.initialize()
     await peer.send(b'{"action":')
@@ -115,7 +116,7 @@ async def test_a_line_that_is_never_finished_is_not_waited_for(
 async def test_a_long_line_may_take_longer_than_the_pause_that_it_may_make(
     build: Build, logged: list[dict[str, Any]]
 ) -> None:
-    house = await build(partial_line_seconds=1.0)
+    house = await build(partial_line_timeout_seconds=1.0)
     peer = await house.connect()
     await peer.initialize()
     line = b'{"action":"leaseLost"' + b" " * 20 + b"}\n"
@@ -151,7 +152,7 @@ async def test_a_host_that_vanishes_is_noticed_within_a_minute(
 async def test_a_peer_that_does_not_close_after_the_last_status_is_closed(
     build: Build, logged: list[dict[str, Any]]
 ) -> None:
-    house = await build(close_seconds=0.01)
+    house = await build(close_timeout_seconds=0.01)
     peer = await house.connect()
     await peer.initialize()
     await peer.ask({"action": "leaseLost"})
@@ -224,7 +225,9 @@ async def test_ipv6_addresses_are_shown_in_brackets(build: Build) -> None:
 
 async def test_an_address_in_use_is_the_operators_error(house: House) -> None:
     port = int(house.address.split(":")[1])
-    second = MLDListener(("127.0.0.1", port), runtime=house.runtime, intake=house.intake, clock=SystemClock())
+    second = MLDListener(
+        ("127.0.0.1", port), limits=QUICK, runtime=house.runtime, intake=house.intake, clock=SystemClock()
+    )
     with pytest.raises(OperatorError, match=f"Cannot listen on 127.0.0.1:{port}"):
         await second.run()
     with pytest.raises(OperatorError, match="Nothing listens"):
@@ -233,7 +236,9 @@ async def test_an_address_in_use_is_the_operators_error(house: House) -> None:
 
 @pytest.mark.parametrize("host", ["..", f"{'a' * 64}.example"])
 async def test_a_host_that_can_be_no_name_is_the_operators_error(house: House, host: str) -> None:
-    listener = MLDListener((host, 0), runtime=house.runtime, intake=house.intake, clock=SystemClock())
+    listener = MLDListener(
+        (host, 0), limits=QUICK, runtime=house.runtime, intake=house.intake, clock=SystemClock()
+    )
     with pytest.raises(OperatorError, match="Cannot listen on"):
         await listener.run()
 
@@ -256,7 +261,9 @@ async def test_an_accept_that_fails_is_tried_again_after_a_pause(
         return await accept(sock)
 
     monkeypatch.setattr(loop, "sock_accept", sock_accept)
-    listener = MLDListener(("127.0.0.1", 0), runtime=house.runtime, intake=house.intake, clock=Clock())
+    listener = MLDListener(
+        ("127.0.0.1", 0), limits=QUICK, runtime=house.runtime, intake=house.intake, clock=Clock()
+    )
     running = asyncio.create_task(listener.run())
     house.address = await listener.listening()
     peer = await house.connect()
@@ -269,7 +276,9 @@ async def test_an_accept_that_fails_is_tried_again_after_a_pause(
 
 
 async def test_stopping_before_running_accepts_nothing(house: House) -> None:
-    listener = MLDListener(("127.0.0.1", 0), runtime=house.runtime, intake=house.intake, clock=SystemClock())
+    listener = MLDListener(
+        ("127.0.0.1", 0), limits=QUICK, runtime=house.runtime, intake=house.intake, clock=SystemClock()
+    )
     listener.stop_accepting()
     await listener.run()
     assert listener.connections == 0
@@ -328,7 +337,9 @@ async def test_the_socket_of_a_living_server_is_left_alone(
 ) -> None:
     path = tmp_path / "mld.sock"
     first = await build((path,))
-    second = MLDListener((path,), runtime=house.runtime, intake=house.intake, clock=SystemClock())
+    second = MLDListener(
+        (path,), limits=QUICK, runtime=house.runtime, intake=house.intake, clock=SystemClock()
+    )
     with pytest.raises(OperatorError, match="in use"):
         await second.run()
     peer = await first.connect()
@@ -342,7 +353,9 @@ async def test_the_socket_of_a_busy_server_is_left_alone_too(house: House, tmp_p
         busy.listen(0)
         queued.setblocking(False)
         queued.connect(os.fspath(path))
-        second = MLDListener((path,), runtime=house.runtime, intake=house.intake, clock=SystemClock())
+        second = MLDListener(
+            (path,), limits=QUICK, runtime=house.runtime, intake=house.intake, clock=SystemClock()
+        )
         with pytest.raises(OperatorError, match="in use"):
             await second.run()
 
@@ -350,7 +363,9 @@ async def test_the_socket_of_a_busy_server_is_left_alone_too(house: House, tmp_p
 async def test_a_file_that_is_no_socket_is_never_removed(house: House, tmp_path: Path) -> None:
     path = tmp_path / "precious"
     path.write_text("data")
-    listener = MLDListener((path,), runtime=house.runtime, intake=house.intake, clock=SystemClock())
+    listener = MLDListener(
+        (path,), limits=QUICK, runtime=house.runtime, intake=house.intake, clock=SystemClock()
+    )
     with pytest.raises(OperatorError, match="Cannot listen on unix:"):
         await listener.run()
     assert path.read_text() == "data"
@@ -360,7 +375,7 @@ async def test_a_file_that_is_no_socket_is_never_removed(house: House, tmp_path:
 
 
 async def test_unread_lines_beyond_the_budget_wait_until_the_oldest_is_complete(build: Build) -> None:
-    house = await build(read_bytes=40_000, line_bytes=2**20)
+    house = await build(read_bytes=40_000, line_limit=2**20)
     first, second = await house.connect(), await house.connect()
     await first.initialize("shardId-1")
     await second.initialize("shardId-2")
@@ -393,7 +408,7 @@ async def test_a_line_that_the_runtime_empties_is_counted_as_it_came(
 
 
 async def test_a_batch_of_many_megabytes_arrives_whole(build: Build) -> None:
-    house = await build(line_bytes=2**26, read_bytes=2**26)
+    house = await build(line_limit=2**26, read_bytes=2**26)
     daemon = await house.connect()
     await daemon.initialize()
     await daemon.process(*range(1, 30_001))
@@ -402,7 +417,7 @@ async def test_a_batch_of_many_megabytes_arrives_whole(build: Build) -> None:
 
 
 async def test_a_long_line_leaves_no_memory_with_an_idle_connection(build: Build) -> None:
-    house = await build(line_bytes=2**26, read_bytes=2**26)
+    house = await build(line_limit=2**26, read_bytes=2**26)
     daemon = await house.connect()
     await daemon.initialize()
     await daemon.process(1)

@@ -99,12 +99,12 @@ async def a_line_beyond_the_budget(house: House) -> None:
 
 
 SCENARIOS = {
-    a_whole_life: {"line_bytes": 2**25},
+    a_whole_life: {"line_limit": 2**25},
     an_oversize_line: {},
     a_death_in_the_middle_of_a_batch: {},
     a_drain: {},
     a_limit_of_one: {"connection_limit": 1},
-    a_line_beyond_the_budget: {"read_bytes": 40_000, "line_bytes": 2**20},
+    a_line_beyond_the_budget: {"read_bytes": 40_000, "line_limit": 2**20},
 }
 
 

@@ -25,7 +25,7 @@ def spoken_by_the_daemon(capture: Path) -> list[bytes]:
 async def test_every_request_is_answered_with_lines_that_the_java_accepts(
     build: Build, capture: Path
 ) -> None:
-    house = await build(line_bytes=2**25)
+    house = await build(line_limit=2**25)
     lines = spoken_by_the_daemon(capture)
     daemon = await house.connect()
     while lines:

@@ -8,7 +8,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from mldserver.config import TcpAddress
-from mldserver.config.settings import Settings
+from mldserver.config.settings import Settings, specs
 from mldserver.server import Server
 from mldserver.testing import LocalEngine
 
@@ -48,7 +48,12 @@ def quick(out: OutPlace, handler: str, **changes: Any) -> Settings:
         "grace": 10.0,
         "workers": None,
     }
-    return Settings(handler=handler, out=out, **(values | changes))
+    table, values = specs(), values | changes
+    given = {
+        table[name].field: table[name].kind.parse(value) if isinstance(value, float | str) else value
+        for name, value in values.items()
+    }
+    return Settings(handler=handler, out=out, **given)
 
 
 def no_aws(patch: pytest.MonkeyPatch, home: Path) -> None:

@@ -9,6 +9,7 @@ import pyarrow.dataset as ds
 import pytest
 
 from mldserver.config import Settings, TcpAddress
+from mldserver.config.failures import OnFailure
 from mldserver.testing import FakeStream, Form, LocalEngine
 from mldserver.testing.playground import read_lines
 from mldserver.testing.simulation import Faults, Simulation, build_stream
@@ -24,9 +25,9 @@ def settings(out: Path) -> Settings:
         handler="handlers.departures_daily",
         out=out,
         listen=TcpAddress("127.0.0.1", 0),
-        flush_interval=0.2,
+        flush_interval_ms=200,
         workers=None,
-        settle_time=1.5,  # longer than a restart of the daemon, which brings shards that were never seen
+        settle_time_ms=1500,  # longer than a restart of the daemon, which brings shards that were never seen
     )
 
 
@@ -82,7 +83,7 @@ async def test_a_stormy_stream_comes_out_exactly_once(tmp_path: Path, form: Form
 
 async def test_a_handler_that_halts_ends_the_simulation_without_success(tmp_path: Path) -> None:
     source = stream(lines=[*LINES[:10], b"not json"])
-    cautious = replace(settings(tmp_path), on_failure="halt", attempts=1)
+    cautious = replace(settings(tmp_path), on_failure=OnFailure.HALT, attempts=1)
     report = await Simulation(cautious, source, engine=LocalEngine()).run()
     assert not report.ok
     assert not report.finished
@@ -101,7 +102,9 @@ async def test_a_window_that_keeps_failing_ends_the_simulation(tmp_path: Path) -
     def fail(*_args: object) -> ValueError:
         raise ValueError("no")
 
-    impatient = replace(settings(tmp_path), window_attempts=1, window_retry_base=0.01, window_retry_cap=0.01)
+    impatient = replace(
+        settings(tmp_path), window_attempts=1, window_retry_base_seconds=0.01, window_retry_cap_seconds=0.01
+    )
     seen = []
     report = await Simulation(impatient, stream(), engine=LocalEngine(on_table=fail), max_records=300).run(
         lambda simulation: seen.append(simulation.status)

@@ -8,7 +8,6 @@ what is retained (another server may have done either): what is held here is a p
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mldserver.state.ledger import SegmentKind, WindowState
@@ -17,31 +16,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from mldserver.coordinator.core.open_windows import WindowKey
+    from mldserver.coordinator.core.rules import CoordinatorRules
     from mldserver.state.ledger import FlushResult, LedgerState, WindowEntry
 
-__all__ = ["CutWindows", "LateRules"]
+__all__ = ["CutWindows"]
 
 _REMEMBERED = 10_000
 """How many windows that the ledger does not tell of any more are known to be cut, from one look at it to the next. For one
 that is forgotten the ledger refuses the late rows, which are then planned again."""
 
 
-@dataclass(frozen=True, slots=True)
-class LateRules:
-    """What becomes of late rows."""
-
-    recompute: bool = True
-    """Whether they make a new revision of their window; False: they go to the late dataset."""
-    delay_ms: int = 60_000
-    """How long late rows of one window are gathered before it is computed again."""
-    retained_bytes: int = 10 << 30
-    """Segments of published windows that are kept at most, in bytes."""
-
-
 class CutWindows:
     """Which windows are cut, which of them are retained, and which have late rows waiting."""
 
-    def __init__(self, rules: LateRules) -> None:
+    def __init__(self, rules: CoordinatorRules) -> None:
         """Know of none yet."""
         self._rules = rules
         self._retained: dict[str, None] = {}
@@ -118,7 +106,7 @@ class CutWindows:
     def registered(self, window_ids: Iterable[str], now_ms: int) -> None:
         """Note windows that have rows in the ledger for their next revision."""
         for window_id in window_ids:
-            self._due_ms.setdefault(window_id, now_ms + self._rules.delay_ms)
+            self._due_ms.setdefault(window_id, now_ms + self._rules.recompute_delay_ms)
 
     def due(self, now_ms: int, *, at_once: bool) -> tuple[str, ...]:
         """Return the windows that shall be cut again now, those that waited longest first."""

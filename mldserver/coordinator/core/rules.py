@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from mldserver.coordinator.core.late import LateRules
-from mldserver.coordinator.core.watermark import WatermarkRules
+from mldserver.config.settings import FlowSettings
 
 __all__ = ["CoordinatorRules"]
 
 
-@dataclass(frozen=True, slots=True)
-class CoordinatorRules:
-    """What the coordinator goes by; times in milliseconds, sizes in bytes."""
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorRules(FlowSettings):
+    """The settings, and what the handler says of its windows."""
 
-    flush_interval_ms: int = 5_000
-    flush_bytes: int = 64 << 20
-    buffer_bytes: int = 512 << 20
-    segment_bytes: int = 50 << 30
-    missing_limit_ms: int = 600_000
-    retention_ms: int = 86_400_000
-    """How long published windows are remembered, and their segments retained for late rows."""
-    shard_retention_ms: int = 8 * 86_400_000
-    """How long ended shards are remembered at least: longer than the stream keeps records (see ``retention.py``)."""
-    accept_gap: bool = False
+    on_arrival: bool = True
+    """Windows are cut on arrival time (False: on a column)."""
+    disorder_ms: int = 0
     parks: bool = False
     """Whether records wait behind dead letters of their partition key."""
-    server_timeout_ms: int = 30_000
-    """A server that has not beaten for this long is taken for dead by the others."""
-    late: LateRules = field(default_factory=LateRules)
-    max_ahead_ms: int | None = 600_000
-    """How far a row's event time may run ahead of its record's arrival and still say how far its shard is."""
-    watermark: WatermarkRules = field(default_factory=WatermarkRules)
+
+    @property
+    def recompute(self) -> bool:
+        """Whether late rows make a new revision of their window; False: they go to the late dataset."""
+        return self.late == "recompute"
+
+    @property
+    def retained_bytes(self) -> int:
+        """Segments of published windows that are kept at most: what waits for its first output must find room."""
+        return min(self.retention_bytes, self.segment_disk_bytes // 2)

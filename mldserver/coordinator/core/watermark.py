@@ -6,19 +6,19 @@ which the caller does once every row that the view counted on is durable (``stil
 stall it, and shards that are only late to connect must not be overtaken:
 
 * A shard that is *caught up* (an empty batch with ``millisBehindLatest`` 0, or silence where the daemon sends no empty
-  batches) advances with time when windows are cut on arrival time, and leaves the minimum after ``idle_ms`` when
+  batches) advances with time when windows are cut on arrival time, and leaves the minimum after ``idle_time`` when
   they are cut on a column.
 * A shard whose records give no rows (a filter, dead letters) is as silent as one without records. Cut on a column, it
-  leaves the minimum after ``idle_ms`` too, if it keeps up: its lag is 0, or never told, and the batch in hand was fetched
-  less than ``idle_ms`` ago.
+  leaves the minimum after ``idle_time`` too, if it keeps up: its lag is 0, or never told, and the batch in hand was fetched
+  less than ``idle_time`` ago.
 * One that lags (after an outage, say) may have rows before it that are older than those of others. It goes on as its
-  arrival times do, once these have gone on by ``idle_ms`` without a row: it counts as being as far, by event time, as
-  the shards that give rows were when they were there, less ``idle_ms``. However fast others catch up, they close no
+  arrival times do, once these have gone on by ``idle_time`` without a row: it counts as being as far, by event time, as
+  the shards that give rows were when they were there, less ``idle_time``. However fast others catch up, they close no
   window before it, unless the delay from event to arrival changes by more than that.
 * A shard that is *missing* (known, expected, not connected) holds it; so does the *settle* time after the start and
   after every shard that appears or ends, since children may not be known yet.
 * When every known shard has ended and the settle time is over, the stream is over. When all are caught up and silent
-  for ``quiet_ms``, a stream cut on a column is quiet. Both close every open window.
+  for ``quiet_time``, a stream cut on a column is quiet. Both close every open window.
 
 A row whose time lies further ahead of its arrival than a clock can be wrong is none to all of this (``flush.py``).
 
@@ -42,9 +42,10 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from mldserver.coordinator.core.lineage import Lineage
+    from mldserver.coordinator.core.rules import CoordinatorRules
     from mldserver.state.ledger import ServerState
 
-__all__ = ["PREFETCH", "Holder", "View", "Watermark", "WatermarkRules"]
+__all__ = ["PREFETCH", "Holder", "View", "Watermark"]
 
 PREFETCH = 5
 """Four batches in the daemon's queue and one being put there."""
@@ -55,18 +56,6 @@ _DRIFT = 1000
 _FINISHED = frozenset({"quiet", "no shards", "ended"})
 _IDLE = _FINISHED | {"idle"}
 """What servers say when they hold nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class WatermarkRules:
-    """What the watermark goes by; all in milliseconds."""
-
-    on_arrival: bool = True
-    """Windows are cut on arrival time (False: on a column)."""
-    disorder_ms: int = 0
-    idle_ms: int = 30_000
-    quiet_ms: int = 60_000
-    settle_ms: int = 10_000
 
 
 @dataclass(slots=True)
@@ -143,12 +132,12 @@ class View:
 class Watermark:
     """The pipeline's watermark, asked with ``view``."""
 
-    def __init__(self, rules: WatermarkRules, lineage: Lineage, now_ms: int) -> None:
+    def __init__(self, rules: CoordinatorRules, lineage: Lineage, now_ms: int) -> None:
         """Start at ``now_ms``; shards are learned from ``lineage`` and the calls below."""
         self.rules = rules
         self._lineage = lineage
         self._shards: dict[str, _ShardClock] = {}
-        self._settle_until_ms = now_ms + rules.settle_ms
+        self._settle_until_ms = now_ms + rules.settle_time_ms
         self._watermark_ms: int | None = None
         self._arrival: tuple[int, int] | None = None
         """The arrival time that says most of AWS's clock, and the steady time at which it was known."""
@@ -162,7 +151,7 @@ class Watermark:
 
     def settle(self, now_ms: int) -> None:
         """Start the settle time again: a shard appeared, or ended."""
-        self._settle_until_ms = now_ms + self.rules.settle_ms
+        self._settle_until_ms = now_ms + self.rules.settle_time_ms
 
     def connect(
         self,
@@ -352,23 +341,23 @@ class Watermark:
         # V1 daemons, and daemons that are not asked for empty batches: an idle shard just falls silent. One that said
         # that it lags is not idle, its next fetch is only slow.
         may_be = not clock.tells_lag or not clock.lag_ms
-        return may_be and self._silent_ms(clock, now_ms) >= self.rules.idle_ms
+        return may_be and self._silent_ms(clock, now_ms) >= self.rules.idle_time_ms
 
     def _idle(self, clock: _ShardClock, now_ms: int, delay_ms: int | None) -> bool:
         """Whether a shard that keeps up has given no row for the idle time."""
         # What it is at may be a row, unless all it ever gives is none, and nothing else tells how far it is.
         may_give = clock.in_request and not (delay_ms is None and self._rowless(clock))
-        if may_give or now_ms - clock.last_row_ms < self.rules.idle_ms:
+        if may_give or now_ms - clock.last_row_ms < self.rules.idle_time_ms:
             return False
         lags = clock.tells_lag if clock.lag_ms is None else clock.lag_ms > 0
-        fetched_lately = now_ms - clock.received[0] <= self.rules.idle_ms
+        fetched_lately = now_ms - clock.received[0] <= self.rules.idle_time_ms
         return (fetched_lately and not lags) or self._caught_up(clock, now_ms)
 
     def _rowless(self, clock: _ShardClock) -> bool:
         """Whether its records have arrived over more than the idle time without a row."""
         if clock.arrival_ms is None or clock.rowless_since_ms is None:
             return False
-        return clock.arrival_ms - clock.rowless_since_ms >= self.rules.idle_ms
+        return clock.arrival_ms - clock.rowless_since_ms >= self.rules.idle_time_ms
 
     def _delay(self) -> int | None:
         """Return by how much the watermarks of shards with rows lie behind their arrival times, at most."""
@@ -385,17 +374,17 @@ class Watermark:
         value = self._value(clock)
         if delay_ms is None or clock.arrival_ms is None or not self._rowless(clock):
             return value
-        carried = clock.arrival_ms - delay_ms - self.rules.idle_ms
+        carried = clock.arrival_ms - delay_ms - self.rules.idle_time_ms
         return carried if value is None else max(value, carried)
 
     def _advance_silent(self, clock: _ShardClock, now_ms: int) -> None:
         """Carry a shard without empty batches with time, an idle time behind it."""
         if not self._proved_caught_up(clock) and self._caught_up(clock, now_ms):
-            clock.advance(self._aws_ms(now_ms - self.rules.idle_ms))
+            clock.advance(self._aws_ms(now_ms - self.rules.idle_time_ms))
 
     def _quiet(self, now_ms: int) -> bool:
         last = max(clock.last_row_ms for clock in self._shards.values())
-        return now_ms - last >= self.rules.quiet_ms
+        return now_ms - last >= self.rules.quiet_time_ms
 
 
 def _holder(shard_id: str, value: int | None) -> Holder:

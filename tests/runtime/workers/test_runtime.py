@@ -27,7 +27,7 @@ from mldserver.workers.runtime import WorkerRuntime
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-HALT = FailurePolicy(attempts=2, base_seconds=0, cap_seconds=0, on_failure=OnFailure.HALT)
+HALT = FailurePolicy(attempts=2, retry_base_seconds=0, retry_cap_seconds=0, on_failure=OnFailure.HALT)
 EMPTY = Delivery("s", b'{"action":"processRecords","records":[]}', Version.V2, 9_000, None)
 
 

@@ -79,7 +79,7 @@ def test_a_policy_crosses_with_all_its_rules() -> None:
         on_failure=OnFailure.HALT,
         max_age_ms=5,
         max_ahead_ms=6,
-        rules=(failure_rule("a.KeyError=retry:2"),),
+        failure_rules=(failure_rule("a.KeyError=retry:2"),),
     )
     start = wire.Start("h", ["/a"], "/b", msgspec.to_builtins(policy), None, 1.5, 64, 20)
     assert msgspec.convert(crossed(start).policy, FailurePolicy) == policy
