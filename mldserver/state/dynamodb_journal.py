@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from mldserver.base.kill_points import kill_point
@@ -139,6 +140,9 @@ class Journal:
         """What readers begin with now."""
         self.tail = Tail()
         """The log behind it."""
+        self._letters: tuple[DeadLetter, ...] = ()
+        """What was packed last, into ``_dead`` and ``_keys``."""
+        self._dead = self._keys = b""
         self._doubtful = False
         """A condition on the book's version has failed: no news is bad news."""
 
@@ -313,17 +317,16 @@ class Journal:
     async def _packed(
         self, changes: Changes, letters: tuple[DeadLetter, ...]
     ) -> tuple[bytes, bytes | None, bytes]:
-        windows = self.book.windows
-        if not letters and len(changes.windows) + len(changes.shards) < _LARGE:
-            return pack_changes(changes, windows), None, b""
-        data = await asyncio.to_thread(pack_changes, changes, windows)
-        if not letters:
-            return data, None, b""
-        return (
-            data,
-            await asyncio.to_thread(pack_letters, letters),
-            await asyncio.to_thread(pack_keys, letters),
-        )
+        windows, dead = self.book.windows, None
+        if letters:
+            # Not again when the transaction is tried again: others, who have none, would always be faster.
+            if self._letters != letters:
+                self._dead, self._keys = await asyncio.to_thread(_packed_letters, letters)
+                self._letters = letters
+            dead = self._dead
+        small = len(changes.windows) + len(changes.shards) < _LARGE
+        pack = partial(pack_changes, changes, windows)
+        return pack() if small else await asyncio.to_thread(pack), dead, self._keys if letters else b""
 
     def _log(self, version: int, tx: str, value: Value, more: Item | None = None) -> dict[str, Any]:
         told = {"tx": {"S": tx}, "format": {"N": str(FORMAT)}}
@@ -434,3 +437,7 @@ class Journal:
             advice="It is never repaired silently: restore the table and the output folder together, from a backup.",
             pipeline=self._pipeline,
         )
+
+
+def _packed_letters(letters: tuple[DeadLetter, ...]) -> tuple[bytes, bytes]:
+    return pack_letters(letters), pack_keys(letters)

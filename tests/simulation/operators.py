@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -35,15 +36,18 @@ class Operator:
     clock: Clock
     purged: Counter[Key] = field(default_factory=Counter)
     """Records whose dead letters were deleted."""
+    visiting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a visit lasts: one that is cut off would not know what it has done."""
 
     async def run(self) -> None:
         """Come by until cancelled."""
         while True:
             await self.clock.sleep(self.dice.uniform(3, 15))
-            try:
-                await self._visit()
-            except LedgerError:
-                continue  # no server has made one yet
+            async with self.visiting:
+                try:
+                    await self._visit()
+                except LedgerError:
+                    continue  # no server has made one yet
 
     async def finish(self) -> LedgerState:
         """Do what is left to do once no record comes any more; return what the ledger holds when all is done."""

@@ -278,7 +278,8 @@ class World:
             await self.mld.run()
             for each in self.servers:
                 await each.finished()
-            caring.cancel()
+            async with self.operator.visiting:
+                caring.cancel()
             await self.operator.finish()
             for each in self.servers:
                 each.stop()

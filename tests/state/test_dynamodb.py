@@ -12,6 +12,7 @@ from werkzeug.wrappers import Response
 
 from mldserver.errors import InternalError, LedgerError
 from mldserver.records import Sequence
+from mldserver.state.dynamodb_codec import pack_letters
 from mldserver.state.ledger import Flush, ServerState
 from tests.state.dynamodb_emulator import CutConnection, refusal
 from tests.state.dynamodb_fake import FakeDynamo, beat, canceled, client_error, flush, lost_answer, start
@@ -20,6 +21,7 @@ from tests.state.samples import letter
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from mldserver.records import DeadLetter
     from mldserver.state.dynamodb import DynamoLedger
     from tests.state.conftest import HandClock
     from tests.state.dynamodb_emulator import Emulator
@@ -287,6 +289,27 @@ async def test_a_ledger_that_loses_every_race_says_so(ledger_on: Factory, dynamo
     with pytest.raises(LedgerError, match="faster 40 times"):
         await ledger.register(flush("a", 1))
     assert (await ledger.register(flush("a", 1))).registered
+
+
+async def test_letters_are_packed_once_however_many_races_their_transaction_loses(
+    ledger_on: Factory, dynamo: FakeDynamo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed: list[int] = []
+
+    def pack(letters: tuple[DeadLetter, ...]) -> bytes:
+        packed.append(len(letters))
+        return pack_letters(letters)
+
+    monkeypatch.setattr("mldserver.state.dynamodb_journal.pack_letters", pack)
+    ledger = await start(ledger_on(), "a")
+    dynamo.before = [canceled("ConditionalCheckFailed")] * 5
+    assert (await ledger.register(flush("a", 1, letters=(letter(1),)))).registered
+    assert (await ledger.register(flush("a", 2, letters=(letter(2),)))).registered
+    assert packed == [1, 1]
+    assert sorted(each.sequence for each in await ledger.dead_letters(9)) == [
+        letter(1).sequence,
+        letter(2).sequence,
+    ]
 
 
 async def test_a_call_before_the_opening_or_a_second_opening_is_a_bug(ledger_on: Factory) -> None:
