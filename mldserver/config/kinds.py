@@ -24,6 +24,7 @@ __all__ = [
     "TcpAddress",
     "UnixAddress",
     "address",
+    "as_text",
     "choice",
     "count",
     "dotted_path",
@@ -110,7 +111,8 @@ class Kind(Generic[T]):
     """What stands for the value in ``--help``."""
 
 
-def _as_text(raw: object) -> str:
+def as_text(raw: object) -> str:
+    """Return text without the space around it. Raises ValueError where it is none."""
     if not isinstance(raw, str):
         raise ValueError("it is not text")  # noqa: TRY004  # kinds promise ValueError, whatever is wrong
     stripped = raw.strip()
@@ -125,14 +127,14 @@ def _is_number(raw: object) -> bool:
 
 def text(allowed: str) -> Kind[str]:
     """Any text that is not empty."""
-    return Kind(allowed, _as_text)
+    return Kind(allowed, as_text)
 
 
 def name() -> Kind[str]:
     """A name that is safe as a directory and in a log line."""
 
     def parse(raw: object) -> str:
-        given = _as_text(raw)
+        given = as_text(raw)
         if not _NAME.fullmatch(given):
             raise ValueError("it has characters that a directory's name should not have")
         return given
@@ -148,7 +150,7 @@ def dotted_path() -> Kind[str]:
     """``package.module`` or ``package.module:Name``."""
 
     def parse(raw: object) -> str:
-        given = _as_text(raw)
+        given = as_text(raw)
         if not _DOTTED_PATH.fullmatch(given):
             hint = "; a file's path is none" if given.endswith(".py") or "/" in given else ""
             raise ValueError(f"it is no dotted path{hint}")
@@ -163,7 +165,7 @@ def folder() -> Kind[Path]:
     def parse(raw: object) -> Path:
         if isinstance(raw, Path):
             return raw
-        given = _as_text(raw)
+        given = as_text(raw)
         if "://" in given:
             raise ValueError("it is a URL")
         return local_path(given)
@@ -183,7 +185,7 @@ def address() -> Kind[Address]:
     """``host:port``, ``:port`` on loopback, ``[v6]:port``, or ``unix:/path``."""
 
     def parse(raw: object) -> Address:
-        given = _as_text(raw)
+        given = as_text(raw)
         if given.startswith("unix:"):
             path = given.removeprefix("unix:").removeprefix("//")
             if not path:
@@ -238,7 +240,7 @@ def size(*, at_least: int = 1) -> Kind[int]:
     """Bytes, as a number or as text such as ``256 MiB``."""
 
     def parse(raw: object) -> int:
-        number = raw if _is_number(raw) else _size_of(_as_text(raw))
+        number = raw if _is_number(raw) else _size_of(as_text(raw))
         assert isinstance(number, int | float)
         if number < at_least:
             raise ValueError("it is too small")
@@ -286,7 +288,7 @@ def duration_ms(*, zero: bool = False) -> Kind[int]:
             assert isinstance(raw, int | float)
             given: str | float = raw
         else:
-            given = _as_text(raw)
+            given = as_text(raw)
             given = float(given) if _NUMBER.fullmatch(given) else given
         if isinstance(given, float) and not math.isfinite(given):
             raise ValueError("it is no number")
@@ -315,7 +317,7 @@ def choice(of: Any) -> Kind[Any]:
     by_word = {str(option): option for option in get_args(of) or of}
 
     def parse(raw: object) -> Any:
-        given = _as_text(raw).lower().replace("-", "_")
+        given = as_text(raw).lower().replace("-", "_")
         if given not in by_word:
             raise ValueError("it is none of the choices")
         return by_word[given]
@@ -339,7 +341,7 @@ def flag() -> Kind[bool]:
     def parse(raw: object) -> bool:
         if isinstance(raw, bool):
             return raw
-        given = _as_text(raw).lower()
+        given = as_text(raw).lower()
         if given not in words:
             raise ValueError("it is neither yes nor no")
         return words[given]

@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from mldserver.base.uris import SCHEMES, redacted
 from mldserver.config import redaction
-from mldserver.config.kinds import Kind, local_path
+from mldserver.config.kinds import Kind, as_text, local_path
 from mldserver.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -90,9 +90,7 @@ def ledger() -> Kind[LedgerPlace]:
     """``sqlite``, ``sqlite:PATH``, or ``dynamodb://TABLE`` with ``region`` and ``endpoint_url`` as query."""
 
     def parse(raw: object) -> LedgerPlace:
-        if not isinstance(raw, str):
-            raise ValueError("it is not text")  # noqa: TRY004  # kinds promise ValueError, whatever is wrong
-        given = raw.strip()
+        given = as_text(raw)
         if given.lower() == "sqlite":
             return SqlitePlace()
         if given.lower().startswith("sqlite:"):
@@ -125,11 +123,7 @@ def out() -> Kind[OutPlace]:
     def parse(raw: object) -> OutPlace:
         if isinstance(raw, Path):
             return raw
-        if not isinstance(raw, str):
-            raise ValueError("it is not text")  # noqa: TRY004  # kinds promise ValueError, whatever is wrong
-        given = raw.strip()
-        if not given:
-            raise ValueError("it is empty")
+        given = as_text(raw)
         if "://" not in given:
             return local_path(given)
         found = urlsplit(given)
@@ -266,9 +260,7 @@ def dead_letters() -> Kind[LetterPlace | None]:
     def parse(raw: object) -> LetterPlace | None:
         if raw is None or isinstance(raw, LetterPlace):
             return raw
-        if not isinstance(raw, str):
-            raise ValueError("it is not text")  # noqa: TRY004  # kinds promise ValueError, whatever is wrong
-        word, colon, target = raw.strip().partition(":")
+        word, colon, target = as_text(raw).partition(":")
         word = word.lower()
         if word == _LEDGER and not colon:
             return None

@@ -92,7 +92,7 @@ _DERIVED: Final = Path()
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSettings:
-    """What the pipeline is, and where its things lie."""
+    """Pipeline: what it is, and where its things lie."""
 
     handler: str = setting(kinds.dotted_path(), Made(str, ""))
     """The handler's dotted path; the one setting without a default."""
@@ -128,7 +128,7 @@ class PipelineSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionSettings:
-    """What daemons may do."""
+    """Connections: what daemons may do."""
 
     listen: Address = setting(kinds.address(), TcpAddress("127.0.0.1", 7070))
     """Where daemons connect."""
@@ -149,7 +149,7 @@ class ConnectionSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LogSettings:
-    """Where the log goes."""
+    """Log: where it goes."""
 
     log_file: Path | None = setting(kinds.optional(kinds.folder()), None)
     """Log to this file, opened again on SIGHUP; none: stdout."""
@@ -161,7 +161,7 @@ class LogSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureSettings:
-    """How often a record is tried, how fast, and what then."""
+    """Handler failures: how often a record is tried, how fast, and what then."""
 
     on_failure: OnFailure = setting(kinds.choice(OnFailure), OnFailure.DEAD_LETTER)
     """What becomes of a record that keeps failing: stored aside, only counted, or its connection is closed."""
@@ -181,7 +181,7 @@ class FailureSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class CallSettings:
-    """How the handler is called, and in which processes."""
+    """Handler calls and workers: how long, how many at a time, in which processes."""
 
     handler_timeout_seconds: float = setting(seconds(), 60.0)
     """A hook that runs longer has failed (`async`) or is logged as slow."""
@@ -200,7 +200,7 @@ class CallSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class FlowSettings:
-    """What the coordinator goes by: segments, late rows, shards, the watermark, and other servers."""
+    """Segments and watermark: what the coordinator goes by."""
 
     flush_interval_ms: int = setting(ms(), 5_000)
     """Rows become durable at least this often."""
@@ -241,7 +241,7 @@ class FlowSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowSettings:
-    """How windows are computed, and what happens when that fails."""
+    """Windows: how they are computed, and what happens when that fails."""
 
     window_on_failure: OnWindowFailure = setting(kinds.choice(OnWindowFailure), "halt")
     """What becomes of a window that keeps failing: windows wait for a person, or it is set aside."""
@@ -261,7 +261,7 @@ class WindowSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamSettings:
-    """The stream whose shards are listed."""
+    """Stream: the one whose shards are listed."""
 
     stream: str | None = setting(kinds.optional(kinds.text("a Kinesis stream's name")), None)
     """Stream whose shards are listed (ListShards), so that missing ones are known."""
@@ -275,7 +275,7 @@ class StreamSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SparkSettings:
-    """Where windows are computed."""
+    """Spark: where windows are computed."""
 
     spark_master: str = setting(kinds.text("a Spark master or an sc:// URL"), "local[*]")
     """Spark master, or a Spark Connect URL."""
@@ -286,18 +286,6 @@ class SparkSettings:
     java_home: Path | None = setting(kinds.optional(kinds.folder()), None)
     """Java to run Spark with; none: `JAVA_HOME`, then `PATH`."""
 
-
-_SECTIONS: Final[dict[str, type]] = {
-    "Pipeline": PipelineSettings,
-    "Connections": ConnectionSettings,
-    "Log": LogSettings,
-    "Handler failures": FailureSettings,
-    "Handler calls and workers": CallSettings,
-    "Segments and watermark": FlowSettings,
-    "Windows": WindowSettings,
-    "Stream": StreamSettings,
-    "Spark": SparkSettings,
-}
 
 PartT = TypeVar("PartT")
 
@@ -314,7 +302,7 @@ class Settings(
     StreamSettings,
     SparkSettings,
 ):
-    """Every setting of one server."""
+    """Every setting of one server, in the order of the page: what a section's docstring says first is its title there."""
 
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """For settings that were given: where, in words."""
@@ -376,10 +364,12 @@ class Spec:
         return _docstrings()[self.field] + (f" ({self.kind.allowed})" if self.kind.choice else "")
 
 
+@functools.cache
 def specs() -> dict[str, Spec]:
     """Return the table by the settings' names, in order."""
     table = {}
-    for title, section in _SECTIONS.items():
+    for section in Settings.__bases__:
+        title = (section.__doc__ or "").partition(":")[0]
         for each in dataclasses.fields(section):
             kind, told = each.metadata["kind"], each.metadata
             shown = told["shown"] if "shown" in told else kind.show(each.default)

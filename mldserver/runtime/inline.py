@@ -83,7 +83,7 @@ class InlineRuntime:
         policy: FailurePolicy,
         clock: Clock,
         random: Callable[[], float],
-        deadline_seconds: float | None = 60.0,
+        deadline_seconds: float | None = None,
         concurrency: int | None = None,
         interrupts: bool = True,
         mark: Callable[[int], None] = lambda _: None,

@@ -64,7 +64,7 @@ class WorkerRuntime:
         policy: FailurePolicy,
         limits: Limits,
         clock: Clock | None = None,
-        deadline_seconds: float | None = 60.0,
+        deadline_seconds: float | None = None,
         concurrency: int | None = None,
         log_level: int = 20,
     ) -> None:
