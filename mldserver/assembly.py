@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mldserver.base.aio import aside
 from mldserver.base.aws import aws_client
-from mldserver.config import RemoteOut, SqlitePlace, UnixAddress, home, ledger_file
+from mldserver.config import RemoteOut, SqlitePlace, UnixAddress, home, ledger_file, sink_of
 from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
 from mldserver.coordinator.core.peers import DRAIN
 from mldserver.coordinator.core.shape import Column, Shape
@@ -31,7 +31,6 @@ from mldserver.runtime.failure_policy import FailurePolicy, OnKeyFailure
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.sources.mld import MLDListener
 from mldserver.sources.shards import ShardPolling, StreamShards
-from mldserver.spark.sinks.sink import SinkSpec
 from mldserver.state.sqlite import SqliteLedger
 from mldserver.windows import Tumbling
 from mldserver.workers.lifecycle import Limits
@@ -320,15 +319,8 @@ def _spark(settings: Settings, spec: HandlerSpec, clock: Clock, tag: str) -> Eng
         # A shared job's files are renamed from one directory into others, which object stores cannot.
         group_limit=1 if isinstance(settings.out, RemoteOut) else settings.window_group,
         clock=clock,
-        sink=_sink(settings),
+        sink=sink_of(settings),
     )
-
-
-def _sink(settings: Settings) -> SinkSpec | None:
-    sink = settings.sink
-    if sink is None:
-        return None
-    return SinkSpec(sink.format, sink.target, settings.sink_table or "", dict(settings.sink_options))
 
 
 def _table(settings: Settings) -> str | None:

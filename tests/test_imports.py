@@ -42,8 +42,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("errors", "records", "windows", "state.ledger", "state.batches", "state.shapes"),
         *("runtime.interface", "output.layout", *_SETTINGS),
     ),
-    # Its sections are what parts go by; what reads them from outside is for those above.
-    "config": ("errors", "windows", "base"),
+    # Its sections are what parts go by; what reads them from outside is for those above. A sink's file says how its
+    # setting is read, and imports pyspark only in the driver.
+    "config": ("errors", "windows", "base", "spark.sinks"),
     "deadletters": (
         *("errors", "records", "base", "protocol", "runtime", "state", "output", "config"),
         *("sources", "coordinator.redrive_intake"),
@@ -53,6 +54,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "workers": ("", "errors", "records", "windows", "base", "protocol", "handler", "runtime", "observe"),
     # The driver's process imports the user's handler by the same rules as the runtime does.
     "spark": ("errors", "windows", "base", "handler.loader", "jobs.engine", "observe.stdout_capture"),
+    "spark.sinks": ("errors", "base", "jobs.engine"),
     "kcl": ("", "errors", "base", "config", "spark.java"),
     "__main__": ("cli",),
     **dict.fromkeys(ABOVE_ALL, ("*",)),

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from mldserver.config import Settings, TableSink, resolve
+from mldserver.config import Settings, resolve
 from mldserver.errors import ConfigError
+from mldserver.spark.sinks.sink import SinkSpec
 
 URL = "jdbc:postgresql://db/flights"
 
@@ -24,13 +25,13 @@ def test_files_are_what_readers_read_unless_a_table_is_named() -> None:
 @pytest.mark.parametrize(
     ("told", "sink"),
     [
-        ("delta:/lake/events", TableSink("delta", "/lake/events")),
-        ("delta:events", TableSink("delta", str(Path("events").absolute()))),
-        ("delta:s3a://bucket/events", TableSink("delta", "s3a://bucket/events")),
-        ("iceberg:lake.air.`my flights`", TableSink("iceberg", "lake.air.`my flights`")),
+        ("delta:/lake/events", SinkSpec("delta", "/lake/events")),
+        ("delta:events", SinkSpec("delta", str(Path("events").absolute()))),
+        ("delta:s3a://bucket/events", SinkSpec("delta", "s3a://bucket/events")),
+        ("iceberg:lake.air.`my flights`", SinkSpec("iceberg", "lake.air.`my flights`")),
     ],
 )
-def test_a_table_is_named_by_its_format_and_place(told: str, sink: TableSink) -> None:
+def test_a_table_is_named_by_its_format_and_place(told: str, sink: SinkSpec) -> None:
     given = settings(sink=told, sink_options=["mergeSchema=true"])
     assert (given.sink, given.sink_options) == (sink, {"mergeSchema": "true"})
     assert settings(sink=str(sink)).sink == sink
@@ -42,7 +43,7 @@ def test_a_table_is_named_by_its_format_and_place(told: str, sink: TableSink) ->
 )
 def test_a_database_is_named_by_its_url_and_the_table_in_it(table: str) -> None:
     given = settings(sink=URL, sink_table=f" {table} ")
-    assert (given.sink, given.sink_table) == (TableSink("jdbc", URL), table)
+    assert (given.sink, given.sink_table) == (SinkSpec("jdbc", URL.removeprefix("jdbc:")), table)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_a_database_is_named_by_its_url_and_the_table_in_it(table: str) -> None:
 def test_a_password_is_not_told(url: str, shown: str) -> None:
     given = settings(sink=url, sink_table="t", sink_options=["user=me", "password=geheim"])
     assert given.sink is not None
-    assert given.sink.target == url
+    assert f"jdbc:{given.sink.target}" == url
     assert (str(given.sink), repr(given.sink)) == (shown, shown)
     assert "geheim" not in str(given.given())
     assert given.given()["sink_options"].startswith("user=me; password=… (")
@@ -70,8 +71,8 @@ def test_a_password_is_not_told(url: str, shown: str) -> None:
 @pytest.mark.parametrize(
     ("sink", "told"),
     [
-        ("avro:/x", "it names no format of these"),
-        ("parquet:/x", "it names no format of these"),
+        ("avro:/x", "it names no sink of ours or of an installed package"),
+        ("parquet:/x", "it names no sink of ours or of an installed package"),
         ("delta:", "after delta: comes a path or a URI"),
         ("delta:/", "after delta: comes a path or a URI"),
         ("iceberg:db.table", "after iceberg: comes CATALOG.DATABASE.TABLE"),
@@ -88,10 +89,13 @@ def test_what_names_no_table_is_refused(sink: object, told: str) -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"sink": URL}, "names a database, and no table in it. Set sink_table"),
-        ({"sink": "delta:/x", "sink_table": "t"}, "sink_table = t .* is for a JDBC sink only"),
-        ({"sink_table": "t"}, "sink_table = t .* is for a JDBC sink only"),
-        ({"sink_options": ["a=b"]}, "sink_options .* are for a sink that is a table"),
+        ({"sink": URL}, "names a database, and no table in it: set sink_table"),
+        (
+            {"sink": "delta:/x", "sink_table": "t"},
+            "it names the table already, and sink_table = t another one",
+        ),
+        ({"sink_table": "t"}, "sink_table .* means nothing without a sink"),
+        ({"sink_options": ["a=b"]}, "sink_options .* means nothing without a sink"),
         ({"sink": URL, "sink_table": "t; DROP"}, "it is no table's name"),
     ],
 )

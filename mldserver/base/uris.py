@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote, urlsplit
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
 
-__all__ = ["SCHEMES", "opened", "reach", "redacted", "spark_uri"]
+__all__ = ["SCHEMES", "local_path", "opened", "reach", "redacted", "spark_uri"]
 
 SCHEMES: Final = frozenset({"s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss"})
 """What ``pyarrow.fs.FileSystem.from_uri`` understands, beside ``file``."""
@@ -24,6 +25,14 @@ _CONTAINERS: Final = frozenset({"abfs", "abfss"})
 
 _SECRET: Final = re.compile(r"secret|password|token|key|credential", re.IGNORECASE)
 _HIDDEN: Final = "…"
+
+
+def local_path(given: str) -> Path:
+    """Return a path whose ``~`` is a home directory. Raises ValueError where there is none."""
+    try:
+        return Path(given).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"there is no home directory for {given.partition('/')[0]}") from error
 
 
 def redacted(uri: str) -> str:

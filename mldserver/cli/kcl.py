@@ -17,9 +17,9 @@ from cyclopts import App, Parameter
 
 from mldserver.base.aws import require_aws
 from mldserver.base.clock import SystemClock
+from mldserver.base.redaction import java_option
 from mldserver.cli.stdio import working_directory
 from mldserver.config import TcpAddress, resolve
-from mldserver.config.redaction import java_option
 from mldserver.errors import ConfigError
 from mldserver.kcl.bridge import bridge_command
 from mldserver.kcl.launch import prepare, private_files

@@ -7,8 +7,8 @@ where each value came from.
 
 from mldserver.config import locations
 from mldserver.config.kinds import Address, TcpAddress, UnixAddress
-from mldserver.config.locations import DynamoPlace, LedgerPlace, OutPlace, RemoteOut, SqlitePlace, TableSink
-from mldserver.config.resolve import home, ledger_file, resolve
+from mldserver.config.locations import DynamoPlace, LedgerPlace, OutPlace, RemoteOut, SqlitePlace
+from mldserver.config.resolve import home, ledger_file, resolve, sink_of
 from mldserver.config.settings import Level, LogFormat, Settings, Spec, specs
 from mldserver.config.table import settings_page
 
@@ -23,7 +23,6 @@ __all__ = [
     "Settings",
     "Spec",
     "SqlitePlace",
-    "TableSink",
     "TcpAddress",
     "UnixAddress",
     "home",
@@ -31,5 +30,6 @@ __all__ = [
     "locations",
     "resolve",
     "settings_page",
+    "sink_of",
     "specs",
 ]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, get_args
 
 from mldserver import windows
+from mldserver.base.uris import local_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +33,6 @@ __all__ = [
     "duration_seconds",
     "flag",
     "folder",
-    "local_path",
     "name",
     "optional",
     "pairs",
@@ -171,14 +171,6 @@ def folder() -> Kind[Path]:
         return local_path(given)
 
     return Kind("a local path", parse, metavar="PATH")
-
-
-def local_path(given: str) -> Path:
-    """Return a path whose ``~`` is a home directory. Raises ValueError where there is none."""
-    try:
-        return Path(given).expanduser()
-    except RuntimeError as error:
-        raise ValueError(f"there is no home directory for {given.partition('/')[0]}") from error
 
 
 def address() -> Kind[Address]:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
-from mldserver.base.uris import SCHEMES, redacted
-from mldserver.config import redaction
-from mldserver.config.kinds import Kind, as_text, local_path
+from mldserver.base.uris import SCHEMES, local_path, redacted
+from mldserver.config.kinds import Kind, as_text
 from mldserver.errors import ConfigError
+from mldserver.spark.sinks.registry import SINKS, find
+from mldserver.spark.sinks.sink import SinkSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -25,7 +26,6 @@ __all__ = [
     "OutPlace",
     "RemoteOut",
     "SqlitePlace",
-    "TableSink",
     "cache_folder",
     "dead_letters",
     "ledger",
@@ -162,67 +162,29 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
 
 
 _PARQUET: Final = "parquet"
-_CATALOG_NAME = re.compile(r"(?:\w+|`[^`]+`)(?:\.(?:\w+|`[^`]+`)){2,}")
-_JDBC = re.compile(r"jdbc:[A-Za-z0-9]+:\S.*")
 _SQL_PART: Final = r"(?:[\w$#]+|\"[^\"]+\"|`[^`]+`|\[[^\]]+\])"
 _SQL_NAME = re.compile(rf"{_SQL_PART}(?:\.{_SQL_PART})*")
 
 
-@dataclass(frozen=True, slots=True)
-class TableSink:
-    """A table that windows are published into."""
+def sink() -> Kind[SinkSpec | None]:
+    """``parquet`` (None), or ``NAME:PLACE`` of a sink that is registered (``spark/sinks/registry.py``)."""
 
-    format: Literal["delta", "iceberg", "jdbc"]
-    target: str
-    """``delta``: an absolute path or a URI; ``iceberg``: catalog.database.table; ``jdbc``: the URL."""
-
-    def __str__(self) -> str:
-        """Return it as it was written, without secrets: for logs and messages."""
-        if self.format == "jdbc":
-            return redaction.url(self.target)
-        return f"{self.format}:{self.target}"
-
-    __repr__ = __str__
-
-
-def sink() -> Kind[TableSink | None]:
-    """``parquet`` (None), ``delta:PATH|URI``, ``iceberg:CATALOG.DATABASE.TABLE``, or ``jdbc:…``."""
-
-    def parse(raw: object) -> TableSink | None:
-        if raw is None or isinstance(raw, TableSink):
+    def parse(raw: object) -> SinkSpec | None:
+        if raw is None or isinstance(raw, SinkSpec):
             return raw
-        if not isinstance(raw, str):
-            raise ValueError("it is not text")  # noqa: TRY004  # kinds promise ValueError, whatever is wrong
-        given = raw.strip()
-        word, _, target = given.partition(":")
-        match word.lower():
-            case "parquet" if not target:
-                return None
-            case "delta":
-                return TableSink("delta", _delta_place(target))
-            case "iceberg":
-                if not _CATALOG_NAME.fullmatch(target):
-                    raise ValueError("after iceberg: comes CATALOG.DATABASE.TABLE")
-                return TableSink("iceberg", target)
-            case "jdbc":
-                if not _JDBC.fullmatch(given):
-                    raise ValueError("it is no JDBC URL")
-                return TableSink("jdbc", given)
-        raise ValueError("it names no format of these")
+        word, colon, target = as_text(raw).partition(":")
+        name = word.lower()
+        if name == _PARQUET and not colon:
+            return None
+        return SinkSpec(name, find(name).parse(target))
 
+    forms = ", ".join(form for _, form in SINKS.values())
     return Kind(
-        "parquet, delta:PATH or delta:URI, iceberg:CATALOG.DATABASE.TABLE, or a JDBC URL (jdbc:…)",
+        f"parquet, {forms}, or NAME:PLACE of an installed package's sink",
         parse,
         lambda value: _PARQUET if value is None else str(value),
         metavar="SINK",
     )
-
-
-def _delta_place(target: str) -> str:
-    if not target.strip("/"):
-        raise ValueError("after delta: comes a path or a URI")
-    # Spark has a working directory of its own.
-    return target if "://" in target else str(local_path(target).absolute())
 
 
 def table_name() -> Kind[str]:

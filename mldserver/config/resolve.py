@@ -6,20 +6,24 @@ import difflib
 import hashlib
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from mldserver.base import redaction
 from mldserver.base.kill_points import KILL_VARIABLE
-from mldserver.config import redaction
 from mldserver.config.failures import OnKeyFailure
 from mldserver.config.locations import LEDGER_FILE, SqlitePlace, cache_folder
 from mldserver.config.settings import ENV_PREFIX, MAY_HOLD_SECRETS, Settings, specs
 from mldserver.errors import ConfigError
+from mldserver.spark.sinks.registry import find
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-__all__ = ["CONFIG_FILE", "CONFIG_VARIABLE", "home", "ledger_file", "resolve"]
+    from mldserver.spark.sinks.sink import SinkSpec
+
+__all__ = ["CONFIG_FILE", "CONFIG_VARIABLE", "home", "ledger_file", "resolve", "sink_of"]
 
 CONFIG_FILE: Final = "mldserver.toml"
 CONFIG_VARIABLE: Final = f"{ENV_PREFIX}CONFIG"
@@ -187,24 +191,30 @@ def _check(settings: Settings) -> None:
     _check_dead_letters(settings)
 
 
+def sink_of(settings: Settings) -> SinkSpec | None:
+    """Return what the settings of a sink say together."""
+    if settings.sink is None:
+        return None
+    return replace(settings.sink, table=settings.sink_table or "", options=dict(settings.sink_options))
+
+
 def _check_sink(settings: Settings) -> None:
     """Raise ConfigError where the settings of a sink do not fit together."""
-    jdbc = settings.sink is not None and settings.sink.format == "jdbc"
-    if jdbc and settings.sink_table is None:
+    sink = sink_of(settings)
+    if sink is None:
+        for name in ("sink_table", "sink_options"):
+            if getattr(settings, name):
+                raise ConfigError(
+                    f"{name} ({settings.origin(name)}) means nothing without a sink.",
+                    advice=f"Set sink too, or leave {name} out.",
+                )
+        return
+    try:
+        find(sink.format).check_settings(sink)
+    except ValueError as error:
         raise ConfigError(
-            f"sink = {settings.sink} ({settings.origin('sink')}) names a database, and no table in it.",
-            advice="Set sink_table.",
-        )
-    if settings.sink_table is not None and not jdbc:
-        raise ConfigError(
-            f"sink_table = {settings.sink_table} ({settings.origin('sink_table')}) is for a JDBC sink only.",
-            advice="Set sink = jdbc:…, or leave sink_table out.",
-        )
-    if settings.sink is None and settings.sink_options:
-        raise ConfigError(
-            f"sink_options ({settings.origin('sink_options')}) are for a sink that is a table.",
-            advice="Set sink too, or leave sink_options out.",
-        )
+            f"sink = {sink} ({settings.origin('sink')}) does not go with the other settings: {error}."
+        ) from error
 
 
 def _check_dead_letters(settings: Settings) -> None:

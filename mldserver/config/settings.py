@@ -19,15 +19,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, TypeVar
 
-from mldserver.config import kinds, locations, redaction
+from mldserver.base import redaction
+from mldserver.config import kinds, locations
 from mldserver.config.failures import FailureRule, OnFailure, OnKeyFailure, failure_rules
 from mldserver.config.kinds import Address, Kind, TcpAddress
 from mldserver.config.kinds import duration_ms as ms
 from mldserver.config.kinds import duration_seconds as seconds
-from mldserver.config.locations import LedgerPlace, LetterPlace, OutPlace, SqlitePlace, TableSink
+from mldserver.config.locations import LedgerPlace, LetterPlace, OutPlace, SqlitePlace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from mldserver.spark.sinks.sink import SinkSpec
 
 __all__ = [
     "ENV_PREFIX",
@@ -106,10 +109,10 @@ class PipelineSettings:
     """Where positions and windows are kept: a file (in a local `out`, or at PATH), or a table for several hosts."""
     new_ledger: bool = rare(kinds.flag(), False)
     """Begin anew in a folder whose ledger was lost or exchanged; what this one does not name is set apart."""
-    sink: TableSink | None = setting(locations.sink(), None)
+    sink: SinkSpec | None = setting(locations.sink(), None)
     """What readers read: Parquet files in `out`, or a table that Spark writes into."""
     sink_table: str | None = setting(kinds.optional(locations.table_name()), None)
-    """The table of a JDBC sink."""
+    """The table of a JDBC sink, or of another that takes one."""
     sink_options: Mapping[str, str] = setting(kinds.pairs(), Made(dict, "none"))
     """Options of Spark's writer into the table; for JDBC also user, password, driver; may be repeated."""
     dead_letters: LetterPlace | None = setting(locations.dead_letters(), None)

@@ -46,7 +46,7 @@ from mldserver.spark.driver_messages import (
 from mldserver.spark.handler import Pipeline, pipeline_of
 from mldserver.spark.job_errors import describe
 from mldserver.spark.session import Session, is_local, open_session
-from mldserver.spark.sinks import dispatch
+from mldserver.spark.sinks.registry import find
 from mldserver.spark.sinks.sink import check_result
 from mldserver.windows import Window
 
@@ -130,7 +130,7 @@ class Driver:
         self.send(Started(session.spark.version, session.ui))
         self._warm_up(session, start)
         if start.sink is not None:
-            dispatch.check(session.spark, start.sink)
+            find(start.sink.format).check(session.spark, start.sink)
         return Jobs(
             session,
             start.schema,

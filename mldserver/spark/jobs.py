@@ -25,7 +25,7 @@ from mldserver.spark.driver_messages import (
 )
 from mldserver.spark.group_job import run_group
 from mldserver.spark.job_errors import describe, lost_connection
-from mldserver.spark.sinks import dispatch
+from mldserver.spark.sinks.registry import find
 from mldserver.spark.window_job import run_window
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class Jobs:
             return Done(run.id, output.files, output.rows)
         if self._sink is None:
             raise ValueError("no table was named to publish into")
-        dispatch.publish(spark, self._sink, run.job)
+        find(self._sink.format).publish(spark, self._sink, run.job)
         return Done(run.id, (), run.job.rows)
 
     def watch(self) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from mldserver.config import TableSink
+from mldserver.spark.sinks.sink import SinkSpec
 from mldserver.testing import FakeStream
 from mldserver.testing.sqlite_table import read_table
 
@@ -75,7 +75,7 @@ class Kind:
 
 KINDS: Final = {
     "recompute": Kind(_BY_COLUMN, column=True),
-    "table": Kind(_BY_COLUMN, {"sink": TableSink("delta", "in the engine's own file")}, column=True),
+    "table": Kind(_BY_COLUMN, {"sink": SinkSpec("delta", "in the engine's own file")}, column=True),
     "separate": Kind(_BY_COLUMN, {"late": "separate"}, column=True, late=True),
     "forgetful": Kind(_BY_COLUMN, {"retention_bytes": 1}, column=True, late=True),
     "arrival": Kind('tumbling("10 seconds")'),

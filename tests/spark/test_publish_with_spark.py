@@ -36,7 +36,7 @@ def segment(root: Path) -> str:
 
 
 async def test_the_driver_publishes_what_it_computed_and_says_why_it_cannot(tmp_path: Path) -> None:
-    it = engine(tmp_path, SinkSpec("jdbc", f"jdbc:derby:{tmp_path}/db;create=true", "events"))
+    it = engine(tmp_path, SinkSpec("jdbc", f"derby:{tmp_path}/db;create=true", "events"))
     window = Window("w1", None, None, 1, "flights")
     staging = str(tmp_path / "staging")
     async with asyncio.TaskGroup() as tasks:

@@ -16,7 +16,7 @@ from mldserver.errors import OperatorError
 from mldserver.jobs.engine import PublishJob
 from mldserver.spark.sinks import jdbc
 from mldserver.spark.sinks.database import connected
-from mldserver.spark.sinks.dispatch import check, publish
+from mldserver.spark.sinks.registry import find
 from mldserver.spark.sinks.sink import SinkSpec, staged
 from mldserver.windows import Window
 
@@ -33,6 +33,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 NOW = datetime(2027, 1, 1, tzinfo=UTC)
 
 
+def check(spark: SparkSession, sink: SinkSpec) -> None:
+    find(sink.format).check(spark, sink)
+
+
+def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:
+    find(sink.format).publish(spark, sink, job)
+
+
 @pytest.fixture
 def spark(session: Session) -> Iterator[SparkSession]:
     session.spark.conf.set("spark.sql.catalog.lake", "org.apache.iceberg.spark.SparkCatalog")
@@ -46,7 +54,7 @@ class Place:
     def __init__(self, spark: SparkSession, root: Path) -> None:
         self.spark = spark
         self.root = root
-        self.sink = SinkSpec("jdbc", f"jdbc:derby:{root}/db;create=true", "events")
+        self.sink = SinkSpec("jdbc", f"derby:{root}/db;create=true", "events")
 
     def output(
         self, names: list[str] | None, *, revision: int = 1, window: str = "w1", column: str = "name"
@@ -63,7 +71,7 @@ class Place:
         return PublishJob(about, str(staging), files, len(rows))
 
     def query(self, text: str) -> list[tuple[Any, ...]]:
-        reader = self.spark.read.format("jdbc").options(url=self.sink.target, query=text)
+        reader = self.spark.read.format("jdbc").options(url=f"jdbc:{self.sink.target}", query=text)
         return sorted(tuple(row) for row in reader.load().collect())
 
     def rows(self) -> list[tuple[Any, ...]]:
@@ -213,10 +221,10 @@ def test_jdbc_takes_a_schema_quotes_and_a_driver_by_name(place: Place) -> None:
             "class of its catalog lake.*spark.jars.packages=org.apache.iceberg",
         ),
         (SinkSpec("iceberg", "pond.db.t"), "no catalog pond.*spark.sql.catalog.pond="),
-        (SinkSpec("jdbc", "jdbc:nothing:x", "t"), "no driver for the URL.*sink_options driver=CLASS"),
-        (SinkSpec("jdbc", "jdbc:derby:x", "t", {"driver": "no.Driver"}), "no class no.Driver.*spark.jars"),
+        (SinkSpec("jdbc", "nothing:x", "t"), "no driver for the URL.*sink_options driver=CLASS"),
+        (SinkSpec("jdbc", "derby:x", "t", {"driver": "no.Driver"}), "no class no.Driver.*spark.jars"),
         (
-            SinkSpec("jdbc", "jdbc:other:x", "t", {"driver": "org.apache.derby.jdbc.EmbeddedDriver"}),
+            SinkSpec("jdbc", "other:x", "t", {"driver": "org.apache.derby.jdbc.EmbeddedDriver"}),
             "no driver for the URL",
         ),
     ],

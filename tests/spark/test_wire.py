@@ -20,7 +20,7 @@ MESSAGES = [
     driver_messages.Start(
         "handlers.x", "a INT", "local[*]", "/scratch", {"spark.x": "ü"}, ("/here", "/there"), ui=True
     ),
-    driver_messages.Start("x", "", "local", "/s", sink=SinkSpec("jdbc", "jdbc:derby:x", "t", {"user": "me"})),
+    driver_messages.Start("x", "", "local", "/s", sink=SinkSpec("jdbc", "derby:x", "t", {"user": "me"})),
     driver_messages.Run(1, WindowJob(HOUR, 3, ("/a.parquet", "/b.parquet"), "/staging/3", 10, 2048)),
     driver_messages.Run(
         1, WindowJob(HOUR, 3, ("/a.parquet", "/b.parquet"), "/s", 1, 9, older={"`a` INT": ("/a.parquet",)})

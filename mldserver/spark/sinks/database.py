@@ -124,9 +124,10 @@ def connected(spark: SparkSession, sink: SinkSpec) -> Iterator[Database]:
     """Open a connection in the driver's JVM. Raises OperatorError without a driver for the URL, and Py4JJavaError."""
     # The only way to java.sql; what is called there has been the same since Java 1.4.
     jvm = spark.sparkContext._jvm  # noqa: SLF001  # see above
-    connection = _connect(jvm, sink.target, sink.options)
+    url = f"jdbc:{sink.target}"
+    connection = _connect(jvm, url, sink.options)
     try:
-        yield Database(connection, jvm.org.apache.spark.sql.jdbc.JdbcDialects.get(sink.target))  # type: ignore[union-attr]  # there in classic mode
+        yield Database(connection, jvm.org.apache.spark.sql.jdbc.JdbcDialects.get(url))  # type: ignore[union-attr]  # there in classic mode
     finally:
         connection.close()
 

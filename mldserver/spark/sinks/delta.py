@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from mldserver.base.uris import local_path
 from mldserver.errors import OperatorError
-from mldserver.spark.sinks.sink import WINDOW, check_made_here, condition, staged
+from mldserver.spark.sinks.sink import WINDOW, check_made_here, condition, refuse_table, staged
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from mldserver.jobs.engine import PublishJob
     from mldserver.spark.sinks.sink import SinkSpec
 
-__all__ = ["check", "publish"]
+__all__ = ["check", "check_settings", "parse", "publish"]
 
 _ABSENT: Final = "DATA_SOURCE_NOT_FOUND"
 _UNCONFIGURED: Final = "DELTA_CONFIGURE_SPARK_SESSION_WITH_EXTENSION_AND_CATALOG"
@@ -40,6 +41,17 @@ _ADVICE: Final = (
     "spark.sql.extensions=io.delta.sql.DeltaSparkSessionExtension and "
     "spark.sql.catalog.spark_catalog=org.apache.spark.sql.delta.catalog.DeltaCatalog."
 )
+
+
+def parse(target: str) -> str:
+    """Return an absolute path, or the URI. Raises ValueError."""
+    if not target.strip("/"):
+        raise ValueError("after delta: comes a path or a URI")
+    # Spark has a working directory of its own.
+    return target if "://" in target else str(local_path(target).absolute())
+
+
+check_settings = refuse_table
 
 
 def check(spark: SparkSession, sink: SinkSpec) -> None:

@@ -8,11 +8,12 @@ that is published again after its snapshot is gone replaces the same rows by the
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from mldserver.errors import OperatorError
-from mldserver.spark.sinks.sink import WINDOW, check_made_here, condition, staged
+from mldserver.spark.sinks.sink import WINDOW, check_made_here, condition, refuse_table, staged
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
     from mldserver.jobs.engine import PublishJob
     from mldserver.spark.sinks.sink import SinkSpec
 
-__all__ = ["check", "publish"]
+__all__ = ["check", "check_settings", "parse", "publish"]
 
+_TABLE = re.compile(r"(?:\w+|`[^`]+`)(?:\.(?:\w+|`[^`]+`)){2,}")
 _PROPERTY: Final = "mldserver"
 _NO_TABLE: Final = frozenset({"TABLE_OR_VIEW_NOT_FOUND", "SCHEMA_NOT_FOUND"})
 _NO_CLASS: Final = "CANNOT_LOAD_CATALOG.PLUGIN_CLASS_NOT_FOUND"
@@ -42,6 +44,16 @@ class _Seen:
     """The id of the last snapshot; None: there is none."""
     revision: int
     """The highest revision of the window that was written; 0: none."""
+
+
+def parse(target: str) -> str:
+    """Return the table's name. Raises ValueError."""
+    if not _TABLE.fullmatch(target):
+        raise ValueError("after iceberg: comes CATALOG.DATABASE.TABLE")
+    return target
+
+
+check_settings = refuse_table
 
 
 def check(spark: SparkSession, sink: SinkSpec) -> None:

@@ -16,6 +16,7 @@ Classic Spark only: Spark Connect gives no access to ``java.sql``.
 
 from __future__ import annotations
 
+import re
 import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -31,8 +32,9 @@ if TYPE_CHECKING:
     from mldserver.spark.sinks.database import Database
     from mldserver.spark.sinks.sink import SinkSpec
 
-__all__ = ["Try", "check", "claim", "clear", "fill", "move", "publish"]
+__all__ = ["Try", "check", "check_settings", "claim", "clear", "fill", "move", "parse", "publish"]
 
+_URL = re.compile(r"[A-Za-z0-9]+:\S.*")
 _NONE: Final = "none"
 """Stage of a window that has none. (Not an empty text: Oracle takes that for NULL.)"""
 
@@ -57,6 +59,19 @@ class Try:
     def key(self) -> tuple[str, str]:
         """What a line of it is found by."""
         return self.job.window.pipeline, self.job.window.id
+
+
+def parse(target: str) -> str:
+    """Return the URL without its ``jdbc:``. Raises ValueError."""
+    if not _URL.fullmatch(target):
+        raise ValueError("it is no JDBC URL")
+    return target
+
+
+def check_settings(sink: SinkSpec) -> None:
+    """Raise ValueError where no table is named."""
+    if not sink.table:
+        raise ValueError("it names a database, and no table in it: set sink_table")
 
 
 def check(spark: SparkSession, sink: SinkSpec) -> None:
@@ -127,7 +142,7 @@ def fill(rows: DataFrame, sink: SinkSpec, attempt: Try, *, create: bool) -> None
     """Let Spark write the stage; and the table, without rows, when it is to ``create`` it."""
     told = {name.lower(): value for name, value in sink.options.items()}
     types = ", ".join(filter(None, [told.get("createtablecolumntypes"), _COLUMN_TYPES]))
-    options = sink.options | {"url": sink.target, "createTableColumnTypes": types}
+    options = sink.options | {"url": f"jdbc:{sink.target}", "createTableColumnTypes": types}
     if create:
         # Appended, since another server may have made it meanwhile.
         table = rows.limit(0).write.format("jdbc").options(**options).option("dbtable", attempt.table)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
+from mldserver.base import redaction
 from mldserver.errors import OperatorError
 
 if TYPE_CHECKING:
@@ -19,15 +20,13 @@ __all__ = [
     "REVISION",
     "WINDOW",
     "SinkSpec",
-    "TableFormat",
     "check_made_here",
     "check_result",
     "condition",
     "escaped",
+    "refuse_table",
     "staged",
 ]
-
-TableFormat = Literal["delta", "iceberg", "jdbc"]
 
 WINDOW: Final = "_window"
 """Column of the window's id, text."""
@@ -39,17 +38,30 @@ _CONDITION = re.compile(r"\[([A-Z][A-Z0-9_]+(?:\.[A-Z0-9_]+)*)\]")
 _GLOB = re.compile(r"([\[\]{}*?\\])")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class SinkSpec:
-    """A table that windows are published into: plain values only, since it crosses a process border."""
+    """A place that windows are published into: plain values only, since it crosses a process border."""
 
-    format: TableFormat
-    target: str = field(repr=False)
-    """``delta``: path or URI; ``iceberg``: catalog.database.table; ``jdbc``: URL (it may hold a password)."""
+    format: str
+    """The sink's name (``registry.py``)."""
+    target: str
+    """As the sink's ``parse`` returned it; it may hold a password."""
     table: str = ""
-    """``jdbc`` only: the table's name as SQL takes it."""
-    options: dict[str, str] = field(default_factory=dict, repr=False)
-    """The user's options of Spark's writer, and of the JDBC driver; may hold secrets."""
+    """Setting ``sink_table``: a name as SQL takes it."""
+    options: dict[str, str] = field(default_factory=dict)
+    """Setting ``sink_options``, which Spark's writer takes; may hold secrets."""
+
+    def __str__(self) -> str:
+        """Return it as the setting ``sink`` was written, without secrets: for logs and messages."""
+        return redaction.url(f"{self.format}:{self.target}")
+
+    __repr__ = __str__
+
+
+def refuse_table(sink: SinkSpec) -> None:
+    """Raise ValueError where ``sink_table`` is given beside a place that names the table already."""
+    if sink.table:
+        raise ValueError(f"it names the table already, and sink_table = {sink.table} another one")
 
 
 def escaped(path: str) -> str:

@@ -1,0 +1,114 @@
+"""A package that is no part of ours registers a sink: the settings read it, the driver publishes into it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mldserver.config import resolve, sink_of
+from mldserver.errors import ConfigError, OperatorError
+from mldserver.jobs.engine import PublishJob
+from mldserver.spark.client import SparkEngine
+from mldserver.spark.sinks.sink import SinkSpec
+from mldserver.windows import Window
+
+TOY = """
+import json, pathlib
+from mldserver.errors import OperatorError
+from mldserver.spark.sinks.sink import staged
+
+def parse(target):
+    if not target.startswith("/"):
+        raise ValueError("after toy: comes an absolute path")
+    return target
+
+def check_settings(sink):
+    if sink.options.keys() - {"indent"}:
+        raise ValueError("of sink_options it takes indent only")
+
+def check(spark, sink):
+    if not pathlib.Path(sink.target).is_dir():
+        raise OperatorError("There is no folder for toys.")
+
+def publish(spark, sink, job):
+    names = sorted(row["name"] for row in staged(spark, job).collect())
+    file = pathlib.Path(sink.target, f"{job.window.id}.json")
+    file.write_text(json.dumps(names, indent=int(sink.options["indent"])))
+"""
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on sys.path with an installed package ``toy_sink``, as pip leaves one."""
+    folder = tmp_path / "packages"
+    metadata = folder / "toy_sink-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (folder / "toy_sink.py").write_text(TOY)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-sink\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[mldserver.sinks]\ntoy = toy_sink\nhalf = json\ngone = no_such_module_of_toys\n"
+    )
+    monkeypatch.syspath_prepend(folder)
+    return folder
+
+
+def sink(value: str, **given: Any) -> SinkSpec | None:
+    return sink_of(resolve({"handler": "h", "sink": value, **given}, environ={}, folder=Path("/")))
+
+
+def test_a_package_registers_a_sink_and_its_settings_are_read(packages: Path) -> None:
+    toys = packages.parent
+    assert sink(f"Toy:{toys}", sink_options=["indent=1"]) == SinkSpec("toy", str(toys), "", {"indent": "1"})
+
+
+@pytest.mark.usefixtures("packages")
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("toy:here", "is not possible: after toy: comes an absolute path"),
+        ("toy:/here", "does not go with the other settings: of sink_options it takes indent only"),
+        ("half:/x", "json, which an installed package registers as half, lacks parse, check_settings, check"),
+        (
+            "gone:/x",
+            "as gone, cannot be imported: ModuleNotFoundError: No module named 'no_such_module_of_toys'",
+        ),
+        ("none:/x", "it names no sink of ours or of an installed package"),
+    ],
+)
+def test_what_is_wrong_with_a_package_s_sink_is_said_at_the_start(value: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        sink(value, sink_options=["color=red"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_the_driver_publishes_into_a_package_s_sink(packages: Path, tmp_path: Path) -> None:
+    staging = tmp_path / "staging"
+    staging.mkdir()
+    pq.write_table(pa.table({"name": ["b", "a"]}), staging / "part-0.parquet")
+    folders = {"work_dir": tmp_path / "work", "cache_dir": tmp_path / "cache"}
+    spec = sink(f"toy:{tmp_path}/toys", sink_options=["indent=1"])
+    engine = SparkEngine(
+        "",
+        "name STRING",
+        archive_after=None,
+        quick=True,
+        sink=spec,
+        python_path=(str(packages),),
+        **folders,  # type: ignore[arg-type]  # both are paths
+    )
+    with pytest.raises(OperatorError, match="There is no folder for toys"):
+        await engine.run()
+    (tmp_path / "toys").mkdir()
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(engine.run())
+        job = PublishJob(Window("w1", None, None, 1, "flights"), str(staging), ("part-0.parquet",), 2)
+        await engine.publish(job)
+        running.cancel()
+    assert json.loads((tmp_path / "toys" / "w1.json").read_text()) == ["a", "b"]
