@@ -123,7 +123,7 @@ def test_a_shard_knows_where_the_daemon_starts() -> None:
 
 def test_a_record_cannot_be_changed() -> None:
     line = b'{"action":"processRecords","records":[{"sequenceNumber":"5","data":"","approximateArrivalTimestamp":1}]}'
-    (decoded,) = BatchDecoder("s", Version.V2).decode(line).records
+    (decoded,) = BatchDecoder("s").decode(line, Version.V2).records
     for made in (record(), decoded):
         for name in (
             "sequence_text",

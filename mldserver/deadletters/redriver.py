@@ -8,21 +8,18 @@ together with their end (``Redriving``): who takes them twice, after a crash or 
 
 from __future__ import annotations
 
-import base64
 import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import msgspec
-import orjson
 import structlog
 
 from mldserver.base.kill_points import kill_point
 from mldserver.deadletters.redrive_queue import wanted_portions
 from mldserver.errors import HandlerError, LedgerError, MldserverError, PeerError
-from mldserver.protocol.messages import Version
-from mldserver.records import Shard
-from mldserver.runtime.interface import Delivery
+from mldserver.records import Record, Shard
+from mldserver.runtime.interface import Delivery, Records
 from mldserver.sources.shard_claims import Superseded
 
 if TYPE_CHECKING:
@@ -37,7 +34,7 @@ if TYPE_CHECKING:
     from mldserver.state.ledger import Ledger
     from mldserver.state.letters import StoredLetter
 
-__all__ = ["Redriver", "as_line"]
+__all__ = ["Redriver"]
 
 log = structlog.get_logger("mldserver")
 
@@ -45,19 +42,15 @@ _SECONDS: Final = 0.5
 """Between two looks at what the ledger was last seen to hold; that costs nothing."""
 
 
-def as_line(letters: Iterable[DeadLetter]) -> bytes:
-    """Return letters of one shard as the daemon would send their records (``processRecords``, V2)."""
-    records = [
-        {
-            "data": base64.b64encode(letter.data).decode(),
-            "partitionKey": letter.partition_key,
-            "sequenceNumber": str(letter.sequence.number),
-            "subSequenceNumber": letter.sequence.sub,
-            "approximateArrivalTimestamp": letter.arrival_ms,
-        }
-        for letter in letters
-    ]
-    return orjson.dumps({"action": "processRecords", "records": records})
+def _record(letter: DeadLetter) -> Record:
+    return Record(
+        shard_id=letter.shard_id,
+        sequence_number=str(letter.sequence.number),
+        sub_sequence_number=letter.sequence.sub,
+        data=letter.data,
+        partition_key=letter.partition_key,
+        arrival_ms=letter.arrival_ms,
+    )
 
 
 class Redriver:
@@ -141,8 +134,7 @@ class Redriver:
         kill_point("redrive.taken")
         delivery = Delivery(
             shard_id,
-            as_line(each.letter for each in letters),
-            Version.V2,
+            Records([_record(each.letter) for each in letters]),
             # Stands in for arrival times that were never told: when the record failed is near it.
             received_ms=min(each.letter.at_ms for each in letters),
             after=None,

@@ -34,19 +34,17 @@ _Order = tuple[int, str, int]
 class BatchDecoder:
     """Decodes one shard's lines: fast where they are as KCL writes them, with care where they are not."""
 
-    __slots__ = ("_fast", "_shard_id", "_version")
+    __slots__ = ("_fast", "_shard_id")
 
-    def __init__(self, shard_id: str, version: Version) -> None:
-        """Decode lines of ``version`` from here on."""
+    def __init__(self, shard_id: str) -> None:
         self._shard_id = shard_id
-        self._version = version
-        # V1 has no arrival times, and aggregates that are still whole.
-        self._fast = FastDecoder(shard_id) if version is Version.V2 else None
+        self._fast = FastDecoder(shard_id)
 
-    def decode(self, line: bytes | bytearray | memoryview) -> DecodedBatch:
+    def decode(self, line: bytes | bytearray | memoryview, version: Version) -> DecodedBatch:
         """Decode a line. Raises as ``decode_records``."""
-        fast = None if self._fast is None else self._fast.decode(line)
-        return fast or decode_records(line, version=self._version, shard_id=self._shard_id)
+        # V1 has no arrival times, and aggregates that are still whole.
+        fast = self._fast.decode(line) if version is Version.V2 else None
+        return fast or decode_records(line, version=version, shard_id=self._shard_id)
 
 
 def decode_records(line: bytes | bytearray | memoryview, *, version: Version, shard_id: str) -> DecodedBatch:

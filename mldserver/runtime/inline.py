@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from mldserver.base.clock import Clock
     from mldserver.handler.failure import Failure
-    from mldserver.protocol.messages import Version
     from mldserver.records import Sequence, Shard
     from mldserver.runtime.interface import BatchOutcome, Delivery
 
@@ -54,18 +53,11 @@ class _OpenShard:
     shard: Shard
     tools: Tools
     hooks: dict[str, BoundHook]
+    decoder: BatchDecoder
     processor: Processor | None = None
     """Of amazon_kclpy, if it is one."""
-    decoders: dict[Version, BatchDecoder] = field(default_factory=dict)
     parked: dict[str, Sequence] = field(default_factory=dict)
     """The keys whose records wait behind a dead letter, with its sequence."""
-
-    def decoder(self, version: Version) -> BatchDecoder:
-        """Return what decodes the shard's lines."""
-        decoder = self.decoders.get(version)
-        if decoder is None:
-            decoder = self.decoders[version] = BatchDecoder(self.shard.id, version)
-        return decoder
 
     def close(self) -> None:
         """Make sure that a hook which still runs cannot checkpoint any more."""
@@ -162,13 +154,13 @@ class InlineRuntime:
             await self._wait(shard, hook, failure, failures, grave=failures >= self._policy.attempts)
 
     async def process(self, delivery: Delivery) -> BatchOutcome:
-        """Decode a line and run the handler over its records (see ``Runtime.process``)."""
+        """Decode a batch and run the handler over its records (see ``Runtime.process``)."""
         opened = self._opened(delivery.shard_id)
         hook = opened.hooks[opened.tools.spec.record_hook]
         tools, parked = opened.tools, opened.parked
         if delivery.redriven:
             tools, parked = replace(tools, policy=tools.policy.redriving()), {}
-        work = BatchWork(tools, hook, delivery, opened.decoder(delivery.version), parked)
+        work = BatchWork(tools, hook, delivery, opened.decoder, parked)
         outcome = await work.run()
         if self._policy.parks:
             opened.parked.update(work.newly_parked())
@@ -304,7 +296,7 @@ class InlineRuntime:
             if returned.failure is not None:
                 return initialize.name, returned.failure
         processor = instance if isinstance(instance, Processor) else None
-        self._shards[shard.id] = _OpenShard(shard, tools, hooks, processor)
+        self._shards[shard.id] = _OpenShard(shard, tools, hooks, BatchDecoder(shard.id), processor)
         return None
 
     async def _kept(self, outcome: BatchOutcome, opened: _OpenShard, processor: Processor) -> BatchOutcome:

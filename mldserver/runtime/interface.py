@@ -1,26 +1,41 @@
 """What the server asks of a runtime: the place where handlers run.
 
-A runtime takes raw ``processRecords`` lines and gives rows back as Arrow tables. It may do so inside the server's
-process (``inline.py``) or in worker processes; nothing above this interface can tell the difference, so nothing but
-bytes, plain values and Arrow tables crosses it. What each batch makes anew is a msgspec struct: a frozen dataclass takes
-five times as long to make.
+A runtime takes batches as their source has them (``Payload``) and gives rows back as Arrow tables. It may do so inside the
+server's process (``inline.py``) or in worker processes; nothing above this interface can tell the difference, so what
+crosses it can be had as bytes. What each batch makes anew is a msgspec struct: a frozen dataclass takes five times as
+long to make.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
+
+from mldserver.protocol.messages import Version
+from mldserver.protocol.wire_records import DecodedBatch
+from mldserver.records import Record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import pyarrow as pa
 
-    from mldserver.protocol.messages import Line, Version
+    from mldserver.protocol.batches import BatchDecoder
+    from mldserver.protocol.messages import Line
     from mldserver.records import DeadLetter, Hook, Sequence, Shard
 
-__all__ = ["META_COLUMNS", "BatchOutcome", "BatchOutline", "Delivery", "Runtime"]
+__all__ = [
+    "META_COLUMNS",
+    "BatchOutcome",
+    "BatchOutline",
+    "Delivery",
+    "MLDLine",
+    "Payload",
+    "Records",
+    "Runtime",
+    "unpacked",
+]
 
 
 META_COLUMNS = ("_time", "_clock", "_shard", "_sequence", "_sub_sequence", "_arrival")
@@ -33,15 +48,96 @@ without rows; the time of receipt where the daemon gives none), which the coordi
 """
 
 
+class Payload(Protocol):
+    """The records of one batch, in the form that their source has them in."""
+
+    @property
+    def size(self) -> int:
+        """Bytes, by which the time to decode it and to build its rows is judged."""
+
+    def decode(self, decoder: BatchDecoder) -> DecodedBatch:
+        """Return the records, in shard order; ``decoder`` is the shard's. Raises PeerError for what holds none."""
+
+    def packed(self) -> tuple[int, Line]:
+        """Return its form and its bytes, which ``unpacked`` reads in another process."""
+
+
+class MLDLine(msgspec.Struct, frozen=True):
+    """A ``processRecords`` message as it came, without its line end."""
+
+    line: Line
+    version: Version
+
+    @property
+    def size(self) -> int:
+        """The line's length."""
+        return len(self.line)
+
+    def decode(self, decoder: BatchDecoder) -> DecodedBatch:
+        """Decode the line. Raises PeerError when it is no valid message."""
+        return decoder.decode(self.line, self.version)
+
+    def packed(self) -> tuple[int, Line]:
+        """Return the line itself."""
+        return int(self.version), self.line
+
+
+_RECORDS = 0
+"""The form of ``Records``; those of lines are their versions."""
+
+
+class Records(msgspec.Struct, frozen=True):
+    """Records that need no decoding, of one shard and in its order: whoever makes it sees to that."""
+
+    records: list[Record]
+    millis_behind_latest: int | None = None
+
+    @property
+    def size(self) -> int:
+        """The payloads' bytes."""
+        return sum([len(record.raw_data or b"") for record in self.records])
+
+    def decode(self, _decoder: BatchDecoder) -> DecodedBatch:
+        """Return them."""
+        return DecodedBatch(self.records, self.millis_behind_latest)
+
+    def packed(self) -> tuple[int, Line]:
+        """Return them in MessagePack, without their shard."""
+        plain = [
+            (each.sequence_text, each.sub_sequence_number, each.raw_data, each.partition_key, each.arrival_ms)
+            for each in self.records
+        ]
+        return _RECORDS, msgspec.msgpack.encode((self.millis_behind_latest, plain))
+
+
+def unpacked(form: int, data: Any, shard_id: str) -> Payload:
+    """Return the payload whose form and bytes (or a view of them) came from another process."""
+    if form != _RECORDS:
+        return MLDLine(data, Version(form))
+    lag, plain = msgspec.msgpack.decode(data)
+    return Records(
+        [
+            Record(
+                shard_id=shard_id,
+                sequence_number=number,
+                sub_sequence_number=sub,
+                data=raw,
+                partition_key=key,
+                arrival_ms=arrival_ms,
+            )
+            for number, sub, raw, key, arrival_ms in plain
+        ],
+        lag,
+    )
+
+
 class Delivery(msgspec.Struct, frozen=True):
-    """One ``processRecords`` line on its way to a handler."""
+    """One batch of a shard on its way to a handler."""
 
     shard_id: str
-    line: Line
-    """The message as it came, without its line end."""
-    version: Version
+    payload: Payload
     received_ms: int
-    """When the line was complete (server's clock); stands in for arrival times that V1 does not send."""
+    """When it was complete (server's clock); stands in for arrival times that its source does not tell."""
     after: Sequence | None
     """Records at or before this sequence were accepted earlier: they are dropped before the handler sees them."""
     part: range | None = None
@@ -115,9 +211,9 @@ class Runtime(Protocol):
         ...
 
     async def process(self, delivery: Delivery) -> BatchOutcome:
-        """Decode a line and run the handler over its records.
+        """Decode a batch and run the handler over its records.
 
-        Raises PeerError when the line is no valid message (the handler was not called), HandlerHalted when a record
+        Raises PeerError when its payload is no valid message (the handler was not called), HandlerHalted when a record
         failed for good under the policy ``halt``, HandlerLost when a handler that ``owes`` is gone with its process: its
         records must be delivered again, so the connection has to be closed. No other error of the handler leaves it.
         """

@@ -1,4 +1,4 @@
-"""From a line to fresh records, and from rows back to a batch's outcome. Synchronous, no user code runs here."""
+"""From a payload to fresh records, and from rows back to a batch's outcome. Synchronous, no user code runs here."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Taken(msgspec.Struct, frozen=True):
 
 
 def take(delivery: Delivery, decoder: BatchDecoder) -> Taken:
-    """Decode a line and drop what was accepted earlier. Raises PeerError for a line that is no batch."""
-    batch = decoder.decode(delivery.line)
+    """Decode a batch and drop what was accepted earlier. Raises PeerError for a payload that is none."""
+    batch = delivery.payload.decode(decoder)
     records = batch.records
     if not records:
         return Taken((), BatchOutline(0, 0, None, None, None, batch.millis_behind_latest), ())

@@ -7,7 +7,6 @@ output, and the parent (``trial.py``) makes sense of its absence.
 from __future__ import annotations
 
 import asyncio
-import base64
 import dataclasses
 import os
 import sys
@@ -22,11 +21,10 @@ from mldserver.errors import HandlerError
 from mldserver.handler.inspection import inspect_handler
 from mldserver.handler.loader import load, relative
 from mldserver.handler.spec import Finding, HandlerKind, HandlerSpec, windows_text
-from mldserver.protocol.messages import Version
-from mldserver.records import Shard
+from mldserver.records import Record, Shard
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
 from mldserver.runtime.inline import InlineRuntime
-from mldserver.runtime.interface import Delivery
+from mldserver.runtime.interface import Delivery, Records
 from mldserver.runtime.trial import Trial, by_class, first_rows
 
 if TYPE_CHECKING:
@@ -79,8 +77,8 @@ async def _try(spec: HandlerSpec, lines: Sequence[bytes]) -> Trial:
         await runtime.open(shard)
         for first in range(0, len(lines), _BATCH):
             now_ms = clock.now_ms()
-            line = _message(lines[first : first + _BATCH], first + 1, now_ms)
-            delivery = Delivery(shard.id, line, Version.V2, now_ms, after=None, redriven=True)
+            batch = _records(lines[first : first + _BATCH], shard.id, first + 1, now_ms)
+            delivery = Delivery(shard.id, batch, now_ms, after=None, redriven=True)
             outcomes.append(await runtime.process(delivery))
     finally:
         await runtime.close()
@@ -89,19 +87,20 @@ async def _try(spec: HandlerSpec, lines: Sequence[bytes]) -> Trial:
     return Trial(len(lines), sum(map(len, tables)), first_rows(tables), by_class(letters))
 
 
-def _message(lines: Sequence[bytes], number: int, now_ms: int) -> bytes:
-    """Return lines as the daemon would send them (``processRecords``, V2); ``number``: the first one's sequence."""
-    records = [
-        {
-            "data": base64.b64encode(line).decode(),
-            "partitionKey": f"key-{place}",
-            "sequenceNumber": str(place),
-            "subSequenceNumber": 0,
-            "approximateArrivalTimestamp": now_ms,
-        }
-        for place, line in enumerate(lines, number)
-    ]
-    return orjson.dumps({"action": "processRecords", "records": records})
+def _records(lines: Sequence[bytes], shard_id: str, number: int, now_ms: int) -> Records:
+    """Return a record of each line; ``number``: the first one's sequence."""
+    return Records(
+        [
+            Record(
+                shard_id=shard_id,
+                sequence_number=str(place),
+                data=line,
+                partition_key=f"key-{place}",
+                arrival_ms=now_ms,
+            )
+            for place, line in enumerate(lines, number)
+        ]
+    )
 
 
 def _plain(finding: Finding) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One batch through one handler, in one lane or several: from its line to its outcome."""
+"""One batch through one handler, in one lane or several: from its payload to its outcome."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ __all__ = ["BatchWork", "Tools", "lane_of"]
 log = structlog.get_logger("mldserver")
 
 _QUICKLY_DECODED: Final = 1024 * 1024
-"""Bytes of a line that is decoded in a millisecond: a hop to another thread would gain nothing, as decoding does not let
+"""Bytes of a batch that is decoded in a millisecond: a hop to another thread would gain nothing, as decoding does not let
 go of the interpreter there either."""
 
 _FEW_ROWS: Final = 64 * 1024
-"""Bytes of a line whose rows are built in a fraction of a millisecond, unless each record has many."""
+"""Bytes of a batch whose rows are built in a fraction of a millisecond, unless each record has many."""
 
 
 class _Halted(Exception):
@@ -50,7 +50,7 @@ class _Halted(Exception):
 class BatchWork:
     """The state of one batch while the handler works on it.
 
-    A batch of a synchronous hook stays on the worker thread from its line to its rows, unless a call fails or it has
+    A batch of a synchronous hook stays on the worker thread from its payload to its rows, unless a call fails or it has
     lanes; a batch of an asynchronous hook stays on the event loop, unless it is large.
     """
 
@@ -70,7 +70,7 @@ class BatchWork:
         What nobody foresaw in what the handler made is a failure of the batch: it is called again, and condemned when it
         has failed as often as a record may.
 
-        Raises PeerError for a line that is no batch, HandlerHalted when a failure stops the shard, InternalError rather
+        Raises PeerError for a payload that is no batch, HandlerHalted when a failure stops the shard, InternalError rather
         than to leave a record out.
         """
         failures = 0
@@ -161,7 +161,7 @@ class BatchWork:
         return await self.tools.caller.on_thread(function, self.hook, shard=self.delivery.shard_id)
 
     def _begin(self, watch: Watch) -> Step | None:
-        self._take_line()
+        self._take()
         return None if len(self.lanes) > 1 else self._advance(self.lanes[0].plan.step(), watch)
 
     def _advance(self, step: Step | None, watch: Watch) -> Step | None:
@@ -171,7 +171,7 @@ class BatchWork:
         return step
 
     async def _run_async(self) -> None:
-        await self._near(lambda _: self._take_line(), _QUICKLY_DECODED)
+        await self._near(lambda _: self._take(), _QUICKLY_DECODED)
         if len(self.lanes) == 1:
             await self.lanes[0].run_async(self._near)
         else:
@@ -188,20 +188,20 @@ class BatchWork:
             pass  # the lane's plan says why
 
     async def _near(self, function: Callable[[Watch], None], up_to: int = _FEW_ROWS) -> None:
-        """Run something whose time grows with the batch: on the loop for lines of so many bytes, else on a thread."""
-        if len(self.delivery.line) <= up_to:
+        """Run something whose time grows with the batch: on the loop for batches of so many bytes, else on a thread."""
+        if self.delivery.payload.size <= up_to:
             function(Watch())
         else:
             await self.tools.caller.on_thread(function, self.hook, shard=self.delivery.shard_id)
 
-    def _take_line(self) -> None:
-        """Decode the line, and plan one call for all records, or one a lane."""
+    def _take(self) -> None:
+        """Decode the payload, and plan one call for all records, or one a lane."""
         try:
             self.taken = take(self.delivery, self.decoder)
         except MldserverError:
             raise
         except Exception as error:
-            raise InternalError(f"A line cannot be decoded: {describe(error).error}.") from error
+            raise InternalError(f"A batch cannot be decoded: {describe(error).error}.") from error
         self.rows = None
         self.lanes = [self._lane(place, indices) for place, indices in self._split()]
         if self.tools.spec.record_hook is RecordHook.TABLE and (faults := damaged(self.taken.fresh)):

@@ -26,7 +26,7 @@ from mldserver.protocol.messages import (
     Version,
 )
 from mldserver.records import Hook, Sequence, Shard
-from mldserver.runtime.interface import Delivery
+from mldserver.runtime.interface import Delivery, MLDLine
 from mldserver.sources.inflight import Batch, UnderWay
 from mldserver.sources.intake import ShardOpening
 from mldserver.sources.link import CheckpointOutcome
@@ -242,9 +242,8 @@ class Conductor:
         shard.began()  # from here on: a shard whose batch waits, behind dead letters that run again, is not silent
         async with claim.work():
             received_ms = batch.received_ms + self._wall_ms
-            delivery = Delivery(
-                self._shard_id, batch.line, self._version, received_ms=received_ms, after=shard.after
-            )
+            payload = MLDLine(batch.line, self._version)
+            delivery = Delivery(self._shard_id, payload, received_ms=received_ms, after=shard.after)
             outcome = await self._runtime.process(delivery)
             self._under_way.free(batch)
             batch.handled = True

@@ -28,11 +28,10 @@ import uvloop
 from mldserver.base.clock import SystemClock
 from mldserver.errors import MldserverError
 from mldserver.handler.inspection import load_spec
-from mldserver.protocol.messages import Version
 from mldserver.records import Hook, Shard
 from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.runtime.inline import InlineRuntime
-from mldserver.runtime.interface import Delivery
+from mldserver.runtime.interface import Delivery, unpacked
 from mldserver.windows import Batches, Tumbling
 from mldserver.workers import wire
 from mldserver.workers.answers import done_of
@@ -222,8 +221,7 @@ class Child:
     async def _process(self, message: wire.Process, own: mmap | None) -> _Answer:
         delivery = Delivery(
             message.shard,
-            self._line(message.line, own),
-            Version(message.version),
+            unpacked(message.form, self._line(message.line, own), message.shard),
             received_ms=message.received_ms,
             after=wire.sequence_of(message.after),
             part=None if message.part is None else range(*message.part),

@@ -4,7 +4,7 @@
                               ├── Worker 1 ── WorkerProcess ══ socket ══ child
                               └── a spare process, warm, for whichever dies next
 
-Lines go over as they came; rows come back as Arrow. A shard stays with its worker. When a process dies its unanswered
+Batches go over as they came; rows come back as Arrow. A shard stays with its worker. When a process dies its unanswered
 requests are made again, in the next one, in which its shards are opened again before. What was in hand then is suspect,
 and goes alone from there on: a batch that ends its process alone, as often as a record may be tried, is searched by
 halves for the records that do it, and these end as records do that fail for good.
@@ -217,7 +217,7 @@ class WorkerRuntime:
 
     async def process(self, delivery: Delivery) -> BatchOutcome:
         """Take a batch through the handler (see ``Runtime.process``), however many processes that takes."""
-        async with Held(delivery.line) as line:
+        async with Held(delivery.payload) as line:
             guilt = 0.0
             suspect = False
             while True:
@@ -313,7 +313,7 @@ class WorkerRuntime:
                         request,
                         shard,
                         place_,
-                        int(delivery.version),
+                        line.form,
                         delivery.received_ms,
                         wire.sequence_text(delivery.after),
                         None if part is None else (part.start, part.stop),

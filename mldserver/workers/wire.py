@@ -95,7 +95,9 @@ class Process(_Message, frozen=True):
     id: int
     shard: str
     line: Place
-    version: int
+    """Where its payload's bytes are."""
+    form: int
+    """As ``Payload.packed`` says."""
     received_ms: int
     after: str | None
     """A sequence as ``number/sub``."""

@@ -1,4 +1,4 @@
-"""One worker: a process, and after it the next one, for as long as the server runs; and a line on its way to it.
+"""One worker: a process, and after it the next one, for as long as the server runs; and a batch on its way to it.
 
 Restarts never overlap: a new process takes over when the old one has ended, whatever ended it. Requests that the old
 one had in hand raise WorkerGone in whoever asked, who asks again (``runtime.py``).
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from mldserver.base.clock import Clock
-    from mldserver.protocol.messages import Line
+    from mldserver.runtime.interface import Payload
     from mldserver.workers.process import WorkerProcess
 
 __all__ = ["Held", "Worker"]
@@ -179,12 +179,12 @@ INLINE_BYTES: Final = 4096
 
 
 class Held:
-    """Keeps a line until its batch is done: another process may have to be given it again."""
+    """Keeps a payload's bytes until its batch is done: another process may have to be given them again."""
 
-    def __init__(self, line: Line) -> None:
-        """Keep ``line``; a long bytearray is emptied once it lies in a file."""
-        self._line = line
-        self._length = len(line)
+    def __init__(self, payload: Payload) -> None:
+        """Keep ``payload``; a long line in a bytearray is emptied once it lies in a file."""
+        self.form, self._line = payload.packed()
+        self._length = len(self._line)
         self._file: int | None = None
 
     async def __aenter__(self) -> Self:
@@ -201,7 +201,7 @@ class Held:
             asyncio.get_running_loop().run_in_executor(None, os.close, file)
 
     async def lay(self, process: WorkerProcess) -> tuple[Place, tuple[int, ...], int | None]:
-        """Put the line where the process can read it; return where, the files to send, and its offset in the arena.
+        """Put them where the process can read it; return where, the files to send, and its offset in the arena.
 
         Raises WorkerGone.
         """

@@ -14,10 +14,9 @@ from mldserver.coordinator.core.buffer import Buffer
 from mldserver.coordinator.redrive_intake import Redriving
 from mldserver.deadletters import redrive_queue as wanted
 from mldserver.deadletters.redrive_queue import portions, wanted_portions
-from mldserver.deadletters.redriver import Redriver, as_line
+from mldserver.deadletters.redriver import Redriver
 from mldserver.errors import HandlerHalted, InternalError, LedgerError
-from mldserver.protocol.batches import decode_records
-from mldserver.protocol.messages import Version
+from mldserver.protocol.batches import BatchDecoder
 from mldserver.records import DeadLetter, Sequence
 from mldserver.sources.shard_claims import ShardOwners
 from mldserver.state.ledger import LedgerState, ShardState
@@ -49,15 +48,6 @@ def test_letters_run_in_the_order_of_their_shard_and_not_too_many_at_a_time() ->
     assert list(portions(())) == []
 
 
-def test_a_line_gives_the_records_that_there_were() -> None:
-    letters = [letter(1), replace(letter(1), sequence=Sequence(1, 2), partition_key=None, arrival_ms=None)]
-    records = decode_records(as_line(letters), version=Version.V2, shard_id="a").records
-    assert [(each.sequence, each.partition_key, each.arrival_ms, each.data) for each in records] == [
-        (Sequence(1), "k", 1, b"x"),
-        (Sequence(1, 2), None, None, b"x"),
-    ]
-
-
 @dataclass
 class Ledger:
     """A ledger's letters without a thread."""
@@ -84,6 +74,8 @@ class Handler:
     bad: frozenset[int] = frozenset()
     refuses: Exception | None = None
     during: Callable[[], Any] = lambda: None
+    given: list[Any] = field(default_factory=list)
+    """The records of the last call."""
 
     async def open(self, shard: Shard) -> None:
         self.calls.append(("open", shard.id))
@@ -100,7 +92,8 @@ class Handler:
         assert delivery.redriven
         assert delivery.after is None
         shard = delivery.shard_id
-        records = decode_records(delivery.line, version=delivery.version, shard_id=shard).records
+        records = delivery.payload.decode(BatchDecoder(shard)).records
+        self.given = [(each.sequence, each.partition_key, each.arrival_ms, each.data) for each in records]
         numbers = [record.sequence.number for record in records]
         self.calls.append(("process", shard, numbers))
         self.during()
@@ -163,6 +156,13 @@ async def test_letters_of_a_shard_that_nobody_has_run_on_a_handler_of_their_own(
     assert house.left() == [(2, 5, False)], "the attempts of both runs"
     assert house.owners.current("a") is None
     assert not house.buffer
+
+
+async def test_the_handler_is_given_the_records_that_there_were(house: House) -> None:
+    odd = replace(letter(1, "z"), sequence=Sequence(1, 2), partition_key=None, arrival_ms=None)
+    house.store.add_letters((odd,), wanted=True)
+    await house.redriver().round()
+    assert house.handler.given == [(Sequence(1, 2), None, None, b"x")]
 
 
 async def test_letters_of_a_connections_shard_run_on_its_handler(house: House) -> None:

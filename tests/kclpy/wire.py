@@ -7,7 +7,7 @@ import json
 
 from mldserver.protocol.messages import Version
 from mldserver.records import Sequence, Shard
-from mldserver.runtime.interface import Delivery
+from mldserver.runtime.interface import Delivery, MLDLine
 
 SHARD = Shard("shardId-000000000001", "TRIM_HORIZON")
 
@@ -38,4 +38,4 @@ def delivery(*numbers: int, after: int | None = None) -> Delivery:
     ]
     message = {"action": "processRecords", "records": records, "millisBehindLatest": 0}
     position = None if after is None else Sequence(after)
-    return Delivery(SHARD.id, json.dumps(message).encode(), Version.V2, 9_000, position)
+    return Delivery(SHARD.id, MLDLine(json.dumps(message).encode(), Version.V2), 9_000, position)

@@ -213,7 +213,7 @@ def test_both_ways_come_to_the_same(records: list[tuple[int, dict[str, Any]]], l
         ]
 
     careful = outcome(lambda: decode_records(text, version=Version.V2, shard_id="s"))
-    assert outcome(lambda: BatchDecoder("s", Version.V2).decode(text)) == careful
+    assert outcome(lambda: BatchDecoder("s").decode(text, Version.V2)) == careful
 
 
 def payload(each: Record) -> object:
@@ -225,5 +225,5 @@ def payload(each: Record) -> object:
 
 def test_v1_lines_are_read_with_care() -> None:
     text = b'{"action":"processRecords","records":[{"data":"aGk=","partitionKey":"k","sequenceNumber":"5"}]}'
-    (made,) = BatchDecoder("s", Version.V1).decode(text).records
+    (made,) = BatchDecoder("s").decode(text, Version.V1).records
     assert (made.data, made.arrival_ms) == (b"hi", None)

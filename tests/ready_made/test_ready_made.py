@@ -18,7 +18,7 @@ from mldserver.protocol.messages import Version
 from mldserver.records import Hook, Shard
 from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.runtime.inline import InlineRuntime
-from mldserver.runtime.interface import Delivery
+from mldserver.runtime.interface import Delivery, MLDLine
 from mldserver.testing.manual_clock import VirtualClock
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ async def run() -> Any:
         runtimes.append(runtime)
         await runtime.start()
         await runtime.open(Shard("s"))
-        outcome = await runtime.process(Delivery("s", line(*payloads), Version.V2, 0, None))
+        outcome = await runtime.process(Delivery("s", MLDLine(line(*payloads), Version.V2), 0, None))
         if hook:
             await runtime.notify("s", hook)
         return outcome

@@ -18,7 +18,7 @@ from mldserver.protocol.messages import Version
 from mldserver.records import Sequence, Shard
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, OnKeyFailure, failure_rule
 from mldserver.runtime.inline import InlineRuntime
-from mldserver.runtime.interface import Delivery
+from mldserver.runtime.interface import Delivery, MLDLine
 from mldserver.workers.lifecycle import Limits
 from mldserver.workers.runtime import WorkerRuntime
 
@@ -156,7 +156,7 @@ class Played:
         self, line: bytes, *, after: int | None = None, version: Version = Version.V2, **more: Any
     ) -> BatchOutcome:
         position = None if after is None else Sequence(after)
-        return await self.runtime.process(Delivery(self.id, line, version, 9_000, position, **more))
+        return await self.runtime.process(Delivery(self.id, MLDLine(line, version), 9_000, position, **more))
 
     def record(self, number: int, payload: Any, key: str | None) -> dict[str, Any]:
         data = payload if isinstance(payload, bytes) else json.dumps(str(payload)).encode()

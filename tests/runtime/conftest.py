@@ -16,7 +16,7 @@ from mldserver.protocol.messages import Version
 from mldserver.records import Sequence, Shard
 from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.runtime.inline import InlineRuntime
-from mldserver.runtime.interface import BatchOutcome, Delivery
+from mldserver.runtime.interface import BatchOutcome, Delivery, MLDLine
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -125,7 +125,7 @@ class Kit:
     ) -> Delivery:
         message = {"action": "processRecords", "records": records, "millisBehindLatest": behind}
         position = None if after is None else Sequence(after)
-        return Delivery(shard, json.dumps(message).encode(), version, 9_000, position)
+        return Delivery(shard, MLDLine(json.dumps(message).encode(), version), 9_000, position)
 
 
 def values(outcome: BatchOutcome, column: str) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,7 +25,8 @@ from runtime.behaviour_kit import (
 
 from mldserver.errors import DecodeError, HandlerHalted, ProtocolViolation
 from mldserver.protocol.messages import Version
-from mldserver.records import Sequence
+from mldserver.records import Record, Sequence
+from mldserver.runtime.interface import Delivery, Records
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -113,6 +115,46 @@ async def test_the_time_of_receipt_stands_in_where_the_daemon_tells_no_arrival(s
     outcome = await shard.line(line, version=Version.V1)
     assert (column(outcome, "_time"), column(outcome, "_arrival")) == ([9_000], [None])
     assert (outcome.outline.latest_arrival_ms, outcome.outline.millis_behind_latest) == (9_000, None)
+
+
+@any_hook
+@pytest.mark.parametrize("count", [3, 300], ids=["inside the message", "in shared memory"])
+async def test_records_that_need_no_decoding_end_as_those_of_a_line_do(stage: Stage, count: int) -> None:
+    shard = await stage.opened()
+    payloads = ["row", "raise Fatal", *["row"] * (count - 2)]
+    line = await shard.process(*payloads, after=1)
+    records = [
+        Record(
+            shard_id=shard.id,
+            sequence_number=str(number),
+            data=json.dumps(payload).encode(),
+            partition_key=f"key-{number}",
+            arrival_ms=1_000 + number % 1_000,
+        )
+        for number, payload in enumerate(payloads, 1)
+    ]
+    await shard.open()
+    handed = await stage.runtime.process(Delivery(shard.id, Records(records, 7), 9_000, Sequence(1)))
+    assert handed.rows is not None
+    assert handed.rows.equals(line.rows)
+    assert handed.outline == line.outline
+    assert [replace(each, at_ms=0) for each in handed.dead_letters] == [
+        replace(each, at_ms=0) for each in line.dead_letters
+    ]
+
+
+@by_record
+async def test_handed_records_keep_what_a_line_s_would(stage: Stage) -> None:
+    shard = await stage.opened()
+    records = [
+        Record(shard_id=shard.id, sequence_number="1", sub_sequence_number=2, data=b'"row"'),
+        Record(shard_id=shard.id, sequence_number="9", data="%%%", arrival_ms=5),
+    ]
+    outcome = await stage.runtime.process(Delivery(shard.id, Records(records), 9_000, None))
+    assert (column(outcome, "_sub_sequence"), column(outcome, "_arrival")) == ([2], [None])
+    assert outcome.outline.millis_behind_latest is None
+    (letter,) = outcome.dead_letters
+    assert (letter.sequence, letter.data, letter.partition_key) == (Sequence(9), b"%%%", None)
 
 
 @any_hook

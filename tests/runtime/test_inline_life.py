@@ -15,7 +15,7 @@ from mldserver.protocol.messages import Version
 from mldserver.records import Hook, Shard
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
 from mldserver.runtime.inline import InlineRuntime
-from mldserver.runtime.interface import Delivery
+from mldserver.runtime.interface import Delivery, MLDLine
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -194,7 +194,7 @@ async def test_a_line_that_is_no_batch_is_raised_and_the_handler_not_called(kit:
     runtime = await kit.start(process_record=calls.append)
     await runtime.open(shard)
     with pytest.raises(PeerError):
-        await runtime.process(Delivery(shard.id, b"[]", Version.V2, 0, None))
+        await runtime.process(Delivery(shard.id, MLDLine(b"[]", Version.V2), 0, None))
     assert calls == []
 
 

@@ -16,7 +16,7 @@ from mldserver.protocol.messages import Version
 from mldserver.records import Record, Sequence
 from mldserver.runtime import outcome
 from mldserver.runtime.failure_policy import Ending
-from mldserver.runtime.interface import META_COLUMNS, BatchOutline
+from mldserver.runtime.interface import META_COLUMNS, BatchOutline, MLDLine
 from mldserver.runtime.outcome import Taken, damaged, dead_letter, join_rows
 from mldserver.runtime.plan import End
 from mldserver.runtime.rows import Built
@@ -27,7 +27,7 @@ def built(records: Any, **columns: Any) -> Any:
 
 
 def take(delivery: Any) -> Taken:
-    return outcome.take(delivery, BatchDecoder(delivery.shard_id, delivery.version))
+    return outcome.take(delivery, BatchDecoder(delivery.shard_id))
 
 
 def test_a_batch_is_outlined_with_its_duplicates(kit: Any) -> None:
@@ -52,7 +52,7 @@ def test_an_empty_batch_has_no_first_and_no_last(kit: Any) -> None:
 def test_duplicates_end_at_the_sub_sequence(kit: Any) -> None:
     records = [kit.record(5, "x", subSequenceNumber=sub) for sub in range(3)]
     delivery = kit.line(records)
-    taken = take(type(delivery)(delivery.shard_id, delivery.line, Version.V2, 0, Sequence(5, 1)))
+    taken = take(type(delivery)(delivery.shard_id, delivery.payload, 0, Sequence(5, 1)))
     assert [record.sequence for record in taken.fresh] == [Sequence(5, 2)]
 
 
@@ -82,7 +82,7 @@ def test_it_stands_in_where_only_some_records_have_no_arrival(kit: Any) -> None:
 def test_a_line_that_is_no_batch_is_the_peers_fault(kit: Any) -> None:
     delivery = kit.delivery()
     with pytest.raises(PeerError):
-        take(type(delivery)(delivery.shard_id, b"{}", Version.V2, 0, None))
+        take(type(delivery)(delivery.shard_id, MLDLine(b"{}", Version.V2), 0, None))
 
 
 def test_rows_carry_where_they_come_from(kit: Any) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mldserver.base.clock import SystemClock
-from mldserver.protocol.codec import decode_records
+from mldserver.protocol.batches import BatchDecoder
 from mldserver.protocol.connection import ConnectionLimits
 from mldserver.protocol.retries import RetryPolicy
 from mldserver.runtime.interface import BatchOutcome, BatchOutline
@@ -70,9 +70,10 @@ class FakeRuntime:
             self.cancelled += 1
             raise
         self._fail("process")
-        batch = decode_records(delivery.line, version=delivery.version, shard_id=delivery.shard_id)
-        if self.empties and isinstance(delivery.line, bytearray):
-            delivery.line.clear()
+        batch = delivery.payload.decode(BatchDecoder(delivery.shard_id))
+        _, line = delivery.payload.packed()
+        if self.empties and isinstance(line, bytearray):
+            line.clear()
         sequences = [record.sequence for record in batch.records]
         outline = BatchOutline(
             records=len(sequences),

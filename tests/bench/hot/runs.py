@@ -215,7 +215,7 @@ class Bare:
     def __init__(self, shape: Shape, batches: int) -> None:
         """``batches``: of a round."""
         self._shape, self._batches, self._line = shape, batches, shape.line()
-        self._decoder = BatchDecoder("shard", Version.V2)
+        self._decoder = BatchDecoder("shard")
         self._sent = 0
         self._cpu_ns: list[int] = []
 
@@ -239,7 +239,7 @@ class Bare:
         lines = [self._shape.numbered(self._line, number)[:-1] for number in range(first, self._sent)]
         began = time.thread_time_ns()
         for line in lines:
-            for record in self._decoder.decode(line).records:
+            for record in self._decoder.decode(line, Version.V2).records:
                 len(record.data)
         return time.thread_time_ns() - began
 

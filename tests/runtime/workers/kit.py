@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mldserver.protocol.messages import Version
-from mldserver.runtime.interface import Delivery
+from mldserver.runtime.interface import Delivery, MLDLine
 from mldserver.workers import wire
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def delivery(shard_id: str, *texts: str, key: str = "k") -> Delivery:
         for number, text in enumerate(texts, 1)
     ]
     line = {"action": "processRecords", "records": records, "millisBehindLatest": 0}
-    return Delivery(shard_id, json.dumps(line).encode(), Version.V2, 9_000, None)
+    return Delivery(shard_id, MLDLine(json.dumps(line).encode(), Version.V2), 9_000, None)
 
 
 def named(logged: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:

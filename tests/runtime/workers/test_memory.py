@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mldserver.protocol.messages import Version
+from mldserver.runtime.interface import MLDLine
 from mldserver.workers.shared_memory import (
     CHUNK_BYTES,
     Mark,
@@ -148,7 +150,7 @@ async def test_a_long_lines_file_is_closed_however_busy_other_threads_are_and_no
     executor = ThreadPoolExecutor(1)
     asyncio.get_running_loop().set_default_executor(executor)
     before = descriptors()
-    async with Held(bytearray(b"x" * 100)) as held:
+    async with Held(MLDLine(bytearray(b"x" * 100), Version.V2)) as held:
         held._file = line_file(b"x")
         executor.submit(go.wait)
     assert descriptors() == before + 1

@@ -18,7 +18,7 @@ from mldserver.errors import HandlerHalted, HandlerInvalid, HandlerLost, Handler
 from mldserver.protocol.messages import Version
 from mldserver.records import Shard
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
-from mldserver.runtime.interface import Delivery
+from mldserver.runtime.interface import Delivery, MLDLine
 from mldserver.workers import wire
 from mldserver.workers.lifecycle import Limits
 from mldserver.workers.process import Answer, Unopened, WorkerGone
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 HALT = FailurePolicy(attempts=2, retry_base_seconds=0, retry_cap_seconds=0, on_failure=OnFailure.HALT)
-EMPTY = Delivery("s", b'{"action":"processRecords","records":[]}', Version.V2, 9_000, None)
+EMPTY = Delivery("s", MLDLine(b'{"action":"processRecords","records":[]}', Version.V2), 9_000, None)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from mldserver.protocol.messages import Version
 from mldserver.records import Hook, Sequence, Shard
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, OnKeyFailure, failure_rule
 from mldserver.runtime.inline import InlineRuntime
-from mldserver.runtime.interface import BatchOutcome, Delivery
+from mldserver.runtime.interface import BatchOutcome, Delivery, MLDLine
 from mldserver.workers.lifecycle import Limits
 from mldserver.workers.runtime import WorkerRuntime
 
@@ -185,10 +185,12 @@ async def told(runtime: Runtime, shard: str, script: list[tuple[str, Any]]) -> l
                     after = Sequence(number - 1) if step == "process" else Sequence(number)
                     line = line_of(what, number)
                     number += len(what)
-                    outcome = await runtime.process(Delivery(shard, line, Version.V2, 9_000, after))
+                    outcome = await runtime.process(Delivery(shard, MLDLine(line, Version.V2), 9_000, after))
                     outcomes.append(plain(outcome))
                 case "garbage":
-                    await runtime.process(Delivery(shard, bytearray(b"[1]"), Version.V2, 9_000, None))
+                    await runtime.process(
+                        Delivery(shard, MLDLine(bytearray(b"[1]"), Version.V2), 9_000, None)
+                    )
                 case "hook":
                     outcomes.append(await runtime.notify(shard, what))
                 case "reopen":

@@ -105,7 +105,7 @@ def process_record(record):
 
 
 def with_keys(batch: Delivery, keys: str) -> Delivery:
-    message = json.loads(batch.line)
+    message = json.loads(batch.payload.packed()[1])
     for record, key in zip(message["records"], keys, strict=True):
         record["partitionKey"] = key
     return msgspec.structs.replace(batch, line=json.dumps(message).encode())
