@@ -84,6 +84,8 @@ class Supervised:
             if self.stopping:
                 return
             await self.clock.sleep(_RESTART_SECONDS)
+            if self.stopping:
+                return
 
     def restart(self) -> None:
         """Stop it in order; its supervisor starts it again."""
