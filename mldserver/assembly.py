@@ -29,7 +29,9 @@ from mldserver.output.store import OutputStore
 from mldserver.protocol.connection import ConnectionLimits
 from mldserver.runtime.failure_policy import FailurePolicy, OnKeyFailure
 from mldserver.runtime.inline import InlineRuntime
+from mldserver.sources.intake import SourceParts
 from mldserver.sources.mld import MLDListener
+from mldserver.sources.shard_claims import ShardOwners
 from mldserver.sources.shards import ShardPolling, StreamShards
 from mldserver.state.sqlite import SqliteLedger
 from mldserver.windows import Tumbling
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from mldserver.handler.spec import HandlerSpec
     from mldserver.jobs.engine import Engine
     from mldserver.runtime.interface import Runtime
+    from mldserver.sources.intake import MakeSource, Source
     from mldserver.sources.shards import MakeKinesis
     from mldserver.state.ledger import Ledger
     from mldserver.windows import WindowSpec
@@ -65,7 +68,7 @@ class Parts:
     ledger: Ledger
     runtime: Runtime
     coordinator: Coordinator
-    listener: MLDListener
+    source: Source
     redriver: Redriver
     letters: Destination | None
     engine: Engine | None
@@ -122,6 +125,7 @@ async def assemble(
     *,
     engine: Engine | None,
     kinesis: MakeKinesis | None,
+    source: MakeSource | None,
     clock: Clock,
     rng: Callable[[], float],
     unique: Callable[[], str],
@@ -130,7 +134,8 @@ async def assemble(
 ) -> Parts:
     """Load the handler and build every part; nothing is opened yet but the handler's module.
 
-    ``engine`` takes the place of Spark, what ``kinesis`` makes that of AWS's client; ``rng`` gives floats in [0, 1) for
+    ``engine`` takes the place of Spark, what ``kinesis`` makes that of AWS's client, what ``source`` makes that
+    of the listener; ``rng`` gives floats in [0, 1) for
     jitter; ``unique`` gives file name parts; ``step`` is told what is waited for; ``drain``: that is all the server does.
     Cancelled, it leaves no process behind, and a thread only where user code or a file system hangs: a daemon thread,
     which holds up nothing.
@@ -147,6 +152,7 @@ async def assemble(
             spec,
             engine=engine,
             kinesis=kinesis,
+            source=source,
             clock=clock,
             rng=rng,
             unique=unique,
@@ -184,6 +190,7 @@ async def _assembled(
     *,
     engine: Engine | None,
     kinesis: MakeKinesis | None,
+    source: MakeSource | None,
     clock: Clock,
     rng: Callable[[], float],
     unique: Callable[[], str],
@@ -231,29 +238,40 @@ async def _assembled(
         letters=letters,
         ask_stream=None if polling is None else polling.ask,
     )
-    listener = MLDListener(
-        (settings.listen.path,)
-        if isinstance(settings.listen, UnixAddress)
-        else (settings.listen.host, settings.listen.port),
-        runtime=runtime,
-        intake=coordinator.shards,
-        limits=settings.part(ConnectionLimits),
-        connection_limit=settings.connection_limit,
-        answer_deadline=settings.answer_deadline_seconds,
-        clock=clock,
-        random=rng,
-    )
+    owners = ShardOwners()
+    make_source = source or partial(_listener, settings)
     redriver = Redriver(
         ledger=ledger,
         runtime=runtime,
-        owners=listener.owners,
+        owners=owners,
         redriving=coordinator.redriving,
         clock=clock,
         parks=settings.on_key_failure is OnKeyFailure.PARK,
         why_not=_NO_REDRIVE if spec.kind is HandlerKind.PROCESSOR else "",
     )
     return Parts(
-        spec, store, ledger, runtime, coordinator, listener, redriver, letters, engine, runner, polling
+        spec,
+        store,
+        ledger,
+        runtime,
+        coordinator,
+        make_source(SourceParts(runtime, coordinator.shards, owners, clock, rng)),
+        redriver,
+        letters,
+        engine,
+        runner,
+        polling,
+    )
+
+
+def _listener(settings: Settings, parts: SourceParts) -> Source:
+    listen = settings.listen
+    return MLDListener(
+        (listen.path,) if isinstance(listen, UnixAddress) else (listen.host, listen.port),
+        limits=settings.part(ConnectionLimits),
+        connection_limit=settings.connection_limit,
+        answer_deadline=settings.answer_deadline_seconds,
+        **parts._asdict(),
     )
 
 

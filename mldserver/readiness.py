@@ -62,8 +62,8 @@ class _Red(NamedTuple):
 
 
 def _reason(parts: Parts) -> _Red | None:
-    if not parts.listener.is_listening:
-        return _Red("no address is listened on", broken=False)
+    if parts.source.waits_for is not None:
+        return _Red(parts.source.waits_for, broken=False)
     trouble = _trouble(parts.coordinator.status()) or parts.runtime.trouble
     if trouble is not None:
         return _Red(trouble, broken=True)

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from mldserver.coordinator.coordinator import Coordinator
     from mldserver.coordinator.status import CoordinatorStatus
     from mldserver.jobs.engine import Engine
+    from mldserver.sources.intake import MakeSource
     from mldserver.sources.shards import MakeKinesis, ShardListing
 
 __all__ = ["EXIT_CLEAN", "EXIT_FAULT", "EXIT_FORCED", "EXIT_OPERATOR", "Server"]
@@ -78,11 +79,12 @@ class Server:
         *,
         engine: Engine | None = None,
         kinesis: MakeKinesis | None = None,
+        source: MakeSource | None = None,
         clock: Clock | None = None,
         seed: int | None = None,
         drain: bool = False,
     ) -> None:
-        """``engine`` takes Spark's place, what ``kinesis`` makes that of AWS's client (tests).
+        """``engine`` takes the place of Spark, what ``kinesis`` makes of AWS's client, what ``source`` makes of the listener.
 
         ``seed`` fixes the jitter of retries. ``drain``: do nothing but drain the pipeline, beside servers that run;
         a name in the settings is that of one of these.
@@ -90,6 +92,7 @@ class Server:
         self.settings = replace(settings, server_id=None) if drain else settings
         self._engine = engine
         self._kinesis = kinesis
+        self._source = source
         self._clock = clock or SystemClock()
         self._random = random.Random(seed)  # noqa: S311  # jitter needs no cryptography
         self._parts: Parts | None = None
@@ -168,6 +171,7 @@ class Server:
             self.settings,
             engine=self._engine,
             kinesis=self._kinesis,
+            source=self._source,
             clock=self._clock,
             rng=self._random.random,
             unique=lambda: uuid.uuid4().hex[:12],
@@ -188,21 +192,21 @@ class Server:
     async def _work(self, parts: Parts) -> int:
         async with asyncio.TaskGroup() as group:
             background = {name: group.create_task(each, name=name) for name, each in self._background(parts)}
-            listening = group.create_task(self._listen(parts), name="listener")
+            taking_in = group.create_task(self._take_in(parts), name="source")
             code = await self._until_stopped(parts, redriving=background["dead letters"])
             if parts.engine is not None and "windows" in background:
                 await self._stop_engine(parts.engine, background["windows"])
             runtime = background.pop("runtime")
-            for task in (listening, *background.values()):
+            for task in (taking_in, *background.values()):
                 task.cancel()
             # It ends the calls that hold on when their batches are cancelled, so it goes behind these.
-            await asyncio.wait({listening, background["dead letters"]}, timeout=_LET_GO_SECONDS)
+            await asyncio.wait({taking_in, background["dead letters"]}, timeout=_LET_GO_SECONDS)
             runtime.cancel()
         return code
 
-    async def _listen(self, parts: Parts) -> None:
+    async def _take_in(self, parts: Parts) -> None:
         if not self._drain:
-            await parts.listener.run()
+            await parts.source.run()
 
     async def _run_engine(self, engine: Engine) -> None:
         await self._to_compute.wait()
@@ -287,7 +291,7 @@ class Server:
         await self._stop.wait()
         redriving.cancel()  # the next start goes on with it; no shard's last request waits for it
         began_ms = self._clock.steady_ms()
-        log.info("server.stopping", reason=self._reason or "forced", connections=parts.listener.connections)
+        log.info("server.stopping", reason=self._reason or "forced", connections=parts.source.connections)
         async with asyncio.TaskGroup() as group:
             orderly = group.create_task(self._finish(parts, began_ms), name="stopping")
             forced = group.create_task(self._forced.wait(), name="forced")
@@ -302,8 +306,8 @@ class Server:
         """Stop in order; True when every accepted row is durable."""
         try:
             async with asyncio.timeout(self.settings.grace_seconds):
-                parts.listener.stop_accepting()
-                await parts.listener.drain()
+                parts.source.stop_accepting()
+                await parts.source.drain()
                 await parts.coordinator.flush("shutdown")
         except TimeoutError:
             self.force()  # user code may refuse to be cancelled: from now on nothing is waited for
@@ -343,7 +347,7 @@ class Server:
         """Return what an orderly stop waits for."""
         status = parts.coordinator.status()
         found: dict[str, object] = {
-            "connections": parts.listener.connections,
+            "connections": parts.source.connections,
             "buffered_bytes": status.buffered_bytes,
             "windows": status.windows_waiting,
         }
@@ -391,8 +395,8 @@ class Server:
             await self._clock.sleep(0.25)
 
     async def listening(self) -> str:
-        """Return the listener's address once it accepts: ``host:port`` with the real port, or ``unix:/path``."""
-        return await (await self._assembled()).listener.listening()
+        """Return where shards come from, once they can; the listener's: ``host:port`` with the real port, or ``unix:/path``."""
+        return await (await self._assembled()).source.listening()
 
     async def ready(self) -> None:
         """Return once every part works and Spark is warm."""

@@ -37,7 +37,7 @@ class World:
         )
         parts = SimpleNamespace(
             coordinator=SimpleNamespace(status=lambda: status),
-            listener=SimpleNamespace(is_listening=self.listening),
+            source=SimpleNamespace(waits_for=None if self.listening else "no address is listened on"),
             runtime=SimpleNamespace(trouble=self.trouble),
             engine=SimpleNamespace(is_ready=self.spark),
         )

@@ -1,17 +1,30 @@
-"""What a source asks of the coordinator: open a shard, hand batches in, learn what may be checkpointed."""
+"""The seam between sources and the rest: what the server asks of a source, and what a source asks of the coordinator.
+
+A source opens shards, hands batches in, and learns what may be checkpointed. For each shard, in this order:
+
+    intake.check             it would begin where the ledger lets it
+    owners.take              the claim under which all that follows is done (``claim.work``)
+    intake.open_shard        from there on the shard counts for the watermark
+    runtime.open, park       its handler; then ``claim.opened = True``
+    runtime.process, accept  one batch after the other: its payload, and what became of it
+    checkpoint_due           what is durable; the source stores it, and says so (``checkpointed``)
+    end, lost, disconnected  how it ended; then ``runtime.forget`` and ``owners.release``
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
+    from mldserver.base.clock import Clock
     from mldserver.records import Sequence
-    from mldserver.runtime.interface import BatchOutcome
+    from mldserver.runtime.interface import BatchOutcome, Runtime
+    from mldserver.sources.shard_claims import ShardOwners
 
-__all__ = ["Intake", "ShardIntake", "ShardOpening"]
+__all__ = ["Intake", "MakeSource", "ShardIntake", "ShardOpening", "Source", "SourceParts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,3 +113,54 @@ class Intake(Protocol):
     async def open_shard(self, opening: ShardOpening) -> ShardIntake:
         """Take a shard in. Raises GapRefused when it starts beyond the ledger's position."""
         ...
+
+
+class Source(Protocol):
+    """Where shards come from, as the server sees it."""
+
+    @property
+    def waits_for(self) -> str | None:
+        """Why no shard can come now, as a clause for ``server.unready``; None: they can."""
+        ...
+
+    @property
+    def connections(self) -> int:
+        """How many shards it serves, connections that have not named theirs among them."""
+        ...
+
+    async def listening(self) -> str:
+        """Return where it reads, once shards can come. Raises OperatorError when they never will."""
+        ...
+
+    async def run(self) -> None:
+        """Serve until ``stop_accepting``, and then until the last shard is let go. Cancelled, it lets go at once.
+
+        Raises OperatorError when it cannot work as it was told to.
+        """
+        ...
+
+    def stop_accepting(self) -> None:
+        """Take no more shards; those that are there go on."""
+        ...
+
+    async def drain(self) -> None:
+        """Let each shard finish what it has in hand, then let all go; return when they are gone.
+
+        Cancel it to give up waiting: they are then let go as they are.
+        """
+        ...
+
+
+class SourceParts(NamedTuple):
+    """What a source is made of."""
+
+    runtime: Runtime
+    intake: Intake
+    owners: ShardOwners
+    """Shared with whoever else works on shards: dead letters that run again."""
+    clock: Clock
+    random: Callable[[], float]
+    """Floats in [0, 1), for jitter."""
+
+
+MakeSource: TypeAlias = "Callable[[SourceParts], Source]"

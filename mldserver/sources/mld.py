@@ -78,6 +78,7 @@ class MLDListener:
         connection_limit: int = 1024,
         read_bytes: int = DEFAULT_READ_BYTES,
         answer_deadline: float | None = None,
+        owners: ShardOwners | None = None,
         random: Callable[[], float] = _random.random,
     ) -> None:
         """Listen at ``address`` once ``run`` is called.
@@ -96,7 +97,7 @@ class MLDListener:
         self._random = random
         self._budget = ReadBudget(read_bytes)
         self._buffer = bytearray(_RECEIVE_BYTES)
-        self.owners = ShardOwners()
+        self.owners = owners or ShardOwners()
         """Which connection has which shard."""
         self._slots = asyncio.Semaphore(connection_limit)
         self._numbers = itertools.count(1)
@@ -114,9 +115,9 @@ class MLDListener:
         return len(self._serving)
 
     @property
-    def is_listening(self) -> bool:
-        """Whether connections are accepted."""
-        return self._listening_on is not None and not self._stopped
+    def waits_for(self) -> str | None:
+        """An address, until connections are accepted there."""
+        return "no address is listened on" if self._listening_on is None or self._stopped else None
 
     def waiting_for(self) -> list[str]:
         """Return the shards that have a connection."""

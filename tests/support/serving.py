@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from mldserver.config import OutPlace
     from mldserver.jobs.engine import Engine
+    from mldserver.sources.intake import MakeSource
     from mldserver.sources.shards import MakeKinesis
 
 KEEP_EVERYTHING = '''
@@ -70,10 +71,11 @@ async def serving(
     *,
     engine: Engine | None = None,
     kinesis: MakeKinesis | None = None,
+    source: MakeSource | None = None,
     exit_code: int = 0,
 ) -> AsyncIterator[Server]:
     """Run a server while the block runs; it must then stop as it should, cleanly unless told otherwise."""
-    server = Server(settings, engine=engine or LocalEngine(), kinesis=kinesis, seed=1)
+    server = Server(settings, engine=engine or LocalEngine(), kinesis=kinesis, source=source, seed=1)
     async with asyncio.TaskGroup() as group:
         life = group.create_task(server.run())
         listening = group.create_task(server.listening())
