@@ -103,7 +103,8 @@ class WorkerThread:
             return True
         try:
             async with asyncio.timeout(seconds):
-                await self.run(lambda: None)
+                # Not a job of its own: once it is to ``finish`` the thread may be at its end, and take none.
+                await self.settled()
         except TimeoutError:
             return False
         finally:

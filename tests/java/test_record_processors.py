@@ -6,7 +6,7 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from kclpy.sampling import APPLICATIONS, Sample
+from handler.kclpy.sampling import APPLICATIONS, Sample
 from support.java_stack import Stack
 
 if TYPE_CHECKING:

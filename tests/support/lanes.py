@@ -10,28 +10,25 @@ __all__ = ["ALLOWED_SECONDS", "EXAMPLES", "PROCESSES", "is_quick"]
 TESTS: Final = Path(__file__).parents[1]
 
 QUICK: Final = (
+    "base",
+    "config",
     "coordinator",
     "deadletters",
     "docs",
+    "handler",
+    "jobs",
     "kcl/test_digest.py",
-    "kcl/test_logs.py",
+    "kcl/test_java_log.py",
     "kcl/test_properties.py",
     "kcl/test_restart.py",
-    "kclpy",
     "observe",
+    "output",
     "protocol",
     "runtime",
     "sources",
     "state",
-    "test_config.py",
     "test_errors.py",
-    "test_failure_settings.py",
-    "test_ledger_places.py",
-    "test_manifest.py",
     "test_records.py",
-    "test_remote.py",
-    "test_setting_kinds.py",
-    "test_sink_settings.py",
 )
 """Rooms of cores and codecs."""
 
@@ -47,24 +44,25 @@ NOT_QUICK: Final = (
     "coordinator/test_month.py",
     "coordinator/test_on_dynamodb.py",
     "coordinator/test_powercut.py",
-    "coordinator/test_publish.py",
+    "output/test_publish.py",
     "coordinator/test_reopened.py",
     # AWS's APIs over HTTP.
     "deadletters/test_aws.py",
     # Spark, and a whole server.
     "docs/test_for_real.py",
-    # Processes.
-    "kclpy/test_kclpy_samples.py",
-    "kclpy/test_kclpy_story.py",
-    "kclpy/test_kclpy_workers.py",
+    # AWS's clients, and processes.
+    "base/test_aws.py",
+    "base/test_kill_points.py",
+    "handler/kclpy/test_kclpy_samples.py",
+    "handler/kclpy/test_kclpy_story.py",
+    "handler/kclpy/test_kclpy_workers.py",
     "observe/test_logging.py",
     "protocol/test_against_fake_mld.py",
     "protocol/test_connection_fuzz.py",
     "runtime/test_behaviour.py",
     "runtime/test_behaviour_harm.py",
     "runtime/test_behaviour_life.py",
-    "runtime/test_check.py",
-    "runtime/workers",
+    "runtime/test_trial.py",
     # Sockets.
     "sources/test_mld.py",
     "sources/test_on_uvloop.py",

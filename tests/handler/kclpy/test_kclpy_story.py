@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from amazon_kclpy import kcl
 from amazon_kclpy.v3 import processor
+from handler.kclpy.wire import SHARD, InstantClock, delivery
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kclpy.wire import SHARD, InstantClock, delivery
 
 from mldserver.coordinator.core.positions import ShardPosition
 from mldserver.handler.inspection import inspect_handler

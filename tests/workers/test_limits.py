@@ -7,7 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from runtime.workers.kit import delivery, named, running
+from workers.kit import delivery, named, running
 
 from mldserver.records import Shard
 from mldserver.runtime.failure_policy import FailurePolicy

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runtime.workers.kit import START, children, delivery, named, running
 from support.serving import until
+from workers.kit import START, children, delivery, named, running
 
 from mldserver.base.clock import SystemClock
 from mldserver.records import Shard

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from runtime.workers.kit import delivery, named, running
 from support.serving import until
+from workers.kit import delivery, named, running
 
 from mldserver.records import Hook, Shard
 from mldserver.runtime.failure_policy import FailurePolicy, OnKeyFailure

@@ -9,8 +9,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from runtime.workers.kit import START
 from support.serving import until
+from workers.kit import START
 
 from mldserver.testing import VirtualClock
 from mldserver.workers import wire

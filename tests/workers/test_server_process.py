@@ -9,8 +9,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from runtime.workers.kit import children, has_ended
 from support.serving import until
+from workers.kit import children, has_ended
 
 from mldserver.testing import FakeMLD, FakeStream
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from runtime.workers.kit import delivery, running
 from support.serving import until
+from workers.kit import delivery, running
 
 from mldserver.errors import HandlerHalted, HandlerInvalid, HandlerLost, HandlerNotFound, InternalError
 from mldserver.protocol.messages import Version

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from kclpy.sampling import VERSIONS, Sample, filled, play
+from handler.kclpy.sampling import VERSIONS, Sample, filled, play
 from support.serving import quick, serving, until
 
 from mldserver.testing import FakeMLD, Form, Habits

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from kclpy.sampling import APPLICATIONS, VERSIONS, Sample
+from handler.kclpy.sampling import APPLICATIONS, VERSIONS, Sample
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

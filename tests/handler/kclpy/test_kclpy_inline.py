@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from amazon_kclpy import kcl
 from amazon_kclpy.v3 import processor
-from kclpy.wire import SHARD, InstantClock, delivery
+from handler.kclpy.wire import SHARD, InstantClock, delivery
 from msgspec.structs import replace
 
 from mldserver.errors import HandlerHalted

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from coordinator.pipeline import Pipeline
-from coordinator.test_window_runner import W, make, named, three_windows
+from jobs.test_runner import W, make, named, three_windows
 
 from mldserver.errors import DriverLost, LedgerError, WindowFailed
 from mldserver.state.ledger import WindowState

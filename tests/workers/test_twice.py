@@ -8,8 +8,8 @@ import signal
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from runtime.workers.kit import delivery, named, running
 from support.serving import until
+from workers.kit import delivery, named, running
 
 from mldserver.records import Shard
 from mldserver.runtime.failure_policy import FailurePolicy

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow.dataset as ds
 import pytest
-from runtime.workers.kit import Book, children, has_ended, named
 from support.serving import quick, serving, until
+from workers.kit import Book, children, has_ended, named
 
 from mldserver.server import EXIT_FORCED, Server
 from mldserver.testing import FakeMLD, FakeStream, Habits, LocalEngine, VirtualClock

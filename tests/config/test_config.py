@@ -20,7 +20,7 @@ from mldserver.coordinator.core.rules import CoordinatorRules
 from mldserver.errors import ConfigError
 from mldserver.protocol.connection import ConnectionLimits
 
-DOCS = Path(__file__).parent.parent / "mldserver" / "docs"
+DOCS = Path(__file__).parents[2] / "mldserver" / "docs"
 
 
 def resolved(

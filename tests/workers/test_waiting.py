@@ -8,8 +8,8 @@ import signal
 from typing import TYPE_CHECKING
 
 import pytest
-from runtime.workers.kit import delivery, running
 from support.serving import until
+from workers.kit import delivery, running
 
 from mldserver.records import Shard
 from mldserver.runtime.failure_policy import FailurePolicy
