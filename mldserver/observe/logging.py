@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import structlog
 
@@ -23,12 +23,12 @@ from mldserver.observe.stdout_capture import caught_output
 from mldserver.observe.writer import LogWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, MutableMapping
+    from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 
     from mldserver.config import Level, LogFormat, Settings
     from mldserver.observe.writer import Lost
 
-__all__ = ["LibraryHandler", "configure", "logging_to", "reopen"]
+__all__ = ["LibraryHandler", "Observer", "configure", "logging_to", "reopen"]
 
 _LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 
@@ -73,11 +73,32 @@ def _finish(
     return (event,), {}
 
 
-def configure(output: LogOutput, *, level: Level = "info", log_format: LogFormat = "auto") -> LogWriter:
+Observer: TypeAlias = "Callable[[Mapping[str, Any]], None]"
+"""Sees events as ``log_events.py`` declares them, in the call that logs them: it must not raise, wait or log."""
+
+
+def configure(
+    output: LogOutput,
+    *,
+    level: Level = "info",
+    log_format: LogFormat = "auto",
+    observers: Collection[Observer] = (),
+) -> LogWriter:
     """Send structlog's events from ``level`` on to ``output``; ``auto`` is pretty on a terminal, else JSON.
 
-    Return what writes them, in a thread, until it is closed.
+    ``observers`` see every event, at whatever level (of workers: those that they send). Return what writes the log, in a
+    thread, until it is closed.
     """
+    lowest = _LEVELS[level]
+
+    def observe(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        structlog.processors.add_log_level(logger, method, event)
+        for each in observers:
+            each(event)
+        if _LEVELS[event["level"]] < lowest:
+            raise structlog.DropEvent
+        return event
+
     terminal = output.is_terminal
     pretty = log_format == "pretty" or (log_format == "auto" and terminal)
     colours = terminal and not os.environ.get("NO_COLOR")
@@ -96,9 +117,10 @@ def configure(output: LogOutput, *, level: Level = "info", log_format: LogFormat
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
+            *([observe] if observers else ()),
             _finish,
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
+        wrapper_class=structlog.make_filtering_bound_logger(0 if observers else lowest),
         logger_factory=lambda *_names: logger,
         # Proxies at module level must follow when tests configure again; a log call costs microseconds either way.
         cache_logger_on_first_use=False,
@@ -166,10 +188,10 @@ def _stdout_for_the_log() -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def logging_to(settings: Settings) -> Iterator[LogWriter]:
+def logging_to(settings: Settings, *, observers: Collection[Observer] = ()) -> Iterator[LogWriter]:
     """Log as the settings say, for as long as the context lasts, prints and library logs included.
 
-    Its end waits a few seconds at most until everything is written.
+    ``observers``: as ``configure`` has them. Its end waits a few seconds at most until everything is written.
 
     Raises OperatorError when the log file cannot be opened.
     """
@@ -179,7 +201,9 @@ def logging_to(settings: Settings) -> Iterator[LogWriter]:
             output = LogOutput.to_stream(stack.enter_context(_stdout_for_the_log()))
         else:
             output = LogOutput.to_file(settings.log_file)
-        writer = configure(output, level=settings.log_level, log_format=settings.log_format)
+        writer = configure(
+            output, level=settings.log_level, log_format=settings.log_format, observers=observers
+        )
         stack.callback(writer.close)
         stack.callback(structlog.reset_defaults)
         stack.enter_context(libraries_through_us())

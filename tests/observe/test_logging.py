@@ -8,6 +8,8 @@ import re
 import subprocess
 import sys
 import warnings
+from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -16,11 +18,12 @@ import structlog
 
 from mldserver.config import Settings
 from mldserver.errors import OperatorError
+from mldserver.observe.log_events import EVENTS
 from mldserver.observe.log_output import LogOutput
 from mldserver.observe.logging import LibraryHandler, configure, logging_to, reopen
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 log = structlog.get_logger("mldserver")
@@ -51,6 +54,31 @@ def test_an_event_is_one_line_of_json(tmp_path: Path, output: LogOutput) -> None
     assert list(event)[:3] == ["timestamp", "level", "event"]
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", event.pop("timestamp"))
     assert event == {"level": "info", "event": "batch.done", "records": 3, "shard": "s1"}
+
+
+def test_a_metric_from_outside_sees_every_event_as_declared_whatever_level_is_logged(
+    settings: Settings,
+) -> None:
+    records: Counter[str] = Counter()
+    seen: list[tuple[str, str]] = []
+
+    def metric(event: Mapping[str, Any]) -> None:
+        seen.append((event["level"], event["event"]))
+        if event["event"] == "batch.done":
+            records[event["shard"]] += event["records"]
+
+    with logging_to(replace(settings, log_level="warning"), observers=[metric]):
+        for number in range(3):
+            with structlog.contextvars.bound_contextvars(shard=f"s{number % 2}"):
+                log.info("batch.done", records=10)
+        log.debug("handler.discarded")
+        log.error("connection.failed", exc_info=ValueError("x"))
+    assert records == {"s0": 20, "s1": 10}
+    assert seen[-2:] == [("debug", "handler.discarded"), ("error", "connection.failed")]
+    assert {event for _, event in seen} <= EVENTS.keys()
+    assert settings.log_file is not None
+    (line,) = lines_of(settings.log_file)
+    assert (line["event"], line["level"]) == ("connection.failed", "error")
 
 
 def test_exceptions_are_a_field(tmp_path: Path, output: LogOutput) -> None:
