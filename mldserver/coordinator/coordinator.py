@@ -174,16 +174,19 @@ class Coordinator:
         """
         await asyncio.to_thread(self._store.begin, PRIVATE, *((SEGMENTS, STAGING) if self._spec else ()))
         await asyncio.to_thread(self._claim.look)
-        state = await self._claim.settle(await self._fleet.join(), self._ledger)
-        state = await self._fleet.declare(self._shape, state)
-        await self._claim.renamed()
-        if self._runner is not None:
-            self._runner.know_older(self._shape.older(state))
-        open_windows = OpenWindows(self._spec, state.batch_progress) if self._spec else None
-        self._flusher.restore(state, open_windows)
-        self._learn(state)
-        await recover(state, self._ledger, self._store, self._runner)
-        self._company = (state.claims, frozenset(state.servers))
+        state = await self._fleet.join()
+        # Much that dead servers left, or a slow disk: others must not take this one for dead meanwhile.
+        async with self._fleet.beating():
+            state = await self._claim.settle(state, self._ledger)
+            state = await self._fleet.declare(self._shape, state)
+            await self._claim.renamed()
+            if self._runner is not None:
+                self._runner.know_older(self._shape.older(state))
+            open_windows = OpenWindows(self._spec, state.batch_progress) if self._spec else None
+            self._flusher.restore(state, open_windows)
+            self._learn(state)
+            await recover(state, self._ledger, self._store, self._runner)
+            self._company = (state.claims, frozenset(state.servers))
 
     async def run(self) -> None:
         """Turn the cycle until cancelled: at every interval, and at once when something asks for it.

@@ -21,7 +21,7 @@ from mldserver.errors import LedgerError, ServerBuried
 from mldserver.state.ledger import ServerState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
 
     from mldserver.base.clock import Clock
     from mldserver.coordinator.core.lineage import Lineage
@@ -162,6 +162,17 @@ class Fleet:
             except LedgerError as error:
                 # The next beat comes soon; if none gets through for long, the others must take this server for dead.
                 log.warning("server.beat_failed", **error.told())
+
+    @contextlib.asynccontextmanager
+    async def beating(self) -> AsyncIterator[None]:
+        """Beat while the body runs. Raises what it raises, and ServerBuried."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                beats = group.create_task(self.beat(), name="beats")
+                yield
+                beats.cancel()
+        except BaseExceptionGroup as group_of_one:
+            raise group_of_one.exceptions[0] from None
 
     async def leave(self) -> None:
         """Take this server out of the ledger, if it can be reached: others need not wait for its beats to stop."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from coordinator.pipeline import QUICK, Pipeline, named, two
 
+from mldserver.coordinator.recovery import recover
 from mldserver.errors import GapRefused, LedgerError, ServerBuried
 from mldserver.output.layout import LEDGER, SERVERS, server_tag
 from mldserver.records import Sequence
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mldserver.coordinator.shards import ShardSession
+
 
 W = [tumbling_id(start) for start in range(0, 100_000, 10_000)]
 
@@ -300,6 +303,35 @@ async def live_and_be_buried(server: Pipeline, other: Pipeline) -> None:
         seen = server.state().servers[server.server_id]
         assert other.ledger.store.bury({server.server_id: seen.beat_ms})
         await server.clock.advance(2)
+
+
+async def test_a_start_that_takes_longer_than_servers_wait_for_each_other_is_not_buried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = two(tmp_path)
+
+    async def sweep_much(*args: Any) -> None:
+        await one.clock.sleep(3 * QUICK.server_timeout_ms / 1000)
+        await recover(*args)
+
+    async with one.life():
+        monkeypatch.setattr("mldserver.coordinator.coordinator.recover", sweep_much)
+        starting = asyncio.create_task(other.build().start())
+        await one.clock.advance(4 * QUICK.server_timeout_ms / 1000)
+        await starting
+    await other.close_ledger()
+
+
+async def test_a_start_that_fails_says_why_though_it_beats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def find_no_folder(*_args: Any) -> None:
+        raise FileNotFoundError("gone")
+
+    monkeypatch.setattr("mldserver.coordinator.coordinator.recover", find_no_folder)
+    with pytest.raises(FileNotFoundError, match="gone"):
+        async with Pipeline(tmp_path).life():
+            pass
 
 
 async def test_a_server_that_was_buried_stops_and_what_it_held_comes_again(tmp_path: Path) -> None:
