@@ -13,8 +13,10 @@ import pytest
 from support.serving import until
 from workers.kit import delivery, named, running
 
+from mldserver.protocol.messages import Version
 from mldserver.records import Hook, Shard
 from mldserver.runtime.failure_policy import FailurePolicy, OnKeyFailure
+from mldserver.runtime.interface import MLDLine
 from mldserver.workers.lifecycle import Limits
 from mldserver.workers.runtime import WorkerRuntime
 
@@ -105,10 +107,11 @@ def process_record(record):
 
 
 def with_keys(batch: Delivery, keys: str) -> Delivery:
-    message = json.loads(batch.payload.packed()[1])
+    _, line = batch.payload.packed()
+    message = json.loads(line)
     for record, key in zip(message["records"], keys, strict=True):
         record["partitionKey"] = key
-    return msgspec.structs.replace(batch, line=json.dumps(message).encode())
+    return msgspec.structs.replace(batch, payload=MLDLine(json.dumps(message).encode(), Version.V2))
 
 
 @pytest.mark.usefixtures("logged")
