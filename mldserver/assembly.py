@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from mldserver.runtime.interface import Runtime
     from mldserver.sources.intake import MakeSource, Source
     from mldserver.sources.shards import MakeKinesis
-    from mldserver.state.ledger import Ledger
+    from mldserver.state.operations import Ledger
     from mldserver.windows import WindowSpec
 
 __all__ = ["Parts", "assemble", "claim_of", "ledger_of"]

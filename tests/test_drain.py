@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.parquet as pq
 import pytest
 from support.serving import quick, serving, until
+from support.store import SqliteStore
 
 from mldserver.errors import WindowFailed
 from mldserver.server import EXIT_CLEAN, EXIT_OPERATOR, Server
 from mldserver.state.ledger import WindowState
-from mldserver.state.store import SqliteStore
 from mldserver.testing import FakeMLD, FakeStream, Habits, LocalEngine
 
 if TYPE_CHECKING:

@@ -41,7 +41,9 @@ def handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def letters(settings: Any) -> list[tuple[bytes, int]]:
     with sqlite3.connect(ledger_file(settings)) as db:
-        found = db.execute("SELECT data, attempts, error FROM dead_letters ORDER BY id").fetchall()
+        found = db.execute(
+            "SELECT data, attempts, error FROM dead_letters ORDER BY version, place"
+        ).fetchall()
     db.close()
     assert all(error.startswith("Parked: ") == (attempts == 0) for _, attempts, error in found)
     return [(data, attempts) for data, attempts, _ in found]

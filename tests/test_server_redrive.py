@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.dataset as ds
 import pytest
 from support.serving import quick, serving, until
+from support.store import SqliteStore
 
 from mldserver import cli
 from mldserver.config.failures import OnKeyFailure
 from mldserver.config.locations import LetterPlace
 from mldserver.deadletters.files import FOLDER
 from mldserver.output.layout import LEDGER
-from mldserver.state.store import SqliteStore
 from mldserver.testing import FakeMLD, FakeStream
 
 if TYPE_CHECKING:

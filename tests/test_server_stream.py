@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from support.kinesis import FakeKinesis
 from support.serving import KEEP_EVERYTHING, connect, quick, serving, until
+from support.store import SqliteStore
 
 from mldserver.base.clock import SystemClock
 from mldserver.output.layout import LEDGER
-from mldserver.state.store import SqliteStore
 from mldserver.testing import FakeStream
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.dataset as ds
 import pytest
 from support.serving import quick, serving, until
+from support.store import SqliteStore
 from support.workers import NAMES, Application
 
 from mldserver.server import EXIT_CLEAN, EXIT_FAULT, Server
-from mldserver.state.store import SqliteStore
 from mldserver.testing import FakeStream, Habits, LocalEngine
 
 if TYPE_CHECKING:

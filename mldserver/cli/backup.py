@@ -92,8 +92,8 @@ def restore_ledger(folder: Path, /, *, where: Where = _NOWHERE, as_json: AsJson 
     from mldserver.assembly import claim_of  # noqa: PLC0415  # `--help` must not wait for it
     from mldserver.base.disk import make_folder, sync  # noqa: PLC0415  # see above
     from mldserver.output.layout import PRIVATE  # noqa: PLC0415  # see above
-    from mldserver.state.file import copy_whole, go_on_from  # noqa: PLC0415  # see above
-    from mldserver.state.whose import pipeline_of  # noqa: PLC0415  # see above
+    from mldserver.state.file import copy_whole, pipeline_of  # noqa: PLC0415  # see above
+    from mldserver.state.sqlite import go_on_from  # noqa: PLC0415  # see above
 
     with _told_as_the_operators():
         if not (folder / _LEDGER).is_file():
@@ -114,7 +114,7 @@ def restore_ledger(folder: Path, /, *, where: Where = _NOWHERE, as_json: AsJson 
             store.bring_back(folder / _FILES / path, path)
         store.sync_all(missing)
         claim = claim_of(settings, store)
-        go_on_from(part, claim.folder())
+        go_on_from(part, pipeline, claim.folder())
         state = _read(part, pipeline)
         sync(part)
         replaced = _set_aside(file)
@@ -160,10 +160,12 @@ def _places(where: Where) -> tuple[Settings, Path, OutputStore]:
 
 def _read(file: Path, pipeline: str) -> LedgerState:
     """Return what a copy holds. Raises LedgerError when it is damaged, of another format, or another pipeline's."""
-    from mldserver.state.store import SqliteStore  # noqa: PLC0415  # `--help` must not wait for it
+    from mldserver.state.book import Book  # noqa: PLC0415  # `--help` must not wait for it
+    from mldserver.state.sqlite import SqliteStore  # noqa: PLC0415  # see above
 
-    with contextlib.closing(SqliteStore(file, pipeline=pipeline, server_id="backup")) as ledger:
-        return ledger.peek()
+    with contextlib.closing(SqliteStore(file, pipeline=pipeline)) as store:
+        store.open()
+        return store.look(Book.state)
 
 
 def _named(state: LedgerState) -> Iterator[str]:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
 
     from mldserver.records import DeadLetter
-    from mldserver.state.ledger import Ledger, LedgerState
-    from mldserver.state.letters import StoredLetter
+    from mldserver.state.ledger import LedgerState, StoredLetter
+    from mldserver.state.operations import Ledger
 
 __all__ = ["app", "list_letters", "purge_letters", "redrive_letters", "show_letter"]
 
@@ -244,7 +244,7 @@ def purge_letters(
     pipeline = pipeline_at(where)
 
     async def work(ledger: Ledger, _held: LedgerState) -> None:
-        from mldserver.state.letters import LETTERS_AT_ONCE  # noqa: PLC0415  # `--help` must not wait for it
+        from mldserver.state.ledger import LETTERS_AT_ONCE  # noqa: PLC0415  # `--help` must not wait for it
 
         ids = await _chosen(ledger, letters, which, pipeline, everything=everything)
         if not yes:

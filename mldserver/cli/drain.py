@@ -14,7 +14,8 @@ from mldserver.cli.stdio import working_directory
 from mldserver.config import resolve
 
 if TYPE_CHECKING:
-    from mldserver.state.ledger import Ledger, LedgerState
+    from mldserver.state.ledger import LedgerState
+    from mldserver.state.operations import Ledger
 
 __all__ = ["app", "drain"]
 

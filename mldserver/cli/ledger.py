@@ -25,7 +25,8 @@ from mldserver.errors import OperatorError
 from mldserver.state.ledger import WindowState
 
 if TYPE_CHECKING:
-    from mldserver.state.ledger import Ledger, LedgerState, ServerState, ShardState
+    from mldserver.state.ledger import LedgerState, ServerState, ShardState
+    from mldserver.state.operations import Ledger
 
 __all__ = ["accept_gap", "app", "create_ledger", "reset_shards", "show_ledger"]
 

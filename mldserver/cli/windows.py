@@ -15,7 +15,8 @@ from mldserver.state.ledger import WindowState
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from mldserver.state.ledger import Decision, Ledger, LedgerState, Segment, WindowEntry
+    from mldserver.state.ledger import Decision, LedgerState, Segment, WindowEntry
+    from mldserver.state.operations import Ledger
 
 __all__ = ["app", "list_windows", "retry_windows", "set_windows_aside", "show_window", "skip_windows"]
 

@@ -52,7 +52,8 @@ if TYPE_CHECKING:
     from mldserver.jobs.runner import WindowRunner
     from mldserver.output.owner import FolderClaim
     from mldserver.output.store import OutputStore
-    from mldserver.state.ledger import Ledger, LedgerState
+    from mldserver.state.ledger import LedgerState
+    from mldserver.state.operations import Ledger
     from mldserver.windows import WindowSpec
 
 __all__ = ["Coordinator", "CoordinatorRules"]

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from mldserver.coordinator.redrive_intake import Destination
     from mldserver.output.store import OutputStore
     from mldserver.records import DeadLetter, Sequence
-    from mldserver.state.ledger import FlushResult, Ledger, LedgerState, WindowEntry
+    from mldserver.state.ledger import FlushResult, LedgerState, WindowEntry
+    from mldserver.state.operations import Ledger
     from mldserver.windows import WindowSpec
 
 __all__ = ["Flushed", "Flusher"]

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from mldserver.coordinator.core.shape import Shape
     from mldserver.coordinator.core.watermark import View, Watermark
     from mldserver.coordinator.server_locks import LifeLocks
-    from mldserver.state.ledger import Ledger, LedgerState, ShardState
+    from mldserver.state.ledger import LedgerState, ShardState
+    from mldserver.state.operations import Ledger
 
 __all__ = ["Fleet"]
 

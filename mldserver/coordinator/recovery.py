@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
     from mldserver.jobs.runner import WindowRunner
     from mldserver.output.store import OutputStore
-    from mldserver.state.ledger import Ledger, LedgerState, Segment, WindowEntry
+    from mldserver.state.ledger import LedgerState, Segment, WindowEntry
+    from mldserver.state.operations import Ledger
 
 __all__ = ["publish_late", "recover", "take_over"]
 

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from mldserver.records import Sequence
     from mldserver.runtime.interface import BatchOutcome
     from mldserver.sources.intake import ShardOpening
-    from mldserver.state.ledger import Ledger, ShardState
+    from mldserver.state.ledger import ShardState
+    from mldserver.state.operations import Ledger
     from mldserver.windows import WindowSpec
 
 __all__ = ["ShardSession", "Shards"]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from mldserver.records import DeadLetter, Sequence
-from mldserver.state.rows import storable
+from mldserver.state.ledger import storable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

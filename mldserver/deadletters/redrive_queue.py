@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from mldserver.state.letters import LETTERS_AT_ONCE
+from mldserver.state.ledger import LETTERS_AT_ONCE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 
     from mldserver.records import Sequence
-    from mldserver.state.letters import LetterBook, StoredLetter
+    from mldserver.state.ledger import StoredLetter
+    from mldserver.state.operations import Ledger
 
 __all__ = ["PAGE", "portions", "wanted_portions"]
 
@@ -52,7 +53,7 @@ def portions(letters: Iterable[StoredLetter]) -> Iterator[tuple[StoredLetter, ..
     )
 
 
-async def wanted_portions(book: LetterBook) -> AsyncGenerator[tuple[StoredLetter, ...], None]:
+async def wanted_portions(book: Ledger) -> AsyncGenerator[tuple[StoredLetter, ...], None]:
     """Yield the letters that are wanted now as they run together; those that are gone meanwhile are left out."""
     page = await book.letters(limit=PAGE, wanted=True)
     if len(page) < PAGE:
@@ -81,7 +82,7 @@ def _cut(
         yield tuple(portion)
 
 
-async def _look_through(book: LetterBook, page: tuple[StoredLetter, ...]) -> list[_Seen]:
+async def _look_through(book: Ledger, page: tuple[StoredLetter, ...]) -> list[_Seen]:
     """Return all that are wanted; ``page``: the first of them."""
     seen: list[_Seen] = []
     while page:
@@ -93,7 +94,7 @@ async def _look_through(book: LetterBook, page: tuple[StoredLetter, ...]) -> lis
     return seen
 
 
-async def _read(book: LetterBook, part: tuple[_Seen, ...]) -> list[StoredLetter]:
+async def _read(book: Ledger, part: tuple[_Seen, ...]) -> list[StoredLetter]:
     """Return the letters that were seen; those that were stored one after the other are read together."""
     ids = {each.id for each in part}
     found: list[StoredLetter] = []

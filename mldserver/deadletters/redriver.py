@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from mldserver.records import DeadLetter, Sequence
     from mldserver.runtime.interface import BatchOutcome, Runtime
     from mldserver.sources.shard_claims import ShardOwners
-    from mldserver.state.ledger import Ledger
-    from mldserver.state.letters import StoredLetter
+    from mldserver.state.ledger import StoredLetter
+    from mldserver.state.operations import Ledger
 
 __all__ = ["Redriver"]
 

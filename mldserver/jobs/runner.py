@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from mldserver.base.clock import Clock
     from mldserver.jobs.engine import Engine
     from mldserver.output.store import OutputStore
-    from mldserver.state.ledger import Decision, Ledger, LedgerState, WindowEntry
+    from mldserver.state.ledger import Decision, LedgerState, WindowEntry
+    from mldserver.state.operations import Ledger
 
 __all__ = ["WindowPolicy", "WindowRunner"]
 

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from mldserver.base.clock import Clock
     from mldserver.jobs.engine import Engine
     from mldserver.output.store import OutputStore
-    from mldserver.state.ledger import Ledger, Segment, WindowEntry
+    from mldserver.state.ledger import Segment, WindowEntry
+    from mldserver.state.operations import Ledger
 
 __all__ = ["Committed", "WindowSteps"]
 

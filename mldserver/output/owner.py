@@ -32,7 +32,8 @@ from mldserver.output.manifest import MANIFESTS
 
 if TYPE_CHECKING:
     from mldserver.output.store import OutputStore
-    from mldserver.state.ledger import Ledger, LedgerState
+    from mldserver.state.ledger import LedgerState
+    from mldserver.state.operations import Ledger
 
 __all__ = ["FolderClaim"]
 

@@ -1,8 +1,7 @@
 """The ledger on DynamoDB, for servers on several hosts: ``Ledger`` over one partition of a table.
 
 Every transaction is one ``TransactWriteItems`` on condition of the version that it was decided on; what it changes is
-one item of a log (``dynamodb_journal.py``), which every server reads into a book of its own (``dynamodb_book.py``) and
-decides over, in plain code. Pipelines may share a table.
+one item of a log (``dynamodb_journal.py``), which every server reads into a book of its own. Pipelines may share a table.
 
 Limits (AWS: 100 items and 4 MB a transaction, 400 KB an item, no item twice). A flush is never split: its segments
 belong to several shards at once. Whatever it holds, its transaction has at most 5 items and 0.8 MB: ``meta``, its
@@ -36,39 +35,28 @@ import structlog
 
 from mldserver.base.aws import aws_client
 from mldserver.errors import InternalError, LedgerError
-from mldserver.state import dynamodb_flushes as flushes
-from mldserver.state import dynamodb_letters
-from mldserver.state import dynamodb_members as members
-from mldserver.state import dynamodb_windows as windows
-from mldserver.state.dynamodb_book import Draft
+from mldserver.state import letters
+from mldserver.state.book import Draft
 from mldserver.state.dynamodb_journal import Journal
 from mldserver.state.dynamodb_snapshot import Compaction
 from mldserver.state.dynamodb_table import Table, backoff_s
+from mldserver.state.operations import Ledger
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncIterator, Callable
 
     from mldserver.base.clock import Clock
-    from mldserver.records import DeadLetter, Sequence
-    from mldserver.state.ledger import (
-        Commit,
-        Decision,
-        Flush,
-        FlushResult,
-        LedgerState,
-        Segment,
-        ServerState,
-        ShardState,
-        WindowEntry,
-    )
-    from mldserver.state.letters import StoredLetter
-    from mldserver.state.shapes import ShapeChange
+    from mldserver.records import Sequence
+    from mldserver.state.book import Book
+    from mldserver.state.ledger import LedgerState, ServerState, StoredLetter
+    from mldserver.state.operations import Transaction
 
 __all__ = ["DynamoLedger"]
 
 log = structlog.get_logger("mldserver")
 
 _T = TypeVar("_T")
+_S = TypeVar("_S")
 
 _JITTER: Final = random.SystemRandom().random
 
@@ -76,7 +64,7 @@ _DECISIONS: Final = 40
 """How often a transaction is decided anew because another was faster."""
 
 
-class DynamoLedger:
+class DynamoLedger(Ledger):
     """The ``Ledger`` of one server, in a table that servers of other hosts share. Calls take turns."""
 
     def __init__(
@@ -100,10 +88,9 @@ class DynamoLedger:
         ``rename_from``: the name that the pipeline may have still. ``create``: make the table when it is not there. ``session``: an aioboto3 session; None: credentials and region
         come from where boto3 finds them. ``compact_bytes``: the log is never shortened below it.
         """
+        super().__init__(server_id, clock)
         self._name = table
         self._pipeline, self._former = pipeline, rename_from
-        self._server_id = server_id
-        self._clock = clock
         self._where: dict[str, Any] = {"region": region, "endpoint_url": endpoint_url, "session": session}
         self._make = create
         self._compact_bytes = compact_bytes
@@ -114,42 +101,11 @@ class DynamoLedger:
         self._table: Table | None = None
         self._journal: Journal | None = None
         self._compaction: Compaction | None = None
-        self._life: int | None = None
-        """Which registration of its id this server is; None for a tool."""
         self._readers = 0
         """Calls that read beside the turns of others."""
         self._read = asyncio.Event()
         """Set when one of them has ended."""
         self._closed = False
-
-    @property
-    def server_id(self) -> str:
-        """The id under which this server is known."""
-        return self._server_id
-
-    async def open(self) -> LedgerState:
-        """Create or open the ledger, and register. After an error it is closed."""
-        async with contextlib.AsyncExitStack() as undo:
-            undo.push_async_callback(self.close)
-            async with self._taking_turns():
-                state = await self._enter()
-            undo.pop_all()
-        return state
-
-    async def _enter(self) -> LedgerState:
-        if self._life is not None:
-            raise InternalError("The ledger is open already.", table=self._name)
-        await self._connect(create=True)
-        now_ms = self._clock.now_ms()
-        self._life = await self._decide(lambda draft: members.enter(draft, self._server_id, now_ms))
-        return self._held()
-
-    async def peek(self) -> LedgerState:
-        """Return what the ledger holds without registering; close it afterwards, also after an error."""
-        async with self._taking_turns():
-            await self._connect(create=False)
-            await self._reached().refresh()
-            return self._held()
 
     async def create_table(self) -> None:
         """Create the table unless it is there, and wait until it can be used (at most a minute)."""
@@ -157,8 +113,11 @@ class DynamoLedger:
             await (await self._reach()).create()
 
     async def _connect(self, *, create: bool) -> None:
-        if self._journal is not None:
-            return
+        async with self._taking_turns():
+            if self._journal is None:
+                await self._load(create=create)
+
+    async def _load(self, *, create: bool) -> None:
         table = await self._reach()
         names = self._pipeline, self._former
         journal = Journal(table, names, clock=self._clock, jitter=self._jitter, unique=self._unique)
@@ -174,7 +133,7 @@ class DynamoLedger:
         self._compaction = Compaction(
             journal,
             table,
-            server_id=self._server_id,
+            server_id=self.server_id,
             at_least=self._compact_bytes,
             turn=self._turn,
             clock=self._clock,
@@ -203,19 +162,23 @@ class DynamoLedger:
             raise InternalError("The ledger is not open.", table=self._name)
         return self._journal
 
-    def _held(self, since: int = 0) -> LedgerState:
-        return self._reached().book.state(since)
-
-    async def _decide(self, rule: Callable[[Draft], _T]) -> _T:
-        """Run a rule over the latest version and write what it changes, until nobody else was faster."""
-        journal = self._reached()
-        for turn in range(_DECISIONS):
+    async def _look(self, read: Callable[[Book], _T]) -> _T:
+        async with self._taking_turns():
+            journal = self._reached()
             await journal.refresh()
-            draft = Draft(journal.book)
-            told = rule(draft)
-            if not draft.changes() or await journal.append(draft):
-                return told
-            await self._clock.sleep(backoff_s(turn, self._jitter(), base=0.02, cap=0.5))
+            return read(journal.book)
+
+    async def _transact(self, transaction: Transaction[_T], read: Callable[[Book], _S]) -> tuple[_T, _S]:
+        """Decide on the latest version and write what that changes, until nobody else was faster."""
+        async with self._taking_turns():
+            journal = self._reached()
+            for turn in range(_DECISIONS):
+                await journal.refresh()
+                draft = Draft(journal.book)
+                told = transaction.run(draft)
+                if not draft.changes() or await journal.append(draft):
+                    return told, read(journal.book)
+                await self._clock.sleep(backoff_s(turn, self._jitter(), base=0.02, cap=0.5))
         raise LedgerError(
             f"Other servers were faster {_DECISIONS} times.",
             did="Nothing was written.",
@@ -223,39 +186,11 @@ class DynamoLedger:
             table=self._name,
         )
 
-    async def _tool(self, rule: Callable[[Draft], _T]) -> _T:
-        """Run a rule that anyone may use."""
-        async with self._taking_turns():
-            return await self._decide(rule)
-
-    async def _member(self, rule: Callable[[Draft], _T]) -> _T:
-        """Run a rule that only a registered server may use."""
-        async with self._taking_turns():
-            return await self._decide_as_member(rule)
-
-    async def _decide_as_member(self, rule: Callable[[Draft], _T]) -> _T:
-        life = self._lives()
-
-        def guarded(draft: Draft) -> _T:
-            members.require(draft, self._server_id, life)
-            return rule(draft)
-
-        return await self._decide(guarded)
-
-    def _lives(self) -> int:
-        if self._life is None:
-            raise InternalError("The ledger was not opened by a server.", table=self._name)
-        return self._life
-
     async def sync(self, told: ServerState, since: int = 0) -> LedgerState:
         """Beat, and return what the ledger holds now. Shortens the log when it is long, while others take turns."""
-        members.own(told, self._server_id)
-        async with self._taking_turns():
-            life = self._lives()
-            await self._decide_as_member(lambda draft: members.beat(draft, told, life))
-            state, compaction = self._held(since), self._compaction
-            if compaction is None or not compaction.due():
-                return state
+        state, compaction = await super().sync(told, since), self._compaction
+        if compaction is None or not compaction.due():
+            return state
         try:
             await compaction.run()
         except LedgerError as error:
@@ -264,137 +199,7 @@ class DynamoLedger:
             log.warning("ledger.not_shortened", **error.told())
             return state
         async with self._turn:
-            return self._held(since)
-
-    async def find(self, window_ids: tuple[str, ...]) -> tuple[WindowEntry, ...]:
-        """Return windows as they are."""
-        async with self._taking_turns():
-            await self._reached().refresh()
-            windows = self._reached().book.windows
-            return tuple(windows[each] for each in window_ids if each in windows)
-
-    async def bury(self, seen: Mapping[str, int]) -> frozenset[str]:
-        """Remove servers whose beat is still the one that was seen; return those that are gone."""
-        others = {each: beat_ms for each, beat_ms in seen.items() if each != self._server_id}
-        return await self._member(lambda draft: members.bury(draft, others))
-
-    async def claim(self, folder: str, *, instead_of: str | None = None) -> LedgerState:
-        """Be the ledger of an output folder, unless it is another's; return what it holds then."""
-        await self._member(lambda draft: members.claim(draft, folder, instead_of, self._server_id))
-        return self._held()
-
-    async def leave(self) -> None:
-        """Take this server's row out."""
-        life = self._lives()
-        await self._tool(lambda draft: members.leave(draft, self._server_id, life))
-
-    async def declare(self, change: ShapeChange, *, version: int) -> bool:
-        """Note this server's shape, unless it is another than the pipeline's and somebody wrote since a version."""
-        told = self._server_id, change, version, self._clock.now_ms()
-        return await self._member(lambda draft: members.declare(draft, *told))
-
-    async def drain(self) -> None:
-        """Ask all servers to drain."""
-        await self._tool(members.drain)
-
-    async def open_shard(self, shard_id: str, parents: tuple[str, ...] = ()) -> ShardState:
-        """Raise the shard's epoch, own it, and return its state."""
-        return await self._member(lambda draft: members.open_shard(draft, shard_id, parents, self._server_id))
-
-    async def release_shard(self, shard_id: str, epoch: int) -> None:
-        """Give up owning a shard."""
-        await self._member(lambda draft: members.release_shard(draft, shard_id, epoch))
-
-    async def know_shards(self, parents_by_shard: dict[str, tuple[str, ...]]) -> None:
-        """Note shards and their parents."""
-        known = dict(parents_by_shard)
-        await self._member(lambda draft: members.know_shards(draft, known))
-
-    async def end_shards(self, shard_ids: frozenset[str]) -> None:
-        """Mark shards as ended."""
-        now_ms = self._clock.now_ms()
-        await self._tool(lambda draft: members.end_shards(draft, shard_ids, now_ms))
-
-    async def register(self, flush: Flush) -> FlushResult:
-        """Register a flush as a whole, or refuse it as a whole."""
-        now_ms = self._clock.now_ms()
-        return await self._member(lambda draft: flushes.register(draft, flush, now_ms))
-
-    async def cut(self, window_ids: tuple[str, ...]) -> tuple[WindowEntry, ...]:
-        """Fix the segments of windows and own them."""
-        return await self._member(lambda draft: windows.cut(draft, window_ids, self._server_id))
-
-    async def adopt(self) -> tuple[WindowEntry, ...]:
-        """Own every cut or committed window without an owner."""
-        return await self._member(lambda draft: windows.adopt(draft, self._server_id))
-
-    async def begin_attempts(self, window_ids: tuple[str, ...]) -> dict[str, int]:
-        """Count an attempt at each cut window of this server, together."""
-        return await self._member(lambda draft: windows.begin_attempts(draft, window_ids, self._server_id))
-
-    async def commit(self, commits: tuple[Commit, ...]) -> frozenset[str]:
-        """Make attempts' outputs count, together."""
-        return await self._member(lambda draft: windows.commit(draft, commits, self._server_id))
-
-    async def published(self, attempts: Mapping[str, int], *, retain: bool = True) -> tuple[Segment, ...]:
-        """Note that outputs are visible; return the segments that are free to delete."""
-        now_ms, told = self._clock.now_ms(), dict(attempts)
-        return await self._member(
-            lambda draft: windows.published(draft, told, self._server_id, retain=retain, now_ms=now_ms)
-        )
-
-    async def expire(
-        self, *, published_before_ms: int, keep_bytes: int, limit: int = 1000
-    ) -> tuple[Segment, ...]:
-        """Stop retaining windows by age, then by size; return the segments to delete."""
-        bounds = {"published_before_ms": published_before_ms, "keep_bytes": keep_bytes, "limit": limit}
-        return await self._member(lambda draft: windows.expire(draft, **bounds))
-
-    async def late_published(self, paths: tuple[str, ...]) -> None:
-        """Note that files of the late dataset are visible."""
-        await self._member(lambda draft: windows.late_published(draft, paths))
-
-    async def set_aside(self, window_id: str, error: str) -> None:
-        """Put a cut window of this server aside with its segments."""
-        await self._member(lambda draft: windows.set_aside(draft, window_id, error, self._server_id))
-
-    async def halt(self, window_id: str, error: str, *, first: bool) -> bool:
-        """Keep why a window of this server is halted."""
-        told = window_id, error, self._server_id
-        return await self._member(lambda draft: windows.halt(draft, *told, first=first))
-
-    async def decide(self, window_id: str, decision: Decision) -> bool:
-        """Do what an operator decides about a window that is halted or set aside."""
-        told = window_id, decision, self._clock.now_ms()
-        return await self._tool(lambda draft: windows.decide(draft, *told))
-
-    async def accept_gap(self, shard_id: str) -> bool:
-        """Let the next opening of a shard start beyond its position."""
-        return await self._tool(lambda draft: members.accept_gap(draft, shard_id))
-
-    async def reset(self, shard_ids: frozenset[str]) -> frozenset[str]:
-        """Forget where shards without an owner stand; return which those were."""
-        return await self._tool(lambda draft: members.reset(draft, shard_ids))
-
-    async def prune(
-        self,
-        *,
-        windows_before_ms: int,
-        shards_before_ms: int,
-        keep_shards: frozenset[str] = frozenset(),
-        limit: int = 10_000,
-    ) -> int:
-        """Forget windows published and not retained, and shards ended, before those times (ms)."""
-
-        def rule(draft: Draft) -> int:
-            over = windows.prune(draft, before_ms=windows_before_ms, limit=limit)
-            return over + members.prune(draft, before_ms=shards_before_ms, keep=keep_shards)
-
-        return await self._member(rule)
-
-    async def dead_letters(self, limit: int = 100) -> tuple[DeadLetter, ...]:
-        """Return stored dead letters, oldest first."""
-        return tuple(each.letter for each in await self.letters(limit=limit))
+            return self._reached().book.state(since)
 
     async def letters(
         self, *, after: str | None = None, limit: int = 100, wanted: bool = False
@@ -404,9 +209,9 @@ class DynamoLedger:
         async with self._taking_turns():
             journal = self._reached()
             await journal.refresh()
-            async with contextlib.aclosing(journal.letters(after, wanted=wanted)) as stored:
-                while len(found) < limit and (each := await anext(stored, None)) is not None:
-                    found.append(each)
+            for version, places in letters.page(journal.book, after, limit, wanted=wanted):
+                there = await journal.letters(version)
+                found += [letters.stored(journal.book, version, place, there[place]) for place in places]
         return tuple(found)
 
     async def parked_keys(self, shard_id: str) -> dict[str, Sequence]:
@@ -422,18 +227,6 @@ class DynamoLedger:
         finally:
             self._readers -= 1
             self._read.set()
-
-    async def redrive(self, ids: tuple[str, ...], *, wanted: bool = True) -> frozenset[str]:
-        """Mark letters to be redriven, or not."""
-        return await self._tool(lambda draft: dynamodb_letters.mark(draft, ids, wanted=wanted))
-
-    async def purge(self, ids: tuple[str, ...]) -> frozenset[str]:
-        """Delete letters."""
-        return await self._tool(lambda draft: dynamodb_letters.remove(draft, ids))
-
-    async def add_letters(self, letters: tuple[DeadLetter, ...], *, wanted: bool = False) -> None:
-        """Store letters that come from elsewhere."""
-        await self._tool(lambda draft: dynamodb_letters.store(draft, letters, wanted=wanted))
 
     async def close(self) -> None:
         """Close after every call that was made before. Closing again does nothing."""

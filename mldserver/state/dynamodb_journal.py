@@ -23,29 +23,26 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mldserver.base.kill_points import kill_point
 from mldserver.errors import LedgerError, LedgerUnusable, LedgerVersionError
-from mldserver.state.dynamodb_book import Book, Changes
-from mldserver.state.dynamodb_codec import (
+from mldserver.state.book import Book, Changes
+from mldserver.state.codec import (
+    FORMAT,
     pack_changes,
     pack_keys,
     pack_letters,
     unpack_changes,
     unpack_letters,
 )
-from mldserver.state.dynamodb_letters import letter_id
 from mldserver.state.dynamodb_parked import parked_keys
 from mldserver.state.dynamodb_table import Value, backoff_s, version_key
-from mldserver.state.letters import StoredLetter
-from mldserver.state.schema import FORMAT
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Mapping
+    from collections.abc import Callable, Mapping
 
     from mldserver.base.clock import Clock
     from mldserver.records import DeadLetter, Sequence
-    from mldserver.state.dynamodb_book import Draft, LetterItem
+    from mldserver.state.book import Draft, LetterItem
     from mldserver.state.dynamodb_table import Item, Table
     from mldserver.state.ledger import WindowEntry
-
 
 __all__ = ["Journal", "Snapshot", "Tail"]
 
@@ -374,25 +371,6 @@ class Journal:
             self._applied(Changes(), len(nothing.data), snapshot)
         return done
 
-    async def letters(self, after: str | None, *, wanted: bool) -> AsyncGenerator[StoredLetter, None]:
-        """Yield letters in order of storage, those behind an id; ``wanted``: only marked ones.
-
-        The book must be up to date.
-        """
-        version, _, place = (after or "0.0").partition(".")
-        behind = (int(version), int(place)) if after and version.isdigit() and place.isdigit() else (0, -1)
-        told = {int(key): item for key, item in self.book.letters.items()}
-        for each in sorted(number for number in told if number >= behind[0]):
-            there = told[each].wanted if wanted else frozenset(range(told[each].count)) - told[each].gone
-            places = [place for place in sorted(there) if (each, place) > behind]
-            if not places:
-                continue
-            letters = await self._letters_of(each)
-            for number in places:
-                yield StoredLetter(
-                    letter_id(each, number), letters[number], wanted=number in told[each].wanted
-                )
-
     async def parked_keys(self, told: Mapping[str, LetterItem], shard_id: str) -> dict[str, Sequence]:
         """Return the parked keys of a shard among the letters that the book told of. May run beside other calls."""
         try:
@@ -400,7 +378,8 @@ class Journal:
         except ValueError as error:
             raise self._damaged(f"dead letters cannot be read ({error})") from error
 
-    async def _letters_of(self, version: int) -> tuple[DeadLetter, ...]:
+    async def letters(self, version: int) -> tuple[DeadLetter, ...]:
+        """Return the letters that a version stored, those that are gone too. The book must be up to date."""
         letters = await self._letters_if_there(version)
         if letters is None:
             raise self._damaged("dead letters are gone")

@@ -10,14 +10,14 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Final
 
-from mldserver.state.dynamodb_codec import keys_of, unpack_keys
+from mldserver.state.codec import keys_of, unpack_keys
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 
     from mldserver.records import DeadLetter, Sequence
-    from mldserver.state.dynamodb_book import LetterItem
-    from mldserver.state.dynamodb_codec import LetterKeys
+    from mldserver.state.book import LetterItem
+    from mldserver.state.codec import LetterKeys
     from mldserver.state.dynamodb_table import Table
 
 __all__ = ["parked_keys"]
@@ -44,7 +44,7 @@ async def parked_keys(
         async for version, keys in items:
             gone = told[version].gone
             for place, each in enumerate(keys):
-                if each is not None and each[0] == shard_id and place not in gone:
+                if each is not None and each[0] == shard_id and not gone >> place & 1:
                     parked[each[1]] = min(each[2], parked.get(each[1], each[2]))
     return parked
 

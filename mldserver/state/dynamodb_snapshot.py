@@ -19,7 +19,7 @@ import zlib
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from mldserver.state.dynamodb_codec import pack_changes
+from mldserver.state.codec import pack_changes
 from mldserver.state.dynamodb_journal import Snapshot
 from mldserver.state.dynamodb_table import INLINE_BYTES, Value, backoff_s, version_key
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from mldserver.state.dynamodb_table import Table
 
 __all__ = ["Compaction"]
-
 
 _NAMINGS: Final = 20
 """How often one call tries to put a snapshot in force while others are faster; the next call goes on."""

@@ -1,4 +1,4 @@
-"""The ledger's file: found or created, examined, and set up, without a word about what it holds.
+"""The ledger's file: found or created, examined, and set up, without a word about what it holds; its errors in our words.
 
 Several processes may do this to one file at the same time: what decides is asked again inside the transaction that
 creates it.
@@ -9,20 +9,57 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from mldserver.base.disk import make_folder
-from mldserver.errors import LedgerError, LedgerUnusable, LedgerVersionError, folder_error
-from mldserver.state import members, schema
-from mldserver.state.faults import damaged, translate
+from mldserver.errors import (
+    InternalError,
+    LedgerError,
+    LedgerUnusable,
+    LedgerVersionError,
+    MldserverError,
+    folder_error,
+)
+from mldserver.state import schema
+from mldserver.state.codec import FORMAT
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["copy_whole", "create_or_open", "go_on_from", "open_existing"]
+__all__ = ["copy_whole", "create_or_open", "damaged", "open_existing", "pipeline_of", "translate"]
 
 _WAL_TRIES = 100
 _WAL_PAUSE_SECONDS = 0.02
+
+_ROLLED_BACK: Final = "The transaction was rolled back."
+_DAMAGED: Final = (
+    "The ledger is damaged",
+    "It is never repaired silently: bring back a backup with `mldserver ledger restore`.",
+)
+_UNWRITABLE: Final = (
+    "The ledger cannot be opened for writing",
+    "Check the file, its folder and their permissions.",
+)
+_FAULTS: Final[dict[int, tuple[str, str]]] = {
+    sqlite3.SQLITE_FULL: (
+        "The disk that holds the ledger is full",
+        "Make room: the next transaction succeeds as soon as there is some.",
+    ),
+    sqlite3.SQLITE_IOERR: (
+        "The disk that holds the ledger failed",
+        "Look at the disk and at the system's log.",
+    ),
+    sqlite3.SQLITE_BUSY: (
+        "Another program holds the ledger's write lock",
+        "Close tools that have the ledger's file open for writing.",
+    ),
+    sqlite3.SQLITE_CORRUPT: _DAMAGED,
+    sqlite3.SQLITE_NOTADB: _DAMAGED,
+    sqlite3.SQLITE_READONLY: _UNWRITABLE,
+    sqlite3.SQLITE_CANTOPEN: _UNWRITABLE,
+    sqlite3.SQLITE_PERM: _UNWRITABLE,
+}
+"""By primary result code: what happened, and what to do about it."""
 
 
 def create_or_open(
@@ -72,17 +109,18 @@ def copy_whole(path: Path, target: Path) -> None:
         raise translate(error, path, did="It was left as it is.") from error
 
 
-def go_on_from(path: Path, folder: str) -> None:
-    """Make a copy of a ledger, which was checked, one that goes on: under an id of its own, for a folder, with no server.
+def pipeline_of(path: Path) -> str | None:
+    """Return the name of the pipeline that a ledger's file belongs to.
 
-    Raises LedgerError when it cannot be written.
+    None when it does not say so: there is no file, or it is damaged, or no ledger. Opening it tells which.
     """
     try:
-        with contextlib.closing(sqlite3.connect(path)) as db, db:
-            db.execute("UPDATE meta SET version = version + 1")
-            members.claim(db, folder, db.execute("SELECT ledger_id FROM meta").fetchone()[0])
-    except sqlite3.Error as error:
-        raise translate(error, path) from error
+        # Not `connect(path)`, which would make an empty file where there is none.
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True)) as db:
+            found = db.execute("SELECT pipeline FROM meta").fetchone()
+    except sqlite3.Error:
+        return None
+    return found[0] if found is not None and isinstance(found[0], str) else None
 
 
 def _connect(
@@ -92,7 +130,6 @@ def _connect(
         try:
             db = sqlite3.connect(path, isolation_level=None)
             undo.callback(db.close)
-            db.row_factory = sqlite3.Row
             db.execute(f"PRAGMA busy_timeout = {busy_timeout_ms}")
             if _is_new(db, path):
                 if created_ms is None:
@@ -136,11 +173,11 @@ def _create(db: sqlite3.Connection, path: Path, pipeline: str, now_ms: int) -> N
         # Another server may have been here first, between the look and the lock.
         if _is_new(db, path):
             db.execute(f"PRAGMA application_id = {schema.APPLICATION_ID}")
-            for statement in schema.DDL:
+            for statement in schema.DDL.split(";"):
                 db.execute(statement)
             db.execute(
-                "INSERT INTO meta (id, format, pipeline, created_ms, ledger_id) VALUES (1, ?, ?, ?, ?)",
-                (schema.FORMAT, pipeline, now_ms, schema.new_ledger_id()),
+                "INSERT INTO meta VALUES (1, ?, ?, ?)",
+                (FORMAT, pipeline, now_ms),
             )
         db.execute("COMMIT")
     finally:
@@ -152,18 +189,18 @@ def _examine(db: sqlite3.Connection, path: Path, names: tuple[str, ...]) -> None
     meta = db.execute("SELECT format, pipeline FROM meta").fetchone()
     if meta is None:
         raise damaged("it does not say whose it is", path)
-    if meta["format"] != schema.FORMAT:
-        older = meta["format"] < schema.FORMAT
+    form, pipeline = meta
+    if form != FORMAT:
         raise LedgerVersionError(
-            f"The ledger has format {meta['format']}; this program knows format {schema.FORMAT}.",
+            f"The ledger has format {form}; this program knows format {FORMAT}.",
             advice="That format was never released: give this server an output folder of its own."
-            if older
+            if form < FORMAT
             else "Run the version of mldserver that wrote it, or a later one.",
             path=str(path),
         )
-    if meta["pipeline"] not in names:
+    if pipeline not in names:
         raise LedgerVersionError(
-            f"The ledger belongs to the pipeline {meta['pipeline']!r}, not to {names[0]!r}.",
+            f"The ledger belongs to the pipeline {pipeline!r}, not to {names[0]!r}.",
             advice="Give each pipeline an output folder of its own, or the name that it had; a drained one is renamed with"
             " --rename-from (`mldserver help operations`).",
             path=str(path),
@@ -200,3 +237,26 @@ def _into_wal(db: sqlite3.Connection) -> str:
                 raise
             time.sleep(_WAL_PAUSE_SECONDS)
     raise AssertionError("the last try raises")
+
+
+def translate(error: sqlite3.Error, path: Path, *, did: str = _ROLLED_BACK) -> MldserverError:
+    """Return the ledger's own error for one of SQLite's: LedgerError, or InternalError for a broken constraint."""
+    # Errors that Python's sqlite3 module raises by itself carry no code.
+    code: int | None = getattr(error, "sqlite_errorcode", None)
+    where = {"path": str(path), "sqlite": getattr(error, "sqlite_errorname", None)}
+    if isinstance(error, sqlite3.IntegrityError):
+        return InternalError(
+            f"The ledger's rules were broken: {error}.",
+            did=did,
+            advice="Report this with the log: it is a bug.",
+            **where,
+        )
+    what, advice = _FAULTS.get(code & 0xFF if code is not None else -1, ("SQLite refused", ""))
+    kind = LedgerUnusable if (what, advice) == _DAMAGED else LedgerError
+    return kind(f"{what}: {error}.", did=did, advice=advice, **where)
+
+
+def damaged(found: str, path: Path, *, sqlite: str | None = None) -> LedgerError:
+    """Return the error for a ledger whose content cannot be: ``found`` says what is there, ``sqlite`` in its words."""
+    what, advice = _DAMAGED
+    return LedgerUnusable(f"{what}: {found}.", advice=advice, path=str(path), sqlite=sqlite)

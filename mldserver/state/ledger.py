@@ -1,52 +1,47 @@
-"""The ledger: the one durable record of positions, segments, windows and dead letters.
+"""The ledger's vocabulary: what it holds of shards, segments, windows, servers and dead letters, and what goes in.
 
-It is the only place that decides what counts. Rows count when the transaction that moves their shard's position
-registers their segment; a window's output counts when the transaction that commits it succeeds. Every method below
-is one transaction: it happens wholly or not at all, whatever dies.
-
-Several servers may share a ledger. Each registers under an id of its own and beats; a server that has not beaten for
-long is *buried* by another: its row goes, so that whatever it still tries is refused (``ServerBuried``), its windows
-are adopted, and only then are its unregistered files deleted. A server that opens the ledger under an id that is
-registered buries the one that had it. Shards are fenced by epochs, windows by attempts.
-
-A server registers with ``open``; then every call may follow. A tool opens the ledger with ``peek``; then only
-``peek``, ``end_shards``, ``decide``, ``accept_gap``, ``reset``, ``drain``, ``close`` and those of dead letters may, else
-InternalError. Of a server that was buried, or has left, every call that writes raises ServerBuried, except ``leave`` and
-those. Implementations: ``sqlite.py`` (servers of one host; the file lies beside the segments) and ``dynamodb.py``.
+``operations.py`` has the ledger itself.
 """
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal
 
 from mldserver.state.batches import BatchProgress, BatchStep
-from mldserver.state.letters import LetterBook
-from mldserver.state.shapes import ShapeBook
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from mldserver.records import DeadLetter, Sequence
 
 __all__ = [
+    "LETTERS_AT_ONCE",
     "BatchProgress",
     "BatchStep",
     "Commit",
     "Decision",
     "Flush",
     "FlushResult",
-    "Ledger",
     "LedgerState",
     "PositionUpdate",
     "Segment",
     "SegmentKind",
     "ServerState",
+    "ShapeChange",
     "ShardState",
+    "StoredLetter",
     "WindowEntry",
     "WindowState",
+    "storable",
 ]
+
+LETTERS_AT_ONCE: Final = 40
+"""How many letters one transaction may take out: each may be two of the 100 operations of DynamoDB's (AWS limit)."""
+
+
+def storable(text: str) -> str:
+    r"""Return text that UTF-8 can hold: lone surrogates, which user code can make, become ``\udc80``."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,172 +273,27 @@ class LedgerState:
     published and not retained since; all others are as they were then, or gone after having been told of so."""
 
 
-class Ledger(LetterBook, ShapeBook, Protocol):
-    """One pipeline's ledger. Every method is one transaction, done when it returns. Raises LedgerError."""
+@dataclass(frozen=True, slots=True)
+class ShapeChange:
+    """A shape that a server declares, and what becomes of the ledger when it takes the place of another."""
 
-    @property
-    def server_id(self) -> str:
-        """The id under which this server is known."""
+    fingerprint: str
+    text: str
+    over: frozenset[str] = frozenset()
+    """Published windows whose segments it cannot read: they are not retained any more."""
+    window_ms: int | None = None
+    """The size of event-time windows (ms), where they were cut in another way before. The first of them begins at or
+    after the end of every window that has begun: ``cut_below_ms`` rises to there. None: it stays."""
+    forget_event_times: bool = False
+    """Event time is another column from now on: where the shards' watermarks stood means nothing."""
 
-    async def open(self) -> LedgerState:
-        """Create or open the ledger, register this server, and return what the ledger holds.
 
-        Who had this id before is buried. Without a first ``sync`` this server holds the watermark (None, not idle).
-        Raises LedgerVersionError for a newer or foreign ledger, LedgerError for a damaged one; never repairs.
-        """
+@dataclass(frozen=True, slots=True)
+class StoredLetter:
+    """A dead letter, as a ledger holds it."""
 
-    async def peek(self) -> LedgerState:
-        """Return what the ledger holds, opening it when it is not open, without registering: for tools.
-
-        Creates nothing: raises LedgerError when there is no ledger, and else as ``open``.
-        """
-
-    async def sync(self, told: ServerState, since: int = 0) -> LedgerState:
-        """Beat: keep what the server tells (``beat_ms`` too), and return what the ledger holds now.
-
-        ``since``: the ``version`` of a state that the caller has already: of windows only the news are returned, unless
-        some that it may not have heard of are gone; the answer's ``since`` says which. So it is cheap however many
-        windows are retained. Raises InternalError when ``told`` is of another server.
-        """
-
-    async def find(self, window_ids: tuple[str, ...]) -> tuple[WindowEntry, ...]:
-        """Return windows as they are, also those that are published and not retained; unknown ones are left out."""
-
-    async def bury(self, seen: Mapping[str, int]) -> frozenset[str]:
-        """Remove servers whose last beat (ms) is still the one that was seen; return those that are gone.
-
-        One that has beaten since lives, whatever the clocks say: beats are compared for equality alone. Those that were
-        gone already, or never there, are returned too. Their shards lose their owner; their windows (CUT, COMMITTED)
-        may be adopted. A server never buries itself.
-        """
-
-    async def claim(self, folder: str, *, instead_of: str | None = None) -> LedgerState:
-        """Be the ledger of an output folder, unless it is another's; return what it holds then.
-
-        ``instead_of``: if that is its ``ledger_id`` still, it gets a new one and the folder: what was written under the
-        old one, and is not named, is not this ledger's any more. All other servers are removed, as if buried.
-        """
-
-    async def leave(self) -> None:
-        """Take this server's row out: an orderly stop. Its shards and windows lose their owner.
-
-        Without effect when it is out already.
-        """
-
-    async def open_shard(self, shard_id: str, parents: tuple[str, ...] = ()) -> ShardState:
-        """Raise the shard's epoch (creating the shard when it is new), own it, and return its state with that epoch.
-
-        ``gap_accepted`` is returned once and cleared.
-        """
-
-    async def release_shard(self, shard_id: str, epoch: int) -> None:
-        """Give up owning a shard whose lease or connection is gone; nothing happens under another epoch."""
-
-    async def know_shards(self, parents_by_shard: dict[str, tuple[str, ...]]) -> None:
-        """Note shards that the stream lists, with their parents. Epochs and positions stay."""
-
-    async def end_shards(self, shard_ids: frozenset[str]) -> None:
-        """Mark shards as ended that the operator or the stream says will never come back."""
-
-    async def register(self, flush: Flush) -> FlushResult:
-        """Register a flush as a whole, or refuse it as a whole before anything is written.
-
-        A window is cut when its entry says so or, without an entry, when it ends at or before ``cut_below_ms``.
-        RECOMPUTE segments of a retained window (SET_ASIDE ones too) become ``pending``. The rows of ``batches`` are
-        added to those that other servers have put in since the plan, and refused when the window would have more
-        than ``max_rows``, or another has been begun: so none ever has more. Raises InternalError when a
-        position would go down, a path is registered twice, a segment's bounds are not those of its window, or a
-        RECOMPUTE segment's window is OPEN.
-        """
-
-    async def cut(self, window_ids: tuple[str, ...]) -> tuple[WindowEntry, ...]:
-        """Fix the segments of windows and own them; those that cannot be cut are left out of the answer.
-
-        An OPEN window becomes CUT at revision 1; a PUBLISHED one with pending segments becomes CUT at the next
-        revision, over all its segments; ``files``, ``rows_out`` and ``published_ms`` stay those of the revision
-        that is visible, until the commit. ``batch_progress`` goes on behind a ``batches`` window that is cut: its
-        number, told by its id, is never given again.
-        """
-
-    async def adopt(self) -> tuple[WindowEntry, ...]:
-        """Own every CUT or COMMITTED window that has no owner, and return them."""
-
-    async def begin_attempts(self, window_ids: tuple[str, ...]) -> dict[str, int]:
-        """Count an attempt at each of these windows that is CUT and this server's still; return their numbers."""
-
-    async def commit(self, commits: tuple[Commit, ...]) -> frozenset[str]:
-        """Make attempts' outputs count, together; return the windows for which it happened.
-
-        Left out are windows that are not CUT any more, not ours, or have a newer attempt.
-        """
-
-    async def published(self, attempts: Mapping[str, int], *, retain: bool = True) -> tuple[Segment, ...]:
-        """Note that outputs are visible; return the segments that are now free to delete (of windows not retained).
-
-        ``attempts``: of each window the attempt whose output was made visible. Passed over are windows that are not
-        COMMITTED with that attempt, or not this server's, any more: who repeats a call whose answer was lost says
-        nothing of the revision that another server has committed meanwhile. ``retain=False``: late rows lead to no
-        revision, so that the windows are not retained, but for those with pending segments. Entries stay until they
-        are pruned.
-        """
-
-    async def expire(
-        self, *, published_before_ms: int, keep_bytes: int, limit: int = 1000
-    ) -> tuple[Segment, ...]:
-        """Stop retaining PUBLISHED windows, and return the segments to delete.
-
-        First all published before a time, then those published longest ago until the segments of all PUBLISHED
-        windows take at most ``keep_bytes``. Windows with pending segments stay. At most ``limit`` windows a call: when
-        the answer is of so many, more may follow.
-        """
-
-    async def late_published(self, paths: tuple[str, ...]) -> None:
-        """Note that files of the late dataset are visible."""
-
-    async def set_aside(self, window_id: str, error: str) -> None:
-        """Put a window aside with its segments, after its last attempt, if it is CUT and this server's still."""
-
-    async def halt(self, window_id: str, error: str, *, first: bool) -> bool:
-        """Keep why a CUT or COMMITTED window of this server is halted, until it commits or is published.
-
-        False: it is neither, or not ours, any more; or not ``first``, and the error is gone: an operator wants a retry.
-        """
-
-    async def decide(self, window_id: str, decision: Decision) -> bool:
-        """Do what an operator decides about a window that is halted or SET_ASIDE. False: it is none.
-
-        ``retry`` forgets the error: its server tries a halted one at once, any may adopt the other, which is CUT again.
-        ``set_aside`` is for halted ones that are CUT. ``skip`` makes a window that is CUT or SET_ASIDE PUBLISHED, with no
-        new output: what its last revision wrote stays. It keeps its error; its pending segments join the present
-        revision, which is retained as any other; rows that come later go to the late dataset (``expired_windows``).
-        """
-
-    async def accept_gap(self, shard_id: str) -> bool:
-        """Let the next opening of a shard start beyond its position. False: no such shard."""
-
-    async def reset(self, shard_ids: frozenset[str]) -> frozenset[str]:
-        """Forget positions, times and ends of shards without an owner, so that they are read again.
-
-        Returns which those were. Their epochs are raised, so that nothing that is under way moves them.
-        """
-
-    async def prune(
-        self,
-        *,
-        windows_before_ms: int,
-        shards_before_ms: int,
-        keep_shards: frozenset[str] = frozenset(),
-        limit: int = 10_000,
-    ) -> int:
-        """Forget windows published and not retained, and shards ended, before those times (ms), but for ``keep_shards``.
-
-        A window that ends after ``windows_before_ms`` stays, whenever it was published (a row from the future, and a
-        quiet stream): ``cut_below_ms`` would close every window up to its end for good.
-        Returns how many rows went. At most ``limit`` windows a call, those published longest ago: when so many rows
-        went, more may follow. Windows that are retained stay (``expire`` them first).
-        A pruned shard that comes back is a new one, all of whose records count again: ``shards_before_ms`` must lie
-        further back than the stream keeps records, unless all of which it keeps any are among ``keep_shards``.
-        """
-
-    async def close(self) -> None:
-        """Close after every call that was made before; no call may follow (InternalError)."""
+    id: str
+    """Its name in this ledger; never given again."""
+    letter: DeadLetter
+    wanted: bool = False
+    """A server is to redrive it."""

@@ -1,19 +1,21 @@
-"""Servers and shards in the ledger's file: who lives, who holds what. Statements inside a caller's transaction."""
+"""Rules of servers and shards over a draft: who lives, who holds what. They mean what ``Ledger`` says."""
 
 from __future__ import annotations
 
+import uuid
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mldserver.errors import InternalError, ServerBuried
-from mldserver.state import rows, windows
-from mldserver.state.schema import new_ledger_id
+from mldserver.state import windows
+from mldserver.state.book import ServerRow, ShardRow
+from mldserver.state.ledger import ServerState, ShardState, storable
 
 if TYPE_CHECKING:
-    import sqlite3
     from collections.abc import Iterable, Mapping
 
-    from mldserver.state.ledger import ServerState, ShardState
-    from mldserver.state.shapes import ShapeChange
+    from mldserver.state.book import Draft
+    from mldserver.state.ledger import ShapeChange
 
 __all__ = [
     "accept_gap",
@@ -21,9 +23,10 @@ __all__ = [
     "bury",
     "claim",
     "declare",
-    "end_shard",
+    "drain",
+    "end_shards",
     "enter",
-    "know_shard",
+    "know_shards",
     "leave",
     "open_shard",
     "prune",
@@ -33,20 +36,28 @@ __all__ = [
 ]
 
 
-def enter(db: sqlite3.Connection, server_id: str, now_ms: int) -> int:
-    """Register a server, burying who had its id before, and return the life that it begins."""
-    _release(db, server_id)
-    life: int = db.execute("UPDATE meta SET lives = lives + 1 RETURNING lives").fetchone()[0]
-    db.execute(
-        "INSERT OR REPLACE INTO servers (server_id, life, beat_ms) VALUES (?, ?, ?)",
-        (server_id, life, now_ms),
-    )
-    return life
+def enter(draft: Draft, server_id: str, now_ms: int) -> int:
+    """Register a server, burying who had its id before; return the life that it begins."""
+    _release(draft, server_id)
+    ledger_id = draft.totals.ledger_id or _new_ledger_id()
+    draft.totals = replace(draft.totals, lives=draft.totals.lives + 1, ledger_id=ledger_id)
+    draft.servers.put(server_id, ServerRow(ServerState(server_id, now_ms), draft.totals.lives))
+    return draft.totals.lives
 
 
-def require(db: sqlite3.Connection, server_id: str, life: int) -> None:
+def _new_ledger_id() -> str:
+    """Return eight hexadecimal digits that no other ledger has: they stand in the names of the files that it registers."""
+    return uuid.uuid4().hex[:8]
+
+
+def _lives(draft: Draft, server_id: str, life: int) -> bool:
+    row = draft.servers.get(server_id)
+    return row is not None and row.life == life
+
+
+def require(draft: Draft, server_id: str, life: int) -> None:
     """Raise ServerBuried unless the server still lives this life."""
-    if not _lives(db, server_id, life):
+    if not _lives(draft, server_id, life):
         raise ServerBuried(
             f"Server {server_id} is not registered any more: another took it for dead, has its id,"
             " or has claimed the ledger anew (--new-ledger).",
@@ -56,140 +67,172 @@ def require(db: sqlite3.Connection, server_id: str, life: int) -> None:
         )
 
 
-def _lives(db: sqlite3.Connection, server_id: str, life: int) -> bool:
-    found = db.execute("SELECT 1 FROM servers WHERE server_id = ? AND life = ?", (server_id, life))
-    return found.fetchone() is not None
-
-
-def beat(db: sqlite3.Connection, server_id: str, told: ServerState) -> None:
+def beat(draft: Draft, told: ServerState, server_id: str) -> None:
     """Keep what a server tells of itself. Raises InternalError when it tells of another."""
     if told.server_id != server_id:
         raise InternalError(f"Server {server_id} told of {told.server_id}.", server=server_id)
-    db.execute(
-        "UPDATE servers SET beat_ms = ?, watermark_ms = ?, idle = ?, held_by = ?, reason = ? WHERE server_id = ?",
-        (told.beat_ms, told.watermark_ms, told.idle, told.held_by, told.reason, told.server_id),
-    )
+    row = _row(draft, server_id)
+    held_by = None if told.held_by is None else storable(told.held_by)
+    kept = replace(told, held_by=held_by, reason=storable(told.reason), shape=row.state.shape)
+    draft.servers.put(server_id, replace(row, state=kept))
 
 
-def declare(db: sqlite3.Connection, server_id: str, change: ShapeChange, version: int, now_ms: int) -> bool:
+def _row(draft: Draft, server_id: str) -> ServerRow:
+    row = draft.servers.get(server_id)
+    assert row is not None, "only registered servers come here"
+    return row
+
+
+def declare(draft: Draft, server_id: str, change: ShapeChange, version: int, now_ms: int) -> bool:
     """Note a server's shape. One that is not the pipeline's takes its place, if nobody wrote since ``version``."""
-    present, written = db.execute("SELECT shape, version FROM meta").fetchone()
-    # The transaction has a version of its own already.
-    if change.fingerprint != present and written != version + 1:
+    if change.fingerprint != draft.totals.shape and draft.book.version != version:
         return False
-    db.execute("UPDATE servers SET shape = ? WHERE server_id = ?", (change.fingerprint, server_id))
-    db.execute("INSERT OR IGNORE INTO shapes VALUES (?, ?)", (change.fingerprint, change.text))
-    db.execute(
-        # A drain is over once nobody is left who ran before: others that are just starting, too, have declared nothing.
-        "UPDATE meta SET shape = ?, draining = draining AND EXISTS"
-        " (SELECT 1 FROM servers WHERE server_id <> ? AND shape <> '')",
-        (change.fingerprint, server_id),
-    )
-    if change.fingerprint == present:
+    draft.declares = True
+    row = _row(draft, server_id)
+    draft.servers.put(server_id, replace(row, state=replace(row.state, shape=change.fingerprint)))
+    if draft.shapes.get(change.fingerprint) is None:
+        draft.shapes.put(change.fingerprint, change.text)
+    # A drain is over once nobody is left who ran before: others that are just starting, too, have declared nothing.
+    others = (each.state for name, each in draft.book.servers.items() if name != server_id)
+    draining = draft.totals.draining and any(other.shape for other in others)
+    known = change.fingerprint == draft.totals.shape
+    draft.totals = replace(draft.totals, shape=change.fingerprint, draining=draining)
+    if known:
         return True  # another server that starts has done the rest
-    windows.let_go(db, change.over)
+    windows.let_go(draft, change.over)
     if change.window_ms is not None:
-        windows.begin_anew(db, change.window_ms, now_ms)
+        windows.begin_anew(draft, change.window_ms, now_ms)
     if change.forget_event_times:
-        db.execute("UPDATE shards SET event_ms = NULL")
+        for shard_id, shard in draft.book.shards.items():
+            draft.shards.put(shard_id, replace(shard, state=replace(shard.state, event_ms=None)))
     return True
 
 
-def bury(db: sqlite3.Connection, seen: Mapping[str, int]) -> frozenset[str]:
-    """Remove servers that have not beaten since they were seen; return those that are gone, whoever removed them."""
+def drain(draft: Draft) -> None:
+    """Ask all servers to drain."""
+    draft.totals = replace(draft.totals, draining=True)
+
+
+def bury(draft: Draft, seen: Mapping[str, int], server_id: str) -> frozenset[str]:
+    """Remove servers that have not beaten since they were seen, but for the one that asks.
+
+    Returns those that are gone, whoever removed them.
+    """
     gone = set()
-    for server_id, beat_ms in sorted(seen.items()):
-        buried = db.execute(
-            "DELETE FROM servers WHERE server_id = ? AND beat_ms = ?", (server_id, beat_ms)
-        ).rowcount
-        if buried:
-            _release(db, server_id)
-        found = db.execute("SELECT 1 FROM servers WHERE server_id = ?", (server_id,)).fetchone()
-        if found is None:
-            gone.add(server_id)
+    for each in sorted(seen.keys() - {server_id}):
+        row = draft.servers.get(each)
+        if row is not None and row.state.beat_ms == seen[each]:
+            _remove(draft, each)
+            row = None
+        if row is None:
+            gone.add(each)
     return frozenset(gone)
 
 
-def claim(db: sqlite3.Connection, folder: str, instead_of: str | None, claimant: str = "") -> None:
+def claim(draft: Draft, folder: str, instead_of: str | None, claimant: str | None) -> None:
     """Note whose ledger it is, unless that is known; in place of one that is given up, anew, with no other server."""
-    db.execute("UPDATE meta SET claims = claims + 1, folder = COALESCE(folder, ?)", (folder,))
-    anew = db.execute(
-        "UPDATE meta SET ledger_id = ?, folder = ? WHERE ledger_id = ?", (new_ledger_id(), folder, instead_of)
-    ).rowcount
-    if anew:
-        for row in db.execute("SELECT server_id FROM servers WHERE server_id <> ?", (claimant,)).fetchall():
-            _remove(db, row[0])
+    totals = replace(draft.totals, claims=draft.totals.claims + 1, folder=draft.totals.folder or folder)
+    if totals.ledger_id == instead_of:
+        totals = replace(totals, ledger_id=_new_ledger_id(), folder=folder)
+        for server_id in sorted(draft.book.servers.keys() - {claimant}):
+            _remove(draft, server_id)
+    draft.totals = totals
 
 
-def leave(db: sqlite3.Connection, server_id: str, life: int) -> None:
+def leave(draft: Draft, server_id: str, life: int) -> None:
     """Take the server's row out, unless it is out already, or another has its id."""
-    if _lives(db, server_id, life):
-        _remove(db, server_id)
+    if _lives(draft, server_id, life):
+        _remove(draft, server_id)
 
 
-def _remove(db: sqlite3.Connection, server_id: str) -> None:
-    db.execute("DELETE FROM servers WHERE server_id = ?", (server_id,))
-    _release(db, server_id)
+def _remove(draft: Draft, server_id: str) -> None:
+    draft.servers.drop(server_id)
+    _release(draft, server_id)
 
 
-def _release(db: sqlite3.Connection, server_id: str) -> None:
+def _release(draft: Draft, server_id: str) -> None:
     """Let go what a server holds."""
-    db.execute("UPDATE shards SET owner = NULL WHERE owner = ?", (server_id,))
-    db.execute(
-        "UPDATE windows SET owner = NULL, changed = (SELECT version FROM meta)"
-        " WHERE state IN ('cut', 'committed') AND owner = ?",
-        (server_id,),
-    )
+    for shard_id, row in draft.book.shards.items():
+        if row.state.owner == server_id:
+            draft.shards.put(shard_id, replace(row, state=replace(row.state, owner=None)))
+    for window_id in draft.book.unfinished:
+        entry = draft.book.windows[window_id]
+        if entry.owner == server_id:
+            draft.windows.put(window_id, replace(entry, owner=None))
 
 
-def know_shard(db: sqlite3.Connection, shard_id: str, parents: tuple[str, ...]) -> None:
-    """Note a shard. Parents that are not given stay as they were, and so does everything else."""
-    text = rows.names_text(parents)
-    db.execute("INSERT OR IGNORE INTO shards (shard_id, parents) VALUES (?, ?)", (shard_id, text))
+def know_shards(draft: Draft, parents_by_shard: Mapping[str, tuple[str, ...]]) -> None:
+    """Note shards; parents that are not given stay as they were, and so does everything else."""
+    for shard_id, parents in parents_by_shard.items():
+        _know(draft, shard_id, parents)
+
+
+def _know(draft: Draft, shard_id: str, parents: tuple[str, ...]) -> ShardRow:
+    row = draft.shards.get(shard_id) or ShardRow(ShardState(shard_id, epoch=0))
     if parents:
-        db.execute("UPDATE shards SET parents = ? WHERE shard_id = ?", (text, shard_id))
+        row = replace(row, state=replace(row.state, parents=parents))
+    draft.shards.put(shard_id, row)
+    return row
 
 
-def open_shard(db: sqlite3.Connection, shard_id: str, parents: tuple[str, ...], server_id: str) -> ShardState:
+def open_shard(draft: Draft, shard_id: str, parents: tuple[str, ...], server_id: str) -> ShardState:
     """Raise the shard's epoch and own it; return its state with the gap that was accepted until now."""
-    know_shard(db, shard_id, parents)
-    db.execute("UPDATE shards SET epoch = epoch + 1, owner = ? WHERE shard_id = ?", (server_id, shard_id))
-    opened = rows.shard(db.execute("SELECT * FROM shards WHERE shard_id = ?", (shard_id,)).fetchone())
-    db.execute("UPDATE shards SET gap_accepted = 0 WHERE shard_id = ?", (shard_id,))
+    row = _know(draft, shard_id, parents)
+    opened = replace(row.state, epoch=row.state.epoch + 1, owner=server_id)
+    draft.shards.put(shard_id, replace(row, state=replace(opened, gap_accepted=False)))
     return opened
 
 
-def release_shard(db: sqlite3.Connection, shard_id: str, epoch: int) -> None:
+def release_shard(draft: Draft, shard_id: str, epoch: int) -> None:
     """Give a shard up, unless it was opened again since."""
-    db.execute("UPDATE shards SET owner = NULL WHERE shard_id = ? AND epoch = ?", (shard_id, epoch))
+    row = draft.shards.get(shard_id)
+    if row is not None and row.state.epoch == epoch:
+        draft.shards.put(shard_id, replace(row, state=replace(row.state, owner=None)))
 
 
-def end_shard(db: sqlite3.Connection, shard_id: str, now_ms: int) -> None:
-    """Mark a known shard as ended; when it ended first stays."""
-    db.execute("UPDATE shards SET ended_ms = COALESCE(ended_ms, ?) WHERE shard_id = ?", (now_ms, shard_id))
+def end_shards(draft: Draft, shard_ids: Iterable[str], now_ms: int) -> None:
+    """Mark shards as ended; when one ended first stays. Those that nobody knew are noted as ended."""
+    for shard_id in shard_ids:
+        row = _know(draft, shard_id, ())
+        if row.ended_ms is None:
+            draft.shards.put(shard_id, ShardRow(replace(row.state, ended=True), now_ms))
 
 
-def prune(db: sqlite3.Connection, *, before_ms: int, keep: frozenset[str]) -> int:
-    """Forget shards that ended before a time, but for those to keep; return how many."""
-    ended = db.execute("SELECT shard_id FROM shards WHERE ended_ms < ?", (before_ms,)).fetchall()
-    gone = [(row["shard_id"],) for row in ended if row["shard_id"] not in keep]
-    db.executemany("DELETE FROM shards WHERE shard_id = ?", gone)
-    return len(gone)
-
-
-def accept_gap(db: sqlite3.Connection, shard_id: str) -> bool:
-    """Let the next opening start beyond the position; False when there is no such shard."""
-    return bool(db.execute("UPDATE shards SET gap_accepted = 1 WHERE shard_id = ?", (shard_id,)).rowcount)
-
-
-def reset(db: sqlite3.Connection, shard_ids: Iterable[str]) -> frozenset[str]:
-    """Forget where shards without an owner stand; the epoch is raised against what is still under way."""
-    return frozenset(
+def prune(
+    draft: Draft, *, windows_before_ms: int, shards_before_ms: int, keep_shards: frozenset[str], limit: int
+) -> int:
+    """Forget windows that are over, and shards that ended before a time, but for those to keep; return how many."""
+    over = windows.prune(draft, before_ms=windows_before_ms, limit=limit)
+    gone = [
         shard_id
-        for shard_id in shard_ids
-        if db.execute(
-            "UPDATE shards SET epoch = epoch + 1, sequence = NULL, sub_sequence = NULL, effective_ms = NULL,"
-            " event_ms = NULL, ended_ms = NULL WHERE shard_id = ? AND owner IS NULL",
-            (shard_id,),
-        ).rowcount
+        for shard_id, row in draft.book.shards.items()
+        if row.ended_ms is not None and row.ended_ms < shards_before_ms and shard_id not in keep_shards
+    ]
+    for shard_id in gone:
+        draft.shards.drop(shard_id)
+    return over + len(gone)
+
+
+def accept_gap(draft: Draft, shard_id: str) -> bool:
+    """Let the next opening start beyond the position; False when there is no such shard."""
+    row = draft.shards.get(shard_id)
+    if row is None:
+        return False
+    draft.shards.put(shard_id, replace(row, state=replace(row.state, gap_accepted=True)))
+    return True
+
+
+def reset(draft: Draft, shard_ids: Iterable[str]) -> frozenset[str]:
+    """Forget where shards without an owner stand; the epoch is raised against what is still under way."""
+    return frozenset(shard_id for shard_id in shard_ids if _reset(draft, shard_id))
+
+
+def _reset(draft: Draft, shard_id: str) -> bool:
+    row = draft.shards.get(shard_id)
+    if row is None or row.state.owner is not None:
+        return False
+    state = replace(
+        row.state, epoch=row.state.epoch + 1, position=None, effective_ms=None, event_ms=None, ended=False
     )
+    draft.shards.put(shard_id, ShardRow(state))
+    return True

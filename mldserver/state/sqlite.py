@@ -1,46 +1,273 @@
-"""The ledger on SQLite for the event loop: each call runs on one thread that belongs to the ledger.
+"""The ledger on SQLite, for servers of one host: ``Ledger`` over a file that lies beside the segments.
 
-The thread takes calls in the order they were made, so that one transaction never overlaps another and the loop
-never waits for the disk.
+``SqliteStore`` is synchronous and knows no event loop. Its book is brought up to date at the beginning of each
+transaction, by what other servers wrote since; a transaction that writes takes SQLite's write lock first, so that nobody
+else comes between. ``SqliteLedger`` runs it on one thread that belongs to the ledger: it takes calls in the order in
+which they were made, so that one transaction never overlaps another and the loop never waits for the disk.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sqlite3
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
+import orjson
+
+from mldserver.base.kill_points import kill_point
 from mldserver.errors import InternalError
-from mldserver.state.store import SqliteStore
+from mldserver.records import Sequence
+from mldserver.state import file, letters, members
+from mldserver.state.book import Book, Draft, segments_of
+from mldserver.state.codec import changes_of, letter_of, letter_row, rows_of
+from mldserver.state.operations import Ledger, Transaction
+from mldserver.state.schema import JSON_COLUMNS, TABLES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Iterator
     from concurrent.futures import Future
     from pathlib import Path
 
     from mldserver.base.clock import Clock
-    from mldserver.records import DeadLetter, Sequence
-    from mldserver.state.ledger import (
-        Commit,
-        Decision,
-        Flush,
-        FlushResult,
-        LedgerState,
-        Segment,
-        ServerState,
-        ShardState,
-        WindowEntry,
-    )
-    from mldserver.state.letters import StoredLetter
-    from mldserver.state.shapes import ShapeChange
+    from mldserver.state.book import Changes
+    from mldserver.state.ledger import StoredLetter
 
-__all__ = ["SqliteLedger"]
+__all__ = ["SqliteLedger", "SqliteStore", "go_on_from"]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+_S = TypeVar("_S")
+
+_KEPT: Final = 1000
+"""Versions that the log goes back, at least: a server that has heard of none of them reads everything again."""
+
+_SHORTENED: Final = 100
+"""After so many versions the log is shortened."""
+
+_AT_ONCE: Final = 100
+"""Rows of one statement. With a statement for each, the ledger's thread would let go of the interpreter, and wait for
+its turn again, as often as there are rows."""
 
 
-class SqliteLedger:
+_LOADED: Final = 1000
+"""Windows that are read at a time: their rows take as much memory as what is made of them."""
+
+
+class SqliteStore:
+    """One pipeline's file, and its book. One thread at a time may use it. LedgerError leaves the file as it was."""
+
+    def __init__(
+        self, path: Path, *, pipeline: str, rename_from: str | None = None, busy_timeout_ms: int = 5000
+    ) -> None:
+        """Name the file and the pipeline, which may have the name ``rename_from`` still; ``open`` touches them."""
+        self._path = path
+        self._pipeline = pipeline
+        self._former = rename_from
+        self._busy_timeout_ms = busy_timeout_ms
+        self._db: sqlite3.Connection | None = None
+        self.book = Book()
+
+    def open(self, created_ms: int | None = None) -> None:
+        """Open the file, unless it is open; ``created_ms``: the time at which it may be created.
+
+        Raises OperatorError when its folder cannot be written, LedgerVersionError for a newer or foreign file,
+        LedgerError for a damaged one, or where there is none. The file is then as it was.
+        """
+        if self._db is not None:
+            return
+        how: dict[str, Any] = {"pipeline": self._pipeline, "former": self._former}
+        how["busy_timeout_ms"] = self._busy_timeout_ms
+        if created_ms is None:
+            self._db = file.open_existing(self._path, **how)
+        else:
+            self._db = file.create_or_open(self._path, now_ms=created_ms, **how)
+
+    def close(self) -> None:
+        """Close the file; without effect when it is closed."""
+        db, self._db = self._db, None
+        if db is not None:
+            db.close()
+
+    def look(self, read: Callable[[Book], _T]) -> _T:
+        """Return what ``read`` finds in the latest book."""
+        with self._transaction("BEGIN"):
+            return read(self.book)
+
+    def transact(self, transaction: Transaction[_T], read: Callable[[Book], _S]) -> tuple[_T, _S]:
+        """Run a transaction; return what came of it, and what ``read`` finds in the book then."""
+        with self._transaction("BEGIN IMMEDIATE") as db:
+            draft = Draft(self.book)
+            told = transaction.run(draft)
+            if changes := draft.changes():
+                self._write(db, draft, changes)
+                kill_point("ledger.written")
+                db.execute("COMMIT")
+                kill_point("ledger.committed")
+                self.book.apply(changes)
+            return told, read(self.book)
+
+    @contextlib.contextmanager
+    def _transaction(self, begin: str) -> Iterator[sqlite3.Connection]:
+        """Begin with the latest book. What the body does not commit is rolled back."""
+        db = self._db
+        if db is None:
+            raise InternalError("The ledger is not open.", path=str(self._path))
+        try:
+            db.execute(begin)
+            try:
+                self._refresh(db)
+                yield db
+            finally:
+                if db.in_transaction:
+                    db.execute("ROLLBACK")
+        except sqlite3.Error as error:
+            raise file.translate(error, self._path) from error
+
+    def _refresh(self, db: sqlite3.Connection) -> None:
+        """Bring the book up to date. Raises LedgerError for content that cannot be."""
+        book = self.book
+        try:
+            if book.version:
+                query = "SELECT version, changes FROM log WHERE version > ? ORDER BY version"
+                news = db.execute(query, (book.version,)).fetchall()
+                if not news or news[0][0] == book.version + 1:
+                    for _, changes in news:
+                        book.apply(changes_of(orjson.loads(changes), book.windows))
+                    return
+            (version,) = db.execute("SELECT coalesce(max(version), 0) FROM log").fetchone()
+            self.book = Book()
+            for rows in _read(db):
+                self.book.apply(changes_of(rows, {}))
+            self.book.restored(version)
+        except ValueError as error:
+            raise file.damaged(f"its content cannot be read ({error})", self._path) from error
+
+    def _write(self, db: sqlite3.Connection, draft: Draft, changes: Changes) -> None:
+        """Write down what a draft changes."""
+        version, rows = self.book.version + 1, rows_of(changes, self.book.windows)
+        db.execute("INSERT INTO log VALUES (?, ?)", (version, orjson.dumps(rows)))
+        if version % _SHORTENED == 0:
+            db.execute("DELETE FROM log WHERE version <= ?", (version - _KEPT,))
+        if draft.declares:
+            db.execute("UPDATE meta SET pipeline = ?", (self._pipeline,))
+        self._write_segments(db, rows["windows"])
+        if "totals" in rows:
+            rows["totals"] = {1: rows["totals"]}
+        for kind, news in rows.items():
+            table, key_column = TABLES[kind]
+            for row in filter(None, news.values()):
+                for column in JSON_COLUMNS.get(kind, ()):
+                    if row[column] is not None:
+                        row[column] = orjson.dumps(row[column]).decode()
+            _put(db, table, [(key, *row) for key, row in news.items() if row is not None])
+            _drop(db, f"{table} WHERE {key_column}", [key for key, row in news.items() if row is None])
+        for key, item in changes.letters.items():
+            before = self.book.letters.get(key)
+            gone = (item.gone if item else -1) & before.there if before else 0
+            _drop(db, "dead_letters WHERE version = ? AND place", list(letters.places(gone)), int(key))
+        fresh = enumerate(draft.dead_letters)
+        _put(db, "dead_letters", [(version, place, *letter_row(each)) for place, each in fresh])
+
+    def _write_segments(self, db: sqlite3.Connection, windows: dict[str, list[Any] | None]) -> None:
+        """Take the segments out of the windows' rows, and write them down."""
+        segments: list[tuple[Any, ...]] = []
+        for window_id, row in windows.items():
+            kept, added = row.pop() if row is not None else (0, ())
+            if kept + len(added) < len(segments_of(self.book.windows.get(window_id))):
+                over = (window_id, kept + len(added))
+                db.execute("DELETE FROM segments WHERE window_id = ? AND place >= ?", over)
+            segments += [(window_id, kept + place, *each) for place, each in enumerate(added)]
+        _put(db, "segments", segments)
+
+    def letters(self, after: str | None, limit: int, *, wanted: bool) -> tuple[StoredLetter, ...]:
+        """Return a page of letters in order of storage."""
+        found = []
+        with self._transaction("BEGIN") as db:
+            for version, places in letters.page(self.book, after, limit, wanted=wanted):
+                for first in range(0, len(places), _AT_ONCE):
+                    some = places[first : first + _AT_ONCE]
+                    rows = db.execute(
+                        f"SELECT * FROM dead_letters WHERE version = ? AND place IN ({', '.join('?' * len(some))})"  # noqa: S608  # only question marks
+                        " ORDER BY place",
+                        (version, *some),
+                    )
+                    found += [
+                        letters.stored(self.book, version, place, letter_of(row)) for _, place, *row in rows
+                    ]
+        return tuple(found)
+
+    def parked_keys(self, shard_id: str) -> dict[str, Sequence]:
+        """Return the keys of a shard's letters, each with the sequence of the first."""
+        with self._transaction("BEGIN") as db:
+            found = db.execute(
+                # SQLite takes the other columns from the row that has the minimum: of texts that sort as the numbers do.
+                "SELECT partition_key, sequence, sub_sequence,"
+                " min(printf('%03d%s%020d', length(sequence), sequence, sub_sequence)) FROM dead_letters"
+                " WHERE shard_id = ? AND partition_key IS NOT NULL GROUP BY partition_key",
+                (shard_id,),
+            ).fetchall()
+        return {key: Sequence(int(number), sub) for key, number, sub, _ in found}
+
+
+def _read(db: sqlite3.Connection) -> Iterator[dict[str, Any]]:
+    """Yield all that a ledger holds, as rows, some windows at a time. Raises ValueError for content that cannot be."""
+    rows: dict[str, Any] = {kind: {} for kind in TABLES}
+    for kind, (table, _) in TABLES.items():
+        if kind != "windows":
+            rows[kind] = _rows(kind, db.execute(f"SELECT * FROM {table}"))  # noqa: S608  # our own name
+    totals = rows.pop("totals")
+    yield rows | {"totals": totals[1]} if totals else rows
+    windows = db.execute("SELECT * FROM windows ORDER BY window_id")
+    while some := windows.fetchmany(_LOADED):
+        segments: defaultdict[str, list[Any]] = defaultdict(list)
+        query = "SELECT * FROM segments WHERE window_id BETWEEN ? AND ? ORDER BY window_id, place"
+        for window_id, _, *segment in db.execute(query, (some[0][0], some[-1][0])):
+            segments[window_id].append(segment)
+        read = {key: [*row, (0, segments.get(key, ()))] for key, row in _rows("windows", some).items()}
+        yield {kind: {} for kind in rows} | {"windows": read}
+
+
+def _rows(kind: str, found: Iterable[tuple[Any, ...]]) -> dict[Any, list[Any]]:
+    """Return what a table holds by its keys."""
+    rows = {key: row for key, *row in found}
+    for row in rows.values():
+        for column in JSON_COLUMNS.get(kind, ()):
+            if row[column] is not None:
+                row[column] = orjson.loads(row[column])
+    return rows
+
+
+def _put(db: sqlite3.Connection, table: str, rows: list[tuple[Any, ...]]) -> None:
+    """Write whole rows, in place of those that have the same keys."""
+    for first in range(0, len(rows), _AT_ONCE):
+        some = rows[first : first + _AT_ONCE]
+        marks = ", ".join([f"({', '.join('?' * len(some[0]))})"] * len(some))
+        values = [value for row in some for value in row]
+        db.execute(f"INSERT OR REPLACE INTO {table} VALUES {marks}", values)  # noqa: S608  # our own name
+
+
+def _drop(db: sqlite3.Connection, column: str, values: list[Any], *given: Any) -> None:
+    """Delete rows by the values of a column."""
+    for first in range(0, len(values), _AT_ONCE):
+        some = values[first : first + _AT_ONCE]
+        db.execute(f"DELETE FROM {column} IN ({', '.join('?' * len(some))})", (*given, *some))  # noqa: S608  # our own name
+
+
+def go_on_from(path: Path, pipeline: str, folder: str) -> None:
+    """Make a copy of a ledger one that goes on: under an id of its own, for a folder, with no server.
+
+    Raises LedgerError when it is damaged, of another format, another pipeline's, or cannot be written.
+    """
+    with contextlib.closing(SqliteStore(path, pipeline=pipeline)) as store:
+        store.open()
+        given_up = store.look(lambda book: book.totals.ledger_id)
+        store.transact(Transaction(members.claim, (folder, given_up, None)), Book.state)
+
+
+class SqliteLedger(Ledger):
     """The ``Ledger`` of one server, in a file that other servers of the same host may share.
 
     A cancelled call is withdrawn when its turn has not come; otherwise the cancellation waits for its transaction
@@ -62,177 +289,27 @@ class SqliteLedger:
         ``rename_from``: the name that the pipeline may have still. ``busy_timeout_ms``: how long a call waits for
         another server's transaction.
         """
+        super().__init__(server_id, clock)
         self._store = SqliteStore(
-            path,
-            pipeline=pipeline,
-            server_id=server_id,
-            rename_from=rename_from,
-            busy_timeout_ms=busy_timeout_ms,
+            path, pipeline=pipeline, rename_from=rename_from, busy_timeout_ms=busy_timeout_ms
         )
-        self._clock = clock
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mldserver-ledger")
         self._closed = False
 
-    @property
-    def server_id(self) -> str:
-        """The id under which this server is known."""
-        return self._store.server_id
+    async def _connect(self, *, create: bool) -> None:
+        await self._call(self._store.open, self._clock.now_ms() if create else None)
 
-    async def open(self) -> LedgerState:
-        """Create or open the ledger; see ``SqliteStore.open`` for its errors. After one it is closed."""
-        opened = False
-        try:
-            state = await self._call(self._store.open, now_ms=self._clock.now_ms())
-            opened = True
-        finally:
-            if not opened:
-                await self.close()
-        return state
+    async def _look(self, read: Callable[[Book], _T]) -> _T:
+        return await self._call(self._store.look, read)
 
-    async def peek(self) -> LedgerState:
-        """Return what the ledger holds without registering; close it afterwards, also after an error."""
-        return await self._call(self._store.peek)
-
-    async def sync(self, told: ServerState, since: int = 0) -> LedgerState:
-        """Beat, and return what the ledger holds now, of windows the news since a version."""
-        return await self._call(self._store.sync, told, since)
-
-    async def find(self, window_ids: tuple[str, ...]) -> tuple[WindowEntry, ...]:
-        """Return windows as they are; unknown ones are left out."""
-        return await self._call(self._store.find, window_ids)
-
-    async def bury(self, seen: Mapping[str, int]) -> frozenset[str]:
-        """Remove servers whose beat is still the one that was seen; return those that are gone."""
-        return await self._call(self._store.bury, seen)
-
-    async def claim(self, folder: str, *, instead_of: str | None = None) -> LedgerState:
-        """Be the ledger of an output folder, unless it is another's; return what it holds then."""
-        return await self._call(self._store.claim, folder, instead_of=instead_of)
-
-    async def leave(self) -> None:
-        """Take this server's row out."""
-        await self._call(self._store.leave)
-
-    async def declare(self, change: ShapeChange, *, version: int) -> bool:
-        """Note this server's shape, unless it is another than the pipeline's and somebody wrote since a version."""
-        return await self._call(self._store.declare, change, version=version, now_ms=self._clock.now_ms())
-
-    async def drain(self) -> None:
-        """Ask all servers to drain."""
-        await self._call(self._store.drain)
-
-    async def open_shard(self, shard_id: str, parents: tuple[str, ...] = ()) -> ShardState:
-        """Raise the shard's epoch, own it, and return its state."""
-        return await self._call(self._store.open_shard, shard_id, parents)
-
-    async def release_shard(self, shard_id: str, epoch: int) -> None:
-        """Give up owning a shard."""
-        await self._call(self._store.release_shard, shard_id, epoch)
-
-    async def know_shards(self, parents_by_shard: dict[str, tuple[str, ...]]) -> None:
-        """Note shards and their parents."""
-        await self._call(self._store.know_shards, dict(parents_by_shard))
-
-    async def end_shards(self, shard_ids: frozenset[str]) -> None:
-        """Mark shards as ended."""
-        await self._call(self._store.end_shards, shard_ids, now_ms=self._clock.now_ms())
-
-    async def register(self, flush: Flush) -> FlushResult:
-        """Register a flush as a whole, or refuse it as a whole."""
-        return await self._call(self._store.register, flush, now_ms=self._clock.now_ms())
-
-    async def cut(self, window_ids: tuple[str, ...]) -> tuple[WindowEntry, ...]:
-        """Fix the segments of windows and own them."""
-        return await self._call(self._store.cut, window_ids)
-
-    async def adopt(self) -> tuple[WindowEntry, ...]:
-        """Own every cut or committed window without an owner."""
-        return await self._call(self._store.adopt)
-
-    async def begin_attempts(self, window_ids: tuple[str, ...]) -> dict[str, int]:
-        """Count an attempt at each window that is ours and cut; return their numbers."""
-        return await self._call(self._store.begin_attempts, window_ids)
-
-    async def commit(self, commits: tuple[Commit, ...]) -> frozenset[str]:
-        """Make attempts' outputs count, together."""
-        return await self._call(self._store.commit, commits)
-
-    async def published(self, attempts: Mapping[str, int], *, retain: bool = True) -> tuple[Segment, ...]:
-        """Note that outputs are visible; return the segments that are free to delete."""
-        return await self._call(
-            self._store.published, dict(attempts), retain=retain, now_ms=self._clock.now_ms()
-        )
-
-    async def expire(
-        self, *, published_before_ms: int, keep_bytes: int, limit: int = 1000
-    ) -> tuple[Segment, ...]:
-        """Stop retaining windows by age, then by size; return the segments to delete."""
-        return await self._call(
-            self._store.expire, published_before_ms=published_before_ms, keep_bytes=keep_bytes, limit=limit
-        )
-
-    async def late_published(self, paths: tuple[str, ...]) -> None:
-        """Note that files of the late dataset are visible."""
-        await self._call(self._store.late_published, paths)
-
-    async def set_aside(self, window_id: str, error: str) -> None:
-        """Put a cut window aside with its segments."""
-        await self._call(self._store.set_aside, window_id, error)
-
-    async def halt(self, window_id: str, error: str, *, first: bool) -> bool:
-        """Keep why a window of this server is halted."""
-        return await self._call(self._store.halt, window_id, error, first=first)
-
-    async def decide(self, window_id: str, decision: Decision) -> bool:
-        """Do what an operator decides about a window that is halted or set aside."""
-        return await self._call(self._store.decide, window_id, decision, now_ms=self._clock.now_ms())
-
-    async def accept_gap(self, shard_id: str) -> bool:
-        """Let the next opening of a shard start beyond its position."""
-        return await self._call(self._store.accept_gap, shard_id)
-
-    async def reset(self, shard_ids: frozenset[str]) -> frozenset[str]:
-        """Forget where shards without an owner stand; return those."""
-        return await self._call(self._store.reset, shard_ids)
-
-    async def prune(
-        self,
-        *,
-        windows_before_ms: int,
-        shards_before_ms: int,
-        keep_shards: frozenset[str] = frozenset(),
-        limit: int = 10_000,
-    ) -> int:
-        """Forget windows published and not retained, and shards ended, before those times (ms)."""
-        return await self._call(
-            self._store.prune,
-            windows_before_ms=windows_before_ms,
-            shards_before_ms=shards_before_ms,
-            keep_shards=keep_shards,
-            limit=limit,
-        )
-
-    async def dead_letters(self, limit: int = 100) -> tuple[DeadLetter, ...]:
-        """Return stored dead letters, oldest first."""
-        return await self._call(self._store.dead_letters, limit)
+    async def _transact(self, transaction: Transaction[_T], read: Callable[[Book], _S]) -> tuple[_T, _S]:
+        return await self._call(self._store.transact, transaction, read)
 
     async def letters(
         self, *, after: str | None = None, limit: int = 100, wanted: bool = False
     ) -> tuple[StoredLetter, ...]:
         """Return a page of letters in order of storage."""
-        return await self._call(self._store.letters, after=after, limit=limit, wanted=wanted)
-
-    async def redrive(self, ids: tuple[str, ...], *, wanted: bool = True) -> frozenset[str]:
-        """Mark letters to be redriven, or not."""
-        return await self._call(self._store.redrive, ids, wanted=wanted)
-
-    async def purge(self, ids: tuple[str, ...]) -> frozenset[str]:
-        """Delete letters."""
-        return await self._call(self._store.purge, ids)
-
-    async def add_letters(self, letters: tuple[DeadLetter, ...], *, wanted: bool = False) -> None:
-        """Store letters that come from elsewhere."""
-        await self._call(self._store.add_letters, letters, wanted=wanted)
+        return await self._call(self._store.letters, after, limit, wanted=wanted)
 
     async def parked_keys(self, shard_id: str) -> dict[str, Sequence]:
         """Return the keys of a shard's dead letters, each with the sequence of the first."""

@@ -1,15 +1,19 @@
-"""Windows in the ledger's file: their life after the rows, step by step. Statements inside a caller's transaction."""
+"""Rules of windows over a draft: their life after the rows, step by step. They mean what ``Ledger`` says."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import itertools
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
 
-from mldserver.state import rows, sqlite_batches
+from mldserver.state import batches
+from mldserver.state.book import segment_bytes
+from mldserver.state.ledger import WindowState, storable
 
 if TYPE_CHECKING:
-    import sqlite3
     from collections.abc import Iterable, Mapping
 
+    from mldserver.state.book import Draft
     from mldserver.state.ledger import Commit, Decision, Segment, WindowEntry
 
 __all__ = [
@@ -21,234 +25,224 @@ __all__ = [
     "decide",
     "expire",
     "halt",
+    "late_published",
     "let_go",
     "prune",
     "published",
     "set_aside",
 ]
 
-_LAST_MS = 2**63 - 1
-
-_DECIDED: dict[Decision, str] = {
-    "retry": "state = iif(state = 'set_aside', 'cut', state), error = NULL WHERE state <> 'published'",
-    "set_aside": "state = 'set_aside', owner = NULL WHERE state = 'cut'",
-    "skip": "state = 'published', owner = NULL, published_ms = :now_ms WHERE state IN ('cut', 'set_aside')",
-}
-"""What becomes of a window that has an error."""
+_UNDER_WAY: Final = frozenset({WindowState.CUT, WindowState.COMMITTED})
 
 
-def cut(db: sqlite3.Connection, window_ids: Iterable[str], server_id: str) -> tuple[WindowEntry, ...]:
+def cut(draft: Draft, window_ids: Iterable[str], server_id: str) -> tuple[WindowEntry, ...]:
     """Fix the segments of windows that are open, or published with more waiting; return those, in order."""
-    entries = tuple(_cut_entry(db, each) for each in window_ids if _cut(db, each, server_id))
-    sqlite_batches.go_behind(db, (entry.window_id for entry in entries if entry.end_ms is None))
+    found = (_cut(draft, window_id, server_id) for window_id in window_ids)
+    entries = tuple(entry for entry in found if entry is not None)
+    _go_behind(draft, entries)
     return entries
 
 
-def _cut(db: sqlite3.Connection, window_id: str, server_id: str) -> bool:
-    return bool(
-        db.execute(
-            "UPDATE windows SET state = 'cut', owner = ?, revision = revision + (state <> 'open'),"
-            " changed = (SELECT version FROM meta) WHERE window_id = ? AND (state = 'open' OR state = 'published'"
-            " AND EXISTS (SELECT 1 FROM segments AS s WHERE s.window_id = windows.window_id AND s.revision = 0))",
-            (server_id, window_id),
-        ).rowcount
-    )
+def _go_behind(draft: Draft, entries: Iterable[WindowEntry]) -> None:
+    """Let ``batches`` go on behind windows that are cut."""
+    cut = (entry.window_id for entry in entries if entry.end_ms is None)
+    progress = batches.behind(draft.totals.batch_progress, cut)
+    draft.totals = replace(draft.totals, batch_progress=progress)
 
 
-def _cut_entry(db: sqlite3.Connection, window_id: str) -> WindowEntry:
-    _take_in(db, window_id)
-    return _entry(db, window_id)
-
-
-def _take_in(db: sqlite3.Connection, window_id: str) -> None:
-    """Make what waits part of the window's revision."""
-    db.execute(
-        "UPDATE segments SET revision = (SELECT revision FROM windows WHERE windows.window_id = ?1)"
-        " WHERE window_id = ?1 AND revision = 0",
-        (window_id,),
-    )
-    db.execute(
-        "UPDATE windows SET rows_in = (SELECT sum(rows) FROM segments WHERE segments.window_id = ?1)"
-        " WHERE window_id = ?1",
-        (window_id,),
-    )
-
-
-def _entry(db: sqlite3.Connection, window_id: str) -> WindowEntry:
-    entry = rows.read_window(db, window_id)
-    assert entry is not None, "the caller's transaction has just written it"
+def _cut(draft: Draft, window_id: str, server_id: str) -> WindowEntry | None:
+    entry = draft.windows.get(window_id)
+    if entry is None:
+        return None
+    if entry.state is WindowState.OPEN:
+        revision, before, taken = entry.revision, entry.pending, entry.segments
+    elif entry.state is WindowState.PUBLISHED and entry.pending:
+        revision, before, taken = entry.revision + 1, entry.segments, entry.pending
+    else:
+        return None
+    entry = replace(entry, state=WindowState.CUT, revision=revision, owner=server_id, segments=before)
+    entry = _take_in(entry, taken)
+    draft.windows.put(window_id, entry)
     return entry
 
 
-def adopt(db: sqlite3.Connection, server_id: str) -> tuple[WindowEntry, ...]:
+def _take_in(entry: WindowEntry, taken: Iterable[Segment]) -> WindowEntry:
+    """Make segments part of the window's revision; none waits then."""
+    segments = (*entry.segments, *(replace(each, revision=entry.revision) for each in taken))
+    return replace(entry, segments=segments, pending=(), rows_in=sum(each.rows for each in segments))
+
+
+def adopt(draft: Draft, server_id: str) -> tuple[WindowEntry, ...]:
     """Own every window that is cut or committed and has no owner, oldest first."""
-    found = db.execute(
-        "SELECT window_id FROM windows WHERE state IN ('cut', 'committed') AND owner IS NULL"
-        " ORDER BY start_ms, window_id"
-    )
-    orphans = [row["window_id"] for row in found]
-    db.executemany(
-        "UPDATE windows SET owner = ?, changed = (SELECT version FROM meta) WHERE window_id = ?",
-        [(server_id, each) for each in orphans],
-    )
-    return tuple(_entry(db, each) for each in orphans)
+    book = draft.book
+    orphans = [book.windows[each] for each in book.unfinished if book.windows[each].owner is None]
+    # Windows of ``batches`` have no start; their ids are in order.
+    orphans.sort(key=lambda entry: (entry.start_ms is not None, entry.start_ms or 0, entry.window_id))
+    adopted = tuple(replace(entry, owner=server_id) for entry in orphans)
+    for entry in adopted:
+        draft.windows.put(entry.window_id, entry)
+    return adopted
 
 
-def begin_attempts(db: sqlite3.Connection, window_ids: Iterable[str], server_id: str) -> dict[str, int]:
+def _cut_and_owned(draft: Draft, window_id: str, server_id: str) -> WindowEntry | None:
+    entry = draft.windows.get(window_id)
+    ours = entry is not None and entry.state is WindowState.CUT and entry.owner == server_id
+    return entry if ours else None
+
+
+def begin_attempts(draft: Draft, window_ids: Iterable[str], server_id: str) -> dict[str, int]:
     """Count an attempt at each window that is cut and this server's; return their numbers."""
     begun: dict[str, int] = {}
     for window_id in window_ids:
-        row = db.execute(
-            "UPDATE windows SET attempt = attempt + 1, changed = (SELECT version FROM meta)"
-            " WHERE window_id = ? AND state = 'cut' AND owner = ? RETURNING attempt",
-            (window_id, server_id),
-        ).fetchone()
-        if row is not None:
-            begun[window_id] = row["attempt"]
+        entry = _cut_and_owned(draft, window_id, server_id)
+        if entry is not None:
+            begun[window_id] = entry.attempt + 1
+            draft.windows.put(window_id, replace(entry, attempt=entry.attempt + 1))
     return begun
 
 
-def commit(db: sqlite3.Connection, commits: Iterable[Commit], server_id: str) -> frozenset[str]:
+def commit(draft: Draft, commits: Iterable[Commit], server_id: str) -> frozenset[str]:
     """Make latest attempts at this server's cut windows count; return the windows."""
-    return frozenset(
-        each.window_id
-        for each in commits
-        if db.execute(
-            "UPDATE windows SET state = 'committed', staging = ?, files = ?, rows_out = ?, error = NULL,"
-            " changed = (SELECT version FROM meta)"
-            " WHERE window_id = ? AND state = 'cut' AND owner = ? AND attempt = ?",
-            (
-                each.staging,
-                rows.names_text(each.files),
-                each.rows_out,
-                each.window_id,
-                server_id,
-                each.attempt,
-            ),
-        ).rowcount
+    return frozenset(each.window_id for each in commits if _commit(draft, each, server_id))
+
+
+def _commit(draft: Draft, told: Commit, server_id: str) -> bool:
+    entry = _cut_and_owned(draft, told.window_id, server_id)
+    if entry is None or entry.attempt != told.attempt:
+        return False
+    draft.windows.put(
+        told.window_id,
+        replace(
+            entry,
+            state=WindowState.COMMITTED,
+            staging=told.staging,
+            files=told.files,
+            rows_out=told.rows_out,
+            error=None,
+        ),
     )
+    return True
 
 
 def published(
-    db: sqlite3.Connection, attempts: Mapping[str, int], server_id: str, *, retain: bool, now_ms: int
+    draft: Draft, attempts: Mapping[str, int], server_id: str, *, retain: bool, now_ms: int
 ) -> tuple[Segment, ...]:
     """Note that outputs of this server's attempts are visible; return the segments of windows not retained."""
-    shown = [
-        window_id
-        for window_id, attempt in attempts.items()
-        if db.execute(
-            "UPDATE windows SET state = 'published', owner = NULL, staging = NULL, error = NULL, published_ms = ?,"
-            " changed = (SELECT version FROM meta)"
-            " WHERE window_id = ? AND state = 'committed' AND owner = ? AND attempt = ?",
-            (now_ms, window_id, server_id, attempt),
-        ).rowcount
-    ]
-    if retain:
+    free: list[Segment] = []
+    for window_id, attempt in attempts.items():
+        entry = draft.windows.get(window_id)
+        if entry is None or entry.state is not WindowState.COMMITTED:
+            continue
+        if (entry.owner, entry.attempt) != (server_id, attempt):
+            continue
+        shown = replace(
+            entry, state=WindowState.PUBLISHED, owner=None, staging=None, error=None, published_ms=now_ms
+        )
+        draft.windows.put(window_id, shown)
+        if not retain:
+            free.extend(_let_go(draft, shown))
+    return tuple(free)
+
+
+def _let_go(draft: Draft, entry: WindowEntry) -> tuple[Segment, ...]:
+    """Stop retaining a published window; return its segments. One with segments that wait is left as it is."""
+    if entry.pending:
         return ()
-    return tuple(free for window_id in shown for free in _let_go(db, window_id))
+    draft.windows.put(entry.window_id, replace(entry, retained=False, segments=()))
+    return entry.segments
 
 
-def _let_go(db: sqlite3.Connection, window_id: str) -> tuple[Segment, ...]:
-    """Stop retaining a published window; return its segments. One with segments that wait (revision 0) stays."""
-    done = db.execute(
-        "UPDATE windows SET retained = 0, changed = (SELECT version FROM meta) WHERE window_id = ?"
-        " AND NOT EXISTS (SELECT 1 FROM segments AS s WHERE s.window_id = windows.window_id AND s.revision = 0)",
-        (window_id,),
-    ).rowcount
-    if not done:
-        return ()
-    free = _entry(db, window_id).segments
-    db.execute("DELETE FROM segments WHERE window_id = ?", (window_id,))
-    return free
-
-
-def let_go(db: sqlite3.Connection, window_ids: Iterable[str]) -> None:
+def let_go(draft: Draft, window_ids: Iterable[str]) -> None:
     """Stop retaining those of these windows that are published."""
     for window_id in window_ids:
-        row = db.execute("SELECT state FROM windows WHERE window_id = ?", (window_id,)).fetchone()
-        if row is not None and row["state"] == "published":
-            _let_go(db, window_id)
+        entry = draft.windows.get(window_id)
+        if entry is not None and entry.state is WindowState.PUBLISHED:
+            _let_go(draft, entry)
 
 
-def begin_anew(db: sqlite3.Connection, size_ms: int, now_ms: int) -> None:
+def begin_anew(draft: Draft, size_ms: int, now_ms: int) -> None:
     """Let windows of this size begin at or after the end of every one that has begun."""
-    ends = db.execute(
-        "SELECT max(end_ms) FROM (SELECT end_ms FROM windows WHERE start_ms <= ?"
-        " UNION ALL SELECT cut_below_ms FROM meta)",
-        (now_ms,),
-    ).fetchone()
-    if ends[0] is not None:
-        db.execute("UPDATE meta SET cut_below_ms = ?", (-(-ends[0] // size_ms) * size_ms,))
+    entries = draft.book.windows.values()
+    begun = [each.end_ms for each in entries if each.start_ms is not None and each.start_ms <= now_ms]
+    last = max((end for end in (*begun, draft.totals.cut_below_ms) if end is not None), default=None)
+    if last is not None:
+        draft.totals = replace(draft.totals, cut_below_ms=-(-last // size_ms) * size_ms)
 
 
-def expire(
-    db: sqlite3.Connection, *, published_before_ms: int, keep_bytes: int, limit: int
-) -> tuple[Segment, ...]:
+def expire(draft: Draft, *, published_before_ms: int, keep_bytes: int, limit: int) -> tuple[Segment, ...]:
     """Stop retaining windows by age, then by size; return the segments to delete."""
-    kept: int = db.execute("SELECT retained_bytes FROM meta").fetchone()[0]
-    # A bound in the index, not a condition on each row: most windows are neither old nor in the way.
-    before_ms = published_before_ms if kept <= keep_bytes else _LAST_MS
-    found = db.execute(
-        "SELECT window_id, published_ms FROM windows WHERE state = 'published' AND retained = 1 AND published_ms < ?"
-        " AND NOT EXISTS (SELECT 1 FROM segments AS s WHERE s.window_id = windows.window_id AND s.revision = 0)"
-        " ORDER BY published_ms, window_id LIMIT ?",
-        (before_ms, limit),
-    ).fetchall()
-    gone: list[Segment] = []
-    for row in found:
-        if row["published_ms"] >= published_before_ms and kept <= keep_bytes:
+    book, kept, left = draft.book, draft.book.retained_bytes, limit
+    free: list[Segment] = []
+    for window_id in book.retained.oldest(None if kept > keep_bytes else published_before_ms):
+        entry = book.windows[window_id]
+        old = entry.published_ms is not None and entry.published_ms < published_before_ms
+        if not left or not (old or kept > keep_bytes):
             break
-        free = _let_go(db, row["window_id"])
-        kept -= sum(each.bytes for each in free)
-        gone.extend(free)
-    return tuple(gone)
+        gone = _let_go(draft, entry)
+        if gone:
+            left -= 1
+            kept -= segment_bytes(entry)
+            free.extend(gone)
+    return tuple(free)
 
 
-def set_aside(db: sqlite3.Connection, window_id: str, error: str, server_id: str) -> None:
+def late_published(draft: Draft, paths: Iterable[str]) -> None:
+    """Forget late files that are visible; those that are not listed (any more) do not matter."""
+    for path in paths:
+        draft.late.drop(path)
+
+
+def set_aside(draft: Draft, window_id: str, error: str, server_id: str) -> None:
     """Put a cut window of this server aside."""
-    db.execute(
-        "UPDATE windows SET state = 'set_aside', owner = NULL, error = ?, changed = (SELECT version FROM meta)"
-        " WHERE window_id = ? AND state = 'cut' AND owner = ?",
-        (rows.storable(error), window_id, server_id),
-    )
+    entry = _cut_and_owned(draft, window_id, server_id)
+    if entry is not None:
+        draft.windows.put(
+            window_id, replace(entry, state=WindowState.SET_ASIDE, owner=None, error=storable(error))
+        )
 
 
-def halt(db: sqlite3.Connection, window_id: str, error: str, server_id: str, *, first: bool) -> bool:
+def halt(draft: Draft, window_id: str, error: str, server_id: str, *, first: bool) -> bool:
     """Keep why a window of this server is halted; if not for the first time, only where there is an error still."""
-    return bool(
-        db.execute(
-            "UPDATE windows SET error = ?, changed = (SELECT version FROM meta)"
-            " WHERE window_id = ? AND state IN ('cut', 'committed') AND owner = ? AND (? OR error IS NOT NULL)",
-            (rows.storable(error), window_id, server_id, first),
-        ).rowcount
-    )
+    entry = draft.windows.get(window_id)
+    if entry is None or entry.state not in _UNDER_WAY or entry.owner != server_id:
+        return False
+    if not first and entry.error is None:
+        return False
+    draft.windows.put(window_id, replace(entry, error=storable(error)))
+    return True
 
 
-def decide(db: sqlite3.Connection, window_id: str, decision: Decision, now_ms: int) -> bool:
+def decide(draft: Draft, window_id: str, decision: Decision, now_ms: int) -> bool:
     """Do what an operator decides about a window that is halted or set aside."""
-    done = db.execute(
-        f"UPDATE windows SET changed = (SELECT version FROM meta), {_DECIDED[decision]}"  # noqa: S608  # our own text
-        " AND window_id = :window_id AND error IS NOT NULL",
-        {"window_id": window_id, "now_ms": now_ms},
-    ).rowcount
-    if done and decision == "skip":
-        _take_in(db, window_id)
-    return bool(done)
+    entry = draft.windows.get(window_id)
+    if entry is None or entry.error is None:
+        return False
+    match decision, entry.state:
+        case "retry", WindowState.SET_ASIDE:
+            entry = replace(entry, state=WindowState.CUT, error=None)
+        case "retry", WindowState.CUT | WindowState.COMMITTED:
+            entry = replace(entry, error=None)
+        case "set_aside", WindowState.CUT:
+            entry = replace(entry, state=WindowState.SET_ASIDE, owner=None)
+        case "skip", WindowState.CUT | WindowState.SET_ASIDE:
+            entry = replace(entry, state=WindowState.PUBLISHED, owner=None, published_ms=now_ms)
+            entry = _take_in(entry, entry.pending)
+        case _:
+            return False
+    draft.windows.put(window_id, entry)
+    return True
 
 
-def prune(db: sqlite3.Connection, *, before_ms: int, limit: int) -> int:
+def prune(draft: Draft, *, before_ms: int, limit: int) -> int:
     """Forget windows that were published and are not retained; return how many."""
-    over = db.execute(
-        "SELECT window_id, end_ms, changed FROM windows WHERE state = 'published' AND retained = 0"
-        " AND published_ms < ?1 AND (end_ms IS NULL OR end_ms <= ?1) ORDER BY published_ms, window_id LIMIT ?2",
-        (before_ms, limit),
-    ).fetchall()
-    db.executemany("DELETE FROM windows WHERE window_id = ?", [(row["window_id"],) for row in over])
-    sqlite_batches.go_behind(db, (row["window_id"] for row in over if row["end_ms"] is None))
-    if over:
-        changed = max(row["changed"] for row in over)
-        db.execute("UPDATE meta SET pruned_version = max(pruned_version, ?)", (changed,))
-    end_ms = max((row["end_ms"] for row in over if row["end_ms"] is not None), default=None)
-    if end_ms is not None:
-        db.execute("UPDATE meta SET cut_below_ms = max(COALESCE(cut_below_ms, ?1), ?1)", (end_ms,))
+    book = draft.book
+    old = (book.windows[each] for each in book.over.oldest(before_ms))
+    past = (entry for entry in old if entry.end_ms is None or entry.end_ms <= before_ms)
+    over = tuple(itertools.islice(past, limit))
+    ends = [entry.end_ms for entry in over] + [draft.totals.cut_below_ms]
+    below = max((end for end in ends if end is not None), default=None)
+    draft.totals = replace(draft.totals, cut_below_ms=below)
+    _go_behind(draft, over)
+    for entry in over:
+        draft.windows.drop(entry.window_id)
     return len(over)

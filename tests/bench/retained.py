@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from bench.deliveries import SHARDS, deliveries
 from bench.memory import resident_bytes
 from bench.pipelines import living
+from support.store import SqliteStore
 
 from mldserver.base.clock import SystemClock
 from mldserver.coordinator.coordinator import CoordinatorRules
@@ -21,7 +22,6 @@ from mldserver.output.layout import LEDGER, segment_path
 from mldserver.output.owner import FolderClaim
 from mldserver.output.store import OutputStore
 from mldserver.state.ledger import Commit, Flush, Segment, SegmentKind
-from mldserver.state.store import SqliteStore
 from mldserver.testing import LocalEngine
 from mldserver.windows import Tumbling, tumbling_id
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import cyclopts
 import pytest
+from support.store import SqliteStore
 
 import mldserver
 from mldserver import cli
@@ -25,7 +26,6 @@ from mldserver.errors import (
     NotThereYet,
 )
 from mldserver.output.layout import LEDGER
-from mldserver.state.store import SqliteStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,13 +14,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.store import SqliteStore
 
 from mldserver import cli
 from mldserver.deadletters.files import file_content
 from mldserver.output.layout import LEDGER
 from mldserver.records import DeadLetter, Sequence
 from mldserver.state.ledger import Flush, PositionUpdate
-from mldserver.state.store import SqliteStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,15 +88,15 @@ def listed(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
 def test_the_list_shows_letters_in_order_and_counts_them(
     server: SqliteStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server.redrive(("2",))
+    server.redrive(("2.1",))
     text = told(capsys, "list")
     assert "ValueError: [red]no" in text
     assert "second line" not in text
     assert "\x1b" not in text
     assert [line.split()[:2] for line in text.splitlines() if "shard-" in line] == [
-        ["1", "stored"],
-        ["2", "wanted"],
-        ["3", "stored"],
+        ["2.0", "stored"],
+        ["2.1", "wanted"],
+        ["2.2", "stored"],
     ]
     assert text.splitlines()[-1] == "3 dead letters, 1 of them to be redriven"
     assert told(capsys, "list", "--limit", "1").splitlines()[-1].endswith("(2 more match; --limit)")
@@ -105,10 +105,10 @@ def test_the_list_shows_letters_in_order_and_counts_them(
 @pytest.mark.parametrize(
     ("conditions", "chosen"),
     [
-        ([], ["1", "2", "3"]),
-        (["--shard", "shard-1"], ["1", "2"]),
-        (["--key", "k", "--error", "KeyError"], ["2"]),
-        (["--since", "1970-01-01T02:00:00Z"], ["2", "3"]),
+        ([], ["2.0", "2.1", "2.2"]),
+        (["--shard", "shard-1"], ["2.0", "2.1"]),
+        (["--key", "k", "--error", "KeyError"], ["2.1"]),
+        (["--since", "1970-01-01T02:00:00Z"], ["2.1", "2.2"]),
         (["--since", "2 hours"], []),
         (["--shard", "shard-9"], []),
     ],
@@ -142,23 +142,23 @@ def test_every_id_that_a_list_prints_names_the_letter(
         for name in (each["letter"], each["id"]):
             assert documents(capsys, "show", name) == each
     ids = [each["id"] for each in documents(capsys, "list")[:2]]
-    assert documents(capsys, "redrive", *ids) == {"redriving": ["1", "2"]}
-    assert documents(capsys, "purge", "--yes", *ids) == {"purged": ["1", "2"]}
+    assert documents(capsys, "redrive", *ids) == {"redriving": ["2.0", "2.1"]}
+    assert documents(capsys, "purge", "--yes", *ids) == {"purged": ["2.0", "2.1"]}
 
 
 def test_a_letter_is_shown_with_all_that_is_known(
     server: SqliteStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = told(capsys, "show", "1")
+    text = told(capsys, "show", "2.0")
     for part in ('{"n": 1}', "handlers.trips 7", "second line", "line 3", "after 3 attempts"):
         assert part in text
-    assert "ff 00" in told(capsys, "show", "2")
+    assert "ff 00" in told(capsys, "show", "2.1")
     assert "waits behind" in told(capsys, "show", LETTERS[2].record)
-    found = documents(capsys, "show", "1")
+    found = documents(capsys, "show", "2.0")
     assert (found["id"], found["pipeline"], found["letter"]) == (
         f"trips/shard-1/{10**50 + 1}/0",
         "trips",
-        "1",
+        "2.0",
     )
 
 
@@ -175,7 +175,7 @@ def test_nothing_is_cut_or_wrapped_where_no_terminal_bounds_it(
     server: SqliteStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.register(Flush((), dead_letters=(LONG,)), now_ms=2)
-    lines = told(capsys, "show", "4").splitlines()
+    lines = told(capsys, "show", "3.0").splitlines()
     for whole in (LONG.record, LONG.error, LONG.data.decode(), "v" * 1500):
         assert sum(line.endswith(whole) for line in lines) == 1
     (listed_line,) = [line for line in told(capsys, "list").splitlines() if LONG.shard_id in line]
@@ -184,7 +184,7 @@ def test_nothing_is_cut_or_wrapped_where_no_terminal_bounds_it(
 
 def test_a_terminal_shows_all_of_a_letter_in_its_width(server: SqliteStore) -> None:
     server.register(Flush((), dead_letters=(LONG,)), now_ms=2)
-    text = on_terminal("show", "4", columns=80)
+    text = on_terminal("show", "3.0", columns=80)
     assert max(map(len, text.splitlines())) <= 80
     packed = "".join(text.split())
     for whole in (LONG.record, LONG.error, LONG.data.decode(), "v" * 1500):
@@ -213,17 +213,17 @@ def on_terminal(*arguments: str, columns: int) -> str:
 def test_a_payload_is_written_as_it_is(
     server: SqliteStore, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    assert cli.run(["dead-letters", "show", "2", "--payload", "--out", "out"]) == 0
+    assert cli.run(["dead-letters", "show", "2.1", "--payload", "--out", "out"]) == 0
     assert capfdbinary.readouterr().out == LETTERS[1].data
 
 
 def test_letters_are_marked_and_the_mark_is_taken_away(
     server: SqliteStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert documents(capsys, "redrive", "--shard", "shard-1") == {"redriving": ["1", "2"]}
-    assert "1 letters are to be redriven" in told(capsys, "redrive", "3")
-    assert documents(capsys, "redrive", "1", "--cancel") == {"cancelled": ["1"]}
-    assert [each.id for each in server.letters(wanted=True)] == ["2", "3"]
+    assert documents(capsys, "redrive", "--shard", "shard-1") == {"redriving": ["2.0", "2.1"]}
+    assert "1 letters are to be redriven" in told(capsys, "redrive", "2.2")
+    assert documents(capsys, "redrive", "2.0", "--cancel") == {"cancelled": ["2.0"]}
+    assert [each.id for each in server.letters(wanted=True)] == ["2.1", "2.2"]
     assert "0 letters" in told(capsys, "redrive", "--key", "nobody")
 
 
@@ -234,7 +234,7 @@ def test_letters_are_deleted_only_at_a_second_word(
     assert "3 letters would be deleted" in refused
     assert len(server.letters()) == len(LETTERS)
     server.register(Flush((), dead_letters=tuple(letter(n) for n in range(100, 100 + MANY))), now_ms=2)
-    assert "1 letters are deleted" in told(capsys, "purge", "2", "--yes")
+    assert "1 letters are deleted" in told(capsys, "purge", "2.1", "--yes")
     assert len(documents(capsys, "purge", "--all", "--yes")["purged"]) == MANY + 2
     assert server.letters() == ()
 
@@ -243,10 +243,10 @@ def test_letters_are_deleted_only_at_a_second_word(
     ("arguments", "why"),
     [
         (["redrive"], "not clear which"),
-        (["purge", "1", "--all"], "not clear which"),
-        (["redrive", "1", "--key", "k"], "not clear which"),
+        (["purge", "2.0", "--all"], "not clear which"),
+        (["redrive", "2.0", "--key", "k"], "not clear which"),
         (["show", "77"], "no dead letter 77"),
-        (["redrive", "1", "77"], "no dead letter 77"),
+        (["redrive", "2.0", "77"], "no dead letter 77"),
         (["redrive", "--from", "x.jsonl", "--all"], "all letters of the files"),
         (["redrive", "--from", "x.jsonl"], "no files of dead letters"),
         (["list", "--since", "noon"], "neither a time nor a duration"),

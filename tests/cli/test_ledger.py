@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.store import SqliteStore
 
 from mldserver import cli
 from mldserver.output.layout import LEDGER
@@ -21,7 +22,7 @@ from mldserver.state.ledger import (
     SegmentKind,
     ServerState,
 )
-from mldserver.state.store import SqliteStore
+from mldserver.state.sqlite import SqliteLedger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -160,17 +161,17 @@ def test_a_shard_that_is_opened_in_the_moment_of_the_reset_is_told(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    peek = SqliteStore.peek
+    peek = SqliteLedger.peek
 
-    def look_then_lose(store: SqliteStore) -> Any:
-        seen = peek(store)
+    async def look_then_lose(ledger: SqliteLedger) -> Any:
+        seen = await peek(ledger)
         other = SqliteStore(tmp_path / "out" / LEDGER, pipeline="trips", server_id="other")
         other.open(now_ms=2000)
         other.open_shard("b")
         other.close()
         return seen
 
-    monkeypatch.setattr(SqliteStore, "peek", look_then_lose)
+    monkeypatch.setattr(SqliteLedger, "peek", look_then_lose)
     assert "a server has opened them since: b" in told(capsys, "reset", "b", code=2)
     monkeypatch.undo()
     assert server.peek().shards["b"].position == Sequence(8)
@@ -189,7 +190,10 @@ def test_a_gap_is_accepted_for_the_next_opening_only(
 def test_a_shard_that_was_pruned_in_the_moment_of_accepting_is_told(
     server: SqliteStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SqliteStore, "accept_gap", lambda store, shard: False)
+    async def too_late(*_: object) -> bool:
+        return False
+
+    monkeypatch.setattr(SqliteLedger, "accept_gap", too_late)
     assert "no shard a" in told(capsys, "accept-gap", "a", code=2)
 
 

@@ -10,14 +10,15 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.store import SqliteStore
 
 from mldserver import cli
 from mldserver.cli.ledger_tool import moment
 from mldserver.output.layout import LEDGER
 from mldserver.records import Sequence
+from mldserver.state.file import pipeline_of
 from mldserver.state.ledger import Commit, Flush, PositionUpdate, Segment, SegmentKind, WindowState
-from mldserver.state.store import SqliteStore
-from mldserver.state.whose import pipeline_of
+from mldserver.state.sqlite import SqliteLedger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -314,7 +315,10 @@ def test_on_a_terminal_tables_fit_its_width(
 def test_a_window_that_another_tool_was_faster_with_is_told(
     server: SqliteStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SqliteStore, "decide", lambda store, window, decision, now_ms: False)
+    async def too_late(*_: object) -> bool:
+        return False
+
+    monkeypatch.setattr(SqliteLedger, "decide", too_late)
     assert "somebody else was faster" in told(capsys, "retry", SET_ASIDE, "--out", "out", code=2)
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from support.store import SqliteStore
+
 from mldserver.coordinator.backpressure import Holding
 from mldserver.coordinator.coordinator import Coordinator
 from mldserver.coordinator.core.lineage import Lineage
 from mldserver.coordinator.core.watermark import Watermark
 from mldserver.coordinator.shards import ShardSession
-from mldserver.state.store import SqliteStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,10 +6,10 @@ from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow.parquet as pq
+from support.store import SqliteStore
 
 from mldserver.output.layout import LEDGER
 from mldserver.state.ledger import LedgerState, WindowEntry, WindowState
-from mldserver.state.store import SqliteStore
 from mldserver.windows import Tumbling, tumbling_id
 
 if TYPE_CHECKING:

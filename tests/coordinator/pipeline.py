@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from coordinator.outcomes import dead_letter, outcome
+from support.store import SqliteStore
 
 from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
 from mldserver.coordinator.core.shape import Column, Shape
@@ -25,7 +26,6 @@ from mldserver.output.owner import FolderClaim
 from mldserver.output.store import OutputStore
 from mldserver.records import Sequence
 from mldserver.sources.intake import ShardOpening
-from mldserver.state.store import SqliteStore
 from mldserver.testing import LocalEngine, VirtualClock
 from mldserver.windows import Tumbling, WindowSpec
 

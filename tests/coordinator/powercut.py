@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from support.store import SqliteStore
+
 from mldserver.output.layout import LEDGER, PRIVATE, late_path, window_path
 from mldserver.state.ledger import LedgerState, WindowState
-from mldserver.state.store import SqliteStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

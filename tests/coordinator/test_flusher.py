@@ -8,13 +8,13 @@ import pyarrow.parquet as pq
 import pytest
 from coordinator.outcomes import dead_letter
 from coordinator.writing import W, Writing, publish, zero
+from support.store import SqliteStore
 
 from mldserver.coordinator.core.flush import shard_end
 from mldserver.errors import LedgerError
 from mldserver.records import Sequence
 from mldserver.state.batches import batch_id
 from mldserver.state.ledger import BatchProgress, BatchStep, Flush, Segment
-from mldserver.state.store import SqliteStore
 from mldserver.windows import Tumbling, batches
 
 if TYPE_CHECKING:

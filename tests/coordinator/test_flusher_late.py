@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from coordinator.writing import W, Writing, publish, zero
+from support.store import SqliteStore
 
 from mldserver.coordinator.core.rules import CoordinatorRules
 from mldserver.records import Sequence
@@ -19,7 +20,6 @@ from mldserver.state.ledger import (
     ServerState,
     WindowState,
 )
-from mldserver.state.store import SqliteStore
 from mldserver.windows import Tumbling, batches
 
 if TYPE_CHECKING:

@@ -115,7 +115,7 @@ class OnDynamo(Pipeline):
 
     def state(self) -> Any:
         """What the ledger held at this server's latest look."""
-        return self.ledger._held()
+        return self.ledger._reached().book.state()
 
 
 def _published(state: LedgerState) -> bool:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from coordinator.pipeline import QUICK, Pipeline, named, two
+from support.store import SqliteStore
 
 from mldserver.coordinator.recovery import recover
 from mldserver.errors import GapRefused, LedgerError, ServerBuried
 from mldserver.output.layout import LEDGER, SERVERS, server_tag
 from mldserver.records import Sequence
 from mldserver.state.ledger import Commit, WindowState
-from mldserver.state.store import SqliteStore
 from mldserver.windows import tumbling_id
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.parquet as pq
 from coordinator.outcomes import outcome
 from coordinator.pipeline import Faults, FaultyStore, InlineLedger
+from support.store import SqliteStore
 
 from mldserver.coordinator.core.flush import BufferedBatch, buffered
 from mldserver.coordinator.core.open_windows import OpenWindows
@@ -17,7 +18,6 @@ from mldserver.coordinator.flusher import Flushed, Flusher
 from mldserver.state.ledger import (
     Commit,
 )
-from mldserver.state.store import SqliteStore
 from mldserver.testing import VirtualClock
 from mldserver.windows import WindowSpec, tumbling_id
 

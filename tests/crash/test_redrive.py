@@ -17,6 +17,7 @@ import pytest
 from crash.lives import Plan
 from crash.local_life import LocalLife
 from support.serving import until
+from support.store import SqliteStore
 
 from mldserver import cli
 from mldserver.config.kinds import UnixAddress
@@ -24,7 +25,6 @@ from mldserver.config.locations import LetterPlace
 from mldserver.deadletters.files import FOLDER, read_letters
 from mldserver.errors import LedgerError, OperatorError
 from mldserver.output.layout import LEDGER
-from mldserver.state.store import SqliteStore
 from mldserver.testing import FakeMLD, FakeStream, Habits
 from tests.test_server_redrive import HANDLER, fill, ids
 

@@ -97,14 +97,15 @@ async def test_redriven_letters_that_fail_again_stay_in_the_ledger(tmp_path: Pat
     place = Place()
     writing = await writing_to(place, tmp_path)
     await writing.ledger.add_letters(LETTERS[:1], wanted=True)
+    ids = tuple(each.id for each in await writing.ledger.letters())
     shard = await writing.ledger.open_shard("a")
     again = replace(LETTERS[0], attempts=6)
     made = writing.batch(shard, (1, 5), rows=[], letters=[again])
-    await writing.flush([structs.replace(made, epoch=0, last=None, redriven=("1",))])
+    await writing.flush([structs.replace(made, epoch=0, last=None, redriven=ids)])
     assert place.held == []
     assert [each.letter for each in await writing.ledger.letters()] == [again]
     # Who took them as well has what it gave left out, and says so.
-    await writing.flush([structs.replace(made, epoch=0, last=None, redriven=("1",))])
+    await writing.flush([structs.replace(made, epoch=0, last=None, redriven=ids)])
     assert len(await writing.ledger.letters()) == 1
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from coordinator.outcomes import outcome
+from support.store import SqliteStore
 
 from mldserver.coordinator.core.buffer import Buffer
 from mldserver.coordinator.redrive_intake import Redriving
@@ -19,9 +20,7 @@ from mldserver.errors import HandlerHalted, InternalError, LedgerError
 from mldserver.protocol.batches import BatchDecoder
 from mldserver.records import DeadLetter, Sequence
 from mldserver.sources.shard_claims import ShardOwners
-from mldserver.state.ledger import LedgerState, ShardState
-from mldserver.state.letters import LETTERS_AT_ONCE, StoredLetter
-from mldserver.state.store import SqliteStore
+from mldserver.state.ledger import LETTERS_AT_ONCE, LedgerState, ShardState, StoredLetter
 from mldserver.testing import VirtualClock
 
 if TYPE_CHECKING:

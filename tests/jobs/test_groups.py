@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,7 +10,9 @@ from coordinator.pipeline import Pipeline
 from jobs.test_runner import W, make, named, three_windows
 
 from mldserver.errors import DriverLost, LedgerError, WindowFailed
+from mldserver.state.book import Book
 from mldserver.state.ledger import WindowState
+from mldserver.state.operations import Transaction
 from mldserver.testing import LocalEngine
 from mldserver.windows import Tumbling
 
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 
     from mldserver.jobs.engine import WindowJob
     from mldserver.jobs.runner import WindowPolicy
+    from mldserver.state.book import Draft
 
 
 def shared(
@@ -153,7 +157,11 @@ async def test_windows_that_another_server_has_taken_are_dropped_in_silence(
     def take(name: str, after: bool) -> None:
         if name == "begin_attempts" and not after and not taken:
             taken.append(name)
-            pipeline.ledger.store._db.execute("UPDATE windows SET owner = 'two' WHERE state = 'cut'")
+            pipeline.ledger.store.ledger._store.transact(Transaction(give_away), Book.state)
+
+    def give_away(draft: Draft) -> None:
+        for window_id in draft.book.unfinished:
+            draft.windows.put(window_id, replace(draft.book.windows[window_id], owner="two"))
 
     pipeline = shared(tmp_path, limit=limit)
     pipeline.faults.hook = take

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+from support.store import SqliteStore
 
 from mldserver.coordinator.recovery import recover
 from mldserver.output.layout import QUARANTINE, writer_tag
@@ -12,7 +13,6 @@ from mldserver.output.manifest import current_files
 from mldserver.output.publish import Output, Publisher
 from mldserver.output.store import OutputStore
 from mldserver.state.ledger import Commit, Flush, LedgerState, Segment
-from mldserver.state.store import SqliteStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,7 +12,7 @@ from state.dynamodb_fake import client_error, lost_answer
 
 from mldserver.errors import DriverLost, LedgerError, WindowFailed
 from mldserver.output.store import OutputStore
-from mldserver.state.store import SqliteStore
+from mldserver.state.sqlite import SqliteStore
 from mldserver.testing.virtual_process import Call, ProcessDied, VirtualProcess
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mldserver.base.clock import Clock
     from mldserver.jobs.engine import WindowJob
 
-_GIVES_UP = frozenset({"open", "close", "dead_letters", "peek", "leave"})
+_GIVES_UP = frozenset({"open", "enter", "close", "state", "leave"})
 """Calls to the ledger at a server's start and end, where it may give up instead of trying again."""
 
 
@@ -60,7 +60,7 @@ class Faults:
 
     def before(self, process: VirtualProcess, call: Call) -> None:
         self.calls += 1
-        self.note(f"{process.name} {call.owner}.{call.name}")
+        self.note(f"{process.name} {call.owner}.{_name(call)}")
         if isinstance(call.target, OutputStore) and call.name == "write":
             self.outputs.wrote(*call.args)
         self._perhaps_die(process, after=False)
@@ -73,14 +73,16 @@ class Faults:
             self.tell("not moved", call.name)
             raise OSError(5, "Input/output error")
         if _is_transaction(call) and self.hit(self.plan.ledger_before):
-            self.tell("refused", call.name)
+            self.tell("refused", _name(call))
             if isinstance(call.target, VirtualTable):
                 raise client_error(self.dice.choice(("ThrottlingException", "AccessDeniedException")), "")
-            raise LedgerError(f"{call.name} failed before it took effect.")
+            raise LedgerError(f"{_name(call)} failed before it took effect.")
 
     def after(self, process: VirtualProcess, call: Call, result: object) -> None:
-        if isinstance(call.target, SqliteStore) and (call.name != "register" or result.registered):  # type: ignore[attr-defined]  # a FlushResult
-            self.happened(call.name, *call.args[:1])
+        if isinstance(call.target, SqliteStore) and call.name == "transact":
+            told, _ = result  # type: ignore[misc]  # what came of the rule, and what was read then
+            if _name(call) != "register" or told.registered:
+                self.happened(_name(call), *call.args[0].args[:1])
         if isinstance(call.target, VirtualTable) and call.target.deed and _is_transaction(call):
             self.happened(*call.target.deed)
         if call.owner == "LifeLocks" and call.name == "hold":
@@ -92,10 +94,10 @@ class Faults:
             self.tell("moved after all", call.name)
             raise OSError(5, "Input/output error")
         if _is_transaction(call) and self.hit(self.plan.ledger_after):
-            self.tell("answer lost", call.name)
+            self.tell("answer lost", _name(call))
             if isinstance(call.target, VirtualTable):
                 raise lost_answer() if self.hit(0.5) else client_error("AccessDeniedException", "")
-            raise LedgerError(f"{call.name} took effect, but its answer was lost.")
+            raise LedgerError(f"{_name(call)} took effect, but its answer was lost.")
 
     def happened(self, call: str, argument: Any = None) -> None:
         """Let the oracles know of a transaction of the ledger that took effect."""
@@ -141,10 +143,18 @@ class Faults:
             raise LedgerError("The process is dead.")
 
 
+def _name(call: Call) -> str:
+    """Return what is called; of a ledger in a file the rule, or what is read."""
+    if not isinstance(call.target, SqliteStore) or call.name not in {"transact", "look"}:
+        return call.name
+    name: str = getattr(call.args[0], "rule", call.args[0]).__name__
+    return name
+
+
 def _is_transaction(call: Call) -> bool:
     if isinstance(call.target, VirtualTable):
         return bool(call.args[0] == "transact_write_items")
-    return isinstance(call.target, SqliteStore) and call.name not in _GIVES_UP
+    return isinstance(call.target, SqliteStore) and _name(call) not in _GIVES_UP
 
 
 class FaultyStore(OutputStore):

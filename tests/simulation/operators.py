@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from simulation.plan import Plan
 
     from mldserver.base.clock import Clock
-    from mldserver.state.ledger import Ledger, LedgerState
-    from mldserver.state.letters import StoredLetter
+    from mldserver.state.ledger import LedgerState, StoredLetter
+    from mldserver.state.operations import Ledger
 
 _PAGE = 1000
 

@@ -17,18 +17,19 @@ from mldserver.coordinator.core.watermark import Watermark
 from mldserver.coordinator.flusher import Flusher
 from mldserver.state.batches import batch_id, batch_number
 from mldserver.state.ledger import SegmentKind
-from mldserver.state.store import SqliteStore
+from mldserver.state.sqlite import SqliteLedger, SqliteStore
 from mldserver.windows import tumbling_id
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from mldserver.coordinator.core.flush import FlushPlan
     from mldserver.coordinator.core.rules import CoordinatorRules
     from mldserver.coordinator.core.sessions import Session
     from mldserver.coordinator.core.watermark import View
     from mldserver.records import Sequence
-    from mldserver.state.ledger import Flush, FlushResult, WindowEntry
+    from mldserver.state.book import Book
+    from mldserver.state.operations import Transaction
 
 
 class AwaitsBeforeItForgets(Coordinator):
@@ -52,13 +53,16 @@ class ChecksPointsTooEarly(ShardPosition):
 class Unfenced(SqliteStore):
     """Moves positions whoever owns the shard, and wherever it stands."""
 
-    def register(self, flush: Flush, *, now_ms: int) -> FlushResult:
-        known = self.peek().shards
-        positions = tuple(
-            replace(each, epoch=known[each.shard_id].epoch, previous=known[each.shard_id].position)
-            for each in flush.positions
-        )
-        return super().register(replace(flush, positions=positions), now_ms=now_ms)
+    def transact(self, transaction: Transaction[Any], read: Callable[[Book], Any]) -> Any:
+        if transaction.rule.__name__ == "register":
+            flush, *others = transaction.args
+            known = self.look(lambda book: {name: row.state for name, row in book.shards.items()})
+            positions = tuple(
+                replace(each, epoch=known[each.shard_id].epoch, previous=known[each.shard_id].position)
+                for each in flush.positions
+            )
+            transaction = replace(transaction, args=(replace(flush, positions=positions), *others))
+        return super().transact(transaction, read)
 
 
 class NeverHolds(Holding):
@@ -141,13 +145,16 @@ class AllLateBeside(CutWindows):
 class RevisesWithout(SqliteStore):
     """Computes a revision without the segment that came last."""
 
-    def cut(self, window_ids: tuple[str, ...]) -> tuple[WindowEntry, ...]:
-        return tuple(
-            each
-            if each.revision == 1
-            else replace(each, segments=each.segments[:-1], rows_in=each.rows_in - each.segments[-1].rows)
-            for each in super().cut(window_ids)
-        )
+    def transact(self, transaction: Transaction[Any], read: Callable[[Book], Any]) -> Any:
+        told, found = super().transact(transaction, read)
+        if transaction.rule.__name__ == "cut":
+            told = tuple(
+                each
+                if each.revision == 1
+                else replace(each, segments=each.segments[:-1], rows_in=each.rows_in - each.segments[-1].rows)
+                for each in told
+            )
+        return told, found
 
 
 class BelievesAnyTime(Coordinator):
@@ -160,9 +167,23 @@ class BelievesAnyTime(Coordinator):
 class CountsTwice(SqliteStore):
     """Keeps dead letters that ran again and gave rows: they run once more."""
 
-    def register(self, flush: Flush, *, now_ms: int) -> FlushResult:
-        ended = () if flush.segments else flush.redriven
-        return super().register(replace(flush, redriven=ended), now_ms=now_ms)
+    def transact(self, transaction: Transaction[Any], read: Callable[[Book], Any]) -> Any:
+        if transaction.rule.__name__ == "register":
+            flush, *others = transaction.args
+            ended = () if flush.segments else flush.redriven
+            transaction = replace(transaction, args=(replace(flush, redriven=ended), *others))
+        return super().transact(transaction, read)
+
+
+def _on(store: type[SqliteStore]) -> type[SqliteLedger]:
+    """Return a ledger whose store is another."""
+
+    class Planted(SqliteLedger):
+        def __init__(self, *args: Any, **fields: Any) -> None:
+            super().__init__(*args, **fields)
+            self._store.__class__ = store
+
+    return Planted
 
 
 BUGS: Mapping[str, Mapping[object, object]] = {
@@ -170,12 +191,12 @@ BUGS: Mapping[str, Mapping[object, object]] = {
     "values of one row swapped": {Flusher: SwapsValues},
     "a late row in neither place": {Flusher: DropsLateRows},
     "late rows beside a window that is retained": {CutWindows: AllLateBeside},
-    "a revision without a row": {SqliteStore: RevisesWithout},
-    "a redriven letter that counts twice": {SqliteStore: CountsTwice},
+    "a revision without a row": {SqliteLedger: _on(RevisesWithout)},
+    "a redriven letter that counts twice": {SqliteLedger: _on(CountsTwice)},
     "a row of the future that closes windows": {Coordinator: BelievesAnyTime},
     "an await between check and act": {Coordinator: AwaitsBeforeItForgets},
     "a checkpoint that runs ahead": {ShardPosition: ChecksPointsTooEarly},
-    "a ledger without fences": {SqliteStore: Unfenced},
+    "a ledger without fences": {SqliteLedger: _on(Unfenced)},
     "nobody is held": {Holding: NeverHolds},
     "children without their parents' times": {Lineage: Orphans},
     "a watermark that goes back": {Watermark: GoesBack},

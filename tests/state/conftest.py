@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from mldserver.state.ledger import Ledger
+    from mldserver.state.operations import Ledger
     from tests.state.dynamodb_emulator import Emulator
 
 

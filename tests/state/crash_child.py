@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 from mldserver.state.ledger import Flush
-from mldserver.state.store import SqliteStore
 from tests.state.samples import play
+from tests.support.store import SqliteStore
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mldserver.records import Sequence
 from mldserver.state.ledger import Commit, Flush, PositionUpdate, Segment, SegmentKind, ServerState
-from mldserver.state.store import SqliteStore
+from tests.support.store import SqliteStore
 
 
 def main() -> None:

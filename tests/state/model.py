@@ -26,8 +26,7 @@ from mldserver.state.ledger import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from mldserver.state.ledger import Commit, Decision, Flush, PositionUpdate
-    from mldserver.state.shapes import ShapeChange
+    from mldserver.state.ledger import Commit, Decision, Flush, PositionUpdate, ShapeChange
 
 OPEN, CUT, COMMITTED, PUBLISHED, SET_ASIDE = WindowState
 

@@ -20,8 +20,9 @@ from mldserver.state.ledger import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
-    from mldserver.state.ledger import Ledger, WindowEntry
-    from mldserver.state.store import SqliteStore
+    from mldserver.state.ledger import WindowEntry
+    from mldserver.state.operations import Ledger
+    from tests.support.store import SqliteStore
 
     Factory = Callable[..., Ledger]
 

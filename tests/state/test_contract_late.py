@@ -35,7 +35,7 @@ from tests.state.samples import (
 )
 
 if TYPE_CHECKING:
-    from mldserver.state.ledger import Ledger
+    from mldserver.state.operations import Ledger
     from tests.state.samples import Factory
 
 AFTER_THE_CUT = [state for state in WindowState if state is not WindowState.OPEN]

@@ -12,7 +12,7 @@ from mldserver.state.ledger import Flush, FlushResult
 from tests.state.samples import W1, held, letter, opened, peeked, seg
 
 if TYPE_CHECKING:
-    from mldserver.state.ledger import Ledger
+    from mldserver.state.operations import Ledger
     from tests.state.samples import Factory
 
 ALL = tuple(letter(number) for number in range(1, 6))

@@ -33,7 +33,8 @@ from tests.state.samples import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from mldserver.state.ledger import Ledger, LedgerState
+    from mldserver.state.ledger import LedgerState
+    from mldserver.state.operations import Ledger
     from tests.state.samples import Factory
 
 

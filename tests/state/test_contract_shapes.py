@@ -10,14 +10,13 @@ import pytest
 
 from mldserver.errors import InternalError, LedgerError, LedgerVersionError, ServerBuried
 from mldserver.records import Sequence
-from mldserver.state.ledger import Flush, ServerState, WindowState
-from mldserver.state.shapes import ShapeChange
+from mldserver.state.ledger import Flush, ServerState, ShapeChange, WindowState
 from tests.state.samples import BATCH, W1, W2, bring_to, held, more, move, opened, peeked, seg
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from mldserver.state.ledger import Ledger
+    from mldserver.state.operations import Ledger
     from tests.state.samples import Factory
 
 OLD, NEW = ShapeChange("f1", "old"), ShapeChange("f2", "new")

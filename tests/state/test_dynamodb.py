@@ -12,7 +12,7 @@ from werkzeug.wrappers import Response
 
 from mldserver.errors import InternalError, LedgerError
 from mldserver.records import Sequence
-from mldserver.state.dynamodb_codec import pack_letters
+from mldserver.state.codec import pack_letters
 from mldserver.state.ledger import Flush, ServerState
 from tests.state.dynamodb_emulator import CutConnection, refusal
 from tests.state.dynamodb_fake import FakeDynamo, beat, canceled, client_error, flush, lost_answer, start

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mldserver.errors import LedgerError, LedgerVersionError
-from mldserver.state.schema import FORMAT
+from mldserver.state.codec import FORMAT
 from tests.state.dynamodb_fake import FakeDynamo, beat, flush, lost_answer, start
 from tests.state.samples import letter
 

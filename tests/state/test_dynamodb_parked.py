@@ -10,7 +10,7 @@ import pytest
 
 from mldserver.errors import LedgerError
 from mldserver.records import Sequence
-from mldserver.state.dynamodb_codec import keys_of, pack_keys, unpack_keys
+from mldserver.state.codec import keys_of, pack_keys, unpack_keys
 from tests.state.dynamodb_fake import FakeDynamo, beat, flush, start
 from tests.state.samples import letter
 

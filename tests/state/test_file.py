@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mldserver.errors import LedgerError, LedgerVersionError
-from mldserver.state import schema
+from mldserver.state.codec import FORMAT
 from mldserver.state.file import _is_new, create_or_open
 
 if TYPE_CHECKING:
@@ -75,6 +75,6 @@ def test_a_ledger_of_a_newer_format_is_left_as_it_is(tmp_path: Path) -> None:
     db.execute("UPDATE meta SET format = format + 1")
     db.close()
     data = path.read_bytes()
-    with pytest.raises(LedgerVersionError, match=f"has format {schema.FORMAT + 1}"):
+    with pytest.raises(LedgerVersionError, match=f"has format {FORMAT + 1}"):
         opened(path)
     assert path.read_bytes() == data

@@ -6,18 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mldserver.state import dynamodb_windows
-from mldserver.state.dynamodb_book import Book, Draft
+from mldserver.state import windows
+from mldserver.state.book import Book, Draft
 from mldserver.state.ledger import Commit, Flush, Segment, ServerState, WindowEntry, WindowState
-from mldserver.state.store import SqliteStore
 from tests.state.samples import BATCH, W1, W2, W3, attempted, bring_to, more, opened, seg, take_to
 from tests.support.operations import counting_python, counting_sqlite
+from tests.support.store import SqliteStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from mldserver.state.ledger import Ledger, LedgerState
+    from mldserver.state.ledger import LedgerState
+    from mldserver.state.operations import Ledger
     from tests.state.samples import Factory
 
 TOLD = ServerState("one", 9)
@@ -164,12 +165,12 @@ def test_in_sqlite_a_call_reads_no_more_rows_however_many_windows_are_retained(
     tmp_path: Path, name: str
 ) -> None:
     counts = []
-    for windows in (100, 2_000):
-        store = SqliteStore(tmp_path / f"{windows}.sqlite", pipeline="p", server_id="one")
+    for count in (100, 2_000):
+        store = SqliteStore(tmp_path / f"{count}.sqlite", pipeline="p", server_id="one")
         store.open(now_ms=0)
         assert store._db is not None
         store._db.execute("PRAGMA synchronous = OFF")
-        for first in range(0, windows, 100):
+        for first in range(0, count, 100):
             _publish_all(store, first, 100)
         version = store.sync(TOLD).version
         with counting_sqlite(store._db) as operations:
@@ -194,22 +195,18 @@ def _book(windows: int) -> Book:
 
 RULES: dict[str, Callable[[Draft], Any]] = {
     "sync": lambda draft: draft.book.state(draft.book.version),
-    "expire by age": lambda draft: dynamodb_windows.expire(
-        draft, published_before_ms=5, keep_bytes=10**9, limit=5
-    ),
-    "expire by bytes": lambda draft: dynamodb_windows.expire(
-        draft, published_before_ms=0, keep_bytes=0, limit=5
-    ),
-    "adopt": lambda draft: dynamodb_windows.adopt(draft, "one"),
-    "prune": lambda draft: dynamodb_windows.prune(draft, before_ms=10**9, limit=10),
+    "expire by age": lambda draft: windows.expire(draft, published_before_ms=5, keep_bytes=10**9, limit=5),
+    "expire by bytes": lambda draft: windows.expire(draft, published_before_ms=0, keep_bytes=0, limit=5),
+    "adopt": lambda draft: windows.adopt(draft, "one"),
+    "prune": lambda draft: windows.prune(draft, before_ms=10**9, limit=10),
 }
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_on_dynamodb_a_rule_looks_at_no_more_windows_however_many_are_retained(name: str) -> None:
     counts = []
-    for windows in (100, 2_000):
-        book = _book(windows)
+    for count in (100, 2_000):
+        book = _book(count)
         with counting_python() as operations:
             told = RULES[name](Draft(book))
         counts.append(operations.count)

@@ -79,7 +79,7 @@ async def turns(count: int = 5) -> None:
 async def test_the_loop_goes_on_while_a_transaction_runs_and_calls_keep_their_order(
     ledger: SqliteLedger,
 ) -> None:
-    gate = Gate(ledger, "register")
+    gate = Gate(ledger, "transact")
     async with asyncio.TaskGroup() as group:
         first = group.create_task(ledger.register(Flush((), (seg("s1"),))))
         second = group.create_task(ledger.cut((W1,)))
@@ -93,7 +93,7 @@ async def test_the_loop_goes_on_while_a_transaction_runs_and_calls_keep_their_or
 
 
 async def test_a_call_that_is_cancelled_before_its_turn_never_happens(ledger: SqliteLedger) -> None:
-    gate = Gate(ledger, "dead_letters")
+    gate = Gate(ledger, "letters")
     async with asyncio.TaskGroup() as group:
         group.create_task(ledger.dead_letters())
         await gate.entered.wait()
@@ -107,7 +107,7 @@ async def test_a_call_that_is_cancelled_before_its_turn_never_happens(ledger: Sq
 
 
 async def test_a_cancelled_call_ends_when_its_transaction_is_over(ledger: SqliteLedger) -> None:
-    gate = Gate(ledger, "open_shard")
+    gate = Gate(ledger, "transact")
     call = asyncio.ensure_future(ledger.open_shard("a"))
     await gate.entered.wait()
     for _ in range(3):
@@ -121,7 +121,7 @@ async def test_a_cancelled_call_ends_when_its_transaction_is_over(ledger: Sqlite
 
 
 async def test_a_time_out_over_a_call_stays_a_time_out(ledger: SqliteLedger) -> None:
-    gate = Gate(ledger, "open_shard")
+    gate = Gate(ledger, "transact")
 
     limits: list[asyncio.Timeout] = []
 
@@ -143,7 +143,7 @@ async def test_a_time_out_over_a_call_stays_a_time_out(ledger: SqliteLedger) -> 
 async def test_the_failure_of_a_cancelled_call_is_nobodys(ledger: SqliteLedger) -> None:
     complaints: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
-    gate = Gate(ledger, "open_shard", LedgerError("no"))
+    gate = Gate(ledger, "transact", LedgerError("no"))
     call = asyncio.ensure_future(ledger.open_shard("a"))
     await gate.entered.wait()
     call.cancel()
@@ -158,7 +158,7 @@ async def test_the_failure_of_a_cancelled_call_is_nobodys(ledger: SqliteLedger) 
 async def test_closing_waits_for_what_runs_and_for_what_was_asked_before(
     ledger: SqliteLedger, path: Path, clock: Any
 ) -> None:
-    gate = Gate(ledger, "open_shard")
+    gate = Gate(ledger, "transact")
     async with asyncio.TaskGroup() as group:
         running = group.create_task(ledger.open_shard("a"))
         await gate.entered.wait()
@@ -179,7 +179,7 @@ async def test_closing_waits_for_what_runs_and_for_what_was_asked_before(
 async def test_a_close_that_is_cancelled_closes_all_the_same(
     ledger: SqliteLedger, path: Path, clock: Any
 ) -> None:
-    gate = Gate(ledger, "open_shard")
+    gate = Gate(ledger, "transact")
     async with asyncio.TaskGroup() as group:
         group.create_task(ledger.open_shard("a"))
         await gate.entered.wait()

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mldserver.state.store import SqliteStore
 from tests.state.samples import play
+from tests.support.store import SqliteStore
 
 if TYPE_CHECKING:
     from mldserver.state.ledger import LedgerState

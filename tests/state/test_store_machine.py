@@ -26,13 +26,13 @@ from mldserver.state.ledger import (
     Segment,
     SegmentKind,
     ServerState,
+    ShapeChange,
     ShardState,
     WindowEntry,
 )
-from mldserver.state.shapes import ShapeChange
-from mldserver.state.store import SqliteStore
 from tests.state.model import CUT, OPEN, PUBLISHED, SET_ASIDE, Content, ModelServer
 from tests.state.samples import letter
+from tests.support.store import SqliteStore
 
 WINDOWS = {f"w{n}": (n * 10, n * 10 + 10) for n in range(2)} | {"batch-1": (None, None)}
 

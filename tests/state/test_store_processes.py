@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mldserver.state.store import SqliteStore
+from tests.support.store import SqliteStore
 
 CHILD = Path(__file__).with_name("hammer_child.py")
 ROUNDS = 60

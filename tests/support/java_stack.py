@@ -227,7 +227,7 @@ class Stack:
 
     def positions(self) -> dict[str, tuple[int, bool]]:
         """Return the ledger's position of each shard (0: none) and whether the shard has ended."""
-        rows = self.query("SELECT shard_id, sequence, ended_ms FROM shards")
+        rows = self.query("SELECT shard_id, json_extract(position, '$[0]'), ended_ms FROM shards")
         return {shard: (int(sequence or 0), ended is not None) for shard, sequence, ended in rows}
 
     def windows(self) -> dict[str, str]:

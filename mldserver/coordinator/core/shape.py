@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.output.layout import shape_of
-from mldserver.state.ledger import WindowState
-from mldserver.state.shapes import ShapeChange
+from mldserver.state.ledger import ShapeChange, WindowState
 from mldserver.windows import Tumbling, span_text
 
 if TYPE_CHECKING:

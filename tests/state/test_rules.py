@@ -8,10 +8,9 @@ import pytest
 
 from mldserver.errors import InternalError, ServerBuried
 from mldserver.records import Sequence
-from mldserver.state import dynamodb_members as members
-from mldserver.state import dynamodb_windows as windows
-from mldserver.state.dynamodb_book import Book, Changes, Draft
-from mldserver.state.dynamodb_flushes import register
+from mldserver.state import members, windows
+from mldserver.state.book import Book, Changes, Draft
+from mldserver.state.flushes import register
 from mldserver.state.ledger import (
     BatchProgress,
     Commit,
@@ -104,11 +103,12 @@ def test_only_a_servers_own_life_counts(steps: Steps) -> None:
         steps(members.require, "one", first)
     steps(members.leave, "one", first)
     steps(members.require, "one", second)
-    steps(members.beat, ServerState("one", 5), second)
-    assert steps(members.bury, {"one": 4, "two": 5}) == {"two"}
-    assert steps(members.bury, {"one": 5, "two": 5}) == {"one", "two"}
+    steps(members.beat, ServerState("one", 5), "one")
+    assert steps(members.bury, {"one": 5, "two": 5}, "one") == {"two"}, "nobody buries itself"
+    assert steps(members.bury, {"one": 4, "two": 5}, "three") == {"two"}
+    assert steps(members.bury, {"one": 5, "two": 5}, "three") == {"one", "two"}
     with pytest.raises(InternalError, match="told of"):
-        members.own(ServerState("two", 1), "one")
+        steps(members.beat, ServerState("two", 1), "one")
 
 
 def test_a_burial_lets_shards_and_windows_go(steps: Steps) -> None:
@@ -136,8 +136,9 @@ def test_shards_that_nobody_knows_are_noted_or_passed_over(steps: Steps) -> None
     steps(members.end_shards, ("a",), 6)
     assert steps.book.shards["a"].ended_ms == 5
     assert steps(members.accept_gap, "a")
-    assert steps(members.prune, before_ms=6, keep=frozenset({"a"})) == 0
-    assert steps(members.prune, before_ms=6, keep=frozenset()) == 1
+    before = {"windows_before_ms": 0, "shards_before_ms": 6, "limit": 9}
+    assert steps(members.prune, keep_shards=frozenset({"a"}), **before) == 0
+    assert steps(members.prune, keep_shards=frozenset(), **before) == 1
 
 
 def test_windows_that_are_elsewhere_in_their_life_are_passed_over(steps: Steps) -> None:

@@ -1,7 +1,7 @@
-"""The DynamoDB ledger in memory: what it holds at one version, and drafts of the next one. No I/O, no clock.
+"""A ledger in memory: what it holds at one version, and drafts of the next one. No I/O, no clock.
 
-A ``Book`` is what all transactions up to ``version`` came to. A rule (``dynamodb_members.py``, ``dynamodb_flushes.py``,
-``dynamodb_windows.py``) reads and changes a ``Draft`` over it; the draft's ``Changes`` are what the log keeps, and what
+A ``Book`` is what all transactions up to ``version`` came to. A rule (``members.py``, ``flushes.py``, ``windows.py``,
+``letters.py``) reads and changes a ``Draft`` over it; the draft's ``Changes`` are what a store writes down, and what
 brings every server's book to the next version. A draft that is thrown away has changed nothing.
 """
 
@@ -30,6 +30,7 @@ __all__ = [
     "ShardRow",
     "Totals",
     "segment_bytes",
+    "segments_of",
 ]
 
 _T = TypeVar("_T")
@@ -70,12 +71,20 @@ class ServerRow:
 
 @dataclass(frozen=True, slots=True)
 class LetterItem:
-    """What became of the dead letters of one transaction, by their place in it."""
+    """What became of the dead letters of one transaction: a bit for each, by its place in it.
+
+    There may be tens of thousands: a transaction that takes some of them writes them all down again.
+    """
 
     count: int
-    wanted: frozenset[int] = frozenset()
+    wanted: int = 0
     """To be redriven."""
-    gone: frozenset[int] = frozenset()
+    gone: int = 0
+
+    @property
+    def there(self) -> int:
+        """Those that are not gone."""
+        return (1 << self.count) - 1 & ~self.gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +150,6 @@ class Book:
         self.late: dict[str, Segment] = {}
         self.letters: dict[str, LetterItem] = {}
         self.shapes: dict[str, str] = {}
-        self.current: dict[str, WindowEntry] = {}
-        """Windows but those that are published and not retained: what ``LedgerState`` tells of."""
         self.changed: dict[str, int] = {}
         """The version that changed each window last, in order of versions."""
         self.retained = Ages()
@@ -155,15 +162,25 @@ class Book:
         """Windows that are cut or committed: the few that change owners, among a day of retained ones."""
         self.retained_bytes = 0
         """Bytes of the segments of all windows that are published and retained."""
+        self.redrives = 0
+        """Letters that are to be redriven."""
 
     def apply(self, changes: Changes) -> None:
         """Go on to the next version."""
         self.version += 1
         self.totals = changes.totals or self.totals
         for window_id, entry in changes.windows.items():
-            self._forget(self.windows.get(window_id))
-            self._changed(window_id, entry)
-            self._learn(entry)
+            self._turn(self.windows.get(window_id), entry)
+            before = self.changed.pop(window_id, 0)
+            if entry is None:
+                self.news_from = max(self.news_from, before)
+            else:
+                self.changed[window_id] = self.version
+        for key, item in changes.letters.items():
+            known = self.letters.get(key)
+            self.redrives += (item.wanted.bit_count() if item else 0) - (
+                known.wanted.bit_count() if known else 0
+            )
         _update(self.windows, changes.windows)
         _update(self.shards, changes.shards)
         _update(self.servers, changes.servers)
@@ -171,39 +188,29 @@ class Book:
         _update(self.letters, changes.letters)
         _update(self.shapes, changes.shapes)
 
-    def _changed(self, window_id: str, entry: WindowEntry | None) -> None:
-        before = self.changed.pop(window_id, 0)
-        if entry is None:
-            self.news_from = max(self.news_from, before)
-        else:
-            self.changed[window_id] = self.version
-
     def restored(self, version: int) -> None:
         """Be of a version without having seen those before it."""
         self.version = self.news_from = version
-        self.changed = dict.fromkeys(self.changed, version)
+        self.changed = {}
 
-    def _forget(self, entry: WindowEntry | None) -> None:
-        if entry is None:
-            return
-        self.paths.difference_update(each.path for each in (*entry.segments, *entry.pending))
-        self.unfinished.discard(entry.window_id)
-        self.current.pop(entry.window_id, None)
-        if entry.state is WindowState.PUBLISHED:
-            (self.retained if entry.retained else self.over).drop(entry)
-        self.retained_bytes -= _retained_bytes(entry)
-
-    def _learn(self, entry: WindowEntry | None) -> None:
-        if entry is None:
-            return
-        self.paths.update(each.path for each in (*entry.segments, *entry.pending))
-        if entry.state in {WindowState.CUT, WindowState.COMMITTED}:
-            self.unfinished.add(entry.window_id)
-        if entry.retained or entry.state is not WindowState.PUBLISHED:
-            self.current[entry.window_id] = entry
-        if entry.state is WindowState.PUBLISHED:
-            (self.retained if entry.retained else self.over).add(entry)
-        self.retained_bytes += _retained_bytes(entry)
+    def _turn(self, before: WindowEntry | None, entry: WindowEntry | None) -> None:
+        """Keep what is known of all windows together up with one that changes."""
+        old, new = segments_of(before), segments_of(entry)
+        if new[: len(old)] != old:
+            self.paths.difference_update(each.path for each in old)
+            old = ()
+        self.paths.update(each.path for each in new[len(old) :])
+        if before is not None:
+            self.unfinished.discard(before.window_id)
+            if before.state is WindowState.PUBLISHED:
+                (self.retained if before.retained else self.over).drop(before)
+            self.retained_bytes -= _retained_bytes(before)
+        if entry is not None:
+            if entry.state in {WindowState.CUT, WindowState.COMMITTED}:
+                self.unfinished.add(entry.window_id)
+            if entry.state is WindowState.PUBLISHED:
+                (self.retained if entry.retained else self.over).add(entry)
+            self.retained_bytes += _retained_bytes(entry)
 
     def everything(self) -> Changes:
         """Return the changes that make this book from an empty one."""
@@ -223,12 +230,12 @@ class Book:
             since = 0
         return LedgerState(
             shards={shard_id: row.state for shard_id, row in self.shards.items()},
-            windows=self._news(since) if since else self.current.copy(),
+            windows=self._news(since) if since else self._current(),
             late_segments=tuple(self.late.values()),
             clock=self.totals.clock,
             batch_progress=self.totals.batch_progress,
             dead_letters=self.totals.dead_letters,
-            redrives=sum(len(item.wanted) for item in self.letters.values()),
+            redrives=self.redrives,
             servers={server_id: row.state for server_id, row in self.servers.items()},
             cut_below_ms=self.totals.cut_below_ms,
             ledger_id=self.totals.ledger_id,
@@ -241,15 +248,30 @@ class Book:
             since=since,
         )
 
+    def _current(self) -> dict[str, WindowEntry]:
+        """Return all windows but those to which nothing can happen any more."""
+        return {
+            window_id: entry
+            for window_id, entry in self.windows.items()
+            if entry.retained or entry.state is not WindowState.PUBLISHED
+        }
+
     def _news(self, since: int) -> dict[str, WindowEntry]:
         latest = reversed(self.changed.items())
         names = [window_id for window_id, _ in itertools.takewhile(lambda each: each[1] > since, latest)]
         return {window_id: self.windows[window_id] for window_id in reversed(names)}
 
 
+def segments_of(entry: WindowEntry | None) -> tuple[Segment, ...]:
+    """Return all segments of a window in order of registration: those that wait are the last."""
+    if entry is None:
+        return ()
+    return entry.segments + entry.pending if entry.pending else entry.segments
+
+
 def segment_bytes(entry: WindowEntry) -> int:
     """Return the bytes of all segments of a window."""
-    return sum(each.bytes for each in (*entry.segments, *entry.pending))
+    return sum(each.bytes for each in segments_of(entry))
 
 
 def _retained_bytes(entry: WindowEntry) -> int:

@@ -1,10 +1,9 @@
-"""Between a DynamoDB ledger's changes and bytes: JSON arrays, compressed with zlib. Pure.
+"""Between a ledger's changes and what stores keep of them: rows of plain values, and bytes. Pure.
 
-Format 5 (the number that every kind of ledger shares, ``schema.py``). Changes are an object of ``totals`` (an array,
-absent when unchanged) and ``shards``, ``windows``, ``servers``, ``late``, ``letters``, ``shapes`` (objects: the row by its
-key; null: it went).
-Sequence numbers are decimal text. A window's two lists of segments are each ``[n, [segment …]]``: the first n of the
-list that the version before held, then these, so that a flush into a window of a thousand segments writes one.
+Format 5, which every kind of ledger shares. Changes are an object of ``totals`` (absent when unchanged) and ``shards``,
+``windows``, ``servers``, ``late``, ``letters``, ``shapes``: each row, a list of values, by its key; null: it went.
+Sequence numbers are decimal text. The last value of a window are its segments, ``[n, [segment …]]``: the first n that the
+version before held, then these, so that a flush into a window of a thousand segments writes one.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import orjson
 
 from mldserver.records import DeadLetter, Sequence
-from mldserver.state.dynamodb_book import Changes, LetterItem, ServerRow, ShardRow, Totals
+from mldserver.state.book import Changes, LetterItem, ServerRow, ShardRow, Totals, segments_of
 from mldserver.state.ledger import (
     BatchProgress,
     Segment,
@@ -24,34 +23,48 @@ from mldserver.state.ledger import (
     ShardState,
     WindowEntry,
     WindowState,
+    storable,
 )
-from mldserver.state.rows import storable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 __all__ = [
+    "FORMAT",
     "LetterKeys",
+    "changes_of",
     "keys_of",
+    "letter_of",
+    "letter_row",
     "pack_changes",
     "pack_keys",
     "pack_letters",
+    "rows_of",
     "unpack_changes",
     "unpack_keys",
     "unpack_letters",
 ]
 
+FORMAT: Final = 5
+
+Rows = dict[str, Any]
+"""Changes as rows of plain values."""
+
 LetterKeys = tuple[tuple[str, str, Sequence] | None, ...]
 """Shard, key and sequence of each of an item's letters; None for one without a key."""
 
 _T = TypeVar("_T")
+_STATES: Final = {each.value: each for each in WindowState}
+_KINDS: Final = {each.value: each for each in SegmentKind}
 _LENGTH: Final = 4
 """Bytes of the length before the letters' JSON."""
+_DATA: Final = 4
+"""Where the payload is in a letter's row."""
 
 
-def pack_changes(changes: Changes, windows: Mapping[str, WindowEntry]) -> bytes:
-    """Return changes as bytes; ``windows`` are those of the version before."""
-    told: dict[str, Any] = {
+def rows_of(changes: Changes, windows: Mapping[str, WindowEntry]) -> Rows:
+    """Return changes as rows; ``windows`` are those of the version before."""
+    rows: Rows = {
         "shards": _pack(changes.shards, _shard_row),
         "windows": {
             key: None if entry is None else _window_row(entry, windows.get(key))
@@ -60,30 +73,42 @@ def pack_changes(changes: Changes, windows: Mapping[str, WindowEntry]) -> bytes:
         "servers": _pack(changes.servers, _server_row),
         "late": _pack(changes.late, _late_row),
         "letters": _pack(changes.letters, _letters_row),
-        "shapes": changes.shapes,
+        "shapes": _pack(changes.shapes, lambda text: [text]),
     }
     if changes.totals is not None:
-        told["totals"] = _totals_row(changes.totals)
-    return zlib.compress(orjson.dumps(told))
+        rows["totals"] = _totals_row(changes.totals)
+    return rows
+
+
+def changes_of(rows: Rows, windows: Mapping[str, WindowEntry]) -> Changes:
+    """Return the changes that ``rows_of`` made rows of. Raises ValueError for rows that are none."""
+    try:
+        return Changes(
+            totals=_totals(rows["totals"]) if "totals" in rows else None,
+            shards=_unpack(rows["shards"], _shard),
+            windows={
+                key: None if row is None else _window(key, row, windows.get(key))
+                for key, row in rows["windows"].items()
+            },
+            servers=_unpack(rows["servers"], _server),
+            late=_unpack(rows["late"], _late),
+            letters=_unpack(rows["letters"], _letters),
+            shapes=_unpack(rows["shapes"], lambda _, row: str(row[0])),
+        )
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def pack_changes(changes: Changes, windows: Mapping[str, WindowEntry]) -> bytes:
+    """Return changes as compressed bytes; ``windows`` are those of the version before."""
+    return zlib.compress(orjson.dumps(rows_of(changes, windows)))
 
 
 def unpack_changes(data: bytes, windows: Mapping[str, WindowEntry]) -> Changes:
     """Return the changes that ``pack_changes`` made bytes of. Raises ValueError for bytes that are none."""
     try:
-        told = orjson.loads(zlib.decompress(data))
-        return Changes(
-            totals=_totals(told["totals"]) if "totals" in told else None,
-            shards=_unpack(told["shards"], _shard),
-            windows={
-                key: None if row is None else _window(key, row, windows.get(key))
-                for key, row in told["windows"].items()
-            },
-            servers=_unpack(told["servers"], _server),
-            late=_unpack(told["late"], _late),
-            letters=_unpack(told["letters"], _letters),
-            shapes=told["shapes"],
-        )
-    except (zlib.error, KeyError, TypeError, AttributeError, IndexError) as error:
+        return changes_of(orjson.loads(zlib.decompress(data)), windows)
+    except zlib.error as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
@@ -107,13 +132,14 @@ def _totals_row(totals: Totals) -> list[Any]:
         totals.folder,
         totals.claims,
         totals.shape,
-        totals.draining,
+        int(totals.draining),
     ]
 
 
 def _totals(row: list[Any]) -> Totals:
-    clock, dead_letters, lives, cut_below_ms, progress, *others = row
-    return Totals(clock, BatchProgress(*progress), dead_letters, lives, cut_below_ms, *others)
+    clock, dead_letters, lives, cut_below_ms, progress, ledger_id, folder, claims, shape, draining = row
+    counts = (clock, BatchProgress(*progress), dead_letters, lives, cut_below_ms)
+    return Totals(*counts, ledger_id, folder, claims, shape, draining=bool(draining))
 
 
 def _sequence_row(sequence: Sequence | None) -> list[Any] | None:
@@ -134,7 +160,7 @@ def _shard_row(row: ShardRow) -> list[Any]:
         row.ended_ms,
         state.parents,
         state.owner,
-        state.gap_accepted,
+        int(state.gap_accepted),
     ]
 
 
@@ -149,33 +175,29 @@ def _shard(shard_id: str, row: list[Any]) -> ShardRow:
         ended=ended_ms is not None,
         parents=tuple(parents),
         owner=owner,
-        gap_accepted=gap_accepted,
+        gap_accepted=bool(gap_accepted),
     )
     return ShardRow(state, ended_ms)
 
 
 def _server_row(row: ServerRow) -> list[Any]:
     state = row.state
-    beat = [state.beat_ms, state.watermark_ms, state.idle, state.held_by, state.reason, state.shape]
+    beat = [state.beat_ms, state.watermark_ms, int(state.idle), state.held_by, state.reason, state.shape]
     return [row.life, *beat]
 
 
 def _server(server_id: str, row: list[Any]) -> ServerRow:
-    life, *told = row
-    return ServerRow(ServerState(server_id, *told), life)
+    life, beat_ms, watermark_ms, idle, *told = row
+    return ServerRow(ServerState(server_id, beat_ms, watermark_ms, bool(idle), *told), life)
 
 
 def _letters_row(item: LetterItem) -> list[Any]:
-    return [item.count, sorted(item.wanted), sorted(item.gone)]
+    return [item.count, f"{item.wanted:x}", f"{item.gone:x}"]
 
 
 def _letters(_version: str, row: list[Any]) -> LetterItem:
     count, wanted, gone = row
-    return LetterItem(count, frozenset(wanted), frozenset(gone))
-
-
-def _segment_row(segment: Segment) -> list[Any]:
-    return [segment.path, segment.rows, segment.bytes, segment.kind, segment.revision]
+    return LetterItem(count, int(wanted, 16), int(gone, 16))
 
 
 def _late_row(segment: Segment) -> list[Any]:
@@ -187,61 +209,57 @@ def _late(path: str, row: list[Any]) -> Segment:
     return Segment(path, window_id, rows, size, start_ms, end_ms, SegmentKind.LATE)
 
 
-def _segments_row(now: tuple[Segment, ...], before: tuple[Segment, ...]) -> list[Any]:
-    kept = 0
-    while kept < min(len(now), len(before)) and now[kept] == before[kept]:
-        kept += 1
-    return [kept, [_segment_row(each) for each in now[kept:]]]
-
-
-def _segments(
-    row: list[Any], before: tuple[Segment, ...], window_id: str, bounds: tuple[int | None, int | None]
-) -> tuple[Segment, ...]:
-    kept, added = row
-    if kept > len(before):
-        raise ValueError(f"{window_id} goes on from {kept} segments, and had {len(before)}")
-    news = (
-        Segment(path, window_id, rows, size, *bounds, SegmentKind(kind), revision)
-        for path, rows, size, kind, revision in added
-    )
-    return (*before[:kept], *news)
-
-
 def _window_row(entry: WindowEntry, before: WindowEntry | None) -> list[Any]:
+    now, known = segments_of(entry), segments_of(before)
+    kept = len(known)
+    if now[:kept] != known:
+        pairs = enumerate(zip(now, known, strict=False))
+        kept = next((number for number, (each, old) in pairs if each != old), min(len(now), len(known)))
     return [
-        entry.state,
+        entry.state.value,
         entry.start_ms,
         entry.end_ms,
         entry.revision,
         entry.attempt,
         entry.owner,
-        _segments_row(entry.segments, before.segments if before else ()),
-        _segments_row(entry.pending, before.pending if before else ()),
-        entry.retained,
+        int(entry.retained),
         entry.published_ms,
         entry.staging,
         entry.files,
         entry.rows_in,
         entry.rows_out,
         entry.error,
+        [kept, [[each.path, each.kind.value, each.revision, each.rows, each.bytes] for each in now[kept:]]],
     ]
 
 
 def _window(window_id: str, row: list[Any], before: WindowEntry | None) -> WindowEntry:
-    state, start_ms, end_ms, revision, attempt, owner, segments, pending, *rest = row
-    retained, published_ms, staging, files, rows_in, rows_out, error = rest
-    bounds = (start_ms, end_ms)
+    state, start_ms, end_ms, revision, attempt, owner, retained, *middle, (kept, added) = row
+    published_ms, staging, files, rows_in, rows_out, error = middle
+    known = segments_of(before)
+    if kept > len(known):
+        raise ValueError(f"{window_id} goes on from {kept} segments, and had {len(known)}")
+    segments = known[:kept] + tuple(
+        Segment(path, window_id, rows, size, start_ms, end_ms, _KINDS[kind], taken)
+        for path, kind, taken, rows, size in added
+    )
+    waiting = len(segments)
+    # What waits for the next revision came last.
+    while (
+        waiting and segments[waiting - 1].kind is SegmentKind.RECOMPUTE and not segments[waiting - 1].revision
+    ):
+        waiting -= 1
     return WindowEntry(
         window_id,
-        WindowState(state),
+        _STATES[state],
         start_ms,
         end_ms,
         revision,
         attempt,
         owner,
-        _segments(segments, before.segments if before else (), window_id, bounds),
-        _segments(pending, before.pending if before else (), window_id, bounds),
-        retained,
+        segments[:waiting],
+        segments[waiting:],
+        bool(retained),
         published_ms,
         staging,
         tuple(files),
@@ -251,30 +269,60 @@ def _window(window_id: str, row: list[Any], before: WindowEntry | None) -> Windo
     )
 
 
-def pack_letters(letters: tuple[DeadLetter, ...]) -> bytes:
-    """Return dead letters as bytes: the length of a JSON array, the array, then all payloads one after another."""
-    head = orjson.dumps([_letter_row(letter) for letter in letters])
-    return zlib.compress(
-        b"".join((len(head).to_bytes(_LENGTH, "big"), head, *(letter.data for letter in letters)))
-    )
-
-
-def _letter_row(letter: DeadLetter) -> list[Any]:
-    key = letter.partition_key
+def letter_row(letter: DeadLetter) -> list[Any]:
+    """Return a dead letter as plain values."""
+    key, behind = letter.partition_key, letter.parked_behind
     return [
         letter.shard_id,
-        _sequence_row(letter.sequence),
+        str(letter.sequence.number),
+        letter.sequence.sub,
         None if key is None else storable(key),
-        len(letter.data),
+        letter.data,
         letter.arrival_ms,
         letter.attempts,
         storable(letter.error),
         storable(letter.traceback),
         storable(letter.handler),
         letter.at_ms,
-        _sequence_row(letter.parked_behind),
+        None if behind is None else str(behind),
         storable(letter.handler_version),
     ]
+
+
+def letter_of(row: Iterable[Any]) -> DeadLetter:
+    """Return the dead letter that ``letter_row`` made a row of."""
+    (
+        shard_id,
+        number,
+        sub,
+        key,
+        data,
+        arrival_ms,
+        attempts,
+        error,
+        traceback,
+        handler,
+        at_ms,
+        text,
+        version,
+    ) = row
+    behind = None
+    if text is not None:
+        before, _, part = text.partition("/")
+        behind = Sequence(int(before), int(part or 0))
+    failure = (attempts, error, traceback, handler, at_ms, behind, version)
+    return DeadLetter(shard_id, Sequence(int(number), sub), key, data, arrival_ms, *failure)
+
+
+def pack_letters(letters: tuple[DeadLetter, ...]) -> bytes:
+    """Return dead letters as bytes: the length of a JSON array, the array, then all payloads one after another."""
+    rows = [letter_row(letter) for letter in letters]
+    for row in rows:
+        row[_DATA] = len(row[_DATA])
+    head = orjson.dumps(rows)
+    return zlib.compress(
+        b"".join((len(head).to_bytes(_LENGTH, "big"), head, *(letter.data for letter in letters)))
+    )
 
 
 def unpack_letters(packed: bytes) -> tuple[DeadLetter, ...]:
@@ -284,12 +332,10 @@ def unpack_letters(packed: bytes) -> tuple[DeadLetter, ...]:
         at = _LENGTH + int.from_bytes(data[:_LENGTH], "big")
         letters = []
         for row in orjson.loads(data[_LENGTH:at]):
-            shard_id, sequence, key, size, *rest, behind, version = row
-            payload = bytes(data[at : at + size])
+            size = row[_DATA]
+            row[_DATA] = bytes(data[at : at + size])
             at += size
-            parked = None if behind is None else _sequence(behind)
-            told = {"parked_behind": parked, "handler_version": version}
-            letters.append(DeadLetter(shard_id, _sequence(sequence), key, payload, *rest, **told))
+            letters.append(letter_of(row))
     except (zlib.error, TypeError, IndexError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     return tuple(letters)
