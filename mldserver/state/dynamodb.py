@@ -209,9 +209,10 @@ class DynamoLedger(Ledger):
         async with self._taking_turns():
             journal = self._reached()
             await journal.refresh()
-            for version, places in letters.page(journal.book, after, limit, wanted=wanted):
+            for version, places in tuple(letters.page(journal.book, after, limit, wanted=wanted)):
                 there = await journal.letters(version)
-                found += [letters.stored(journal.book, version, place, there[place]) for place in places]
+                if there is not None:
+                    found += [letters.stored(journal.book, version, place, there[place]) for place in places]
         return tuple(found)
 
     async def parked_keys(self, shard_id: str) -> dict[str, Sequence]:

@@ -378,11 +378,13 @@ class Journal:
         except ValueError as error:
             raise self._damaged(f"dead letters cannot be read ({error})") from error
 
-    async def letters(self, version: int) -> tuple[DeadLetter, ...]:
-        """Return the letters that a version stored, those that are gone too. The book must be up to date."""
+    async def letters(self, version: int) -> tuple[DeadLetter, ...] | None:
+        """Return the letters that a version stored, those that are gone too; None: another transaction took the last."""
         letters = await self._letters_if_there(version)
         if letters is None:
-            raise self._damaged("dead letters are gone")
+            await self.refresh()
+            if str(version) in self.book.letters:
+                raise self._damaged("dead letters are gone")
         return letters
 
     async def _letters_if_there(self, version: int) -> tuple[DeadLetter, ...] | None:

@@ -312,6 +312,23 @@ async def test_letters_are_packed_once_however_many_races_their_transaction_lose
     ]
 
 
+async def test_letters_that_another_server_takes_away_while_they_are_listed_are_no_damage(
+    ledger_on: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger, other = await start(ledger_on(), "a"), await start(ledger_on("two"))
+    for number in (1, 2):
+        await ledger.register(flush("a", number, letters=(letter(number),)))
+    first, second = await other.letters()
+    read = ledger._reached()._letters_if_there
+
+    async def after_a_purge(version: int) -> tuple[DeadLetter, ...] | None:
+        await other.purge((first.id,))
+        return await read(version)
+
+    monkeypatch.setattr(ledger._reached(), "_letters_if_there", after_a_purge)
+    assert await ledger.letters() == (second,)
+
+
 async def test_a_call_before_the_opening_or_a_second_opening_is_a_bug(ledger_on: Factory) -> None:
     ledger = ledger_on()
     for call in (
