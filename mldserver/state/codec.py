@@ -1,6 +1,6 @@
 """Between a ledger's changes and what stores keep of them: rows of plain values, and bytes. Pure.
 
-Format 5, which every kind of ledger shares. Changes are an object of ``totals`` (absent when unchanged) and ``shards``,
+Format 6, which every kind of ledger shares. Changes are an object of ``totals`` (absent when unchanged) and ``shards``,
 ``windows``, ``servers``, ``late``, ``letters``, ``shapes``: each row, a list of values, by its key; null: it went.
 Sequence numbers are decimal text. The last value of a window are its segments, ``[n, [segment …]]``: the first n that the
 version before held, then these, so that a flush into a window of a thousand segments writes one.
@@ -45,7 +45,7 @@ __all__ = [
     "unpack_letters",
 ]
 
-FORMAT: Final = 5
+FORMAT: Final = 6
 
 Rows = dict[str, Any]
 """Changes as rows of plain values."""

@@ -1,10 +1,10 @@
-"""The ledger's file: one SQLite database for one pipeline, format 5.
+"""The ledger's file: one SQLite database for one pipeline, format 6.
 
 The database is in WAL mode and carries ``APPLICATION_ID`` in its header. All times are milliseconds since the Unix
 epoch (UTC). Each row is one of a ledger's book (``book.py``), as ``codec.py`` makes plain values of it: lists, and positions
 (``["number", sub]``: they have 21 to 60 digits), are JSON. The rules are the program's alone, so that the file has no
 constraints but its keys. A file without tables is a ledger that was never created: creation is one transaction. Formats
-1 to 4 were never released.
+1 to 5 were never released.
 
 ``meta``, exactly one row (id 1)
     ``format``, ``pipeline``: readable in every format to come, so that an older program can say what it found.
