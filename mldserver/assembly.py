@@ -30,9 +30,9 @@ from mldserver.protocol.connection import ConnectionLimits
 from mldserver.runtime.failure_policy import FailurePolicy, OnKeyFailure
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.sources.intake import SourceParts
+from mldserver.sources.listing import ShardPolling, StreamShards
 from mldserver.sources.mld import MLDListener
 from mldserver.sources.shard_claims import ShardOwners
-from mldserver.sources.shards import ShardPolling, StreamShards
 from mldserver.state.sqlite import SqliteLedger
 from mldserver.windows import Tumbling
 from mldserver.workers.lifecycle import Limits
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from mldserver.jobs.engine import Engine
     from mldserver.runtime.interface import Runtime
     from mldserver.sources.intake import MakeSource, Source
-    from mldserver.sources.shards import MakeKinesis
+    from mldserver.sources.listing import MakeKinesis
     from mldserver.state.operations import Ledger
     from mldserver.windows import WindowSpec
 

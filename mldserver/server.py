@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from mldserver.coordinator.status import CoordinatorStatus
     from mldserver.jobs.engine import Engine
     from mldserver.sources.intake import MakeSource
-    from mldserver.sources.shards import MakeKinesis, ShardListing
+    from mldserver.sources.listing import MakeKinesis, ShardListing
 
 __all__ = ["EXIT_CLEAN", "EXIT_FAULT", "EXIT_FORCED", "EXIT_OPERATOR", "Server"]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mldserver.config import OutPlace
     from mldserver.jobs.engine import Engine
     from mldserver.sources.intake import MakeSource
-    from mldserver.sources.shards import MakeKinesis
+    from mldserver.sources.listing import MakeKinesis
 
 KEEP_EVERYTHING = '''
 """Keeps every record as a row."""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mldserver.base.aws import aws_client
-from mldserver.sources import shards as shards_module
-from mldserver.sources.shards import ShardListing, ShardPolling, StreamShards
+from mldserver.sources import listing
+from mldserver.sources.listing import ShardListing, ShardPolling, StreamShards
 from mldserver.testing import VirtualClock
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ async def test_whoever_asks_goes_on_when_the_listing_fails() -> None:
 
 
 async def test_whoever_asks_does_not_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards_module, "_PATIENCE_SECONDS", 0)
+    monkeypatch.setattr(listing, "_PATIENCE_SECONDS", 0)
     async with polling(Listings()) as (polls, _, told):
         await polls.ask()
         assert told == []
