@@ -53,7 +53,7 @@ ANSWER_SECONDS: Final = 1.0
 """One look takes no longer."""
 LEAD_SECONDS: Final = 10.0
 """When its server stays away for so long, the host gives up the lead: by then the others could take its leases, which
-have expired, and a server that restarts is mostly back. To give it up takes no longer."""
+have expired, and a server that restarts is mostly back. A slow host may take twice as long to give it up: AWS's client is imported then."""
 TELL_SECONDS: Final = 60.0
 COUNTS_SECONDS: Final = 10.0
 """Between two looks for counts of repeated lines that are due."""
@@ -286,7 +286,7 @@ async def step_down(properties: Mapping[str, str]) -> None:
         "retries": {"total_max_attempts": 2},
     }
     try:
-        async with asyncio.timeout(LEAD_SECONDS), aws_client("dynamodb", **where) as client:
+        async with asyncio.timeout(2 * LEAD_SECONDS), aws_client("dynamodb", **where) as client:
             # Another leads, or nobody yet.
             nothing = (
                 client.exceptions.ConditionalCheckFailedException,
@@ -302,9 +302,10 @@ async def step_down(properties: Mapping[str, str]) -> None:
     except (BotoCoreError, ClientError, OSError) as error:
         log.warning(
             "kcl.fault",
-            what=f"The lead of the application could not be given up: {error}.",
+            what=f"The lead of the application could not be given up: {error or 'AWS did not answer'}.",
             did="Other hosts take over this one's shards two minutes later than they could.",
-            advice=f"Allow the credentials of mldserver kcl dynamodb:DeleteItem on the table {table}.",
+            advice="Look whether AWS answers, and allow the credentials of mldserver kcl dynamodb:DeleteItem on the table"
+            f" {table}.",
         )
 
 

@@ -93,6 +93,7 @@ async def test_what_a_ledger_in_a_table_imports_is_imported_beside_the_event_loo
         rng=lambda: 0.5,
         unique=lambda: "unique",
         step=lambda _: None,
+        source=None,
     )
     await parts.runtime.close()
     assert type(parts.ledger).__name__ == "DynamoLedger"

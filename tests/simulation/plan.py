@@ -150,7 +150,7 @@ def make_plan(seed: int) -> Plan:
         ledger_before=trouble * rate(0.12, 0.5),
         ledger_after=trouble * rate(0.12, 0.5),
         store_fails=trouble * rate(0.15, 0.5),
-        engine_fails=trouble * rate(0.3),
+        engine_fails=trouble * rate(0.5),
         engine_seconds=dice.choice((0.0, 0.5, 4.0)),
         windows_a_job=dice.choice((1, 4)),
         jobs=dice.choice((1, 2)),
