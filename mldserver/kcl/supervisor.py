@@ -53,7 +53,8 @@ ANSWER_SECONDS: Final = 1.0
 """One look takes no longer."""
 LEAD_SECONDS: Final = 10.0
 """When its server stays away for so long, the host gives up the lead: by then the others could take its leases, which
-have expired, and a server that restarts is mostly back. A slow host may take twice as long to give it up: AWS's client is imported then."""
+have expired, and a server that restarts is mostly back. A slow host may take twice as long to give it up: AWS's client is
+imported then."""
 TELL_SECONDS: Final = 60.0
 COUNTS_SECONDS: Final = 10.0
 """Between two looks for counts of repeated lines that are due."""
