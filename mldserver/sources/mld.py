@@ -119,10 +119,6 @@ class MLDListener:
         """An address, until connections are accepted there."""
         return "no address is listened on" if self._listening_on is None or self._stopped else None
 
-    def waiting_for(self) -> list[str]:
-        """Return the shards that have a connection."""
-        return sorted(conductor.shard_id for conductor in self._serving.values() if conductor.shard_id)
-
     async def listening(self) -> str:
         """Return the address once connections are accepted: ``host:port`` with the real port, or ``unix:/path``.
 
