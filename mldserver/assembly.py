@@ -16,13 +16,14 @@ from mldserver.config import RemoteOut, SqlitePlace, UnixAddress, home, ledger_f
 from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
 from mldserver.coordinator.core.peers import DRAIN
 from mldserver.coordinator.core.shape import Column, Shape
-from mldserver.coordinator.server_locks import LifeLocks
+from mldserver.coordinator.server_locks import ServerLocks
 from mldserver.deadletters.places import destination_of
 from mldserver.deadletters.redriver import Redriver
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.handler.inspection import load_spec
 from mldserver.handler.spec import HandlerKind
 from mldserver.jobs.runner import WindowPolicy, WindowRunner
+from mldserver.ledger.sqlite import SqliteLedger
 from mldserver.output.layout import SERVERS, SPARK, server_tag
 from mldserver.output.owner import FolderClaim
 from mldserver.output.store import OutputStore
@@ -33,7 +34,6 @@ from mldserver.sources.intake import SourceParts
 from mldserver.sources.listing import ShardPolling, StreamShards
 from mldserver.sources.mld import MLDListener
 from mldserver.sources.shard_claims import ShardOwners
-from mldserver.state.sqlite import SqliteLedger
 from mldserver.windows import Tumbling
 from mldserver.workers.lifecycle import Limits
 
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     from mldserver.coordinator.redrive_intake import Destination
     from mldserver.handler.spec import HandlerSpec
     from mldserver.jobs.engine import Engine
+    from mldserver.ledger.operations import Ledger
     from mldserver.runtime.interface import Runtime
     from mldserver.sources.intake import MakeSource, Source
     from mldserver.sources.listing import MakeKinesis
-    from mldserver.state.operations import Ledger
     from mldserver.windows import WindowSpec
 
 __all__ = ["Parts", "assemble", "claim_of", "ledger_of"]
@@ -107,7 +107,7 @@ def ledger_of(settings: Settings, *, server_id: str, clock: Clock) -> Ledger:
             server_id=server_id,
             clock=clock,
         )
-    from mldserver.state.dynamodb import DynamoLedger  # noqa: PLC0415  # most servers never need AWS's client
+    from mldserver.ledger.dynamodb import DynamoLedger  # noqa: PLC0415  # most servers never need AWS's client
 
     return DynamoLedger(
         place.table,
@@ -309,14 +309,14 @@ def _store(settings: Settings) -> OutputStore:
         ) from error
 
 
-def _locks(settings: Settings) -> LifeLocks | None:
+def _locks(settings: Settings) -> ServerLocks | None:
     """Return where lives are shown; None where that could show a living server as dead.
 
     Where each host has a folder of its own, the lock of a server that moved to another host is still here, and free.
     Names that the server made up are never used again; given ones may be.
     """
     shared = not isinstance(settings.out, RemoteOut) or isinstance(settings.ledger, SqlitePlace)
-    return LifeLocks(home(settings) / SERVERS) if shared or settings.server_id is None else None
+    return ServerLocks(home(settings) / SERVERS) if shared or settings.server_id is None else None
 
 
 def _spark(settings: Settings, spec: HandlerSpec, clock: Clock, tag: str) -> Engine:

@@ -36,9 +36,9 @@ from mldserver.assembly import Parts, assemble
 from mldserver.base.aws import require_aws
 from mldserver.base.clock import SystemClock
 from mldserver.errors import HandlerError, LedgerError, MldserverError, OperatorError, folder_error
+from mldserver.ledger.contract import WindowState
 from mldserver.observe.logging import reopen
 from mldserver.readiness import Readiness
-from mldserver.state.ledger import WindowState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Mapping

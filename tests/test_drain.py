@@ -15,15 +15,15 @@ from support.serving import quick, serving, until
 from support.store import SqliteStore
 
 from mldserver.errors import WindowFailed
+from mldserver.ledger.contract import WindowState
 from mldserver.server import EXIT_CLEAN, EXIT_OPERATOR, Server
-from mldserver.state.ledger import WindowState
 from mldserver.testing import FakeMLD, FakeStream, Habits, LocalEngine
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from mldserver.state.ledger import LedgerState
+    from mldserver.ledger.contract import LedgerState
 
 HANDLER = """
 import threading

@@ -29,24 +29,24 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "protocol": ("errors", "records"),
     "handler": ("errors", "records", "windows"),
     "runtime": ("errors", "records", "windows", "base", "protocol", "handler", *_SETTINGS),
-    "state": ("errors", "records", "windows", "base"),
-    "output": ("errors", "base", "state"),
-    "jobs": ("errors", "windows", "base", "output", "state", *_SETTINGS),
+    "ledger": ("errors", "records", "windows", "base"),
+    "output": ("errors", "base", "ledger"),
+    "jobs": ("errors", "windows", "base", "output", "ledger", *_SETTINGS),
     "sources": ("errors", "records", "base", "protocol", "runtime.interface"),
     "coordinator": (
-        *("errors", "records", "windows", "base", "state", "output", "jobs"),
+        *("errors", "records", "windows", "base", "ledger", "output", "jobs"),
         *("runtime.interface", "sources.intake"),
     ),
     # Pure: of the other rooms it knows what they say, not what they do.
     "coordinator.core": (
-        *("errors", "records", "windows", "state.ledger", "state.batches"),
+        *("errors", "records", "windows", "ledger.contract", "ledger.batch_windows"),
         *("runtime.interface", "output.layout", *_SETTINGS),
     ),
     # Its sections are what parts go by; what reads them from outside is for those above. A sink's file says how its
     # setting is read, and imports pyspark only in the driver.
     "config": ("errors", "windows", "base", "spark.sinks"),
     "deadletters": (
-        *("errors", "records", "base", "protocol", "runtime", "state", "output", "config"),
+        *("errors", "records", "base", "protocol", "runtime", "ledger", "output", "config"),
         *("sources", "coordinator.redrive_intake"),
     ),
     "observe": ("errors", "config"),
@@ -87,7 +87,7 @@ NOT_IN_CORES = frozenset(
 
 ONLY_IN = {
     "pyspark": ("spark",),
-    "sqlite3": ("state", "testing"),
+    "sqlite3": ("ledger", "testing"),
     "cyclopts": ("cli",),
     "aws_kinesis_agg": ("protocol", "testing"),
     "aioboto3": ("base.aws",),
@@ -282,7 +282,7 @@ def planted(folder: Path, files: dict[str, str]) -> list[Import]:
             "from mldserver.sources import intake",
             "runtime.x:1 imports sources.intake: against",
         ),
-        ("state/x.py", "import pyspark.sql", "state.x:1 imports pyspark: only in ('spark',)"),
+        ("ledger/x.py", "import pyspark.sql", "ledger.x:1 imports pyspark: only in ('spark',)"),
         ("server.py", "from mldserver import cli", "server:1 imports cli: against"),
         ("novel.py", "from mldserver import records", "novel:1 imports records: against"),
         (
@@ -303,7 +303,7 @@ def test_a_planted_violation_is_found(tmp_path: Path, file: str, source: str, to
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("output/store.py", "import os, asyncio\nfrom mldserver.state.ledger import X"),
+        ("output/store.py", "import os, asyncio\nfrom mldserver.ledger.contract import X"),
         ("protocol/core.py", "import re\nfrom . import other\nfrom mldserver.records import X"),
         ("protocol/core.py", "if TYPE_CHECKING:\n    import asyncio\nelse:\n    import re"),
         ("cli/x.py", "from mldserver.server import Server\nimport mldserver.testing"),

@@ -22,7 +22,7 @@ from mldserver.output.manifest import MANIFESTS, current_files
 from mldserver.output.store import OutputStore
 from mldserver.server import EXIT_OPERATOR, Server
 from mldserver.testing import FakeMLD, FakeStream, Habits, LocalEngine
-from tests.state.dynamodb_emulator import Emulator
+from tests.ledger.dynamodb_emulator import Emulator
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

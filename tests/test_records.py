@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mldserver import Batch, Record, Sequence, Shard
-from mldserver.protocol.batches import BatchDecoder
+from mldserver.protocol.batch_decoder import BatchDecoder
 from mldserver.protocol.messages import Version
 
 BIG = "49590338271490256608559692538361571095921575989136588898"

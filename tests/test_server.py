@@ -21,8 +21,8 @@ from support.serving import connect, no_aws, quick, serving, until
 
 from mldserver.config import TcpAddress, UnixAddress, ledger_file
 from mldserver.errors import WindowFailed
+from mldserver.ledger.sqlite import SqliteLedger
 from mldserver.server import EXIT_CLEAN, EXIT_FAULT, EXIT_FORCED, EXIT_OPERATOR, Server
-from mldserver.state.sqlite import SqliteLedger
 from mldserver.testing import FakeMLD, FakeStream, Form, Habits, LocalEngine
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from mldserver.config import Settings
+    from mldserver.ledger.contract import LedgerState
     from mldserver.output.store import OutputStore
-    from mldserver.state.ledger import LedgerState
 
 __all__ = ["backup_ledger", "restore_ledger"]
 
@@ -43,7 +43,7 @@ def backup_ledger(folder: Path, /, *, where: Where = _NOWHERE, as_json: AsJson =
         A folder that is new, or empty.
     """
     from mldserver.base.disk import make_folder, sync  # noqa: PLC0415  # `--help` must not wait for it
-    from mldserver.state.file import copy_whole  # noqa: PLC0415  # see above
+    from mldserver.ledger.sqlite_file import copy_whole  # noqa: PLC0415  # see above
 
     with _told_as_the_operators():
         settings, file, store = _places(where)
@@ -91,9 +91,9 @@ def restore_ledger(folder: Path, /, *, where: Where = _NOWHERE, as_json: AsJson 
     """
     from mldserver.assembly import claim_of  # noqa: PLC0415  # `--help` must not wait for it
     from mldserver.base.disk import make_folder, sync  # noqa: PLC0415  # see above
+    from mldserver.ledger.sqlite import go_on_from  # noqa: PLC0415  # see above
+    from mldserver.ledger.sqlite_file import copy_whole, pipeline_of  # noqa: PLC0415  # see above
     from mldserver.output.layout import PRIVATE  # noqa: PLC0415  # see above
-    from mldserver.state.file import copy_whole, pipeline_of  # noqa: PLC0415  # see above
-    from mldserver.state.sqlite import go_on_from  # noqa: PLC0415  # see above
 
     with _told_as_the_operators():
         if not (folder / _LEDGER).is_file():
@@ -160,8 +160,8 @@ def _places(where: Where) -> tuple[Settings, Path, OutputStore]:
 
 def _read(file: Path, pipeline: str) -> LedgerState:
     """Return what a copy holds. Raises LedgerError when it is damaged, of another format, or another pipeline's."""
-    from mldserver.state.book import Book  # noqa: PLC0415  # `--help` must not wait for it
-    from mldserver.state.sqlite import SqliteStore  # noqa: PLC0415  # see above
+    from mldserver.ledger.book import Book  # noqa: PLC0415  # `--help` must not wait for it
+    from mldserver.ledger.sqlite import SqliteStore  # noqa: PLC0415  # see above
 
     with contextlib.closing(SqliteStore(file, pipeline=pipeline)) as store:
         store.open()
@@ -194,10 +194,10 @@ def _save(store: OutputStore, state: LedgerState, files: Path) -> bool:
 
 def _require_nobody(settings: Settings) -> None:
     from mldserver.config import home  # noqa: PLC0415  # `--help` must not wait for it
-    from mldserver.coordinator.server_locks import LifeLocks  # noqa: PLC0415  # see above
+    from mldserver.coordinator.server_locks import ServerLocks  # noqa: PLC0415  # see above
     from mldserver.output.layout import SERVERS  # noqa: PLC0415  # see above
 
-    if held := LifeLocks(home(settings) / SERVERS).held():
+    if held := ServerLocks(home(settings) / SERVERS).held():
         raise OperatorError(
             f"{len(held)} servers run on this ledger.",
             did="Nothing was touched.",

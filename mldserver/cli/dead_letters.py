@@ -30,9 +30,9 @@ from mldserver.errors import OperatorError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
 
+    from mldserver.ledger.contract import LedgerState, StoredLetter
+    from mldserver.ledger.operations import Ledger
     from mldserver.records import DeadLetter
-    from mldserver.state.ledger import LedgerState, StoredLetter
-    from mldserver.state.operations import Ledger
 
 __all__ = ["app", "list_letters", "purge_letters", "redrive_letters", "show_letter"]
 
@@ -244,7 +244,7 @@ def purge_letters(
     pipeline = pipeline_at(where)
 
     async def work(ledger: Ledger, _held: LedgerState) -> None:
-        from mldserver.state.ledger import LETTERS_AT_ONCE  # noqa: PLC0415  # `--help` must not wait for it
+        from mldserver.ledger.contract import LETTERS_AT_ONCE  # noqa: PLC0415  # `--help` must not wait for it
 
         ids = await _chosen(ledger, letters, which, pipeline, everything=everything)
         if not yes:

@@ -14,8 +14,8 @@ from mldserver.cli.stdio import working_directory
 from mldserver.config import resolve
 
 if TYPE_CHECKING:
-    from mldserver.state.ledger import LedgerState
-    from mldserver.state.operations import Ledger
+    from mldserver.ledger.contract import LedgerState
+    from mldserver.ledger.operations import Ledger
 
 __all__ = ["app", "drain"]
 

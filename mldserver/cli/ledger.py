@@ -22,11 +22,11 @@ from mldserver.cli.ledger_tool import (
     tell_json,
 )
 from mldserver.errors import OperatorError
-from mldserver.state.ledger import WindowState
+from mldserver.ledger.contract import WindowState
 
 if TYPE_CHECKING:
-    from mldserver.state.ledger import LedgerState, ServerState, ShardState
-    from mldserver.state.operations import Ledger
+    from mldserver.ledger.contract import LedgerState, ServerState, ShardState
+    from mldserver.ledger.operations import Ledger
 
 __all__ = ["accept_gap", "app", "create_ledger", "reset_shards", "show_ledger"]
 
@@ -43,7 +43,7 @@ mldserver ledger restore /backups/departures-monday --out out/departures
 mldserver ledger create --ledger 'dynamodb://mldserver?region=eu-central-1'
 ```
 
-In a folder the ledger is the SQLite file `_mldserver/ledger.sqlite`; `mldserver/state/schema.py` documents its format.
+In a folder the ledger is the SQLite file `_mldserver/ledger.sqlite`; `mldserver/ledger/sqlite_schema.py` documents its format.
 
 Exit codes: 0 done, 2 there is no such shard or ledger, or it cannot be read.
 """
@@ -74,7 +74,7 @@ def show_ledger(*, where: Where = _NOWHERE, as_json: AsJson = False) -> int:
 def create_ledger(*, where: Where = _NOWHERE) -> int:
     """Create the table in DynamoDB that `--ledger` names, unless it is there: on-demand billing, for any pipelines.
 
-    `mldserver/state/dynamodb.py` lists the permissions that this and the servers need.
+    `mldserver/ledger/dynamodb.py` lists the permissions that this and the servers need.
     """
     tell(f"The table {create_table(where)} is there.")
     return 0

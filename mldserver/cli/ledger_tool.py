@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from mldserver.config import Settings
-    from mldserver.state.ledger import LedgerState
-    from mldserver.state.operations import Ledger
+    from mldserver.ledger.contract import LedgerState
+    from mldserver.ledger.operations import Ledger
 
 __all__ = [
     "AsJson",
@@ -89,7 +89,7 @@ def create_table(where: Where) -> str:
     """
     from mldserver.base.clock import SystemClock  # noqa: PLC0415  # `--help` must not wait for it
     from mldserver.config import SqlitePlace  # noqa: PLC0415  # see above
-    from mldserver.state.dynamodb import DynamoLedger  # noqa: PLC0415  # see above
+    from mldserver.ledger.dynamodb import DynamoLedger  # noqa: PLC0415  # see above
 
     settings = _resolved(where)
     place = settings.ledger
@@ -152,7 +152,7 @@ def _resolved(where: Where) -> Settings:
 def settings_at(where: Where) -> Settings:
     """Return the settings that name a ledger: with its own pipeline, if it is a file that tells."""
     from mldserver.config import SqlitePlace, ledger_file  # noqa: PLC0415  # `--help` must not wait for it
-    from mldserver.state.file import pipeline_of  # noqa: PLC0415  # see above
+    from mldserver.ledger.sqlite_file import pipeline_of  # noqa: PLC0415  # see above
 
     settings = _resolved(where)
     if isinstance(settings.ledger, SqlitePlace):

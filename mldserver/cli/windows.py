@@ -10,13 +10,13 @@ from cyclopts import App, Parameter
 
 from mldserver.cli.ledger_tool import AsJson, Where, add, at_ledger, details, moment, table, tell, tell_json
 from mldserver.errors import OperatorError
-from mldserver.state.ledger import WindowState
+from mldserver.ledger.contract import WindowState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from mldserver.state.ledger import Decision, LedgerState, Segment, WindowEntry
-    from mldserver.state.operations import Ledger
+    from mldserver.ledger.contract import Decision, LedgerState, Segment, WindowEntry
+    from mldserver.ledger.operations import Ledger
 
 __all__ = ["app", "list_windows", "retry_windows", "set_windows_aside", "show_window", "skip_windows"]
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from mldserver.config.table import settings_page
+from mldserver.config.settings_page import settings_page
 
 sys.stdout.write(settings_page())

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from mldserver.base.clock import Clock
     from mldserver.coordinator.core.buffer import Buffer
     from mldserver.coordinator.core.rules import CoordinatorRules
-    from mldserver.coordinator.core.segment_usage import Picture
+    from mldserver.coordinator.core.segment_usage import SegmentUsage
     from mldserver.coordinator.core.sessions import Session
     from mldserver.coordinator.core.watermark import Watermark
 
-__all__ = ["Holding"]
+__all__ = ["Backpressure"]
 
 log = structlog.get_logger("mldserver")
 
@@ -34,7 +34,7 @@ _SHORT: Final = 0.75
 """The share of the memory from which on those wait that are ahead; the rest is for whoever holds the watermark."""
 
 
-class Holding:
+class Backpressure:
     """Which shards wait now, and how long those that ask must."""
 
     def __init__(
@@ -56,11 +56,11 @@ class Holding:
         self.holder: str | None = None
         """The shard that holds the watermark."""
 
-    def count(self, picture: Picture, doomed_bytes: int) -> None:
+    def count(self, usage: SegmentUsage, garbage_bytes: int) -> None:
         """Count what is on disk anew: other servers write and delete segments too."""
-        self.segment_bytes = picture.segment_bytes + doomed_bytes
-        self.settled_bytes = self.segment_bytes - picture.open_bytes
-        self.computing = bool(picture.under_way)
+        self.segment_bytes = usage.segment_bytes + garbage_bytes
+        self.settled_bytes = self.segment_bytes - usage.open_bytes
+        self.computing = bool(usage.under_way)
 
     def weigh(self) -> None:
         """Decide anew who waits."""

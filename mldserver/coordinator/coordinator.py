@@ -21,20 +21,20 @@ from typing import TYPE_CHECKING
 import structlog
 
 from mldserver.base.kill_points import kill_point
-from mldserver.coordinator.backpressure import Holding
+from mldserver.coordinator.backpressure import Backpressure
 from mldserver.coordinator.core.buffer import Buffer
 from mldserver.coordinator.core.lineage import Lineage
 from mldserver.coordinator.core.open_windows import OpenWindows
 from mldserver.coordinator.core.rules import CoordinatorRules
-from mldserver.coordinator.core.segment_usage import Picture
+from mldserver.coordinator.core.segment_usage import SegmentUsage
 from mldserver.coordinator.core.sessions import Sessions
 from mldserver.coordinator.core.watermark import View, Watermark
-from mldserver.coordinator.cycle import Turns
+from mldserver.coordinator.cycle import Cycle
 from mldserver.coordinator.flusher import Flusher
-from mldserver.coordinator.membership import Fleet
+from mldserver.coordinator.membership import Membership
 from mldserver.coordinator.recovery import recover, take_over
-from mldserver.coordinator.redrive_intake import Redriving
-from mldserver.coordinator.reports import AheadRows, MissingShards, Standing
+from mldserver.coordinator.redrive_intake import RedriveIntake
+from mldserver.coordinator.reports import AheadRows, MissingShards, Reports
 from mldserver.coordinator.retention import Retention
 from mldserver.coordinator.shards import Shards
 from mldserver.coordinator.status import status_of
@@ -47,13 +47,13 @@ if TYPE_CHECKING:
     from mldserver.coordinator.core.flush import BufferedBatch
     from mldserver.coordinator.core.shape import Shape
     from mldserver.coordinator.redrive_intake import Destination
-    from mldserver.coordinator.server_locks import LifeLocks
+    from mldserver.coordinator.server_locks import ServerLocks
     from mldserver.coordinator.status import CoordinatorStatus
     from mldserver.jobs.runner import WindowRunner
+    from mldserver.ledger.contract import LedgerState
+    from mldserver.ledger.operations import Ledger
     from mldserver.output.owner import FolderClaim
     from mldserver.output.store import OutputStore
-    from mldserver.state.ledger import LedgerState
-    from mldserver.state.operations import Ledger
     from mldserver.windows import WindowSpec
 
 __all__ = ["Coordinator", "CoordinatorRules"]
@@ -76,7 +76,7 @@ class Coordinator:
         clock: Clock,
         unique: Callable[[], str],
         claim: FolderClaim,
-        locks: LifeLocks | None = None,
+        locks: ServerLocks | None = None,
         letters: Destination | None = None,
         ask_stream: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
@@ -113,10 +113,10 @@ class Coordinator:
             rules=rules,
             letters=letters,
         )
-        self._picture = Picture()
+        self._usage = SegmentUsage()
         self._view = self.watermark.view(now_ms)
         # A shard that is missing is left out after its limit: what holds the watermark for longer needs a person.
-        self._standing = Standing(self._view, now_ms, limit_ms=rules.missing_limit_ms + rules.idle_time_ms)
+        self._reports = Reports(self._view, now_ms, limit_ms=rules.missing_limit_ms + rules.idle_time_ms)
         self._ahead = AheadRows(now_ms, max_ahead_ms=rules.max_ahead_ms)
         self._retention = Retention(
             rules=rules,
@@ -125,7 +125,7 @@ class Coordinator:
             clock=clock,
             named=ask_stream is not None,
         )
-        self._fleet = Fleet(
+        self._membership = Membership(
             ledger=ledger,
             lineage=self.lineage,
             watermark=self.watermark,
@@ -138,12 +138,17 @@ class Coordinator:
             # By then a lease has moved, and a server that died is buried.
             tell_ms=max(rules.settle_time_ms, rules.server_timeout_ms),
             limit_ms=rules.missing_limit_ms,
-            owned=self._fleet.peers.owns,
+            owned=self._membership.peers.owns,
         )
-        self._holding = Holding(rules=rules, buffer=self.buffer, watermark=self.watermark, clock=clock)
-        self.redriving = Redriving(ledger.server_id, spec, self.buffer, self.flush)
-        self._turns = Turns(
-            self._cycle, after=self._holding.release, interval_ms=rules.flush_interval_ms, clock=clock
+        self._backpressure = Backpressure(
+            rules=rules, buffer=self.buffer, watermark=self.watermark, clock=clock
+        )
+        self.redriving = RedriveIntake(ledger.server_id, spec, self.buffer, self.flush)
+        self._cycle = Cycle(
+            self._run_cycle,
+            after=self._backpressure.release,
+            interval_ms=rules.flush_interval_ms,
+            clock=clock,
         )
         self._company: tuple[int, frozenset[str]] = (0, frozenset())
         """How often servers have started, and which were there, when this one last cleaned up behind others."""
@@ -158,11 +163,11 @@ class Coordinator:
             lineage=self.lineage,
             watermark=self.watermark,
             sessions=self._sessions,
-            backpressure=self._holding,
-            fleet=self._fleet,
+            backpressure=self._backpressure,
+            membership=self._membership,
             retention=self._retention,
             ahead=self._ahead,
-            turns=self._turns,
+            cycle=self._cycle,
             ask_stream=ask_stream,
         )
         self.draining = asyncio.Event()  # set once the ledger asks all servers to drain
@@ -175,11 +180,11 @@ class Coordinator:
         """
         await asyncio.to_thread(self._store.begin, PRIVATE, *((SEGMENTS, STAGING) if self._spec else ()))
         await asyncio.to_thread(self._claim.look)
-        state = await self._fleet.join()
+        state = await self._membership.join()
         # Much that dead servers left, or a slow disk: others must not take this one for dead meanwhile.
-        async with self._fleet.beating():
+        async with self._membership.beating():
             state = await self._claim.settle(state, self._ledger)
-            state = await self._fleet.declare(self._shape, state)
+            state = await self._membership.declare(self._shape, state)
             await self._claim.renamed()
             if self._runner is not None:
                 self._runner.know_older(self._shape.older(state))
@@ -196,66 +201,66 @@ class Coordinator:
         more, and the process must start afresh.
         """
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._turns.run(), name="turns")
-            group.create_task(self._fleet.beat(), name="beats")
+            group.create_task(self._cycle.run(), name="cycle")
+            group.create_task(self._membership.beat(), name="beats")
 
     async def leave(self) -> None:
         """Take this server out of the ledger at its end, whether orderly or not. Never raises for the ledger."""
-        await self._fleet.leave()
+        await self._membership.leave()
 
     async def flush(self, reason: str) -> None:
         """Return when a whole cycle that began after this call is done."""
-        await self._turns.whole(reason)
+        await self._cycle.whole(reason)
 
-    async def _cycle(self, reason: str) -> None:
+    async def _run_cycle(self, reason: str) -> None:
         now_ms = self.clock.steady_ms()
         self._ahead.tell(now_ms)
-        view, mark = self.watermark.look(now_ms), self._fleet.mark()
+        view, mark = self.watermark.look(now_ms), self._membership.mark()
         batches = self.buffer.snapshot()
         await self._sync()
         self._missing.look(now_ms)
         complete = await self._flush(batches, reason)
         await self._flusher.publish_late()
-        await self._fleet.release()
+        await self._membership.release()
         if not complete:
             return
         view = self.watermark.still(view, now_ms)
-        self._fleet.tell(view, mark)
-        view = self.watermark.combine(view, self._fleet.peers.told())
+        self._membership.tell(view, mark)
+        view = self.watermark.combine(view, self._membership.peers.told())
         self.watermark.commit(view)
         self._view = view
-        self._holding.holder = view.holder.shard_id
+        self._backpressure.holder = view.holder.shard_id
         windows = self._flusher.open_windows
-        waiting = self._holding.waits_for_watermark or (
+        waiting = self._backpressure.waits_for_watermark or (
             windows is not None and windows.overdue(self.clock.now_ms())
         )
-        self._standing.note(view, now_ms, waiting=waiting)
+        self._reports.note(view, now_ms, waiting=waiting)
         await self._cut(view)
         await self._let_go()
 
     async def _sync(self) -> None:
         """Beat, learn what the ledger holds, and take over what dead servers left."""
         working = frozenset() if self._runner is None else self._runner.unfinished
-        state = await self._fleet.sync()
+        state = await self._membership.sync()
         self._sessions.catch_up(state.shards.values())
-        self._fleet.learn(state)
+        self._membership.learn(state)
         self._flusher.learn(state)
         self._learn(state)
         if state.draining:
             self.draining.set()
-        company = (state.claims, frozenset(state.servers) - await self._fleet.bury())
+        company = (state.claims, frozenset(state.servers) - await self._membership.bury())
         inherit = company != self._company
         if self._runner is not None:
             self._runner.learn(state)
-            under_way = self._picture.under_way
+            under_way = self._usage.under_way
             await take_over(under_way, working, self._ledger, self._store, self._runner, inherit=inherit)
         self._company = company
 
     def _learn(self, state: LedgerState) -> None:
-        self._picture.learn(state)
+        self._usage.learn(state)
         self.redriving.learn(state)
-        doomed = 0 if self._runner is None else self._runner.doomed_bytes
-        self._holding.count(self._picture, self._flusher.doomed_bytes + doomed)
+        doomed = 0 if self._runner is None else self._runner.garbage_bytes
+        self._backpressure.count(self._usage, self._flusher.garbage_bytes + doomed)
 
     async def _flush(self, batches: dict[int, BufferedBatch], reason: str) -> bool:
         """Make what is buffered durable. False: rows were left out that the watermark may still count on."""
@@ -266,7 +271,7 @@ class Coordinator:
         # No await from here on: what is registered must leave the buffer, or it would be registered twice.
         self.buffer.remove(batches)
         kill_point("flush.done")
-        self._holding.segment_bytes += result.bytes
+        self._backpressure.segment_bytes += result.bytes
         self._sessions.registered(result.positions)
         self._sessions.left_out(batches.values(), result.lost_shards)
         return self.watermark.reopened >= result.lost_shards
@@ -277,7 +282,7 @@ class Coordinator:
             gather = view.quiet and not self.cuts_all
             entries = await self._flusher.cut(view.watermark_ms, close_all=close_all, gather=gather)
             self._runner.submit(entries)
-            self._holding.computing |= bool(entries)
+            self._backpressure.computing |= bool(entries)
             if entries and view.quiet:
                 log.info("stream.quiet", seconds=self.rules.quiet_time_ms / 1000)
         if not self.is_over:
@@ -287,11 +292,11 @@ class Coordinator:
             self._ended.set()
 
     async def _let_go(self) -> None:
-        step = await self._retention.step(self._holding.segment_bytes)
-        self._holding.segment_bytes -= step.bytes
+        step = await self._retention.step(self._backpressure.segment_bytes)
+        self._backpressure.segment_bytes -= step.bytes
         self._sessions.forget(step.shards)
         if step.more:
-            self._turns.soon()
+            self._cycle.soon()
 
     @property
     def is_drained(self) -> bool:
@@ -300,8 +305,8 @@ class Coordinator:
 
     def freed(self, freed_bytes: int) -> None:
         """Note that segments were deleted."""
-        self._holding.segment_bytes -= freed_bytes
-        self._turns.soon()
+        self._backpressure.segment_bytes -= freed_bytes
+        self._cycle.soon()
 
     @property
     def is_over(self) -> bool:
@@ -325,9 +330,9 @@ class Coordinator:
             rows_accepted=self.shards.rows_accepted,
             rows_ahead=self._ahead.rows,
             buffered_bytes=self.buffer.bytes,
-            segment_bytes=self._holding.segment_bytes,
-            servers=1 + self._fleet.peers.serving,
+            segment_bytes=self._backpressure.segment_bytes,
+            servers=1 + self._membership.peers.serving,
             stream_ended=self.is_over,
-            stuck=self._standing.stuck,
-            flush_failing=self._turns.failing,
+            stuck=self._reports.stuck,
+            flush_failing=self._cycle.failing,
         )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from mldserver.base.clock import Clock
 
-__all__ = ["Turns"]
+__all__ = ["Cycle"]
 
 log = structlog.get_logger("mldserver")
 
@@ -22,7 +22,7 @@ _LONGEST_SECONDS: Final = 30.0
 """The longest pause before a cycle that keeps failing is tried again."""
 
 
-class Turns:
+class Cycle:
     """Calls one cycle after the other, never two at once."""
 
     def __init__(

@@ -18,9 +18,7 @@ from mldserver.coordinator.core.open_windows import OpenWindows, WindowKey
 from mldserver.coordinator.core.rules import CoordinatorRules
 from mldserver.coordinator.recovery import publish_late
 from mldserver.errors import LedgerError
-from mldserver.output.garbage import Doomed
-from mldserver.output.layout import segment_path, tag_of, writer_tag
-from mldserver.state.ledger import (
+from mldserver.ledger.contract import (
     BatchProgress,
     BatchStep,
     Flush,
@@ -29,6 +27,8 @@ from mldserver.state.ledger import (
     SegmentKind,
     WindowState,
 )
+from mldserver.output.garbage import Garbage
+from mldserver.output.layout import segment_path, tag_of, writer_tag
 from mldserver.windows import Batches
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
     from mldserver.base.clock import Clock
     from mldserver.coordinator.redrive_intake import Destination
+    from mldserver.ledger.contract import FlushResult, LedgerState, WindowEntry
+    from mldserver.ledger.operations import Ledger
     from mldserver.output.store import OutputStore
     from mldserver.records import DeadLetter, Sequence
-    from mldserver.state.ledger import FlushResult, LedgerState, WindowEntry
-    from mldserver.state.operations import Ledger
     from mldserver.windows import WindowSpec
 
 __all__ = ["Flushed", "Flusher"]
@@ -107,16 +107,16 @@ class Flusher:
         self._expiring = self._pruning = False
         self._late: tuple[Segment, ...] = ()
         self._doubtful: tuple[Segment, ...] = ()
-        self._doomed = Doomed(store)
+        self._garbage = Garbage(store)
         self.open_windows: OpenWindows | None = None
         self.rows_durable = 0
         self.rows_late = 0
         self.dead_letters = 0
 
     @property
-    def doomed_bytes(self) -> int:
+    def garbage_bytes(self) -> int:
         """What files take on disk that are of no use, and could not be deleted yet."""
-        return self._doomed.bytes + sum(segment.bytes for segment in self._doubtful)
+        return self._garbage.bytes + sum(segment.bytes for segment in self._doubtful)
 
     @property
     def expiring(self) -> bool:
@@ -233,9 +233,9 @@ class Flusher:
             named = {segment.path for segment in state.late_segments}
             for entry in state.windows.values():
                 named.update(segment.path for segment in (*entry.segments, *entry.pending))
-            self._doomed.add(segment for segment in self._doubtful if segment.path not in named)
+            self._garbage.add(segment for segment in self._doubtful if segment.path not in named)
             self._doubtful = ()
-        await self._doomed.delete()
+        await self._garbage.delete()
 
     def _step(self, planned: FlushPlan) -> BatchStep | None:
         windows = self.open_windows
@@ -304,7 +304,7 @@ class Flusher:
                 size = await asyncio.to_thread(self._store.write, path, file.rows)
             except OSError:
                 # A full disk must not fill further with what no ledger entry will ever name.
-                self._doomed.add_unfinished(path)
+                self._garbage.add_unfinished(path)
                 await self._discard(segments)
                 raise
             kill_point("segment.written")
@@ -326,8 +326,8 @@ class Flusher:
         return left + planned.failed_again
 
     async def _discard(self, segments: Iterable[Segment]) -> None:
-        self._doomed.add(segments)
-        await self._doomed.delete()
+        self._garbage.add(segments)
+        await self._garbage.delete()
 
     def _registered(
         self, planned: FlushPlan, segments: tuple[Segment, ...], own: BatchProgress | None
@@ -393,7 +393,7 @@ class Flusher:
         now_ms = self._clock.steady_ms()
         soon = held_bytes > self._rules.retained_bytes or self._expiring
         if not soon and now_ms - self._expired_ms < _EXPIRE_MS:
-            return await self._doomed.delete()
+            return await self._garbage.delete()
         self._expired_ms = now_ms
         free = await self._ledger.expire(
             published_before_ms=published_before_ms, keep_bytes=self._rules.retained_bytes, limit=_EXPIRED
@@ -404,8 +404,8 @@ class Flusher:
         self._cut.expired(windows)
         if free:
             log.debug("window.expired", windows=len(windows), segments=len(free))
-        self._doomed.add(free)
-        return await self._doomed.delete()
+        self._garbage.add(free)
+        return await self._garbage.delete()
 
     async def prune(
         self, windows_before_ms: int, shards_before_ms: int, keep_shards: frozenset[str] = frozenset()

@@ -18,7 +18,7 @@ from mldserver.base.kill_points import kill_point
 from mldserver.coordinator.core.lineage import Presence
 from mldserver.coordinator.core.peers import Peers
 from mldserver.errors import LedgerError, ServerBuried
-from mldserver.state.ledger import ServerState
+from mldserver.ledger.contract import ServerState
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from mldserver.coordinator.core.lineage import Lineage
     from mldserver.coordinator.core.shape import Shape
     from mldserver.coordinator.core.watermark import View, Watermark
-    from mldserver.coordinator.server_locks import LifeLocks
-    from mldserver.state.ledger import LedgerState, ShardState
-    from mldserver.state.operations import Ledger
+    from mldserver.coordinator.server_locks import ServerLocks
+    from mldserver.ledger.contract import LedgerState, ShardState
+    from mldserver.ledger.operations import Ledger
 
-__all__ = ["Fleet"]
+__all__ = ["Membership"]
 
 log = structlog.get_logger("mldserver")
 
 
-class Fleet:
+class Membership:
     """The servers on one ledger, seen from one of them."""
 
     def __init__(
@@ -47,7 +47,7 @@ class Fleet:
         watermark: Watermark,
         clock: Clock,
         timeout_ms: int,
-        locks: LifeLocks | None,
+        locks: ServerLocks | None,
     ) -> None:
         """``timeout_ms``: how long a server may be silent; ``locks`` show at once which are dead, where they can."""
         self.peers = Peers(ledger.server_id, timeout_ms=timeout_ms)
@@ -256,7 +256,7 @@ class Fleet:
                 await asyncio.to_thread(self._locks.forget, server_id)
         return buried
 
-    def _dead(self, locks: LifeLocks) -> dict[str, ServerState]:
+    def _dead(self, locks: ServerLocks) -> dict[str, ServerState]:
         return {each.server_id: each for each in self.peers.told() if locks.is_dead(each.server_id)}
 
     def let_go(self, shard_id: str, epoch: int) -> None:

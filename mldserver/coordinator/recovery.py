@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from mldserver.base.kill_points import kill_point
+from mldserver.ledger.contract import WindowState
 from mldserver.output.layout import (
     PRIVATE,
     QUARANTINE,
@@ -25,16 +26,15 @@ from mldserver.output.layout import (
     writer_tag,
 )
 from mldserver.output.publish import Publisher
-from mldserver.state.ledger import WindowState
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
     from pathlib import Path
 
     from mldserver.jobs.runner import WindowRunner
+    from mldserver.ledger.contract import LedgerState, Segment, WindowEntry
+    from mldserver.ledger.operations import Ledger
     from mldserver.output.store import OutputStore
-    from mldserver.state.ledger import LedgerState, Segment, WindowEntry
-    from mldserver.state.operations import Ledger
 
 __all__ = ["publish_late", "recover", "take_over"]
 

@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from mldserver.coordinator.core.buffer import Buffer
+    from mldserver.ledger.contract import LedgerState
     from mldserver.records import DeadLetter
     from mldserver.runtime.interface import BatchOutcome
-    from mldserver.state.ledger import LedgerState
     from mldserver.windows import WindowSpec
 
-__all__ = ["Destination", "Redriving"]
+__all__ = ["Destination", "RedriveIntake"]
 
 
-class Redriving:
+class RedriveIntake:
     """Takes outcomes of dead letters in beside those of shards."""
 
     def __init__(

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from mldserver.coordinator.core.lineage import Lineage
     from mldserver.coordinator.core.watermark import View
 
-__all__ = ["AheadRows", "MissingShards", "Standing"]
+__all__ = ["AheadRows", "MissingShards", "Reports"]
 
 log = structlog.get_logger("mldserver")
 
 _MINUTE_MS: Final = 60_000
 
 
-class Standing:
+class Reports:
     """What was told last, and since when rows wait."""
 
     def __init__(self, view: View, now_ms: int, *, limit_ms: int) -> None:

@@ -17,12 +17,12 @@ from mldserver.output.layout import server_tag
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["LifeLocks"]
+__all__ = ["ServerLocks"]
 
 _PATIENCE: Final = 20
 
 
-class LifeLocks:
+class ServerLocks:
     """One folder with a locked file for each server that lives. Blocking, for moments."""
 
     def __init__(self, folder: Path) -> None:

@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
     from mldserver.base.clock import Clock
-    from mldserver.coordinator.backpressure import Holding
+    from mldserver.coordinator.backpressure import Backpressure
     from mldserver.coordinator.core.buffer import Buffer
     from mldserver.coordinator.core.flush import BufferedBatch
     from mldserver.coordinator.core.lineage import Lineage
     from mldserver.coordinator.core.rules import CoordinatorRules
     from mldserver.coordinator.core.sessions import Sessions
     from mldserver.coordinator.core.watermark import Watermark
-    from mldserver.coordinator.cycle import Turns
-    from mldserver.coordinator.membership import Fleet
+    from mldserver.coordinator.cycle import Cycle
+    from mldserver.coordinator.membership import Membership
     from mldserver.coordinator.reports import AheadRows
     from mldserver.coordinator.retention import Retention
+    from mldserver.ledger.contract import ShardState
+    from mldserver.ledger.operations import Ledger
     from mldserver.records import Sequence
     from mldserver.runtime.interface import BatchOutcome
     from mldserver.sources.intake import ShardOpening
-    from mldserver.state.ledger import ShardState
-    from mldserver.state.operations import Ledger
     from mldserver.windows import WindowSpec
 
 __all__ = ["ShardSession", "Shards"]
@@ -55,11 +55,11 @@ class Shards:
         lineage: Lineage,
         watermark: Watermark,
         sessions: Sessions,
-        backpressure: Holding,
-        fleet: Fleet,
+        backpressure: Backpressure,
+        membership: Membership,
         retention: Retention,
         ahead: AheadRows,
-        turns: Turns,
+        cycle: Cycle,
         ask_stream: Callable[[], Awaitable[None]] | None,
     ) -> None:
         """Share the coordinator's parts; see ``Coordinator`` for ``ask_stream``."""
@@ -73,15 +73,15 @@ class Shards:
         self._spec = spec
         self._ledger = ledger
         self._sessions = sessions
-        self._fleet = fleet
+        self._membership = membership
         self._retention = retention
         self._ahead = ahead
-        self._turns = turns
+        self._cycle = cycle
         self._ask_stream = ask_stream
 
     async def flush(self, reason: str) -> None:
         """Return when a whole cycle that began after this call is done."""
-        await self._turns.whole(reason)
+        await self._cycle.whole(reason)
 
     async def check(self, opening: ShardOpening) -> None:
         """Raise GapRefused when a shard that has a live connection would start beyond its position."""
@@ -103,7 +103,7 @@ class Shards:
         """Take a shard in under a new epoch. Raises GapRefused when it starts beyond the ledger's position."""
         # Before the epoch is raised: a connection that is refused must not cost the live one its shard.
         await self.check(opening)
-        with self._fleet.opening():
+        with self._membership.opening():
             # It counts from now on: however long the stream and the ledger take to answer, no window closes without it.
             now_ms = self.clock.steady_ms()
             new = self.lineage.know(opening.shard_id, now_ms, parents=opening.parents)
@@ -122,7 +122,7 @@ class Shards:
         refuse_gap(opening, state.position, ended=state.ended, accepted=accepted)
         # Under the new epoch: what an older one has not stored by now is delivered again.
         parked = await self._ledger.parked_keys(shard_id) if self.rules.parks else {}
-        await self._fleet.learn_ancestors(state)
+        await self._membership.learn_ancestors(state)
         now_ms = self.clock.steady_ms()
         self.lineage.know(shard_id, now_ms, parents=state.parents)
         proved = self.lineage.proved_ended(shard_id)
@@ -189,12 +189,12 @@ class Shards:
             self.buffer.add(batch)
             self.rows_accepted += 0 if batch.rows is None else len(batch.rows)
         if self.buffer.bytes >= self.rules.flush_bytes:
-            self._turns.soon()
+            self._cycle.soon()
 
     async def admit(self, session: ShardSession) -> None:
         """Wait while the session's shard is held back."""
         if self.backpressure.is_held(session):
-            self._turns.soon()
+            self._cycle.soon()
             await self.backpressure.wait(session)
 
     def end(self, session: ShardSession) -> None:
@@ -209,8 +209,8 @@ class Shards:
     def disconnected(self, session: ShardSession) -> None:
         """Let go of a shard without its end: it is missing from now on."""
         if self._sessions.let_go(session, self.clock.steady_ms()):
-            self._fleet.let_go(session.shard_id, session.epoch)
-            self._turns.soon()
+            self._membership.let_go(session.shard_id, session.epoch)
+            self._cycle.soon()
 
 
 class ShardSession:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
+from mldserver.ledger.contract import storable
 from mldserver.records import DeadLetter, Sequence
-from mldserver.state.ledger import storable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from mldserver.state.ledger import LETTERS_AT_ONCE
+from mldserver.ledger.contract import LETTERS_AT_ONCE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 
+    from mldserver.ledger.contract import StoredLetter
+    from mldserver.ledger.operations import Ledger
     from mldserver.records import Sequence
-    from mldserver.state.ledger import StoredLetter
-    from mldserver.state.operations import Ledger
 
 __all__ = ["PAGE", "portions", "wanted_portions"]
 

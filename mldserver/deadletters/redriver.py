@@ -3,7 +3,7 @@
 Letters of a shard that a connection here has run between its batches, on its handler, and are given up when the shard
 ends or is to go elsewhere: no daemon waits for them. Those of a shard that no server
 has run on a handler that is opened for them, and given up at once when a connection comes. What they give is registered
-together with their end (``Redriving``): who takes them twice, after a crash or beside another server, counts once.
+together with their end (``RedriveIntake``): who takes them twice, after a crash or beside another server, counts once.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from mldserver.base.clock import Clock
-    from mldserver.coordinator.redrive_intake import Redriving
+    from mldserver.coordinator.redrive_intake import RedriveIntake
+    from mldserver.ledger.contract import StoredLetter
+    from mldserver.ledger.operations import Ledger
     from mldserver.records import DeadLetter, Sequence
     from mldserver.runtime.interface import BatchOutcome, Runtime
     from mldserver.sources.shard_claims import ShardOwners
-    from mldserver.state.ledger import StoredLetter
-    from mldserver.state.operations import Ledger
 
 __all__ = ["Redriver"]
 
@@ -62,7 +62,7 @@ class Redriver:
         ledger: Ledger,
         runtime: Runtime,
         owners: ShardOwners,
-        redriving: Redriving,
+        redriving: RedriveIntake,
         clock: Clock,
         parks: bool = False,
         why_not: str = "",

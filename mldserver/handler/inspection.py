@@ -9,13 +9,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from mldserver.errors import HandlerInvalid
+from mldserver.handler.handler_version import version_of
 from mldserver.handler.kclpy.recognition import problems, processor_class, recognised, written
 from mldserver.handler.kclpy.standin import PACKAGE
 from mldserver.handler.loader import Loaded, load
 from mldserver.handler.schema import RECORD_COLUMN, Schema, SchemaError, parse_schema
 from mldserver.handler.source_map import SourceMap, never_returns_a_value
 from mldserver.handler.spec import Finding, HandlerKind, HandlerSpec, HookSpec, RecordHook, span_text
-from mldserver.handler.version import version_of
 from mldserver.records import Hook
 from mldserver.windows import WINDOW_COLUMNS, Batches, Tumbling, WindowSpec, batches
 

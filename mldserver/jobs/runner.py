@@ -27,16 +27,16 @@ from mldserver.errors import (
     WindowFailed,
 )
 from mldserver.jobs.steps import Committed, WindowSteps
-from mldserver.state.ledger import WindowState
+from mldserver.ledger.contract import WindowState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from mldserver.base.clock import Clock
     from mldserver.jobs.engine import Engine
+    from mldserver.ledger.contract import Decision, LedgerState, WindowEntry
+    from mldserver.ledger.operations import Ledger
     from mldserver.output.store import OutputStore
-    from mldserver.state.ledger import Decision, LedgerState, WindowEntry
-    from mldserver.state.operations import Ledger
 
 __all__ = ["WindowPolicy", "WindowRunner"]
 
@@ -166,9 +166,9 @@ class WindowRunner:
         return len(self._unfinished)
 
     @property
-    def doomed_bytes(self) -> int:
+    def garbage_bytes(self) -> int:
         """What segments take that are of no use, and could not be deleted yet."""
-        return self._steps.doomed_bytes
+        return self._steps.garbage_bytes
 
     @property
     def unfinished(self) -> frozenset[str]:

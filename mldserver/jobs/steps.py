@@ -17,9 +17,9 @@ import structlog
 
 from mldserver.base.kill_points import kill_point
 from mldserver.jobs.engine import PublishJob, WindowJob, WindowResult
+from mldserver.ledger.contract import Commit, WindowState
 from mldserver.output.layout import SEGMENTS, shape_of, writer_tag
 from mldserver.output.publish import Output, Publisher
-from mldserver.state.ledger import Commit, WindowState
 from mldserver.windows import as_window
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from mldserver.base.clock import Clock
     from mldserver.jobs.engine import Engine
+    from mldserver.ledger.contract import Segment, WindowEntry
+    from mldserver.ledger.operations import Ledger
     from mldserver.output.store import OutputStore
-    from mldserver.state.ledger import Segment, WindowEntry
-    from mldserver.state.operations import Ledger
 
 __all__ = ["Committed", "WindowSteps"]
 
@@ -98,7 +98,7 @@ class WindowSteps:
         self._replaced: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
 
     @property
-    def doomed_bytes(self) -> int:
+    def garbage_bytes(self) -> int:
         """What segments take that the ledger names no more and that could not be deleted yet."""
         return sum(segment.bytes for segment in self._freeing.values())
 

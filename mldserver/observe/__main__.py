@@ -2,6 +2,6 @@
 
 import sys
 
-from mldserver.observe.table import events_page
+from mldserver.observe.events_page import events_page
 
 sys.stdout.write(events_page())

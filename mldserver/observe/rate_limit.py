@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["BURST", "LINES_A_SECOND", "Flood"]
+__all__ = ["BURST", "LINES_A_SECOND", "RateLimit"]
 
 LINES_A_SECOND: Final = 200
 BURST: Final = 1000
 
 
-class Flood:
+class RateLimit:
     """Lets a burst pass, then so many lines a second."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from mldserver.observe.rate_limit import Flood
+from mldserver.observe.rate_limit import RateLimit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -136,7 +136,7 @@ class Printed:
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         """Begin with room for a burst; ``now`` gives seconds."""
         self._now = now
-        self._flood = Flood(now)
+        self._flood = RateLimit(now)
         self._lost = 0
         self._since = ""
         self._told = now()

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from mldserver.ledger.contract import Segment
     from mldserver.output.store import OutputStore
-    from mldserver.state.ledger import Segment
 
-__all__ = ["Doomed"]
+__all__ = ["Garbage"]
 
 
-class Doomed:
+class Garbage:
     """What one task has to delete."""
 
     def __init__(self, store: OutputStore) -> None:

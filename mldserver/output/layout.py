@@ -29,7 +29,7 @@ from __future__ import annotations
 import hashlib
 import re
 
-from mldserver.state.ledger import SegmentKind
+from mldserver.ledger.contract import SegmentKind
 
 __all__ = [
     "LATE",

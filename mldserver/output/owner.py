@@ -31,9 +31,9 @@ from mldserver.output.layout import (
 from mldserver.output.manifest import MANIFESTS
 
 if TYPE_CHECKING:
+    from mldserver.ledger.contract import LedgerState
+    from mldserver.ledger.operations import Ledger
     from mldserver.output.store import OutputStore
-    from mldserver.state.ledger import LedgerState
-    from mldserver.state.operations import Ledger
 
 __all__ = ["FolderClaim"]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from mldserver.errors import DecodeError
-from mldserver.protocol.batches import DecodedBatch, decode_records
+from mldserver.protocol.batch_decoder import DecodedBatch, decode_records
 from mldserver.protocol.fields import excerpt, optional_long, optional_text, start_position, wrong
 from mldserver.protocol.messages import (
     CheckpointReply,

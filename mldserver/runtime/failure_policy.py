@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 __all__ = [
     "REPEATING",
     "Ending",
+    "FailureNotices",
     "FailurePolicy",
     "FailureRule",
     "OnFailure",
     "OnKeyFailure",
-    "Told",
     "failure_rule",
 ]
 
@@ -140,7 +140,7 @@ def _repeats(names: tuple[str, ...]) -> bool:
     return nearest != _OSERROR
 
 
-class Told:
+class FailureNotices:
     """Which failures the log has told of: the same one is told once a minute, and counted meanwhile."""
 
     def __init__(self, now_ms: Callable[[], int], *, most: int = _REMEMBERED) -> None:

@@ -23,11 +23,11 @@ from mldserver.errors import HandlerHalted, HandlerInvalid, InternalError
 from mldserver.handler.inspection import load_spec
 from mldserver.handler.kclpy.processor import Processor
 from mldserver.handler.spec import HandlerKind, HandlerSpec, RecordHook, windows_text
-from mldserver.protocol.batches import BatchDecoder
+from mldserver.protocol.batch_decoder import BatchDecoder
 from mldserver.records import Batch, Hook
 from mldserver.runtime.calls import BoundHook, Caller
 from mldserver.runtime.deadlines import Deadlines
-from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, Told
+from mldserver.runtime.failure_policy import FailureNotices, FailurePolicy, OnFailure
 from mldserver.runtime.rows import RowBuilder
 from mldserver.runtime.work import BatchWork, Tools
 
@@ -124,7 +124,7 @@ class InlineRuntime:
             policy=self._policy,
             random=self._random,
             rows=rows,
-            told=Told(self._clock.steady_ms),
+            told=FailureNotices(self._clock.steady_ms),
             lanes=self._lanes(spec),
         )
         log.info(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-    from mldserver.protocol.batches import BatchDecoder
+    from mldserver.protocol.batch_decoder import BatchDecoder
     from mldserver.protocol.messages import Line
     from mldserver.records import DeadLetter, Hook, Sequence, Shard
 

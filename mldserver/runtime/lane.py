@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from mldserver.records import Record
     from mldserver.runtime.calls import Caller, Returned
     from mldserver.runtime.deadlines import Watch
-    from mldserver.runtime.failure_policy import FailurePolicy, Told
+    from mldserver.runtime.failure_policy import FailureNotices, FailurePolicy
     from mldserver.runtime.outcome import Taken
     from mldserver.runtime.plan import Again, BatchPlan
     from mldserver.runtime.rows import RowBuilder
@@ -59,7 +59,7 @@ class Tools:
     policy: FailurePolicy
     random: Callable[[], float]
     rows: RowBuilder
-    told: Told
+    told: FailureNotices
     lanes: int = 1
     """How many records of a batch, of different partition keys, are worked on at the same time."""
 

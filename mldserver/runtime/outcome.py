@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from mldserver import records
     from mldserver.handler.failure import Failure
-    from mldserver.protocol.batches import BatchDecoder
+    from mldserver.protocol.batch_decoder import BatchDecoder
     from mldserver.records import Record
     from mldserver.runtime.interface import Delivery
     from mldserver.runtime.plan import End

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from mldserver import records
-    from mldserver.protocol.batches import BatchDecoder
+    from mldserver.protocol.batch_decoder import BatchDecoder
     from mldserver.runtime.calls import BoundHook
     from mldserver.runtime.interface import Delivery
     from mldserver.runtime.plan import Again, Step

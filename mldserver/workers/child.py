@@ -36,7 +36,7 @@ from mldserver.windows import Batches, Tumbling
 from mldserver.workers import wire
 from mldserver.workers.answers import done_of
 from mldserver.workers.channel import Channel
-from mldserver.workers.heartbeat import Pulse
+from mldserver.workers.heartbeat import Heartbeat
 from mldserver.workers.log_forwarder import telling_through
 from mldserver.workers.shared_memory import Mark, made, mapped, rows_bytes, rows_file
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from mldserver.handler.spec import HandlerSpec
     from mldserver.runtime.interface import BatchOutcome
-    from mldserver.workers.log_forwarder import Teller
+    from mldserver.workers.log_forwarder import LogForwarder
     from mldserver.workers.shared_memory import Descriptors
 
 __all__ = ["Child", "loaded", "main"]
@@ -122,7 +122,7 @@ class Child:
                 message, files = await self._queue.get()
                 self._take(group, message, files)
 
-    async def _load(self, start: wire.Start, teller: Teller) -> bool:
+    async def _load(self, start: wire.Start, teller: LogForwarder) -> bool:
         sys.path[:0] = [path for path in start.python_path if path not in sys.path]
         try:
             spec = await asyncio.to_thread(load_spec, start.handler, directory=start.directory)
@@ -140,7 +140,7 @@ class Child:
         except MldserverError as error:
             self._send(wire.failed(0, error))
             return False
-        Pulse(self._end, asyncio.get_running_loop(), runtime.running_ms, teller.tell_lost).start()
+        Heartbeat(self._end, asyncio.get_running_loop(), runtime.running_ms, teller.tell_lost).start()
         self._send(loaded(spec))
         return True
 

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Gate"]
+__all__ = ["Exclusive"]
 
 PATIENCE_SECONDS: Final = 2.5
 """How often it is looked, while somebody waits, whether those inside are worked on; twice in a row that must not be so:
 a request that has just been made is not worked on yet."""
 
 
-class Gate:
+class Exclusive:
     """Requests that go together, and suspects that must go alone; suspects come first, so that they are soon done."""
 
     def __init__(

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
-__all__ = ["BEAT_SECONDS", "Pulse"]
+__all__ = ["BEAT_SECONDS", "Heartbeat"]
 
 BEAT_SECONDS: Final = 0.5
 _STATM: Final = Path("/proc/self/statm")
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
 
-class Pulse:
+class Heartbeat:
     """Tells the server twice a second how the worker is."""
 
     def __init__(

@@ -16,16 +16,16 @@ import structlog
 
 from mldserver.observe.log_events import EVENTS
 from mldserver.observe.logging import libraries_through_us
-from mldserver.observe.rate_limit import Flood
+from mldserver.observe.rate_limit import RateLimit
 from mldserver.observe.stdout_capture import caught_output
 from mldserver.workers.channel import send_now
-from mldserver.workers.wire import Told, encode
+from mldserver.workers.wire import LogLine, encode
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Iterator, Mapping, MutableMapping
 
-__all__ = ["Teller", "telling_through"]
+__all__ = ["LogForwarder", "telling_through"]
 
 PRINTED: Final = "handler.output"
 OURS: Final = frozenset(EVENTS) - {PRINTED, "library.log"}
@@ -36,14 +36,14 @@ URGENT_SECONDS: Final = 1.0
 """How long a thread waits for the server to take a warning or an error."""
 
 
-class Teller:
+class LogForwarder:
     """Sends events, from any thread."""
 
     def __init__(self, end: socket.socket) -> None:
         """Send through ``end``."""
         self._end = end
-        self._prints = Flood()
-        self._logs = Flood()
+        self._prints = RateLimit()
+        self._logs = RateLimit()
         self._lock = threading.RLock()
         self._lost = 0
         self._since = ""
@@ -64,7 +64,7 @@ class Teller:
                 fields = {key: _plain(value) for key, value in event.items()}
                 if "self" in fields:  # a handler may bind it; no logger's method can be called with it
                     fields["self_"] = fields.pop("self")
-                if not self._sent(encode(Told(method, name, fields)), URGENT_SECONDS if urgent else 0.0):
+                if not self._sent(encode(LogLine(method, name, fields)), URGENT_SECONDS if urgent else 0.0):
                     self._lose(1)
 
     def _sent(self, told: bytes, wait: float) -> bool:
@@ -85,7 +85,7 @@ class Teller:
 
     def _tell_lost(self) -> None:
         if self._lost:
-            told = Told("warning", "log.lost", {"lines": self._lost, "since": self._since})
+            told = LogLine("warning", "log.lost", {"lines": self._lost, "since": self._since})
             if self._sent(encode(told), 0.0):
                 self._lost = 0
 
@@ -110,9 +110,9 @@ def _cut(text: str) -> str:
 
 
 @contextlib.contextmanager
-def telling_through(end: socket.socket, level: int) -> Iterator[Teller]:
+def telling_through(end: socket.socket, level: int) -> Iterator[LogForwarder]:
     """Send events from ``level`` (a number of ``logging``) on, and what is printed, for as long as the context lasts."""
-    teller = Teller(end)
+    teller = LogForwarder(end)
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,

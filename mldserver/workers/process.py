@@ -355,9 +355,9 @@ class WorkerProcess:
             case wire.BeatMessage():
                 self.beat = Beat(message.running_ms, message.blocked_ms, message.resident_bytes)
                 self._beat_ms = self._clock.steady_ms()
-            case wire.Told(event="handler.loaded") if self._again:
+            case wire.LogLine(event="handler.loaded") if self._again:
                 pass
-            case wire.Told():
+            case wire.LogLine():
                 getattr(log, message.level)(message.event, **message.fields)
 
     def _answered(self, message: wire.Done | wire.Finished | wire.Failed, files: Descriptors) -> None:

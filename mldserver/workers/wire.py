@@ -1,7 +1,7 @@
 """What server and worker say to each other: one message a datagram, in MessagePack, with file descriptors beside it.
 
     server → worker    Start, then any number of Open, Process, Notify, Forget and Cancel; the end of the socket ends it
-    worker → server    Loaded (or Refused), then Beat and Told at any time, and once for each Open, Process, Notify and
+    worker → server    Loaded (or Refused), then Beat and LogLine at any time, and once for each Open, Process, Notify and
                        Forget: Done, Opened or Failed
 
 Both sides are the same program. Bytes that do not fit raise WireError: then the worker is not to be trusted any more.
@@ -33,13 +33,13 @@ __all__ = [
     "FromWorker",
     "HookMessage",
     "Loaded",
+    "LogLine",
     "Open",
     "Outline",
     "Park",
     "Place",
     "Process",
     "Start",
-    "Told",
     "Unpark",
     "WireError",
     "decode_from_server",
@@ -231,7 +231,7 @@ class BeatMessage(_Message, frozen=True):
     resident_bytes: int
 
 
-class Told(_Message, frozen=True):
+class LogLine(_Message, frozen=True):
     """An event for the log."""
 
     level: str
@@ -240,7 +240,7 @@ class Told(_Message, frozen=True):
 
 
 FromServer = Start | Process | Open | HookMessage | Park | Unpark | Forget | Cancel
-FromWorker = Loaded | Done | Finished | Failed | BeatMessage | Told
+FromWorker = Loaded | Done | Finished | Failed | BeatMessage | LogLine
 
 _T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder(enc_hook=str)

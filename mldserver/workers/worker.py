@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from mldserver.workers.exclusive import Gate
+from mldserver.workers.exclusive import Exclusive
 from mldserver.workers.lifecycle import Cause, Deaths, Limits, judge
 from mldserver.workers.shared_memory import line_file, made
 from mldserver.workers.wire import Place
@@ -44,7 +44,7 @@ class Worker:
     ) -> None:
         """``fresh`` gives a process that has loaded the handler; it may take its time."""
         self.number = number
-        self.gate = Gate(idle=self._waits)
+        self.gate = Exclusive(idle=self._waits)
         self.generation = 0
         """Which process it is, from 1."""
         self.opened: dict[str, int] = {}

@@ -11,8 +11,8 @@ from bench.deliveries import HOUR_MS, SHARDS, deliveries
 from bench.rounds import timed
 
 from mldserver.coordinator.core.flush import buffered, plan
+from mldserver.ledger.contract import BatchProgress, SegmentKind
 from mldserver.output.store import OutputStore
-from mldserver.state.ledger import BatchProgress, SegmentKind
 from mldserver.windows import Tumbling
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
 from mldserver.coordinator.core.shape import Shape
 from mldserver.jobs.runner import WindowPolicy, WindowRunner
+from mldserver.ledger.sqlite import SqliteLedger
 from mldserver.output.layout import LEDGER
 from mldserver.output.owner import FolderClaim
 from mldserver.output.store import OutputStore
 from mldserver.sources.intake import ShardOpening
-from mldserver.state.sqlite import SqliteLedger
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -18,10 +18,10 @@ from support.store import SqliteStore
 
 from mldserver.base.clock import SystemClock
 from mldserver.coordinator.coordinator import CoordinatorRules
+from mldserver.ledger.contract import Commit, Flush, Segment, SegmentKind
 from mldserver.output.layout import LEDGER, segment_path
 from mldserver.output.owner import FolderClaim
 from mldserver.output.store import OutputStore
-from mldserver.state.ledger import Commit, Flush, Segment, SegmentKind
 from mldserver.testing import LocalEngine
 from mldserver.windows import Tumbling, tumbling_id
 

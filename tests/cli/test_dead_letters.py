@@ -18,9 +18,9 @@ from support.store import SqliteStore
 
 from mldserver import cli
 from mldserver.deadletters.files import file_content
+from mldserver.ledger.contract import Flush, PositionUpdate
 from mldserver.output.layout import LEDGER
 from mldserver.records import DeadLetter, Sequence
-from mldserver.state.ledger import Flush, PositionUpdate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,9 +10,7 @@ import pytest
 from support.store import SqliteStore
 
 from mldserver import cli
-from mldserver.output.layout import LEDGER
-from mldserver.records import Sequence
-from mldserver.state.ledger import (
+from mldserver.ledger.contract import (
     BatchProgress,
     BatchStep,
     Commit,
@@ -22,7 +20,9 @@ from mldserver.state.ledger import (
     SegmentKind,
     ServerState,
 )
-from mldserver.state.sqlite import SqliteLedger
+from mldserver.ledger.sqlite import SqliteLedger
+from mldserver.output.layout import LEDGER
+from mldserver.records import Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,11 +14,11 @@ from support.store import SqliteStore
 
 from mldserver import cli
 from mldserver.cli.ledger_tool import moment
+from mldserver.ledger.contract import Commit, Flush, PositionUpdate, Segment, SegmentKind, WindowState
+from mldserver.ledger.sqlite import SqliteLedger
+from mldserver.ledger.sqlite_file import pipeline_of
 from mldserver.output.layout import LEDGER
 from mldserver.records import Sequence
-from mldserver.state.file import pipeline_of
-from mldserver.state.ledger import Commit, Flush, PositionUpdate, Segment, SegmentKind, WindowState
-from mldserver.state.sqlite import SqliteLedger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,8 +11,8 @@ from mldserver.assembly import _locks, ledger_of
 from mldserver.config import DynamoPlace, RemoteOut, Settings, SqlitePlace, home, ledger_file, resolve
 from mldserver.config.locations import LEDGER_FILE, ledger, out
 from mldserver.errors import ConfigError
+from mldserver.ledger.sqlite import SqliteLedger
 from mldserver.output.layout import LEDGER, SERVERS
-from mldserver.state.sqlite import SqliteLedger
 from mldserver.testing import VirtualClock
 
 if TYPE_CHECKING:

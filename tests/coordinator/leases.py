@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from coordinator.pipeline import Crash, Daemon, Faults, Pipeline
 
+from mldserver.ledger.contract import WindowState
 from mldserver.records import Sequence
-from mldserver.state.ledger import WindowState
 from mldserver.testing import VirtualClock
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 
 from mldserver.errors import WindowFailed
 from mldserver.jobs.runner import WindowPolicy
-from mldserver.state.ledger import WindowState
+from mldserver.ledger.contract import WindowState
 from mldserver.testing import LocalEngine, VirtualClock
 from mldserver.testing.virtual_loop import VirtualLoop
 from mldserver.windows import Tumbling, batches

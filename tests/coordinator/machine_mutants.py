@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from support.store import SqliteStore
 
-from mldserver.coordinator.backpressure import Holding
+from mldserver.coordinator.backpressure import Backpressure
 from mldserver.coordinator.coordinator import Coordinator
 from mldserver.coordinator.core.lineage import Lineage
 from mldserver.coordinator.core.watermark import Watermark
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import pytest
 
     from mldserver.coordinator.core.watermark import View
+    from mldserver.ledger.contract import Flush, FlushResult
     from mldserver.records import Sequence
-    from mldserver.state.ledger import Flush, FlushResult
 
 
 def register_without_fences(patch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,7 @@ def deliver_twice(patch: pytest.MonkeyPatch) -> None:
 
 def never_holds(patch: pytest.MonkeyPatch) -> None:
     """However short memory is, every daemon is answered."""
-    patch.setattr(Holding, "is_held", lambda _holding, _session: False)
+    patch.setattr(Backpressure, "is_held", lambda _holding, _session: False)
 
 
 def children_without_floor(patch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import pyarrow.parquet as pq
 from support.store import SqliteStore
 
+from mldserver.ledger.contract import LedgerState, WindowEntry, WindowState
 from mldserver.output.layout import LEDGER
-from mldserver.state.ledger import LedgerState, WindowEntry, WindowState
 from mldserver.windows import Tumbling, tumbling_id
 
 if TYPE_CHECKING:

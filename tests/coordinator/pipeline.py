@@ -18,7 +18,7 @@ from support.store import SqliteStore
 
 from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
 from mldserver.coordinator.core.shape import Column, Shape
-from mldserver.coordinator.server_locks import LifeLocks
+from mldserver.coordinator.server_locks import ServerLocks
 from mldserver.errors import LedgerError
 from mldserver.jobs.runner import WindowPolicy, WindowRunner
 from mldserver.output.layout import LEDGER, SERVERS
@@ -172,7 +172,7 @@ class Pipeline:
         self.policy = replace(policy, recompute=recompute)
         self.make_engine = engine
         self.server_id = server_id
-        self.locks = LifeLocks(out / SERVERS) if locks else None
+        self.locks = ServerLocks(out / SERVERS) if locks else None
         self.clock = clock or VirtualClock(1_000_000)
         self.faults = Faults()
         self.new_ledger = False

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 from support.store import SqliteStore
 
+from mldserver.ledger.contract import LedgerState, WindowState
 from mldserver.output.layout import LEDGER, PRIVATE, late_path, window_path
-from mldserver.state.ledger import LedgerState, WindowState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from mldserver.state.ledger import WindowEntry
+    from mldserver.ledger.contract import WindowEntry
 
 __all__ = ["Disk", "Image", "unsafe"]
 

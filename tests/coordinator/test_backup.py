@@ -14,11 +14,11 @@ from coordinator.pipeline import Crash, Faults, Pipeline, named
 
 from mldserver import cli
 from mldserver.cli import backup
+from mldserver.ledger.contract import WindowState
+from mldserver.ledger.sqlite_file import copy_whole
 from mldserver.output.layout import LEDGER, QUARANTINE
 from mldserver.output.store import OutputStore
 from mldserver.records import Sequence
-from mldserver.state.file import copy_whole
-from mldserver.state.ledger import WindowState
 from mldserver.windows import tumbling_id
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ async def test_files_that_go_while_they_are_copied_make_the_backup_a_later_one(
         assert pipeline.published() == {FIRST: [1]}, "and its segment is gone"
         sources = [stale]
         monkeypatch.setattr(
-            "mldserver.state.file.copy_whole",
+            "mldserver.ledger.sqlite_file.copy_whole",
             lambda path, target: copy_whole(sources.pop() if sources else path, target),
         )
         ledger("backup", "monday")

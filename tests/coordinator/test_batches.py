@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 from coordinator.pipeline import RULES, Pipeline
 
+from mldserver.ledger.batch_windows import batch_id
 from mldserver.records import Sequence
-from mldserver.state.batches import batch_id
 from mldserver.testing import VirtualClock
 from mldserver.windows import batches
 

@@ -11,7 +11,7 @@ import pytest
 from coordinator.pipeline import QUICK, Pipeline, named, two
 
 from mldserver.errors import LedgerError
-from mldserver.state.ledger import ServerState
+from mldserver.ledger.contract import ServerState
 from mldserver.testing import VirtualClock
 from mldserver.windows import Batches, Tumbling, tumbling_id
 

@@ -10,8 +10,8 @@ import pytest
 from coordinator.outcomes import dead_letter
 from coordinator.pipeline import RULES, Pipeline, fail
 
+from mldserver.ledger.batch_windows import batch_id
 from mldserver.records import Sequence
-from mldserver.state.batches import batch_id
 from mldserver.windows import batches, tumbling_id
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Turns: at every interval, at once when asked, again after a failure, and never two at once."""
+"""Cycle: at every interval, at once when asked, again after a failure, and never two at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mldserver.coordinator.cycle import Turns
+from mldserver.coordinator.cycle import Cycle
 from mldserver.errors import LedgerError, ServerBuried
 from mldserver.testing import VirtualClock
 
@@ -23,7 +23,7 @@ class Cycles:
 
     def __init__(self, interval_ms: int = 1000) -> None:
         self.clock = VirtualClock(0)
-        self.turns = Turns(self.cycle, after=self.after, interval_ms=interval_ms, clock=self.clock)
+        self.turns = Cycle(self.cycle, after=self.after, interval_ms=interval_ms, clock=self.clock)
         self.reasons: list[str] = []
         self.began_ms: list[int] = []
         self.failed = False

@@ -12,9 +12,9 @@ from support.store import SqliteStore
 
 from mldserver.coordinator.core.flush import shard_end
 from mldserver.errors import LedgerError
+from mldserver.ledger.batch_windows import batch_id
+from mldserver.ledger.contract import BatchProgress, BatchStep, Flush, Segment
 from mldserver.records import Sequence
-from mldserver.state.batches import batch_id
-from mldserver.state.ledger import BatchProgress, BatchStep, Flush, Segment
 from mldserver.windows import Tumbling, batches
 
 if TYPE_CHECKING:

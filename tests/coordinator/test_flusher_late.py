@@ -10,9 +10,8 @@ from coordinator.writing import W, Writing, publish, zero
 from support.store import SqliteStore
 
 from mldserver.coordinator.core.rules import CoordinatorRules
-from mldserver.records import Sequence
-from mldserver.state.batches import batch_id
-from mldserver.state.ledger import (
+from mldserver.ledger.batch_windows import batch_id
+from mldserver.ledger.contract import (
     Flush,
     PositionUpdate,
     Segment,
@@ -20,13 +19,14 @@ from mldserver.state.ledger import (
     ServerState,
     WindowState,
 )
+from mldserver.records import Sequence
 from mldserver.windows import Tumbling, batches
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from mldserver.state.ledger import ShardState
+    from mldserver.ledger.contract import ShardState
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from coordinator.pipeline import Pipeline
 from msgspec.structs import replace
 
 from mldserver.coordinator.core.flush import moved, plan
+from mldserver.ledger.contract import BatchProgress, PositionUpdate, SegmentKind
 from mldserver.records import Sequence
-from mldserver.state.ledger import BatchProgress, PositionUpdate, SegmentKind
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -5,7 +5,7 @@ import pytest
 from mldserver.coordinator.core.late import _REMEMBERED, CutWindows
 from mldserver.coordinator.core.open_windows import WindowKey
 from mldserver.coordinator.core.rules import CoordinatorRules
-from mldserver.state.ledger import (
+from mldserver.ledger.contract import (
     FlushResult,
     LedgerState,
     Segment,

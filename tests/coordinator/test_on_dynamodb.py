@@ -13,18 +13,18 @@ from coordinator.leases import Leases, stream
 from coordinator.pipeline import RULES, Pipeline
 
 from mldserver.errors import InternalError, LedgerError, OperatorError
-from mldserver.state.dynamodb import DynamoLedger
-from mldserver.state.ledger import WindowState
+from mldserver.ledger.contract import WindowState
+from mldserver.ledger.dynamodb import DynamoLedger
 from mldserver.testing import VirtualClock
 from mldserver.windows import Tumbling, batches
-from tests.state.dynamodb_fake import FakeDynamo, client_error, lost_answer
+from tests.ledger.dynamodb_fake import FakeDynamo, client_error, lost_answer
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from mldserver.coordinator.shards import ShardSession
+    from mldserver.ledger.contract import LedgerState
     from mldserver.records import Sequence
-    from mldserver.state.ledger import LedgerState
 
 SPECS = {
     "arrival": Tumbling(10_000),
@@ -164,8 +164,8 @@ async def test_servers_that_die_while_answers_are_lost_lose_and_double_nothing(
 ) -> None:
     choose = random.Random(f"{name} {seed}")
     inline_bytes = choose.choice([700, 3_000])
-    monkeypatch.setattr("mldserver.state.dynamodb_table.INLINE_BYTES", inline_bytes)
-    monkeypatch.setattr("mldserver.state.dynamodb_snapshot.INLINE_BYTES", inline_bytes)
+    monkeypatch.setattr("mldserver.ledger.dynamodb_table.INLINE_BYTES", inline_bytes)
+    monkeypatch.setattr("mldserver.ledger.dynamodb_snapshot.INLINE_BYTES", inline_bytes)
     clock, dynamo = VirtualClock(1_000_000), ShakyDynamo(choose, RATE)
     rules = replace(RULES, server_timeout_ms=5000, buffer_bytes=3_000, flush_bytes=1_000)
     one, other = (

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mldserver.coordinator.core.open_windows import OpenWindows, WindowKey, assign
-from mldserver.state.batches import batch_id
-from mldserver.state.ledger import BatchProgress
+from mldserver.ledger.batch_windows import batch_id
+from mldserver.ledger.contract import BatchProgress
 from mldserver.windows import (
     Tumbling,
     Window,

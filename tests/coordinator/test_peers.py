@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mldserver.coordinator.core.peers import DRAIN, Peers
-from mldserver.state.ledger import ServerState, ShardState
+from mldserver.ledger.contract import ServerState, ShardState
 
 OWN = "own"
 

@@ -13,8 +13,8 @@ import pytest
 from coordinator.pipeline import Daemon, Faults, Pipeline
 from coordinator.powercut import Disk, unsafe
 
+import mldserver.ledger.sqlite_file
 import mldserver.output.store
-import mldserver.state.file
 from mldserver.jobs.steps import WindowSteps
 from mldserver.output.layout import OWNER
 from mldserver.output.store import OutputStore
@@ -178,7 +178,7 @@ def without_sync_of_the_folder(patch: pytest.MonkeyPatch) -> None:
     def made(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
-    for module in (mldserver.output.store, mldserver.state.file):
+    for module in (mldserver.output.store, mldserver.ledger.sqlite_file):
         patch.setattr(module, "make_folder", made)
 
 

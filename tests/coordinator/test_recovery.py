@@ -9,8 +9,8 @@ from coordinator.pipeline import Crash, Faults, FaultyStore, Pipeline
 from support.store import SqliteStore
 
 from mldserver.errors import LedgerError, OperatorError
+from mldserver.ledger.contract import SegmentKind, WindowState
 from mldserver.output.layout import LEDGER, STAGING, attempt_path, segment_path, writer_tag
-from mldserver.state.ledger import SegmentKind, WindowState
 from mldserver.windows import Tumbling, batches, tumbling_id
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import pytest
 
 from mldserver.coordinator.core.late import CutWindows
 from mldserver.coordinator.core.rules import CoordinatorRules
-from mldserver.coordinator.core.segment_usage import Picture
-from mldserver.state.ledger import LedgerState, Segment, WindowEntry, WindowState
+from mldserver.coordinator.core.segment_usage import SegmentUsage
+from mldserver.ledger.contract import LedgerState, Segment, WindowEntry, WindowState
 from tests.support.operations import counting_python
 
 if TYPE_CHECKING:
@@ -24,18 +24,18 @@ def state(*entries: WindowEntry, since: int = 0) -> LedgerState:
     return LedgerState(windows={each.window_id: each for each in entries}, since=since)
 
 
-def told(picture: Picture) -> tuple[int, int, set[str]]:
+def told(picture: SegmentUsage) -> tuple[int, int, set[str]]:
     return picture.segment_bytes, picture.open_bytes, set(picture.under_way)
 
 
 def test_the_segments_of_all_windows_count_and_those_of_open_ones_apart() -> None:
-    picture = Picture()
+    picture = SegmentUsage()
     picture.learn(state(entry("a", WindowState.OPEN, 1, 2), entry("b", WindowState.PUBLISHED, 10, pending=5)))
     assert told(picture) == (18, 3, set())
 
 
 def test_news_change_what_they_name_and_leave_the_rest() -> None:
-    picture = Picture()
+    picture = SegmentUsage()
     picture.learn(state(entry("a", WindowState.OPEN, 1), entry("b", WindowState.CUT, 10)))
     picture.learn(state(entry("a", WindowState.CUT, 1, 1), since=3))
     assert told(picture) == (12, 0, {"a", "b"})
@@ -46,14 +46,14 @@ def test_news_change_what_they_name_and_leave_the_rest() -> None:
 
 
 def test_a_whole_state_replaces_everything() -> None:
-    picture = Picture()
+    picture = SegmentUsage()
     picture.learn(state(entry("a", WindowState.OPEN, 1), entry("b", WindowState.COMMITTED, 10)))
     picture.learn(state(entry("c", WindowState.SET_ASIDE, 7)))
     assert told(picture) == (7, 0, set())
 
 
 LEARNERS: dict[str, Callable[[], Any]] = {
-    "picture": Picture,
+    "picture": SegmentUsage,
     "late rows": lambda: CutWindows(CoordinatorRules()),
 }
 

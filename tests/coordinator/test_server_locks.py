@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mldserver.coordinator.server_locks import LifeLocks
+from mldserver.coordinator.server_locks import ServerLocks
 from mldserver.errors import OperatorError
 
 if TYPE_CHECKING:
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 CHILD = """
 import sys
 from pathlib import Path
-from mldserver.coordinator.server_locks import LifeLocks
-LifeLocks(Path(sys.argv[1])).hold("child")
+from mldserver.coordinator.server_locks import ServerLocks
+ServerLocks(Path(sys.argv[1])).hold("child")
 print("held", flush=True)
 sys.stdin.read()
 """
 
 
 def test_a_server_is_dead_once_its_lock_is_free(tmp_path: Path) -> None:
-    own, other = LifeLocks(tmp_path), LifeLocks(tmp_path)
+    own, other = ServerLocks(tmp_path), ServerLocks(tmp_path)
     own.hold("one")
     assert not other.is_dead("one")
     own.drop()
@@ -36,7 +36,7 @@ def test_a_server_is_dead_once_its_lock_is_free(tmp_path: Path) -> None:
 
 
 def test_of_a_server_without_a_file_nothing_can_be_told(tmp_path: Path) -> None:
-    own, other = LifeLocks(tmp_path / "servers"), LifeLocks(tmp_path / "servers")
+    own, other = ServerLocks(tmp_path / "servers"), ServerLocks(tmp_path / "servers")
     assert not other.is_dead("elsewhere")
     own.hold("one")
     own.release()
@@ -46,7 +46,7 @@ def test_of_a_server_without_a_file_nothing_can_be_told(tmp_path: Path) -> None:
 
 
 def test_the_file_of_a_dead_server_can_be_taken_away_again_and_again(tmp_path: Path) -> None:
-    own, other = LifeLocks(tmp_path), LifeLocks(tmp_path)
+    own, other = ServerLocks(tmp_path), ServerLocks(tmp_path)
     own.hold("one")
     own.drop()
     other.forget("one")
@@ -55,7 +55,7 @@ def test_the_file_of_a_dead_server_can_be_taken_away_again_and_again(tmp_path: P
 
 
 def test_two_servers_cannot_have_one_name(tmp_path: Path) -> None:
-    own, other = LifeLocks(tmp_path), LifeLocks(tmp_path)
+    own, other = ServerLocks(tmp_path), ServerLocks(tmp_path)
     own.hold("one")
     with pytest.raises(OperatorError, match="Another server runs under the name one"):
         other.hold("one")
@@ -73,7 +73,7 @@ def test_a_lock_dies_with_its_process_however_that_ends(tmp_path: Path) -> None:
     ) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "held\n"
-        locks = LifeLocks(tmp_path)
+        locks = ServerLocks(tmp_path)
         assert not locks.is_dead("child")
         child.kill()
         child.wait()
@@ -87,7 +87,7 @@ def test_where_no_locks_are_known_nobody_is_taken_for_dead(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", none)
-    own = LifeLocks(tmp_path)
+    own = ServerLocks(tmp_path)
     own.hold("one")
-    assert not LifeLocks(tmp_path).is_dead("one")
+    assert not ServerLocks(tmp_path).is_dead("one")
     own.release()

@@ -13,8 +13,8 @@ from mldserver.coordinator.core.positions import ShardPosition
 from mldserver.coordinator.core.rules import CoordinatorRules
 from mldserver.coordinator.core.sessions import Sessions
 from mldserver.coordinator.core.watermark import Watermark
+from mldserver.ledger.contract import PositionUpdate, ShardState
 from mldserver.records import Sequence
-from mldserver.state.ledger import PositionUpdate, ShardState
 
 S = Sequence
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from mldserver.coordinator.core.shape import Column, Shape
 from mldserver.errors import OperatorError
+from mldserver.ledger.contract import LedgerState, Segment, SegmentKind, ServerState, WindowEntry, WindowState
 from mldserver.output.layout import segment_path
-from mldserver.state.ledger import LedgerState, Segment, SegmentKind, ServerState, WindowEntry, WindowState
 from mldserver.windows import Tumbling, WindowSpec, batches, tumbling_id
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from mldserver.coordinator.core.flush import BufferedBatch, buffered, plan, shar
 from mldserver.coordinator.core.lineage import Lineage
 from mldserver.coordinator.core.rules import CoordinatorRules
 from mldserver.coordinator.core.watermark import Watermark
-from mldserver.coordinator.membership import Fleet
+from mldserver.coordinator.membership import Membership
+from mldserver.ledger.contract import BatchProgress, PositionUpdate, SegmentKind
 from mldserver.records import Sequence
-from mldserver.state.ledger import BatchProgress, PositionUpdate, SegmentKind
 from mldserver.testing import VirtualClock
 from mldserver.windows import Tumbling
 
@@ -121,7 +121,7 @@ async def a_newer_release_is_not_forgotten() -> None:
     """
     ledger: Any = Releases()
     lineage = Lineage()
-    fleet = Fleet(
+    membership = Membership(
         ledger=ledger,
         lineage=lineage,
         watermark=Watermark(CoordinatorRules(), lineage, 0),
@@ -129,14 +129,14 @@ async def a_newer_release_is_not_forgotten() -> None:
         timeout_ms=1000,
         locks=None,
     )
-    fleet.let_go("a", 1)
-    fleet.let_go("b", 1)
-    ledger.meanwhile = lambda: fleet.let_go("a", 2)
-    await fleet.release()
+    membership.let_go("a", 1)
+    membership.let_go("b", 1)
+    ledger.meanwhile = lambda: membership.let_go("a", 2)
+    await membership.release()
     assert ledger.released == [("a", 1), ("b", 1)]
-    await fleet.release()
+    await membership.release()
     assert ledger.released == [("a", 1), ("b", 1), ("a", 2)]
-    await fleet.release()
+    await membership.release()
     assert len(ledger.released) == 3, "once each"
 
 
@@ -145,11 +145,11 @@ async def test_a_newer_release_is_not_forgotten() -> None:
 
 
 async def test_a_newer_release_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def forgetful(fleet: Fleet) -> None:
-        for shard_id, epoch in tuple(fleet._released.items()):
-            await fleet._ledger.release_shard(shard_id, epoch)
-            fleet._released.pop(shard_id, None)
+    async def forgetful(membership: Membership) -> None:
+        for shard_id, epoch in tuple(membership._released.items()):
+            await membership._ledger.release_shard(shard_id, epoch)
+            membership._released.pop(shard_id, None)
 
-    monkeypatch.setattr(Fleet, "release", forgetful)
+    monkeypatch.setattr(Membership, "release", forgetful)
     with pytest.raises(AssertionError):
         await a_newer_release_is_not_forgotten()

@@ -8,7 +8,7 @@ from coordinator.pipeline import Pipeline, named
 
 from mldserver.errors import DriverLost, WindowFailed
 from mldserver.jobs.runner import WindowPolicy
-from mldserver.state.ledger import WindowState
+from mldserver.ledger.contract import WindowState
 from mldserver.testing import LocalEngine
 from mldserver.testing.sqlite_table import read_table
 from mldserver.windows import Tumbling, tumbling_id

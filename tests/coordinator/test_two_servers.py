@@ -12,9 +12,9 @@ from support.store import SqliteStore
 
 from mldserver.coordinator.recovery import recover
 from mldserver.errors import GapRefused, LedgerError, ServerBuried
+from mldserver.ledger.contract import Commit, WindowState
 from mldserver.output.layout import LEDGER, SERVERS, server_tag
 from mldserver.records import Sequence
-from mldserver.state.ledger import Commit, WindowState
 from mldserver.windows import tumbling_id
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from mldserver.coordinator.core.flush import BufferedBatch, buffered
 from mldserver.coordinator.core.open_windows import OpenWindows
 from mldserver.coordinator.core.rules import CoordinatorRules
 from mldserver.coordinator.flusher import Flushed, Flusher
-from mldserver.state.ledger import (
+from mldserver.ledger.contract import (
     Commit,
 )
 from mldserver.testing import VirtualClock
@@ -24,8 +24,8 @@ from mldserver.windows import WindowSpec, tumbling_id
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from mldserver.ledger.contract import LedgerState, ShardState
     from mldserver.records import Sequence
-    from mldserver.state.ledger import LedgerState, ShardState
 
 
 W = [tumbling_id(start) for start in range(0, 40_000, 10_000)]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from crash.stories import Letter
 
 from mldserver.base.clock import SystemClock
-from mldserver.state.dynamodb import DynamoLedger
+from mldserver.ledger.dynamodb import DynamoLedger
 
 if TYPE_CHECKING:
     from pathlib import Path

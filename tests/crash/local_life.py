@@ -15,9 +15,9 @@ from crash.stories import TABLE
 from support.serving import quick
 
 from mldserver.base.kill_points import arm
+from mldserver.ledger.contract import WindowState
 from mldserver.observe.logging import logging_to
 from mldserver.server import Server
-from mldserver.state.ledger import WindowState
 from mldserver.testing import LocalEngine
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _WARM: Final = [
     "mldserver.assembly",
     "mldserver.observe.logging",
     "mldserver.server",
-    "mldserver.state.dynamodb",
+    "mldserver.ledger.dynamodb",
     "mldserver.testing.local_engine",
 ]
 """What every life needs: imported once, by the process that all of them are forked from."""

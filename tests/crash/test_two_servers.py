@@ -21,7 +21,7 @@ from crash.world import Death, Toll, play_all
 from mldserver.base.clock import SystemClock
 from mldserver.base.kill_points import STEPS
 from mldserver.config import DynamoPlace
-from mldserver.state.dynamodb import DynamoLedger
+from mldserver.ledger.dynamodb import DynamoLedger
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable

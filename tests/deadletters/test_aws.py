@@ -22,7 +22,7 @@ from mldserver.deadletters.aws_destinations import (
 )
 from mldserver.deadletters.document import from_document, identity
 from mldserver.errors import LedgerError
-from tests.state.samples import letter
+from tests.ledger.samples import letter
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator

@@ -11,7 +11,7 @@ from mldserver.deadletters.document import document, from_document, line
 from mldserver.deadletters.files import file_content, file_name, grouped, read_letters
 from mldserver.errors import OperatorError
 from mldserver.records import Sequence
-from tests.state.samples import DIGITS_56, HUGE, letter
+from tests.ledger.samples import DIGITS_56, HUGE, letter
 
 if TYPE_CHECKING:
     from pathlib import Path

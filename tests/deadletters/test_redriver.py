@@ -12,15 +12,15 @@ from coordinator.outcomes import outcome
 from support.store import SqliteStore
 
 from mldserver.coordinator.core.buffer import Buffer
-from mldserver.coordinator.redrive_intake import Redriving
+from mldserver.coordinator.redrive_intake import RedriveIntake
 from mldserver.deadletters import redrive_queue as wanted
 from mldserver.deadletters.redrive_queue import portions, wanted_portions
 from mldserver.deadletters.redriver import Redriver
 from mldserver.errors import HandlerHalted, InternalError, LedgerError
-from mldserver.protocol.batches import BatchDecoder
+from mldserver.ledger.contract import LETTERS_AT_ONCE, LedgerState, ShardState, StoredLetter
+from mldserver.protocol.batch_decoder import BatchDecoder
 from mldserver.records import DeadLetter, Sequence
 from mldserver.sources.shard_claims import ShardOwners
-from mldserver.state.ledger import LETTERS_AT_ONCE, LedgerState, ShardState, StoredLetter
 from mldserver.testing import VirtualClock
 
 if TYPE_CHECKING:
@@ -113,10 +113,10 @@ class House:
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.store)
-        self.redriving = Redriving("one", None, self.buffer, self.flush)
+        self.redriving = RedriveIntake("one", None, self.buffer, self.flush)
 
     async def flush(self, reason: str) -> None:
-        from mldserver.state.ledger import Flush  # beside its only use
+        from mldserver.ledger.contract import Flush  # beside its only use
 
         assert reason == "redrive"
         for batch in self.buffer.snapshot().values():

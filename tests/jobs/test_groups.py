@@ -10,9 +10,9 @@ from coordinator.pipeline import Pipeline
 from jobs.test_runner import W, make, named, three_windows
 
 from mldserver.errors import DriverLost, LedgerError, WindowFailed
-from mldserver.state.book import Book
-from mldserver.state.ledger import WindowState
-from mldserver.state.operations import Transaction
+from mldserver.ledger.book import Book
+from mldserver.ledger.contract import WindowState
+from mldserver.ledger.operations import Transaction
 from mldserver.testing import LocalEngine
 from mldserver.windows import Tumbling
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from mldserver.jobs.engine import WindowJob
     from mldserver.jobs.runner import WindowPolicy
-    from mldserver.state.book import Draft
+    from mldserver.ledger.book import Draft
 
 
 def shared(

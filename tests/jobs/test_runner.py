@@ -11,8 +11,8 @@ from coordinator.pipeline import Crash, Pipeline, named
 from mldserver.errors import DriverLost, LedgerError, WindowFailed
 from mldserver.jobs.engine import WindowResult
 from mldserver.jobs.runner import WindowPolicy
+from mldserver.ledger.contract import WindowState
 from mldserver.output.layout import writer_tag
-from mldserver.state.ledger import WindowState
 from mldserver.testing import LocalEngine
 from mldserver.windows import Tumbling, tumbling_id
 

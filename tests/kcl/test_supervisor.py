@@ -18,7 +18,7 @@ from mldserver.kcl.java_log import ENDS_ITSELF
 from mldserver.kcl.restart import Backoff
 from mldserver.kcl.supervisor import COUNTS_SECONDS, Supervisor, answers, step_down
 from mldserver.testing import VirtualClock
-from tests.state.dynamodb_emulator import Emulator
+from tests.ledger.dynamodb_emulator import Emulator
 
 if TYPE_CHECKING:
     from collections.abc import Callable

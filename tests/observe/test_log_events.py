@@ -9,8 +9,8 @@ import pytest
 import structlog
 
 from mldserver.observe.checked_logger import CheckedLogger, SchemaError, check_event
+from mldserver.observe.events_page import events_page
 from mldserver.observe.log_events import COMMON_FIELDS, EVENTS
-from mldserver.observe.table import events_page
 
 DOCS = Path(__file__).parents[2] / "mldserver" / "docs"
 LEVELS = {"debug", "info", "warning", "error", "critical"}

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-from mldserver.observe.rate_limit import BURST, LINES_A_SECOND, Flood
+from mldserver.observe.rate_limit import BURST, LINES_A_SECOND, RateLimit
 
 
 def test_a_flood_gets_a_burst_and_then_so_many_a_second() -> None:
     now = 0.0
-    flood = Flood(lambda: now)
+    flood = RateLimit(lambda: now)
     assert sum(flood.passes() for _ in range(2 * BURST)) == BURST
     now = 0.5
     assert sum(flood.passes() for _ in range(2 * BURST)) == LINES_A_SECOND // 2

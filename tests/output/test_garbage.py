@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 import pytest
 from coordinator.pipeline import Faults, FaultyStore
 
-from mldserver.output.garbage import Doomed
-from mldserver.state.ledger import Segment
+from mldserver.ledger.contract import Segment
+from mldserver.output.garbage import Garbage
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,11 +18,11 @@ def faults() -> Faults:
 
 
 @pytest.fixture
-def doomed(tmp_path: Path, faults: Faults) -> Doomed:
+def doomed(tmp_path: Path, faults: Faults) -> Garbage:
     for name in ("w1/a", "w1/b", "w2/c", "w2/stays"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"12345")
-    doomed = Doomed(FaultyStore(str(tmp_path), faults))
+    doomed = Garbage(FaultyStore(str(tmp_path), faults))
     doomed.add(Segment(name, "w", 1, 5) for name in ("w1/a", "w1/b", "w2/c"))
     return doomed
 
@@ -31,7 +31,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("*"))
 
 
-async def test_files_are_deleted_and_folders_that_are_empty_then(doomed: Doomed, tmp_path: Path) -> None:
+async def test_files_are_deleted_and_folders_that_are_empty_then(doomed: Garbage, tmp_path: Path) -> None:
     assert doomed.bytes == 15
     assert await doomed.delete() == 15
     assert names(tmp_path) == ["stays", "w2"]
@@ -39,7 +39,7 @@ async def test_files_are_deleted_and_folders_that_are_empty_then(doomed: Doomed,
 
 
 async def test_what_cannot_be_deleted_counts_until_it_can(
-    doomed: Doomed, faults: Faults, tmp_path: Path
+    doomed: Garbage, faults: Faults, tmp_path: Path
 ) -> None:
     def hook(name: str, after: bool) -> None:
         if faults.calls.count(name) > 1 and not after:
@@ -54,7 +54,7 @@ async def test_what_cannot_be_deleted_counts_until_it_can(
     assert names(tmp_path) == ["stays", "w2"]
 
 
-async def test_a_file_that_was_begun_is_deleted_too_if_it_is_there(doomed: Doomed, tmp_path: Path) -> None:
+async def test_a_file_that_was_begun_is_deleted_too_if_it_is_there(doomed: Garbage, tmp_path: Path) -> None:
     doomed.add_unfinished("w2/stays")
     doomed.add_unfinished("w3/never-there")
     doomed.add_unfinished("w1/a")

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from mldserver.ledger.contract import SegmentKind
 from mldserver.output import layout
-from mldserver.state.ledger import SegmentKind
 
 TAG = layout.writer_tag("0123abcd", "host:1:x")
 SHAPE = "0123456789ab"

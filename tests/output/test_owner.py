@@ -12,18 +12,18 @@ from coordinator.pipeline import Pipeline, named
 from mldserver.assembly import claim_of
 from mldserver.config import resolve
 from mldserver.errors import OperatorError, ServerBuried
+from mldserver.ledger.contract import Flush, Segment, SegmentKind, ServerState
+from mldserver.ledger.sqlite import SqliteLedger
 from mldserver.output.layout import LEDGER, OWNER, PRIVATE, QUARANTINE, segment_path, writer_tag
 from mldserver.output.owner import FolderClaim
 from mldserver.output.store import OutputStore
-from mldserver.state.ledger import Flush, Segment, SegmentKind, ServerState
-from mldserver.state.sqlite import SqliteLedger
 from mldserver.testing import VirtualClock
 from mldserver.windows import tumbling_id
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from mldserver.state.ledger import LedgerState
+    from mldserver.ledger.contract import LedgerState
 
 FIRST, SECOND = tumbling_id(0), tumbling_id(10_000)
 

@@ -10,7 +10,7 @@ from coordinator.pipeline import Pipeline
 
 from mldserver.errors import LedgerError
 from mldserver.jobs.runner import WindowPolicy
-from mldserver.state.ledger import WindowState
+from mldserver.ledger.contract import WindowState
 from mldserver.testing import VirtualClock
 from mldserver.windows import tumbling_id
 

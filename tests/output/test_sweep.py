@@ -8,11 +8,11 @@ import pyarrow as pa
 from support.store import SqliteStore
 
 from mldserver.coordinator.recovery import recover
+from mldserver.ledger.contract import Commit, Flush, LedgerState, Segment
 from mldserver.output.layout import QUARANTINE, writer_tag
 from mldserver.output.manifest import current_files
 from mldserver.output.publish import Output, Publisher
 from mldserver.output.store import OutputStore
-from mldserver.state.ledger import Commit, Flush, LedgerState, Segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable

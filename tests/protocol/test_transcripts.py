@@ -10,7 +10,7 @@ import pytest
 
 from mldserver.config import Settings
 from mldserver.protocol import events as ev
-from mldserver.protocol.batches import decode_records
+from mldserver.protocol.batch_decoder import decode_records
 from mldserver.protocol.connection import ConnectionLimits, MLDConnection
 from mldserver.protocol.messages import ProcessRecords, ShardEnded, Version
 from mldserver.protocol.states import State

@@ -19,7 +19,14 @@ import pytest
 from mldserver import Discard, Fatal, Retry
 from mldserver.handler.control import Verdict
 from mldserver.handler.failure import Wish, bad_row, describe
-from mldserver.runtime.failure_policy import Ending, FailurePolicy, FailureRule, OnFailure, Told, failure_rule
+from mldserver.runtime.failure_policy import (
+    Ending,
+    FailureNotices,
+    FailurePolicy,
+    FailureRule,
+    OnFailure,
+    failure_rule,
+)
 
 
 def test_delays_double_from_the_base_to_the_cap_and_jitter_takes_away_up_to_half() -> None:
@@ -329,7 +336,7 @@ def test_what_is_remembered_of_places_and_classes_is_bounded(monkeypatch: pytest
 
 def test_the_same_failure_is_told_once_a_minute_with_how_often_it_came() -> None:
     now = [0]
-    told = Told(lambda: now[0], most=2)
+    told = FailureNotices(lambda: now[0], most=2)
     assert [told.times("a") for _ in range(4)] == [1, 0, 0, 0]
     assert told.times("b") == 1
     now[0] = 59_999
@@ -339,7 +346,7 @@ def test_the_same_failure_is_told_once_a_minute_with_how_often_it_came() -> None
 
 
 def test_of_failures_beyond_what_is_remembered_the_one_that_was_not_seen_for_longest_is_forgotten() -> None:
-    told = Told(lambda: 0, most=2)
+    told = FailureNotices(lambda: 0, most=2)
     assert [told.times(failure) for failure in "abaca"] == [1, 1, 0, 1, 0]
     assert told.times("b") == 1
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mldserver.errors import PeerError
 from mldserver.handler.failure import Failure
-from mldserver.protocol.batches import BatchDecoder
+from mldserver.protocol.batch_decoder import BatchDecoder
 from mldserver.protocol.messages import Version
 from mldserver.records import Record, Sequence
 from mldserver.runtime import outcome

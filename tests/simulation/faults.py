@@ -11,8 +11,8 @@ from simulation.tables import VirtualTable
 from state.dynamodb_fake import client_error, lost_answer
 
 from mldserver.errors import DriverLost, LedgerError, WindowFailed
+from mldserver.ledger.sqlite import SqliteStore
 from mldserver.output.store import OutputStore
-from mldserver.state.sqlite import SqliteStore
 from mldserver.testing.virtual_process import Call, ProcessDied, VirtualProcess
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Faults:
                 self.happened(_name(call), *call.args[0].args[:1])
         if isinstance(call.target, VirtualTable) and call.target.deed and _is_transaction(call):
             self.happened(*call.target.deed)
-        if call.owner == "LifeLocks" and call.name == "hold":
+        if call.owner == "ServerLocks" and call.name == "hold":
             self.locks.setdefault(process, []).append(call.target)
         self._perhaps_die(process, after=True)
         if self.calm:
@@ -131,7 +131,7 @@ class Faults:
         """Let a process die where it stands; the kernel lets its locks go."""
         process.kill()
         for lock in self.locks.pop(process, ()):
-            held = lock._held  # type: ignore[attr-defined]  # a LifeLocks, which nobody else can let go any more
+            held = lock._held  # type: ignore[attr-defined]  # a ServerLocks, which nobody else can let go any more
             if held is not None:
                 os.close(held[1])
                 lock._held = None  # type: ignore[attr-defined]  # see above

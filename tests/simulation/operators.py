@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from simulation.outputs import Key, key_of
 
 from mldserver.errors import LedgerError
-from mldserver.state.ledger import WindowState
+from mldserver.ledger.contract import WindowState
 
 if TYPE_CHECKING:
     import random
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from simulation.plan import Plan
 
     from mldserver.base.clock import Clock
-    from mldserver.state.ledger import LedgerState, StoredLetter
-    from mldserver.state.operations import Ledger
+    from mldserver.ledger.contract import LedgerState, StoredLetter
+    from mldserver.ledger.operations import Ledger
 
 _PAGE = 1000
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mldserver.base.clock import Clock
     from mldserver.coordinator.core.flush import BufferedBatch
     from mldserver.coordinator.status import CoordinatorStatus
-    from mldserver.state.ledger import Flush
+    from mldserver.ledger.contract import Flush
     from mldserver.testing.fake_stream import StreamRecord
 
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from simulation.oracles import Positions
     from simulation.plan import Plan
 
+    from mldserver.ledger.contract import Flush
     from mldserver.records import DeadLetter
-    from mldserver.state.ledger import Flush
     from mldserver.testing import FakeStream
     from mldserver.testing.fake_stream import StreamRecord
 

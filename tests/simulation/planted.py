@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from mldserver.coordinator.backpressure import Holding
+from mldserver.coordinator.backpressure import Backpressure
 from mldserver.coordinator.coordinator import Coordinator
 from mldserver.coordinator.core.late import CutWindows
 from mldserver.coordinator.core.lineage import Lineage
@@ -15,9 +15,9 @@ from mldserver.coordinator.core.open_windows import WindowKey
 from mldserver.coordinator.core.positions import ShardPosition
 from mldserver.coordinator.core.watermark import Watermark
 from mldserver.coordinator.flusher import Flusher
-from mldserver.state.batches import batch_id, batch_number
-from mldserver.state.ledger import SegmentKind
-from mldserver.state.sqlite import SqliteLedger, SqliteStore
+from mldserver.ledger.batch_windows import batch_id, batch_number
+from mldserver.ledger.contract import SegmentKind
+from mldserver.ledger.sqlite import SqliteLedger, SqliteStore
 from mldserver.windows import tumbling_id
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from mldserver.coordinator.core.rules import CoordinatorRules
     from mldserver.coordinator.core.sessions import Session
     from mldserver.coordinator.core.watermark import View
+    from mldserver.ledger.book import Book
+    from mldserver.ledger.operations import Transaction
     from mldserver.records import Sequence
-    from mldserver.state.book import Book
-    from mldserver.state.operations import Transaction
 
 
 class AwaitsBeforeItForgets(Coordinator):
@@ -65,7 +65,7 @@ class Unfenced(SqliteStore):
         return super().transact(transaction, read)
 
 
-class NeverHolds(Holding):
+class NeverHolds(Backpressure):
     """Answers every daemon, however short memory is."""
 
     def is_held(self, _session: Session) -> bool:
@@ -197,7 +197,7 @@ BUGS: Mapping[str, Mapping[object, object]] = {
     "an await between check and act": {Coordinator: AwaitsBeforeItForgets},
     "a checkpoint that runs ahead": {ShardPosition: ChecksPointsTooEarly},
     "a ledger without fences": {SqliteLedger: _on(Unfenced)},
-    "nobody is held": {Holding: NeverHolds},
+    "nobody is held": {Backpressure: NeverHolds},
     "children without their parents' times": {Lineage: Orphans},
     "a watermark that goes back": {Watermark: GoesBack},
 }

@@ -12,14 +12,14 @@ from unittest import mock
 
 from state.dynamodb_fake import FakeDynamo
 
-import mldserver.state.dynamodb
-from mldserver.state.dynamodb import DynamoLedger
+import mldserver.ledger.dynamodb
+from mldserver.ledger.dynamodb import DynamoLedger
 
 if TYPE_CHECKING:
     import random
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
-    from mldserver.state.ledger import Flush, FlushResult, Segment, WindowEntry
+    from mldserver.ledger.contract import Flush, FlushResult, Segment, WindowEntry
 
 Deed = tuple[str, Any]
 """A call to a ledger that oracles look at, and its first argument."""
@@ -95,7 +95,7 @@ def in_memory(dice: random.Random) -> Iterator[None]:
         """Leave it as long as it is: the name of the world's folder is in it, and how well that packs is chance."""
         return compress(data, 0)
 
-    module = mldserver.state.dynamodb
+    module = mldserver.ledger.dynamodb
     # A log that is soon long: it is shortened while servers run.
     made = partial(WatchedLedger, jitter=dice.random, compact_bytes=30_000)
     with (

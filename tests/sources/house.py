@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mldserver.base.clock import SystemClock
-from mldserver.protocol.batches import BatchDecoder
+from mldserver.protocol.batch_decoder import BatchDecoder
 from mldserver.protocol.connection import ConnectionLimits
 from mldserver.protocol.retries import RetryPolicy
 from mldserver.runtime.interface import BatchOutcome, BatchOutline

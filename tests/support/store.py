@@ -6,7 +6,7 @@ import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mldserver.state.sqlite import SqliteLedger
+from mldserver.ledger.sqlite import SqliteLedger
 
 if TYPE_CHECKING:
     import sqlite3

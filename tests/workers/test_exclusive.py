@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.serving import until
 
-from mldserver.workers.exclusive import Gate
+from mldserver.workers.exclusive import Exclusive
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,7 @@ class Visitors:
 
     def __init__(self, patience_seconds: float = 60.0) -> None:
         self.idle = False
-        self.gate = Gate(idle=lambda: self.idle, patience_seconds=patience_seconds)
+        self.gate = Exclusive(idle=lambda: self.idle, patience_seconds=patience_seconds)
         self.inside: list[str] = []
         self.leave: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}

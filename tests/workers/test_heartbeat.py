@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mldserver.workers import heartbeat
-from mldserver.workers.heartbeat import Pulse
+from mldserver.workers.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def test_a_worker_without_descriptors_beats_on_with_the_size_that_it_had(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    beating = Pulse.__new__(Pulse)
+    beating = Heartbeat.__new__(Heartbeat)
     beating._resident = 0
     assert beating._resident_bytes() > 0
     monkeypatch.setattr(heartbeat, "_STATM", tmp_path / "cannot be opened")

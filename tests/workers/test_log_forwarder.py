@@ -34,7 +34,7 @@ class Server:
                 message = wire.decode_from_worker(self.there.recv(65536)[1:])
             except BlockingIOError:
                 break
-            assert isinstance(message, wire.Told)
+            assert isinstance(message, wire.LogLine)
             told.append((message.level, message.event, message.fields))
         return told
 

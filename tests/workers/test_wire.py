@@ -104,7 +104,7 @@ def test_errors_of_others_cross_as_bugs(error: Exception) -> None:
 
 def test_what_messagepack_does_not_know_crosses_as_text() -> None:
     fields = {"text": "half \ud800", "big": 2**80, "path": Path("/a"), "list": [(1, "\udfff")], "small": -1}
-    assert crossed(wire.Told("info", "x.y", fields)).fields == {
+    assert crossed(wire.LogLine("info", "x.y", fields)).fields == {
         "text": "half \\ud800",
         "big": str(2**80),
         "path": "/a",

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from mldserver.coordinator.core.open_windows import WindowKey, assign
 from mldserver.coordinator.core.order import effective_times, merge_order
-from mldserver.state.ledger import BatchProgress, PositionUpdate, SegmentKind
+from mldserver.ledger.contract import BatchProgress, PositionUpdate, SegmentKind
 from mldserver.windows import Tumbling, WindowSpec, milliseconds
 
 if TYPE_CHECKING:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from mldserver.state.ledger import SegmentKind, WindowState
+from mldserver.ledger.contract import SegmentKind, WindowState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from mldserver.coordinator.core.open_windows import WindowKey
     from mldserver.coordinator.core.rules import CoordinatorRules
-    from mldserver.state.ledger import FlushResult, LedgerState, WindowEntry
+    from mldserver.ledger.contract import FlushResult, LedgerState, WindowEntry
 
 __all__ = ["CutWindows"]
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mldserver.state.batches import batch_id, batch_number, behind
-from mldserver.state.ledger import BatchProgress
+from mldserver.ledger.batch_windows import batch_id, batch_number, behind
+from mldserver.ledger.contract import BatchProgress
 from mldserver.windows import Batches, Tumbling, WindowSpec, tumbling_id, tumbling_starts
 
 if TYPE_CHECKING:

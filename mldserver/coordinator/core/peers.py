@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from mldserver.state.ledger import ServerState, ShardState
+    from mldserver.ledger.contract import ServerState, ShardState
 
 __all__ = ["DRAIN", "Peers"]
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from mldserver.state.ledger import WindowState
+from mldserver.ledger.contract import WindowState
 
 if TYPE_CHECKING:
-    from mldserver.state.ledger import LedgerState, WindowEntry
+    from mldserver.ledger.contract import LedgerState, WindowEntry
 
-__all__ = ["Picture"]
+__all__ = ["SegmentUsage"]
 
 _UNDER_WAY: Final = frozenset({WindowState.CUT, WindowState.COMMITTED})
 
 
-class Picture:
+class SegmentUsage:
     """The windows of all servers, as of the latest news."""
 
     def __init__(self) -> None:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from mldserver.coordinator.core.lineage import Lineage
     from mldserver.coordinator.core.positions import ShardPosition
     from mldserver.coordinator.core.watermark import Watermark
+    from mldserver.ledger.contract import PositionUpdate, ShardState
     from mldserver.records import Sequence
-    from mldserver.state.ledger import PositionUpdate, ShardState
 
 __all__ = ["Session", "Sessions"]
 

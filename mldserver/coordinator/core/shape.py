@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from mldserver.errors import NotThereYet, OperatorError
+from mldserver.ledger.contract import ShapeChange, WindowState
 from mldserver.output.layout import shape_of
-from mldserver.state.ledger import ShapeChange, WindowState
 from mldserver.windows import Tumbling, span_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from mldserver.state.ledger import LedgerState, WindowEntry
+    from mldserver.ledger.contract import LedgerState, WindowEntry
     from mldserver.windows import WindowSpec
 
 __all__ = ["Column", "Shape"]

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from mldserver.coordinator.core.lineage import Lineage
     from mldserver.coordinator.core.rules import CoordinatorRules
-    from mldserver.state.ledger import ServerState
+    from mldserver.ledger.contract import ServerState
 
 __all__ = ["PREFETCH", "Holder", "View", "Watermark"]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from bench.rounds import in_turn
 
-from mldserver.protocol.batches import BatchDecoder
+from mldserver.protocol.batch_decoder import BatchDecoder
 from mldserver.protocol.messages import Version
 
 if TYPE_CHECKING:

@@ -1,0 +1,344 @@
+"""A ledger in memory: what it holds at one version, and drafts of the next one. No I/O, no clock.
+
+A ``Book`` is what all transactions up to ``version`` came to. A rule (``members.py``, ``flushes.py``, ``windows.py``,
+``letters.py``) reads and changes a ``Draft`` over it; the draft's ``Changes`` are what a store writes down, and what
+brings every server's book to the next version. A draft that is thrown away has changed nothing.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from mldserver.ledger.contract import BatchProgress, LedgerState, WindowState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from mldserver.ledger.contract import Segment, ServerState, ShardState, WindowEntry
+    from mldserver.records import DeadLetter
+
+__all__ = [
+    "Book",
+    "Changes",
+    "Draft",
+    "LetterItem",
+    "Overlay",
+    "ServerRow",
+    "ShardRow",
+    "Totals",
+    "segment_bytes",
+    "segments_of",
+]
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What there is once in a ledger."""
+
+    clock: int = 0
+    batch_progress: BatchProgress = field(default_factory=BatchProgress)
+    dead_letters: int = 0
+    lives: int = 0
+    """How often a server has registered."""
+    cut_below_ms: int | None = None
+    ledger_id: str = ""
+    folder: str | None = None
+    claims: int = 0
+    shape: str = ""
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRow:
+    """A shard, and when it ended (ms)."""
+
+    state: ShardState
+    ended_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ServerRow:
+    """A server, and which registration it is: who finds another, or no row, was buried."""
+
+    state: ServerState
+    life: int
+
+
+@dataclass(frozen=True, slots=True)
+class LetterItem:
+    """What became of the dead letters of one transaction: a bit for each, by its place in it.
+
+    There may be tens of thousands: a transaction that takes some of them writes them all down again.
+    """
+
+    count: int
+    wanted: int = 0
+    """To be redriven."""
+    gone: int = 0
+
+    @property
+    def there(self) -> int:
+        """Those that are not gone."""
+        return (1 << self.count) - 1 & ~self.gone
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What one transaction writes: the new row by its key, None for one that goes."""
+
+    totals: Totals | None = None
+    shards: Mapping[str, ShardRow | None] = field(default_factory=dict)
+    windows: Mapping[str, WindowEntry | None] = field(default_factory=dict)
+    servers: Mapping[str, ServerRow | None] = field(default_factory=dict)
+    late: Mapping[str, Segment | None] = field(default_factory=dict)
+    """Files of the late dataset that may not be visible yet, by path, in order of registration."""
+    letters: Mapping[str, LetterItem | None] = field(default_factory=dict)
+    """By the version that stored them."""
+    shapes: Mapping[str, str | None] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to write."""
+        rows = (self.shards, self.windows, self.servers, self.late, self.letters, self.shapes)
+        return self.totals is not None or any(rows)
+
+
+class Ages:
+    """Published windows, those published longest ago first."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._sorted: list[tuple[int, str]] = []
+
+    def add(self, entry: WindowEntry) -> None:
+        """Take a published window in; the latest, which is nearly every one, at no cost."""
+        bisect.insort(self._sorted, _age(entry))
+
+    def drop(self, entry: WindowEntry) -> None:
+        """Take a window out that is in."""
+        del self._sorted[bisect.bisect_left(self._sorted, _age(entry))]
+
+    def oldest(self, before_ms: int | None = None) -> Iterator[str]:
+        """Yield the windows published before a time (ms; None: all)."""
+        for published_ms, window_id in self._sorted:
+            if before_ms is not None and published_ms >= before_ms:
+                return
+            yield window_id
+
+
+def _age(entry: WindowEntry) -> tuple[int, str]:
+    assert entry.published_ms is not None, "it is published"
+    return entry.published_ms, entry.window_id
+
+
+class Book:
+    """What a ledger holds at one version."""
+
+    def __init__(self) -> None:
+        """Start with nothing, at version 0."""
+        self.version = 0
+        self.news_from = 0
+        """Who has read less than this version must read everything: of older changes not all are known."""
+        self.totals = Totals()
+        self.shards: dict[str, ShardRow] = {}
+        self.windows: dict[str, WindowEntry] = {}
+        self.servers: dict[str, ServerRow] = {}
+        self.late: dict[str, Segment] = {}
+        self.letters: dict[str, LetterItem] = {}
+        self.shapes: dict[str, str] = {}
+        self.changed: dict[str, int] = {}
+        """The version that changed each window last, in order of versions."""
+        self.retained = Ages()
+        """Published windows that are retained."""
+        self.over = Ages()
+        """Published windows that are not retained."""
+        self.paths: set[str] = set()
+        """Of every segment of every window."""
+        self.unfinished: set[str] = set()
+        """Windows that are cut or committed: the few that change owners, among a day of retained ones."""
+        self.retained_bytes = 0
+        """Bytes of the segments of all windows that are published and retained."""
+        self.redrives = 0
+        """Letters that are to be redriven."""
+
+    def apply(self, changes: Changes) -> None:
+        """Go on to the next version."""
+        self.version += 1
+        self.totals = changes.totals or self.totals
+        for window_id, entry in changes.windows.items():
+            self._turn(self.windows.get(window_id), entry)
+            before = self.changed.pop(window_id, 0)
+            if entry is None:
+                self.news_from = max(self.news_from, before)
+            else:
+                self.changed[window_id] = self.version
+        for key, item in changes.letters.items():
+            known = self.letters.get(key)
+            self.redrives += (item.wanted.bit_count() if item else 0) - (
+                known.wanted.bit_count() if known else 0
+            )
+        _update(self.windows, changes.windows)
+        _update(self.shards, changes.shards)
+        _update(self.servers, changes.servers)
+        _update(self.late, changes.late)
+        _update(self.letters, changes.letters)
+        _update(self.shapes, changes.shapes)
+
+    def restored(self, version: int) -> None:
+        """Be of a version without having seen those before it."""
+        self.version = self.news_from = version
+        self.changed = {}
+
+    def _turn(self, before: WindowEntry | None, entry: WindowEntry | None) -> None:
+        """Keep what is known of all windows together up with one that changes."""
+        old, new = segments_of(before), segments_of(entry)
+        if new[: len(old)] != old:
+            self.paths.difference_update(each.path for each in old)
+            old = ()
+        self.paths.update(each.path for each in new[len(old) :])
+        if before is not None:
+            self.unfinished.discard(before.window_id)
+            if before.state is WindowState.PUBLISHED:
+                (self.retained if before.retained else self.over).drop(before)
+            self.retained_bytes -= _retained_bytes(before)
+        if entry is not None:
+            if entry.state in {WindowState.CUT, WindowState.COMMITTED}:
+                self.unfinished.add(entry.window_id)
+            if entry.state is WindowState.PUBLISHED:
+                (self.retained if entry.retained else self.over).add(entry)
+            self.retained_bytes += _retained_bytes(entry)
+
+    def everything(self) -> Changes:
+        """Return the changes that make this book from an empty one."""
+        return Changes(
+            self.totals,
+            self.shards.copy(),
+            self.windows.copy(),
+            self.servers.copy(),
+            self.late.copy(),
+            self.letters.copy(),
+            self.shapes.copy(),
+        )
+
+    def state(self, since: int = 0) -> LedgerState:
+        """Return what the ledger holds, in collections that are the caller's; of windows the news since a version."""
+        if not self.news_from <= since <= self.version:
+            since = 0
+        return LedgerState(
+            shards={shard_id: row.state for shard_id, row in self.shards.items()},
+            windows=self._news(since) if since else self._current(),
+            late_segments=tuple(self.late.values()),
+            clock=self.totals.clock,
+            batch_progress=self.totals.batch_progress,
+            dead_letters=self.totals.dead_letters,
+            redrives=self.redrives,
+            servers={server_id: row.state for server_id, row in self.servers.items()},
+            cut_below_ms=self.totals.cut_below_ms,
+            ledger_id=self.totals.ledger_id,
+            folder=self.totals.folder,
+            claims=self.totals.claims,
+            shape=self.totals.shape,
+            shapes=self.shapes.copy(),
+            draining=self.totals.draining,
+            version=self.version,
+            since=since,
+        )
+
+    def _current(self) -> dict[str, WindowEntry]:
+        """Return all windows but those to which nothing can happen any more."""
+        return {
+            window_id: entry
+            for window_id, entry in self.windows.items()
+            if entry.retained or entry.state is not WindowState.PUBLISHED
+        }
+
+    def _news(self, since: int) -> dict[str, WindowEntry]:
+        latest = reversed(self.changed.items())
+        names = [window_id for window_id, _ in itertools.takewhile(lambda each: each[1] > since, latest)]
+        return {window_id: self.windows[window_id] for window_id in reversed(names)}
+
+
+def segments_of(entry: WindowEntry | None) -> tuple[Segment, ...]:
+    """Return all segments of a window in order of registration: those that wait are the last."""
+    if entry is None:
+        return ()
+    return entry.segments + entry.pending if entry.pending else entry.segments
+
+
+def segment_bytes(entry: WindowEntry) -> int:
+    """Return the bytes of all segments of a window."""
+    return sum(each.bytes for each in segments_of(entry))
+
+
+def _retained_bytes(entry: WindowEntry) -> int:
+    return segment_bytes(entry) if entry.retained and entry.state is WindowState.PUBLISHED else 0
+
+
+def _update(rows: dict[str, _T], changes: Mapping[str, _T | None]) -> None:
+    for key, row in changes.items():
+        if row is None:
+            rows.pop(key, None)
+        else:
+            rows[key] = row
+
+
+class Overlay(Generic[_T]):
+    """Rows by key, with changes that the rows underneath do not see."""
+
+    def __init__(self, base: Mapping[str, _T]) -> None:
+        """Start without changes over ``base``."""
+        self._base = base
+        self.changed: dict[str, _T | None] = {}
+
+    def get(self, key: str) -> _T | None:
+        """Return a row as the draft has it; None when there is none."""
+        return self.changed[key] if key in self.changed else self._base.get(key)
+
+    def put(self, key: str, row: _T) -> None:
+        """Write a row; one that is the same already is no change."""
+        if self.get(key) != row:
+            self.changed[key] = row
+
+    def drop(self, key: str) -> None:
+        """Take a row out; one that is not there is no change."""
+        if self.get(key) is not None:
+            self.changed[key] = None
+
+
+class Draft:
+    """The next version of a book, while a rule makes it."""
+
+    def __init__(self, book: Book) -> None:
+        """Start as the book is."""
+        self.book = book
+        self.totals = book.totals
+        self.shards = Overlay(book.shards)
+        self.windows = Overlay(book.windows)
+        self.servers = Overlay(book.servers)
+        self.late = Overlay(book.late)
+        self.letters = Overlay(book.letters)
+        self.shapes = Overlay(book.shapes)
+        self.paths: set[str] = set()
+        """Paths of segments that windows took in."""
+        self.dead_letters: tuple[DeadLetter, ...] = ()
+        """To be stored beside the changes."""
+        self.declares = False
+        """Whether a server declares a shape in it, and with it the pipeline's name."""
+        self.spent: list[int] = []
+        """Versions of whose letters none is left: their items go."""
+
+    def changes(self) -> Changes:
+        """Return what differs from the book."""
+        return Changes(
+            None if self.totals == self.book.totals else self.totals,
+            self.shards.changed,
+            self.windows.changed,
+            self.servers.changed,
+            self.late.changed,
+            self.letters.changed,
+            self.shapes.changed,
+        )

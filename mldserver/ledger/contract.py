@@ -1,0 +1,299 @@
+"""The ledger's vocabulary: what it holds of shards, segments, windows, servers and dead letters, and what goes in.
+
+``operations.py`` has the ledger itself.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Literal
+
+from mldserver.ledger.batch_windows import BatchProgress, BatchStep
+
+if TYPE_CHECKING:
+    from mldserver.records import DeadLetter, Sequence
+
+__all__ = [
+    "LETTERS_AT_ONCE",
+    "BatchProgress",
+    "BatchStep",
+    "Commit",
+    "Decision",
+    "Flush",
+    "FlushResult",
+    "LedgerState",
+    "PositionUpdate",
+    "Segment",
+    "SegmentKind",
+    "ServerState",
+    "ShapeChange",
+    "ShardState",
+    "StoredLetter",
+    "WindowEntry",
+    "WindowState",
+    "storable",
+]
+
+LETTERS_AT_ONCE: Final = 40
+"""How many letters one transaction may take out: each may be two of the 100 operations of DynamoDB's (AWS limit)."""
+
+
+def storable(text: str) -> str:
+    r"""Return text that UTF-8 can hold: lone surrogates, which user code can make, become ``\udc80``."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+@dataclass(frozen=True, slots=True)
+class ShardState:
+    """What the ledger knows of a shard."""
+
+    shard_id: str
+    epoch: int
+    """Raised each time a connection opens the shard; only the latest epoch may move its position."""
+    position: Sequence | None = None
+    """Everything at or before it is durable; None when nothing is yet."""
+    effective_ms: int | None = None
+    """Effective time of the last durable record; floors the shard's next records and its children's."""
+    event_ms: int | None = None
+    """Latest event time among durable rows: where the shard's watermark goes on after a restart."""
+    ended: bool = False
+    parents: tuple[str, ...] = ()
+    """Parent shards where they are known (ListShards)."""
+    owner: str | None = None
+    """The server whose connection holds it; None after its lease was lost, or its server buried."""
+    gap_accepted: bool = False
+    """The operator accepts that the next opening starts beyond the position; the opening clears it."""
+
+
+class SegmentKind(enum.StrEnum):
+    """What a segment's rows are for."""
+
+    WINDOW = "window"
+    """Rows of a window that is open."""
+    RECOMPUTE = "recompute"
+    """Rows that came after their window was cut, while its segments are retained: for its next revision."""
+    LATE = "late"
+    """Rows that came when their window was not retained any more: for the late dataset."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerState:
+    """One server, as it last told of itself."""
+
+    server_id: str
+    beat_ms: int
+    """When it last beat, by its own time of day; two beats of a server are never the same."""
+    watermark_ms: int | None = None
+    """Its own shards' watermark, told only after everything that the watermark counted on was registered; None:
+    it has seen nothing yet, and holds the pipeline's."""
+    idle: bool = False
+    """It has no shards that count, or all are idle: it does not hold the pipeline's watermark."""
+    held_by: str | None = None
+    reason: str = ""
+    shape: str = ""
+    """Of its rows, as it declared it; empty before. No beat changes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A durable Parquet file of rows of one window."""
+
+    path: str
+    """Relative to the output folder."""
+    window_id: str
+    rows: int
+    bytes: int
+    start_ms: int | None = None
+    end_ms: int | None = None
+    """The window's bounds; None for ``batches``."""
+    kind: SegmentKind = SegmentKind.WINDOW
+    revision: int = 0
+    """The revision of the window that first took it in; 0: not cut yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class PositionUpdate:
+    """A shard's new place, valid only while ``epoch`` is the shard's latest."""
+
+    shard_id: str
+    epoch: int
+    position: Sequence | None
+    effective_ms: int | None
+    event_ms: int | None
+    ended: bool = False
+    previous: Sequence | None = None
+    """The position that this update goes on from. Refused (as a lost shard) when the ledger holds another, so that a
+    registration whose answer was lost can be repeated without doubling its rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """One flush, registered in one transaction: segments, positions, dead letters, clock."""
+
+    positions: tuple[PositionUpdate, ...]
+    segments: tuple[Segment, ...] = ()
+    dead_letters: tuple[DeadLetter, ...] = ()
+    clock: int = 0
+    """The next free value of the pipeline's merge clock."""
+    batches: BatchStep | None = None
+    redriven: tuple[str, ...] = ()
+    """Ids of dead letters that end with it, at most LETTERS_AT_ONCE: what they gave is among the rest of the flush."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlushResult:
+    """What a flush came to: registered as a whole, or refused as a whole with the reasons."""
+
+    lost_shards: frozenset[str] = frozenset()
+    """Shards that have a newer epoch or another position than ``previous``, or are unknown: their rows must be left
+    out."""
+    cut_windows: frozenset[str] = frozenset()
+    """Windows of WINDOW segments that are cut already: their rows are late."""
+    expired_windows: frozenset[str] = frozenset()
+    """Windows of RECOMPUTE segments that have no entry, are not retained, or were skipped: their rows go to the late
+    dataset."""
+    gone_letters: frozenset[str] = frozenset()
+    """Redriven letters that are not there any more, or are not wanted: what they gave must be left out."""
+    batch_progress: BatchProgress | None = None
+    """Where ``batches`` windows stand, when the flush has no room in what other servers left: to be planned anew."""
+
+    @property
+    def registered(self) -> bool:
+        """Whether the transaction took place."""
+        refused = self.lost_shards or self.cut_windows or self.expired_windows or self.gone_letters
+        return not refused and self.batch_progress is None
+
+
+class WindowState(enum.StrEnum):
+    """The life of a window once it has segments: each step is one ledger transaction."""
+
+    OPEN = "open"
+    CUT = "cut"
+    """Its list of segments is fixed."""
+    COMMITTED = "committed"
+    """Its output counts, but may not be visible yet."""
+    PUBLISHED = "published"
+    """Its output is visible."""
+    SET_ASIDE = "set_aside"
+    """Its job kept failing under the policy ``dead_letter``; its segments are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class WindowEntry:
+    """What the ledger knows of a window."""
+
+    window_id: str
+    state: WindowState
+    start_ms: int | None = None
+    end_ms: int | None = None
+    revision: int = 1
+    attempt: int = 0
+    """Attempts begun, over all revisions; each has a staging directory of its own."""
+    owner: str | None = None
+    """The server that computes it, while it is CUT or COMMITTED; None then: any server may adopt it."""
+    segments: tuple[Segment, ...] = ()
+    """WINDOW and RECOMPUTE segments that the present revision covers; kept after publishing while ``retained``."""
+    pending: tuple[Segment, ...] = ()
+    """RECOMPUTE segments that wait for the next revision."""
+    retained: bool = True
+    """Whether its segments are kept; late rows lead to a new revision then, unless it was skipped."""
+    published_ms: int | None = None
+    """When its latest revision became visible."""
+    staging: str | None = None
+    """The directory (relative to the output folder) that holds the committed output until it is published."""
+    files: tuple[str, ...] = ()
+    rows_in: int = 0
+    rows_out: int = 0
+    error: str | None = None
+    """Why it is SET_ASIDE; or CUT or COMMITTED and *halted*: it keeps failing, and the windows behind it wait; or
+    PUBLISHED and *skipped*: an operator has given up what the present revision would have shown."""
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether the server that has it waits for it to succeed, or for a ``Decision``."""
+        return self.error is not None and self.state in {WindowState.CUT, WindowState.COMMITTED}
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether an operator has given it up: it stays as it is, and late rows lead to no revision."""
+        return self.error is not None and self.state is WindowState.PUBLISHED
+
+
+Decision = Literal["retry", "set_aside", "skip"]
+"""What an operator does about a window that is halted or set aside."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """One attempt's output, on its way to count."""
+
+    window_id: str
+    attempt: int
+    staging: str
+    files: tuple[str, ...]
+    rows_out: int
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerState:
+    """Everything that a start needs."""
+
+    shards: dict[str, ShardState] = field(default_factory=dict)
+    windows: dict[str, WindowEntry] = field(default_factory=dict)
+    """Windows that are not yet published, and retained ones that are; or the news of windows (``since``)."""
+    late_segments: tuple[Segment, ...] = ()
+    """Registered files of the late dataset that may not be visible yet."""
+    clock: int = 0
+    batch_progress: BatchProgress = field(default_factory=BatchProgress)
+    dead_letters: int = 0
+    """How many there are."""
+    redrives: int = 0
+    """How many of them are to be redriven."""
+    servers: dict[str, ServerState] = field(default_factory=dict)
+    cut_below_ms: int | None = None
+    """Event-time windows that end at or before it and have no entry any more were cut: their rows are late. Windows
+    whose end is to come are not forgotten; only a change of their size lets it go beyond the present (``declare``)."""
+    ledger_id: str = field(default="", compare=False)
+    """Which ledger this is: made with it, and anew when it goes on from an older state (``claim``)."""
+    folder: str | None = field(default=None, compare=False)
+    """The id of the output folder that claimed it; None before."""
+    claims: int = field(default=0, compare=False)
+    """How often a server has claimed it: a ledger that was rolled back has fewer than its folder has seen."""
+    shape: str = ""
+    """The fingerprint of the pipeline's present shape; empty before one was declared."""
+    shapes: dict[str, str] = field(default_factory=dict)
+    """The text of every shape that ever was, by fingerprint."""
+    draining: bool = False
+    """Servers are to drain; or have, and none was started since."""
+    version: int = field(default=0, compare=False)
+    """Rises with every change of the ledger: what to ask for the next news with."""
+    since: int = field(default=0, compare=False)
+    """0: ``windows`` is complete. Else it holds only those that changed after this version, also those that are
+    published and not retained since; all others are as they were then, or gone after having been told of so."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeChange:
+    """A shape that a server declares, and what becomes of the ledger when it takes the place of another."""
+
+    fingerprint: str
+    text: str
+    over: frozenset[str] = frozenset()
+    """Published windows whose segments it cannot read: they are not retained any more."""
+    window_ms: int | None = None
+    """The size of event-time windows (ms), where they were cut in another way before. The first of them begins at or
+    after the end of every window that has begun: ``cut_below_ms`` rises to there. None: it stays."""
+    forget_event_times: bool = False
+    """Event time is another column from now on: where the shards' watermarks stood means nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLetter:
+    """A dead letter, as a ledger holds it."""
+
+    id: str
+    """Its name in this ledger; never given again."""
+    letter: DeadLetter
+    wanted: bool = False
+    """A server is to redrive it."""

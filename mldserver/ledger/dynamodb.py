@@ -1,0 +1,245 @@
+"""The ledger on DynamoDB, for servers on several hosts: ``Ledger`` over one partition of a table.
+
+Every transaction is one ``TransactWriteItems`` on condition of the version that it was decided on; what it changes is
+one item of a log (``dynamodb_journal.py``), which every server reads into a book of its own. Pipelines may share a table.
+
+Limits (AWS: 100 items and 4 MB a transaction, 400 KB an item, no item twice). A flush is never split: its segments
+belong to several shards at once. Whatever it holds, its transaction has at most 5 items and 0.8 MB: ``meta``, its
+changes (compressed), its dead letters (compressed), and the marks of what is kept apart. Of changes, or dead letters,
+that take more than 350 KB compressed, all is written before the transaction in items of 350 KB under its unique id, and
+named by it; what no transaction came to name is swept later. A segment in a window of its own takes some 37 bytes: a
+flush is kept apart from some 9,000 files on.
+
+Cost: a transaction writes 2 or 3 items, each 2 write units while it takes less than 1 KB (a flush of ten shards and ten
+files: 0.6 KB), and reads the news first. A partition takes 1,000 write units a second: some 200 transactions.
+
+Throttling, lost connections and conflicts are retried with jittered pauses on the injected clock; then LedgerError. One
+request is sent at most 6 times (some 5 s of refusals; half a minute of silence), one decision is taken at most 40
+times. After a LedgerError, and after a cancellation, a transaction may have taken place: epochs, ``previous`` and
+attempts keep a repetition from counting twice.
+
+Permissions on the table: ``dynamodb:GetItem``, ``Query``, ``PutItem``, ``UpdateItem``, ``DeleteItem``,
+``BatchWriteItem`` (may be narrowed to pipelines by ``dynamodb:LeadingKeys``); to create it also ``CreateTable`` and
+``DescribeTable``. Point-in-time recovery is worth turning on: a ledger cannot be made again from the output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import uuid
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import structlog
+
+from mldserver.base.aws import aws_client
+from mldserver.errors import InternalError, LedgerError
+from mldserver.ledger import letter_rules
+from mldserver.ledger.book import Draft
+from mldserver.ledger.dynamodb_journal import Journal
+from mldserver.ledger.dynamodb_snapshot import Compaction
+from mldserver.ledger.dynamodb_table import Table, backoff_s
+from mldserver.ledger.operations import Ledger
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from mldserver.base.clock import Clock
+    from mldserver.ledger.book import Book
+    from mldserver.ledger.contract import LedgerState, ServerState, StoredLetter
+    from mldserver.ledger.operations import Transaction
+    from mldserver.records import Sequence
+
+__all__ = ["DynamoLedger"]
+
+log = structlog.get_logger("mldserver")
+
+_T = TypeVar("_T")
+_S = TypeVar("_S")
+
+_JITTER: Final = random.SystemRandom().random
+
+_DECISIONS: Final = 40
+"""How often a transaction is decided anew because another was faster."""
+
+
+class DynamoLedger(Ledger):
+    """The ``Ledger`` of one server, in a table that servers of other hosts share. Calls take turns."""
+
+    def __init__(
+        self,
+        table: str,
+        *,
+        pipeline: str,
+        server_id: str,
+        clock: Clock,
+        rename_from: str | None = None,
+        region: str | None = None,
+        endpoint_url: str | None = None,
+        create: bool = False,
+        session: Any = None,
+        compact_bytes: int = 1_000_000,
+        jitter: Callable[[], float] = _JITTER,
+        unique: Callable[[], str] = lambda: uuid.uuid4().hex,
+    ) -> None:
+        """Name the table, the pipeline and this server; ``open`` reaches for them.
+
+        ``rename_from``: the name that the pipeline may have still. ``create``: make the table when it is not there. ``session``: an aioboto3 session; None: credentials and region
+        come from where boto3 finds them. ``compact_bytes``: the log is never shortened below it.
+        """
+        super().__init__(server_id, clock)
+        self._name = table
+        self._pipeline, self._former = pipeline, rename_from
+        self._where: dict[str, Any] = {"region": region, "endpoint_url": endpoint_url, "session": session}
+        self._make = create
+        self._compact_bytes = compact_bytes
+        self._jitter = jitter
+        self._unique = unique
+        self._turn = asyncio.Lock()
+        self._resources = contextlib.AsyncExitStack()
+        self._table: Table | None = None
+        self._journal: Journal | None = None
+        self._compaction: Compaction | None = None
+        self._readers = 0
+        """Calls that read beside the turns of others."""
+        self._read = asyncio.Event()
+        """Set when one of them has ended."""
+        self._closed = False
+
+    async def create_table(self) -> None:
+        """Create the table unless it is there, and wait until it can be used (at most a minute)."""
+        async with self._taking_turns():
+            await (await self._reach()).create()
+
+    async def _connect(self, *, create: bool) -> None:
+        async with self._taking_turns():
+            if self._journal is None:
+                await self._load(create=create)
+
+    async def _load(self, *, create: bool) -> None:
+        table = await self._reach()
+        names = self._pipeline, self._former
+        journal = Journal(table, names, clock=self._clock, jitter=self._jitter, unique=self._unique)
+        if create and self._make:
+            await table.create()
+        if create and self._former is None:
+            await journal.create(self._clock.now_ms())
+        if not await journal.load():
+            name = self._former or self._pipeline
+            missing = f"There is no ledger of the pipeline {name} in the table {self._name}."
+            raise LedgerError(missing, advice="Name a pipeline that ran, and its table.", table=self._name)
+        self._journal = journal
+        self._compaction = Compaction(
+            journal,
+            table,
+            server_id=self.server_id,
+            at_least=self._compact_bytes,
+            turn=self._turn,
+            clock=self._clock,
+            jitter=self._jitter,
+            unique=self._unique,
+        )
+
+    async def _reach(self) -> Table:
+        if self._table is None:
+            # One sending a call: ``Table.send`` knows which errors pass, and pauses on the injected clock.
+            once = {"total_max_attempts": 1}
+            made = aws_client("dynamodb", connect_timeout=3, read_timeout=5, retries=once, **self._where)
+            client = await self._resources.enter_async_context(made)
+            self._table = Table(client, self._name, self._pipeline, clock=self._clock, jitter=self._jitter)
+        return self._table
+
+    @contextlib.asynccontextmanager
+    async def _taking_turns(self) -> AsyncIterator[None]:
+        if self._closed:
+            raise InternalError("The ledger is closed.", table=self._name)
+        async with self._turn:
+            yield
+
+    def _reached(self) -> Journal:
+        if self._journal is None:
+            raise InternalError("The ledger is not open.", table=self._name)
+        return self._journal
+
+    async def _look(self, read: Callable[[Book], _T]) -> _T:
+        async with self._taking_turns():
+            journal = self._reached()
+            await journal.refresh()
+            return read(journal.book)
+
+    async def _transact(self, transaction: Transaction[_T], read: Callable[[Book], _S]) -> tuple[_T, _S]:
+        """Decide on the latest version and write what that changes, until nobody else was faster."""
+        async with self._taking_turns():
+            journal = self._reached()
+            for turn in range(_DECISIONS):
+                await journal.refresh()
+                draft = Draft(journal.book)
+                told = transaction.run(draft)
+                if not draft.changes() or await journal.append(draft):
+                    return told, read(journal.book)
+                await self._clock.sleep(backoff_s(turn, self._jitter(), base=0.02, cap=0.5))
+        raise LedgerError(
+            f"Other servers were faster {_DECISIONS} times.",
+            did="Nothing was written.",
+            advice="Flush less often (--flush-interval), or run fewer servers on one pipeline.",
+            table=self._name,
+        )
+
+    async def sync(self, told: ServerState, since: int = 0) -> LedgerState:
+        """Beat, and return what the ledger holds now. Shortens the log when it is long, while others take turns."""
+        state, compaction = await super().sync(told, since), self._compaction
+        if compaction is None or not compaction.due():
+            return state
+        try:
+            await compaction.run()
+        except LedgerError as error:
+            # A long log costs the next start time, and nothing else: no row waits for it.
+            compaction.put_off()
+            log.warning("ledger.not_shortened", **error.told())
+            return state
+        async with self._turn:
+            return self._reached().book.state(since)
+
+    async def letters(
+        self, *, after: str | None = None, limit: int = 100, wanted: bool = False
+    ) -> tuple[StoredLetter, ...]:
+        """Return a page of letters in order of storage."""
+        found: list[StoredLetter] = []
+        async with self._taking_turns():
+            journal = self._reached()
+            await journal.refresh()
+            for version, places in tuple(letter_rules.page(journal.book, after, limit, wanted=wanted)):
+                there = await journal.letters(version)
+                if there is not None:
+                    found += [
+                        letter_rules.stored(journal.book, version, place, there[place]) for place in places
+                    ]
+        return tuple(found)
+
+    async def parked_keys(self, shard_id: str) -> dict[str, Sequence]:
+        """Return the keys of a shard's dead letters, each with the sequence of the first."""
+        async with self._taking_turns():
+            journal = self._reached()
+            await journal.refresh()
+            told = journal.book.letters.copy()
+            self._readers += 1
+        try:
+            # Beside the turns of others: there may be many letters, and each shard that is opened asks.
+            return await journal.parked_keys(told, shard_id)
+        finally:
+            self._readers -= 1
+            self._read.set()
+
+    async def close(self) -> None:
+        """Close after every call that was made before. Closing again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._compaction is not None:
+            await self._compaction.close()
+        async with self._turn:
+            while self._readers:
+                self._read.clear()
+                await self._read.wait()
+            await self._resources.aclose()

@@ -1,0 +1,424 @@
+"""The log of a pipeline's transactions in DynamoDB, and the book that it comes to: read, appended to, kept short.
+
+A transaction is one ``TransactWriteItems``: ``meta`` goes from version v to v + 1 on condition that it is at v, and
+``log#<v+1>`` (and ``dead#<v+1>``) is put. Who decided on an older version fails, reads the news and decides again. Its
+answer may be lost: then the log says, by the transaction's unique id, whose version v + 1 is.
+
+When the log is longer than the snapshot before it, the book is written as a new snapshot (``dynamodb_snapshot.py``), so
+that a start reads at most some three times what the ledger holds. The log's end always stays, so that a reader knows news
+from none: one that finds the first of its news gone reads everything again.
+
+What is too long for an item is written before the transaction that names it, and is waste until then. A sweep lists the
+waste, moves the version, and deletes what is waste still: whatever was written for an older version cannot be named any
+more, so that no clock and no time-out is part of the argument. (Snapshots can; so a sweep takes them first.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from mldserver.base.kill_points import kill_point
+from mldserver.errors import LedgerError, LedgerUnusable, LedgerVersionError
+from mldserver.ledger.book import Book, Changes
+from mldserver.ledger.dynamodb_parked import parked_keys
+from mldserver.ledger.dynamodb_table import Value, backoff_s, version_key
+from mldserver.ledger.format import (
+    FORMAT,
+    pack_changes,
+    pack_keys,
+    pack_letters,
+    unpack_changes,
+    unpack_letters,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from mldserver.base.clock import Clock
+    from mldserver.ledger.book import Draft, LetterItem
+    from mldserver.ledger.contract import WindowEntry
+    from mldserver.ledger.dynamodb_table import Item, Table
+    from mldserver.records import DeadLetter, Sequence
+
+__all__ = ["Journal", "Snapshot", "Tail"]
+
+_READINGS: Final = 20
+"""How often a ledger is read that changes under the reader, before it counts as damaged."""
+
+_ITEM_BYTES: Final = 200
+"""What an item of the log takes beside its data, about."""
+
+_KEY_BYTES: Final = 30_000
+"""How long the keys of an item of letters may be beside them: some 500 letters' keys that are nothing alike."""
+
+_LARGE: Final = 64
+"""Rows of a transaction from which on packing them is not the event loop's work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A book as a value: everything up to a version. Before the first there is an empty one, of version 0."""
+
+    version: int = 0
+    bytes: int = 0
+    value: Value | None = None
+
+    def attributes(self) -> Item:
+        """Return the attributes that name it."""
+        assert self.value is not None, "the empty snapshot is never written"
+        assert self.value.blob is not None, "snapshots are kept apart"
+        return {
+            "snapshot": {"S": self.value.blob},
+            "snapshot_parts": {"N": str(self.value.parts)},
+            "snapshot_bytes": {"N": str(self.bytes)},
+            "snapshot_version": {"N": str(self.version)},
+        }
+
+    @classmethod
+    def of(cls, item: Item) -> Snapshot | None:
+        """Return the snapshot that an item names; None when it names none."""
+        if "snapshot" not in item:
+            return None
+        value = Value(blob=item["snapshot"]["S"], parts=int(item["snapshot_parts"]["N"]))
+        return cls(int(item["snapshot_version"]["N"]), int(item["snapshot_bytes"]["N"]), value)
+
+
+class Tail:
+    """What the log behind a snapshot takes, version by version."""
+
+    def __init__(self) -> None:
+        """Start with nothing behind the snapshot."""
+        self._sizes = array("L")
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def add(self, size: int) -> None:
+        """Count the next version."""
+        self._sizes.append(size)
+        self.bytes += size
+
+    def forget(self, versions: int) -> None:
+        """Leave the first ones out: a later snapshot holds them."""
+        self.bytes -= sum(self._sizes[:versions])
+        del self._sizes[:versions]
+
+
+class Journal:
+    """One pipeline's log and its book. One call at a time; ``book`` is read between calls only."""
+
+    def __init__(
+        self,
+        table: Table,
+        names: tuple[str, str | None],
+        *,
+        clock: Clock,
+        jitter: Callable[[], float],
+        unique: Callable[[], str],
+    ) -> None:
+        """Start with an empty book.
+
+        ``names``: the pipeline's, and the one that it may have still. ``unique`` gives a new id (at most 36 characters) at
+        each call.
+        """
+        self.book = Book()
+        self._table = table
+        self._pipeline, self._former = names
+        self._name = self._pipeline
+        self._clock = clock
+        self._jitter = jitter
+        self._unique = unique
+        self.snapshot = Snapshot()
+        """What readers begin with now."""
+        self.tail = Tail()
+        """The log behind it."""
+        self._letters: tuple[DeadLetter, ...] = ()
+        """What was packed last, into ``_dead`` and ``_keys``."""
+        self._dead = self._keys = b""
+        self._doubtful = False
+        """A condition on the book's version has failed: no news is bad news."""
+
+    async def create(self, now_ms: int) -> None:
+        """Note that the pipeline has a ledger, unless it has one."""
+        await self._table.put_new(
+            "meta",
+            {
+                "format": {"N": str(FORMAT)},
+                "version": {"N": "0"},
+                "created_ms": {"N": str(now_ms)},
+            },
+        )
+
+    async def load(self) -> bool:
+        """Read everything; False when there is no ledger.
+
+        Raises LedgerVersionError for one of another format, LedgerError for a damaged one.
+        """
+        for turn in range(_READINGS):
+            meta = await self._meta()
+            if meta is None:
+                return False
+            self._require_format(meta)
+            if await self._load(Snapshot.of(meta) or Snapshot(), int(meta["version"]["N"])):
+                self._doubtful = False
+                return True
+            # A snapshot was put in force, or a transaction is half visible, between two reads.
+            await self._clock.sleep(backoff_s(turn, self._jitter()))
+        raise self._damaged("its snapshot or its log has holes")
+
+    async def _meta(self) -> Item | None:
+        """Return the item that a ledger begins with.
+
+        The ledger stays in the partition of the name that the pipeline had first; under later names an item says which.
+        Raises LedgerVersionError for a pipeline that has another name now.
+        """
+        meta = await self._table.get("meta")
+        if meta is None and self._former is not None:
+            self._table.partition = self._former
+            meta = await self._table.get("meta")
+        if meta is not None and "partition" in meta:
+            self._table.partition = meta["partition"]["S"]
+            meta = await self._table.get("meta")
+        if meta is None:
+            return None
+        self._name = meta["name"]["S"] if "name" in meta else self._table.partition
+        if self._name not in {self._pipeline, self._former}:
+            raise LedgerVersionError(
+                f"The pipeline {self._table.partition} is called {self._name} now.",
+                advice=f"Give that name, or rename it back with --rename-from {self._name}.",
+                pipeline=self._pipeline,
+            )
+        return meta
+
+    async def _load(self, snapshot: Snapshot, version: int) -> bool:
+        book = Book()
+        if snapshot.value is not None:
+            data = await self._table.bytes_of(snapshot.value)
+            if data is None:
+                return False
+            book.apply(await self._unpacked(data, {}, off_loop=True))
+        known = self.book, self.snapshot, self.tail
+        before = self.book.version
+        book.restored(snapshot.version)
+        self.book, self.snapshot, self.tail = book, snapshot, Tail()
+        whole = False
+        try:
+            whole = await self._read_news() and book.version >= version
+        finally:
+            # Also when the reading failed, or was cancelled: half a book would hide that the ledger went back.
+            if not whole or book.version < before:
+                self.book, self.snapshot, self.tail = known
+        if whole and book.version < before:
+            raise self._damaged(f"it went back from version {before} to {book.version}")
+        return whole
+
+    async def refresh(self) -> None:
+        """Bring the book up to date. Raises as ``load``, and LedgerError when the ledger is gone or went back."""
+        before = self.book.version
+        if not await self._read_news() or (self._doubtful and self.book.version == before):
+            await self._reload()
+        self._doubtful = False
+
+    async def _reload(self) -> None:
+        if not await self.load():
+            raise self._damaged("it is gone")
+
+    async def _read_news(self) -> bool:
+        """Apply the log's items after the book's version; False when some are gone."""
+        first = version_key("log", self.book.version + 1)
+        async for item in self._table.between(first, "log#~"):
+            self._require_format(item)
+            if item["item"]["S"] != version_key("log", self.book.version + 1):
+                return False
+            value = Value.of(item)
+            data = await self._table.bytes_of(value)
+            if data is None:
+                return False
+            large = value.blob is not None
+            self._applied(
+                await self._unpacked(data, self.book.windows, off_loop=large),
+                len(data),
+                Snapshot.of(item),
+            )
+        return True
+
+    def _applied(self, changes: Changes, size: int, snapshot: Snapshot | None = None) -> None:
+        self.book.apply(changes)
+        self.tail.add(size + _ITEM_BYTES)
+        if snapshot is not None and snapshot.version > self.snapshot.version:
+            self.tail.forget(snapshot.version - self.snapshot.version)
+            self.snapshot = snapshot
+
+    async def _unpacked(self, data: bytes, windows: Mapping[str, WindowEntry], *, off_loop: bool) -> Changes:
+        try:
+            if off_loop:
+                return await asyncio.to_thread(unpack_changes, data, windows)
+            return unpack_changes(data, windows)
+        except ValueError as error:
+            raise self._damaged(f"its content cannot be read ({error})") from error
+
+    async def append(self, draft: Draft) -> bool:
+        """Write a draft of the book's next version, which the book then is; False: another was faster.
+
+        Raises LedgerError when it is not known whether it was written; ``refresh`` finds out.
+        """
+        changes, letters = draft.changes(), draft.dead_letters
+        data, dead, keys = await self._packed(changes, letters)
+        tx, version = self._unique(), self.book.version + 1
+        log = await self._table.keep(data, f"{tx}-c")
+        operations = [self._log(version, tx, log), *self._table.named(log)]
+        if dead is not None:
+            value = await self._table.keep(dead, f"{tx}-d")
+            told = value.attributes() | {"count": {"N": str(len(letters))}}
+            if len(keys) <= _KEY_BYTES:
+                told["keys"] = {"B": keys}
+            operations += [self._table.put(version_key("dead", version), told), *self._table.named(value)]
+        for spent in draft.spent:
+            operations += await self._without(version_key("dead", spent))
+        renames = draft.declares and self._name != self._pipeline
+        if renames:
+            operations += self._led_here()
+        if not await self._transact(
+            version, tx, operations, {"name": {"S": self._pipeline}} if renames else None
+        ):
+            return False
+        if renames:
+            self._name = self._pipeline
+        self._applied(changes, len(data))
+        return True
+
+    def _led_here(self) -> list[dict[str, Any]]:
+        """Return what a transaction must do so that the ledger is found under the pipeline's new name."""
+        if self._table.partition == self._pipeline:
+            return []
+        put = self._table.put(
+            "meta",
+            {"partition": {"S": self._table.partition}},
+            ConditionExpression="attribute_not_exists(pipeline) OR attribute_exists(#partition)",
+            ExpressionAttributeNames={"#partition": "partition"},
+        )
+        put["Put"]["Item"]["pipeline"] = {"S": self._pipeline}
+        return [put]
+
+    async def _without(self, item: str) -> list[dict[str, Any]]:
+        """Return what a transaction must do that deletes an item of letters."""
+        found = await self._table.get(item)
+        # Another server was faster: the transaction fails, whatever is in it.
+        return [] if found is None else [self._table.delete(item), *self._table.unnamed(Value.of(found))]
+
+    async def _packed(
+        self, changes: Changes, letters: tuple[DeadLetter, ...]
+    ) -> tuple[bytes, bytes | None, bytes]:
+        windows, dead = self.book.windows, None
+        if letters:
+            # Not again when the transaction is tried again: others, who have none, would always be faster.
+            if self._letters != letters:
+                self._dead, self._keys = await asyncio.to_thread(_packed_letters, letters)
+                self._letters = letters
+            dead = self._dead
+        small = len(changes.windows) + len(changes.shards) < _LARGE
+        pack = partial(pack_changes, changes, windows)
+        return pack() if small else await asyncio.to_thread(pack), dead, self._keys if letters else b""
+
+    def _log(self, version: int, tx: str, value: Value, more: Item | None = None) -> dict[str, Any]:
+        told = {"tx": {"S": tx}, "format": {"N": str(FORMAT)}}
+        return self._table.put(version_key("log", version), told | value.attributes() | (more or {}))
+
+    async def _transact(
+        self, version: int, tx: str, operations: list[dict[str, Any]], more: Item | None = None
+    ) -> bool:
+        """Move ``meta`` to a version with these operations; False: another transaction did, or will have."""
+        fields = {"version": {"N": str(version)}} | (more or {})
+        meta = self._table.update(
+            "meta",
+            UpdateExpression="SET " + ", ".join(f"#{name} = :{name}" for name in fields),
+            ConditionExpression="#version = :before AND #format = :format",
+            ExpressionAttributeNames={f"#{name}": name for name in (*fields, "format")},
+            ExpressionAttributeValues={f":{name}": value for name, value in fields.items()}
+            | {":before": {"N": str(version - 1)}, ":format": {"N": str(FORMAT)}},
+        )
+        kill_point("ledger.written")
+        done = await self._table.transact([meta, *operations], token=tx)
+        if not done:
+            # The condition also fails for a second sending of what the first, whose answer was lost, has written.
+            found = await self._table.get(version_key("log", version))
+            done = found is not None and found["tx"]["S"] == tx
+        self._doubtful = not done
+        if done:
+            kill_point("ledger.committed")
+        return done
+
+    async def put_in_force(self, snapshot: Snapshot) -> bool:
+        """Let readers begin with a snapshot that is written and waste; False: another transaction was faster.
+
+        Raises as ``append``. The book must be up to date.
+        """
+        version, tx, named = self.book.version + 1, self._unique(), snapshot.attributes()
+        assert snapshot.value is not None, "it is written"
+        nothing = Value(pack_changes(Changes(), {}))
+        operations = [
+            self._log(version, tx, nothing, named),
+            *self._table.claimed(snapshot.value),
+            *self._table.unnamed(self.snapshot.value),
+        ]
+        done = await self._transact(version, tx, operations, named)
+        if done:
+            self._applied(Changes(), len(nothing.data), snapshot)
+        return done
+
+    async def parked_keys(self, told: Mapping[str, LetterItem], shard_id: str) -> dict[str, Sequence]:
+        """Return the parked keys of a shard among the letters that the book told of. May run beside other calls."""
+        try:
+            return await parked_keys(self._table, told, shard_id, self._letters_if_there)
+        except ValueError as error:
+            raise self._damaged(f"dead letters cannot be read ({error})") from error
+
+    async def letters(self, version: int) -> tuple[DeadLetter, ...] | None:
+        """Return the letters that a version stored, those that are gone too; None: another transaction took the last."""
+        letters = await self._letters_if_there(version)
+        if letters is None:
+            await self.refresh()
+            if str(version) in self.book.letters:
+                raise self._damaged("dead letters are gone")
+        return letters
+
+    async def _letters_if_there(self, version: int) -> tuple[DeadLetter, ...] | None:
+        """Return an item's letters; None when there is no such item."""
+        name = version_key("dead", version)
+        item = await self._table.get(name)
+        if item is None:
+            return None
+        data = await self._table.bytes_of(Value.of(item))
+        if data is None:
+            if await self._table.get(name) is None:
+                return None
+            raise self._damaged("dead letters are gone")
+        try:
+            return await asyncio.to_thread(unpack_letters, data)
+        except ValueError as error:
+            raise self._damaged(f"dead letters cannot be read ({error})") from error
+
+    def _require_format(self, item: Item) -> None:
+        found = int(item["format"]["N"])
+        if found != FORMAT:
+            raise LedgerVersionError(
+                f"The ledger of the pipeline {self._pipeline} has format {found}; this program knows {FORMAT}.",
+                advice="Run the version of mldserver that wrote it, or a later one.",
+                pipeline=self._pipeline,
+            )
+
+    def _damaged(self, found: str) -> LedgerError:
+        return LedgerUnusable(
+            f"The ledger of the pipeline {self._pipeline} in DynamoDB is damaged: {found}.",
+            advice="It is never repaired silently: restore the table and the output folder together, from a backup.",
+            pipeline=self._pipeline,
+        )
+
+
+def _packed_letters(letters: tuple[DeadLetter, ...]) -> tuple[bytes, bytes]:
+    return pack_letters(letters), pack_keys(letters)

@@ -1,0 +1,180 @@
+"""Snapshots of a book in DynamoDB, written beside the log while the transactions of all servers go on.
+
+A snapshot of version v may be put in force by any later transaction: readers load it, and then the log behind v, which is
+there because only what lies before the snapshot that was in force last is ever deleted. So it does not matter who writes
+meanwhile, nor for how long; what is written of a snapshot stays written when a call fails, and the next goes on with it.
+
+    copy the book ─▶ write the parts, as waste ─▶ name them in a transaction ─▶ sweep
+
+Until it is named a snapshot is waste that another server's sweep may take, once that one's own snapshot is in force. Both
+claim it with its ``waste`` item, in one write on condition of what the other has done: who comes second leaves it alone.
+
+Servers wait for a log of different lengths, by their names, so that seldom two of them write a snapshot at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from mldserver.ledger.dynamodb_journal import Snapshot
+from mldserver.ledger.dynamodb_table import INLINE_BYTES, Value, backoff_s, version_key
+from mldserver.ledger.format import pack_changes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mldserver.base.clock import Clock
+    from mldserver.ledger.dynamodb_journal import Journal
+    from mldserver.ledger.dynamodb_table import Table
+
+__all__ = ["Compaction"]
+
+_NAMINGS: Final = 20
+"""How often one call tries to put a snapshot in force while others are faster; the next call goes on."""
+
+_SPREAD: Final = 0.5
+"""How much longer than for another the log may be for a server, as a share."""
+
+_PAUSE_MS: Final = 60_000
+"""How long a snapshot that could not be written is put off: calls must not each wait for it in vain."""
+
+
+class _Copy:
+    """A snapshot on its way into the table."""
+
+    def __init__(self, version: int, data: bytes, blob: str) -> None:
+        pieces = (data[at : at + INLINE_BYTES] for at in range(0, len(data), INLINE_BYTES))
+        self.left = deque(enumerate(pieces))
+        """Its parts that are not written yet."""
+        self.value = Value(blob=blob, parts=len(self.left))
+        self.snapshot = Snapshot(version, len(data), self.value)
+
+
+class Compaction:
+    """Keeps the log of one pipeline short, for one server. Transactions take ``turn``; it does so only now and then."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        table: Table,
+        *,
+        server_id: str,
+        at_least: int,
+        turn: asyncio.Lock,
+        clock: Clock,
+        jitter: Callable[[], float],
+        unique: Callable[[], str],
+    ) -> None:
+        """``at_least``: bytes of log that are never worth a snapshot; ``unique`` gives a new id at each call."""
+        self._journal = journal
+        self._table = table
+        self._at_least = at_least
+        self._patience = 1.0 + _SPREAD * (zlib.crc32(server_id.encode()) % 1000) / 1000
+        self._turn = turn
+        self._clock = clock
+        self._jitter = jitter
+        self._unique = unique
+        self._busy = asyncio.Lock()
+        self._closing = False
+        self._copy: _Copy | None = None
+        self._not_before_ms = 0
+
+    def due(self) -> bool:
+        """Whether there is something to do, and nobody does it."""
+        if self._busy.locked() or self._clock.steady_ms() < self._not_before_ms:
+            return False
+        return self._copy is not None or self._is_long()
+
+    def put_off(self) -> None:
+        """Have nothing to do for a while: it has failed just now."""
+        self._not_before_ms = self._clock.steady_ms() + _PAUSE_MS
+
+    def _is_long(self) -> bool:
+        least = max(self._at_least, self._journal.snapshot.bytes)
+        return self._journal.tail.bytes > least * self._patience
+
+    async def run(self) -> None:
+        """Write a snapshot, or the rest of one, put it in force, and delete what no reader needs any more.
+
+        Raises LedgerError: what is written by then is of use to the next call.
+        """
+        async with self._busy:
+            copy = await self._begin()
+            if copy is None or not await self._write(copy):
+                return
+            waste = {each.blob for each in await self._table.waste()} - {copy.value.blob}
+            before = await self._put_in_force(copy)
+            if before is not None:
+                await self._sweep(waste, before.version)
+
+    async def close(self) -> None:
+        """End what is under way, soon. What is not in force by then is waste."""
+        self._closing = True
+        async with self._busy:
+            pass
+
+    async def _begin(self) -> _Copy | None:
+        """Return what is to be written; None when the log is short after all, or the ledger is being closed."""
+        async with self._turn:
+            if self._closing:
+                return None
+            await self._journal.refresh()
+            if self._copy is not None or not self._is_long():
+                return self._copy
+            version, everything = self._journal.book.version, self._journal.book.everything()
+        data = await asyncio.to_thread(pack_changes, everything, {})
+        copy = _Copy(version, data, f"{self._unique()}-s")
+        await self._table.put_waste(copy.value)
+        self._copy = copy
+        return copy
+
+    async def _write(self, copy: _Copy) -> bool:
+        """Write the parts that are left; False when that was ended, or is in vain."""
+        while copy.left and not self._closing:
+            if not await self._table.is_waste(copy.value):
+                await self._give_up(copy)
+                return False
+            await self._table.put_part(copy.value, *copy.left[0])
+            copy.left.popleft()
+        return not self._closing
+
+    async def _put_in_force(self, copy: _Copy) -> Snapshot | None:
+        """Return the snapshot before it; None when it is not in force, be it not yet or never."""
+        for turn in range(_NAMINGS):
+            if self._closing:
+                break
+            async with self._turn:
+                await self._journal.refresh()
+                before = self._journal.snapshot
+                if before.version < copy.snapshot.version and await self._journal.put_in_force(copy.snapshot):
+                    self._copy = None
+                    return before
+            if before.version >= copy.snapshot.version or not await self._table.is_waste(copy.value):
+                await self._give_up(copy)
+                return None
+            await self._clock.sleep(backoff_s(turn, self._jitter(), base=0.02, cap=0.5))
+        return None
+
+    async def _give_up(self, copy: _Copy) -> None:
+        """Delete a snapshot that nobody needs: another is in force, or a sweep has taken it. Nobody else can name it."""
+        async with self._turn:
+            await self._journal.refresh()
+            in_force = self._journal.snapshot.value
+        self._copy = None
+        # It is in force itself when the answer to that transaction was lost.
+        if in_force is None or in_force.blob != copy.value.blob:
+            await self._table.delete_value(copy.value)
+
+    async def _sweep(self, listed: set[str | None], before: int) -> None:
+        """Delete what was waste before the version moved and is waste still, and the log before the last snapshot."""
+        for value in await self._table.waste():
+            if value.blob in listed:
+                await self._table.discard(value)
+        last = version_key("log", max(before - 1, 0))
+        old = [item async for item in self._table.between("log#", last, names=("item", "blob", "parts"))]
+        for value in (Value.of(item) for item in old if "blob" in item):
+            await self._table.delete_value(value)
+        await self._table.delete_items([item["item"]["S"] for item in old])

@@ -1,0 +1,332 @@
+"""A pipeline's items in a DynamoDB table: reads, transactions, big values. Knows nothing of what the bytes mean.
+
+The table has the partition key ``pipeline`` and the sort key ``item`` (both strings); a pipeline is one partition:
+
+``meta``
+    ``format``, ``version`` (that of the latest transaction), ``created_ms``; ``snapshot``, ``snapshot_parts``,
+    ``snapshot_bytes`` and ``snapshot_version``: the latest snapshot's value, and what version it is of; absent before
+    the first.
+``log#<version>``
+    One transaction: ``tx`` (its unique id), ``format``, and its changes as a value. ``snapshot`` and its three
+    companions as in ``meta``: only in a transaction that puts a snapshot in force.
+``dead#<version>``
+    The dead letters of that transaction, as a value, and their ``count``; ``keys``: their shards, keys and sequences,
+    compressed, where that is not long. It stays until the last of them is deleted.
+``blob#<id>#<part>``
+    A part of a value that is too long for the item that names it.
+``waste#<id>``
+    A value (its ``parts``) that nothing may name: written before a value's parts, deleted by the transaction that names
+    them, put back by the one that no longer does. ``taken``: a sweep deletes the parts, and nothing will ever name them.
+
+A *value* of at most ``INLINE_BYTES`` is the attribute ``data``. A longer one is ``blob`` (an id) and ``parts``, written
+beforehand in pieces of ``INLINE_BYTES``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from mldserver.errors import LedgerError
+from mldserver.ledger.dynamodb_faults import Verdict, judge, translate
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterable
+
+    from mldserver.base.clock import Clock
+
+__all__ = ["INLINE_BYTES", "Item", "Table", "Value", "backoff_s", "version_key"]
+
+INLINE_BYTES: Final = 350_000
+"""An item holds 400 KB with the names and values of its attributes (AWS limit): this leaves 50 KB for the others."""
+
+_BATCH: Final = 25
+"""Requests in one BatchWriteItem (AWS limit)."""
+
+_SENDINGS: Final = 6
+"""How often a request is sent before its failure is the caller's: with the pauses, some 5 s of throttling, and up to
+half a minute when every sending runs into the client's time-out."""
+
+_TAKEN: Final = "taken"
+
+_WAITS: Final = 60
+"""How often a new table is asked whether it is active."""
+
+Item = dict[str, Any]
+"""An item in DynamoDB's own notation: ``{"name": {"S": "text"}}``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """Bytes as an item holds them: themselves, or the id and number of the parts."""
+
+    data: bytes = b""
+    blob: str | None = None
+    parts: int = 0
+
+    def attributes(self) -> Item:
+        """Return the attributes that hold it."""
+        if self.blob is None:
+            return {"data": {"B": self.data}}
+        return {"blob": {"S": self.blob}, "parts": {"N": str(self.parts)}}
+
+    @classmethod
+    def of(cls, item: Item) -> Value:
+        """Return the value that an item holds."""
+        if "blob" in item:
+            return cls(blob=item["blob"]["S"], parts=int(item["parts"]["N"]))
+        return cls(bytes(item["data"]["B"]))
+
+
+def version_key(prefix: str, version: int) -> str:
+    """Return the sort key of a version's item: text that sorts as the number does."""
+    return f"{prefix}#{version:020d}"
+
+
+def backoff_s(turn: int, jitter: float, *, base: float = 0.1, cap: float = 2.0) -> float:
+    """Return how long to pause (s) after the turn-th failure (from 0); ``jitter`` is from [0, 1)."""
+    return jitter * min(cap, base * 2.0 ** min(turn, 20))
+
+
+class Table:
+    """One pipeline's partition. Every read is strongly consistent. Raises LedgerError once retrying has not helped."""
+
+    def __init__(
+        self, client: Any, name: str, pipeline: str, *, clock: Clock, jitter: Callable[[], float]
+    ) -> None:
+        """Use an aioboto3 DynamoDB client that does not retry by itself; ``jitter`` gives numbers from [0, 1)."""
+        self._client = client
+        self._name = name
+        self.partition = pipeline
+        """Of its ledger: the name that the pipeline had first."""
+        self._clock = clock
+        self._jitter = jitter
+
+    async def send(
+        self, operation: str, *, foreseen: Verdict | None = None, did: str = "", **request: Any
+    ) -> dict[str, Any] | None:
+        """Send a request, again while that may help; return the answer, or None for the error that is foreseen."""
+        call = getattr(self._client, operation)
+        turn = 0
+        while True:
+            try:
+                answer: dict[str, Any] = await call(**request)
+            except Exception as error:
+                verdict = judge(error)
+                if verdict is foreseen:
+                    return None
+                turn += 1
+                if verdict is not Verdict.AGAIN or turn == _SENDINGS:
+                    raise translate(error, self._name, did=did) from error
+            else:
+                return answer
+            await self._clock.sleep(backoff_s(turn - 1, self._jitter()))
+
+    async def _ask(self, operation: str, **request: Any) -> dict[str, Any]:
+        """Send a request that cannot but have an answer."""
+        answer = await self.send(operation, **request)
+        assert answer is not None, "no error was foreseen"
+        return answer
+
+    async def create(self) -> None:
+        """Create the table (on-demand billing) unless it is there, and wait until it can be used."""
+        await self.send(
+            "create_table",
+            foreseen=Verdict.EXISTS,
+            TableName=self._name,
+            BillingMode="PAY_PER_REQUEST",
+            AttributeDefinitions=[
+                {"AttributeName": "pipeline", "AttributeType": "S"},
+                {"AttributeName": "item", "AttributeType": "S"},
+            ],
+            KeySchema=[
+                {"AttributeName": "pipeline", "KeyType": "HASH"},
+                {"AttributeName": "item", "KeyType": "RANGE"},
+            ],
+        )
+        for _ in range(_WAITS):
+            # For a moment AWS does not know the table that it has just agreed to make.
+            answer = await self.send("describe_table", foreseen=Verdict.ABSENT, TableName=self._name)
+            if answer is not None and answer["Table"]["TableStatus"] == "ACTIVE":
+                return
+            await self._clock.sleep(1.0)
+        raise LedgerError(
+            f"The DynamoDB table {self._name} is not active after {_WAITS} s.",
+            advice="Look at it in the AWS console, and try again.",
+            table=self._name,
+        )
+
+    def key(self, item: str) -> Item:
+        """Return an item's key."""
+        return {"pipeline": {"S": self.partition}, "item": {"S": item}}
+
+    def put(self, item: str, attributes: Item, **condition: Any) -> dict[str, Any]:
+        """Return a Put of a transaction."""
+        return {"Put": {"TableName": self._name, "Item": self.key(item) | attributes, **condition}}
+
+    def update(self, item: str, **how: Any) -> dict[str, Any]:
+        """Return an Update of a transaction."""
+        return {"Update": {"TableName": self._name, "Key": self.key(item), **how}}
+
+    def delete(self, item: str) -> dict[str, Any]:
+        """Return a Delete of a transaction."""
+        return {"Delete": {"TableName": self._name, "Key": self.key(item)}}
+
+    async def transact(self, operations: list[dict[str, Any]], *, token: str) -> bool:
+        """Write all or nothing; False when a condition does not hold.
+
+        False may also follow a sending whose answer was lost and which did write: who must know looks at the log.
+        """
+        answer = await self.send(
+            "transact_write_items",
+            foreseen=Verdict.CONDITION,
+            did="It is not known whether the transaction took place; the next call finds out.",
+            TransactItems=operations,
+            ClientRequestToken=token,
+        )
+        return answer is not None
+
+    async def get(self, item: str) -> Item | None:
+        """Return an item; None when it is not there."""
+        answer = await self._ask("get_item", TableName=self._name, Key=self.key(item), ConsistentRead=True)
+        found: Item | None = answer.get("Item")
+        return found
+
+    async def put_new(self, item: str, attributes: Item) -> bool:
+        """Put an item that is not there; False when it is."""
+        answer = await self.send(
+            "put_item",
+            foreseen=Verdict.CONDITION,
+            TableName=self._name,
+            Item=self.key(item) | attributes,
+            ConditionExpression="attribute_not_exists(pipeline)",
+        )
+        return answer is not None
+
+    async def between(self, first: str, last: str, *, names: Iterable[str] = ()) -> AsyncIterator[Item]:
+        """Yield the items from one sort key to another, in order; ``names``: only these attributes."""
+        request: dict[str, Any] = {
+            "TableName": self._name,
+            "KeyConditionExpression": "pipeline = :p AND #item BETWEEN :first AND :last",
+            "ExpressionAttributeNames": {"#item": "item"} | {f"#{name}": name for name in names},
+            "ExpressionAttributeValues": {
+                ":p": {"S": self.partition},
+                ":first": {"S": first},
+                ":last": {"S": last},
+            },
+            "ConsistentRead": True,
+        }
+        if names:
+            request["ProjectionExpression"] = ", ".join(f"#{name}" for name in names)
+        while True:
+            page = await self._ask("query", **request)
+            for item in page["Items"]:
+                yield item
+            if "LastEvaluatedKey" not in page:
+                return
+            request["ExclusiveStartKey"] = page["LastEvaluatedKey"]
+
+    async def keep(self, data: bytes, blob: str) -> Value:
+        """Return a value that holds ``data``. A long one's parts are written now, as waste, under the unique id."""
+        return Value(data) if len(data) <= INLINE_BYTES else await self._keep_apart(data, blob)
+
+    async def _keep_apart(self, data: bytes, blob: str) -> Value:
+        pieces = [data[at : at + INLINE_BYTES] for at in range(0, len(data), INLINE_BYTES)]
+        value = Value(blob=blob, parts=len(pieces))
+        await self.put_waste(value)
+        for part, piece in enumerate(pieces):
+            await self.put_part(value, part, piece)
+        return value
+
+    async def put_waste(self, value: Value) -> None:
+        """Note that nothing names a value, before its first part is written."""
+        await self._put(f"waste#{value.blob}", {"parts": {"N": str(value.parts)}})
+
+    async def put_part(self, value: Value, part: int, piece: bytes) -> None:
+        """Write a part of a value."""
+        assert value.blob is not None, "it is kept apart"
+        await self._put(_part_key(value.blob, part), {"data": {"B": piece}})
+
+    async def _put(self, item: str, attributes: Item) -> None:
+        await self._ask("put_item", TableName=self._name, Item=self.key(item) | attributes)
+
+    def named(self, *values: Value | None) -> list[dict[str, Any]]:
+        """Return what a transaction that names these values must do: they are no waste any more."""
+        return [self.delete(f"waste#{each.blob}") for each in values if each and each.blob]
+
+    def claimed(self, value: Value) -> list[dict[str, Any]]:
+        """Return as ``named`` does, for a value that a sweep may have taken: then the transaction fails."""
+        condition = {
+            "ConditionExpression": "attribute_exists(pipeline) AND attribute_not_exists(#taken)",
+            "ExpressionAttributeNames": {"#taken": _TAKEN},
+        }
+        return [{"Delete": told["Delete"] | condition} for told in self.named(value)]
+
+    def unnamed(self, value: Value | None) -> list[dict[str, Any]]:
+        """Return what a transaction that names a value no longer must do."""
+        if value is None or value.blob is None:
+            return []
+        return [self.put(f"waste#{value.blob}", {"parts": {"N": str(value.parts)}})]
+
+    async def bytes_of(self, value: Value) -> bytes | None:
+        """Return a value's bytes; None when parts of it are gone."""
+        if value.blob is None:
+            return value.data
+        last = _part_key(value.blob, value.parts)
+        found = [bytes(item["data"]["B"]) async for item in self.between(_part_key(value.blob, 0), last)]
+        return b"".join(found) if len(found) == value.parts else None
+
+    async def waste(self) -> list[Value]:
+        """Return values that nothing names, among them those of transactions that are under way."""
+        found = self.between("waste#", "waste#~", names=("item", "parts"))
+        return [
+            Value(blob=item["item"]["S"].removeprefix("waste#"), parts=int(item["parts"]["N"]))
+            async for item in found
+        ]
+
+    async def is_waste(self, value: Value) -> bool:
+        """Whether nothing names a value, and no sweep has taken it."""
+        found = await self.get(f"waste#{value.blob}")
+        return found is not None and _TAKEN not in found
+
+    async def discard(self, value: Value) -> None:
+        """Delete a value if it is waste. From the first step on no transaction can name it any more."""
+        answer = await self.send(
+            "put_item",
+            foreseen=Verdict.CONDITION,
+            TableName=self._name,
+            Item=self.key(f"waste#{value.blob}") | {"parts": {"N": str(value.parts)}, _TAKEN: {"N": "1"}},
+            ConditionExpression="attribute_exists(pipeline)",
+        )
+        if answer is not None:
+            await self.delete_value(value)
+
+    async def delete_value(self, value: Value) -> None:
+        """Delete a value's parts, if it has any, and then what says that it is waste."""
+        parts = [_part_key(value.blob, part) for part in range(value.parts) if value.blob]
+        await self.delete_items(parts)
+        await self.delete_items([f"waste#{value.blob}"] if parts else [])
+
+    async def delete_items(self, items: list[str]) -> None:
+        """Delete items; those that are gone do not matter. LedgerError when some are left: nothing relies on it."""
+        for at in range(0, len(items), _BATCH):
+            left = [{"DeleteRequest": {"Key": self.key(item)}} for item in items[at : at + _BATCH]]
+            turn = 0
+            while True:
+                answer = await self._ask("batch_write_item", RequestItems={self._name: left})
+                left = answer.get("UnprocessedItems", {}).get(self._name, [])
+                if not left:
+                    break
+                # Throttled in part.
+                turn += 1
+                if turn == _SENDINGS:
+                    raise LedgerError(
+                        f"DynamoDB does not delete items of the table {self._name}: it is throttled.",
+                        did="The next sweep goes on with it.",
+                        table=self._name,
+                    )
+                await self._clock.sleep(backoff_s(turn, self._jitter()))
+
+
+def _part_key(blob: str, part: int) -> str:
+    return f"blob#{blob}#{part:06d}"

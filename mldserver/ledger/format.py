@@ -1,0 +1,367 @@
+"""Between a ledger's changes and what stores keep of them: rows of plain values, and bytes. Pure.
+
+Format 6, which every kind of ledger shares. Changes are an object of ``totals`` (absent when unchanged) and ``shards``,
+``windows``, ``servers``, ``late``, ``letters``, ``shapes``: each row, a list of values, by its key; null: it went.
+Sequence numbers are decimal text. The last value of a window are its segments, ``[n, [segment …]]``: the first n that the
+version before held, then these, so that a flush into a window of a thousand segments writes one.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import orjson
+
+from mldserver.ledger.book import Changes, LetterItem, ServerRow, ShardRow, Totals, segments_of
+from mldserver.ledger.contract import (
+    BatchProgress,
+    Segment,
+    SegmentKind,
+    ServerState,
+    ShardState,
+    WindowEntry,
+    WindowState,
+    storable,
+)
+from mldserver.records import DeadLetter, Sequence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+__all__ = [
+    "FORMAT",
+    "LetterKeys",
+    "changes_of",
+    "keys_of",
+    "letter_of",
+    "letter_row",
+    "pack_changes",
+    "pack_keys",
+    "pack_letters",
+    "rows_of",
+    "unpack_changes",
+    "unpack_keys",
+    "unpack_letters",
+]
+
+FORMAT: Final = 6
+
+Rows = dict[str, Any]
+"""Changes as rows of plain values."""
+
+LetterKeys = tuple[tuple[str, str, Sequence] | None, ...]
+"""Shard, key and sequence of each of an item's letters; None for one without a key."""
+
+_T = TypeVar("_T")
+_STATES: Final = {each.value: each for each in WindowState}
+_KINDS: Final = {each.value: each for each in SegmentKind}
+_LENGTH: Final = 4
+"""Bytes of the length before the letters' JSON."""
+_DATA: Final = 4
+"""Where the payload is in a letter's row."""
+
+
+def rows_of(changes: Changes, windows: Mapping[str, WindowEntry]) -> Rows:
+    """Return changes as rows; ``windows`` are those of the version before."""
+    rows: Rows = {
+        "shards": _pack(changes.shards, _shard_row),
+        "windows": {
+            key: None if entry is None else _window_row(entry, windows.get(key))
+            for key, entry in changes.windows.items()
+        },
+        "servers": _pack(changes.servers, _server_row),
+        "late": _pack(changes.late, _late_row),
+        "letters": _pack(changes.letters, _letters_row),
+        "shapes": _pack(changes.shapes, lambda text: [text]),
+    }
+    if changes.totals is not None:
+        rows["totals"] = _totals_row(changes.totals)
+    return rows
+
+
+def changes_of(rows: Rows, windows: Mapping[str, WindowEntry]) -> Changes:
+    """Return the changes that ``rows_of`` made rows of. Raises ValueError for rows that are none."""
+    try:
+        return Changes(
+            totals=_totals(rows["totals"]) if "totals" in rows else None,
+            shards=_unpack(rows["shards"], _shard),
+            windows={
+                key: None if row is None else _window(key, row, windows.get(key))
+                for key, row in rows["windows"].items()
+            },
+            servers=_unpack(rows["servers"], _server),
+            late=_unpack(rows["late"], _late),
+            letters=_unpack(rows["letters"], _letters),
+            shapes=_unpack(rows["shapes"], lambda _, row: str(row[0])),
+        )
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def pack_changes(changes: Changes, windows: Mapping[str, WindowEntry]) -> bytes:
+    """Return changes as compressed bytes; ``windows`` are those of the version before."""
+    return zlib.compress(orjson.dumps(rows_of(changes, windows)))
+
+
+def unpack_changes(data: bytes, windows: Mapping[str, WindowEntry]) -> Changes:
+    """Return the changes that ``pack_changes`` made bytes of. Raises ValueError for bytes that are none."""
+    try:
+        return changes_of(orjson.loads(zlib.decompress(data)), windows)
+    except zlib.error as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def _pack(rows: Mapping[str, _T | None], pack: Callable[[_T], list[Any]]) -> dict[str, list[Any] | None]:
+    return {key: None if row is None else pack(row) for key, row in rows.items()}
+
+
+def _unpack(rows: dict[str, Any], unpack: Callable[[str, list[Any]], _T]) -> dict[str, _T | None]:
+    return {key: None if row is None else unpack(key, row) for key, row in rows.items()}
+
+
+def _totals_row(totals: Totals) -> list[Any]:
+    progress = totals.batch_progress
+    return [
+        totals.clock,
+        totals.dead_letters,
+        totals.lives,
+        totals.cut_below_ms,
+        [progress.number, progress.rows, progress.opened_ms],
+        totals.ledger_id,
+        totals.folder,
+        totals.claims,
+        totals.shape,
+        int(totals.draining),
+    ]
+
+
+def _totals(row: list[Any]) -> Totals:
+    clock, dead_letters, lives, cut_below_ms, progress, ledger_id, folder, claims, shape, draining = row
+    counts = (clock, BatchProgress(*progress), dead_letters, lives, cut_below_ms)
+    return Totals(*counts, ledger_id, folder, claims, shape, draining=bool(draining))
+
+
+def _sequence_row(sequence: Sequence | None) -> list[Any] | None:
+    return None if sequence is None else [str(sequence.number), sequence.sub]
+
+
+def _sequence(row: list[Any]) -> Sequence:
+    return Sequence(int(row[0]), row[1])
+
+
+def _shard_row(row: ShardRow) -> list[Any]:
+    state = row.state
+    return [
+        state.epoch,
+        _sequence_row(state.position),
+        state.effective_ms,
+        state.event_ms,
+        row.ended_ms,
+        state.parents,
+        state.owner,
+        int(state.gap_accepted),
+    ]
+
+
+def _shard(shard_id: str, row: list[Any]) -> ShardRow:
+    epoch, position, effective_ms, event_ms, ended_ms, parents, owner, gap_accepted = row
+    state = ShardState(
+        shard_id,
+        epoch,
+        None if position is None else _sequence(position),
+        effective_ms,
+        event_ms,
+        ended=ended_ms is not None,
+        parents=tuple(parents),
+        owner=owner,
+        gap_accepted=bool(gap_accepted),
+    )
+    return ShardRow(state, ended_ms)
+
+
+def _server_row(row: ServerRow) -> list[Any]:
+    state = row.state
+    beat = [state.beat_ms, state.watermark_ms, int(state.idle), state.held_by, state.reason, state.shape]
+    return [row.life, *beat]
+
+
+def _server(server_id: str, row: list[Any]) -> ServerRow:
+    life, beat_ms, watermark_ms, idle, *told = row
+    return ServerRow(ServerState(server_id, beat_ms, watermark_ms, bool(idle), *told), life)
+
+
+def _letters_row(item: LetterItem) -> list[Any]:
+    return [item.count, f"{item.wanted:x}", f"{item.gone:x}"]
+
+
+def _letters(_version: str, row: list[Any]) -> LetterItem:
+    count, wanted, gone = row
+    return LetterItem(count, int(wanted, 16), int(gone, 16))
+
+
+def _late_row(segment: Segment) -> list[Any]:
+    return [segment.window_id, segment.rows, segment.bytes, segment.start_ms, segment.end_ms]
+
+
+def _late(path: str, row: list[Any]) -> Segment:
+    window_id, rows, size, start_ms, end_ms = row
+    return Segment(path, window_id, rows, size, start_ms, end_ms, SegmentKind.LATE)
+
+
+def _window_row(entry: WindowEntry, before: WindowEntry | None) -> list[Any]:
+    now, known = segments_of(entry), segments_of(before)
+    kept = len(known)
+    if now[:kept] != known:
+        pairs = enumerate(zip(now, known, strict=False))
+        kept = next((number for number, (each, old) in pairs if each != old), min(len(now), len(known)))
+    return [
+        entry.state.value,
+        entry.start_ms,
+        entry.end_ms,
+        entry.revision,
+        entry.attempt,
+        entry.owner,
+        int(entry.retained),
+        entry.published_ms,
+        entry.staging,
+        entry.files,
+        entry.rows_in,
+        entry.rows_out,
+        entry.error,
+        [kept, [[each.path, each.kind.value, each.revision, each.rows, each.bytes] for each in now[kept:]]],
+    ]
+
+
+def _window(window_id: str, row: list[Any], before: WindowEntry | None) -> WindowEntry:
+    state, start_ms, end_ms, revision, attempt, owner, retained, *middle, (kept, added) = row
+    published_ms, staging, files, rows_in, rows_out, error = middle
+    known = segments_of(before)
+    if kept > len(known):
+        raise ValueError(f"{window_id} goes on from {kept} segments, and had {len(known)}")
+    segments = known[:kept] + tuple(
+        Segment(path, window_id, rows, size, start_ms, end_ms, _KINDS[kind], taken)
+        for path, kind, taken, rows, size in added
+    )
+    waiting = len(segments)
+    # What waits for the next revision came last.
+    while (
+        waiting and segments[waiting - 1].kind is SegmentKind.RECOMPUTE and not segments[waiting - 1].revision
+    ):
+        waiting -= 1
+    return WindowEntry(
+        window_id,
+        _STATES[state],
+        start_ms,
+        end_ms,
+        revision,
+        attempt,
+        owner,
+        segments[:waiting],
+        segments[waiting:],
+        bool(retained),
+        published_ms,
+        staging,
+        tuple(files),
+        rows_in,
+        rows_out,
+        error,
+    )
+
+
+def letter_row(letter: DeadLetter) -> list[Any]:
+    """Return a dead letter as plain values."""
+    key, behind = letter.partition_key, letter.parked_behind
+    return [
+        letter.shard_id,
+        str(letter.sequence.number),
+        letter.sequence.sub,
+        None if key is None else storable(key),
+        letter.data,
+        letter.arrival_ms,
+        letter.attempts,
+        storable(letter.error),
+        storable(letter.traceback),
+        storable(letter.handler),
+        letter.at_ms,
+        None if behind is None else str(behind),
+        storable(letter.handler_version),
+    ]
+
+
+def letter_of(row: Iterable[Any]) -> DeadLetter:
+    """Return the dead letter that ``letter_row`` made a row of."""
+    (
+        shard_id,
+        number,
+        sub,
+        key,
+        data,
+        arrival_ms,
+        attempts,
+        error,
+        traceback,
+        handler,
+        at_ms,
+        text,
+        version,
+    ) = row
+    behind = None
+    if text is not None:
+        before, _, part = text.partition("/")
+        behind = Sequence(int(before), int(part or 0))
+    failure = (attempts, error, traceback, handler, at_ms, behind, version)
+    return DeadLetter(shard_id, Sequence(int(number), sub), key, data, arrival_ms, *failure)
+
+
+def pack_letters(letters: tuple[DeadLetter, ...]) -> bytes:
+    """Return dead letters as bytes: the length of a JSON array, the array, then all payloads one after another."""
+    rows = [letter_row(letter) for letter in letters]
+    for row in rows:
+        row[_DATA] = len(row[_DATA])
+    head = orjson.dumps(rows)
+    return zlib.compress(
+        b"".join((len(head).to_bytes(_LENGTH, "big"), head, *(letter.data for letter in letters)))
+    )
+
+
+def unpack_letters(packed: bytes) -> tuple[DeadLetter, ...]:
+    """Return the letters that ``pack_letters`` made bytes of. Raises ValueError for bytes that are none."""
+    try:
+        data = memoryview(zlib.decompress(packed))
+        at = _LENGTH + int.from_bytes(data[:_LENGTH], "big")
+        letters = []
+        for row in orjson.loads(data[_LENGTH:at]):
+            size = row[_DATA]
+            row[_DATA] = bytes(data[at : at + size])
+            at += size
+            letters.append(letter_of(row))
+    except (zlib.error, TypeError, IndexError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    return tuple(letters)
+
+
+def keys_of(letters: tuple[DeadLetter, ...]) -> LetterKeys:
+    """Return what parks records behind these letters."""
+    return tuple(
+        None if each.partition_key is None else (each.shard_id, each.partition_key, each.sequence)
+        for each in letters
+    )
+
+
+def pack_keys(letters: tuple[DeadLetter, ...]) -> bytes:
+    """Return the keys of letters as bytes: an array of [shard, key, sequence], null for a letter without a key."""
+    rows = [
+        None if each is None else [each[0], storable(each[1]), _sequence_row(each[2])]
+        for each in keys_of(letters)
+    ]
+    return zlib.compress(orjson.dumps(rows))
+
+
+def unpack_keys(packed: bytes) -> LetterKeys:
+    """Return the keys that ``pack_keys`` made bytes of. Raises ValueError for bytes that are none."""
+    try:
+        rows = orjson.loads(zlib.decompress(packed))
+        return tuple(None if row is None else (row[0], row[1], _sequence(row[2])) for row in rows)
+    except (zlib.error, TypeError, IndexError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,395 @@
+"""The ledger: the one durable record of positions, segments, windows and dead letters.
+
+It is the only place that decides what counts. Rows count when the transaction that moves their shard's position
+registers their segment; a window's output counts when the transaction that commits it succeeds. Every method of
+``Ledger`` is one transaction: it happens wholly or not at all, whatever dies.
+
+A transaction is a *rule* (``member_rules.py``, ``flush_rules.py``, ``window_rules.py``, ``letter_rules.py``): plain code that reads and
+changes a draft of the ledger's next version (``book.py``). A store (``sqlite.py``, for servers of one host; ``dynamodb.py``)
+keeps a book up to date with what other servers write, and writes down what a draft changes.
+
+Several servers may share a ledger. Each registers under an id of its own and beats; a server that has not beaten for
+long is *buried* by another: its row goes, so that whatever it still tries is refused (``ServerBuried``), its windows
+are adopted, and only then are its unregistered files deleted. A server that opens the ledger under an id that is
+registered buries the one that had it. Shards are fenced by epochs, windows by attempts.
+
+A server registers with ``open``; then every call may follow. A tool opens the ledger with ``peek``; then only
+``peek``, ``find``, ``end_shards``, ``decide``, ``accept_gap``, ``reset``, ``drain``, ``close`` and those of dead letters
+may, else InternalError. Of a server that was buried, or has left, every call that writes raises ServerBuried, except
+``leave`` and those.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
+
+from mldserver.errors import InternalError
+from mldserver.ledger import flush_rules, letter_rules, member_rules, window_rules
+from mldserver.ledger.book import Book
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from mldserver.base.clock import Clock
+    from mldserver.ledger.book import Draft
+    from mldserver.ledger.contract import (
+        Commit,
+        Decision,
+        Flush,
+        FlushResult,
+        LedgerState,
+        Segment,
+        ServerState,
+        ShapeChange,
+        ShardState,
+        StoredLetter,
+        WindowEntry,
+    )
+    from mldserver.records import DeadLetter, Sequence
+
+__all__ = ["Ledger", "Transaction"]
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_S = TypeVar("_S")
+
+
+@dataclass(frozen=True, slots=True)
+class Transaction(Generic[_T]):
+    """A rule and what it is called with."""
+
+    rule: Callable[..., _T]
+    args: tuple[Any, ...] = ()
+    fields: Mapping[str, Any] | None = None
+    member: tuple[str, int] | None = None
+    """The server, and its life, that must be registered still."""
+
+    def run(self, draft: Draft) -> _T:
+        """Let the rule change a draft. Raises ServerBuried."""
+        if self.member is not None:
+            member_rules.require(draft, *self.member)
+        return self.rule(draft, *self.args, **(self.fields or {}))
+
+
+class Ledger(abc.ABC):
+    """One pipeline's ledger. Every method is one transaction, done when it returns. Raises LedgerError."""
+
+    def __init__(self, server_id: str, clock: Clock) -> None:
+        """``server_id``: the id under which this server is, or will be, registered."""
+        self.server_id = server_id
+        self._clock = clock
+        self._life: int | None = None
+        """Which registration of its id this server is; None for a tool."""
+
+    # What a store does.
+
+    @abc.abstractmethod
+    async def _connect(self, *, create: bool) -> None:
+        """Reach for the store, unless that is done; ``create``: make the ledger where there is none."""
+
+    @abc.abstractmethod
+    async def _look(self, read: Callable[[Book], _T]) -> _T:
+        """Return what ``read`` finds in the latest book."""
+
+    @abc.abstractmethod
+    async def _transact(self, transaction: Transaction[_T], read: Callable[[Book], _S]) -> tuple[_T, _S]:
+        """Run a transaction on the latest book; return what came of it, and what ``read`` finds in the book then."""
+
+    @abc.abstractmethod
+    async def close(self) -> None:
+        """Close after every call that was made before; no call may follow (InternalError). May be repeated."""
+
+    # Servers.
+
+    async def open(self) -> LedgerState:
+        """Create or open the ledger, register this server, and return what the ledger holds. Closed after an error.
+
+        Who had this id before is buried. Without a first ``sync`` this server holds the watermark (None, not idle).
+        Raises LedgerVersionError for a newer or foreign ledger, LedgerError for a damaged one; never repairs.
+        """
+        async with contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(self.close)
+            if self._life is not None:
+                raise InternalError("The ledger is open already.")
+            await self._connect(create=True)
+            enter = Transaction(member_rules.enter, (self.server_id, self._clock.now_ms()))
+            life, state = await self._transact(enter, Book.state)
+            self._life = life
+            undo.pop_all()
+        return state
+
+    async def peek(self) -> LedgerState:
+        """Return what the ledger holds, opening it when it is not open, without registering: for tools.
+
+        Creates nothing: raises LedgerError when there is no ledger, and else as ``open``. Close it also after an error.
+        """
+        await self._connect(create=False)
+        return await self._look(Book.state)
+
+    async def sync(self, told: ServerState, since: int = 0) -> LedgerState:
+        """Beat: keep what the server tells (``beat_ms`` too), and return what the ledger holds now.
+
+        ``since``: the ``version`` of a state that the caller has already: of windows only the news are returned, unless
+        some that it may not have heard of are gone; the answer's ``since`` says which. So it is cheap however many
+        windows are retained. Raises InternalError when ``told`` is of another server.
+        """
+        beat = Transaction(member_rules.beat, (told, self.server_id), member=self._registered())
+        return (await self._transact(beat, lambda book: book.state(since)))[1]
+
+    async def find(self, window_ids: tuple[str, ...]) -> tuple[WindowEntry, ...]:
+        """Return windows as they are, also those that are published and not retained; unknown ones are left out."""
+        return await self._look(
+            lambda book: tuple(book.windows[each] for each in window_ids if each in book.windows)
+        )
+
+    async def bury(self, seen: Mapping[str, int]) -> frozenset[str]:
+        """Remove servers whose last beat (ms) is still the one that was seen; return those that are gone.
+
+        One that has beaten since lives, whatever the clocks say: beats are compared for equality alone. Those that were
+        gone already, or never there, are returned too. Their shards lose their owner; their windows (CUT, COMMITTED)
+        may be adopted. A server never buries itself.
+        """
+        return await self._member(member_rules.bury, dict(seen), self.server_id)
+
+    async def claim(self, folder: str, *, instead_of: str | None = None) -> LedgerState:
+        """Be the ledger of an output folder, unless it is another's; return what it holds then.
+
+        ``instead_of``: if that is its ``ledger_id`` still, it gets a new one and the folder: what was written under the
+        old one, and is not named, is not this ledger's any more. All other servers are removed, as if buried.
+        """
+        claim = Transaction(
+            member_rules.claim, (folder, instead_of, self.server_id), member=self._registered()
+        )
+        return (await self._transact(claim, Book.state))[1]
+
+    async def leave(self) -> None:
+        """Take this server's row out: an orderly stop. Its shards and windows lose their owner.
+
+        Without effect when it is out already.
+        """
+        await self._tool(member_rules.leave, *self._registered())
+
+    async def declare(self, change: ShapeChange, *, version: int) -> bool:
+        """Note the shape of this server's rows (``coordinator/core/shape.py``), which from now on is the pipeline's.
+
+        False, and nothing happened: it is another than the pipeline's, and the ledger is not as it was at ``version``
+        any more. So who has looked at all servers and segments of that version has decided rightly, and servers that run
+        at the same time have the same one. Where no other server has declared one, a drain is over. A pipeline that has
+        its former name still gets the new one.
+        """
+        return await self._member(member_rules.declare, self.server_id, change, version, self._clock.now_ms())
+
+    async def drain(self) -> None:
+        """Ask all servers to drain: to take nothing more in, publish what they have, and leave."""
+        await self._tool(member_rules.drain)
+
+    # Shards.
+
+    async def open_shard(self, shard_id: str, parents: tuple[str, ...] = ()) -> ShardState:
+        """Raise the shard's epoch (creating the shard when it is new), own it, and return its state with that epoch.
+
+        ``gap_accepted`` is returned once and cleared.
+        """
+        return await self._member(member_rules.open_shard, shard_id, parents, self.server_id)
+
+    async def release_shard(self, shard_id: str, epoch: int) -> None:
+        """Give up owning a shard whose lease or connection is gone; nothing happens under another epoch."""
+        await self._member(member_rules.release_shard, shard_id, epoch)
+
+    async def know_shards(self, parents_by_shard: dict[str, tuple[str, ...]]) -> None:
+        """Note shards that the stream lists, with their parents. Epochs and positions stay."""
+        await self._member(member_rules.know_shards, dict(parents_by_shard))
+
+    async def end_shards(self, shard_ids: frozenset[str]) -> None:
+        """Mark shards as ended that the operator or the stream says will never come back."""
+        await self._tool(member_rules.end_shards, sorted(shard_ids), self._clock.now_ms())
+
+    async def accept_gap(self, shard_id: str) -> bool:
+        """Let the next opening of a shard start beyond its position. False: no such shard."""
+        return await self._tool(member_rules.accept_gap, shard_id)
+
+    async def reset(self, shard_ids: frozenset[str]) -> frozenset[str]:
+        """Forget positions, times and ends of shards without an owner, so that they are read again.
+
+        Returns which those were. Their epochs are raised, so that nothing that is under way moves them.
+        """
+        return await self._tool(member_rules.reset, sorted(shard_ids))
+
+    # Rows.
+
+    async def register(self, flush: Flush) -> FlushResult:
+        """Register a flush as a whole, or refuse it as a whole before anything is written.
+
+        A window is cut when its entry says so or, without an entry, when it ends at or before ``cut_below_ms``.
+        RECOMPUTE segments of a retained window (SET_ASIDE ones too) become ``pending``. The rows of ``batches`` are
+        added to those that other servers have put in since the plan, and refused when the window would have more
+        than ``max_rows``, or another has been begun: so none ever has more. Raises InternalError when a
+        position would go down, a path is registered twice, a segment's bounds are not those of its window, or a
+        RECOMPUTE segment's window is OPEN.
+        """
+        return await self._member(flush_rules.register, flush, self._clock.now_ms())
+
+    async def late_published(self, paths: tuple[str, ...]) -> None:
+        """Note that files of the late dataset are visible."""
+        await self._member(window_rules.late_published, paths)
+
+    # Windows.
+
+    async def cut(self, window_ids: tuple[str, ...]) -> tuple[WindowEntry, ...]:
+        """Fix the segments of windows and own them; those that cannot be cut are left out of the answer.
+
+        An OPEN window becomes CUT at revision 1; a PUBLISHED one with pending segments becomes CUT at the next
+        revision, over all its segments; ``files``, ``rows_out`` and ``published_ms`` stay those of the revision
+        that is visible, until the commit. ``batch_progress`` goes on behind a ``batches`` window that is cut: its
+        number, told by its id, is never given again.
+        """
+        return await self._member(window_rules.cut, window_ids, self.server_id)
+
+    async def adopt(self) -> tuple[WindowEntry, ...]:
+        """Own every CUT or COMMITTED window that has no owner, and return them."""
+        return await self._member(window_rules.adopt, self.server_id)
+
+    async def begin_attempts(self, window_ids: tuple[str, ...]) -> dict[str, int]:
+        """Count an attempt at each of these windows that is CUT and this server's still; return their numbers."""
+        return await self._member(window_rules.begin_attempts, window_ids, self.server_id)
+
+    async def commit(self, commits: tuple[Commit, ...]) -> frozenset[str]:
+        """Make attempts' outputs count, together; return the windows for which it happened.
+
+        Left out are windows that are not CUT any more, not ours, or have a newer attempt.
+        """
+        return await self._member(window_rules.commit, commits, self.server_id)
+
+    async def published(self, attempts: Mapping[str, int], *, retain: bool = True) -> tuple[Segment, ...]:
+        """Note that outputs are visible; return the segments that are now free to delete (of windows not retained).
+
+        ``attempts``: of each window the attempt whose output was made visible. Passed over are windows that are not
+        COMMITTED with that attempt, or not this server's, any more: who repeats a call whose answer was lost says
+        nothing of the revision that another server has committed meanwhile. ``retain=False``: late rows lead to no
+        revision, so that the windows are not retained, but for those with pending segments. Entries stay until they
+        are pruned.
+        """
+        now_ms = self._clock.now_ms()
+        return await self._member(
+            window_rules.published, dict(attempts), self.server_id, retain=retain, now_ms=now_ms
+        )
+
+    async def set_aside(self, window_id: str, error: str) -> None:
+        """Put a window aside with its segments, after its last attempt, if it is CUT and this server's still."""
+        await self._member(window_rules.set_aside, window_id, error, self.server_id)
+
+    async def halt(self, window_id: str, error: str, *, first: bool) -> bool:
+        """Keep why a CUT or COMMITTED window of this server is halted, until it commits or is published.
+
+        False: it is neither, or not ours, any more; or not ``first``, and the error is gone: an operator wants a retry.
+        """
+        return await self._member(window_rules.halt, window_id, error, self.server_id, first=first)
+
+    async def decide(self, window_id: str, decision: Decision) -> bool:
+        """Do what an operator decides about a window that is halted or SET_ASIDE. False: it is none.
+
+        ``retry`` forgets the error: its server tries a halted one at once, any may adopt the other, which is CUT again.
+        ``set_aside`` is for halted ones that are CUT. ``skip`` makes a window that is CUT or SET_ASIDE PUBLISHED, with no
+        new output: what its last revision wrote stays. It keeps its error; its pending segments join the present
+        revision, which is retained as any other; rows that come later go to the late dataset (``expired_windows``).
+        """
+        return await self._tool(window_rules.decide, window_id, decision, self._clock.now_ms())
+
+    async def expire(
+        self, *, published_before_ms: int, keep_bytes: int, limit: int = 1000
+    ) -> tuple[Segment, ...]:
+        """Stop retaining PUBLISHED windows, and return the segments to delete.
+
+        First all published before a time, then those published longest ago until the segments of all PUBLISHED
+        windows take at most ``keep_bytes``. Windows with pending segments stay. At most ``limit`` windows a call: when
+        the answer is of so many, more may follow.
+        """
+        return await self._member(
+            window_rules.expire, published_before_ms=published_before_ms, keep_bytes=keep_bytes, limit=limit
+        )
+
+    async def prune(
+        self,
+        *,
+        windows_before_ms: int,
+        shards_before_ms: int,
+        keep_shards: frozenset[str] = frozenset(),
+        limit: int = 10_000,
+    ) -> int:
+        """Forget windows published and not retained, and shards ended, before those times (ms), but for ``keep_shards``.
+
+        A window that ends after ``windows_before_ms`` stays, whenever it was published (a row from the future, and a
+        quiet stream): ``cut_below_ms`` would close every window up to its end for good.
+        Returns how many rows went. At most ``limit`` windows a call, those published longest ago: when so many rows
+        went, more may follow. Windows that are retained stay (``expire`` them first).
+        A pruned shard that comes back is a new one, all of whose records count again: ``shards_before_ms`` must lie
+        further back than the stream keeps records, unless all of which it keeps any are among ``keep_shards``.
+        """
+        return await self._member(
+            member_rules.prune,
+            windows_before_ms=windows_before_ms,
+            shards_before_ms=shards_before_ms,
+            keep_shards=keep_shards,
+            limit=limit,
+        )
+
+    # Dead letters. Tools may call all of it.
+
+    async def dead_letters(self, limit: int = 100) -> tuple[DeadLetter, ...]:
+        """Return stored dead letters, oldest first."""
+        return tuple(each.letter for each in await self.letters(limit=limit))
+
+    @abc.abstractmethod
+    async def letters(
+        self, *, after: str | None = None, limit: int = 100, wanted: bool = False
+    ) -> tuple[StoredLetter, ...]:
+        """Return a page of letters in order of storage: those behind the id ``after``; ``wanted``: only marked ones."""
+
+    @abc.abstractmethod
+    async def parked_keys(self, shard_id: str) -> dict[str, Sequence]:
+        """Return the partition keys of a shard's stored dead letters, each with the sequence of the first.
+
+        The first in the shard's order, not in that of storage: a letter that failed again is stored anew.
+
+        Later records of these keys wait (``on_key_failure = park``). Letters without a key park nothing.
+        """
+
+    async def redrive(self, ids: tuple[str, ...], *, wanted: bool = True) -> frozenset[str]:
+        """Mark letters to be redriven, or (``wanted=False``) take the mark away; return those that are there."""
+        return await self._tool(letter_rules.mark, ids, wanted=wanted)
+
+    async def purge(self, ids: tuple[str, ...]) -> frozenset[str]:
+        """Delete letters for good, at most LETTERS_AT_ONCE; return those that were there."""
+        return await self._tool(letter_rules.remove, ids)
+
+    async def add_letters(self, new: tuple[DeadLetter, ...], *, wanted: bool = False) -> None:
+        """Store letters that come from elsewhere, marked or not."""
+        await self._tool(letter_rules.store, new, wanted=wanted)
+
+    # Who may.
+
+    def _registered(self) -> tuple[str, int]:
+        """Return the server and its life. Raises InternalError for a tool."""
+        if self._life is None:
+            raise InternalError("The ledger was not opened by a server.")
+        return self.server_id, self._life
+
+    async def _member(
+        self, rule: Callable[Concatenate[Draft, _P], _T], *args: _P.args, **fields: _P.kwargs
+    ) -> _T:
+        """Run a rule that only a registered server may use."""
+        transaction = Transaction(rule, args, fields, self._registered())
+        return (await self._transact(transaction, _nothing))[0]
+
+    async def _tool(
+        self, rule: Callable[Concatenate[Draft, _P], _T], *args: _P.args, **fields: _P.kwargs
+    ) -> _T:
+        """Run a rule that anyone may use."""
+        return (await self._transact(Transaction(rule, args, fields), _nothing))[0]
+
+
+def _nothing(_: Book) -> None:
+    """Find nothing."""

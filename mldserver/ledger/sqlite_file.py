@@ -1,0 +1,262 @@
+"""The ledger's file: found or created, examined, and set up, without a word about what it holds; its errors in our words.
+
+Several processes may do this to one file at the same time: what decides is asked again inside the transaction that
+creates it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import time
+from typing import TYPE_CHECKING, Final
+
+from mldserver.base.disk import make_folder
+from mldserver.errors import (
+    InternalError,
+    LedgerError,
+    LedgerUnusable,
+    LedgerVersionError,
+    MldserverError,
+    folder_error,
+)
+from mldserver.ledger import sqlite_schema
+from mldserver.ledger.format import FORMAT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["copy_whole", "create_or_open", "damaged", "open_existing", "pipeline_of", "translate"]
+
+_WAL_TRIES = 100
+_WAL_PAUSE_SECONDS = 0.02
+
+_ROLLED_BACK: Final = "The transaction was rolled back."
+_DAMAGED: Final = (
+    "The ledger is damaged",
+    "It is never repaired silently: bring back a backup with `mldserver ledger restore`.",
+)
+_UNWRITABLE: Final = (
+    "The ledger cannot be opened for writing",
+    "Check the file, its folder and their permissions.",
+)
+_FAULTS: Final[dict[int, tuple[str, str]]] = {
+    sqlite3.SQLITE_FULL: (
+        "The disk that holds the ledger is full",
+        "Make room: the next transaction succeeds as soon as there is some.",
+    ),
+    sqlite3.SQLITE_IOERR: (
+        "The disk that holds the ledger failed",
+        "Look at the disk and at the system's log.",
+    ),
+    sqlite3.SQLITE_BUSY: (
+        "Another program holds the ledger's write lock",
+        "Close tools that have the ledger's file open for writing.",
+    ),
+    sqlite3.SQLITE_CORRUPT: _DAMAGED,
+    sqlite3.SQLITE_NOTADB: _DAMAGED,
+    sqlite3.SQLITE_READONLY: _UNWRITABLE,
+    sqlite3.SQLITE_CANTOPEN: _UNWRITABLE,
+    sqlite3.SQLITE_PERM: _UNWRITABLE,
+}
+"""By primary result code: what happened, and what to do about it."""
+
+
+def create_or_open(
+    path: Path, *, pipeline: str, busy_timeout_ms: int, now_ms: int, former: str | None = None
+) -> sqlite3.Connection:
+    """Return a connection to the pipeline's ledger, which is created when there is none.
+
+    ``former``: the name that it may have still; then it must be there. Raises OperatorError when its folder cannot be made, LedgerVersionError for a newer, older or foreign file,
+    LedgerError for a damaged one. The file is then as it was.
+    """
+    try:
+        make_folder(path.parent)
+    except OSError as error:
+        raise folder_error(error)(
+            f"The folder {path.parent} cannot be made: {error.strerror}.", path=str(path)
+        ) from error
+    if former is not None:
+        return open_existing(path, pipeline=pipeline, busy_timeout_ms=busy_timeout_ms, former=former)
+    return _connect(path, (pipeline,), busy_timeout_ms, created_ms=now_ms)
+
+
+def open_existing(
+    path: Path, *, pipeline: str, busy_timeout_ms: int, former: str | None = None
+) -> sqlite3.Connection:
+    """Return a connection to a ledger that is there; raises LedgerError when none is, else as above."""
+    if path.exists():
+        return _connect(path, (pipeline, former or pipeline), busy_timeout_ms, created_ms=None)
+    raise _missing(path)
+
+
+def copy_whole(path: Path, target: Path) -> None:
+    """Copy a ledger, whatever its servers are doing, into one file that needs no other beside it.
+
+    Raises LedgerError when there is none, or it cannot be read or written.
+    """
+    if not path.exists():
+        raise _missing(path)
+    target.unlink(missing_ok=True)
+    try:
+        with (
+            contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as source,
+            contextlib.closing(sqlite3.connect(target)) as copy,
+        ):
+            source.backup(copy)
+            copy.execute("PRAGMA journal_mode = DELETE")
+    except sqlite3.Error as error:
+        raise translate(error, path, did="It was left as it is.") from error
+
+
+def pipeline_of(path: Path) -> str | None:
+    """Return the name of the pipeline that a ledger's file belongs to.
+
+    None when it does not say so: there is no file, or it is damaged, or no ledger. Opening it tells which.
+    """
+    try:
+        # Not `connect(path)`, which would make an empty file where there is none.
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True)) as db:
+            found = db.execute("SELECT pipeline FROM meta").fetchone()
+    except sqlite3.Error:
+        return None
+    return found[0] if found is not None and isinstance(found[0], str) else None
+
+
+def _connect(
+    path: Path, names: tuple[str, ...], busy_timeout_ms: int, *, created_ms: int | None
+) -> sqlite3.Connection:
+    with contextlib.ExitStack() as undo:
+        try:
+            db = sqlite3.connect(path, isolation_level=None)
+            undo.callback(db.close)
+            db.execute(f"PRAGMA busy_timeout = {busy_timeout_ms}")
+            if _is_new(db, path):
+                if created_ms is None:
+                    raise _missing(path)
+                _configure(db, path)
+                _create(db, path, names[0], created_ms)
+            _examine(db, path, names)
+            _configure(db, path)
+        except sqlite3.Error as error:
+            raise translate(error, path, did="It was left as it is.") from error
+        undo.pop_all()
+    return db
+
+
+def _missing(path: Path) -> LedgerError:
+    return LedgerError(
+        f"There is no ledger at {path}.",
+        advice="Name the output folder of a pipeline that ran.",
+        path=str(path),
+    )
+
+
+def _is_new(db: sqlite3.Connection, path: Path) -> bool:
+    """Whether there is nothing yet: no file, or one whose creation did not get to its only transaction."""
+    # Tables before the mark: who sees another server's tables in between also sees its mark, never the tables alone.
+    tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+    if db.execute("PRAGMA application_id").fetchone()[0] == sqlite_schema.APPLICATION_ID:
+        return False
+    if tables:
+        raise LedgerVersionError(
+            f"{path} is an SQLite database, but no ledger.",
+            advice="Give this server an output folder of its own.",
+            path=str(path),
+        )
+    return True
+
+
+def _create(db: sqlite3.Connection, path: Path, pipeline: str, now_ms: int) -> None:
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        # Another server may have been here first, between the look and the lock.
+        if _is_new(db, path):
+            db.execute(f"PRAGMA application_id = {sqlite_schema.APPLICATION_ID}")
+            for statement in sqlite_schema.DDL.split(";"):
+                db.execute(statement)
+            db.execute(
+                "INSERT INTO meta VALUES (1, ?, ?, ?)",
+                (FORMAT, pipeline, now_ms),
+            )
+        db.execute("COMMIT")
+    finally:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+
+
+def _examine(db: sqlite3.Connection, path: Path, names: tuple[str, ...]) -> None:
+    meta = db.execute("SELECT format, pipeline FROM meta").fetchone()
+    if meta is None:
+        raise damaged("it does not say whose it is", path)
+    form, pipeline = meta
+    if form != FORMAT:
+        raise LedgerVersionError(
+            f"The ledger has format {form}; this program knows format {FORMAT}.",
+            advice="That format was never released: give this server an output folder of its own."
+            if form < FORMAT
+            else "Run the version of mldserver that wrote it, or a later one.",
+            path=str(path),
+        )
+    if pipeline not in names:
+        raise LedgerVersionError(
+            f"The ledger belongs to the pipeline {pipeline!r}, not to {names[0]!r}.",
+            advice="Give each pipeline an output folder of its own, or the name that it had; a drained one is renamed with"
+            " --rename-from (`mldserver help operations`).",
+            path=str(path),
+        )
+    found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if found != "ok":
+        # Lines for those who know the file format: no sentence.
+        raise damaged("SQLite's check of the file found a fault", path, sqlite=found)
+
+
+def _configure(db: sqlite3.Connection, path: Path) -> None:
+    db.execute("PRAGMA foreign_keys = ON")
+    # A commit returns when its log is on the disk itself: a checkpoint at the daemon depends on it.
+    db.execute("PRAGMA synchronous = FULL")
+    mode = _into_wal(db)
+    if mode != "wal":
+        raise LedgerUnusable(
+            f"The file system under {path} cannot hold the ledger: no shared memory for SQLite's WAL.",
+            advice="Put the output folder on a local disk.",
+            path=str(path),
+        )
+
+
+def _into_wal(db: sqlite3.Connection) -> str:
+    """Switch to the write-ahead log, and return the mode that it came to.
+
+    SQLite's busy time-out does not cover the switch: while another server makes the same file, it is tried again.
+    """
+    for left in reversed(range(_WAL_TRIES)):
+        try:
+            return str(db.execute("PRAGMA journal_mode = WAL").fetchone()[0])
+        except sqlite3.OperationalError as error:
+            if not left or error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+                raise
+            time.sleep(_WAL_PAUSE_SECONDS)
+    raise AssertionError("the last try raises")
+
+
+def translate(error: sqlite3.Error, path: Path, *, did: str = _ROLLED_BACK) -> MldserverError:
+    """Return the ledger's own error for one of SQLite's: LedgerError, or InternalError for a broken constraint."""
+    # Errors that Python's sqlite3 module raises by itself carry no code.
+    code: int | None = getattr(error, "sqlite_errorcode", None)
+    where = {"path": str(path), "sqlite": getattr(error, "sqlite_errorname", None)}
+    if isinstance(error, sqlite3.IntegrityError):
+        return InternalError(
+            f"The ledger's rules were broken: {error}.",
+            did=did,
+            advice="Report this with the log: it is a bug.",
+            **where,
+        )
+    what, advice = _FAULTS.get(code & 0xFF if code is not None else -1, ("SQLite refused", ""))
+    kind = LedgerUnusable if (what, advice) == _DAMAGED else LedgerError
+    return kind(f"{what}: {error}.", did=did, advice=advice, **where)
+
+
+def damaged(found: str, path: Path, *, sqlite: str | None = None) -> LedgerError:
+    """Return the error for a ledger whose content cannot be: ``found`` says what is there, ``sqlite`` in its words."""
+    what, advice = _DAMAGED
+    return LedgerUnusable(f"{what}: {found}.", advice=advice, path=str(path), sqlite=sqlite)

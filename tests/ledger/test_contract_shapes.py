@@ -1,0 +1,213 @@
+"""What any Ledger must do with the shapes of rows, and with a drain."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mldserver.errors import InternalError, LedgerError, LedgerVersionError, ServerBuried
+from mldserver.ledger.contract import Flush, ServerState, ShapeChange, WindowState
+from mldserver.records import Sequence
+from tests.ledger.samples import BATCH, W1, W2, bring_to, held, more, move, opened, peeked, seg
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from mldserver.ledger.operations import Ledger
+    from tests.ledger.samples import Factory
+
+OLD, NEW = ShapeChange("f1", "old"), ShapeChange("f2", "new")
+
+
+async def test_the_first_shape_is_the_pipelines_and_its_servers(ledger_factory: Factory) -> None:
+    async with opened(ledger_factory) as (one, state):
+        assert (state.shape, state.shapes, state.servers["one"].shape) == ("", {}, "")
+        assert await one.declare(OLD, version=state.version)
+        told = await one.sync(ServerState("one", 5))
+        assert (told.shape, told.shapes, told.servers["one"].shape) == ("f1", {"f1": "old"}, "f1")
+    async with peeked(ledger_factory) as (_, found):
+        assert (found.shape, found.shapes) == ("f1", {"f1": "old"})
+
+
+async def test_another_shape_counts_only_if_nobody_wrote_since_the_look(ledger_factory: Factory) -> None:
+    async with opened(ledger_factory, "one") as (one, first), opened(ledger_factory, "two") as (other, _):
+        assert not await one.declare(OLD, version=first.version)
+        assert (await held(ledger_factory)).shapes == {}
+        assert await other.declare(OLD, version=(await other.peek()).version)
+        # The same one needs no look: nothing changes for anybody.
+        assert await one.declare(OLD, version=first.version)
+        seen = await one.sync(ServerState("one", 5))
+        await other.sync(ServerState("two", 5))
+        assert not await one.declare(NEW, version=seen.version)
+        assert await one.declare(NEW, version=(await one.sync(ServerState("one", 6))).version)
+        found = await one.peek()
+        assert (found.shape, found.shapes) == ("f2", {"f1": "old", "f2": "new"})
+        assert {each.shape for each in found.servers.values()} == {"f1", "f2"}
+
+
+async def test_only_servers_that_live_declare_a_shape(ledger_factory: Factory) -> None:
+    async with opened(ledger_factory) as (one, state):
+        async with peeked(ledger_factory) as (tool, _):
+            with pytest.raises(InternalError):
+                await tool.declare(OLD, version=state.version)
+        await one.leave()
+        with pytest.raises(ServerBuried):
+            await one.declare(OLD, version=(await one.peek()).version)
+
+
+async def test_published_windows_of_another_shape_are_not_retained_any_more(ledger_factory: Factory) -> None:
+    async with opened(ledger_factory) as (one, _):
+        await bring_to(one, WindowState.PUBLISHED, W1, "s1")
+        await bring_to(one, WindowState.PUBLISHED, W2, "s2")
+        await one.register(Flush((), (more("s3", W2),)))
+        await bring_to(one, WindowState.CUT, BATCH, "s4")
+        version = (await one.peek()).version
+        change = dataclasses.replace(NEW, over=frozenset({W1, W2, BATCH, "unknown"}))
+        assert await one.declare(change, version=version)
+        windows = (await one.peek()).windows
+        # Not one whose rows still wait to be computed: that would lose them.
+        assert {W2, BATCH} == set(windows)
+        assert [each.path for each in windows[W2].segments] == ["s2"]
+        assert (await one.register(Flush((), (more("s5", W1),)))).expired_windows == {W1}
+        assert (await one.register(Flush((), (seg("s6", W1),)))).cut_windows == {W1}
+
+
+@pytest.mark.parametrize(("now_ms", "below"), [(9_999, 12_000), (10_000, 24_000)])
+async def test_windows_of_another_size_begin_after_those_that_have_begun(
+    ledger_factory: Factory, clock: Any, now_ms: int, below: int
+) -> None:
+    async with opened(ledger_factory) as (one, _):
+        await bring_to(one, WindowState.PUBLISHED, W1, "s1")
+        await bring_to(one, WindowState.PUBLISHED, W2, "s2")
+        await bring_to(one, WindowState.PUBLISHED, BATCH, "s3")
+        clock.ms = now_ms
+        change = dataclasses.replace(NEW, window_ms=12_000)
+        assert await one.declare(change, version=(await one.peek()).version)
+        assert (await one.peek()).cut_below_ms == below
+
+
+async def test_windows_of_another_size_begin_after_those_that_are_forgotten(
+    ledger_factory: Factory, clock: Any
+) -> None:
+    async with opened(ledger_factory) as (one, state):
+        change = dataclasses.replace(NEW, window_ms=12_000)
+        assert await one.declare(change, version=state.version)
+        assert (await one.peek()).cut_below_ms is None
+        clock.ms = 50_000
+        await bring_to(one, WindowState.PUBLISHED, W2, "s1")
+        await one.expire(published_before_ms=10**9, keep_bytes=0)
+        await one.prune(windows_before_ms=10**9, shards_before_ms=0)
+        change = dataclasses.replace(OLD, window_ms=15_000)
+        assert await one.declare(change, version=(await one.peek()).version)
+        assert (await one.peek()).cut_below_ms == 30_000
+
+
+async def test_event_times_of_another_column_are_forgotten_and_positions_stay(
+    ledger_factory: Factory,
+) -> None:
+    async with opened(ledger_factory) as (one, _):
+        await one.open_shard("a")
+        await one.register(Flush((move("a", position=Sequence(7), effective_ms=5, event_ms=4),)))
+        change = dataclasses.replace(NEW, forget_event_times=True)
+        assert await one.declare(change, version=(await one.peek()).version)
+        shard = (await one.peek()).shards["a"]
+        assert (shard.position, shard.effective_ms, shard.event_ms) == (Sequence(7), 5, None)
+
+
+async def test_a_drain_is_asked_for_by_a_tool_and_over_at_the_next_start(ledger_factory: Factory) -> None:
+    async with opened(ledger_factory, "one") as (one, state):
+        assert await one.declare(OLD, version=state.version)
+        async with peeked(ledger_factory) as (tool, found):
+            assert not found.draining
+            await tool.drain()
+        assert (await one.sync(ServerState("one", 5))).draining
+        async with opened(ledger_factory, "two") as (other, found):
+            # While somebody still drains, who comes has to drain as well.
+            assert await other.declare(OLD, version=0)
+            assert (await other.peek()).draining
+            await one.leave()
+            await other.leave()
+    async with opened(ledger_factory, "three") as (third, found):
+        assert found.draining
+        assert await third.declare(OLD, version=0)
+        assert not (await third.peek()).draining
+
+
+async def test_servers_that_start_together_after_a_drain_do_not_drain_each_other(
+    ledger_factory: Factory,
+) -> None:
+    async with opened(ledger_factory, "one") as (one, state):
+        assert await one.declare(OLD, version=state.version)
+        await one.drain()
+        await one.leave()
+    async with opened(ledger_factory, "two") as (two, _), opened(ledger_factory, "three") as (three, _):
+        assert await two.declare(OLD, version=0)
+        assert not (await two.peek()).draining
+        assert await three.declare(OLD, version=0)
+        assert not (await three.peek()).draining
+
+
+@contextlib.asynccontextmanager
+async def under(factory: Factory, pipeline: str, rename_from: str | None = None) -> AsyncIterator[Ledger]:
+    """A server's ledger, opened under a pipeline's name; it leaves at the end."""
+    ledger = factory("one", pipeline=pipeline, rename_from=rename_from)
+    await ledger.open()
+    try:
+        yield ledger
+        await ledger.leave()
+    finally:
+        await ledger.close()
+
+
+async def declares(ledger: Ledger, change: ShapeChange) -> bool:
+    return await ledger.declare(change, version=(await ledger.peek()).version)
+
+
+async def test_a_pipeline_gets_another_name_when_its_server_declares_its_shape(
+    ledger_factory: Factory,
+) -> None:
+    async with under(ledger_factory, "p") as first:
+        await first.open_shard("a")
+        await first.register(Flush((move("a"),), (seg("s1"),)))
+    async with under(ledger_factory, "q", rename_from="p"):
+        pass  # It has not declared anything: the name stays.
+    async with under(ledger_factory, "p"):
+        pass
+    async with under(ledger_factory, "q", rename_from="p") as renamed:
+        assert await declares(renamed, NEW)
+        await renamed.register(Flush((), (seg("s2", W2),)))
+    with pytest.raises(LedgerVersionError):
+        async with under(ledger_factory, "p"):
+            pass
+    # The setting may stay where it is, and may go.
+    async with under(ledger_factory, "q", rename_from="p") as again:
+        assert (await again.peek()).shards["a"].position == move("a").position
+    async with under(ledger_factory, "q") as again:
+        assert set((await again.peek()).windows) == {W1, W2}
+
+
+async def test_a_pipeline_may_get_its_first_name_again(ledger_factory: Factory) -> None:
+    async with under(ledger_factory, "p") as ledger:
+        await bring_to(ledger, WindowState.OPEN)
+    for name, former in (("q", "p"), ("p", "q"), ("q", "p"), ("r", "q")):
+        async with under(ledger_factory, name, rename_from=former) as ledger:
+            assert await declares(ledger, dataclasses.replace(NEW, fingerprint=f"{former} to {name}"))
+    async with under(ledger_factory, "r") as ledger:
+        assert set((await ledger.peek()).windows) == {W1}
+    for other in "pq":
+        with pytest.raises(LedgerVersionError):
+            async with under(ledger_factory, other):
+                pass
+
+
+async def test_nothing_is_begun_where_the_former_name_has_no_ledger(ledger_factory: Factory) -> None:
+    if ledger_factory.__name__ == "make":
+        async with under(ledger_factory, "other"):
+            pass  # DynamoDB's table
+    for _ in range(2):
+        with pytest.raises(LedgerError, match="no ledger"):
+            async with under(ledger_factory, "q", rename_from="p"):
+                pass

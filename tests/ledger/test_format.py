@@ -1,0 +1,98 @@
+"""Changes and dead letters as bytes: what comes out is what went in, and damage is a ValueError."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import replace
+
+import orjson
+import pytest
+
+from mldserver.ledger.book import Book, Changes, LetterItem, ServerRow, ShardRow, Totals
+from mldserver.ledger.contract import BatchProgress, ServerState, ShardState, WindowEntry, WindowState
+from mldserver.ledger.format import pack_changes, pack_letters, unpack_changes, unpack_letters
+from tests.ledger.samples import BATCH, HUGE, W1, late, letter, more, seg
+
+ENTRY = WindowEntry(
+    W1,
+    WindowState.PUBLISHED,
+    0,
+    10_000,
+    revision=2,
+    attempt=3,
+    segments=(seg("s1", revision=1), more("s2", revision=2)),
+    pending=(more("s3"),),
+    published_ms=7,
+    files=("f1",),
+    rows_in=10,
+    rows_out=2,
+)
+EVERYTHING = Changes(
+    Totals(9, BatchProgress(1, 2, 3), 4, 5, 6, "f1", draining=True),
+    {"a": ShardRow(ShardState("a", 1, HUGE, 2, 3, True, ("x", "y"), "one", True), 4), "b": None},
+    {
+        W1: ENTRY,
+        BATCH: WindowEntry(BATCH, WindowState.SET_ASIDE, error="no"),
+        "gone": None,
+    },
+    {"one": ServerRow(ServerState("one", 1, 2, False, "a", "behind", "f1"), 3), "two": None},
+    {"l1": late("l1"), "l2": None},
+    {"7": LetterItem(3, wanted=0b100, gone=0b011), "8": None},
+    {"f1": "text", "f2": None},
+)
+
+
+def test_changes_come_back_as_they_went_in() -> None:
+    assert unpack_changes(pack_changes(EVERYTHING, {}), {}) == EVERYTHING
+
+
+def test_no_changes_are_changes_too() -> None:
+    assert unpack_changes(pack_changes(Changes(), {}), {}) == Changes()
+    assert not Changes()
+
+
+def test_a_window_that_grows_is_told_by_its_new_segments_only() -> None:
+    before = {W1: replace(ENTRY, segments=tuple(seg(f"s{n}", revision=1) for n in range(1_000)))}
+    grown = replace(before[W1], segments=(*before[W1].segments, seg("new", revision=1)))
+    packed = pack_changes(Changes(windows={W1: grown}), before)
+    assert len(packed) < 250
+    assert unpack_changes(packed, before) == Changes(windows={W1: grown})
+    with pytest.raises(ValueError, match="goes on from 1000 segments, and had 3"):
+        unpack_changes(packed, {W1: ENTRY})
+
+
+def test_a_book_is_made_again_from_everything_in_it() -> None:
+    book, again = Book(), Book()
+    book.apply(EVERYTHING)
+    again.apply(unpack_changes(pack_changes(book.everything(), {}), {}))
+    assert again.state() == book.state()
+    assert (again.paths, again.unfinished, again.retained_bytes) == ({"s1", "s2", "s3"}, set(), 1500)
+    assert (again.version, again.totals) == (1, EVERYTHING.totals)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"x", *(zlib.compress(each) for each in (b"", b"[]", b"{}", b"null", b'{"shards": {"a": [1]}}'))],
+)
+def test_bytes_that_are_no_changes_are_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        unpack_changes(data, {})
+
+
+def test_letters_come_back_as_they_went_in() -> None:
+    letters = (
+        letter(1),
+        letter(2, partition_key=None, arrival_ms=None, data=b""),
+        letter(3, data=b"\0" * 99, parked_behind=HUGE, handler_version="7"),
+    )
+    assert unpack_letters(pack_letters(letters)) == letters
+    assert unpack_letters(pack_letters(())) == ()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"x", *(zlib.compress(b"\0\0\0\x04" + orjson.dumps(each)) for each in (None, [[1]], "no"))],
+)
+def test_bytes_that_are_no_letters_are_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        unpack_letters(data)
