@@ -17,7 +17,7 @@ from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
 from mldserver.coordinator.core.peers import DRAIN
 from mldserver.coordinator.core.shape import Column, Shape
 from mldserver.coordinator.server_locks import ServerLocks
-from mldserver.deadletters.places import destination_of
+from mldserver.deadletters.destinations import destination_of
 from mldserver.deadletters.redriver import Redriver
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.handler.inspection import load_spec

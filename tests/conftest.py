@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
+from support.checked_logger import CheckedLogger
 from support.lanes import ALLOWED_SECONDS, EXAMPLES, PROCESSES, is_quick
-
-from mldserver.observe.checked_logger import CheckedLogger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,7 +10,6 @@ from mldserver.config.kinds import Address, TcpAddress, UnixAddress
 from mldserver.config.locations import DynamoPlace, LedgerPlace, OutPlace, RemoteOut, SqlitePlace
 from mldserver.config.resolve import home, ledger_file, resolve, sink_of
 from mldserver.config.settings import Level, LogFormat, Settings, Spec, specs
-from mldserver.config.settings_page import settings_page
 
 __all__ = [
     "Address",
@@ -29,7 +28,6 @@ __all__ = [
     "ledger_file",
     "locations",
     "resolve",
-    "settings_page",
     "sink_of",
     "specs",
 ]

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from mldserver.config import kinds
-from mldserver.config.kinds import Kind
 
 __all__ = ["FailureRule", "OnFailure", "OnKeyFailure", "failure_rule", "failure_rules"]
 
@@ -78,32 +77,24 @@ def failure_rule(text: str) -> FailureRule:
     return FailureRule(name, attempts=int(retry["attempts"]) if retry["attempts"] else None)
 
 
-def failure_rules() -> Kind[tuple[FailureRule, ...]]:
+@kinds.kind(
+    "CLASS=dead_letter | skip | halt | retry | retry:N, repeated or with commas between, or a TOML table",
+    lambda rules: ", ".join(map(str, rules)),
+    many=True,
+    metavar="CLASS=ACTION",
+)
+def failure_rules(raw: object) -> tuple[FailureRule, ...]:
     """``CLASS=ACTION``, repeated or with commas between them, or a TOML table."""
-    pairs = kinds.pairs()
-
-    def parse(raw: object) -> tuple[FailureRule, ...]:
-        if isinstance(raw, Mapping):
-            items = [f"{name}={action}" for name, action in pairs.parse(raw).items()]
-        elif isinstance(raw, str | list | tuple):
-            given = [raw] if isinstance(raw, str) else raw
-            items = [item for text in given for item in re.split("[,;]", str(text))]
-        else:
-            raise ValueError("it is no list of CLASS=ACTION")  # noqa: TRY004  # kinds promise ValueError
-        rules = tuple(failure_rule(item) for item in items if item.strip())
-        names = [rule.name for rule in rules]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"{name} has two rules")
-        return rules
-
-    def show(rules: tuple[FailureRule, ...]) -> str:
-        return ", ".join(map(str, rules))
-
-    return Kind(
-        "CLASS=dead_letter | skip | halt | retry | retry:N, repeated or with commas between, or a TOML table",
-        parse,
-        show,
-        many=True,
-        metavar="CLASS=ACTION",
-    )
+    if isinstance(raw, Mapping):
+        items = [f"{name}={action}" for name, action in kinds.pairs.parse(raw).items()]
+    elif isinstance(raw, str | list | tuple):
+        texts = [raw] if isinstance(raw, str) else raw
+        items = [item for text in texts for item in re.split("[,;]", str(text))]
+    else:
+        raise ValueError("it is no list of CLASS=ACTION")  # noqa: TRY004  # kinds promise ValueError
+    rules = tuple(failure_rule(item) for item in items if item.strip())
+    names = [rule.name for rule in rules]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name} has two rules")
+    return rules

@@ -17,7 +17,7 @@ from mldserver import windows
 from mldserver.base.uris import local_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 __all__ = [
     "Address",
@@ -33,6 +33,7 @@ __all__ = [
     "duration_seconds",
     "flag",
     "folder",
+    "kind",
     "name",
     "optional",
     "pairs",
@@ -50,17 +51,9 @@ _LARGEST = 2**63 - 1
 
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)?", re.IGNORECASE)
-_SIZE_UNITS = {
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
+_DECIMAL_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_BINARY_UNITS = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+_SIZE_UNITS = _DECIMAL_UNITS | {unit.lower(): factor for unit, factor in _BINARY_UNITS.items()}
 _DAY_MS = 86_400_000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _IDENTIFIER = r"[^\W\d]\w*"
@@ -111,6 +104,13 @@ class Kind(Generic[T]):
     """What stands for the value in ``--help``."""
 
 
+def kind(
+    allowed: str, show: Callable[[Any], str] = str, **form: Any
+) -> Callable[[Callable[[object], T]], Kind[T]]:
+    """Make a kind of the function below, which is its ``parse``; ``form``: how it looks on the command line."""
+    return lambda parse: Kind(allowed, parse, show, **form)
+
+
 def as_text(raw: object) -> str:
     """Return text without the space around it. Raises ValueError where it is none."""
     if not isinstance(raw, str):
@@ -130,83 +130,58 @@ def text(allowed: str) -> Kind[str]:
     return Kind(allowed, as_text)
 
 
-def name() -> Kind[str]:
+@kind("a name of letters, digits, '.', '_' and '-' that starts with a letter or digit", metavar="NAME")
+def name(raw: object) -> str:
     """A name that is safe as a directory and in a log line."""
-
-    def parse(raw: object) -> str:
-        given = as_text(raw)
-        if not _NAME.fullmatch(given):
-            raise ValueError("it has characters that a directory's name should not have")
-        return given
-
-    return Kind(
-        "a name of letters, digits, '.', '_' and '-' that starts with a letter or digit",
-        parse,
-        metavar="NAME",
-    )
+    word = as_text(raw)
+    if not _NAME.fullmatch(word):
+        raise ValueError("it has characters that a directory's name should not have")
+    return word
 
 
-def dotted_path() -> Kind[str]:
+@kind("package.module or package.module:Name")
+def dotted_path(raw: object) -> str:
     """``package.module`` or ``package.module:Name``."""
-
-    def parse(raw: object) -> str:
-        given = as_text(raw)
-        if not _DOTTED_PATH.fullmatch(given):
-            hint = "; a file's path is none" if given.endswith(".py") or "/" in given else ""
-            raise ValueError(f"it is no dotted path{hint}")
-        return given
-
-    return Kind("package.module or package.module:Name", parse)
+    path = as_text(raw)
+    if not _DOTTED_PATH.fullmatch(path):
+        hint = "; a file's path is none" if path.endswith(".py") or "/" in path else ""
+        raise ValueError(f"it is no dotted path{hint}")
+    return path
 
 
-def folder() -> Kind[Path]:
+@kind("a local path", metavar="PATH")
+def folder(raw: object) -> Path:
     """A local path; ``~`` is the home directory, relative paths start at the working directory."""
-
-    def parse(raw: object) -> Path:
-        if isinstance(raw, Path):
-            return raw
-        given = as_text(raw)
-        if "://" in given:
-            raise ValueError("it is a URL")
-        return local_path(given)
-
-    return Kind("a local path", parse, metavar="PATH")
+    if isinstance(raw, Path):
+        return raw
+    path = as_text(raw)
+    if "://" in path:
+        raise ValueError("it is a URL")
+    return local_path(path)
 
 
-def address() -> Kind[Address]:
+@kind("host:port, :port (loopback; 0 takes any free port), [IPv6]:port or unix:/path", metavar="ADDRESS")
+def address(raw: object) -> Address:
     """``host:port``, ``:port`` on loopback, ``[v6]:port``, or ``unix:/path``."""
-
-    def parse(raw: object) -> Address:
-        given = as_text(raw)
-        if given.startswith("unix:"):
-            path = given.removeprefix("unix:").removeprefix("//")
-            if not path:
-                raise ValueError("the socket's path is missing")
-            return UnixAddress(local_path(path))
-        if "://" in given:
-            raise ValueError("it is a URL, and only its host and port are wanted")
-        host, colon, port = given.rpartition(":")
-        if not colon or not port.isascii() or not port.isdigit() or int(port) > HIGHEST_PORT:
-            raise ValueError(f"it does not end in a port (0-{HIGHEST_PORT})")
-        bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-        if ":" in bare and bare == host:
-            raise ValueError("a host has no ':' in it, and an IPv6 host needs brackets")
-        return TcpAddress(_host(bare) or LOOPBACK, int(port))
-
-    return Kind(
-        "host:port, :port (loopback; 0 takes any free port), [IPv6]:port or unix:/path",
-        parse,
-        metavar="ADDRESS",
-    )
-
-
-def _host(given: str) -> str:
-    """Return a host that a resolver can be asked for: no part of its name is empty or above 63 characters (RFC 1035)."""
-    try:
-        given.encode("idna")
+    written = as_text(raw)
+    if written.startswith("unix:"):
+        path = written.removeprefix("unix:").removeprefix("//")
+        if not path:
+            raise ValueError("the socket's path is missing")
+        return UnixAddress(local_path(path))
+    if "://" in written:
+        raise ValueError("it is a URL, and only its host and port are wanted")
+    host, colon, port = written.rpartition(":")
+    if not colon or not port.isascii() or not port.isdigit() or int(port) > HIGHEST_PORT:
+        raise ValueError(f"it does not end in a port (0-{HIGHEST_PORT})")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if ":" in bare and bare == host:
+        raise ValueError("a host has no ':' in it, and an IPv6 host needs brackets")
+    try:  # what a resolver can be asked for: no part of a name is empty or above 63 characters (RFC 1035)
+        bare.encode("idna")
     except UnicodeError as error:
         raise ValueError("its host is no name: a part of it is empty, too long, or no text") from error
-    return given
+    return TcpAddress(bare or LOOPBACK, int(port))
 
 
 def count(*, at_least: int) -> Kind[int]:
@@ -232,8 +207,15 @@ def size(*, at_least: int = 1) -> Kind[int]:
     """Bytes, as a number or as text such as ``256 MiB``."""
 
     def parse(raw: object) -> int:
-        number = raw if _is_number(raw) else _size_of(as_text(raw))
-        assert isinstance(number, int | float)
+        if _is_number(raw):
+            assert isinstance(raw, int | float)
+            number: float = raw
+        else:
+            match = _SIZE.fullmatch(as_text(raw))
+            unit = _SIZE_UNITS.get((match[2] or "b").lower()) if match else None
+            if match is None or unit is None:
+                raise ValueError("it is no size")
+            number = float(match[1]) * unit
         if number < at_least:
             raise ValueError("it is too small")
         if not number <= _LARGEST:
@@ -245,17 +227,9 @@ def size(*, at_least: int = 1) -> Kind[int]:
     )
 
 
-def _size_of(given: str) -> float:
-    match = _SIZE.fullmatch(given)
-    unit = _SIZE_UNITS.get((match[2] or "b").lower()) if match else None
-    if match is None or unit is None:
-        raise ValueError("it is no size")
-    return float(match[1]) * unit
-
-
 def show_size(value: int) -> str:
     """Return bytes in the largest binary unit that divides them."""
-    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    for unit, factor in _BINARY_UNITS.items():
         if value and value % factor == 0:
             return f"{value // factor} {unit}"
     return f"{value} B"
@@ -317,86 +291,64 @@ def choice(of: Any) -> Kind[Any]:
     return Kind(" | ".join(by_word), parse, choice=True, metavar="WORD")
 
 
-def flag() -> Kind[bool]:
+@kind("true | false (also yes | no, on | off, 1 | 0)", lambda value: str(value).lower(), flag=True)
+def flag(raw: object) -> bool:
     """Yes or no."""
-    words = {
-        "true": True,
-        "yes": True,
-        "on": True,
-        "1": True,
-        "false": False,
-        "no": False,
-        "off": False,
-        "0": False,
-    }
-
-    def parse(raw: object) -> bool:
-        if isinstance(raw, bool):
-            return raw
-        given = as_text(raw).lower()
-        if given not in words:
-            raise ValueError("it is neither yes nor no")
-        return words[given]
-
-    return Kind(
-        "true | false (also yes | no, on | off, 1 | 0)", parse, lambda value: str(value).lower(), flag=True
-    )
+    if isinstance(raw, bool):
+        return raw
+    word = as_text(raw).lower()
+    if word in {"true", "yes", "on", "1"}:
+        return True
+    if word in {"false", "no", "off", "0"}:
+        return False
+    raise ValueError("it is neither yes nor no")
 
 
-def pairs() -> Kind[Mapping[str, str]]:
+@kind(
+    "key=value, repeated (with ';' between pairs in a variable), or a TOML table",
+    lambda value: "; ".join(f"{key}={item}" for key, item in value.items()),
+    many=True,
+    metavar="KEY=VALUE",
+)
+def pairs(raw: object) -> Mapping[str, str]:
     """Keys and values: a TOML table, repeated ``key=value`` options, or one text with ``;`` between the pairs."""
-
-    def parse(raw: object) -> Mapping[str, str]:
-        if isinstance(raw, Mapping):
-            return dict(_flatten(raw))
-        items = raw.split(";") if isinstance(raw, str) else raw
-        if not isinstance(items, list | tuple):
-            raise ValueError("it is no list of key=value")  # noqa: TRY004  # kinds promise ValueError
-        return dict(_pair(str(item)) for item in items if str(item).strip())
-
-    def show(value: Mapping[str, str]) -> str:
-        return "; ".join(f"{key}={item}" for key, item in value.items())
-
-    return Kind(
-        "key=value, repeated (with ';' between pairs in a variable), or a TOML table",
-        parse,
-        show,
-        many=True,
-        metavar="KEY=VALUE",
-    )
+    if isinstance(raw, Mapping):
+        return dict(_leaves(raw))
+    items = raw.split(";") if isinstance(raw, str) else raw
+    if not isinstance(items, list | tuple):
+        raise ValueError("it is no list of key=value")  # noqa: TRY004  # kinds promise ValueError
+    table = {}
+    for item in map(str, items):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if item.strip() and not (equals and key):
+            raise ValueError(f"{item.strip()!r} is not key=value")
+        if key:
+            table[key] = value
+    return table
 
 
-def _pair(item: str) -> tuple[str, str]:
-    key, equals, value = item.partition("=")
-    if not equals or not key.strip():
-        raise ValueError(f"{item.strip()!r} is not key=value")
-    return key.strip(), value.strip()
-
-
-def _flatten(table: Mapping[str, object], prefix: str = "") -> list[tuple[str, str]]:
-    """Return a TOML table's leaves; bare dotted keys (``spark.ui.port = 4040``) arrive as nested tables."""
-    found: list[tuple[str, str]] = []
+def _leaves(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield a TOML table's leaves; bare dotted keys (``spark.ui.port = 4040``) arrive as nested tables."""
     for key, value in table.items():
         if isinstance(value, Mapping):
-            found += _flatten(value, f"{prefix}{key}.")
+            yield from _leaves(value, f"{prefix}{key}.")
         elif isinstance(value, bool):
-            found.append((prefix + key, str(value).lower()))
+            yield prefix + key, str(value).lower()
         elif isinstance(value, str | int | float):
-            found.append((prefix + key, str(value)))
+            yield prefix + key, str(value)
         else:
             raise ValueError(f"the value of {prefix + key!r} is neither text nor a number")  # noqa: TRY004  # kinds promise ValueError
-    return found
 
 
-def optional(kind: Kind[T], *, word: str = "none") -> Kind[T | None]:
+def optional(of: Kind[T], *, word: str = "none") -> Kind[T | None]:
     """The kind, or a ``word`` for None."""
 
     def parse(raw: object) -> T | None:
         if raw is None or (isinstance(raw, str) and raw.strip().lower() == word):
             return None
-        return kind.parse(raw)
+        return of.parse(raw)
 
     def show(value: T | None) -> str:
-        return word if value is None else kind.show(value)
+        return word if value is None else of.show(value)
 
-    return Kind(f"{kind.allowed}, or {word}", parse, show, metavar=kind.metavar)
+    return Kind(f"{of.allowed}, or {word}", parse, show, metavar=of.metavar)

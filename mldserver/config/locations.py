@@ -6,18 +6,17 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from mldserver.base.uris import SCHEMES, local_path, redacted
-from mldserver.config.kinds import Kind, as_text
+from mldserver.config.kinds import as_text, kind
 from mldserver.errors import ConfigError
 from mldserver.spark.sinks.registry import SINKS, find
 from mldserver.spark.sinks.sink import SinkSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
 
 __all__ = [
     "DynamoPlace",
@@ -86,62 +85,51 @@ class DynamoPlace(NamedTuple):
 LedgerPlace = SqlitePlace | DynamoPlace
 
 
-def ledger() -> Kind[LedgerPlace]:
+@kind("sqlite, sqlite:PATH, or dynamodb://TABLE?region=REGION", metavar="LEDGER")
+def ledger(raw: object) -> LedgerPlace:
     """``sqlite``, ``sqlite:PATH``, or ``dynamodb://TABLE`` with ``region`` and ``endpoint_url`` as query."""
-
-    def parse(raw: object) -> LedgerPlace:
-        given = as_text(raw)
-        if given.lower() == "sqlite":
-            return SqlitePlace()
-        if given.lower().startswith("sqlite:"):
-            return _sqlite(given[len("sqlite:") :])
-        found = urlsplit(given)
-        if found.scheme != "dynamodb":
-            raise ValueError("it is neither sqlite nor dynamodb://…")
-        # Not ``hostname``, which is lower case; DynamoDB's names (3 to 255 of these characters) are not.
-        if not _TABLE.fullmatch(found.netloc) or found.path not in {"", "/"}:
-            raise ValueError("it names no table of DynamoDB")
-        options = dict(parse_qsl(found.query, keep_blank_values=True))
-        if not options.keys() <= _OPTIONS or not all(options.values()):
-            raise ValueError(f"only {' and '.join(sorted(_OPTIONS))} may follow the table")
-        return DynamoPlace(found.netloc, options.get("region"), options.get("endpoint_url"))
-
-    return Kind("sqlite, sqlite:PATH, or dynamodb://TABLE?region=REGION", parse, metavar="LEDGER")
-
-
-def _sqlite(path: str) -> SqlitePlace:
-    if not path or path.endswith("/"):
-        raise ValueError("it names no file")
-    if path.startswith("//"):
-        raise ValueError("it is a URL: after sqlite: comes a local path")
-    return SqlitePlace(local_path(path))
+    written = as_text(raw)
+    if written.lower() == "sqlite":
+        return SqlitePlace()
+    if written.lower().startswith("sqlite:"):
+        path = written[len("sqlite:") :]
+        if not path or path.endswith("/"):
+            raise ValueError("it names no file")
+        if path.startswith("//"):
+            raise ValueError("it is a URL: after sqlite: comes a local path")
+        return SqlitePlace(local_path(path))
+    url = urlsplit(written)
+    if url.scheme != "dynamodb":
+        raise ValueError("it is neither sqlite nor dynamodb://…")
+    # Not ``hostname``, which is lower case; DynamoDB's names (3 to 255 of these characters) are not.
+    if not _TABLE.fullmatch(url.netloc) or url.path not in {"", "/"}:
+        raise ValueError("it names no table of DynamoDB")
+    options = dict(parse_qsl(url.query, keep_blank_values=True))
+    if not options.keys() <= _OPTIONS or not all(options.values()):
+        raise ValueError(f"only {' and '.join(sorted(_OPTIONS))} may follow the table")
+    return DynamoPlace(url.netloc, options.get("region"), options.get("endpoint_url"))
 
 
-def out() -> Kind[OutPlace]:
+@kind(
+    "a local path, or a URI such as s3://BUCKET/FOLDER?region=REGION (gs, abfs, hdfs …)", metavar="PATH|URI"
+)
+def out(raw: object) -> OutPlace:
     """A local path, ``file:///PATH``, or a URI of a file system that pyarrow knows."""
-
-    def parse(raw: object) -> OutPlace:
-        if isinstance(raw, Path):
-            return raw
-        given = as_text(raw)
-        if "://" not in given:
-            return local_path(given)
-        found = urlsplit(given)
-        if found.scheme == "file":
-            if found.netloc not in {"", "localhost"} or not found.path or found.query:
-                raise ValueError("after file:// comes an absolute path, and nothing else")
-            return Path(unquote(found.path))
-        if found.scheme not in SCHEMES:
-            raise ValueError(f"{found.scheme}: is no file system that pyarrow knows")
-        if found.fragment or not (found.netloc or found.path.strip("/")):
-            raise ValueError("it names no folder")
-        return RemoteOut(given)
-
-    return Kind(
-        "a local path, or a URI such as s3://BUCKET/FOLDER?region=REGION (gs, abfs, hdfs …)",
-        parse,
-        metavar="PATH|URI",
-    )
+    if isinstance(raw, Path):
+        return raw
+    written = as_text(raw)
+    if "://" not in written:
+        return local_path(written)
+    url = urlsplit(written)
+    if url.scheme == "file":
+        if url.netloc not in {"", "localhost"} or not url.path or url.query:
+            raise ValueError("after file:// comes an absolute path, and nothing else")
+        return Path(unquote(url.path))
+    if url.scheme not in SCHEMES:
+        raise ValueError(f"{url.scheme}: is no file system that pyarrow knows")
+    if url.fragment or not (url.netloc or url.path.strip("/")):
+        raise ValueError("it names no folder")
+    return RemoteOut(written)
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
@@ -166,46 +154,35 @@ _SQL_PART: Final = r"(?:[\w$#]+|\"[^\"]+\"|`[^`]+`|\[[^\]]+\])"
 _SQL_NAME = re.compile(rf"{_SQL_PART}(?:\.{_SQL_PART})*")
 
 
-def sink() -> Kind[SinkSpec | None]:
+@kind(
+    f"parquet, {', '.join(form for _, form in SINKS.values())}, or NAME:PLACE of an installed package's sink",
+    lambda value: _PARQUET if value is None else str(value),
+    metavar="SINK",
+)
+def sink(raw: object) -> SinkSpec | None:
     """``parquet`` (None), or ``NAME:PLACE`` of a sink that is registered (``spark/sinks/registry.py``)."""
-
-    def parse(raw: object) -> SinkSpec | None:
-        if raw is None or isinstance(raw, SinkSpec):
-            return raw
-        word, colon, target = as_text(raw).partition(":")
-        name = word.lower()
-        if name == _PARQUET and not colon:
-            return None
-        return SinkSpec(name, find(name).parse(target))
-
-    forms = ", ".join(form for _, form in SINKS.values())
-    return Kind(
-        f"parquet, {forms}, or NAME:PLACE of an installed package's sink",
-        parse,
-        lambda value: _PARQUET if value is None else str(value),
-        metavar="SINK",
-    )
+    if raw is None or isinstance(raw, SinkSpec):
+        return raw
+    word, colon, target = as_text(raw).partition(":")
+    name = word.lower()
+    if name == _PARQUET and not colon:
+        return None
+    return SinkSpec(name, find(name).parse(target))
 
 
-def table_name() -> Kind[str]:
+@kind("a table's name as SQL takes it, such as SCHEMA.TABLE", metavar="TABLE")
+def table_name(raw: object) -> str:
     """A table as SQL names it, with or without its schema, its parts in quotes or not."""
-
-    def parse(raw: object) -> str:
-        if not isinstance(raw, str) or not _SQL_NAME.fullmatch(raw.strip()):
-            raise ValueError("it is no table's name")
-        return raw.strip()
-
-    return Kind("a table's name as SQL takes it, such as SCHEMA.TABLE", parse, metavar="TABLE")
-
-
-_LEDGER: Final = "ledger"
-_STREAM = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+    if not isinstance(raw, str) or not _SQL_NAME.fullmatch(raw.strip()):
+        raise ValueError("it is no table's name")
+    return raw.strip()
 
 
 class LetterPlace(NamedTuple):
-    """A place that is not the ledger."""
+    """A place of dead letters that is not the ledger."""
 
-    kind: Literal["jsonl", "parquet", "sqs", "s3", "kinesis"]
+    kind: str
+    """A key of ``LETTER_PLACES``."""
     target: str = ""
     """Files: a folder or a URI, empty for the output folder; a queue's URL; ``bucket/prefix``; a stream's name."""
 
@@ -216,60 +193,46 @@ class LetterPlace(NamedTuple):
         return f"{self.kind}:{redacted(self.target)}" if self.target else self.kind
 
 
-def dead_letters() -> Kind[LetterPlace | None]:
-    """``ledger`` (None), ``jsonl`` or ``parquet`` with or without a place, ``sqs:…``, ``s3://…`` or ``kinesis:…``."""
-
-    def parse(raw: object) -> LetterPlace | None:
-        if raw is None or isinstance(raw, LetterPlace):
-            return raw
-        word, colon, target = as_text(raw).partition(":")
-        word = word.lower()
-        if word == _LEDGER and not colon:
-            return None
-        if word in {"jsonl", "parquet"} and not colon:
-            return LetterPlace(word)  # type: ignore[arg-type]  # one of the two
-        if word not in _TARGETS:
-            raise ValueError("it names no place of these")
-        return LetterPlace(word, _TARGETS[word](target))  # type: ignore[arg-type]  # its keys are the kinds
-
-    return Kind(
-        "ledger, jsonl, parquet, jsonl:PATH or URI, parquet:PATH or URI, sqs:QUEUE_URL, s3://BUCKET/PREFIX, or "
-        "kinesis:STREAM",
-        parse,
-        lambda value: _LEDGER if value is None else str(value),
-        metavar="PLACE",
-    )
-
-
 def _letters_folder(target: str) -> str:
     if not target.strip("/"):
         raise ValueError("after the colon comes a folder or a URI")
     return target if "://" in target else str(local_path(target).absolute())
 
 
-def _queue(target: str) -> str:
-    found = urlsplit(target)
-    if found.scheme not in {"http", "https"} or not found.path.strip("/"):
-        raise ValueError("after sqs: comes a queue's URL")
-    return target
+def _matching(pattern: str, wanted: str) -> Callable[[str], str]:
+    def parse(target: str) -> str:
+        if not (match := re.fullmatch(pattern, target, re.IGNORECASE)):
+            raise ValueError(f"after the colon comes {wanted}")
+        return match[1]
+
+    return parse
 
 
-def _bucket(target: str) -> str:
-    if not target.startswith("//") or not target.strip("/"):
-        raise ValueError("after s3:// comes BUCKET or BUCKET/PREFIX")
-    return target.strip("/")
-
-
-def _stream(target: str) -> str:
-    if not _STREAM.fullmatch(target):
-        raise ValueError("after kinesis: comes a stream's name")
-    return target
-
-
-_TARGETS: Final[Mapping[str, Callable[[str], str]]] = {
-    "jsonl": _letters_folder,
-    "parquet": _letters_folder,
-    "sqs": _queue,
-    "s3": _bucket,
-    "kinesis": _stream,
+LETTER_PLACES: Final[Mapping[str, tuple[str, Callable[[str], str]]]] = {
+    "jsonl": ("jsonl, jsonl:PATH or URI", _letters_folder),
+    "parquet": ("parquet, parquet:PATH or URI", _letters_folder),
+    "sqs": ("sqs:QUEUE_URL", _matching(r"(https?://[^/]+/+[^/].*)", "a queue's URL")),
+    "s3": ("s3://BUCKET/PREFIX", _matching(r"//+([^/].*?)/*", "//BUCKET or //BUCKET/PREFIX")),
+    "kinesis": ("kinesis:STREAM", _matching(r"([A-Z0-9_.-]{1,128})", "a stream's name")),
 }
+"""By name: how the setting is written, and how what follows the colon is read (``deadletters/destinations.py``)."""
+
+
+@kind(
+    f"ledger, {', '.join(form for form, _ in LETTER_PLACES.values())}",
+    lambda value: "ledger" if value is None else str(value),
+    metavar="PLACE",
+)
+def dead_letters(raw: object) -> LetterPlace | None:
+    """``ledger`` (None), or one of ``LETTER_PLACES``."""
+    if raw is None or isinstance(raw, LetterPlace):
+        return raw
+    word, colon, target = as_text(raw).partition(":")
+    word = word.lower()
+    if word == "ledger" and not colon:
+        return None
+    if word in {"jsonl", "parquet"} and not colon:
+        return LetterPlace(word)
+    if word not in LETTER_PLACES:
+        raise ValueError("it names no place of these")
+    return LetterPlace(word, LETTER_PLACES[word][1](target))

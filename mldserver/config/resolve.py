@@ -29,7 +29,7 @@ CONFIG_FILE: Final = "mldserver.toml"
 CONFIG_VARIABLE: Final = f"{ENV_PREFIX}CONFIG"
 
 
-class _Given(NamedTuple):
+class _Raw(NamedTuple):
     value: object
     origin: str
 
@@ -52,43 +52,40 @@ def resolve(
 
     Raises ConfigError for unknown keys, impossible values, and a file that cannot be read.
     """
-    given = _from_file(_config_file(environ, folder, config))
-    given |= _from_environment(environ)
-    given = {name: each for name, each in given.items() if name not in leave_out}
-    given |= {
-        name: _Given(value, f"command line {specs()[name].option}")
+    if config is None and (named := environ.get(CONFIG_VARIABLE)):
+        config = folder / named
+    raw = _from_file(config or folder / CONFIG_FILE, required=config is not None)
+    raw |= _from_environment(environ)
+    raw = {name: value for name, value in raw.items() if name not in leave_out}
+    raw |= {
+        name: _Raw(value, f"command line {specs()[name].option}")
         for name, value in command_line.items()
         if value is not None
     }
-    values = {specs()[name].field: _parsed(name, each) for name, each in given.items()}
+    values = {specs()[name].field: _parsed(name, value) for name, value in raw.items()}
     if "cache_dir" not in values:
         values["cache_dir"] = cache_folder(environ)
-    origins = {name: given[name].origin for name in specs() if name in given}
+    origins = {name: raw[name].origin for name in specs() if name in raw}
     settings = Settings(**values, origins=origins)
-    if handler_required:
-        _check_handler(settings)
+    if handler_required and not settings.handler:
+        raise ConfigError(
+            "No handler was named.",
+            advice="Give its dotted path, for example `mldserver serve handlers.departures`, or set handler in "
+            f"{CONFIG_FILE}.",
+        )
     _check(settings)
     return settings
 
 
-def _config_file(environ: Mapping[str, str], folder: Path, config: Path | None) -> Path | None:
-    if config is not None:
-        return config
-    if named := environ.get(CONFIG_VARIABLE):
-        return folder / named
-    default = folder / CONFIG_FILE
+def _from_file(path: Path, *, required: bool) -> dict[str, _Raw]:
     try:
-        return default if default.exists() else None
+        if not required and not path.exists():
+            return {}
     except OSError as error:
         raise ConfigError(
-            f"Whether there is a settings file {default} cannot be told: {error.strerror}.",
+            f"Whether there is a settings file {path} cannot be told: {error.strerror}.",
             advice=f"Start from a folder that you may read, or name a file with --config or {CONFIG_VARIABLE}.",
         ) from error
-
-
-def _from_file(path: Path | None) -> dict[str, _Given]:
-    if path is None:
-        return {}
     try:
         source = path.read_text("utf-8")
         table = tomllib.loads(source)
@@ -106,7 +103,7 @@ def _from_file(path: Path | None) -> dict[str, _Given]:
             raise ConfigError(
                 f"{_place(path.name, source, key)}: there is no setting {key!r}.", advice=_suggest(key, known)
             )
-    return {key: _Given(value, _place(path.name, source, key)) for key, value in table.items()}
+    return {key: _Raw(value, _place(path.name, source, key)) for key, value in table.items()}
 
 
 def _place(file: str, source: str, key: str) -> str:
@@ -116,9 +113,9 @@ def _place(file: str, source: str, key: str) -> str:
     return f"{file} line {lines[0]}" if len(lines) == 1 else file
 
 
-def _from_environment(environ: Mapping[str, str]) -> dict[str, _Given]:
+def _from_environment(environ: Mapping[str, str]) -> dict[str, _Raw]:
     by_variable = {spec.variable: spec.name for spec in specs().values()}
-    given = {}
+    raw = {}
     for variable, value in environ.items():
         if not variable.startswith(ENV_PREFIX) or variable in {CONFIG_VARIABLE, KILL_VARIABLE}:
             continue
@@ -128,8 +125,8 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, _Given]:
                 advice=_suggest(variable, [*by_variable, CONFIG_VARIABLE], prefix=ENV_PREFIX),
             )
         if value.strip():
-            given[by_variable[variable]] = _Given(value, f"environment {variable}")
-    return given
+            raw[by_variable[variable]] = _Raw(value, f"environment {variable}")
+    return raw
 
 
 def _suggest(name: str, known: Iterable[str], *, prefix: str = "") -> str:
@@ -143,30 +140,18 @@ def _suggest(name: str, known: Iterable[str], *, prefix: str = "") -> str:
     )
 
 
-def _parsed(name: str, given: _Given) -> Any:
-    kind = specs()[name].kind
+def _parsed(name: str, raw: _Raw) -> Any:
+    kind, value = specs()[name].kind, raw.value
     try:
-        return kind.parse(given.value)
+        return kind.parse(value)
     except ValueError as error:
-        # What is wrong with pairs is in the error; the others may be secrets.
-        told = name if name in MAY_HOLD_SECRETS else f"{name} = {_told(given.value)}"
+        shown = f" = {(redaction.url(value) if isinstance(value, str) else value)!r}"
+        if name in MAY_HOLD_SECRETS:
+            shown = ""  # what is wrong with pairs is in the error; the others may be secrets
         raise ConfigError(
-            f"{told} ({given.origin}) is not possible: {error}.",
+            f"{name}{shown} ({raw.origin}) is not possible: {error}.",
             advice=f"Allowed is {kind.allowed}.",
         ) from error
-
-
-def _told(value: object) -> str:
-    return repr(redaction.url(value) if isinstance(value, str) else value)
-
-
-def _check_handler(settings: Settings) -> None:
-    if not settings.handler:
-        raise ConfigError(
-            "No handler was named.",
-            advice="Give its dotted path, for example `mldserver serve handlers.departures`, or set handler in "
-            f"{CONFIG_FILE}.",
-        )
 
 
 def _check(settings: Settings) -> None:
@@ -188,7 +173,12 @@ def _check(settings: Settings) -> None:
     if isinstance(settings.ledger, SqlitePlace):
         ledger_file(settings)
     _check_sink(settings)
-    _check_dead_letters(settings)
+    if settings.dead_letters is not None and settings.on_key_failure is OnKeyFailure.PARK:
+        raise ConfigError(
+            f"on_key_failure = park ({settings.origin('on_key_failure')}) needs dead letters in the ledger: only it "
+            "tells which keys wait.",
+            advice="Leave dead_letters out, or set on_key_failure = continue.",
+        )
 
 
 def sink_of(settings: Settings) -> SinkSpec | None:
@@ -215,16 +205,6 @@ def _check_sink(settings: Settings) -> None:
         raise ConfigError(
             f"sink = {sink} ({settings.origin('sink')}) does not go with the other settings: {error}."
         ) from error
-
-
-def _check_dead_letters(settings: Settings) -> None:
-    """Raise ConfigError where the place does not fit the other settings."""
-    if settings.dead_letters is not None and settings.on_key_failure is OnKeyFailure.PARK:
-        raise ConfigError(
-            f"on_key_failure = park ({settings.origin('on_key_failure')}) needs dead letters in the ledger: only it "
-            "tells which keys wait.",
-            advice="Leave dead_letters out, or set on_key_failure = continue.",
-        )
 
 
 def home(settings: Settings) -> Path:

@@ -42,7 +42,6 @@ __all__ = [
     "Settings",
     "Spec",
     "WindowSettings",
-    "default_pipeline",
     "specs",
 ]
 
@@ -73,20 +72,15 @@ class Made(NamedTuple, Generic[T]):
 
 def setting(kind: Kind[T], default: T | Made[T], *, common: bool = True) -> T:
     """Declare a setting that ``mldserver serve --help`` shows. The docstring below it is its help."""
-    given: dict[str, Any] = {"default": default, "metadata": {"kind": kind, "common": common}}
+    about: dict[str, Any] = {"kind": kind, "common": common}
     if isinstance(default, Made):
-        given = {"default_factory": default.factory, "metadata": given["metadata"] | {"shown": default.shown}}
-    return field(**given)  # type: ignore[no-any-return]  # as a default, a field is of its value's type
+        return field(default_factory=default.factory, metadata=about | {"shown": default.shown})  # type: ignore[no-any-return]  # as a default, a field is of its value's type
+    return field(default=default, metadata=about)
 
 
 def rare(kind: Kind[T], default: T | Made[T]) -> T:
     """Declare a setting that nobody needs on the first day: only ``--help-all`` shows it."""
     return setting(kind, default, common=False)
-
-
-def default_pipeline(handler: str) -> str:
-    """Return the last part of a handler's dotted path."""
-    return re.split(r"[.:]", handler)[-1]
 
 
 _DERIVED: Final = Path()
@@ -97,25 +91,25 @@ _DERIVED: Final = Path()
 class PipelineSettings:
     """Pipeline: what it is, and where its things lie."""
 
-    handler: str = setting(kinds.dotted_path(), Made(str, ""))
+    handler: str = setting(kinds.dotted_path, Made(str, ""))
     """The handler's dotted path; the one setting without a default."""
-    pipeline: str = setting(kinds.name(), Made(str, "last part of `handler`"))
+    pipeline: str = setting(kinds.name, Made(str, "last part of `handler`"))
     """The pipeline's name, in logs and in the ledger."""
-    rename_from: str | None = rare(kinds.optional(kinds.name()), None)
+    rename_from: str | None = rare(kinds.optional(kinds.name), None)
     """The name that the pipeline had until it was drained: it goes on under `pipeline`, at its positions."""
-    out: OutPlace = setting(locations.out(), Made(lambda: _DERIVED, "out/PIPELINE"))
+    out: OutPlace = setting(locations.out, Made(lambda: _DERIVED, "out/PIPELINE"))
     """Folder of output and segments: a path, or a URI that pyarrow and Spark both reach."""
-    ledger: LedgerPlace = setting(locations.ledger(), SqlitePlace())
+    ledger: LedgerPlace = setting(locations.ledger, SqlitePlace())
     """Where positions and windows are kept: a file (in a local `out`, or at PATH), or a table for several hosts."""
-    new_ledger: bool = rare(kinds.flag(), False)
+    new_ledger: bool = rare(kinds.flag, False)
     """Begin anew in a folder whose ledger was lost or exchanged; what this one does not name is set apart."""
-    sink: SinkSpec | None = setting(locations.sink(), None)
+    sink: SinkSpec | None = setting(locations.sink, None)
     """What readers read: Parquet files in `out`, or a table that Spark writes into."""
-    sink_table: str | None = setting(kinds.optional(locations.table_name()), None)
+    sink_table: str | None = setting(kinds.optional(locations.table_name), None)
     """The table of a JDBC sink, or of another that takes one."""
-    sink_options: Mapping[str, str] = setting(kinds.pairs(), Made(dict, "none"))
+    sink_options: Mapping[str, str] = setting(kinds.pairs, Made(dict, "none"))
     """Options of Spark's writer into the table; for JDBC also user, password, driver; may be repeated."""
-    dead_letters: LetterPlace | None = setting(locations.dead_letters(), None)
+    dead_letters: LetterPlace | None = setting(locations.dead_letters, None)
     """Where records go that failed for good; only those in the ledger can be listed, parked behind and redriven."""
     server_id: str | None = rare(
         kinds.optional(kinds.text("a name that no other server on the ledger has")), None
@@ -124,7 +118,7 @@ class PipelineSettings:
     grace_seconds: float = setting(seconds(), 30.0)
     """How long a shutdown may take before it is forced."""
     cache_dir: Path = rare(
-        kinds.folder(), Made(lambda: locations.cache_folder(os.environ), "$XDG_CACHE_HOME/mldserver")
+        kinds.folder, Made(lambda: locations.cache_folder(os.environ), "$XDG_CACHE_HOME/mldserver")
     )
     """Files that only save time, such as the JVM's class archive."""
 
@@ -133,7 +127,7 @@ class PipelineSettings:
 class ConnectionSettings:
     """Connections: what daemons may do."""
 
-    listen: Address = setting(kinds.address(), TcpAddress("127.0.0.1", 7070))
+    listen: Address = setting(kinds.address, TcpAddress("127.0.0.1", 7070))
     """Where daemons connect."""
     connection_limit: int = rare(kinds.count(at_least=1), 1024)
     """Connections at a time; more wait in the kernel's queue."""
@@ -154,7 +148,7 @@ class ConnectionSettings:
 class LogSettings:
     """Log: where it goes."""
 
-    log_file: Path | None = setting(kinds.optional(kinds.folder()), None)
+    log_file: Path | None = setting(kinds.optional(kinds.folder), None)
     """Log to this file, opened again on SIGHUP; none: stdout."""
     log_level: Level = setting(kinds.choice(Level), "info")
     """The lowest level logged."""
@@ -170,7 +164,7 @@ class FailureSettings:
     """What becomes of a record that keeps failing: stored aside, only counted, or its connection is closed."""
     on_key_failure: OnKeyFailure = setting(kinds.choice(OnKeyFailure), OnKeyFailure.CONTINUE)
     """Later records of a dead letter's partition key go on, or wait behind it as dead letters too."""
-    failure_rules: tuple[FailureRule, ...] = setting(failure_rules(), Made(tuple, "none"))
+    failure_rules: tuple[FailureRule, ...] = setting(failure_rules, Made(tuple, "none"))
     """What becomes of records by the class of their error, with its bases; may be repeated."""
     attempts: int = setting(kinds.count(at_least=1), 3)
     """Calls of the handler for one record."""
@@ -236,7 +230,7 @@ class FlowSettings:
     shard_retention_ms: int = rare(ms(), 8 * DAY_MS)
     """How long ended shards are remembered, at least: longer than the stream keeps records. With `stream` they are
     for as long as it lists them."""
-    accept_gap: bool = rare(kinds.flag(), False)
+    accept_gap: bool = rare(kinds.flag, False)
     """Take a daemon that skipped records; counted, logged."""
     server_timeout_ms: int = rare(ms(), 30_000)
     """A server silent for this long is taken for dead by the others."""
@@ -282,11 +276,11 @@ class SparkSettings:
 
     spark_master: str = setting(kinds.text("a Spark master or an sc:// URL"), "local[*]")
     """Spark master, or a Spark Connect URL."""
-    spark_conf: Mapping[str, str] = setting(kinds.pairs(), Made(dict, "none"))
+    spark_conf: Mapping[str, str] = setting(kinds.pairs, Made(dict, "none"))
     """Spark properties; may be repeated."""
-    spark_ui: bool = rare(kinds.flag(), False)
+    spark_ui: bool = rare(kinds.flag, False)
     """Whether Spark's web page is served."""
-    java_home: Path | None = setting(kinds.optional(kinds.folder()), None)
+    java_home: Path | None = setting(kinds.optional(kinds.folder), None)
     """Java to run Spark with; none: `JAVA_HOME`, then `PATH`."""
 
 
@@ -313,13 +307,13 @@ class Settings(
     def __post_init__(self) -> None:
         """Fill in what follows from the handler's name."""
         if not self.pipeline:
-            object.__setattr__(self, "pipeline", default_pipeline(self.handler) or "pipeline")
+            object.__setattr__(self, "pipeline", re.split(r"[.:]", self.handler)[-1] or "pipeline")
         if self.out is _DERIVED:
             object.__setattr__(self, "out", Path("out") / self.pipeline)
 
     def part(self, section: type[PartT], **own: Any) -> PartT:
         """Return what a part goes by: a section, with fields of the part's ``own``."""
-        names = {each.name for each in dataclasses.fields(section)} - own.keys()  # type: ignore[arg-type]  # sections are dataclasses
+        names = {field.name for field in dataclasses.fields(section)} - own.keys()  # type: ignore[arg-type]  # sections are dataclasses
         return section(**own, **{name: getattr(self, name) for name in names if hasattr(self, name)})
 
     def origin(self, name: str) -> str:
@@ -328,11 +322,12 @@ class Settings(
 
     def given(self) -> dict[str, str]:
         """Return what was not left at its default, as text with its origin; for the log, so without secrets."""
-        return {name: f"{self._shown(specs()[name])} ({origin})" for name, origin in self.origins.items()}
-
-    def _shown(self, spec: Spec) -> str:
-        value = getattr(self, spec.field)
-        return spec.kind.show(redaction.pairs(value) if spec.name in MAY_HOLD_SECRETS else value)
+        shown = {}
+        for name, origin in self.origins.items():
+            value = getattr(self, specs()[name].field)
+            safe = redaction.pairs(value) if name in MAY_HOLD_SECRETS else value
+            shown[name] = f"{specs()[name].kind.show(safe)} ({origin})"
+        return shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,10 +368,10 @@ def specs() -> dict[str, Spec]:
     table = {}
     for section in Settings.__bases__:
         title = (section.__doc__ or "").partition(":")[0]
-        for each in dataclasses.fields(section):
-            kind, told = each.metadata["kind"], each.metadata
-            shown = told["shown"] if "shown" in told else kind.show(each.default)
-            spec = Spec(each.name, title, kind, told["common"], shown)
+        for member in dataclasses.fields(section):
+            about, kind = member.metadata, member.metadata["kind"]
+            shown = about["shown"] if "shown" in about else kind.show(member.default)
+            spec = Spec(member.name, title, kind, about["common"], shown)
             table[spec.name] = spec
     return table
 
@@ -384,14 +379,11 @@ def specs() -> dict[str, Spec]:
 @functools.cache
 def _docstrings() -> dict[str, str]:
     """Return the docstring of each field, which Python itself does not keep."""
-    classes = [
-        node
-        for node in ast.parse(inspect.getsource(sys.modules[__name__])).body
-        if isinstance(node, ast.ClassDef)
-    ]
+    source = ast.parse(inspect.getsource(sys.modules[__name__]))
     return {
         ast.unparse(one.target): " ".join(ast.literal_eval(other.value).split())
-        for each in classes
-        for one, other in itertools.pairwise(each.body)
+        for section in source.body
+        if isinstance(section, ast.ClassDef)
+        for one, other in itertools.pairwise(section.body)
         if isinstance(one, ast.AnnAssign) and isinstance(other, ast.Expr)
     }

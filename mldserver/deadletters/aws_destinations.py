@@ -22,12 +22,12 @@ from mldserver.deadletters.files import file_content, file_name, grouped
 from mldserver.errors import LedgerError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from mldserver.base.clock import Clock
     from mldserver.records import DeadLetter
 
-__all__ = ["BucketDestination", "Message", "QueueDestination", "StreamDestination", "batches"]
+__all__ = ["DESTINATIONS", "BucketDestination", "Message", "QueueDestination", "StreamDestination", "batches"]
 
 log = structlog.get_logger("mldserver")
 
@@ -73,7 +73,7 @@ def batches(messages: Iterable[Message], *, count: int, size: int) -> Iterator[l
         yield batch
 
 
-class _Aws(ABC):
+class AwsDestination(ABC):
     """A client that is made when it is first needed, and errors as the server tells them."""
 
     service: str
@@ -131,21 +131,22 @@ class _Aws(ABC):
         await self._resources.aclose()
 
 
-class _Sending(_Aws):
+class _Sending(AwsDestination):
     """What takes messages in batches, each of them or not."""
 
     count: int
     call_bytes: int
 
-    def __init__(self, *args: Any, **named: Any) -> None:
-        """As for every place."""
-        super().__init__(*args, **named)
-        self._limit: int | None = None
+    _limit: int | None = None
 
     async def _store(self, letters: tuple[DeadLetter, ...]) -> tuple[DeadLetter, ...]:
         client = await self._reach()
         limit = self._limit = self._limit or await self._message_limit(client)
-        messages = [self._message(letter) for letter in letters]
+        bodies = [json.dumps(document(letter, self._pipeline)) for letter in letters]
+        messages = [
+            Message(letter, body, len(body) + _KEY_LENGTH)
+            for letter, body in zip(letters, bodies, strict=True)
+        ]
         too_large = tuple(each.letter for each in messages if each.bytes > limit)
         for letter in too_large:
             log.warning(
@@ -160,10 +161,6 @@ class _Sending(_Aws):
         for batch in batches(fitting, count=self.count, size=self.call_bytes):
             await self._send_all(client, batch)
         return too_large
-
-    def _message(self, letter: DeadLetter) -> Message:
-        body = json.dumps(document(letter, self._pipeline))
-        return Message(letter, body, len(body) + _KEY_LENGTH)
 
     async def _send_all(self, client: Any, batch: list[Message]) -> None:
         for turn in range(_SENDINGS):
@@ -238,7 +235,7 @@ def _key(letter: DeadLetter) -> str:
     return key.encode("utf-8", "backslashreplace").decode()[:_KEY_LENGTH]
 
 
-class BucketDestination(_Aws):
+class BucketDestination(AwsDestination):
     """A bucket of S3: JSON lines, one object for each shard of a flush, below the pipeline's name.
 
     Another pipeline on the same stream has shards and sequences of the same names.
@@ -257,3 +254,11 @@ class BucketDestination(_Aws):
                 Body=file_content(group, self._pipeline, "jsonl"),
             )
         return ()
+
+
+DESTINATIONS: Final[Mapping[str, type[AwsDestination]]] = {
+    "sqs": QueueDestination,
+    "s3": BucketDestination,
+    "kinesis": StreamDestination,
+}
+"""By the word in the setting (``config/locations.py``)."""

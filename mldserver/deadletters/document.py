@@ -13,15 +13,13 @@ from __future__ import annotations
 import base64
 from typing import TYPE_CHECKING, Any, Final
 
-import orjson
-
 from mldserver.ledger.contract import storable
 from mldserver.records import DeadLetter, Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["document", "from_document", "identity", "line"]
+__all__ = ["FIELDS", "document", "from_document", "identity"]
 
 _TYPES: Final[Mapping[str, tuple[type, ...]]] = {
     "shard": (str,),
@@ -39,6 +37,8 @@ _TYPES: Final[Mapping[str, tuple[type, ...]]] = {
     "data": (str,),
 }
 """What must be in a document that is to become a letter again."""
+
+FIELDS: Final = ("id", "pipeline", *_TYPES)
 
 
 def identity(letter: DeadLetter, pipeline: str) -> str:
@@ -68,32 +68,27 @@ def document(letter: DeadLetter, pipeline: str) -> dict[str, Any]:
     }
 
 
-def line(letter: DeadLetter, pipeline: str) -> bytes:
-    """Return a letter as one line of JSON, without its line end."""
-    return orjson.dumps(document(letter, pipeline))
-
-
-def from_document(found: Any) -> DeadLetter:
+def from_document(fields: Any) -> DeadLetter:
     """Return the letter of a document. Raises ValueError for what is none."""
-    if not isinstance(found, dict):
-        raise ValueError(f"{type(found).__name__} is no dead letter")  # noqa: TRY004  # damaged text
+    if not isinstance(fields, dict):
+        raise ValueError(f"{type(fields).__name__} is no dead letter")  # noqa: TRY004  # damaged text
     for name, types in _TYPES.items():
-        if name not in found or type(found[name]) not in types:
+        if name not in fields or type(fields[name]) not in types:
             raise ValueError(f"{name} is missing or of another type")
-    behind = found["parked_behind"]
+    behind = fields["parked_behind"]
     return DeadLetter(
-        shard_id=found["shard"],
-        sequence=_sequence(found["sequence"], found["sub_sequence"]),
-        partition_key=found["partition_key"],
-        data=base64.b64decode(found["data"], validate=True),
-        arrival_ms=found["arrival_ms"],
-        attempts=found["attempts"],
-        error=found["error"],
-        traceback=found["traceback"],
-        handler=found["handler"],
-        at_ms=found["at_ms"],
+        shard_id=fields["shard"],
+        sequence=_sequence(fields["sequence"], fields["sub_sequence"]),
+        partition_key=fields["partition_key"],
+        data=base64.b64decode(fields["data"], validate=True),
+        arrival_ms=fields["arrival_ms"],
+        attempts=fields["attempts"],
+        error=fields["error"],
+        traceback=fields["traceback"],
+        handler=fields["handler"],
+        at_ms=fields["at_ms"],
         parked_behind=None if behind is None else _position(behind),
-        handler_version=found["handler_version"],
+        handler_version=fields["handler_version"],
     )
 
 

@@ -13,7 +13,7 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from mldserver.base.uris import opened
-from mldserver.deadletters.document import document, from_document, line
+from mldserver.deadletters.document import FIELDS, document, from_document
 from mldserver.errors import OperatorError
 
 if TYPE_CHECKING:
@@ -26,23 +26,11 @@ __all__ = ["FOLDER", "file_content", "file_name", "grouped", "read_letters"]
 FOLDER: Final = "_dead_letters"
 """In the output folder; its readers do not see it."""
 
+_NUMBERS: Final = ("sub_sequence", "arrival_ms", "attempts", "at_ms")
 _SCHEMA: Final = pa.schema(
     [
-        ("id", pa.string()),
-        ("pipeline", pa.string()),
-        ("shard", pa.string()),
-        ("sequence", pa.string()),
-        ("sub_sequence", pa.int64()),
-        ("partition_key", pa.string()),
-        ("arrival_ms", pa.int64()),
-        ("attempts", pa.int64()),
-        ("error", pa.string()),
-        ("traceback", pa.string()),
-        ("handler", pa.string()),
-        ("handler_version", pa.string()),
-        ("at_ms", pa.int64()),
-        ("parked_behind", pa.string()),
-        ("data", pa.binary()),
+        (name, pa.int64() if name in _NUMBERS else pa.binary() if name == "data" else pa.string())
+        for name in FIELDS
     ]
 )
 
@@ -70,7 +58,7 @@ def file_name(letters: tuple[DeadLetter, ...], suffix: str) -> str:
 def file_content(letters: tuple[DeadLetter, ...], pipeline: str, kind: Literal["jsonl", "parquet"]) -> bytes:
     """Return the bytes of a file of letters."""
     if kind == "jsonl":
-        return b"".join(line(letter, pipeline) + b"\n" for letter in letters)
+        return b"".join(orjson.dumps(document(letter, pipeline)) + b"\n" for letter in letters)
     rows = [{**document(letter, pipeline), "data": letter.data} for letter in letters]
     sink = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), sink, compression="zstd")
@@ -117,22 +105,14 @@ def _matching(fs: pafs.FileSystem, path: str) -> list[str]:
 
 
 def _read(fs: pafs.FileSystem, name: str, pipeline: str) -> Iterator[DeadLetter]:
-    for found in _documents(fs, name):
-        if isinstance(found, dict) and found.get("pipeline") != pipeline:
-            raise ValueError(f"{name} holds letters of the pipeline {found.get('pipeline')!r}")
-        yield from_document(found)
-
-
-def _documents(fs: pafs.FileSystem, name: str) -> Iterator[Any]:
+    documents: list[Any]
     with fs.open_input_file(name) as file:
         if name.endswith(".parquet"):
-            for row in pq.read_table(file).to_pylist():
-                yield {**row, "data": _text(row.get("data"))}
-            return
-        for each in bytes(file.read()).splitlines():
-            yield orjson.loads(each)
-
-
-def _text(data: Any) -> str:
-    """Return a payload as a document has it."""
-    return base64.b64encode(data or b"").decode()
+            rows = pq.read_table(file).to_pylist()
+            documents = [{**row, "data": base64.b64encode(row.get("data") or b"").decode()} for row in rows]
+        else:
+            documents = [orjson.loads(line) for line in bytes(file.read()).splitlines()]
+    for each in documents:
+        if isinstance(each, dict) and each.get("pipeline") != pipeline:
+            raise ValueError(f"{name} holds letters of the pipeline {each.get('pipeline')!r}")
+        yield from_document(each)

@@ -18,13 +18,11 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from mldserver.observe.rate_limit import RateLimit
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import TextIO
 
-__all__ = ["CaughtStream", "Printed", "caught_output"]
+__all__ = ["BURST", "LINES_A_SECOND", "CaughtStream", "Printed", "RateLimit", "caught_output"]
 
 log = structlog.get_logger("mldserver")
 
@@ -124,6 +122,30 @@ def caught_output(emit: Callable[[str, str], None]) -> Iterator[None]:
         sys.stdout, sys.stderr = former
         out.finish()
         err.finish()
+
+
+LINES_A_SECOND: Final = 200
+BURST: Final = 1000
+
+
+class RateLimit:
+    """Lets a burst pass, then so many lines a second."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        """Begin with room for a burst; ``now`` gives seconds."""
+        self._now = now
+        self._room = float(BURST)
+        self._at = now()
+
+    def passes(self) -> bool:
+        """Whether one more line does."""
+        now = self._now()
+        self._room = min(float(BURST), self._room + (now - self._at) * LINES_A_SECOND)
+        self._at = now
+        if self._room < 1:
+            return False
+        self._room -= 1
+        return True
 
 
 _TOLD_SECONDS: Final = 1.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -13,7 +14,6 @@ from mldserver.base.kill_points import kill_point
 from mldserver.base.uris import reach
 from mldserver.errors import WindowFailed
 from mldserver.jobs.engine import WindowResult
-from mldserver.testing.sqlite_table import publish_into
 from mldserver.windows import WINDOW_COLUMNS
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     OnTable = Callable[[pa.Table, Window], pa.Table]
 
-__all__ = ["LocalEngine"]
+__all__ = ["LocalEngine", "publish_into"]
 
 _ORDER: Final = ("_time", "_clock")
 
@@ -58,7 +58,7 @@ class LocalEngine:
     window_columns: tuple[str, str] | None = WINDOW_COLUMNS
     """As in a handler."""
     table: Path | None = None
-    """A file that windows are published into where the setting ``sink`` names a table (``table.py``)."""
+    """A SQLite file that windows are published into where the setting ``sink`` names a table."""
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
     _closed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -171,3 +171,27 @@ def _read(path: str, job: WindowJob) -> pa.Table:
     # Not `read_table`, which would take the names of the folders on the way for columns.
     with filesystem.open_input_file(file) as source:
         return pq.ParquetFile(source).read()
+
+
+def publish_into(table: Path, job: PublishJob) -> None:
+    """Replace a window's rows by its revision's; a table that has it, or a later one, stays as it is. Raises OSError."""
+    data = [_bytes(f"{job.staging}/{file}", job.out) for file in job.files]
+    with closing(sqlite3.connect(table, timeout=60)) as database, database:
+        database.execute("CREATE TABLE IF NOT EXISTS windows (window_id TEXT PRIMARY KEY, revision INTEGER)")
+        database.execute("CREATE TABLE IF NOT EXISTS files (window_id TEXT, data BLOB)")
+        changed = database.execute(
+            "INSERT INTO windows VALUES (?, ?) ON CONFLICT (window_id) DO UPDATE"
+            " SET revision = excluded.revision WHERE excluded.revision > revision",
+            (job.window.id, job.window.revision),
+        ).rowcount
+        if changed:
+            database.execute("DELETE FROM files WHERE window_id = ?", (job.window.id,))
+            database.executemany("INSERT INTO files VALUES (?, ?)", [(job.window.id, each) for each in data])
+        kill_point("sink.writing")
+    kill_point("sink.written")
+
+
+def _bytes(path: str, out: str) -> bytes:
+    filesystem, file = reach(path, out)
+    with filesystem.open_input_stream(file) as stream:
+        return bytes(stream.read())

@@ -144,7 +144,7 @@ def fresh_folder(wanted: str | Path | None, name: str) -> Path:
 
 def _local(wanted: str | Path, name: str) -> Path:
     try:
-        place = locations.out().parse(wanted)
+        place = locations.out.parse(wanted)
     except ValueError as error:
         raise ConfigError(f"{wanted} cannot be used: {error}.", advice="Choose another folder.") from error
     if isinstance(place, RemoteOut):

@@ -16,8 +16,7 @@ import structlog
 
 from mldserver.observe.log_events import EVENTS
 from mldserver.observe.logging import libraries_through_us
-from mldserver.observe.rate_limit import RateLimit
-from mldserver.observe.stdout_capture import caught_output
+from mldserver.observe.stdout_capture import RateLimit, caught_output
 from mldserver.workers.channel import send_now
 from mldserver.workers.wire import LogLine, encode
 

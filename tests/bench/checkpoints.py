@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from bench.deliveries import HOUR_MS, SHARDS, Delivered, deliveries
 from bench.pipelines import Pipeline, living
+from support.virtual_loop import LoopClock, VirtualLoop
+from support.virtual_process import VirtualExecutor, stand_ins
 
 from mldserver.coordinator.coordinator import CoordinatorRules
 from mldserver.testing import LocalEngine
-from mldserver.testing.virtual_loop import LoopClock, VirtualLoop
-from mldserver.testing.virtual_process import VirtualExecutor, stand_ins
 from mldserver.windows import Tumbling
 
 if TYPE_CHECKING:

@@ -11,11 +11,10 @@ import pytest
 from mldserver.config import (
     Settings,
     resolve,
-    settings_page,
     specs,
 )
+from mldserver.config.__main__ import settings_page
 from mldserver.config.locations import cache_folder
-from mldserver.config.settings import default_pipeline
 from mldserver.coordinator.core.rules import CoordinatorRules
 from mldserver.errors import ConfigError
 from mldserver.protocol.connection import ConnectionLimits
@@ -76,8 +75,7 @@ def test_a_part_takes_its_section_as_it_is_beside_what_is_its_own() -> None:
 
 
 def test_names_follow_from_the_handler() -> None:
-    assert default_pipeline("handlers.departures") == "departures"
-    assert default_pipeline("shop.orders:Orders") == "Orders"
+    assert Settings(handler="handlers.departures").pipeline == "departures"
     settings = Settings(handler="shop.orders:Orders")
     assert (settings.pipeline, settings.out) == ("Orders", Path("out/Orders"))
     assert Settings().pipeline == "pipeline"

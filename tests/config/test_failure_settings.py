@@ -29,7 +29,7 @@ RULES = (FailureRule("KeyError", OnFailure.SKIP), FailureRule("requests.Timeout"
     ],
 )
 def test_rules_are_read_from_every_source(raw: Any) -> None:
-    kind = failure_rules()
+    kind = failure_rules
     assert kind.parse(raw) == RULES
     assert kind.parse(kind.show(RULES)) == RULES
 
@@ -37,7 +37,7 @@ def test_rules_are_read_from_every_source(raw: Any) -> None:
 @pytest.mark.parametrize("raw", [5, "KeyError", "KeyError=explode", "KeyError=skip,KeyError=halt"])
 def test_impossible_rules_are_refused(raw: Any) -> None:
     with pytest.raises(ValueError, match=r"it is no list|is not CLASS|has two rules"):
-        failure_rules().parse(raw)
+        failure_rules.parse(raw)
 
 
 def test_impossible_rules_end_the_start(tmp_path: Path) -> None:

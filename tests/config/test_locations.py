@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     ],
 )
 def test_a_place_is_read_and_shown_so_that_it_is_read_again(text: str, place: LedgerPlace) -> None:
-    kind = ledger()
+    kind = ledger
     assert kind.parse(text) == place
     assert kind.parse(kind.show(place)) == place
 
@@ -57,7 +57,7 @@ def test_a_place_is_read_and_shown_so_that_it_is_read_again(text: str, place: Le
 )
 def test_what_is_no_place_is_refused_with_a_reason(raw: object, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        ledger().parse(raw)
+        ledger.parse(raw)
 
 
 async def test_a_ledger_in_a_file_is_known_under_the_servers_name(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ async def test_a_ledger_in_a_file_is_known_under_the_servers_name(tmp_path: Path
     ],
 )
 def test_an_output_folder_is_a_path_or_a_uri(raw: object, place: OutPlace) -> None:
-    assert out().parse(raw) == place
+    assert out.parse(raw) == place
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_an_output_folder_is_a_path_or_a_uri(raw: object, place: OutPlace) -> No
 )
 def test_what_is_no_output_folder_is_refused_with_a_reason(raw: object, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        out().parse(raw)
+        out.parse(raw)
 
 
 def remote(**more: object) -> Settings:

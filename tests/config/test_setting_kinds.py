@@ -28,7 +28,7 @@ from mldserver.config.kinds import show_duration, show_size
     ],
 )
 def test_addresses_are_read_and_shown_again(raw: str, expected: object) -> None:
-    kind = kinds.address()
+    kind = kinds.address
     assert kind.parse(raw) == expected
     assert kind.parse(kind.show(kind.parse(raw))) == expected
 
@@ -38,7 +38,7 @@ def test_addresses_are_read_and_shown_again(raw: str, expected: object) -> None:
 )
 def test_impossible_addresses_are_refused(raw: object) -> None:
     with pytest.raises(ValueError, match=r"it |IPv6"):
-        kinds.address().parse(raw)
+        kinds.address.parse(raw)
 
 
 @pytest.mark.parametrize(
@@ -53,12 +53,12 @@ def test_impossible_addresses_are_refused(raw: object) -> None:
 )
 def test_a_host_that_can_be_none_is_told_what_is_wrong(raw: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        kinds.address().parse(raw)
+        kinds.address.parse(raw)
 
 
 def test_a_unix_address_without_a_path_is_refused() -> None:
     with pytest.raises(ValueError, match="path is missing"):
-        kinds.address().parse("unix:")
+        kinds.address.parse("unix:")
 
 
 @pytest.mark.parametrize(
@@ -173,14 +173,14 @@ def test_impossible_counts_are_refused(raw: object) -> None:
     [("true", True), ("No", False), ("on", True), ("0", False), (True, True), (False, False)],
 )
 def test_flags_are_yes_or_no(raw: object, expected: bool) -> None:
-    assert kinds.flag().parse(raw) is expected
-    assert kinds.flag().show(expected) == str(expected).lower()
+    assert kinds.flag.parse(raw) is expected
+    assert kinds.flag.show(expected) == str(expected).lower()
 
 
 @pytest.mark.parametrize("raw", ["", "maybe", 1, None])
 def test_impossible_flags_are_refused(raw: object) -> None:
     with pytest.raises(ValueError, match="it is"):
-        kinds.flag().parse(raw)
+        kinds.flag.parse(raw)
 
 
 def test_choices_forgive_case_and_hyphens() -> None:
@@ -192,29 +192,29 @@ def test_choices_forgive_case_and_hyphens() -> None:
 
 @pytest.mark.parametrize("raw", ["a", "a.b", "a.b:C", "a.b:C.d", "über.mäßig"])
 def test_dotted_paths_are_modules_or_attributes(raw: str) -> None:
-    assert kinds.dotted_path().parse(raw) == raw
+    assert kinds.dotted_path.parse(raw) == raw
 
 
 @pytest.mark.parametrize("raw", ["a..b", ".a", "a:", ":C", "a b", "1a", "a:b:c", ""])
 def test_impossible_dotted_paths_are_refused(raw: str) -> None:
     with pytest.raises(ValueError, match="it is"):
-        kinds.dotted_path().parse(raw)
+        kinds.dotted_path.parse(raw)
 
 
 @pytest.mark.parametrize("raw", ["handlers/departures.py", "handlers/departures", "departures-x.py"])
 def test_a_file_instead_of_a_dotted_path_is_explained(raw: str) -> None:
     with pytest.raises(ValueError, match="file's path is none"):
-        kinds.dotted_path().parse(raw)
+        kinds.dotted_path.parse(raw)
 
 
 @pytest.mark.parametrize("raw", ["a/b", "..", ".hidden", "a b", "-x", ""])
 def test_names_are_safe_as_directories(raw: str) -> None:
     with pytest.raises(ValueError, match="it "):
-        kinds.name().parse(raw)
+        kinds.name.parse(raw)
 
 
 def test_folders_are_local_paths() -> None:
-    kind = kinds.folder()
+    kind = kinds.folder
     assert kind.parse("~/out") == Path.home() / "out"
     assert kind.parse(Path("x")) == Path("x")
     with pytest.raises(ValueError, match="URL"):
@@ -224,12 +224,12 @@ def test_folders_are_local_paths() -> None:
 @pytest.mark.parametrize(
     ("kind", "raw"),
     [
-        (kinds.folder(), "~nosuchuser/x"),
-        (kinds.address(), "unix:~nosuchuser/x"),
-        (locations.out(), "~nosuchuser/x"),
-        (locations.ledger(), "sqlite:~nosuchuser/x"),
-        (locations.dead_letters(), "jsonl:~nosuchuser/x"),
-        (locations.sink(), "delta:~nosuchuser/x"),
+        (kinds.folder, "~nosuchuser/x"),
+        (kinds.address, "unix:~nosuchuser/x"),
+        (locations.out, "~nosuchuser/x"),
+        (locations.ledger, "sqlite:~nosuchuser/x"),
+        (locations.dead_letters, "jsonl:~nosuchuser/x"),
+        (locations.sink, "delta:~nosuchuser/x"),
     ],
 )
 def test_the_home_of_a_user_who_does_not_exist_is_refused(kind: kinds.Kind[Any], raw: str) -> None:
@@ -238,7 +238,7 @@ def test_the_home_of_a_user_who_does_not_exist_is_refused(kind: kinds.Kind[Any],
 
 
 def test_pairs_come_as_text_as_a_list_or_as_a_table() -> None:
-    kind = kinds.pairs()
+    kind = kinds.pairs
     assert kind.parse("a=1; b=x=y;") == {"a": "1", "b": "x=y"}
     assert kind.parse(["a=1,2", "b="]) == {"a": "1,2", "b": ""}
     assert kind.parse({"spark": {"ui": {"port": 4040, "enabled": True}}, "x.y": "z"}) == {
@@ -252,7 +252,7 @@ def test_pairs_come_as_text_as_a_list_or_as_a_table() -> None:
 @pytest.mark.parametrize("raw", ["a", "=1", 5, {"a": [1]}, {"a": datetime(2026, 1, 1, tzinfo=UTC)}, ["a"]])
 def test_impossible_pairs_are_refused(raw: object) -> None:
     with pytest.raises(ValueError, match=r"key=value|neither"):
-        kinds.pairs().parse(raw)
+        kinds.pairs.parse(raw)
 
 
 def test_optional_values_may_be_none() -> None:

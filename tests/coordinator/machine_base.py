@@ -15,12 +15,12 @@ from coordinator.machine_stream import Made, Stream
 from coordinator.pipeline import RULES, Pipeline
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
+from support.virtual_loop import VirtualLoop
 
 from mldserver.errors import WindowFailed
 from mldserver.jobs.runner import WindowPolicy
 from mldserver.ledger.contract import WindowState
 from mldserver.testing import LocalEngine, VirtualClock
-from mldserver.testing.virtual_loop import VirtualLoop
 from mldserver.windows import Tumbling, batches
 
 if TYPE_CHECKING:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from coordinator.pipeline import Pipeline, named
+from support.sqlite_table import read_table
 
 from mldserver.errors import DriverLost, WindowFailed
 from mldserver.jobs.runner import WindowPolicy
 from mldserver.ledger.contract import WindowState
 from mldserver.testing import LocalEngine
-from mldserver.testing.sqlite_table import read_table
 from mldserver.windows import Tumbling, tumbling_id
 
 if TYPE_CHECKING:

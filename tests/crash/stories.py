@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
+from support.sqlite_table import read_table
 
 from mldserver.spark.sinks.sink import SinkSpec
 from mldserver.testing import FakeStream
-from mldserver.testing.sqlite_table import read_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,9 +15,8 @@ from support.serving import quick
 from mldserver.config import resolve
 from mldserver.config.locations import LetterPlace, dead_letters
 from mldserver.deadletters import aws_destinations
+from mldserver.deadletters.destinations import FolderDestination, destination_of
 from mldserver.deadletters.files import FOLDER, read_letters
-from mldserver.deadletters.folder import FolderDestination
-from mldserver.deadletters.places import destination_of
 from mldserver.errors import ConfigError, LedgerError, OperatorError
 from mldserver.output.store import OutputStore
 from mldserver.testing import VirtualClock
@@ -122,13 +121,12 @@ async def test_redriven_letters_that_fail_again_stay_in_the_ledger(tmp_path: Pat
     ],
 )
 def test_the_setting_names_a_place(given: str, place: LetterPlace | None) -> None:
-    kind = dead_letters()
-    found = kind.parse(given)
+    found = dead_letters.parse(given)
     if given.startswith("sqs"):
         place = LetterPlace("sqs", given.removeprefix("sqs:"))
     assert found == place
-    assert kind.parse(found) == found
-    assert kind.parse(kind.show(found)) == found
+    assert dead_letters.parse(found) == found
+    assert dead_letters.parse(dead_letters.show(found)) == found
 
 
 @pytest.mark.parametrize(
@@ -137,7 +135,7 @@ def test_the_setting_names_a_place(given: str, place: LetterPlace | None) -> Non
 )
 def test_what_names_no_place_is_refused(given: Any) -> None:
     with pytest.raises(ValueError, match=r"\w"):
-        dead_letters().parse(given)
+        dead_letters.parse(given)
 
 
 def test_parking_needs_the_ledger(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import structlog
+from support.checked_logger import CheckedLogger, SchemaError, check_event
 
-from mldserver.observe.checked_logger import CheckedLogger, SchemaError, check_event
-from mldserver.observe.events_page import events_page
-from mldserver.observe.log_events import COMMON_FIELDS, EVENTS
+from mldserver.observe.__main__ import events_page
+from mldserver.observe.log_events import COMMON_FIELDS, EVENTS, TABLE
 
 DOCS = Path(__file__).parents[2] / "mldserver" / "docs"
 LEVELS = {"debug", "info", "warning", "error", "critical"}
@@ -66,6 +66,7 @@ def test_the_suite_sees_what_was_logged(logged: list[dict[str, object]]) -> None
 
 
 def test_every_event_is_described_by_the_rules() -> None:
+    assert len(EVENTS) == len(re.findall(r"^\w", TABLE, re.MULTILINE)), "one name stands there twice"
     for name, spec in EVENTS.items():
         assert re.fullmatch(r"[a-z]+\.[a-z_]+", name), name
         assert set(spec.levels.split("|")) <= LEVELS, name

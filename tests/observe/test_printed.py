@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mldserver.observe.rate_limit import BURST, LINES_A_SECOND
-from mldserver.observe.stdout_capture import Printed
+from mldserver.observe.stdout_capture import BURST, LINES_A_SECOND, Printed
 
 
 def lost(logged: list[dict[str, Any]]) -> list[int]:

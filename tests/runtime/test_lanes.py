@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.virtual_loop import LoopClock, VirtualLoop
 
 from mldserver import Discard, Retry
 from mldserver.errors import HandlerHalted, HandlerInvalid, InternalError
@@ -19,7 +20,6 @@ from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, OnKeyFail
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.runtime.lane import Lane
 from mldserver.runtime.work import lane_of
-from mldserver.testing.virtual_loop import LoopClock, VirtualLoop
 
 SCHEMA = "n INT"
 

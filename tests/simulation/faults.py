@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from simulation.tables import VirtualTable
 from state.dynamodb_fake import client_error, lost_answer
+from support.virtual_process import Call, ProcessDied, VirtualProcess
 
 from mldserver.errors import DriverLost, LedgerError, WindowFailed
 from mldserver.ledger.sqlite import SqliteStore
 from mldserver.output.store import OutputStore
-from mldserver.testing.virtual_process import Call, ProcessDied, VirtualProcess
 
 if TYPE_CHECKING:
     import random

@@ -22,8 +22,7 @@ from simulation.oracles import leaves
 from simulation.plan import make_plan
 from simulation.planted import BUGS
 from simulation.world import play, summary
-
-from mldserver.observe.checked_logger import CheckedLogger
+from support.checked_logger import CheckedLogger
 
 
 def run(seed: int, bug: str | None = None) -> dict[str, Any]:

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING
 
 from simulation.oracles import Progress, Violated, leaves
 from support.kinesis import FakeKinesis
+from support.virtual_process import VirtualProcess
 
 from mldserver.errors import HandlerError, LedgerError, OperatorError
 from mldserver.server import EXIT_CLEAN, Server
 from mldserver.testing import LocalEngine
-from mldserver.testing.virtual_process import VirtualProcess
 
 if TYPE_CHECKING:
     from simulation.faults import Faults
     from simulation.plan import Plan
+    from support.virtual_loop import LoopClock
 
     from mldserver.config import Settings
     from mldserver.testing import FakeStream
-    from mldserver.testing.virtual_loop import LoopClock
 
 _WATCH_SECONDS = 0.5
 _RESTART_SECONDS = 1.0

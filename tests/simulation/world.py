@@ -35,6 +35,8 @@ from simulation.ordered import numbered
 from simulation.outputs import Outputs
 from simulation.servers import Supervised
 from simulation.tables import in_memory
+from support.virtual_loop import LoopClock, VirtualLoop
+from support.virtual_process import VirtualExecutor, VirtualWorker, stand_ins
 
 from mldserver.assembly import ledger_of
 from mldserver.base.threads import WorkerThread
@@ -43,8 +45,6 @@ from mldserver.coordinator.core.buffer import Buffer
 from mldserver.output.store import OutputStore
 from mldserver.testing import FakeMLD, Habits
 from mldserver.testing.java_wire import Form
-from mldserver.testing.virtual_loop import LoopClock, VirtualLoop
-from mldserver.testing.virtual_process import VirtualExecutor, VirtualWorker, stand_ins
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.virtual_loop import LoopClock, VirtualLoop
 
 from mldserver.sources.inflight import Batch, EarlyAnswers, UnderWay
-from mldserver.testing.virtual_loop import LoopClock, VirtualLoop
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine

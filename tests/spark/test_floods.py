@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from spark.bench import Bench, job
 from support.serving import until
 
-from mldserver.observe.rate_limit import BURST
-from mldserver.observe.stdout_capture import Printed
+from mldserver.observe.stdout_capture import BURST, Printed
 from mldserver.spark import driver_process, driver_session
 
 if TYPE_CHECKING:

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support.sqlite_table import read_table
 
 from mldserver.jobs.engine import PublishJob
-from mldserver.testing.sqlite_table import publish_into, read_table
+from mldserver.testing.local_engine import publish_into
 from mldserver.windows import Window
 
 if TYPE_CHECKING:

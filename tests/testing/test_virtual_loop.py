@@ -9,8 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
-from mldserver.testing.virtual_loop import LoopClock, Stuck, VirtualLoop
+from support.virtual_loop import LoopClock, Stuck, VirtualLoop
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

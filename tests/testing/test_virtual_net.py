@@ -8,14 +8,13 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
-from mldserver.testing.virtual_loop import VirtualLoop
-from mldserver.testing.virtual_process import VirtualProcess
+from support.virtual_loop import VirtualLoop
+from support.virtual_process import VirtualProcess
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
-    from mldserver.testing.virtual_net import MemorySocket
+    from support.virtual_net import MemorySocket
 
 
 class Heard(asyncio.Protocol):

@@ -9,11 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-
-from mldserver.base.threads import WorkerThread
-from mldserver.runtime import inline
-from mldserver.testing.virtual_loop import VirtualLoop
-from mldserver.testing.virtual_process import (
+from support.virtual_loop import VirtualLoop
+from support.virtual_process import (
     Call,
     ProcessDied,
     VirtualExecutor,
@@ -21,6 +18,9 @@ from mldserver.testing.virtual_process import (
     VirtualWorker,
     stand_ins,
 )
+
+from mldserver.base.threads import WorkerThread
+from mldserver.runtime import inline
 
 
 def play(work: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import structlog
 
-from mldserver.observe.rate_limit import BURST
+from mldserver.observe.stdout_capture import BURST
 from mldserver.workers import wire
 from mldserver.workers.channel import pair
 from mldserver.workers.log_forwarder import LONGEST, _plain, telling_through

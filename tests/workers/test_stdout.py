@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mldserver.observe.rate_limit import BURST
-from mldserver.observe.stdout_capture import Printed
+from mldserver.observe.stdout_capture import BURST, Printed
 from mldserver.workers import stdout
 from mldserver.workers.stdout import Output
 

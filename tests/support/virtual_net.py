@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from mldserver.testing.virtual_process import VirtualProcess
+from support.virtual_process import VirtualProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,7 @@ class MemorySocket:
         self.lingers = True
         self.transport: MemoryTransport | None = None
 
-    def setblocking(self, flag: bool) -> None:  # noqa: FBT001  # as in the standard library
+    def setblocking(self, flag: bool) -> None:  # as in the standard library
         """Do nothing: nothing blocks."""
 
     def setsockopt(self, level: int, option: int, value: int | bytes) -> None:
@@ -97,7 +97,7 @@ class MemoryTransport(asyncio.Transport):
         cut = len(whole) // 3 if len(whole) > _PIECE_BYTES else len(whole)
         for piece in (whole[:cut], whole[cut:]):
             if piece:
-                self._send(self.peer._arrive, piece)  # noqa: SLF001  # its other end
+                self._send(self.peer._arrive, piece)  # its other end
 
     def can_write_eof(self) -> bool:
         """It can."""
@@ -107,7 +107,7 @@ class MemoryTransport(asyncio.Transport):
         """End this direction."""
         if not self._out_ended:
             self._out_ended = True
-            self._send(self.peer._arrive, None)  # noqa: SLF001  # its other end
+            self._send(self.peer._arrive, None)  # its other end
 
     def close(self) -> None:
         """Close in order: what was written still arrives."""
@@ -125,7 +125,7 @@ class MemoryTransport(asyncio.Transport):
             self.write_eof()
         else:
             self._out_ended = True
-            self._send(self.peer._reset)  # noqa: SLF001  # its other end
+            self._send(self.peer._reset)  # its other end
         self._loop.call_soon(self._lose, None)
 
     def pause_reading(self) -> None:
@@ -154,7 +154,7 @@ class MemoryTransport(asyncio.Transport):
         """Its process died: the other end is reset, this one hears nothing any more."""
         if not self._lost:
             self._lost = self._closing = self._out_ended = True
-            self._send(self.peer._reset)  # noqa: SLF001  # its other end
+            self._send(self.peer._reset)  # its other end
             self._protocol = None
 
     def _send(self, act: Callable[..., None], *args: object) -> None:
@@ -164,7 +164,7 @@ class MemoryTransport(asyncio.Transport):
     def _arrive(self, piece: bytes | None) -> None:
         if self._lost:
             if piece is not None:  # nobody reads it: the kernel answers with a reset
-                self._send(self.peer._reset)  # noqa: SLF001  # its other end
+                self._send(self.peer._reset)  # its other end
             return
         self._inbox.append(piece)
         self._deliver()

@@ -229,7 +229,7 @@ class VirtualExecutor(concurrent.futures.Executor):
         self._line.run(begin, lambda outcome: outcome.tell(job))
         return job
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002  # as in the base class
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # as in the base class
         """There is no thread to be ended."""
 
 

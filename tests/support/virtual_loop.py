@@ -17,15 +17,15 @@ import itertools
 import selectors
 from typing import TYPE_CHECKING, Any, Final, TypeVar, TypeVarTuple, Unpack
 
-from mldserver.testing.virtual_net import VirtualNet
-from mldserver.testing.virtual_process import VirtualProcess
+from support.virtual_net import VirtualNet
+from support.virtual_process import VirtualProcess
 
 if TYPE_CHECKING:
     import contextvars
     import socket
     from collections.abc import Callable, Coroutine, Generator
 
-    from mldserver.testing.virtual_net import MemorySocket
+    from support.virtual_net import MemorySocket
 
 __all__ = ["LoopClock", "Stuck", "VirtualLoop"]
 
