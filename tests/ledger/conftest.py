@@ -108,15 +108,16 @@ def ledger_on(dynamo: FakeDynamo, clock: Any) -> Callable[..., DynamoLedger]:
     return make
 
 
-@pytest.fixture(params=["sqlite", "dynamodb"])
+@pytest.fixture(params=["sqlite", "dynamodb", pytest.param("moto", marks=pytest.mark.long)])
 def ledger_factory(request: pytest.FixtureRequest, tmp_path: Path, clock: HandClock) -> Callable[..., Ledger]:
-    """Make ledgers, not opened yet, over the same durable state. Every kind of ledger is a parameter."""
+    """Make ledgers, not opened yet, over the same durable state. Every kind of ledger is a parameter.
+
+    DynamoDB is one in memory; in the long lane it is moto's too, over HTTP.
+    """
 
     def sqlite(server_id: str = "one", pipeline: str = "p", **settings: Any) -> Ledger:
         file = tmp_path / "ledger.sqlite"
         return SqliteLedger(file, pipeline=pipeline, server_id=server_id, clock=clock, **settings)
 
-    factory: Callable[..., Ledger] = sqlite
-    if request.param == "dynamodb":
-        factory = request.getfixturevalue("dynamodb")
-    return factory
+    others = {"dynamodb": "ledger_on", "moto": "dynamodb"}
+    return request.getfixturevalue(others[request.param]) if request.param in others else sqlite

@@ -149,7 +149,8 @@ class FakeDynamo:
         size = 0
         for operation in operations:
             ((kind, told),) = operation.items()
-            keys.append((told["Item"] if kind == "Put" else told["Key"])["item"]["S"])
+            key = told["Item"] if kind == "Put" else told["Key"]
+            keys.append((key["pipeline"]["S"], key["item"]["S"]))
             size += size_of(told.get("Item", {}))
         assert len(set(keys)) == len(keys)
         assert size < 800_000
@@ -158,6 +159,9 @@ class FakeDynamo:
         if told["ConditionExpression"] == "attribute_exists(pipeline) AND attribute_not_exists(#taken)":
             partition, name = self._place(told["Key"])
             return name in partition and told["ExpressionAttributeNames"]["#taken"] not in partition[name]
+        if told["ConditionExpression"] == "attribute_not_exists(pipeline) OR attribute_exists(#partition)":
+            partition, name = self._place(told["Item"])
+            return told["ExpressionAttributeNames"]["#partition"] in partition.get(name, {"partition": None})
         assert told["ConditionExpression"] == "#version = :before AND #format = :format"
         partition, name = self._place(told["Key"])
         values = told["ExpressionAttributeValues"]

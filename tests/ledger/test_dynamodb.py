@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from werkzeug.wrappers import Response
 
-from mldserver.errors import InternalError, LedgerError
-from mldserver.ledger.contract import Flush, ServerState
+from mldserver.errors import InternalError, LedgerError, LedgerVersionError
+from mldserver.ledger.contract import Flush, ServerState, ShapeChange
 from mldserver.ledger.format import pack_letters
 from mldserver.records import Sequence
 from tests.ledger.dynamodb_emulator import CutConnection, refusal
@@ -159,6 +159,17 @@ async def test_the_table_is_made_on_request_and_once(dynamodb: Factory, emulator
     with pytest.raises(LedgerError, match="There is no ledger of the pipeline p"):
         await ledger.peek()
     await ledger.close()
+
+
+async def test_on_the_wire_a_pipeline_gets_another_name_and_its_first_again(dynamodb: Factory) -> None:
+    for name, former in (("p", None), ("q", "p"), ("p", "q"), ("q", "p")):
+        ledger = dynamodb(pipeline=name, rename_from=former)
+        state = await ledger.open()
+        assert await ledger.declare(ShapeChange(f"{former} to {name}", name), version=state.version)
+        await ledger.leave()
+        await ledger.close()
+    with pytest.raises(LedgerVersionError):
+        await dynamodb(pipeline="p").open()
 
 
 async def test_a_new_table_is_waited_for_but_not_for_ever(dynamodb: Factory, emulator: Emulator) -> None:
