@@ -1,6 +1,7 @@
 """A handler's ``schema``: Spark DDL into columns and Arrow types. Synchronous, no Spark and no Java needed.
 
-The text is parsed with sqlglot's Spark dialect as the columns of a table. Everything that cannot be carried from a
+The text is parsed with sqlglot's Spark dialect as the columns of a table; plain names with simple types are read without
+it, since its import is a fifth of the start of every server, worker and driver. Everything that cannot be carried from a
 Python value through Parquet to Spark without a change of meaning is refused here, by name:
 
 * CHAR and VARCHAR: their lengths are enforced nowhere on the way; STRING says what really happens.
@@ -11,36 +12,43 @@ Python value through Parquet to Spark without a change of meaning is refused her
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
-from sqlglot import exp, parse_one
-from sqlglot.errors import SqlglotError
+
+if TYPE_CHECKING:
+    from sqlglot.errors import SqlglotError
 
 __all__ = ["RECORD_COLUMN", "Column", "Schema", "SchemaError", "parse_schema"]
 
-_T = exp.DataType.Type
-
-_SIMPLE: Final[dict[Any, tuple[str, Any]]] = {
-    _T.BOOLEAN: ("BOOLEAN", pa.bool_()),
-    _T.TINYINT: ("TINYINT", pa.int8()),
-    _T.SMALLINT: ("SMALLINT", pa.int16()),
-    _T.INT: ("INT", pa.int32()),
-    _T.BIGINT: ("BIGINT", pa.int64()),
-    _T.FLOAT: ("FLOAT", pa.float32()),
-    _T.DOUBLE: ("DOUBLE", pa.float64()),
-    _T.TEXT: ("STRING", pa.string()),
-    _T.BINARY: ("BINARY", pa.binary()),
-    _T.DATE: ("DATE", pa.date32()),
-    # Spark's TIMESTAMP is a point in time: sqlglot says so by TIMESTAMPTZ.
-    _T.TIMESTAMP: ("TIMESTAMP", pa.timestamp("us", tz="UTC")),
-    _T.TIMESTAMPTZ: ("TIMESTAMP", pa.timestamp("us", tz="UTC")),
-    _T.TIMESTAMPLTZ: ("TIMESTAMP", pa.timestamp("us", tz="UTC")),
-    _T.TIMESTAMPNTZ: ("TIMESTAMP_NTZ", pa.timestamp("us")),
+_SIMPLE: Final[dict[str, Any]] = {
+    "BOOLEAN": pa.bool_(),
+    "TINYINT": pa.int8(),
+    "SMALLINT": pa.int16(),
+    "INT": pa.int32(),
+    "BIGINT": pa.int64(),
+    "FLOAT": pa.float32(),
+    "DOUBLE": pa.float64(),
+    "STRING": pa.string(),
+    "BINARY": pa.binary(),
+    "DATE": pa.date32(),
+    "TIMESTAMP": pa.timestamp("us", tz="UTC"),
+    "TIMESTAMP_NTZ": pa.timestamp("us"),
 }
-_NAMES: Final = tuple(dict.fromkeys(name for name, _ in _SIMPLE.values()))
-_KNOWN: Final = (*_NAMES, "DECIMAL", "ARRAY", "MAP", "STRUCT")
+_KNOWN: Final = (*_SIMPLE, "DECIMAL", "ARRAY", "MAP", "STRUCT")
+_PLAIN: Final = re.compile(
+    rf"\s*([A-Za-z_]\w*)\s+({'|'.join(_SIMPLE)})(\s+NOT\s+NULL)?\s*", re.ASCII | re.IGNORECASE
+)
+_SQLGLOT_NAMES: Final = {
+    "TEXT": "STRING",
+    # Spark's TIMESTAMP is a point in time: sqlglot says so by TIMESTAMPTZ.
+    "TIMESTAMPTZ": "TIMESTAMP",
+    "TIMESTAMPLTZ": "TIMESTAMP",
+    "TIMESTAMPNTZ": "TIMESTAMP_NTZ",
+}
+"""What sqlglot calls otherwise than Spark."""
 _DEFAULT_PRECISION: Final = 10
 _MAX_PRECISION: Final = 38
 _PAIR: Final = 2
@@ -100,8 +108,8 @@ def parse_schema(ddl: str) -> Schema:
     Raises SchemaError with every problem found.
     """
     problems: list[str] = []
-    columns: list[Column] = []
-    for definition in _definitions(ddl):
+    columns = _plain_columns(ddl)
+    for definition in [] if columns else _definitions(ddl):
         try:
             columns.append(_column(definition))
         except SchemaError as error:
@@ -112,9 +120,22 @@ def parse_schema(ddl: str) -> Schema:
     return Schema(tuple(columns))
 
 
+def _plain_columns(ddl: str) -> list[Column]:
+    """Return the columns, where all are plain names with simple types; else none."""
+    found = [_PLAIN.fullmatch(text) for text in ddl.split(",")]
+    plain = [(each[1], each[2].upper(), each[3]) for each in found if each]
+    if len(plain) < len(found):
+        return []
+    return [Column(name, sql, _SIMPLE[sql], nullable=not not_null) for name, sql, not_null in plain]
+
+
 def _definitions(ddl: str) -> list[Any]:
+    """Parse the columns. Nodes are told apart by their ``key``, so that nothing else needs sqlglot's classes."""
     if not ddl.strip():
         raise SchemaError(["it is empty; a schema has at least one column, as in 'carrier STRING'"])
+    from sqlglot import parse_one  # noqa: PLC0415  # see above
+    from sqlglot.errors import SqlglotError  # noqa: PLC0415  # see above
+
     try:
         create = parse_one(f"CREATE TABLE t ({ddl}\n)", dialect="spark")
     except SqlglotError as error:
@@ -122,7 +143,7 @@ def _definitions(ddl: str) -> list[Any]:
     except RecursionError:
         raise SchemaError(["its types are nested too deeply"]) from None
     extra = [key for key, value in create.args.items() if value and key not in {"this", "kind"}]
-    if not isinstance(create, exp.Create) or extra or not isinstance(create.this, exp.Schema):
+    if create.key != "create" or extra or create.this.key != "schema":
         raise SchemaError(["it is not a list of columns such as 'carrier STRING, delay DOUBLE'"])
     return list(create.this.expressions)
 
@@ -140,9 +161,9 @@ def _syntax_problem(error: SqlglotError) -> str:
 
 
 def _column(definition: Any) -> Column:
-    if isinstance(definition, exp.Identifier):
+    if definition.key == "identifier":
         raise SchemaError([f"column {definition.name} has no type (write: {definition.name} STRING)"])
-    if not isinstance(definition, exp.ColumnDef) or not isinstance(definition.this, exp.Identifier):
+    if definition.key != "columndef" or definition.this.key != "identifier":
         raise SchemaError([f"{definition.sql('spark')!r} is not a column (write: name TYPE)"])
     name = definition.name
     try:
@@ -153,13 +174,13 @@ def _column(definition: Any) -> Column:
     return Column(name, sql, type_, nullable, comment)
 
 
-def _constraints(definition: exp.ColumnDef) -> tuple[bool, str | None]:
+def _constraints(definition: Any) -> tuple[bool, str | None]:
     nullable, comment = True, None
     for constraint in definition.args.get("constraints") or ():
         kind = constraint.kind
-        if isinstance(kind, exp.NotNullColumnConstraint):
+        if kind.key == "notnullcolumnconstraint":
             nullable = bool(kind.args.get("allow_null"))
-        elif isinstance(kind, exp.CommentColumnConstraint):
+        elif kind.key == "commentcolumnconstraint":
             comment = kind.name
         else:
             raise SchemaError([f"{constraint.sql('spark')} has no meaning in a handler's schema"])
@@ -168,16 +189,17 @@ def _constraints(definition: exp.ColumnDef) -> tuple[bool, str | None]:
 
 def _type(kind: Any) -> tuple[str, Any]:
     """Return a type as (Spark's text, Arrow's type)."""
-    if not isinstance(kind, exp.DataType):
+    if kind is None or kind.key != "datatype":
         raise SchemaError(["it has no type"])
-    simple = _SIMPLE.get(kind.this)
-    if simple is not None:
-        return simple
-    nested = _NESTED.get(kind.this)
+    name = getattr(kind.this, "name", "")
+    name = _SQLGLOT_NAMES.get(name, name)
+    if name in _SIMPLE:
+        return name, _SIMPLE[name]
+    nested = _NESTED.get(name)
     if nested is not None:
         return nested(kind.expressions)  # type: ignore[no-any-return]  # Arrow has no type information
     text = kind.sql("spark")
-    if kind.this in {_T.CHAR, _T.VARCHAR}:
+    if name in {"CHAR", "VARCHAR"}:
         raise SchemaError([f"{text}: lengths are not enforced, write STRING"])
     raise SchemaError([f"{text} is not supported; types are {', '.join(_KNOWN)}"])
 
@@ -221,11 +243,11 @@ def _struct(parameters: list[Any]) -> tuple[str, Any]:
     return f"STRUCT<{sql}>", pa.struct([pa.field(f.name, f.type) for f in fields])
 
 
-_NESTED: Final[dict[Any, Any]] = {
-    _T.DECIMAL: _decimal,
-    _T.ARRAY: _array,
-    _T.MAP: _map,
-    _T.STRUCT: _struct,
+_NESTED: Final[dict[str, Any]] = {
+    "DECIMAL": _decimal,
+    "ARRAY": _array,
+    "MAP": _map,
+    "STRUCT": _struct,
 }
 
 
@@ -247,7 +269,11 @@ def _quoted(name: str) -> str:
 
 def _column_ddl(column: Column) -> str:
     not_null = "" if column.nullable else " NOT NULL"
-    comment = "" if column.comment is None else " COMMENT " + exp.Literal.string(column.comment).sql("spark")
+    comment = ""
+    if column.comment is not None:
+        from sqlglot import exp  # noqa: PLC0415  # read by it, so imported
+
+        comment = " COMMENT " + exp.Literal.string(column.comment).sql("spark")
     return f"{_quoted(column.name)} {column.sql}{not_null}{comment}"
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
-from mldserver.handler.schema import SchemaError, parse_schema
+from mldserver.handler.schema import SchemaError, _plain_columns, parse_schema
 
 UTC_TIME = pa.timestamp("us", tz="UTC")
 
@@ -50,6 +52,22 @@ def test_each_type_has_its_arrow_type(ddl: Any, sql: Any, arrow: Any) -> None:
     assert (column.sql, column.type) == (sql, arrow)
 
 
+@pytest.mark.parametrize("null", ["", " NOT NULL", " not  null\n"])
+def test_plain_columns_are_what_the_parser_makes_of_them(null: str) -> None:
+    known = ("BOOLEAN", "tinyint", "SMALLINT", "INT", "BIGINT", "FLOAT", "Double", "STRING", "BINARY", "DATE")
+    for sql in (*known, "TIMESTAMP", "TIMESTAMP_NTZ"):
+        assert _plain_columns(f"a {sql}{null}, b2\t{sql}") == list(
+            parse_schema(f"a {sql}{null}, `b2` {sql}").columns
+        )
+
+
+def test_only_what_is_not_plain_needs_the_parser() -> None:
+    script = "import sys\nfrom mldserver.handler.schema import parse_schema\n"
+    for ddl in ("a INT, b DATE", "`a` INT"):
+        script += f"parse_schema({ddl!r}); print('sqlglot' in sys.modules)\n"
+    assert subprocess.check_output([sys.executable, "-c", script], text=True).split() == ["False", "True"]
+
+
 def test_not_null_comments_and_backticks_are_kept() -> None:
     schema = parse_schema("`strange ``name` STRING NOT NULL COMMENT 'it\\'s', n INT NULL")
     strange, n = schema.columns
@@ -90,7 +108,7 @@ def test_a_column_is_found_by_its_exact_name() -> None:
         ("a INT DEFAULT 5", "column a: DEFAULT 5 has no meaning in a handler's schema"),
         ("a INT PRIMARY KEY", "column a: PRIMARY KEY has no meaning in a handler's schema"),
         ("a INT GENERATED ALWAYS AS (b + 1)", "has no meaning in a handler's schema"),
-        ("select INT", "it is not a list of columns"),
+        ("select 1", "it is not a list of columns"),
         ("a INT) COMMENT 'x' -- ", "it cannot be read at ')'"),
         ("a COMMENT 'x'", "column a: it has no type"),
         ("a VARIANT", "column a: VARIANT is not supported; types are"),
