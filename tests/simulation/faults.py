@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ledger.dynamodb_fake import client_error, lost_answer
 from simulation.tables import VirtualTable
-from state.dynamodb_fake import client_error, lost_answer
 from support.virtual_process import Call, ProcessDied, VirtualProcess
 
 from mldserver.errors import DriverLost, LedgerError, WindowFailed

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from state.dynamodb_fake import FakeDynamo
+from ledger.dynamodb_fake import FakeDynamo
 
 import mldserver.ledger.dynamodb
 from mldserver.ledger.dynamodb import DynamoLedger
