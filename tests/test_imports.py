@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     # Pure: of the other rooms it knows what they say, not what they do.
     "coordinator.core": (
-        *("errors", "records", "windows", "ledger.contract", "ledger.batch_windows"),
+        *("errors", "records", "windows", "ledger.contract"),
         *("runtime.interface", "output.layout", *_SETTINGS),
     ),
     # Its sections are what parts go by; what reads them from outside is for those above. A sink's file says how its

@@ -1,8 +1,8 @@
 """A ledger in memory: what it holds at one version, and drafts of the next one. No I/O, no clock.
 
-A ``Book`` is what all transactions up to ``version`` came to. A rule (``members.py``, ``flushes.py``, ``windows.py``,
-``letters.py``) reads and changes a ``Draft`` over it; the draft's ``Changes`` are what a store writes down, and what
-brings every server's book to the next version. A draft that is thrown away has changed nothing.
+A ``Book`` is what all transactions up to ``version`` came to. A rule (``operations.py`` names them) reads and changes a
+``Draft`` over it; the draft's ``Changes`` are what a store writes down, and what brings every server's book to the next
+version. A draft that is thrown away has changed nothing.
 """
 
 from __future__ import annotations
@@ -178,9 +178,8 @@ class Book:
                 self.changed[window_id] = self.version
         for key, item in changes.letters.items():
             known = self.letters.get(key)
-            self.redrives += (item.wanted.bit_count() if item else 0) - (
-                known.wanted.bit_count() if known else 0
-            )
+            self.redrives += item.wanted.bit_count() if item else 0
+            self.redrives -= known.wanted.bit_count() if known else 0
         _update(self.windows, changes.windows)
         _update(self.shards, changes.shards)
         _update(self.servers, changes.servers)
@@ -204,13 +203,13 @@ class Book:
             self.unfinished.discard(before.window_id)
             if before.state is WindowState.PUBLISHED:
                 (self.retained if before.retained else self.over).drop(before)
-            self.retained_bytes -= _retained_bytes(before)
+                self.retained_bytes -= segment_bytes(before) if before.retained else 0
         if entry is not None:
             if entry.state in {WindowState.CUT, WindowState.COMMITTED}:
                 self.unfinished.add(entry.window_id)
             if entry.state is WindowState.PUBLISHED:
                 (self.retained if entry.retained else self.over).add(entry)
-            self.retained_bytes += _retained_bytes(entry)
+                self.retained_bytes += segment_bytes(entry) if entry.retained else 0
 
     def everything(self) -> Changes:
         """Return the changes that make this book from an empty one."""
@@ -228,9 +227,20 @@ class Book:
         """Return what the ledger holds, in collections that are the caller's; of windows the news since a version."""
         if not self.news_from <= since <= self.version:
             since = 0
+        if since:
+            latest = itertools.takewhile(lambda change: change[1] > since, reversed(self.changed.items()))
+            names = reversed([window_id for window_id, _ in latest])
+            windows = {window_id: self.windows[window_id] for window_id in names}
+        else:
+            # All but those to which nothing can happen any more.
+            windows = {
+                window_id: entry
+                for window_id, entry in self.windows.items()
+                if entry.retained or entry.state is not WindowState.PUBLISHED
+            }
         return LedgerState(
             shards={shard_id: row.state for shard_id, row in self.shards.items()},
-            windows=self._news(since) if since else self._current(),
+            windows=windows,
             late_segments=tuple(self.late.values()),
             clock=self.totals.clock,
             batch_progress=self.totals.batch_progress,
@@ -248,19 +258,6 @@ class Book:
             since=since,
         )
 
-    def _current(self) -> dict[str, WindowEntry]:
-        """Return all windows but those to which nothing can happen any more."""
-        return {
-            window_id: entry
-            for window_id, entry in self.windows.items()
-            if entry.retained or entry.state is not WindowState.PUBLISHED
-        }
-
-    def _news(self, since: int) -> dict[str, WindowEntry]:
-        latest = reversed(self.changed.items())
-        names = [window_id for window_id, _ in itertools.takewhile(lambda each: each[1] > since, latest)]
-        return {window_id: self.windows[window_id] for window_id in reversed(names)}
-
 
 def segments_of(entry: WindowEntry | None) -> tuple[Segment, ...]:
     """Return all segments of a window in order of registration: those that wait are the last."""
@@ -272,10 +269,6 @@ def segments_of(entry: WindowEntry | None) -> tuple[Segment, ...]:
 def segment_bytes(entry: WindowEntry) -> int:
     """Return the bytes of all segments of a window."""
     return sum(each.bytes for each in segments_of(entry))
-
-
-def _retained_bytes(entry: WindowEntry) -> int:
-    return segment_bytes(entry) if entry.retained and entry.state is WindowState.PUBLISHED else 0
 
 
 def _update(rows: dict[str, _T], changes: Mapping[str, _T | None]) -> None:

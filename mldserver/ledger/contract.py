@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import enum
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
-from mldserver.ledger.batch_windows import BatchProgress, BatchStep
-
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from mldserver.records import DeadLetter, Sequence
 
 __all__ = [
@@ -32,11 +33,16 @@ __all__ = [
     "StoredLetter",
     "WindowEntry",
     "WindowState",
+    "batch_id",
+    "batch_number",
     "storable",
 ]
 
 LETTERS_AT_ONCE: Final = 40
 """How many letters one transaction may take out: each may be two of the 100 operations of DynamoDB's (AWS limit)."""
+
+
+_BATCH = re.compile(r"batch-(\d+)")
 
 
 def storable(text: str) -> str:
@@ -125,6 +131,64 @@ class PositionUpdate:
     previous: Sequence | None = None
     """The position that this update goes on from. Refused (as a lost shard) when the ledger holds another, so that a
     registration whose answer was lost can be repeated without doubling its rows."""
+
+
+def batch_id(number: int) -> str:
+    """Return the id of the ``batches`` window with this number."""
+    return f"batch-{number:012d}"
+
+
+def batch_number(window_id: str) -> int | None:
+    """Return the number in a ``batches`` window's id; None when it is no such id."""
+    match = _BATCH.fullmatch(window_id)
+    return int(match[1]) if match else None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchProgress:
+    """Where ``batches`` windows stand: the open one's number, its rows so far, and when its first row came."""
+
+    number: int = 0
+    rows: int = 0
+    opened_ms: int | None = None
+
+    def behind(self, window_ids: Iterable[str]) -> BatchProgress:
+        """Return where they go on once these windows are cut: no number is given again.
+
+        A window that is cut for its age is not full, so that no flush has moved the number.
+        """
+        numbers = (batch_number(window_id) for window_id in window_ids)
+        last = max((number for number in numbers if number is not None), default=-1)
+        return BatchProgress(last + 1) if last >= self.number else self
+
+    def moved_on(self, step: BatchStep) -> BatchProgress | None:
+        """Return where they stand after a step; None when it has no room here any more.
+
+        A step that was planned while other servers put rows in counts on from those, as long as it stays in the same
+        window. One that fills it, or goes beyond, is planned anew: which rows go where is another matter then.
+        """
+        since, until = step.since, step.until
+        if until == since:
+            return self
+        if self == since or self.number < since.number:
+            return until
+        rows = self.rows + until.rows - since.rows
+        if not self.number == since.number == until.number or rows > step.max_rows:
+            return None
+        if rows == step.max_rows:
+            return BatchProgress(self.number + 1)
+        return BatchProgress(self.number, rows, self.opened_ms if self.rows else until.opened_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStep:
+    """How a flush moves ``batches`` windows on: what lies between the two is what it puts in."""
+
+    since: BatchProgress
+    """Where its plan went on from."""
+    until: BatchProgress
+    max_rows: int
+    """The most rows that a window may have."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,9 +175,9 @@ class DynamoLedger(Ledger):
             for turn in range(_DECISIONS):
                 await journal.refresh()
                 draft = Draft(journal.book)
-                told = transaction.run(draft)
+                result = transaction.run(draft)
                 if not draft.changes() or await journal.append(draft):
-                    return told, read(journal.book)
+                    return result, read(journal.book)
                 await self._clock.sleep(backoff_s(turn, self._jitter(), base=0.02, cap=0.5))
         raise LedgerError(
             f"Other servers were faster {_DECISIONS} times.",
@@ -186,9 +186,9 @@ class DynamoLedger(Ledger):
             table=self._name,
         )
 
-    async def sync(self, told: ServerState, since: int = 0) -> LedgerState:
+    async def sync(self, own: ServerState, since: int = 0) -> LedgerState:
         """Beat, and return what the ledger holds now. Shortens the log when it is long, while others take turns."""
-        state, compaction = await super().sync(told, since), self._compaction
+        state, compaction = await super().sync(own, since), self._compaction
         if compaction is None or not compaction.due():
             return state
         try:
@@ -205,28 +205,25 @@ class DynamoLedger(Ledger):
         self, *, after: str | None = None, limit: int = 100, wanted: bool = False
     ) -> tuple[StoredLetter, ...]:
         """Return a page of letters in order of storage."""
-        found: list[StoredLetter] = []
+        letters: list[StoredLetter] = []
         async with self._taking_turns():
             journal = self._reached()
             await journal.refresh()
             for version, places in tuple(letter_rules.page(journal.book, after, limit, wanted=wanted)):
-                there = await journal.letters(version)
-                if there is not None:
-                    found += [
-                        letter_rules.stored(journal.book, version, place, there[place]) for place in places
-                    ]
-        return tuple(found)
+                if (item := await journal.letters(version)) is not None:
+                    letters += [letter_rules.stored(journal.book, version, n, item[n]) for n in places]
+        return tuple(letters)
 
     async def parked_keys(self, shard_id: str) -> dict[str, Sequence]:
         """Return the keys of a shard's dead letters, each with the sequence of the first."""
         async with self._taking_turns():
             journal = self._reached()
             await journal.refresh()
-            told = journal.book.letters.copy()
+            letters = journal.book.letters.copy()
             self._readers += 1
         try:
             # Beside the turns of others: there may be many letters, and each shard that is opened asks.
-            return await journal.parked_keys(told, shard_id)
+            return await journal.parked_keys(letters, shard_id)
         finally:
             self._readers -= 1
             self._read.set()

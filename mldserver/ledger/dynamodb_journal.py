@@ -16,35 +16,37 @@ more, so that no clock and no time-out is part of the argument. (Snapshots can; 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from array import array
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from mldserver.base.kill_points import kill_point
 from mldserver.errors import LedgerError, LedgerUnusable, LedgerVersionError
 from mldserver.ledger.book import Book, Changes
-from mldserver.ledger.dynamodb_parked import parked_keys
-from mldserver.ledger.dynamodb_table import Value, backoff_s, version_key
+from mldserver.ledger.dynamodb_table import Snapshot, Value, backoff_s, version_key
 from mldserver.ledger.format import (
     FORMAT,
+    keys_of,
     pack_changes,
     pack_keys,
     pack_letters,
     unpack_changes,
+    unpack_keys,
     unpack_letters,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import AsyncGenerator, Callable, Mapping
 
     from mldserver.base.clock import Clock
     from mldserver.ledger.book import Draft, LetterItem
     from mldserver.ledger.contract import WindowEntry
     from mldserver.ledger.dynamodb_table import Item, Table
+    from mldserver.ledger.format import LetterKeys
     from mldserver.records import DeadLetter, Sequence
 
-__all__ = ["Journal", "Snapshot", "Tail"]
+__all__ = ["Journal"]
 
 _READINGS: Final = 20
 """How often a ledger is read that changes under the reader, before it counts as damaged."""
@@ -55,43 +57,17 @@ _ITEM_BYTES: Final = 200
 _KEY_BYTES: Final = 30_000
 """How long the keys of an item of letters may be beside them: some 500 letters' keys that are nothing alike."""
 
+_AT_ONCE: Final = 200
+"""Items whose keys one visit to a thread unpacks."""
+
 _LARGE: Final = 64
 """Rows of a transaction from which on packing them is not the event loop's work."""
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A book as a value: everything up to a version. Before the first there is an empty one, of version 0."""
-
-    version: int = 0
-    bytes: int = 0
-    value: Value | None = None
-
-    def attributes(self) -> Item:
-        """Return the attributes that name it."""
-        assert self.value is not None, "the empty snapshot is never written"
-        assert self.value.blob is not None, "snapshots are kept apart"
-        return {
-            "snapshot": {"S": self.value.blob},
-            "snapshot_parts": {"N": str(self.value.parts)},
-            "snapshot_bytes": {"N": str(self.bytes)},
-            "snapshot_version": {"N": str(self.version)},
-        }
-
-    @classmethod
-    def of(cls, item: Item) -> Snapshot | None:
-        """Return the snapshot that an item names; None when it names none."""
-        if "snapshot" not in item:
-            return None
-        value = Value(blob=item["snapshot"]["S"], parts=int(item["snapshot_parts"]["N"]))
-        return cls(int(item["snapshot_version"]["N"]), int(item["snapshot_bytes"]["N"]), value)
 
 
 class Tail:
     """What the log behind a snapshot takes, version by version."""
 
     def __init__(self) -> None:
-        """Start with nothing behind the snapshot."""
         self._sizes = array("L")
         self.bytes = 0
 
@@ -220,13 +196,10 @@ class Journal:
     async def refresh(self) -> None:
         """Bring the book up to date. Raises as ``load``, and LedgerError when the ledger is gone or went back."""
         before = self.book.version
-        if not await self._read_news() or (self._doubtful and self.book.version == before):
-            await self._reload()
-        self._doubtful = False
-
-    async def _reload(self) -> None:
-        if not await self.load():
+        whole = await self._read_news() and not (self._doubtful and self.book.version == before)
+        if not whole and not await self.load():
             raise self._damaged("it is gone")
+        self._doubtful = False
 
     async def _read_news(self) -> bool:
         """Apply the log's items after the book's version; False when some are gone."""
@@ -274,12 +247,15 @@ class Journal:
         operations = [self._log(version, tx, log), *self._table.named(log)]
         if dead is not None:
             value = await self._table.keep(dead, f"{tx}-d")
-            told = value.attributes() | {"count": {"N": str(len(letters))}}
+            fields = value.attributes() | {"count": {"N": str(len(letters))}}
             if len(keys) <= _KEY_BYTES:
-                told["keys"] = {"B": keys}
-            operations += [self._table.put(version_key("dead", version), told), *self._table.named(value)]
+                fields["keys"] = {"B": keys}
+            operations += [self._table.put(version_key("dead", version), fields), *self._table.named(value)]
         for spent in draft.spent:
-            operations += await self._without(version_key("dead", spent))
+            # Where it is gone another server was faster: the transaction fails, whatever is in it.
+            if (item := await self._table.get(version_key("dead", spent))) is not None:
+                operations.append(self._table.delete(version_key("dead", spent)))
+                operations += self._table.unnamed(Value.of(item))
         renames = draft.declares and self._name != self._pipeline
         if renames:
             operations += self._led_here()
@@ -305,12 +281,6 @@ class Journal:
         put["Put"]["Item"]["pipeline"] = {"S": self._pipeline}
         return [put]
 
-    async def _without(self, item: str) -> list[dict[str, Any]]:
-        """Return what a transaction must do that deletes an item of letters."""
-        found = await self._table.get(item)
-        # Another server was faster: the transaction fails, whatever is in it.
-        return [] if found is None else [self._table.delete(item), *self._table.unnamed(Value.of(found))]
-
     async def _packed(
         self, changes: Changes, letters: tuple[DeadLetter, ...]
     ) -> tuple[bytes, bytes | None, bytes]:
@@ -318,7 +288,9 @@ class Journal:
         if letters:
             # Not again when the transaction is tried again: others, who have none, would always be faster.
             if self._letters != letters:
-                self._dead, self._keys = await asyncio.to_thread(_packed_letters, letters)
+                self._dead, self._keys = await asyncio.to_thread(
+                    lambda: (pack_letters(letters), pack_keys(letters))
+                )
                 self._letters = letters
             dead = self._dead
         small = len(changes.windows) + len(changes.shards) < _LARGE
@@ -326,8 +298,8 @@ class Journal:
         return pack() if small else await asyncio.to_thread(pack), dead, self._keys if letters else b""
 
     def _log(self, version: int, tx: str, value: Value, more: Item | None = None) -> dict[str, Any]:
-        told = {"tx": {"S": tx}, "format": {"N": str(FORMAT)}}
-        return self._table.put(version_key("log", version), told | value.attributes() | (more or {}))
+        fields = {"tx": {"S": tx}, "format": {"N": str(FORMAT)}} | value.attributes()
+        return self._table.put(version_key("log", version), fields | (more or {}))
 
     async def _transact(
         self, version: int, tx: str, operations: list[dict[str, Any]], more: Item | None = None
@@ -371,12 +343,48 @@ class Journal:
             self._applied(Changes(), len(nothing.data), snapshot)
         return done
 
-    async def parked_keys(self, told: Mapping[str, LetterItem], shard_id: str) -> dict[str, Sequence]:
-        """Return the parked keys of a shard among the letters that the book told of. May run beside other calls."""
+    async def parked_keys(self, letters: Mapping[str, LetterItem], shard_id: str) -> dict[str, Sequence]:
+        """Return the parked keys of a shard among these letters. May run beside other calls.
+
+        ``letters``: what the book says of them; those that are deleted meanwhile are passed over.
+        """
+        parked: dict[str, Sequence] = {}
+        if not letters:
+            return parked
         try:
-            return await parked_keys(self._table, told, shard_id, self._letters_if_there)
+            async with contextlib.aclosing(self._keys_of(letters)) as items:
+                async for version, keys in items:
+                    gone = letters[version].gone
+                    for place, key in enumerate(keys):
+                        if key is not None and key[0] == shard_id and not gone >> place & 1:
+                            parked[key[1]] = min(key[2], parked.get(key[1], key[2]))
         except ValueError as error:
             raise self._damaged(f"dead letters cannot be read ({error})") from error
+        return parked
+
+    async def _keys_of(
+        self, letters: Mapping[str, LetterItem]
+    ) -> AsyncGenerator[tuple[str, LetterKeys], None]:
+        """Yield the keys of each item of letters, by its version, in order of storage.
+
+        They are an attribute of their own: a page of a query tells those of a thousand items without their payloads. Only
+        where that would be too long are the letters themselves read.
+        """
+        packed: list[tuple[str, bytes]] = []
+        async for item in self._table.between("dead#", "dead#~", names=("item", "keys")):
+            number = int(item["item"]["S"].removeprefix("dead#"))
+            if str(number) not in letters:
+                continue
+            if "keys" in item:
+                packed.append((str(number), bytes(item["keys"]["B"])))
+            if "keys" not in item or len(packed) == _AT_ONCE:
+                for unpacked in await asyncio.to_thread(_unpacked, packed):
+                    yield unpacked
+                packed = []
+            if "keys" not in item:
+                yield str(number), keys_of(await self._letters_if_there(number) or ())
+        for unpacked in await asyncio.to_thread(_unpacked, packed):
+            yield unpacked
 
     async def letters(self, version: int) -> tuple[DeadLetter, ...] | None:
         """Return the letters that a version stored, those that are gone too; None: another transaction took the last."""
@@ -420,5 +428,5 @@ class Journal:
         )
 
 
-def _packed_letters(letters: tuple[DeadLetter, ...]) -> tuple[bytes, bytes]:
-    return pack_letters(letters), pack_keys(letters)
+def _unpacked(packed: list[tuple[str, bytes]]) -> list[tuple[str, LetterKeys]]:
+    return [(version, unpack_keys(keys)) for version, keys in packed]

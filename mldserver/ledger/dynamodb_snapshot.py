@@ -19,8 +19,7 @@ import zlib
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from mldserver.ledger.dynamodb_journal import Snapshot
-from mldserver.ledger.dynamodb_table import INLINE_BYTES, Value, backoff_s, version_key
+from mldserver.ledger.dynamodb_table import INLINE_BYTES, Snapshot, Value, backoff_s, version_key
 from mldserver.ledger.format import pack_changes
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from mldserver.base.clock import Clock
 
-__all__ = ["INLINE_BYTES", "Item", "Table", "Value", "backoff_s", "version_key"]
+__all__ = ["INLINE_BYTES", "Item", "Snapshot", "Table", "Value", "backoff_s", "version_key"]
 
 INLINE_BYTES: Final = 350_000
 """An item holds 400 KB with the names and values of its attributes (AWS limit): this leaves 50 KB for the others."""
@@ -76,6 +76,34 @@ class Value:
         if "blob" in item:
             return cls(blob=item["blob"]["S"], parts=int(item["parts"]["N"]))
         return cls(bytes(item["data"]["B"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything up to a version, as a value. Before the first there is an empty one, of version 0."""
+
+    version: int = 0
+    bytes: int = 0
+    value: Value | None = None
+
+    def attributes(self) -> Item:
+        """Return the attributes that name it."""
+        assert self.value is not None, "the empty snapshot is never written"
+        assert self.value.blob is not None, "snapshots are kept apart"
+        return {
+            "snapshot": {"S": self.value.blob},
+            "snapshot_parts": {"N": str(self.value.parts)},
+            "snapshot_bytes": {"N": str(self.bytes)},
+            "snapshot_version": {"N": str(self.version)},
+        }
+
+    @classmethod
+    def of(cls, item: Item) -> Snapshot | None:
+        """Return the snapshot that an item names; None when it names none."""
+        if "snapshot" not in item:
+            return None
+        value = Value(blob=item["snapshot"]["S"], parts=int(item["snapshot_parts"]["N"]))
+        return cls(int(item["snapshot_version"]["N"]), int(item["snapshot_bytes"]["N"]), value)
 
 
 def version_key(prefix: str, version: int) -> str:
@@ -228,9 +256,8 @@ class Table:
 
     async def keep(self, data: bytes, blob: str) -> Value:
         """Return a value that holds ``data``. A long one's parts are written now, as waste, under the unique id."""
-        return Value(data) if len(data) <= INLINE_BYTES else await self._keep_apart(data, blob)
-
-    async def _keep_apart(self, data: bytes, blob: str) -> Value:
+        if len(data) <= INLINE_BYTES:
+            return Value(data)
         pieces = [data[at : at + INLINE_BYTES] for at in range(0, len(data), INLINE_BYTES)]
         value = Value(blob=blob, parts=len(pieces))
         await self.put_waste(value)
@@ -260,7 +287,7 @@ class Table:
             "ConditionExpression": "attribute_exists(pipeline) AND attribute_not_exists(#taken)",
             "ExpressionAttributeNames": {"#taken": _TAKEN},
         }
-        return [{"Delete": told["Delete"] | condition} for told in self.named(value)]
+        return [{"Delete": operation["Delete"] | condition} for operation in self.named(value)]
 
     def unnamed(self, value: Value | None) -> list[dict[str, Any]]:
         """Return what a transaction that names a value no longer must do."""
@@ -273,21 +300,20 @@ class Table:
         if value.blob is None:
             return value.data
         last = _part_key(value.blob, value.parts)
-        found = [bytes(item["data"]["B"]) async for item in self.between(_part_key(value.blob, 0), last)]
-        return b"".join(found) if len(found) == value.parts else None
+        parts = [bytes(item["data"]["B"]) async for item in self.between(_part_key(value.blob, 0), last)]
+        return b"".join(parts) if len(parts) == value.parts else None
 
     async def waste(self) -> list[Value]:
         """Return values that nothing names, among them those of transactions that are under way."""
-        found = self.between("waste#", "waste#~", names=("item", "parts"))
         return [
             Value(blob=item["item"]["S"].removeprefix("waste#"), parts=int(item["parts"]["N"]))
-            async for item in found
+            async for item in self.between("waste#", "waste#~", names=("item", "parts"))
         ]
 
     async def is_waste(self, value: Value) -> bool:
         """Whether nothing names a value, and no sweep has taken it."""
-        found = await self.get(f"waste#{value.blob}")
-        return found is not None and _TAKEN not in found
+        mark = await self.get(f"waste#{value.blob}")
+        return mark is not None and _TAKEN not in mark
 
     async def discard(self, value: Value) -> None:
         """Delete a value if it is waste. From the first step on no transaction can name it any more."""

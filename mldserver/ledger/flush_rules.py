@@ -7,27 +7,22 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mldserver.errors import InternalError
-from mldserver.ledger import batch_windows, letter_rules
+from mldserver.ledger import letter_rules
 from mldserver.ledger.book import ShardRow
 from mldserver.ledger.contract import FlushResult, SegmentKind, ShardState, WindowEntry, WindowState
 
 if TYPE_CHECKING:
     from mldserver.ledger.book import Draft
-    from mldserver.ledger.contract import BatchProgress, Flush, PositionUpdate, Segment
+    from mldserver.ledger.contract import Flush, PositionUpdate, Segment
 
 __all__ = ["register"]
 
 
 def register(draft: Draft, flush: Flush, now_ms: int) -> FlushResult:
     """Register a flush, or refuse it with every reason; InternalError for what the contract forbids."""
-    result = _weigh(draft, flush)
-    if result.registered:
-        _write(draft, flush, now_ms)
-    return result
-
-
-def _weigh(draft: Draft, flush: Flush) -> FlushResult:
-    return FlushResult(
+    stands = draft.totals.batch_progress
+    progress = stands.moved_on(flush.batches) if flush.batches is not None else stands
+    result = FlushResult(
         lost_shards=frozenset(each.shard_id for each in flush.positions if not _goes_on(draft, each)),
         cut_windows=frozenset(
             each.window_id
@@ -40,14 +35,27 @@ def _weigh(draft: Draft, flush: Flush) -> FlushResult:
             if each.kind is SegmentKind.RECOMPUTE and not _retained(draft, each)
         ),
         gone_letters=letter_rules.missing(draft, flush.redriven),
-        batch_progress=draft.totals.batch_progress if _moved_on(draft, flush) is None else None,
+        batch_progress=stands if progress is None else None,
     )
-
-
-def _moved_on(draft: Draft, flush: Flush) -> BatchProgress | None:
-    """Return where ``batches`` windows stand after the flush; None when it has no room there."""
-    stands = draft.totals.batch_progress
-    return stands if flush.batches is None else batch_windows.moved_on(stands, flush.batches)
+    if progress is None or not result.registered:
+        return result
+    for update in flush.positions:
+        _move(draft, update, now_ms)
+    by_window: defaultdict[tuple[SegmentKind, str], list[Segment]] = defaultdict(list)
+    for segment in flush.segments:
+        if segment.kind is not SegmentKind.LATE:
+            by_window[segment.kind, segment.window_id].append(segment)
+        elif draft.late.get(segment.path) is None:
+            draft.late.put(segment.path, replace(segment, revision=0))
+        else:
+            raise _bug(f"The segment {segment.path} is registered already.", window=segment.window_id)
+    for (kind, window_id), segments in by_window.items():
+        _add(draft, kind, window_id, segments)
+    letter_rules.remove(draft, flush.redriven)
+    letter_rules.store(draft, flush.dead_letters)
+    clock = max(draft.totals.clock, flush.clock)
+    draft.totals = replace(draft.totals, clock=clock, batch_progress=progress)
+    return result
 
 
 def _goes_on(draft: Draft, update: PositionUpdate) -> bool:
@@ -58,10 +66,9 @@ def _goes_on(draft: Draft, update: PositionUpdate) -> bool:
 
 def _closed(draft: Draft, segment: Segment) -> bool:
     """Whether a window takes no more rows. Its own entry says so; without one, what was pruned does."""
-    entry = draft.windows.get(segment.window_id)
+    entry, below = draft.windows.get(segment.window_id), draft.totals.cut_below_ms
     if entry is not None:
         return entry.state is not WindowState.OPEN
-    below = draft.totals.cut_below_ms
     return segment.end_ms is not None and below is not None and segment.end_ms <= below
 
 
@@ -71,36 +78,13 @@ def _retained(draft: Draft, segment: Segment) -> bool:
     return entry is not None and entry.retained and not entry.is_skipped
 
 
-def _write(draft: Draft, flush: Flush, now_ms: int) -> None:
-    for update in flush.positions:
-        _move(draft, update, now_ms)
-    by_window: defaultdict[tuple[SegmentKind, str], list[Segment]] = defaultdict(list)
-    for segment in flush.segments:
-        if segment.kind is SegmentKind.LATE:
-            _add_late(draft, segment)
-        else:
-            by_window[segment.kind, segment.window_id].append(segment)
-    for (kind, window_id), segments in by_window.items():
-        _add(draft, kind, window_id, segments)
-    letter_rules.remove(draft, flush.redriven)
-    letter_rules.store(draft, flush.dead_letters)
-    progress = _moved_on(draft, flush)
-    assert progress is not None, "a flush without room is refused"
-    clock = max(draft.totals.clock, flush.clock)
-    draft.totals = replace(draft.totals, clock=clock, batch_progress=progress)
-
-
 def _move(draft: Draft, update: PositionUpdate, now_ms: int) -> None:
     row = draft.shards.get(update.shard_id)
     assert row is not None, "a flush with an unknown shard is refused"
     stored, position = row.state.position, update.position
     if stored is not None and (position is None or position < stored):
-        raise InternalError(
-            f"The position of shard {update.shard_id} would go back from {stored} to {position}.",
-            did="The flush was rolled back.",
-            advice="Report this with the log: it is a bug.",
-            shard=update.shard_id,
-        )
+        what = f"The position of shard {update.shard_id} would go back from {stored} to {position}."
+        raise _bug(what, shard=update.shard_id)
     # Not ``replace``, which takes four times as long: this is every shard of every flush.
     state = ShardState(
         update.shard_id,
@@ -117,10 +101,10 @@ def _move(draft: Draft, update: PositionUpdate, now_ms: int) -> None:
     draft.shards.put(update.shard_id, ShardRow(state, ended_ms))
 
 
-def _latest(stored: int | None, given: int | None) -> int | None:
-    if stored is None or given is None:
-        return given if stored is None else stored
-    return max(stored, given)
+def _latest(stored: int | None, update: int | None) -> int | None:
+    if stored is None or update is None:
+        return update if stored is None else stored
+    return max(stored, update)
 
 
 def _add(draft: Draft, kind: SegmentKind, window_id: str, segments: list[Segment]) -> None:
@@ -130,14 +114,19 @@ def _add(draft: Draft, kind: SegmentKind, window_id: str, segments: list[Segment
         entry = WindowEntry(window_id, WindowState.OPEN, first.start_ms, first.end_ms)
     assert entry is not None, "a flush with such a segment is refused"
     if kind is SegmentKind.RECOMPUTE and entry.state is WindowState.OPEN:
-        raise InternalError(
-            f"Window {window_id} is open: {first.path} is no segment for a later revision.",
-            did="The flush was rolled back.",
-            advice="Report this with the log: it is a bug.",
-            window=window_id,
-        )
+        what = f"Window {window_id} is open: {first.path} is no segment for a later revision."
+        raise _bug(what, window=window_id)
     for segment in segments:
-        _check(draft, entry, segment)
+        if segment.path in draft.book.paths or segment.path in draft.paths:
+            raise _bug(f"The segment {segment.path} is registered already.", window=window_id)
+        draft.paths.add(segment.path)
+        if (entry.start_ms, entry.end_ms) != (segment.start_ms, segment.end_ms):
+            raise InternalError(
+                f"Window {window_id} has other bounds than those of {segment.path}.",
+                did="The flush was rolled back.",
+                advice="A changed window size needs an output folder of its own.",
+                window=window_id,
+            )
     fresh = tuple(replace(each, revision=0) if each.revision else each for each in segments)
     if kind is SegmentKind.RECOMPUTE:
         entry = replace(entry, pending=entry.pending + fresh)
@@ -147,30 +136,6 @@ def _add(draft: Draft, kind: SegmentKind, window_id: str, segments: list[Segment
     draft.windows.put(window_id, entry)
 
 
-def _check(draft: Draft, entry: WindowEntry, segment: Segment) -> None:
-    """Raise InternalError for a segment that is there already, or is not of this window."""
-    if segment.path in draft.book.paths or segment.path in draft.paths:
-        raise _registered_twice(segment)
-    draft.paths.add(segment.path)
-    if (entry.start_ms, entry.end_ms) != (segment.start_ms, segment.end_ms):
-        raise InternalError(
-            f"Window {segment.window_id} has other bounds than those of {segment.path}.",
-            did="The flush was rolled back.",
-            advice="A changed window size needs an output folder of its own.",
-            window=segment.window_id,
-        )
-
-
-def _registered_twice(segment: Segment) -> InternalError:
-    return InternalError(
-        f"The segment {segment.path} is registered already.",
-        did="The flush was rolled back.",
-        advice="Report this with the log: it is a bug.",
-        window=segment.window_id,
-    )
-
-
-def _add_late(draft: Draft, segment: Segment) -> None:
-    if draft.late.get(segment.path) is not None:
-        raise _registered_twice(segment)
-    draft.late.put(segment.path, replace(segment, revision=0))
+def _bug(what: str, **where: str) -> InternalError:
+    advice = "Report this with the log: it is a bug."
+    return InternalError(what, did="The flush was rolled back.", advice=advice, **where)

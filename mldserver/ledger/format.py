@@ -71,8 +71,8 @@ def rows_of(changes: Changes, windows: Mapping[str, WindowEntry]) -> Rows:
             for key, entry in changes.windows.items()
         },
         "servers": _pack(changes.servers, _server_row),
-        "late": _pack(changes.late, _late_row),
-        "letters": _pack(changes.letters, _letters_row),
+        "late": _pack(changes.late, lambda s: [s.window_id, s.rows, s.bytes, s.start_ms, s.end_ms]),
+        "letters": _pack(changes.letters, lambda item: [item.count, f"{item.wanted:x}", f"{item.gone:x}"]),
         "shapes": _pack(changes.shapes, lambda text: [text]),
     }
     if changes.totals is not None:
@@ -92,7 +92,9 @@ def changes_of(rows: Rows, windows: Mapping[str, WindowEntry]) -> Changes:
             },
             servers=_unpack(rows["servers"], _server),
             late=_unpack(rows["late"], _late),
-            letters=_unpack(rows["letters"], _letters),
+            letters=_unpack(
+                rows["letters"], lambda _, row: LetterItem(row[0], int(row[1], 16), int(row[2], 16))
+            ),
             shapes=_unpack(rows["shapes"], lambda _, row: str(row[0])),
         )
     except (KeyError, TypeError, AttributeError, IndexError) as error:
@@ -187,21 +189,8 @@ def _server_row(row: ServerRow) -> list[Any]:
 
 
 def _server(server_id: str, row: list[Any]) -> ServerRow:
-    life, beat_ms, watermark_ms, idle, *told = row
-    return ServerRow(ServerState(server_id, beat_ms, watermark_ms, bool(idle), *told), life)
-
-
-def _letters_row(item: LetterItem) -> list[Any]:
-    return [item.count, f"{item.wanted:x}", f"{item.gone:x}"]
-
-
-def _letters(_version: str, row: list[Any]) -> LetterItem:
-    count, wanted, gone = row
-    return LetterItem(count, int(wanted, 16), int(gone, 16))
-
-
-def _late_row(segment: Segment) -> list[Any]:
-    return [segment.window_id, segment.rows, segment.bytes, segment.start_ms, segment.end_ms]
+    life, beat_ms, watermark_ms, idle, *words = row
+    return ServerRow(ServerState(server_id, beat_ms, watermark_ms, bool(idle), *words), life)
 
 
 def _late(path: str, row: list[Any]) -> Segment:
@@ -291,21 +280,8 @@ def letter_row(letter: DeadLetter) -> list[Any]:
 
 def letter_of(row: Iterable[Any]) -> DeadLetter:
     """Return the dead letter that ``letter_row`` made a row of."""
-    (
-        shard_id,
-        number,
-        sub,
-        key,
-        data,
-        arrival_ms,
-        attempts,
-        error,
-        traceback,
-        handler,
-        at_ms,
-        text,
-        version,
-    ) = row
+    shard_id, number, sub, key, data, arrival_ms, attempts, error, *later = row
+    traceback, handler, at_ms, text, version = later
     behind = None
     if text is not None:
         before, _, part = text.partition("/")

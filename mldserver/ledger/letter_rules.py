@@ -33,43 +33,44 @@ def store(draft: Draft, letters: tuple[DeadLetter, ...], *, wanted: bool = False
     draft.dead_letters = letters
     item = LetterItem(len(letters))
     draft.letters.put(str(draft.book.version + 1), replace(item, wanted=item.there) if wanted else item)
-    _count(draft, len(letters))
+    draft.totals = replace(draft.totals, dead_letters=draft.totals.dead_letters + len(letters))
 
 
 def mark(draft: Draft, ids: Iterable[str], *, wanted: bool) -> frozenset[str]:
     """Mark letters, or take the mark away; return those that are there."""
-    there = set()
-    for each in ids:
-        if (found := _find(draft, each)) is not None:
-            key, item, bit = found
+    marked = set()
+    for letter_id in ids:
+        if (place := _find(draft, letter_id)) is not None:
+            key, item, bit = place
             draft.letters.put(key, replace(item, wanted=item.wanted | bit if wanted else item.wanted & ~bit))
-            there.add(each)
-    return frozenset(there)
+            marked.add(letter_id)
+    return frozenset(marked)
 
 
 def missing(draft: Draft, ids: Iterable[str]) -> frozenset[str]:
     """Return the letters that are not there any more, or not to be redriven."""
-    found = {each: _find(draft, each) for each in ids}
+    letters = {letter_id: _find(draft, letter_id) for letter_id in ids}
     return frozenset(
-        each for each, letter in found.items() if letter is None or not letter[1].wanted & letter[2]
+        letter_id for letter_id, place in letters.items() if place is None or not place[1].wanted & place[2]
     )
 
 
 def remove(draft: Draft, ids: Iterable[str]) -> frozenset[str]:
     """Delete letters; return those that were there."""
     gone = set()
-    for each in ids:
-        if (found := _find(draft, each)) is None:
+    for letter_id in ids:
+        if (place := _find(draft, letter_id)) is None:
             continue
-        key, item, bit = found
+        key, item, bit = place
         item = replace(item, wanted=item.wanted & ~bit, gone=item.gone | bit)
         if item.there:
             draft.letters.put(key, item)
         else:
             draft.letters.drop(key)
             draft.spent.append(int(key))
-        gone.add(each)
-    _count(draft, -len(gone))
+        gone.add(letter_id)
+    if gone:
+        draft.totals = replace(draft.totals, dead_letters=draft.totals.dead_letters - len(gone))
     return frozenset(gone)
 
 
@@ -85,10 +86,10 @@ def page(book: Book, after: str | None, limit: int, *, wanted: bool) -> Iterator
             continue
         item = book.letters[str(number)]
         first = behind[1] + 1 if number == behind[0] else 0
-        found = list(islice(places(item.wanted if wanted else item.there, first), limit))
-        limit -= len(found)
-        if found:
-            yield number, found
+        selected = list(islice(places(item.wanted if wanted else item.there, first), limit))
+        limit -= len(selected)
+        if selected:
+            yield number, selected
 
 
 def places(bits: int, first: int = 0) -> Iterator[int]:
@@ -106,16 +107,11 @@ def stored(book: Book, version: int, place: int, letter: DeadLetter) -> StoredLe
     return StoredLetter(f"{version}.{place}", letter, wanted=bool(wanted))
 
 
-def _find(draft: Draft, given: str) -> tuple[str, LetterItem, int] | None:
+def _find(draft: Draft, letter_id: str) -> tuple[str, LetterItem, int] | None:
     """Return a letter's item with its key, and its bit there; None when it is gone, or never was."""
-    key, _, place = given.partition(".")
+    key, _, place = letter_id.partition(".")
     item = draft.letters.get(key)
     if item is None or not (place.isascii() and place.isdigit()):
         return None
     bit = 1 << int(place) if int(place) < item.count else 0
     return (key, item, bit) if item.there & bit else None
-
-
-def _count(draft: Draft, more: int) -> None:
-    if more:
-        draft.totals = replace(draft.totals, dead_letters=draft.totals.dead_letters + more)

@@ -26,7 +26,6 @@ __all__ = [
     "drain",
     "end_shards",
     "enter",
-    "know_shards",
     "leave",
     "open_shard",
     "prune",
@@ -67,14 +66,14 @@ def require(draft: Draft, server_id: str, life: int) -> None:
         )
 
 
-def beat(draft: Draft, told: ServerState, server_id: str) -> None:
+def beat(draft: Draft, state: ServerState, server_id: str) -> None:
     """Keep what a server tells of itself. Raises InternalError when it tells of another."""
-    if told.server_id != server_id:
-        raise InternalError(f"Server {server_id} told of {told.server_id}.", server=server_id)
+    if state.server_id != server_id:
+        raise InternalError(f"Server {server_id} told of {state.server_id}.", server=server_id)
     row = _row(draft, server_id)
-    held_by = None if told.held_by is None else storable(told.held_by)
-    kept = replace(told, held_by=held_by, reason=storable(told.reason), shape=row.state.shape)
-    draft.servers.put(server_id, replace(row, state=kept))
+    held_by = None if state.held_by is None else storable(state.held_by)
+    state = replace(state, held_by=held_by, reason=storable(state.reason), shape=row.state.shape)
+    draft.servers.put(server_id, replace(row, state=state))
 
 
 def _row(draft: Draft, server_id: str) -> ServerRow:
@@ -161,13 +160,8 @@ def _release(draft: Draft, server_id: str) -> None:
             draft.windows.put(window_id, replace(entry, owner=None))
 
 
-def know_shards(draft: Draft, parents_by_shard: Mapping[str, tuple[str, ...]]) -> None:
-    """Note shards; parents that are not given stay as they were, and so does everything else."""
-    for shard_id, parents in parents_by_shard.items():
-        _know(draft, shard_id, parents)
-
-
 def _know(draft: Draft, shard_id: str, parents: tuple[str, ...]) -> ShardRow:
+    """Return a shard, which is new or stays as it was, but for parents where they are named."""
     row = draft.shards.get(shard_id) or ShardRow(ShardState(shard_id, epoch=0))
     if parents:
         row = replace(row, state=replace(row.state, parents=parents))
@@ -224,15 +218,12 @@ def accept_gap(draft: Draft, shard_id: str) -> bool:
 
 def reset(draft: Draft, shard_ids: Iterable[str]) -> frozenset[str]:
     """Forget where shards without an owner stand; the epoch is raised against what is still under way."""
-    return frozenset(shard_id for shard_id in shard_ids if _reset(draft, shard_id))
-
-
-def _reset(draft: Draft, shard_id: str) -> bool:
-    row = draft.shards.get(shard_id)
-    if row is None or row.state.owner is not None:
-        return False
-    state = replace(
-        row.state, epoch=row.state.epoch + 1, position=None, effective_ms=None, event_ms=None, ended=False
-    )
-    draft.shards.put(shard_id, ShardRow(state))
-    return True
+    forgotten = set()
+    for shard_id in shard_ids:
+        row = draft.shards.get(shard_id)
+        if row is not None and row.state.owner is None:
+            state = replace(row.state, epoch=row.state.epoch + 1, position=None, ended=False)
+            state = replace(state, effective_ms=None, event_ms=None)
+            draft.shards.put(shard_id, ShardRow(state))
+            forgotten.add(shard_id)
+    return frozenset(forgotten)

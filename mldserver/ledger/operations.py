@@ -129,14 +129,14 @@ class Ledger(abc.ABC):
         await self._connect(create=False)
         return await self._look(Book.state)
 
-    async def sync(self, told: ServerState, since: int = 0) -> LedgerState:
-        """Beat: keep what the server tells (``beat_ms`` too), and return what the ledger holds now.
+    async def sync(self, own: ServerState, since: int = 0) -> LedgerState:
+        """Beat: keep this server's ``own`` state (``beat_ms`` too), and return what the ledger holds now.
 
         ``since``: the ``version`` of a state that the caller has already: of windows only the news are returned, unless
         some that it may not have heard of are gone; the answer's ``since`` says which. So it is cheap however many
-        windows are retained. Raises InternalError when ``told`` is of another server.
+        windows are retained. Raises InternalError when ``own`` is of another server.
         """
-        beat = Transaction(member_rules.beat, (told, self.server_id), member=self._registered())
+        beat = Transaction(member_rules.beat, (own, self.server_id), member=self._registered())
         return (await self._transact(beat, lambda book: book.state(since)))[1]
 
     async def find(self, window_ids: tuple[str, ...]) -> tuple[WindowEntry, ...]:
@@ -198,10 +198,6 @@ class Ledger(abc.ABC):
     async def release_shard(self, shard_id: str, epoch: int) -> None:
         """Give up owning a shard whose lease or connection is gone; nothing happens under another epoch."""
         await self._member(member_rules.release_shard, shard_id, epoch)
-
-    async def know_shards(self, parents_by_shard: dict[str, tuple[str, ...]]) -> None:
-        """Note shards that the stream lists, with their parents. Epochs and positions stay."""
-        await self._member(member_rules.know_shards, dict(parents_by_shard))
 
     async def end_shards(self, shard_ids: frozenset[str]) -> None:
         """Mark shards as ended that the operator or the stream says will never come back."""

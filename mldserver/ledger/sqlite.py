@@ -51,7 +51,6 @@ _AT_ONCE: Final = 100
 """Rows of one statement. With a statement for each, the ledger's thread would let go of the interpreter, and wait for
 its turn again, as often as there are rows."""
 
-
 _LOADED: Final = 1000
 """Windows that are read at a time: their rows take as much memory as what is made of them."""
 
@@ -78,12 +77,13 @@ class SqliteStore:
         """
         if self._db is not None:
             return
-        how: dict[str, Any] = {"pipeline": self._pipeline, "former": self._former}
-        how["busy_timeout_ms"] = self._busy_timeout_ms
-        if created_ms is None:
-            self._db = sqlite_file.open_existing(self._path, **how)
-        else:
-            self._db = sqlite_file.create_or_open(self._path, now_ms=created_ms, **how)
+        self._db = sqlite_file.connect(
+            self._path,
+            pipeline=self._pipeline,
+            former=self._former,
+            busy_timeout_ms=self._busy_timeout_ms,
+            created_ms=created_ms,
+        )
 
     def close(self) -> None:
         """Close the file; without effect when it is closed."""
@@ -100,14 +100,14 @@ class SqliteStore:
         """Run a transaction; return what came of it, and what ``read`` finds in the book then."""
         with self._transaction("BEGIN IMMEDIATE") as db:
             draft = Draft(self.book)
-            told = transaction.run(draft)
+            result = transaction.run(draft)
             if changes := draft.changes():
                 self._write(db, draft, changes)
                 kill_point("ledger.written")
                 db.execute("COMMIT")
                 kill_point("ledger.committed")
                 self.book.apply(changes)
-            return told, read(self.book)
+            return result, read(self.book)
 
     @contextlib.contextmanager
     def _transaction(self, begin: str) -> Iterator[sqlite3.Connection]:
@@ -177,14 +177,14 @@ class SqliteStore:
         for window_id, row in windows.items():
             kept, added = row.pop() if row is not None else (0, ())
             if kept + len(added) < len(segments_of(self.book.windows.get(window_id))):
-                over = (window_id, kept + len(added))
-                db.execute("DELETE FROM segments WHERE window_id = ? AND place >= ?", over)
-            segments += [(window_id, kept + place, *each) for place, each in enumerate(added)]
+                past = (window_id, kept + len(added))
+                db.execute("DELETE FROM segments WHERE window_id = ? AND place >= ?", past)
+            segments += [(window_id, kept + place, *segment) for place, segment in enumerate(added)]
         _put(db, "segments", segments)
 
     def letters(self, after: str | None, limit: int, *, wanted: bool) -> tuple[StoredLetter, ...]:
         """Return a page of letters in order of storage."""
-        found = []
+        letters: list[StoredLetter] = []
         with self._transaction("BEGIN") as db:
             for version, places in letter_rules.page(self.book, after, limit, wanted=wanted):
                 for first in range(0, len(places), _AT_ONCE):
@@ -194,23 +194,23 @@ class SqliteStore:
                         " ORDER BY place",
                         (version, *some),
                     )
-                    found += [
+                    letters += [
                         letter_rules.stored(self.book, version, place, letter_of(row))
                         for _, place, *row in rows
                     ]
-        return tuple(found)
+        return tuple(letters)
 
     def parked_keys(self, shard_id: str) -> dict[str, Sequence]:
         """Return the keys of a shard's letters, each with the sequence of the first."""
         with self._transaction("BEGIN") as db:
-            found = db.execute(
+            rows = db.execute(
                 # SQLite takes the other columns from the row that has the minimum: of texts that sort as the numbers do.
                 "SELECT partition_key, sequence, sub_sequence,"
                 " min(printf('%03d%s%020d', length(sequence), sequence, sub_sequence)) FROM dead_letters"
                 " WHERE shard_id = ? AND partition_key IS NOT NULL GROUP BY partition_key",
                 (shard_id,),
             ).fetchall()
-        return {key: Sequence(int(number), sub) for key, number, sub, _ in found}
+        return {key: Sequence(int(number), sub) for key, number, sub, _ in rows}
 
 
 def _read(db: sqlite3.Connection) -> Iterator[dict[str, Any]]:
@@ -231,9 +231,9 @@ def _read(db: sqlite3.Connection) -> Iterator[dict[str, Any]]:
         yield {kind: {} for kind in rows} | {"windows": read}
 
 
-def _rows(kind: str, found: Iterable[tuple[Any, ...]]) -> dict[Any, list[Any]]:
+def _rows(kind: str, records: Iterable[tuple[Any, ...]]) -> dict[Any, list[Any]]:
     """Return what a table holds by its keys."""
-    rows = {key: row for key, *row in found}
+    rows = {key: row for key, *row in records}
     for row in rows.values():
         for column in JSON_COLUMNS.get(kind, ()):
             if row[column] is not None:
@@ -250,11 +250,11 @@ def _put(db: sqlite3.Connection, table: str, rows: list[tuple[Any, ...]]) -> Non
         db.execute(f"INSERT OR REPLACE INTO {table} VALUES {marks}", values)  # noqa: S608  # our own name
 
 
-def _drop(db: sqlite3.Connection, column: str, values: list[Any], *given: Any) -> None:
-    """Delete rows by the values of a column."""
+def _drop(db: sqlite3.Connection, column: str, values: list[Any], *before: Any) -> None:
+    """Delete rows by the values of a column; ``before``: values of the marks that come first."""
     for first in range(0, len(values), _AT_ONCE):
         some = values[first : first + _AT_ONCE]
-        db.execute(f"DELETE FROM {column} IN ({', '.join('?' * len(some))})", (*given, *some))  # noqa: S608  # our own name
+        db.execute(f"DELETE FROM {column} IN ({', '.join('?' * len(some))})", (*before, *some))  # noqa: S608  # our own name
 
 
 def go_on_from(path: Path, pipeline: str, folder: str) -> None:

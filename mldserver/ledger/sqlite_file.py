@@ -26,7 +26,7 @@ from mldserver.ledger.format import FORMAT
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["copy_whole", "create_or_open", "damaged", "open_existing", "pipeline_of", "translate"]
+__all__ = ["connect", "copy_whole", "damaged", "pipeline_of", "translate"]
 
 _WAL_TRIES = 100
 _WAL_PAUSE_SECONDS = 0.02
@@ -62,32 +62,39 @@ _FAULTS: Final[dict[int, tuple[str, str]]] = {
 """By primary result code: what happened, and what to do about it."""
 
 
-def create_or_open(
-    path: Path, *, pipeline: str, busy_timeout_ms: int, now_ms: int, former: str | None = None
+def connect(
+    path: Path, *, pipeline: str, busy_timeout_ms: int, created_ms: int | None, former: str | None = None
 ) -> sqlite3.Connection:
-    """Return a connection to the pipeline's ledger, which is created when there is none.
+    """Return a connection to the pipeline's ledger.
 
-    ``former``: the name that it may have still; then it must be there. Raises OperatorError when its folder cannot be made, LedgerVersionError for a newer, older or foreign file,
-    LedgerError for a damaged one. The file is then as it was.
+    ``created_ms``: the time at which it may be created, None when it must be there. ``former``: the name that it may have
+    still; then it must be there too. Raises OperatorError when its folder cannot be made, LedgerVersionError for a newer,
+    older or foreign file, LedgerError for a damaged one, or where there is none. The file is then as it was.
     """
-    try:
-        make_folder(path.parent)
-    except OSError as error:
-        raise folder_error(error)(
-            f"The folder {path.parent} cannot be made: {error.strerror}.", path=str(path)
-        ) from error
-    if former is not None:
-        return open_existing(path, pipeline=pipeline, busy_timeout_ms=busy_timeout_ms, former=former)
-    return _connect(path, (pipeline,), busy_timeout_ms, created_ms=now_ms)
-
-
-def open_existing(
-    path: Path, *, pipeline: str, busy_timeout_ms: int, former: str | None = None
-) -> sqlite3.Connection:
-    """Return a connection to a ledger that is there; raises LedgerError when none is, else as above."""
-    if path.exists():
-        return _connect(path, (pipeline, former or pipeline), busy_timeout_ms, created_ms=None)
-    raise _missing(path)
+    if created_ms is not None:
+        try:
+            make_folder(path.parent)
+        except OSError as error:
+            what = f"The folder {path.parent} cannot be made: {error.strerror}."
+            raise folder_error(error)(what, path=str(path)) from error
+    if (created_ms is None or former is not None) and not path.exists():
+        raise _missing(path)
+    with contextlib.ExitStack() as undo:
+        try:
+            db = sqlite3.connect(path, isolation_level=None)
+            undo.callback(db.close)
+            db.execute(f"PRAGMA busy_timeout = {busy_timeout_ms}")
+            if _is_new(db, path):
+                if created_ms is None or former is not None:
+                    raise _missing(path)
+                _configure(db, path)
+                _create(db, path, pipeline, created_ms)
+            _examine(db, path, (pipeline, former or pipeline))
+            _configure(db, path)
+        except sqlite3.Error as error:
+            raise translate(error, path, did="It was left as it is.") from error
+        undo.pop_all()
+    return db
 
 
 def copy_whole(path: Path, target: Path) -> None:
@@ -117,31 +124,10 @@ def pipeline_of(path: Path) -> str | None:
     try:
         # Not `connect(path)`, which would make an empty file where there is none.
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True)) as db:
-            found = db.execute("SELECT pipeline FROM meta").fetchone()
+            row = db.execute("SELECT pipeline FROM meta").fetchone()
     except sqlite3.Error:
         return None
-    return found[0] if found is not None and isinstance(found[0], str) else None
-
-
-def _connect(
-    path: Path, names: tuple[str, ...], busy_timeout_ms: int, *, created_ms: int | None
-) -> sqlite3.Connection:
-    with contextlib.ExitStack() as undo:
-        try:
-            db = sqlite3.connect(path, isolation_level=None)
-            undo.callback(db.close)
-            db.execute(f"PRAGMA busy_timeout = {busy_timeout_ms}")
-            if _is_new(db, path):
-                if created_ms is None:
-                    raise _missing(path)
-                _configure(db, path)
-                _create(db, path, names[0], created_ms)
-            _examine(db, path, names)
-            _configure(db, path)
-        except sqlite3.Error as error:
-            raise translate(error, path, did="It was left as it is.") from error
-        undo.pop_all()
-    return db
+    return row[0] if row is not None and isinstance(row[0], str) else None
 
 
 def _missing(path: Path) -> LedgerError:
@@ -175,10 +161,7 @@ def _create(db: sqlite3.Connection, path: Path, pipeline: str, now_ms: int) -> N
             db.execute(f"PRAGMA application_id = {sqlite_schema.APPLICATION_ID}")
             for statement in sqlite_schema.DDL.split(";"):
                 db.execute(statement)
-            db.execute(
-                "INSERT INTO meta VALUES (1, ?, ?, ?)",
-                (FORMAT, pipeline, now_ms),
-            )
+            db.execute("INSERT INTO meta VALUES (1, ?, ?, ?)", (FORMAT, pipeline, now_ms))
         db.execute("COMMIT")
     finally:
         if db.in_transaction:
@@ -205,38 +188,31 @@ def _examine(db: sqlite3.Connection, path: Path, names: tuple[str, ...]) -> None
             " --rename-from (`mldserver help operations`).",
             path=str(path),
         )
-    found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
-    if found != "ok":
+    fault = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if fault != "ok":
         # Lines for those who know the file format: no sentence.
-        raise damaged("SQLite's check of the file found a fault", path, sqlite=found)
+        raise damaged("SQLite's check of the file found a fault", path, sqlite=fault)
 
 
 def _configure(db: sqlite3.Connection, path: Path) -> None:
     db.execute("PRAGMA foreign_keys = ON")
     # A commit returns when its log is on the disk itself: a checkpoint at the daemon depends on it.
     db.execute("PRAGMA synchronous = FULL")
-    mode = _into_wal(db)
+    for left in reversed(range(_WAL_TRIES)):
+        try:
+            mode = db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+            break
+        except sqlite3.OperationalError as error:
+            # SQLite's busy time-out does not cover the switch: another server makes the same file.
+            if not left or error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+                raise
+            time.sleep(_WAL_PAUSE_SECONDS)
     if mode != "wal":
         raise LedgerUnusable(
             f"The file system under {path} cannot hold the ledger: no shared memory for SQLite's WAL.",
             advice="Put the output folder on a local disk.",
             path=str(path),
         )
-
-
-def _into_wal(db: sqlite3.Connection) -> str:
-    """Switch to the write-ahead log, and return the mode that it came to.
-
-    SQLite's busy time-out does not cover the switch: while another server makes the same file, it is tried again.
-    """
-    for left in reversed(range(_WAL_TRIES)):
-        try:
-            return str(db.execute("PRAGMA journal_mode = WAL").fetchone()[0])
-        except sqlite3.OperationalError as error:
-            if not left or error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
-                raise
-            time.sleep(_WAL_PAUSE_SECONDS)
-    raise AssertionError("the last try raises")
 
 
 def translate(error: sqlite3.Error, path: Path, *, did: str = _ROLLED_BACK) -> MldserverError:
@@ -256,7 +232,7 @@ def translate(error: sqlite3.Error, path: Path, *, did: str = _ROLLED_BACK) -> M
     return kind(f"{what}: {error}.", did=did, advice=advice, **where)
 
 
-def damaged(found: str, path: Path, *, sqlite: str | None = None) -> LedgerError:
-    """Return the error for a ledger whose content cannot be: ``found`` says what is there, ``sqlite`` in its words."""
+def damaged(fault: str, path: Path, *, sqlite: str | None = None) -> LedgerError:
+    """Return the error for a ledger whose content cannot be: ``fault`` says why, ``sqlite`` in SQLite's words."""
     what, advice = _DAMAGED
-    return LedgerUnusable(f"{what}: {found}.", advice=advice, path=str(path), sqlite=sqlite)
+    return LedgerUnusable(f"{what}: {fault}.", advice=advice, path=str(path), sqlite=sqlite)

@@ -23,7 +23,7 @@ constraints but its keys. A file without tables is a ledger that was never creat
     ``life``: which registration it is; a server that finds another, or no row, was buried. ``beat_ms``,
     ``watermark_ms``, ``idle``, ``held_by``, ``reason``: as it last told. ``shape``: what it declared; empty before.
 ``shards``, one row for each shard that is known and not pruned
-    ``epoch``: times it was opened (and reset); 0 when it is only known from a list. ``position``, ``effective_ms``,
+    ``epoch``: times it was opened (and reset); 0 when all that is known of it is its end. ``position``, ``effective_ms``,
     ``event_ms``: those of its last durable record. ``ended_ms``: when it ended. ``parents``: a list, empty when unknown.
     ``owner``: the server that opened it last, while it holds it. ``gap_accepted``: until the next opening.
 ``windows``, one row for each window that has segments, or had them and is not pruned

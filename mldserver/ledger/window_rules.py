@@ -6,7 +6,6 @@ import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from mldserver.ledger import batch_windows
 from mldserver.ledger.book import segment_bytes
 from mldserver.ledger.contract import WindowState, storable
 
@@ -37,38 +36,34 @@ _UNDER_WAY: Final = frozenset({WindowState.CUT, WindowState.COMMITTED})
 
 def cut(draft: Draft, window_ids: Iterable[str], server_id: str) -> tuple[WindowEntry, ...]:
     """Fix the segments of windows that are open, or published with more waiting; return those, in order."""
-    found = (_cut(draft, window_id, server_id) for window_id in window_ids)
-    entries = tuple(entry for entry in found if entry is not None)
+    entries = []
+    for window_id in window_ids:
+        entry = draft.windows.get(window_id)
+        if entry is None:
+            continue
+        if entry.state is WindowState.OPEN:
+            revision, before, added = entry.revision, entry.pending, entry.segments
+        elif entry.state is WindowState.PUBLISHED and entry.pending:
+            revision, before, added = entry.revision + 1, entry.segments, entry.pending
+        else:
+            continue
+        entry = replace(entry, state=WindowState.CUT, revision=revision, owner=server_id, segments=before)
+        entry = _take_in(entry, added)
+        draft.windows.put(window_id, entry)
+        entries.append(entry)
     _go_behind(draft, entries)
-    return entries
+    return tuple(entries)
 
 
 def _go_behind(draft: Draft, entries: Iterable[WindowEntry]) -> None:
     """Let ``batches`` go on behind windows that are cut."""
-    cut = (entry.window_id for entry in entries if entry.end_ms is None)
-    progress = batch_windows.behind(draft.totals.batch_progress, cut)
-    draft.totals = replace(draft.totals, batch_progress=progress)
+    numbered = (entry.window_id for entry in entries if entry.end_ms is None)
+    draft.totals = replace(draft.totals, batch_progress=draft.totals.batch_progress.behind(numbered))
 
 
-def _cut(draft: Draft, window_id: str, server_id: str) -> WindowEntry | None:
-    entry = draft.windows.get(window_id)
-    if entry is None:
-        return None
-    if entry.state is WindowState.OPEN:
-        revision, before, taken = entry.revision, entry.pending, entry.segments
-    elif entry.state is WindowState.PUBLISHED and entry.pending:
-        revision, before, taken = entry.revision + 1, entry.segments, entry.pending
-    else:
-        return None
-    entry = replace(entry, state=WindowState.CUT, revision=revision, owner=server_id, segments=before)
-    entry = _take_in(entry, taken)
-    draft.windows.put(window_id, entry)
-    return entry
-
-
-def _take_in(entry: WindowEntry, taken: Iterable[Segment]) -> WindowEntry:
+def _take_in(entry: WindowEntry, added: Iterable[Segment]) -> WindowEntry:
     """Make segments part of the window's revision; none waits then."""
-    segments = (*entry.segments, *(replace(each, revision=entry.revision) for each in taken))
+    segments = (*entry.segments, *(replace(each, revision=entry.revision) for each in added))
     return replace(entry, segments=segments, pending=(), rows_in=sum(each.rows for each in segments))
 
 
@@ -103,25 +98,16 @@ def begin_attempts(draft: Draft, window_ids: Iterable[str], server_id: str) -> d
 
 def commit(draft: Draft, commits: Iterable[Commit], server_id: str) -> frozenset[str]:
     """Make latest attempts at this server's cut windows count; return the windows."""
-    return frozenset(each.window_id for each in commits if _commit(draft, each, server_id))
-
-
-def _commit(draft: Draft, told: Commit, server_id: str) -> bool:
-    entry = _cut_and_owned(draft, told.window_id, server_id)
-    if entry is None or entry.attempt != told.attempt:
-        return False
-    draft.windows.put(
-        told.window_id,
-        replace(
-            entry,
-            state=WindowState.COMMITTED,
-            staging=told.staging,
-            files=told.files,
-            rows_out=told.rows_out,
-            error=None,
-        ),
-    )
-    return True
+    counted = set()
+    for output in commits:
+        entry = _cut_and_owned(draft, output.window_id, server_id)
+        if entry is None or entry.attempt != output.attempt:
+            continue
+        entry = replace(entry, state=WindowState.COMMITTED, staging=output.staging, error=None)
+        entry = replace(entry, files=output.files, rows_out=output.rows_out)
+        draft.windows.put(output.window_id, entry)
+        counted.add(output.window_id)
+    return frozenset(counted)
 
 
 def published(
@@ -135,12 +121,11 @@ def published(
             continue
         if (entry.owner, entry.attempt) != (server_id, attempt):
             continue
-        shown = replace(
-            entry, state=WindowState.PUBLISHED, owner=None, staging=None, error=None, published_ms=now_ms
-        )
-        draft.windows.put(window_id, shown)
+        entry = replace(entry, state=WindowState.PUBLISHED, owner=None, staging=None, error=None)
+        entry = replace(entry, published_ms=now_ms)
+        draft.windows.put(window_id, entry)
         if not retain:
-            free.extend(_let_go(draft, shown))
+            free.extend(_let_go(draft, entry))
     return tuple(free)
 
 
@@ -196,9 +181,8 @@ def set_aside(draft: Draft, window_id: str, error: str, server_id: str) -> None:
     """Put a cut window of this server aside."""
     entry = _cut_and_owned(draft, window_id, server_id)
     if entry is not None:
-        draft.windows.put(
-            window_id, replace(entry, state=WindowState.SET_ASIDE, owner=None, error=storable(error))
-        )
+        entry = replace(entry, state=WindowState.SET_ASIDE, owner=None, error=storable(error))
+        draft.windows.put(window_id, entry)
 
 
 def halt(draft: Draft, window_id: str, error: str, server_id: str, *, first: bool) -> bool:

@@ -40,7 +40,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[SqliteStore]:
-    """A server that holds shard ``a``, has let go of ``b``, and knows ``c`` from a list."""
+    """A server that holds shard ``a``, has let go of ``b``, and has read nothing of ``c``."""
     store = SqliteStore(tmp_path / "out" / LEDGER, pipeline="trips", server_id="one")
     store.open(now_ms=1000)
     store.open_shard("a")
@@ -52,7 +52,8 @@ def server(tmp_path: Path) -> Iterator[SqliteStore]:
     step = BatchStep(BatchProgress(), progress, max_rows=100)
     store.register(Flush(moves, (batch, late), clock=1234, batches=step), now_ms=1)
     store.release_shard("b", 1)
-    store.know_shards({"c": ("a",)})
+    store.open_shard("c", ("a",))
+    store.release_shard("c", 1)
     store.sync(ServerState("one", 61_000, watermark_ms=2500, held_by="a", reason="behind"))
     yield store
     store.close()
@@ -79,7 +80,7 @@ def test_show_tells_where_shards_and_servers_stand(
     assert ["one", "1970-01-01T00:01:01Z", "1970-01-01T00:00:02.500Z", "a", "behind"] in lines
     assert ["a", str(FAR), "1970-01-01T00:00:02.500Z", "1", "one", "-"] in lines
     assert ["b", "8", "1970-01-01T00:00:00.005Z", "1", "-", "p,", "q", "ended"] in lines
-    assert ["c", "-", "-", "0", "-", "a"] in lines
+    assert ["c", "-", "-", "1", "-", "a"] in lines
 
 
 def test_a_drain_is_told_while_it_is_under_way_and_until_the_next_start(

@@ -33,7 +33,6 @@ _LEDGER_CALLS = frozenset(
         "sync",
         "open_shard",
         "release_shard",
-        "know_shards",
         "end_shards",
         "register",
         "cut",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from coordinator.pipeline import RULES, Pipeline
 
-from mldserver.ledger.batch_windows import batch_id
+from mldserver.ledger.contract import batch_id
 from mldserver.records import Sequence
 from mldserver.testing import VirtualClock
 from mldserver.windows import batches

@@ -10,7 +10,7 @@ import pytest
 from coordinator.outcomes import dead_letter
 from coordinator.pipeline import RULES, Pipeline, fail
 
-from mldserver.ledger.batch_windows import batch_id
+from mldserver.ledger.contract import batch_id
 from mldserver.records import Sequence
 from mldserver.windows import batches, tumbling_id
 

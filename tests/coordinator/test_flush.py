@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mldserver.coordinator.core.flush import Ahead, BufferedBatch, FlushPlan, buffered, plan, shard_end
-from mldserver.ledger.batch_windows import batch_id
-from mldserver.ledger.contract import BatchProgress, PositionUpdate, SegmentKind
+from mldserver.ledger.contract import BatchProgress, PositionUpdate, SegmentKind, batch_id
 from mldserver.records import Sequence
 from mldserver.windows import Batches, Tumbling, WindowSpec, tumbling_id
 

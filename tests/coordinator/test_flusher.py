@@ -12,8 +12,7 @@ from support.store import SqliteStore
 
 from mldserver.coordinator.core.flush import shard_end
 from mldserver.errors import LedgerError
-from mldserver.ledger.batch_windows import batch_id
-from mldserver.ledger.contract import BatchProgress, BatchStep, Flush, Segment
+from mldserver.ledger.contract import BatchProgress, BatchStep, Flush, Segment, batch_id
 from mldserver.records import Sequence
 from mldserver.windows import Tumbling, batches
 

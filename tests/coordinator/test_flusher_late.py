@@ -10,7 +10,6 @@ from coordinator.writing import W, Writing, publish, zero
 from support.store import SqliteStore
 
 from mldserver.coordinator.core.rules import CoordinatorRules
-from mldserver.ledger.batch_windows import batch_id
 from mldserver.ledger.contract import (
     Flush,
     PositionUpdate,
@@ -18,6 +17,7 @@ from mldserver.ledger.contract import (
     SegmentKind,
     ServerState,
     WindowState,
+    batch_id,
 )
 from mldserver.records import Sequence
 from mldserver.windows import Tumbling, batches

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mldserver.coordinator.core.open_windows import OpenWindows, WindowKey, assign
-from mldserver.ledger.batch_windows import batch_id
-from mldserver.ledger.contract import BatchProgress
+from mldserver.ledger.contract import BatchProgress, batch_id
 from mldserver.windows import (
     Tumbling,
     Window,

@@ -197,11 +197,6 @@ class ModelServer:
         if shard_id in content.shards and content.shards[shard_id].epoch == epoch:
             content.shard(shard_id, owner=None)
 
-    def know_shards(self, parents_by_shard: dict[str, tuple[str, ...]]) -> None:
-        content = self.serving()
-        for shard_id, parents in parents_by_shard.items():
-            content.know(shard_id, parents)
-
     def end_shards(self, shard_ids: frozenset[str], *, now_ms: int) -> None:
         for shard_id in shard_ids:
             self.content.end(shard_id, now_ms)

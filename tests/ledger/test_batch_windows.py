@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mldserver.coordinator.core.open_windows import assign
-from mldserver.ledger.batch_windows import batch_id, batch_number, behind, moved_on
-from mldserver.ledger.contract import BatchProgress, BatchStep
+from mldserver.ledger.contract import BatchProgress, BatchStep, batch_id, batch_number
 from mldserver.windows import batches
 
 
@@ -30,11 +29,11 @@ def test_other_names_have_no_number(other: str) -> None:
 
 def test_batches_go_on_behind_the_last_that_is_cut() -> None:
     stands = BatchProgress(4, 5, 100)
-    assert behind(stands, [batch_id(3), "w"]) == stands
-    assert behind(stands, [batch_id(4)]) == BatchProgress(5)
-    assert behind(stands, [batch_id(9), batch_id(2)]) == BatchProgress(10)
-    assert behind(BatchProgress(), []) == BatchProgress()
-    assert behind(BatchProgress(), [batch_id(0)]) == BatchProgress(1)
+    assert stands.behind([batch_id(3), "w"]) == stands
+    assert stands.behind([batch_id(4)]) == BatchProgress(5)
+    assert stands.behind([batch_id(9), batch_id(2)]) == BatchProgress(10)
+    assert BatchProgress().behind([]) == BatchProgress()
+    assert BatchProgress().behind([batch_id(0)]) == BatchProgress(1)
 
 
 def step(since: BatchProgress, until: BatchProgress) -> BatchStep:
@@ -43,20 +42,20 @@ def step(since: BatchProgress, until: BatchProgress) -> BatchStep:
 
 def test_a_step_ends_where_it_was_planned_when_nobody_else_took_one() -> None:
     since, until = BatchProgress(1, 5, 100), BatchProgress(3, 2, 200)
-    assert moved_on(since, step(since, until)) == until
-    assert moved_on(since, step(since, since)) == since
+    assert since.moved_on(step(since, until)) == until
+    assert since.moved_on(step(since, since)) == since
     # A ledger that is behind what its server has seen.
-    assert moved_on(BatchProgress(), step(since, until)) == until
+    assert BatchProgress().moved_on(step(since, until)) == until
 
 
 def test_a_step_in_the_same_window_counts_on_from_what_others_put_in() -> None:
     since = BatchProgress(1)
     stands = BatchProgress(1, 5, 100)
-    assert moved_on(stands, step(since, BatchProgress(1, 4, 200))) == BatchProgress(1, 9, 100)
-    assert moved_on(stands, step(since, BatchProgress(1, 5, 200))) == BatchProgress(2)
-    assert moved_on(stands, step(since, BatchProgress(1, 6, 200))) is None
-    assert moved_on(
-        BatchProgress(1), step(BatchProgress(1, 0, 50), BatchProgress(1, 4, 200))
+    assert stands.moved_on(step(since, BatchProgress(1, 4, 200))) == BatchProgress(1, 9, 100)
+    assert stands.moved_on(step(since, BatchProgress(1, 5, 200))) == BatchProgress(2)
+    assert stands.moved_on(step(since, BatchProgress(1, 6, 200))) is None
+    assert BatchProgress(1).moved_on(
+        step(BatchProgress(1, 0, 50), BatchProgress(1, 4, 200))
     ) == BatchProgress(1, 4, 200)
 
 
@@ -64,9 +63,9 @@ def test_a_step_beyond_its_window_is_planned_anew_when_others_were_there() -> No
     since = BatchProgress(1, 2, 100)
     for stands in (BatchProgress(1, 3, 100), BatchProgress(2), BatchProgress(7, 1, 300)):
         for until in (BatchProgress(2), BatchProgress(2, 1, 200), BatchProgress(9, 9, 200)):
-            assert moved_on(stands, step(since, until)) is None
+            assert stands.moved_on(step(since, until)) is None
     # But for one that puts nothing in.
-    assert moved_on(BatchProgress(7, 1, 300), step(since, since)) == BatchProgress(7, 1, 300)
+    assert BatchProgress(7, 1, 300).moved_on(step(since, since)) == BatchProgress(7, 1, 300)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 25)), max_size=40), st.integers(1, 9))
@@ -81,7 +80,7 @@ def test_no_window_has_more_rows_than_its_bound_however_many_servers_plan_at_onc
     for now_ms, (server, rows) in enumerate(flushes):
         for _ in range(2):
             planned = assign(spec, np.zeros(rows, np.int64), progress=seen[server], now_ms=now_ms)
-            moved = moved_on(stands, BatchStep(seen[server], planned.progress, max_rows))
+            moved = stands.moved_on(BatchStep(seen[server], planned.progress, max_rows))
             if moved is not None:
                 break
             seen[server] = stands

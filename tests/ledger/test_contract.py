@@ -44,20 +44,18 @@ async def test_parents_stay_until_others_are_given(ledger_factory: Factory) -> N
     async with opened(ledger_factory) as (ledger, _):
         assert (await ledger.open_shard("c", ("a", "b"))).parents == ("a", "b")
         assert (await ledger.open_shard("c")).parents == ("a", "b")
-        await ledger.know_shards({"c": ()})
-        assert (await ledger.open_shard("c")).parents == ("a", "b")
-        await ledger.know_shards({"c": ("x",)})
-        assert (await ledger.open_shard("c")).parents == ("x",)
+        assert (await ledger.open_shard("c", ("x",))).parents == ("x",)
 
 
-async def test_listed_shards_are_known_without_touching_those_that_were(ledger_factory: Factory) -> None:
+async def test_an_opening_touches_no_position_and_no_other_shard(ledger_factory: Factory) -> None:
     async with opened(ledger_factory) as (ledger, _):
         await ledger.open_shard("a")
         await ledger.register(Flush((move(effective_ms=5, event_ms=4, ended=True),)))
-        await ledger.know_shards({"a": (), "b": ("a",)})
+        await ledger.open_shard("b", ("a",))
+        await ledger.open_shard("a")
     assert (await held(ledger_factory)).shards == {
-        "a": ShardState("a", 1, HUGE, 5, 4, ended=True, owner="one"),
-        "b": ShardState("b", 0, parents=("a",)),
+        "a": ShardState("a", 2, HUGE, 5, 4, ended=True, owner="one"),
+        "b": ShardState("b", 1, parents=("a",), owner="one"),
     }
 
 
@@ -67,7 +65,7 @@ async def test_an_ended_shard_stays_ended(ledger_factory: Factory) -> None:
         await ledger.end_shards(frozenset({"a", "never-seen"}))
         await ledger.register(Flush((move(ended=False),)))
         assert (await ledger.open_shard("a")).ended
-        await ledger.know_shards({"never-seen": ()})
+        assert (await ledger.open_shard("never-seen")).epoch == 1
     assert all(shard.ended for shard in (await held(ledger_factory)).shards.values())
 
 

@@ -268,7 +268,6 @@ def writing_calls(ledger: Ledger) -> dict[str, Callable[[], Awaitable[Any]]]:
         "bury": lambda: ledger.bury({"two": 1_000}),
         "open_shard": lambda: ledger.open_shard("a"),
         "release_shard": lambda: ledger.release_shard("a", 1),
-        "know_shards": lambda: ledger.know_shards({"x": ()}),
         "register": lambda: ledger.register(Flush((move(),), (seg("s9", W2),), clock=9)),
         "cut": lambda: ledger.cut((W1,)),
         "adopt": ledger.adopt,

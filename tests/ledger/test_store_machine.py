@@ -173,10 +173,6 @@ class LedgerMachine(RuleBasedStateMachine):
         epoch = self.content.shards.get(shard_id, ShardState(shard_id, 1)).epoch
         self.both(server, "release_shard", shard_id, epoch if now else epoch - 1)
 
-    @rule(server=servers, shard_id=shards, parents=st.sampled_from([(), ("z",)]))
-    def know(self, server: int, shard_id: str, parents: tuple[str, ...]) -> None:
-        self.both(server, "know_shards", {shard_id: parents})
-
     @rule(server=servers, shard_ids=st.frozensets(shards))
     def end(self, server: int, shard_ids: frozenset[str]) -> None:
         self.now += 1

@@ -15,8 +15,7 @@ from mldserver.coordinator.core.open_windows import WindowKey
 from mldserver.coordinator.core.positions import ShardPosition
 from mldserver.coordinator.core.watermark import Watermark
 from mldserver.coordinator.flusher import Flusher
-from mldserver.ledger.batch_windows import batch_id, batch_number
-from mldserver.ledger.contract import SegmentKind
+from mldserver.ledger.contract import SegmentKind, batch_id, batch_number
 from mldserver.ledger.sqlite import SqliteLedger, SqliteStore
 from mldserver.windows import tumbling_id
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mldserver.ledger.batch_windows import batch_id, batch_number, behind
-from mldserver.ledger.contract import BatchProgress
+from mldserver.ledger.contract import BatchProgress, batch_id, batch_number
 from mldserver.windows import Batches, Tumbling, WindowSpec, tumbling_id, tumbling_starts
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ class OpenWindows:
         for window_id in window_ids:
             self._open.pop(window_id, None)
             if isinstance(self.spec, Batches):
-                self.progress = behind(self.progress, [window_id])
+                self.progress = self.progress.behind([window_id])
 
     def overdue(self, wall_ms: int) -> bool:
         """Whether a window is open that ends before ``wall_ms``, lateness included; those from the future are not."""
