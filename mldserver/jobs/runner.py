@@ -81,20 +81,13 @@ class _Failures:
     traceback: str = ""
     """The one that was logged last, without its numbers: Spark counts stages and tasks in its messages."""
 
-    def note(self, *, of_run: bool) -> None:
-        """Count one more."""
-        if of_run:
-            self.runs += 1
-        else:
-            self.steps += 1
-
-    def tell(self, error: Exception) -> dict[str, Any]:
-        """Return an error as fields of the log, without the traceback that was logged the time before."""
-        told = _told(error)
-        before, self.traceback = self.traceback, _NUMBERS.sub("", told.get("traceback") or "")
+    def fields(self, error: Exception) -> dict[str, Any]:
+        """Return an error for the log, without the traceback that was logged the time before."""
+        fields = _fields(error)
+        before, self.traceback = self.traceback, _NUMBERS.sub("", fields.get("traceback") or "")
         if self.traceback and self.traceback == before:
-            del told["traceback"]
-        return told
+            del fields["traceback"]
+        return fields
 
 
 @dataclass(slots=True)
@@ -219,7 +212,11 @@ class WindowRunner:
         while True:
             first = await self._queue.get()
             await self._go.wait()
-            group = self._with_others(first)
+            group, size = [first], _bytes(first)
+            # Large windows gain nothing by a shared job, and each would wait for all the others' outputs.
+            while len(group) < self._engine.group_limit and not self._queue.empty() and size <= _GROUP_BYTES:
+                group.append(self._queue.get_nowait())
+                size += _bytes(group[-1])
             left = await self._together(group) if len(group) > 1 else {first.window_id: None}
             for entry in group:
                 if entry.window_id not in left:
@@ -230,15 +227,6 @@ class WindowRunner:
                     with structlog.contextvars.bound_contextvars(window=entry.window_id):
                         await self._see_through(entry, left[entry.window_id])
                     self._done(entry)
-
-    def _with_others(self, first: WindowEntry) -> list[WindowEntry]:
-        """Return a window with those behind it that may share its job, as far as they wait already."""
-        group, size = [first], _bytes(first)
-        # Large windows gain nothing by a shared job, and each would wait for all the others' outputs.
-        while len(group) < self._engine.group_limit and not self._queue.empty() and size <= _GROUP_BYTES:
-            group.append(self._queue.get_nowait())
-            size += _bytes(group[-1])
-        return group
 
     def _done(self, entry: WindowEntry) -> None:
         self._unfinished.pop(_key(entry), None)
@@ -254,7 +242,7 @@ class WindowRunner:
         try:
             done = await self._steps.compute(entries)
         except _FAULTS as error:
-            log.warning("window.group_failed", windows=len(entries), **_told(error))
+            log.warning("window.group_failed", windows=len(entries), **_fields(error))
             return dict.fromkeys((entry.window_id for entry in group), None)
         # Whoever began an attempt and is not among them finds out alone what has become of the window.
         alone |= {entry.window_id: None for entry in entries}
@@ -262,7 +250,7 @@ class WindowRunner:
         try:
             await self._publish(done or ())
         except _FAULTS as error:
-            log.warning("window.group_failed", windows=len(done or ()), **_told(error))
+            log.warning("window.group_failed", windows=len(done or ()), **_fields(error))
             return alone
         for each in done or ():
             del alone[each.entry.window_id]
@@ -273,8 +261,23 @@ class WindowRunner:
             return
         await self._steps.publish(committed)
         self.published += len(committed)
+        now_ms = self._clock.steady_ms()
         for each in committed:
-            self._tell(each)
+            entry, output = each.entry, each.output
+            log.info(
+                "window.done",
+                window=entry.window_id,
+                revision=entry.revision,
+                rows_in=sum(segment.rows for segment in entry.segments),
+                rows_out=output.rows,
+                segments=len(entry.segments),
+                files=len(output.files),
+                attempt=each.attempt,
+                spark_seconds=round(each.seconds, 3),
+                lag_seconds=round((now_ms - self._unfinished[_key(entry)]) / 1000, 3),
+                seconds=round((now_ms - each.began_ms) / 1000, 3),
+                path=self.publisher.shown(entry.window_id) if output.files else None,
+            )
 
     async def _see_through(self, entry: WindowEntry, committed: Committed | None) -> None:
         failures = _Failures()
@@ -289,7 +292,8 @@ class WindowRunner:
             except _FAULTS as error:
                 # An output that counts cannot be set aside: only publishing it is left, and tried for ever.
                 of_run = committed is None and isinstance(error, WindowFailed | DriverLost)
-                failures.note(of_run=of_run)
+                failures.runs += of_run
+                failures.steps += not of_run
                 if await self._failed(entry, error, failures, of_run=of_run):
                     return
                 if committed is not None and isinstance(error, FileNotFoundError):
@@ -314,29 +318,11 @@ class WindowRunner:
             )
         return done[0]
 
-    def _tell(self, committed: Committed) -> None:
-        now_ms = self._clock.steady_ms()
-        entry, output = committed.entry, committed.output
-        log.info(
-            "window.done",
-            window=entry.window_id,
-            revision=entry.revision,
-            rows_in=sum(segment.rows for segment in entry.segments),
-            rows_out=output.rows,
-            segments=len(entry.segments),
-            files=len(output.files),
-            attempt=committed.attempt,
-            spark_seconds=round(committed.seconds, 3),
-            lag_seconds=round((now_ms - self._unfinished[_key(entry)]) / 1000, 3),
-            seconds=round((now_ms - committed.began_ms) / 1000, 3),
-            path=self.publisher.shown(entry.window_id) if output.files else None,
-        )
-
     async def _failed(
         self, entry: WindowEntry, error: Exception, failures: _Failures, *, of_run: bool
     ) -> bool:
         """Apply the policy to a failed attempt; True when the window is done with."""
-        told = failures.tell(error)
+        fields = failures.fields(error)
         most = max(failures.runs, failures.steps)
         last = most >= self._policy.window_attempts
         worn_out = of_run and failures.runs >= self._policy.window_attempts
@@ -345,21 +331,23 @@ class WindowRunner:
                 await self._ledger.set_aside(entry.window_id, str(error))
             except LedgerError as refused:
                 # It stays cut: the next attempt that fails tries again to put it aside.
-                told = refused.told()
+                fields = refused.told()
             else:
                 self.set_aside += 1
                 self._resume(entry.window_id)
-                log.error("window.set_aside", attempts=failures.runs, **told)
+                log.error("window.set_aside", attempts=failures.runs, **fields)
                 return True
         tries = failures.runs + failures.steps
         delay = self._policy.window_retry_cap_seconds if last else self._delay(tries)
         if last and entry.window_id not in self._halted:
             self._halted[entry.window_id] = _Halt(asyncio.Event())
             self._go.clear()
-            told["advice"] = " ".join(filter(None, [told.get("advice"), _advice(entry, of_run=of_run)]))
-            log.error("window.halted", attempts=most, **told)
+            way_out = f"`mldserver windows retry {entry.window_id}` tries it at once"
+            way_out += ", `set-aside` or `skip` let those behind it go on." if of_run else "."
+            fields["advice"] = " ".join(filter(None, [fields.get("advice"), way_out]))
+            log.error("window.halted", attempts=most, **fields)
         else:
-            log.warning("window.failed", attempt=tries, delay_seconds=round(delay, 3), **told)
+            log.warning("window.failed", attempt=tries, delay_seconds=round(delay, 3), **fields)
         if not last:
             await self._clock.sleep(delay)
         elif await self._keep_error(entry, error):
@@ -390,11 +378,6 @@ class WindowRunner:
         return most * (0.5 + self._random() / 2)
 
 
-def _advice(entry: WindowEntry, *, of_run: bool) -> str:
-    told = f"`mldserver windows retry {entry.window_id}` tries it at once"
-    return f"{told}, `set-aside` or `skip` let those behind it go on." if of_run else f"{told}."
-
-
 def _key(entry: WindowEntry) -> tuple[str, int]:
     return entry.window_id, entry.revision
 
@@ -403,5 +386,5 @@ def _bytes(entry: WindowEntry) -> int:
     return sum(segment.bytes for segment in entry.segments)
 
 
-def _told(error: Exception) -> dict[str, Any]:
+def _fields(error: Exception) -> dict[str, Any]:
     return error.told() if isinstance(error, MldserverError) else {"what": str(error)}

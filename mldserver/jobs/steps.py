@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mldserver.ledger.contract import Segment, WindowEntry
     from mldserver.ledger.operations import Ledger
     from mldserver.output.store import OutputStore
+    from mldserver.windows import Window
 
 __all__ = ["Committed", "WindowSteps"]
 
@@ -119,66 +120,6 @@ class WindowSteps:
         kill_point("attempt.computed")
         await asyncio.to_thread(self._settle, begun, results)
         kill_point("attempt.staged")
-        return await self._commit(begun, results)
-
-    async def _begin(self, entries: Sequence[WindowEntry]) -> tuple[_Begun, ...]:
-        began_ms = self._clock.steady_ms()
-        attempts = await self._ledger.begin_attempts(tuple(entry.window_id for entry in entries))
-        tag = writer_tag(self.ledger_id, self._ledger.server_id)
-        begun = []
-        for entry in entries:
-            attempt = attempts.get(entry.window_id)
-            if attempt is None:
-                log.debug("window.dropped", window=entry.window_id, revision=entry.revision)
-            else:
-                staging = self.publisher.attempt(entry.window_id, attempt, tag)
-                begun.append(_Begun(entry, attempt, staging, began_ms))
-        kill_point("attempt.begun")
-        await asyncio.to_thread(self._make_room, begun)
-        return tuple(begun)
-
-    def _make_room(self, begun: Sequence[_Begun]) -> None:
-        for each in begun:
-            # What an earlier life left under the same number is not this attempt's.
-            self._store.delete(each.staging)
-        self._store.prepare(*(each.staging.rpartition("/")[0] for each in begun))
-
-    def _job(self, begun: _Begun) -> WindowJob:
-        entry = begun.entry
-        window = as_window(
-            entry.window_id, entry.start_ms, entry.end_ms, revision=entry.revision, pipeline=self._pipeline
-        )
-        return WindowJob(
-            window,
-            begun.attempt,
-            tuple(self._store.uri(segment.path) for segment in entry.segments),
-            self._store.uri(begun.staging),
-            sum(segment.rows for segment in entry.segments),
-            sum(segment.bytes for segment in entry.segments),
-            self._store.place,
-            self._older(entry),
-        )
-
-    def _older(self, entry: WindowEntry) -> dict[str, tuple[str, ...]]:
-        older: dict[str, tuple[str, ...]] = {}
-        for path in (segment.path for segment in entry.segments if shape_of(segment.path) in self.older):
-            ddl = self.older[shape_of(path)]
-            older[ddl] = (*older.get(ddl, ()), self._store.uri(path))
-        return older
-
-    def _settle(self, begun: Sequence[_Begun], results: Sequence[WindowResult]) -> None:
-        """Force outputs to disk: once committed they must not be lost."""
-        if not self._store.local:
-            return
-        # An attempt without output leaves an empty folder, which publishing a revision without output goes by.
-        self._store.prepare(
-            *(b.staging for b, result in zip(begun, results, strict=True) if not result.files)
-        )
-        self._store.sync_all(each.staging for each in begun)
-
-    async def _commit(
-        self, begun: Sequence[_Begun], results: Sequence[WindowResult]
-    ) -> tuple[Committed, ...]:
         commits = tuple(
             Commit(each.entry.window_id, each.attempt, each.staging, result.files, result.rows)
             for each, result in zip(begun, results, strict=True)
@@ -191,22 +132,72 @@ class WindowSteps:
             if each.entry.window_id in counted
         )
 
+    async def _begin(self, entries: Sequence[WindowEntry]) -> tuple[_Begun, ...]:
+        began_ms = self._clock.steady_ms()
+        attempts = await self._ledger.begin_attempts(tuple(entry.window_id for entry in entries))
+        tag = writer_tag(self.ledger_id, self._ledger.server_id)
+        begun = []
+        for entry in entries:
+            number = attempts.get(entry.window_id)
+            if number is None:
+                log.debug("window.dropped", window=entry.window_id, revision=entry.revision)
+            else:
+                staging = self.publisher.attempt(entry.window_id, number, tag)
+                begun.append(_Begun(entry, number, staging, began_ms))
+        kill_point("attempt.begun")
+
+        def make_room() -> None:
+            for attempt in begun:
+                # What an earlier life left under the same number is not this attempt's.
+                self._store.delete(attempt.staging)
+            self._store.prepare(*(attempt.staging.rpartition("/")[0] for attempt in begun))
+
+        await asyncio.to_thread(make_room)
+        return tuple(begun)
+
+    def _job(self, begun: _Begun) -> WindowJob:
+        entry = begun.entry
+        older: dict[str, tuple[str, ...]] = {}
+        for path in (segment.path for segment in entry.segments if shape_of(segment.path) in self.older):
+            ddl = self.older[shape_of(path)]
+            older[ddl] = (*older.get(ddl, ()), self._store.uri(path))
+        return WindowJob(
+            self._window(entry),
+            begun.attempt,
+            tuple(self._store.uri(segment.path) for segment in entry.segments),
+            self._store.uri(begun.staging),
+            sum(segment.rows for segment in entry.segments),
+            sum(segment.bytes for segment in entry.segments),
+            self._store.place,
+            older,
+        )
+
+    def _window(self, entry: WindowEntry) -> Window:
+        return as_window(
+            entry.window_id, entry.start_ms, entry.end_ms, revision=entry.revision, pipeline=self._pipeline
+        )
+
+    def _settle(self, begun: Sequence[_Begun], results: Sequence[WindowResult]) -> None:
+        """Force outputs to disk: once committed they must not be lost."""
+        if not self._store.local:
+            return
+        # An attempt without output leaves an empty folder, which publishing a revision without output goes by.
+        empty = (each for each, result in zip(begun, results, strict=True) if not result.files)
+        self._store.prepare(*(each.staging for each in empty))
+        self._store.sync_all(each.staging for each in begun)
+
     async def find_committed(self, entry: WindowEntry) -> Committed | None:
         """Return a window that counts and is this server's to publish; None when it is not, or not any more.
 
         So it is after a commit whose answer was lost, after a crash, and after another server's death.
         """
-        found = next(iter(await self._ledger.find((entry.window_id,))), None)
-        if (
-            found is None
-            or found.staging is None
-            or (found.state, found.owner) != (WindowState.COMMITTED, self._ledger.server_id)
-            or found.revision != entry.revision
-        ):
+        now = next(iter(await self._ledger.find((entry.window_id,))), None)
+        ours = (WindowState.COMMITTED, self._ledger.server_id, entry.revision)
+        if now is None or now.staging is None or (now.state, now.owner, now.revision) != ours:
             log.debug("window.dropped", window=entry.window_id, revision=entry.revision)
             return None
-        commit = Commit(found.window_id, found.attempt, found.staging, found.files, found.rows_out)
-        return Committed(found, found.attempt, output_of(found, commit), 0.0, self._clock.steady_ms())
+        commit = Commit(now.window_id, now.attempt, now.staging, now.files, now.rows_out)
+        return Committed(now, now.attempt, output_of(now, commit), 0.0, self._clock.steady_ms())
 
     async def publish(self, committed: Sequence[Committed]) -> None:
         """Make committed windows visible, and free what is not needed any more. Repeatable.
@@ -225,13 +216,21 @@ class WindowSteps:
         )
         kill_point("window.published")
         # Readers of a table do not read files that a revision replaces.
-        at_once = tuple(
-            output for output in outputs if output.revision == 1 or self.publisher.table is not None
-        )
+        table = self.publisher.table is not None
+        at_once = tuple(output for output in outputs if output.revision == 1 or table)
         # The ledger tells them once: when they cannot be deleted now, publishing is tried again and deletes them then.
-        self._freeing.update((segment.path, segment) for segment in free)
+        self._freeing |= {segment.path: segment for segment in free}
         freed = tuple(self._freeing.values())
-        await asyncio.to_thread(self._clean, at_once, freed)
+
+        def clean() -> None:
+            self.publisher.clean(at_once)
+            kill_point("window.cleaning")
+            for segment in freed:
+                self._store.delete(segment.path)
+            for window_id in {segment.window_id for segment in freed}:
+                self._store.drop_empty(f"{SEGMENTS}/{window_id}")
+
+        await asyncio.to_thread(clean)
         for segment in freed:
             self._freeing.pop(segment.path, None)
         for output in outputs:
@@ -242,19 +241,11 @@ class WindowSteps:
 
     async def _into_table(self, committed: Sequence[Committed]) -> None:
         for each in committed:
-            entry, output = each.entry, each.output
+            output, window = each.output, self._window(each.entry)
             await asyncio.to_thread(self.publisher.require, output)
-            window = as_window(
-                entry.window_id,
-                entry.start_ms,
-                entry.end_ms,
-                revision=entry.revision,
-                pipeline=self._pipeline,
-            )
             staging = self._store.uri(output.staging)
-            await self._engine.publish(
-                PublishJob(window, staging, output.files, output.rows, self._store.place)
-            )
+            job = PublishJob(window, staging, output.files, output.rows, self._store.place)
+            await self._engine.publish(job)
 
     async def clean_up(self) -> None:
         """Delete what revisions have replaced, each a while after that, until cancelled."""
@@ -264,14 +255,6 @@ class WindowSteps:
             # A disk that fails must not stop this: a later start finds what is left.
             with contextlib.suppress(OSError):
                 await asyncio.to_thread(self.publisher.clean, [output])
-
-    def _clean(self, outputs: Sequence[Output], free: Sequence[Segment]) -> None:
-        self.publisher.clean(outputs)
-        kill_point("window.cleaning")
-        for segment in free:
-            self._store.delete(segment.path)
-        for window_id in {segment.window_id for segment in free}:
-            self._store.drop_empty(f"{SEGMENTS}/{window_id}")
 
 
 def output_of(entry: WindowEntry, commit: Commit) -> Output:

@@ -103,16 +103,15 @@ def attempt_path(root: str, window_id: str, attempt: int, tag: str) -> str:
 
 def attempt_number(folder: str) -> int:
     """Return the number of the attempt that a folder belongs to; 0 when it is no attempt's."""
-    found = _ATTEMPT.fullmatch(folder.rpartition("/")[2])
-    return int(found[1]) if found else 0
+    match = _ATTEMPT.fullmatch(folder.rpartition("/")[2])
+    return int(match[1]) if match else 0
 
 
 def tag_of(path: str) -> str | None:
     """Return the tag of the writer of a segment, or of an attempt's folder; None when the name has none."""
     name = path.rpartition("/")[2]
-    if found := _SEGMENT.fullmatch(name):
-        return found[2]
-    return found[2] if (found := _ATTEMPT.fullmatch(name)) else None
+    match = _SEGMENT.fullmatch(name) or _ATTEMPT.fullmatch(name)
+    return match[2] if match else None
 
 
 def clock_of(path: str) -> int:
@@ -120,8 +119,8 @@ def clock_of(path: str) -> int:
 
     No ledger's clock is before that of a segment that was written for it, unless it was rolled back.
     """
-    found = _SEGMENT.fullmatch(path.rpartition("/")[2])
-    return int(found[1]) if found else 0
+    match = _SEGMENT.fullmatch(path.rpartition("/")[2])
+    return int(match[1]) if match else 0
 
 
 def ledger_of(path: str) -> str | None:
@@ -132,8 +131,8 @@ def ledger_of(path: str) -> str | None:
 
 def shape_of(path: str) -> str:
     """Return the fingerprint of the shape of a segment's rows; empty when the name has none."""
-    found = _SEGMENT.fullmatch(path.rpartition("/")[2])
-    return (found[3] or "") if found else ""
+    match = _SEGMENT.fullmatch(path.rpartition("/")[2])
+    return (match[3] or "") if match else ""
 
 
 def late_path(segment: str) -> str:

@@ -43,17 +43,19 @@ class Manifest:
 
     def encode(self) -> bytes:
         """Return it as JSON."""
-        told = {"format": FORMAT, "window": self.window, "revision": self.revision, "rows": self.rows}
-        return json.dumps(told | {"files": list(self.files)}, ensure_ascii=False).encode()
+        fields = {"format": FORMAT, "window": self.window, "revision": self.revision, "rows": self.rows}
+        return json.dumps(fields | {"files": list(self.files)}, ensure_ascii=False).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
         """Read it back. Raises ValueError for what is no manifest, or one of a newer format."""
         try:
-            told = json.loads(data)
-            if told["format"] != FORMAT:
-                raise ValueError(f"a manifest of format {told['format']}; this program knows format {FORMAT}")
-            return cls(told["window"], int(told["revision"]), tuple(told["files"]), int(told["rows"]))
+            fields = json.loads(data)
+            if fields["format"] != FORMAT:
+                raise ValueError(
+                    f"a manifest of format {fields['format']}; this program knows format {FORMAT}"
+                )
+            return cls(fields["window"], int(fields["revision"]), tuple(fields["files"]), int(fields["rows"]))
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a manifest: {data[:80]!r}") from error
 
@@ -73,14 +75,14 @@ def manifest_path(window: str, revision: int) -> str:
 
 def latest(paths: Iterable[str]) -> dict[str, str]:
     """Return of each window the path of the highest revision's manifest, by the window's id."""
-    found: dict[str, tuple[int, str]] = {}
+    highest: dict[str, tuple[int, str]] = {}
     for path in paths:
         folder, _, name = path.rpartition("/")
         stem, dot, suffix = name.rpartition(".")
         if dot and suffix == "json" and stem.isdecimal():
             window = folder.rpartition("/")[2]
-            found[window] = max(found.get(window, (0, "")), (int(stem), path))
-    return {window: path for window, (_, path) in sorted(found.items())}
+            highest[window] = max(highest.get(window, (0, "")), (int(stem), path))
+    return {window: path for window, (_, path) in sorted(highest.items())}
 
 
 def current_files(out: str, filesystem: FileSystem | None = None) -> CurrentFiles:
@@ -98,15 +100,11 @@ def current_files(out: str, filesystem: FileSystem | None = None) -> CurrentFile
     elif filesystem is None:
         filesystem, base = fs.LocalFileSystem(), str(Path(out).absolute())
     base = base.rstrip("/")
-    shown = _shown(filesystem, base)
-    return CurrentFiles(filesystem, (*shown, *_named(filesystem, base)))
-
-
-def _shown(filesystem: FileSystem, base: str) -> tuple[str, ...]:
-    """Return the files in ``window=…`` folders: what is published by renaming."""
+    # What is published by renaming is in folders of its own.
     windows = [path for path in _list(filesystem, base, folders=True) if _name(path).startswith("window=")]
     files = [path for window in sorted(windows) for path in sorted(_list(filesystem, window, deep=True))]
-    return tuple(path for path in files if not _name(path).startswith(("_", ".")))
+    renamed = (path for path in files if not _name(path).startswith(("_", ".")))
+    return CurrentFiles(filesystem, (*renamed, *_named(filesystem, base)))
 
 
 def _named(filesystem: FileSystem, base: str) -> tuple[str, ...]:
@@ -114,28 +112,25 @@ def _named(filesystem: FileSystem, base: str) -> tuple[str, ...]:
     tries = 0
     while True:
         tries += 1
-        listed = latest(_list(filesystem, f"{base}/{MANIFESTS}", deep=True))
+        files: list[str] = []
         try:
-            manifests = [Manifest.decode(_read(filesystem, path)) for path in listed.values()]
+            for path in latest(_list(filesystem, f"{base}/{MANIFESTS}", deep=True)).values():
+                with filesystem.open_input_stream(path) as stream:
+                    files += (f"{base}/{name}" for name in Manifest.decode(bytes(stream.read())).files)
         except FileNotFoundError:
             # Replaced since it was listed.
             if tries == _TRIES:
                 raise
         else:
-            return tuple(f"{base}/{name}" for each in manifests for name in each.files)
+            return tuple(files)
 
 
 def _list(filesystem: FileSystem, folder: str, *, deep: bool = False, folders: bool = False) -> list[str]:
     from pyarrow import fs  # noqa: PLC0415  # see above
 
     wanted = fs.FileType.Directory if folders else fs.FileType.File
-    found = filesystem.get_file_info(fs.FileSelector(folder, allow_not_found=True, recursive=deep))
-    return [info.path for info in found if info.type == wanted]
-
-
-def _read(filesystem: FileSystem, path: str) -> bytes:
-    with filesystem.open_input_stream(path) as stream:
-        return bytes(stream.read())
+    entries = filesystem.get_file_info(fs.FileSelector(folder, allow_not_found=True, recursive=deep))
+    return [info.path for info in entries if info.type == wanted]
 
 
 def _name(path: str) -> str:

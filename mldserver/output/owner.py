@@ -205,9 +205,8 @@ class FolderClaim:
             return _refusal(f"The ledger {named} is not the one that {out} had last.")
         # What was listed before the ledger was read was written at a clock that a ledger has at least, ever after.
         clocks = [clock_of(path) for path in self._segments if ledger_of(path) == state.ledger_id]
-        if found.ledger_id == state.ledger_id and (
-            state.claims < found.claims or max(clocks, default=0) > state.clock
-        ):
+        behind = state.claims < found.claims or max(clocks, default=0) > state.clock
+        if found.ledger_id == state.ledger_id and behind:
             return _refusal(
                 f"The ledger {named} is older than {out}: it was rolled back, to a copy of an earlier day perhaps."
             )
@@ -230,8 +229,8 @@ class FolderClaim:
             self._write(owner)
 
     def _write(self, owner: Owner) -> None:
-        told = {"format": _FORMAT} | asdict(owner)
-        self._store.replace(OWNER, json.dumps(told, ensure_ascii=False).encode())
+        fields = {"format": _FORMAT} | asdict(owner)
+        self._store.replace(OWNER, json.dumps(fields, ensure_ascii=False).encode())
 
 
 def _read(store: OutputStore) -> Owner | None:
@@ -244,9 +243,9 @@ def _read(store: OutputStore) -> Owner | None:
     if not data:
         return None
     try:
-        told = json.loads(data)
-        if told.pop("format") == _FORMAT:
-            return Owner(**told)
+        fields = json.loads(data)
+        if fields.pop("format") == _FORMAT:
+            return Owner(**fields)
     except (ValueError, TypeError, AttributeError, KeyError):
         pass
     raise OperatorError(
@@ -257,9 +256,8 @@ def _read(store: OutputStore) -> Owner | None:
 
 
 def _refusal(what: str, advice: str = _WAYS_OUT) -> OperatorError:
-    return OperatorError(
-        what, did="The server did not start; nothing in the folder was touched.", advice=advice
-    )
+    did = "The server did not start; nothing in the folder was touched."
+    return OperatorError(what, did=did, advice=advice)
 
 
 def _named(ledger: str | None) -> str:

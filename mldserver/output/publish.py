@@ -3,7 +3,7 @@
 On a local file system readers read ``window=<id>`` folders:
 
 * The first revision appears by one rename.
-* A later one changes places with the old one in one step (``exchange.py``); the old one lies in staging then, and is
+* A later one changes places with the old one in one step; the old one lies in staging then, and is
   deleted a little later. No two attempts give their files the same name, so a reader that listed the old files before the exchange
   gets FileNotFoundError for them at worst, and lists again: never half a window, none of it, or a mixture.
 * A revision without output (``on_window`` returned None) takes the old one away by a rename, into its own folder.
@@ -77,23 +77,20 @@ class Publisher:
         probes = [f"{STAGING}/.exchange-{name}" for name in ("one", "other")]
         # Not two servers at once: one would take away what the other tries it with.
         with self._store.alone(PUBLISH_LOCK):
-            self._try_exchange(probes)
-
-    def _try_exchange(self, probes: list[str]) -> None:
-        self._store.prepare(*probes)
-        try:
-            self._store.exchange(*probes)
-        except OSError as error:
-            if error.errno not in _NO_EXCHANGE:
-                raise
-            raise OperatorError(
-                f"Two folders in {self._store.uri()} cannot change places in one step ({error.strerror}), so that"
-                " windows could not be computed again for late rows without readers noticing.",
-                advice="Put the output on a local Linux file system such as ext4 or xfs, or set late = separate.",
-            ) from error
-        finally:
-            for probe in probes:
-                self._store.delete(probe)
+            self._store.prepare(*probes)
+            try:
+                self._store.exchange(*probes)
+            except OSError as error:
+                if error.errno not in _NO_EXCHANGE:
+                    raise
+                raise OperatorError(
+                    f"Two folders in {self._store.uri()} cannot change places in one step ({error.strerror}), so that"
+                    " windows could not be computed again for late rows without readers noticing.",
+                    advice="Put the output on a local Linux file system such as ext4 or xfs, or set late = separate.",
+                ) from error
+            finally:
+                for probe in probes:
+                    self._store.delete(probe)
 
     def require(self, output: Output) -> None:
         """Raise FileNotFoundError when a table's output is gone: it was published, by whoever, and deleted."""
@@ -108,13 +105,15 @@ class Publisher:
         """
         if self._store.local:
             with self._store.alone(PUBLISH_LOCK):
-                for each in outputs:
-                    self._show(each)
+                for output in outputs:
+                    self._show(output)
             # The outputs themselves were synced before they were committed.
             self._store.sync_entries()
-        else:
-            for each in outputs:
-                self._name(each)
+            return
+        for output in outputs:
+            files = tuple(f"{output.staging}/{file}" for file in output.files)
+            manifest = Manifest(output.window_id, output.revision, files, output.rows)
+            self._store.put(manifest_path(output.window_id, output.revision), manifest.encode())
 
     def _show(self, output: Output) -> None:
         store, target = self._store, window_path(output.window_id)
@@ -150,30 +149,21 @@ class Publisher:
                 path=self._store.uri(target),
             ) from error
 
-    def _name(self, output: Output) -> None:
-        files = tuple(f"{output.staging}/{file}" for file in output.files)
-        manifest = Manifest(output.window_id, output.revision, files, output.rows)
-        self._store.put(manifest_path(output.window_id, output.revision), manifest.encode())
-
     def clean(self, outputs: Iterable[Output]) -> None:
         """Delete what published outputs have replaced: older revisions, and attempts that came to nothing."""
-        for each in outputs:
-            last = attempt_number(each.staging)
-            for folder in list(self._store.folders(f"{self._root}/{each.window_id}")):
+        by_manifest = not self._store.local and self.table is None
+        for output in outputs:
+            last = attempt_number(output.staging)
+            for folder in list(self._store.folders(f"{self._root}/{output.window_id}")):
                 # Attempts behind the published one may be under way already.
-                old = attempt_number(folder) <= last
-                shown = not self._store.local and self.table is None and folder == each.staging
-                if old and not shown:
+                if attempt_number(folder) <= last and not (by_manifest and folder == output.staging):
                     self._store.delete(folder)
-            self._store.drop_empty(f"{self._root}/{each.window_id}")
-            if not self._store.local and self.table is None:
-                self._forget(each)
-
-    def _forget(self, output: Output) -> None:
-        """Delete the manifests of older revisions, after that of the present one was written."""
-        for path, _ in list(self._store.files(f"{MANIFESTS}/{output.window_id}")):
-            if path < manifest_path(output.window_id, output.revision):
-                self._store.delete(path)
+            self._store.drop_empty(f"{self._root}/{output.window_id}")
+            # Those of older revisions, after that of the present one was written.
+            manifests = list(self._store.files(f"{MANIFESTS}/{output.window_id}")) if by_manifest else []
+            for path, _ in manifests:
+                if path < manifest_path(output.window_id, output.revision):
+                    self._store.delete(path)
 
     def attempts(self) -> list[str]:
         """Return the folders of attempts; on object stores also of those that readers read (``unread``)."""
@@ -193,11 +183,11 @@ class Publisher:
         if self._store.local:
             return list(suspects)
         folders: dict[str, list[str]] = {}
-        for each in attempts:
-            folders.setdefault(_window_of(each), []).append(each)
-        suspected = {_window_of(each) for each in suspects}
+        for attempt in attempts:
+            folders.setdefault(_window_of(attempt), []).append(attempt)
+        suspected = {_window_of(attempt) for attempt in suspects}
         shown = self._shown_among({window: folders[window] for window in folders.keys() & suspected})
-        return [each for each in suspects if each not in shown]
+        return [attempt for attempt in suspects if attempt not in shown]
 
     def _shown_among(self, folders: dict[str, list[str]]) -> set[str]:
         """Return which folders the windows' latest manifests name, and those of which that cannot be told."""
@@ -208,31 +198,27 @@ class Publisher:
             sizes = dict(self._store.files(MANIFESTS))
             manifests = latest(sizes)
             replaced: dict[str, list[str]] = {}
-            for window, found in sorted(folders.items()):
+            for window, attempts in sorted(folders.items()):
                 path = manifests.get(window)
                 try:
                     if path is not None:
-                        shown |= self._named(path, sizes[path], window, found)
+                        shown |= self._named(path, sizes[path], window, attempts)
                 except FileNotFoundError:
                     # By a later revision, since it was listed.
-                    replaced[window] = found
+                    replaced[window] = attempts
             folders = replaced
         # What is replaced again and again can be looked at by the next start.
         return shown.union(*folders.values())
 
-    def _named(self, manifest: str, size: int, window: str, found: list[str]) -> set[str]:
+    def _named(self, manifest: str, size: int, window: str, attempts: list[str]) -> set[str]:
         """Return which folders a manifest names; it is read only where that is not plain."""
-        if len(found) == 1 and size > _largest_empty(window):
+        largest_empty = len(Manifest(window, 10**9, (), 10**18).encode())
+        if len(attempts) == 1 and size > largest_empty:
             # It names something, and there is nothing else.
-            return set(found)
+            return set(attempts)
         files = Manifest.decode(self._store.get(manifest)).files
-        return {each for each in found if any(file.startswith(f"{each}/") for file in files)}
+        return {folder for folder in attempts if any(file.startswith(f"{folder}/") for file in files)}
 
 
 def _window_of(attempt: str) -> str:
     return attempt.split("/")[-2]
-
-
-def _largest_empty(window: str) -> int:
-    """Return the size, in bytes, up to which a window's manifest may name no file at all."""
-    return len(Manifest(window, 10**9, (), 10**18).encode())

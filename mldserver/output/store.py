@@ -6,12 +6,13 @@ every rename is synced to disk before the ledger may name it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import fcntl
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
@@ -25,10 +26,11 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-__all__ = ["OutputStore"]
+    from mldserver.ledger.contract import Segment
+
+__all__ = ["Garbage", "OutputStore"]
 
 _DELETE_TRIES = 5
-
 
 _DELTA = {
     **dict.fromkeys(("_time", "_clock", "_arrival", "_sub_sequence"), "DELTA_BINARY_PACKED"),
@@ -80,25 +82,30 @@ class OutputStore:
 
         Raises OSError: FileNotFoundError when it is gone at once, taken away by a server that buried this one.
         """
-        target = self._absolute(path)
-        with self._open(target) as stream:
-            # zstd: a third smaller than snappy on JSON-like rows, and as fast to read.
-            pq.write_table(rows, stream, compression="zstd", compression_level=1, **_encodings(rows))
+        target, names = self._absolute(path), rows.column_names
+        folder = target.rpartition("/")[0]
+        self._fs.create_dir(folder, recursive=True)
+        try:
+            stream = self._fs.open_output_stream(target)
+        except FileNotFoundError:
+            # ``drop_empty`` of another thread took the folder in between.
+            self._fs.create_dir(folder, recursive=True)
+            stream = self._fs.open_output_stream(target)
+        with stream:
+            pq.write_table(
+                rows,
+                stream,
+                # A third smaller than snappy on JSON-like rows, and as fast to read.
+                compression="zstd",
+                compression_level=1,
+                use_dictionary=[name for name in names if name not in _DELTA],
+                column_encoding={name: encoding for name, encoding in _DELTA.items() if name in names},
+            )
         self.sync(path)
         size = self._fs.get_file_info(target).size
         if size is None:
             raise FileNotFoundError(errno.ENOENT, "it is gone as soon as it was written", path)
         return int(size)
-
-    def _open(self, target: str) -> Any:
-        folder = target.rpartition("/")[0]
-        self._fs.create_dir(folder, recursive=True)
-        try:
-            return self._fs.open_output_stream(target)
-        except FileNotFoundError:
-            # ``drop_empty`` of another thread took the folder in between.
-            self._fs.create_dir(folder, recursive=True)
-            return self._fs.open_output_stream(target)
 
     def sync(self, path: str) -> None:
         """Force a local file (or all in a folder) and every directory entry that leads to it to disk."""
@@ -255,9 +262,9 @@ class OutputStore:
 
     def scratch(self) -> list[Path]:
         """Return the folders that servers of this host gave their Spark drivers."""
-        return (
-            [] if self._home is None else [each for each in (self._home / SPARK).glob("*") if each.is_dir()]
-        )
+        if self._home is None:
+            return []
+        return [path for path in (self._home / SPARK).glob("*") if path.is_dir()]
 
     def folders(self, folder: str) -> Iterator[str]:
         """Yield the paths of the folders directly in a folder."""
@@ -277,9 +284,49 @@ def _second_name(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _encodings(rows: pa.Table) -> dict[str, Any]:
-    names = rows.column_names
-    return {
-        "use_dictionary": [name for name in names if name not in _DELTA],
-        "column_encoding": {name: encoding for name, encoding in _DELTA.items() if name in names},
-    }
+class Garbage:
+    """Files that no ledger entry names, or will ever name, until they are deleted; of one task.
+
+    A disk that fails to delete must not be taken for one that has room: they count until they are gone.
+    """
+
+    def __init__(self, store: OutputStore) -> None:
+        """``store``: where the files lie."""
+        self._store = store
+        self._files: dict[str, int] = {}
+
+    @property
+    def bytes(self) -> int:
+        """What they take."""
+        return sum(self._files.values())
+
+    def add(self, segments: Iterable[Segment]) -> None:
+        """Take in segments that the ledger does not name."""
+        self._files |= {segment.path: segment.bytes for segment in segments}
+
+    def add_unfinished(self, path: str) -> None:
+        """Take in a file that may be there, of unknown size: writing it failed."""
+        self._files.setdefault(path, 0)
+
+    async def delete(self) -> int:
+        """Delete all, in a thread, and the folders that are empty then; return what they took.
+
+        Raises OSError; what could not be deleted stays for the next call.
+        """
+        files = dict(self._files)
+        deleted: list[str] = []
+
+        def delete() -> None:
+            for path in files:
+                self._store.delete(path)
+                deleted.append(path)
+            for folder in {path.rpartition("/")[0] for path in files}:
+                self._store.drop_empty(folder)
+
+        if files:
+            try:
+                await asyncio.to_thread(delete)
+            finally:
+                for path in deleted:
+                    self._files.pop(path, None)
+        return sum(files.values())

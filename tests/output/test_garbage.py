@@ -6,7 +6,7 @@ import pytest
 from coordinator.pipeline import Faults, FaultyStore
 
 from mldserver.ledger.contract import Segment
-from mldserver.output.garbage import Garbage
+from mldserver.output.store import Garbage
 
 if TYPE_CHECKING:
     from pathlib import Path
