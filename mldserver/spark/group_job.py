@@ -75,36 +75,24 @@ def _write_together(
     union = functools.reduce(lambda left, right: left.unionAll(right), tagged)
     place = Path(members[0][1].staging) / _TOGETHER
     written = write(union, str(place), [job for _, job in members], window_columns, cores, tag)
-    empty = [
-        member
-        for number, member in enumerate(members)
-        if not _sort_in(place / f"{tag}=w{number}", Path(member[1].staging))
-    ]
+    empty: list[tuple[DataFrame, WindowJob]] = []
+    for number, (result, job) in enumerate(members):
+        files = [
+            file for file in (place / f"{tag}=w{number}").glob("*") if not file.name.startswith(("_", "."))
+        ]
+        if files:
+            Path(job.staging).mkdir(parents=True, exist_ok=True)
+        else:
+            empty.append((result, job))
+        for file in files:
+            file.rename(Path(job.staging) / file.name)
     shutil.rmtree(place)
-    _write_empty(empty, window_columns, cores)
+    # Windows without rows get a file that has the columns, as they have it when they run alone.
+    for number, (result, job) in enumerate(empty):
+        if number:
+            shutil.copytree(empty[0][1].staging, job.staging)
+            continue
+        if Path(job.staging).exists():
+            Path(job.staging).rmdir()  # it held the group
+        write(result.limit(0), job.staging, [job], window_columns, cores)
     return written
-
-
-def _sort_in(part: Path, staging: Path) -> bool:
-    """Move a window's files into its own directory. False: it has none."""
-    files = [file for file in part.glob("*") if not file.name.startswith(("_", "."))]
-    if files:
-        staging.mkdir(parents=True, exist_ok=True)
-    for file in files:
-        file.rename(staging / file.name)
-    return bool(files)
-
-
-def _write_empty(
-    members: Sequence[tuple[DataFrame, WindowJob]], window_columns: tuple[str, str] | None, cores: int
-) -> None:
-    """Give windows without rows a file that has the columns, as windows that run alone have it."""
-    if not members:
-        return
-    result, first = members[0]
-    source = Path(first.staging)
-    if source.exists():
-        source.rmdir()  # it held the group
-    write(result.limit(0), first.staging, [first], window_columns, cores)
-    for _, job in members[1:]:
-        shutil.copytree(source, job.staging)

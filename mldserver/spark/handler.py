@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["Pipeline", "pipeline_of"]
 
 
-async def _finish(awaitable: Awaitable[object]) -> object:
-    return await awaitable
-
-
 @dataclass(frozen=True, slots=True)
 class Pipeline:
     """What becomes of a window's rows."""
@@ -50,23 +46,24 @@ class Pipeline:
 
         result: object = rows if self.on_window is None else self.on_window(rows, window)
         if inspect.isawaitable(result):
-            result = asyncio.run(_finish(result))
+
+            async def finish(awaitable: Awaitable[object]) -> object:
+                return await awaitable
+
+            result = asyncio.run(finish(result))
         if result is None and self.writes_for_itself:
             return None
         if isinstance(result, DataFrame):
             if self.check is not None:
                 self.check((*result.columns, *(self.window_columns or ())))
             return result
-        returned = "nothing" if result is None else _article(type(result).__name__)
+        name = type(result).__name__
+        returned = "nothing" if result is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
         raise HandlerInvalid(
             f"on_window returned {returned}, not a Spark DataFrame.",
             advice="Return a DataFrame; or, where on_window writes the window somewhere itself, say so in the handler: "
             "writes_for_itself = True.",
         )
-
-
-def _article(name: str) -> str:
-    return f"an {name}" if name[0] in "aeiouAEIOU" else f"a {name}"
 
 
 def pipeline_of(handler: Any) -> Pipeline:

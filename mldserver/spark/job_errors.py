@@ -42,7 +42,10 @@ def describe(error: BaseException) -> Fault:
 
 def message(error: BaseException) -> str:
     """Return an error's text without the Java stack below it."""
-    text = _printed(error)
+    try:
+        text = str.__str__(str(error))  # what a __str__ returns may be of a class with code of its own
+    except BaseException:  # noqa: BLE001  # the user's __str__ may fail in any way; so does py4j's without its JVM
+        text = "(its message cannot be printed)"
     # An exception raised in Java carries "\n\tat package.Class.method" lines, Spark's own a "JVM stacktrace:" part.
     for marker in ("\nJVM stacktrace:", "\n\tat ", "\nDriver stacktrace:"):
         text = text.partition(marker)[0]
@@ -61,13 +64,6 @@ def lost_connection(error: BaseException) -> bool:
     return False
 
 
-def _printed(error: BaseException) -> str:
-    try:
-        return str.__str__(str(error))  # what a __str__ returns may be of a class with code of its own
-    except BaseException:  # noqa: BLE001  # the user's __str__ may fail in any way; so does py4j's without its JVM
-        return "(its message cannot be printed)"
-
-
 @functools.cache
 def _machinery() -> tuple[str, ...]:
     """Return how the file names of frames begin that are not the user's: a folder of theirs may be named as one of these."""
@@ -77,32 +73,27 @@ def _machinery() -> tuple[str, ...]:
     return ("<frozen ", *(f"{folder}/" for folder in (*ours, *packages)))
 
 
-def _is_users(frame: traceback.FrameSummary) -> bool:
-    return not frame.filename.startswith(_machinery())
-
-
-def _told(error: BaseException, seen: set[int]) -> list[str]:
+def _lines(error: BaseException, seen: set[int]) -> list[str]:
     lines: list[str] = []
     seen.add(id(error))
     before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if before is not None and id(before) not in seen:
-        earlier = _told(before, seen)
+        earlier = _lines(before, seen)
         joint = "was the direct cause of" if error.__cause__ else "was being handled during"
         lines += [*earlier, f"\nThe error above {joint} the one below:\n\n"]
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame)]
+    stack = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in stack if not frame.filename.startswith(_machinery())]
     if frames:
         lines += ["Traceback (most recent call last):\n", *traceback.format_list(frames)]
     kind = type(error)
-    name = (
-        kind.__name__ if kind.__module__ in {"builtins", "__main__"} else f"{kind.__module__}.{kind.__name__}"
-    )
-    lines.append(f"{name}: {message(error)}\n")
+    prefix = "" if kind.__module__ in {"builtins", "__main__"} else f"{kind.__module__}."
+    lines.append(f"{prefix}{kind.__name__}: {message(error)}\n")
     return lines
 
 
 def user_traceback(error: BaseException) -> str:
     """Return the traceback with the user's frames only, causes first, as Python writes it."""
-    return _clip("".join(_told(error, set())).rstrip())
+    return _clip("".join(_lines(error, set())).rstrip())
 
 
 def _clip(text: str) -> str:

@@ -10,7 +10,7 @@ import contextlib
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mldserver.spark.driver_messages import (
@@ -29,7 +29,7 @@ from mldserver.spark.sinks.registry import find
 from mldserver.spark.window_job import run_window
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from mldserver.spark.handler import Pipeline
     from mldserver.spark.session import Session
@@ -53,8 +53,8 @@ class _Job:
     """Never used twice: Spark remembers cancelled groups and refuses their later jobs."""
     cancelled: bool = False
     running: bool = False
-    told: tuple[int, int, int] | None = field(default=None)
-    """The progress that was sent last."""
+    progress: tuple[int, int, int] | None = None
+    """As it was sent last."""
 
 
 class Jobs:
@@ -115,7 +115,11 @@ class Jobs:
         answer: Message
         closed = False
         try:
-            answer = self._compute(job) if job.running else self._cancelled(job)
+            answer = FailedJob(
+                job.run.id, "Cancelled", "The job was cancelled before it began.", cancelled=True
+            )
+            if job.running:
+                answer = self._compute(job)
         except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit included
             if self._jvm_is_gone(error):
                 return  # not the job's failure: whoever watches the JVM ends this process, and so the job
@@ -145,9 +149,6 @@ class Jobs:
         except subprocess.TimeoutExpired:
             return False
         return True
-
-    def _cancelled(self, job: _Job) -> FailedJob:
-        return FailedJob(job.run.id, "Cancelled", "The job was cancelled before it began.", cancelled=True)
 
     def _compute(self, job: _Job) -> Done | DoneGroup:
         spark, window = self._session.spark, job.run.job.window
@@ -183,24 +184,17 @@ class Jobs:
                 running = [job for job in self._jobs.values() if job.running]
             for job in running:
                 with contextlib.suppress(Exception):  # a courtesy: a JVM that is going is not noticed here
-                    self._tell(job)
-
-    def _tell(self, job: _Job) -> None:
-        told = self._tasks(job.group)
-        if told[0] and told != job.told:
-            job.told = told
-            self._send(Progress(job.run.id, *told))
+                    progress = self._tasks(job.group)
+                    if progress[0] and progress != job.progress:
+                        job.progress = progress
+                        self._send(Progress(job.run.id, *progress))
 
     def _tasks(self, group: str) -> tuple[int, int, int]:
         tracker = self._session.spark.sparkContext.statusTracker()
         stage_ids: list[int] = []
         for job_id in tracker.getJobIdsForGroup(group):
             info = tracker.getJobInfo(job_id)
-            stage_ids += _ids(info.stageIds if info else ())
+            # py4j hands over a Java array; iterating it is one call an element.
+            stage_ids += [int(stage_id) for stage_id in (info.stageIds if info else ())]
         stages = [stage for stage in map(tracker.getStageInfo, stage_ids) if stage]
         return len(stages), sum(s.numTasks for s in stages), sum(s.numCompletedTasks for s in stages)
-
-
-def _ids(stage_ids: Sequence[int]) -> list[int]:
-    # py4j hands over a Java array; iterating it is one call an element.
-    return [int(stage_id) for stage_id in stage_ids]

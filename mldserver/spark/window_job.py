@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import re
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from pyarrow import fs
 from mldserver.base.uris import reach
 from mldserver.spark.driver_messages import Output
 from mldserver.spark.handler import Pipeline
+from mldserver.spark.sinks.sink import escaped
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -48,9 +48,6 @@ META_DDL = (
     "_time BIGINT, _clock BIGINT, _shard STRING, _sequence STRING, _sub_sequence BIGINT, _arrival TIMESTAMP"
 )
 """``META_COLUMNS`` of runtime/interface.py as Spark reads them."""
-
-_GLOB = re.compile(r"([\[\]{}*?\\])")
-"""Spark takes paths to read for patterns, so an output folder's brackets must be told from a pattern's."""
 
 _TASK_BYTES = 8 * 1024 * 1024
 """A task costs tens of milliseconds whatever it does: less than this is not worth one of its own."""
@@ -93,8 +90,8 @@ class Count:
             scala.Await.ready(classic.future(), scala.duration.Duration.create(_COUNT_SECONDS, "s"))
         elif not classic.future().isCompleted():
             return None
-        told: int | None = classic.getAsJava().get("rows")
-        return 0 if ran and told is None else told
+        rows: int | None = classic.getAsJava().get("rows")
+        return 0 if ran and rows is None else rows
 
 
 def partitions(size: int, cores: int) -> int:
@@ -124,15 +121,14 @@ def read(spark: SparkSession, schema: str, job: WindowJob, cores: int) -> DataFr
         parts.append(_read(spark, schema, present))
     if parts and job.older:
         parts = [_aligned(spark, part, schema) for part in parts]
-    return functools.reduce(lambda left, right: left.unionAll(right), parts).coalesce(
-        partitions(job.bytes, cores)
-    )
+    rows = functools.reduce(lambda left, right: left.unionAll(right), parts)
+    return rows.coalesce(partitions(job.bytes, cores))
 
 
 def _read(spark: SparkSession, schema: str, paths: Iterable[str]) -> DataFrame:
     # All that the ledger names is to be read, whatever the user's settings leave out elsewhere.
     reader = spark.read.option("ignoreMissingFiles", "false").option("ignoreCorruptFiles", "false")
-    return reader.schema(columns_ddl(schema)).parquet(*(_GLOB.sub(r"\\\1", path) for path in paths))
+    return reader.schema(columns_ddl(schema)).parquet(*map(escaped, paths))
 
 
 def _aligned(spark: SparkSession, rows: DataFrame, schema: str) -> DataFrame:
@@ -141,13 +137,9 @@ def _aligned(spark: SparkSession, rows: DataFrame, schema: str) -> DataFrame:
 
     columns = spark.createDataFrame([], columns_ddl(schema)).schema
     quoted = {name: "`" + name.replace("`", "``") + "`" for name in rows.columns}
+    values = (F.col(quoted[each.name]) if each.name in quoted else F.lit(None) for each in columns)
     return rows.select(
-        *(
-            (F.col(quoted[each.name]) if each.name in quoted else F.lit(None))
-            .cast(each.dataType)
-            .alias(each.name)
-            for each in columns
-        )
+        *(value.cast(each.dataType).alias(each.name) for value, each in zip(values, columns, strict=True))
     )
 
 
@@ -176,9 +168,9 @@ class Attempt:
         the files' rows: from their footers, in a short job.
         """
         seen = None if self._count is None else self._count.rows(ran=False)
-        if seen != self.job.rows and (found := self._rows.count()) != self.job.rows:
+        if seen != self.job.rows and (rows := self._rows.count()) != self.job.rows:
             raise CountsDiffer(
-                f"Spark reads {found} rows of window {self.job.window.id}, but the ledger has registered "
+                f"Spark reads {rows} rows of window {self.job.window.id}, but the ledger has registered "
                 f"{self.job.rows}. Nothing of this attempt counts. Each executor must see the output folder, whole and "
                 "under the same path."
             )
@@ -205,9 +197,8 @@ def with_bounds(
     from pyspark.sql import functions as F  # noqa: N812, PLC0415  # its usual name; only the driver pays for pyspark
 
     taken = {column.lower() for column in frame.columns}
-    for name, bounds in zip(
-        names or (), ([w.start for w in windows], [w.end for w in windows]), strict=False
-    ):
+    starts, ends = [window.start for window in windows], [window.end for window in windows]
+    for name, bounds in zip(names or (), (starts, ends), strict=False):
         if name.lower() in taken:
             continue
         instants = [
@@ -250,9 +241,9 @@ def inspect_output(staging: str, out: str = "") -> Output:
     ``out``: ``WindowJob.out``, where ``staging`` is no local path.
     """
     filesystem, root = reach(staging, out)
-    found = filesystem.get_file_info(fs.FileSelector(root, recursive=True))
     files, rows = [], 0
-    for info in sorted(found, key=lambda entry: str(entry.path)):
+    entries = filesystem.get_file_info(fs.FileSelector(root, recursive=True))
+    for info in sorted(entries, key=lambda entry: str(entry.path)):
         if info.type != fs.FileType.File or info.base_name.startswith(("_", ".")):
             continue
         with filesystem.open_input_file(info.path) as source:

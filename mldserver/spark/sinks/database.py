@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from mldserver.errors import OperatorError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from pyspark.sql import SparkSession
 
@@ -60,45 +60,39 @@ class Database:
 
     def change(self, statement: str, *values: str | int) -> int:
         """Run a statement that changes something; return how many rows it did."""
-        prepared = self._connection.prepareStatement(statement)
-        try:
-            for place, value in enumerate(values, 1):
-                prepared.setObject(place, value)
+        with self._prepared(statement, *values) as prepared:
             return int(prepared.executeUpdate())
-        finally:
-            prepared.close()
 
     def first(self, statement: str, *values: str | int) -> tuple[str, ...] | None:
         """Return the first row of a query as text, None when there is none."""
-        prepared = self._connection.prepareStatement(statement)
-        try:
-            for place, value in enumerate(values, 1):
-                prepared.setObject(place, value)
-            found = prepared.executeQuery()
-            width = found.getMetaData().getColumnCount()
-            return tuple(str(found.getString(place + 1)) for place in range(width)) if found.next() else None
-        finally:
-            prepared.close()
+        with self._prepared(statement, *values) as prepared:
+            rows = prepared.executeQuery()
+            width = rows.getMetaData().getColumnCount()
+            return tuple(str(rows.getString(place + 1)) for place in range(width)) if rows.next() else None
 
     def columns(self, table: str) -> dict[str, str] | None:
         """Return a table's columns, by their names in lower case; None when there is no such table."""
         from py4j.protocol import Py4JJavaError  # noqa: PLC0415  # only the driver pays for pyspark
 
         try:
-            return self._columns(table)
+            with self._prepared(f"SELECT * FROM {table} WHERE 1 = 0") as prepared:  # noqa: S608  # the operator's own name
+                about = prepared.executeQuery().getMetaData()
+                names = [str(about.getColumnName(place + 1)) for place in range(about.getColumnCount())]
         except Py4JJavaError as error:
             if str(error.java_exception.getSQLState()).startswith(_NO_TABLE):
                 return None
             raise
+        return {name.lower(): name for name in names}
 
-    def _columns(self, table: str) -> dict[str, str]:
-        prepared = self._connection.prepareStatement(f"SELECT * FROM {table} WHERE 1 = 0")  # noqa: S608  # the operator's own name
+    @contextlib.contextmanager
+    def _prepared(self, statement: str, *values: str | int) -> Iterator[Any]:
+        prepared = self._connection.prepareStatement(statement)
         try:
-            about = prepared.executeQuery().getMetaData()
-            names = [str(about.getColumnName(place + 1)) for place in range(about.getColumnCount())]
+            for place, value in enumerate(values, 1):
+                prepared.setObject(place, value)
+            yield prepared
         finally:
             prepared.close()
-        return {name.lower(): name for name in names}
 
     def drop(self, table: str) -> None:
         """Drop a table, if it exists."""
@@ -125,25 +119,20 @@ def connected(spark: SparkSession, sink: SinkSpec) -> Iterator[Database]:
     # The only way to java.sql; what is called there has been the same since Java 1.4.
     jvm = spark.sparkContext._jvm  # noqa: SLF001  # see above
     url = f"jdbc:{sink.target}"
-    connection = _connect(jvm, url, sink.options)
+    properties = jvm.java.util.Properties()  # type: ignore[union-attr]  # there in classic mode
+    for name, value in sink.options.items():
+        if name.lower() not in _OF_SPARK:
+            properties.setProperty(name, value)
+    connection = _driver(jvm, url, sink.options.get("driver")).connect(url, properties)
+    if connection is None:
+        raise OperatorError(
+            f"The class {sink.options['driver']} is no driver for the URL of sink.",
+            advice="Look at both settings.",
+        )
     try:
         yield Database(connection, jvm.org.apache.spark.sql.jdbc.JdbcDialects.get(url))  # type: ignore[union-attr]  # there in classic mode
     finally:
         connection.close()
-
-
-def _connect(jvm: Any, url: str, options: Mapping[str, str]) -> Any:
-    properties = jvm.java.util.Properties()
-    for name, value in options.items():
-        if name.lower() not in _OF_SPARK:
-            properties.setProperty(name, value)
-    connection = _driver(jvm, url, options.get("driver")).connect(url, properties)
-    if connection is None:
-        raise OperatorError(
-            f"The class {options['driver']} is no driver for the URL of sink.",
-            advice="Look at both settings.",
-        )
-    return connection
 
 
 def _driver(jvm: Any, url: str, name: str | None) -> Any:

@@ -89,12 +89,12 @@ def _table(spark: SparkSession, sink: SinkSpec) -> DataFrame | None:
         # On Spark Connect nothing is asked before.
         table.schema  # noqa: B018  # see above
     except Exception as error:  # Java's own exceptions are of many classes
-        told = condition(error)
-        if told == _ABSENT:
+        name = condition(error)
+        if name == _ABSENT:
             raise OperatorError("This Spark session knows no format delta.", advice=_ADVICE) from error
-        if told == _UNCONFIGURED:
+        if name == _UNCONFIGURED:
             raise OperatorError("This Spark session is not set up for Delta Lake.", advice=_ADVICE) from error
-        if told in _NO_TABLE:
+        if name in _NO_TABLE:
             return None
         raise
     return table

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["check", "check_settings", "parse", "publish"]
 
 _TABLE = re.compile(r"(?:\w+|`[^`]+`)(?:\.(?:\w+|`[^`]+`)){2,}")
-_PROPERTY: Final = "mldserver"
+_PIPELINE: Final = "mldserver.pipeline"
+_WINDOW: Final = "mldserver.window"
+_REVISION: Final = "mldserver.revision"
 _NO_TABLE: Final = frozenset({"TABLE_OR_VIEW_NOT_FOUND", "SCHEMA_NOT_FOUND"})
 _NO_CLASS: Final = "CANNOT_LOAD_CATALOG.PLUGIN_CLASS_NOT_FOUND"
 
@@ -82,8 +84,8 @@ def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:
         return
     rows = staged(spark, job) if job.files or table is None else table.limit(0)
     writer = rows.writeTo(sink.target).options(**sink.options)
-    for name, value in _noted(job).items():
-        writer = writer.option(f"snapshot-property.{_PROPERTY}.{name}", value)
+    for name, value in _summary(job).items():
+        writer = writer.option(f"snapshot-property.{name}", value)
     if table is None:
         writer.using("iceberg").partitionedBy(F.col(WINDOW)).create()
         return
@@ -93,25 +95,21 @@ def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:
     writer.overwrite(F.col(WINDOW) == F.lit(job.window.id))
 
 
-def _noted(job: PublishJob) -> dict[str, str]:
-    return {
-        "pipeline": job.window.pipeline,
-        "window": job.window.id,
-        "revision": str(job.window.revision),
-    }
+def _summary(job: PublishJob) -> dict[str, str]:
+    """Return what a snapshot's summary says of what it wrote."""
+    window = job.window
+    return {_PIPELINE: window.pipeline, _WINDOW: window.id, _REVISION: str(window.revision)}
 
 
 def _history(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> _Seen:
     """Read the table's snapshots: their metadata only."""
-    told = {name: f"{_PROPERTY}.{name}" for name in _noted(job)}
     snapshots = spark.table(f"{sink.target}.snapshots").select("committed_at", "snapshot_id", "summary")
     last, revision = None, 0
     for row in sorted(snapshots.collect(), key=lambda each: each["committed_at"]):
         last = int(row["snapshot_id"])
         summary = row["summary"] or {}
-        mine = summary.get(told["pipeline"]) == job.window.pipeline
-        if mine and summary.get(told["window"]) == job.window.id:
-            revision = max(revision, int(summary.get(told["revision"]) or 0))
+        if (summary.get(_PIPELINE), summary.get(_WINDOW)) == (job.window.pipeline, job.window.id):
+            revision = max(revision, int(summary.get(_REVISION) or 0))
     return _Seen(last, revision)
 
 
@@ -122,10 +120,10 @@ def _table(spark: SparkSession, sink: SinkSpec) -> DataFrame | None:
         # On Spark Connect nothing is asked before.
         table.schema  # noqa: B018  # see above
     except Exception as error:  # Java's own exceptions are of many classes
-        told = condition(error)
-        if told in _NO_TABLE:
+        name = condition(error)
+        if name in _NO_TABLE:
             return None
-        if told == _NO_CLASS:
+        if name == _NO_CLASS:
             catalog = sink.target.partition(".")[0]
             raise OperatorError(
                 f"Spark does not find the class of its catalog {catalog}.",

@@ -107,8 +107,7 @@ def condition(error: BaseException) -> str:
     Only some of Java's exceptions become Python's own; of the others the name is in the text.
     """
     get = getattr(error, "getCondition", None)
-    told = (get() if callable(get) else None) or ""
-    if told:
-        return str(told)
-    found = _CONDITION.search(str(error))
-    return found[1] if found else ""
+    if name := get() if callable(get) else None:
+        return str(name)
+    match = _CONDITION.search(str(error))
+    return match[1] if match else ""
