@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from mldserver.assembly import Parts
-    from mldserver.coordinator.status import CoordinatorStatus
+    from mldserver.coordinator.reports import CoordinatorStatus
 
 __all__ = ["Change", "Readiness"]
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from mldserver.base.clock import Clock
     from mldserver.config import Settings
     from mldserver.coordinator.coordinator import Coordinator
-    from mldserver.coordinator.status import CoordinatorStatus
+    from mldserver.coordinator.reports import CoordinatorStatus
     from mldserver.jobs.engine import Engine
     from mldserver.sources.intake import MakeSource
     from mldserver.sources.listing import MakeKinesis, ShardListing

@@ -34,10 +34,9 @@ from mldserver.coordinator.flusher import Flusher
 from mldserver.coordinator.membership import Membership
 from mldserver.coordinator.recovery import recover, take_over
 from mldserver.coordinator.redrive_intake import RedriveIntake
-from mldserver.coordinator.reports import AheadRows, MissingShards, Reports
+from mldserver.coordinator.reports import AheadRows, CoordinatorStatus, MissingShards, Reports
 from mldserver.coordinator.retention import Retention
 from mldserver.coordinator.shards import Shards
-from mldserver.coordinator.status import status_of
 from mldserver.output.layout import PRIVATE, SEGMENTS, STAGING
 
 if TYPE_CHECKING:
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
     from mldserver.coordinator.core.shape import Shape
     from mldserver.coordinator.redrive_intake import Destination
     from mldserver.coordinator.server_locks import ServerLocks
-    from mldserver.coordinator.status import CoordinatorStatus
     from mldserver.jobs.runner import WindowRunner
     from mldserver.ledger.contract import LedgerState
     from mldserver.ledger.operations import Ledger
@@ -226,7 +224,7 @@ class Coordinator:
             return
         view = self.watermark.still(view, now_ms)
         self._membership.tell(view, mark)
-        view = self.watermark.combine(view, self._membership.peers.told())
+        view = self.watermark.combine(view, self._membership.peers.states())
         self.watermark.commit(view)
         self._view = view
         self._backpressure.holder = view.holder.shard_id
@@ -321,18 +319,28 @@ class Coordinator:
 
     def status(self) -> CoordinatorStatus:
         """Return a snapshot."""
-        return status_of(
-            self._flusher,
-            self._runner,
-            self._view,
-            connected=len(self.lineage.connected()),
-            missing=tuple(node.id for node in self.lineage.missing()),
+        flusher, runner, view = self._flusher, self._runner, self._view
+        return CoordinatorStatus(
+            shards_connected=len(self.lineage.connected()),
+            shards_missing=tuple(node.id for node in self.lineage.missing()),
             rows_accepted=self.shards.rows_accepted,
+            rows_durable=flusher.rows_durable,
+            rows_late=flusher.rows_late,
             rows_ahead=self._ahead.rows,
+            dead_letters=flusher.dead_letters,
             buffered_bytes=self.buffer.bytes,
             segment_bytes=self._backpressure.segment_bytes,
+            windows_open=len(flusher.open_windows or ()),
+            windows_waiting=runner.waiting if runner else 0,
+            windows_published=runner.published if runner else 0,
+            windows_set_aside=runner.set_aside if runner else 0,
+            windows_halted=tuple(sorted(runner.halted)) if runner else (),
+            watermark_ms=view.watermark_ms,
+            held_by=view.holder.shard_id,
+            held_by_server=view.holder.server_id,
+            reason=view.holder.reason,
+            stuck=self._reports.stuck,
             servers=1 + self._membership.peers.serving,
             stream_ended=self.is_over,
-            stuck=self._reports.stuck,
             flush_failing=self._cycle.failing,
         )

@@ -27,8 +27,8 @@ from mldserver.ledger.contract import (
     SegmentKind,
     WindowState,
 )
-from mldserver.output.garbage import Garbage
 from mldserver.output.layout import segment_path, tag_of, writer_tag
+from mldserver.output.store import Garbage
 from mldserver.windows import Batches
 
 if TYPE_CHECKING:
@@ -104,7 +104,8 @@ class Flusher:
         self._merge_clock = 0
         self._cut = CutWindows(self._rules)
         self._expired_ms = clock.steady_ms()
-        self._expiring = self._pruning = False
+        self.expiring = self.pruning = False
+        """Whether more windows may have to expire now, or be forgotten."""
         self._late: tuple[Segment, ...] = ()
         self._doubtful: tuple[Segment, ...] = ()
         self._garbage = Garbage(store)
@@ -117,16 +118,6 @@ class Flusher:
     def garbage_bytes(self) -> int:
         """What files take on disk that are of no use, and could not be deleted yet."""
         return self._garbage.bytes + sum(segment.bytes for segment in self._doubtful)
-
-    @property
-    def expiring(self) -> bool:
-        """Whether more windows may have to expire now."""
-        return self._expiring
-
-    @property
-    def pruning(self) -> bool:
-        """Whether more windows may have to be forgotten now."""
-        return self._pruning
 
     @property
     def recomputing(self) -> int:
@@ -178,25 +169,15 @@ class Flusher:
         own: BatchProgress | None = None
         await self._clear_up()
         while True:
-            live = [batch for batch in batches if _counts(batch, lost, gone)]
+            # Of redriven letters all or none are registered.
+            live = [
+                batch
+                for batch in batches
+                if (gone.isdisjoint(batch.redriven) if batch.redriven else batch.shard_id not in lost)
+            ]
             planned = self._plan(live, durable, own)
             segments = await self._write(planned)
-            letters = await self._store_letters(planned, segments)
-            kill_point("flush.registering")
-            try:
-                result = await self._ledger.register(
-                    Flush(
-                        planned.positions,
-                        segments,
-                        letters,
-                        planned.clock,
-                        None if own else self._step(planned),
-                        planned.redriven,
-                    )
-                )
-            except LedgerError:
-                self._doubtful = segments
-                raise
+            result = await self._register(planned, segments, own)
             if result.registered:
                 break
             await self._discard(segments)
@@ -207,12 +188,13 @@ class Flusher:
             if crowded == _CROWDED and own is None:
                 own = await self._take_windows(planned.rows)
         kill_point("flush.registered")
+        late_rows = self.rows_late
         self._registered(planned, segments, own)
         log.debug(
             "flush.done",
             rows=planned.rows,
             segments=len(segments),
-            late_rows=sum(each.rows for each in segments if each.kind is not SegmentKind.WINDOW),
+            late_rows=self.rows_late - late_rows,
             bytes=sum(segment.bytes for segment in segments),
             shards=len(planned.positions),
             dead_letters=len(planned.dead_letters),
@@ -237,11 +219,21 @@ class Flusher:
             self._doubtful = ()
         await self._garbage.delete()
 
-    def _step(self, planned: FlushPlan) -> BatchStep | None:
-        windows = self.open_windows
-        if windows is None or not isinstance(windows.spec, Batches):
-            return None
-        return BatchStep(windows.progress, planned.progress, windows.spec.max_rows)
+    async def _register(
+        self, planned: FlushPlan, segments: tuple[Segment, ...], own: BatchProgress | None
+    ) -> FlushResult:
+        letters = await self._store_letters(planned, segments)
+        windows, step = self.open_windows, None
+        if own is None and windows is not None and isinstance(windows.spec, Batches):
+            step = BatchStep(windows.progress, planned.progress, windows.spec.max_rows)
+        kill_point("flush.registering")
+        try:
+            return await self._ledger.register(
+                Flush(planned.positions, segments, letters, planned.clock, step, planned.redriven)
+            )
+        except LedgerError:
+            self._doubtful = segments
+            raise
 
     async def _take_windows(self, rows: int) -> BatchProgress:
         """Take new ``batches`` windows for these rows, which no other server puts any in; return where they begin."""
@@ -266,15 +258,10 @@ class Flusher:
                 self.open_windows.progress = result.batch_progress
             # ``batches``: the next rows go to a window behind those that another server has cut.
             self.open_windows.cut(result.cut_windows)
-        reasons = {
-            "lost_shards": sorted(result.lost_shards),
-            "cut_windows": sorted(result.cut_windows),
-            "expired_windows": sorted(result.expired_windows),
-            "gone_letters": sorted(result.gone_letters),
-        }
+        names = ("lost_shards", "cut_windows", "expired_windows", "gone_letters")
+        reasons = {name: sorted(getattr(result, name)) for name in names}
         # A batch that another server has filled is nothing to look into.
-        tell = log.warning if any(reasons.values()) else log.debug
-        tell("flush.refused", **reasons)
+        (log.warning if any(reasons.values()) else log.debug)("flush.refused", **reasons)
 
     def _plan(
         self,
@@ -391,7 +378,7 @@ class Flusher:
         ``held_bytes``: what all segments take. Asks the ledger only now and then while that is little.
         """
         now_ms = self._clock.steady_ms()
-        soon = held_bytes > self._rules.retained_bytes or self._expiring
+        soon = held_bytes > self._rules.retained_bytes or self.expiring
         if not soon and now_ms - self._expired_ms < _EXPIRE_MS:
             return await self._garbage.delete()
         self._expired_ms = now_ms
@@ -400,7 +387,7 @@ class Flusher:
         )
         kill_point("window.expired")
         windows = dict.fromkeys(segment.window_id for segment in free)
-        self._expiring = len(windows) >= _EXPIRED
+        self.expiring = len(windows) >= _EXPIRED
         self._cut.expired(windows)
         if free:
             log.debug("window.expired", windows=len(windows), segments=len(free))
@@ -417,9 +404,4 @@ class Flusher:
             keep_shards=keep_shards,
             limit=_PRUNED,
         )
-        self._pruning = pruned >= _PRUNED
-
-
-def _counts(batch: BufferedBatch, lost: frozenset[str], gone: frozenset[str]) -> bool:
-    """Whether a batch is still to be registered; of redriven letters all or none are."""
-    return gone.isdisjoint(batch.redriven) if batch.redriven else batch.shard_id not in lost
+        self.pruning = pruned >= _PRUNED

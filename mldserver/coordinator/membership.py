@@ -57,7 +57,8 @@ class Membership:
         self._clock = clock
         self._timeout_ms = timeout_ms
         self._locks = locks
-        self._told: tuple[View, int] | None = None
+        self._statement: tuple[View, int] | None = None
+        """The view that beats tell, and how many openings it counted on."""
         self._openings = 0
         self._opening = 0
         self._beat_ms = 0
@@ -86,23 +87,19 @@ class Membership:
 
     def tell(self, view: View, mark: int | None) -> None:
         """Let the next beats tell a view, everything that it counted on being registered."""
-        self._told = None if mark is None else (view, mark)
+        self._statement = None if mark is None else (view, mark)
 
-    def _statement(self) -> ServerState:
+    def _state(self) -> ServerState:
         # Two beats are never the same, whatever the clock does: by that others see that this server lives.
         self._beat_ms = max(self._clock.now_ms(), self._beat_ms + 1)
         self._beat_at_ms = self._clock.steady_ms()
         server_id = self.peers.server_id
-        if self._told is None or self._told[1] != self._openings:
+        if self._statement is None or self._statement[1] != self._openings:
             return ServerState(server_id, self._beat_ms, reason="settling")
-        view = self._told[0]
+        view = self._statement[0]
+        held_by, reason = view.holder.shard_id, view.holder.reason
         return ServerState(
-            server_id,
-            self._beat_ms,
-            view.own_ms,
-            idle=view.idle,
-            held_by=view.holder.shard_id,
-            reason=view.holder.reason,
+            server_id, self._beat_ms, view.own_ms, idle=view.idle, held_by=held_by, reason=reason
         )
 
     async def join(self) -> LedgerState:
@@ -115,7 +112,7 @@ class Membership:
         kill_point("server.joined")
         self.learn(state)
         if await self.bury():
-            state = await self._ledger.sync(self._statement())
+            state = await self._ledger.sync(self._state())
             self.learn(state)
         return state
 
@@ -139,7 +136,7 @@ class Membership:
                 raise rival
             await self._clock.sleep(self._timeout_ms / 4000)
             # Idle: this server holds nothing up meanwhile.
-            self.learn(await self._ledger.sync(replace(self._statement(), idle=True)))
+            self.learn(await self._ledger.sync(replace(self._state(), idle=True)))
             await self.bury()
             state = await self._ledger.peek()
 
@@ -148,7 +145,7 @@ class Membership:
 
         Raises LedgerError, and ServerBuried when this server was buried.
         """
-        return await self._ledger.sync(self._statement(), self._version)
+        return await self._ledger.sync(self._state(), self._version)
 
     async def beat(self) -> None:
         """Beat for ever whenever nothing else has for a while: a cycle may take long. Raises ServerBuried."""
@@ -183,8 +180,10 @@ class Membership:
                     await self._ledger.leave()
                     kill_point("server.left")
         except (LedgerError, TimeoutError) as error:
-            told = error.told() if isinstance(error, LedgerError) else {"what": "The ledger did not answer."}
-            log.warning("server.beat_failed", **told)
+            fields = (
+                error.told() if isinstance(error, LedgerError) else {"what": "The ledger did not answer."}
+            )
+            log.warning("server.beat_failed", **fields)
         finally:
             if self._locks is not None:
                 await asyncio.to_thread(self._locks.release)
@@ -242,12 +241,16 @@ class Membership:
     async def bury(self) -> frozenset[str]:
         """Bury the servers that are dead, or silent for too long, and return them. Raises LedgerError."""
         buried: frozenset[str] = frozenset()
-        told = {each.server_id: each for each in self.peers.overdue()}
-        if self._locks is not None and self.peers:
-            told |= await asyncio.to_thread(self._dead, self._locks)
-        for server_id, each in told.items():
+        dead = {peer.server_id: peer for peer in self.peers.overdue()}
+        if (locks := self._locks) is not None and self.peers:
+            dead |= await asyncio.to_thread(
+                lambda: {
+                    peer.server_id: peer for peer in self.peers.states() if locks.is_dead(peer.server_id)
+                }
+            )
+        for server_id, peer in dead.items():
             kill_point("server.burying")
-            gone = await self._ledger.bury({server_id: each.beat_ms})
+            gone = await self._ledger.bury({server_id: peer.beat_ms})
             kill_point("server.buried")
             buried |= gone
             if gone:
@@ -255,9 +258,6 @@ class Membership:
             if gone and self._locks is not None:
                 await asyncio.to_thread(self._locks.forget, server_id)
         return buried
-
-    def _dead(self, locks: ServerLocks) -> dict[str, ServerState]:
-        return {each.server_id: each for each in self.peers.told() if locks.is_dead(each.server_id)}
 
     def let_go(self, shard_id: str, epoch: int) -> None:
         """Note a shard whose lease or connection is gone; ``release`` tells the ledger."""

@@ -29,7 +29,6 @@ from mldserver.output.publish import Publisher
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
-    from pathlib import Path
 
     from mldserver.jobs.runner import WindowRunner
     from mldserver.ledger.contract import LedgerState, Segment, WindowEntry
@@ -103,10 +102,6 @@ def _in_order(entries: Iterable[WindowEntry]) -> list[WindowEntry]:
     )
 
 
-def _segments(state: LedgerState) -> list[Segment]:
-    return [segment for entry in state.windows.values() for segment in (*entry.segments, *entry.pending)]
-
-
 async def _inherit(ledger: Ledger, store: OutputStore, *, own: bool) -> tuple[int, int]:
     """Publish late files, and delete nameless ones, of servers that live no more; return how many of each.
 
@@ -119,71 +114,57 @@ async def _inherit(ledger: Ledger, store: OutputStore, *, own: bool) -> tuple[in
     name is read after it: an output that was published since the listing is visible by then.
     """
     publisher = Publisher(store)
-    segments, attempts = await asyncio.to_thread(_files, store, publisher)
+    segments = await asyncio.to_thread(lambda: [path for path, _ in store.files(SEGMENTS)])
+    attempts = await asyncio.to_thread(publisher.attempts)
     scratch = await asyncio.to_thread(store.scratch)
     state = await ledger.peek()
     servers = [each for each in state.servers if own or each != ledger.server_id]
     alive = {writer_tag(state.ledger_id, each) for each in servers}
     late = tuple(segment for segment in state.late_segments if tag_of(segment.path) not in alive)
     await publish_late(late, ledger, store)
-    named = {segment.path for segment in (*_segments(state), *state.late_segments)}
-    named |= {entry.staging for entry in state.windows.values() if entry.staging is not None}
+    named: set[str | None] = {segment.path for segment in state.late_segments}
+    for entry in state.windows.values():
+        named |= {entry.staging, *(segment.path for segment in (*entry.segments, *entry.pending))}
 
     def nameless(paths: list[str], writing: set[str]) -> list[str]:
         return [path for path in paths if path not in named and tag_of(path) not in writing]
 
     unread = await asyncio.to_thread(publisher.unread, attempts, nameless(attempts, alive))
     others = alive - {writer_tag(state.ledger_id, ledger.server_id)}
-    found = [*nameless(segments, others), *unread]
-    gone = [path for path in found if ledger_of(path) == state.ledger_id]
-    strangers = [path for path in found if ledger_of(path) != state.ledger_id]
+    garbage = [*nameless(segments, others), *unread]
+    gone = [path for path in garbage if ledger_of(path) == state.ledger_id]
+    strangers = [path for path in garbage if ledger_of(path) != state.ledger_id]
     kill_point("recovery.sweeping")
-    await asyncio.to_thread(_delete, store, gone)
-    if strangers:
-        await asyncio.to_thread(
-            _set_apart, store, strangers, f"{QUARANTINE}/{state.ledger_id}-{state.claims}"
-        )
-    await asyncio.to_thread(_delete_scratch, scratch, {server_tag(each) for each in servers})
+    await asyncio.to_thread(
+        _sweep, store, gone, strangers, quarantine=f"{QUARANTINE}/{state.ledger_id}-{state.claims}"
+    )
+    running = {server_tag(each) for each in servers}
+    for folder in scratch:
+        if folder.name not in running:
+            # Of a dead server's Spark driver; another server may be at it too.
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
     kill_point("recovery.swept")
     return len(late), len(gone)
 
 
-def _files(store: OutputStore, publisher: Publisher) -> tuple[list[str], list[str]]:
-    """Return the segments, and the folders of attempts."""
-    return [path for path, _ in store.files(SEGMENTS)], publisher.attempts()
-
-
-def _delete(store: OutputStore, paths: list[str]) -> None:
-    for path in paths:
+def _sweep(store: OutputStore, gone: list[str], strangers: list[str], *, quarantine: str) -> None:
+    for path in gone:
         store.delete(path)
-    for folder in {path.rpartition("/")[0] for path in paths} | set(store.folders(SEGMENTS)):
+    for folder in {path.rpartition("/")[0] for path in gone} | set(store.folders(SEGMENTS)):
         store.drop_empty(folder)
-
-
-def _set_apart(store: OutputStore, paths: list[str], quarantine: str) -> None:
-    for path in paths:
+    for path in strangers:
         with contextlib.suppress(FileNotFoundError):  # another server that starts has moved it
             store.move(path, f"{quarantine}{path.removeprefix(PRIVATE)}")
         store.drop_empty(path.rpartition("/")[0])
-    log.warning("recovery.quarantined", count=len(paths), path=store.uri(quarantine))
-
-
-def _delete_scratch(folders: list[Path], alive: set[str]) -> None:
-    """Delete what the Spark drivers of dead servers left; another server may be at it too."""
-    for folder in folders:
-        if folder.name not in alive:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _show_late(store: OutputStore, path: str) -> None:
-    store.publish(path, late_path(path))
-    store.drop_empty(path.rpartition("/")[0])
+    if strangers:
+        log.warning("recovery.quarantined", count=len(strangers), path=store.uri(quarantine))
 
 
 async def publish_late(segments: tuple[Segment, ...], ledger: Ledger, store: OutputStore) -> None:
     """Move registered files of the late dataset to where readers see them. Repeatable."""
     for segment in segments:
-        await asyncio.to_thread(_show_late, store, segment.path)
+        await asyncio.to_thread(store.publish, segment.path, late_path(segment.path))
+        await asyncio.to_thread(store.drop_empty, segment.path.rpartition("/")[0])
     if segments:
         kill_point("late.moved")
         await ledger.late_published(tuple(segment.path for segment in segments))

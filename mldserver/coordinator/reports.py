@@ -1,7 +1,8 @@
-"""What the log and readiness are told: where the watermark stands, rows from the future, shards that are missing."""
+"""What status, log and readiness are told: where the watermark stands, rows from the future, shards that are missing."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
@@ -14,11 +15,46 @@ if TYPE_CHECKING:
     from mldserver.coordinator.core.lineage import Lineage
     from mldserver.coordinator.core.watermark import View
 
-__all__ = ["AheadRows", "MissingShards", "Reports"]
+__all__ = ["AheadRows", "CoordinatorStatus", "MissingShards", "Reports"]
 
 log = structlog.get_logger("mldserver")
 
 _MINUTE_MS: Final = 60_000
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorStatus:
+    """What the coordinator knows right now; counts are since the start of the server."""
+
+    shards_connected: int
+    shards_missing: tuple[str, ...]
+    rows_accepted: int
+    rows_durable: int
+    rows_late: int
+    rows_ahead: int
+    """Rows whose time ran too far ahead of their records' arrival."""
+    dead_letters: int
+    buffered_bytes: int
+    segment_bytes: int
+    windows_open: int
+    windows_waiting: int
+    """Cut, and not published yet."""
+    windows_published: int
+    windows_set_aside: int
+    windows_halted: tuple[str, ...]
+    watermark_ms: int | None
+    held_by: str | None
+    """The shard that holds the watermark, when it is one shard."""
+    held_by_server: str | None
+    """The server that holds it, when it is another one."""
+    reason: str
+    """Why the watermark stands where it stands."""
+    stuck: bool
+    """Whether rows have waited for it to move for longer than they may."""
+    servers: int
+    """Servers on the ledger, this one included; others that only drain are left out."""
+    stream_ended: bool
+    flush_failing: bool
 
 
 class Reports:

@@ -67,12 +67,9 @@ class Retention:
         deleted = await self._flusher.expire(wall_ms - self._rules.retention_ms, held_bytes)
         shards: tuple[str, ...] = ()
         if self._flusher.pruning or now_ms - self._pruned_ms >= _PRUNE_MS:
-            keep = self.listed or frozenset()
-            ended_ms = self._rules.shard_retention_ms
-            windows_before_ms = wall_ms - self._rules.retention_ms - _HEARD_MS
-            await self._flusher.prune(
-                windows_before_ms, 0 if self.listed is None else wall_ms - ended_ms, keep
-            )
+            keep, ended_ms = self.listed or frozenset(), self._rules.shard_retention_ms
+            shards_before_ms = 0 if self.listed is None else wall_ms - ended_ms
+            await self._flusher.prune(wall_ms - self._rules.retention_ms - _HEARD_MS, shards_before_ms, keep)
             self._pruned_ms = now_ms
             if self.listed is not None:
                 shards = self._lineage.forget_ended(now_ms - ended_ms, keep=keep)

@@ -11,7 +11,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Final
 
-from mldserver.errors import NotThereYet, OperatorError
+from mldserver.errors import NotThereYet
 from mldserver.output.layout import server_tag
 
 if TYPE_CHECKING:
@@ -42,25 +42,18 @@ class ServerLocks:
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._path(server_id)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            self._lock(descriptor, server_id)
-        except OperatorError:
-            os.close(descriptor)
-            raise
-        self._held = (path, descriptor)
-
-    @staticmethod
-    def _lock(descriptor: int, server_id: str) -> None:
         for _ in range(_PATIENCE):
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 # Another server may just be looking whether this one is dead.
                 time.sleep(0.01)
+                continue
             except OSError:
-                return
-            else:
-                return
+                pass  # a file system that knows no locks
+            self._held = (path, descriptor)
+            return
+        os.close(descriptor)
         raise NotThereYet(
             f"Another server runs under the name {server_id}.",
             advice="Stop it first, or give each server on the ledger a server_id of its own.",
@@ -69,25 +62,11 @@ class ServerLocks:
 
     def is_dead(self, server_id: str) -> bool:
         """Whether a server held its file and holds it no more; False also when that cannot be told."""
-        return self._is_free(self._path(server_id))
+        return _is_free(self._path(server_id))
 
     def held(self) -> tuple[Path, ...]:
         """Return the files of servers that live, or of which it cannot be told."""
-        return tuple(path for path in sorted(self._folder.glob("*.lock")) if not self._is_free(path))
-
-    @staticmethod
-    def _is_free(path: Path) -> bool:
-        try:
-            descriptor = os.open(path, os.O_RDWR)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        finally:
-            os.close(descriptor)
-        return True
+        return tuple(path for path in sorted(self._folder.glob("*.lock")) if not _is_free(path))
 
     def forget(self, server_id: str) -> None:
         """Take away the file of a server that was buried."""
@@ -104,3 +83,17 @@ class ServerLocks:
         if self._held is not None:
             os.close(self._held[1])
             self._held = None
+
+
+def _is_free(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from mldserver.base.clock import Clock
     from mldserver.config import Settings
-    from mldserver.coordinator.status import CoordinatorStatus
+    from mldserver.coordinator.reports import CoordinatorStatus
     from mldserver.jobs.engine import Engine
 
 __all__ = ["Faults", "Report", "Simulation", "build_stream"]

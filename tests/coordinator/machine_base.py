@@ -255,7 +255,7 @@ class MachineBase(RuleBasedStateMachine):
             self.play(self.clock.advance(0.2))
 
     def flush_now(self, host: Host, turns: int) -> None:
-        self.go(host.pipeline.coordinator._turns.soon, turns)
+        self.go(host.pipeline.coordinator._cycle.soon, turns)
 
     def engine_of(self, server: int, *, works: bool) -> None:
         host = self.host(server)

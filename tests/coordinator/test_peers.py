@@ -37,7 +37,7 @@ class Ledger:
 
 def test_a_server_alone_has_no_peers() -> None:
     peers = Ledger().look()
-    assert (len(peers), peers.told(), peers.overdue()) == (0, (), ())
+    assert (len(peers), peers.states(), peers.overdue()) == (0, (), ())
 
 
 def test_a_server_that_only_drains_is_a_peer_that_does_not_serve() -> None:
@@ -97,7 +97,7 @@ def test_a_shard_whose_owner_is_buried_counts_no_more() -> None:
     del ledger.beats["two"]
     ledger.own("a", None)
     assert not ledger.look().counts("a")
-    assert ledger.look().told() == ()
+    assert ledger.look().states() == ()
 
 
 def test_a_server_is_overdue_when_its_beat_stands_still_on_the_clock_of_the_one_that_looks() -> None:
@@ -131,12 +131,12 @@ def test_a_server_that_misses_its_beats_is_not_idle_for_the_others_any_more() ->
     ledger.states["idle"] = ServerState("idle", 0, None, idle=True, reason="idle")
     ledger.states["busy"] = ServerState("busy", 0, 700, held_by="z", reason="behind")
     ledger.look(0)
-    assert [each.idle for each in ledger.look(499).told()] == [True, False]
-    idle, busy = ledger.look(500).told()
+    assert [each.idle for each in ledger.look(499).states()] == [True, False]
+    idle, busy = ledger.look(500).states()
     assert idle == ServerState("idle", 5, None, idle=False, reason="silent")
     assert busy == ServerState("busy", 5, 700, held_by="z", reason="behind"), "holds where it last told"
     ledger.beats["idle"] = 6
-    assert [each.idle for each in ledger.look(600).told()] == [True, False]
+    assert [each.idle for each in ledger.look(600).states()] == [True, False]
 
 
 def test_a_shard_is_owned_from_its_opening_on_until_its_owner_is_gone() -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from mldserver.coordinator.core.open_windows import WindowKey
     from mldserver.coordinator.core.rules import CoordinatorRules
-    from mldserver.ledger.contract import FlushResult, LedgerState, WindowEntry
+    from mldserver.ledger.contract import FlushResult, LedgerState
 
 __all__ = ["CutWindows"]
 
@@ -53,22 +53,20 @@ class CutWindows:
             known = self._retained | dict.fromkeys(self._due_ms)
             self.expired([window_id for window_id in known if window_id not in state.windows])
         for entry in state.windows.values():
-            if entry.state is not WindowState.OPEN:
-                self._learn(entry, now_ms)
+            if entry.state is WindowState.OPEN:
+                continue
+            if not entry.retained or entry.is_skipped:
+                self.expired([entry.window_id])
+                continue
+            self._retained[entry.window_id] = None
+            # A window that was set aside waits for a person, and its late rows with it.
+            if entry.pending and entry.state is not WindowState.SET_ASIDE:
+                self.registered([entry.window_id], now_ms)
+            else:
+                self._due_ms.pop(entry.window_id, None)
         # Not where refusals are noted: a flush must not forget of one window what it has to know of another.
         for window_id in list(itertools.islice(self._over, max(0, len(self._over) - _REMEMBERED))):
             del self._over[window_id]
-
-    def _learn(self, entry: WindowEntry, now_ms: int) -> None:
-        if not entry.retained or entry.is_skipped:
-            self.expired([entry.window_id])
-            return
-        self._retained[entry.window_id] = None
-        # A window that was set aside waits for a person, and its late rows with it.
-        if entry.pending and entry.state is not WindowState.SET_ASIDE:
-            self.registered([entry.window_id], now_ms)
-        else:
-            self._due_ms.pop(entry.window_id, None)
 
     def kind(self, key: WindowKey) -> SegmentKind:
         """Return what rows for a window that is not known to be open are for."""

@@ -195,17 +195,12 @@ class Lineage:
         node = self._nodes[shard_id]
         if node.presence is not presence:
             node.presence, node.since_ms = presence, now_ms
-            if presence is Presence.ENDED:
-                self._expect_children(node, now_ms)
+            for child in (self._nodes[child_id] for child_id in node.children):
+                # A child is missing from when it can first be expected, not from when it was first listed. One that was
+                # left out because its parent was is waited for after all: the parent came back and ended.
+                if presence is Presence.ENDED and child.presence in {Presence.MISSING, Presence.LEFT_OUT}:
+                    child.presence, child.since_ms = Presence.MISSING, now_ms
 
     def _end_ancestors(self, shard_id: str, now_ms: int) -> None:
         for ancestor in self.proved_ended(shard_id):
             self._move(ancestor, Presence.ENDED, now_ms)
-
-    def _expect_children(self, node: ShardNode, now_ms: int) -> None:
-        for child_id in node.children:
-            child = self._nodes[child_id]
-            # A child is missing from when it can first be expected, not from when it was first listed. One that was
-            # left out because its parent was is waited for after all: the parent came back and ended.
-            if child.presence in {Presence.MISSING, Presence.LEFT_OUT}:
-                child.presence, child.since_ms = Presence.MISSING, now_ms

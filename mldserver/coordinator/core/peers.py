@@ -31,7 +31,8 @@ DRAIN: Final = "drain:"
 
 @dataclass(slots=True)
 class _Peer:
-    told: ServerState
+    state: ServerState
+    """As it told last."""
     silent_ms: int = 0
     """For how long its latest beat was seen to stand still."""
 
@@ -70,39 +71,34 @@ class Peers:
         watched_ms = 0 if self._looked_ms is None else min(now_ms - self._looked_ms, self._timeout_ms // 2)
         self._looked_ms = now_ms
         known = self._peers
-        self._peers = {each: _Peer(told) for each, told in servers.items() if each != self.server_id}
+        self._peers = {name: _Peer(state) for name, state in servers.items() if name != self.server_id}
         for server_id, peer in self._peers.items():
             before = known.get(server_id)
-            if before is not None and before.told.beat_ms == peer.told.beat_ms:
+            if before is not None and before.state.beat_ms == peer.state.beat_ms:
                 peer.silent_ms = before.silent_ms + watched_ms
-        self._claims = {
-            shard_id: self._claim(shard)
-            for shard_id, shard in shards.items()
-            if shard.owner in self._peers and not shard.ended
-        }
-
-    def _claim(self, shard: ShardState) -> _Claim:
-        assert shard.owner is not None
-        known = self._claims.get(shard.shard_id)
-        if known is not None and known[:2] == (shard.owner, shard.epoch):
-            return known
-        return _Claim(shard.owner, shard.epoch, self._peers[shard.owner].told.beat_ms)
+        claims, self._claims = self._claims, {}
+        for shard_id, shard in shards.items():
+            if shard.owner is not None and shard.owner in self._peers and not shard.ended:
+                claim = claims.get(shard_id)
+                if claim is None or claim[:2] != (shard.owner, shard.epoch):
+                    claim = _Claim(shard.owner, shard.epoch, self._peers[shard.owner].state.beat_ms)
+                self._claims[shard_id] = claim
 
     def counts(self, shard_id: str) -> bool:
         """Whether another server owns the shard and has beaten since it took it: what it tells counts the shard in."""
         claim = self._claims.get(shard_id)
-        return claim is not None and self._peers[claim.owner].told.beat_ms != claim.beat_ms
+        return claim is not None and self._peers[claim.owner].state.beat_ms != claim.beat_ms
 
     def owns(self, shard_id: str) -> bool:
         """Whether another server that is not buried has taken the shard, whether or not it counts it in yet."""
         return shard_id in self._claims
 
-    def told(self) -> tuple[ServerState, ...]:
+    def states(self) -> tuple[ServerState, ...]:
         """Return what each of them told last; one that misses its beats is not idle any more."""
         return tuple(
-            replace(peer.told, idle=False, reason="silent")
-            if peer.told.idle and peer.silent_ms >= self._timeout_ms // 2
-            else peer.told
+            replace(peer.state, idle=False, reason="silent")
+            if peer.state.idle and peer.silent_ms >= self._timeout_ms // 2
+            else peer.state
             for peer in self._peers.values()
         )
 
@@ -112,4 +108,4 @@ class Peers:
 
     def overdue(self) -> tuple[ServerState, ...]:
         """Return those whose beat has not changed for the timeout."""
-        return tuple(peer.told for peer in self._peers.values() if peer.silent_ms >= self._timeout_ms)
+        return tuple(peer.state for peer in self._peers.values() if peer.silent_ms >= self._timeout_ms)

@@ -87,8 +87,9 @@ class Shape:
     @property
     def text(self) -> str:
         """The shape for the ledger."""
-        return json.dumps({name: getattr(self, name) for name in ("pipeline", "windows", "size_ms", "on", "table")}
-                          | {"columns": [[each.name, each.type, each.nullable] for each in self.columns]})  # fmt: skip
+        names = ("pipeline", "windows", "size_ms", "on", "table")
+        columns = [[column.name, column.type, column.nullable] for column in self.columns]
+        return json.dumps({name: getattr(self, name) for name in names} | {"columns": columns})
 
     @property
     def fingerprint(self) -> str:
@@ -117,14 +118,14 @@ class Shape:
         unfit = {
             entry.window_id: (entry, faults[shape])
             for entry in state.windows.values()
-            for shape in _shapes(entry)
+            for shape in {shape_of(segment.path) for segment in (*entry.segments, *entry.pending)}
             if faults.get(shape)
         }
-        for entry, found in unfit.values():
+        for entry, reasons in unfit.values():
             if not state.draining:
-                raise self._refused(found)
+                raise self._refused(reasons)
             if entry.state is not WindowState.PUBLISHED or entry.pending:
-                raise self._unfinished(entry, found)
+                raise self._unfinished(entry, reasons)
         before = shapes.get(state.shape, self)
         return ShapeChange(
             self.fingerprint,
@@ -139,9 +140,9 @@ class Shape:
         for server in state.servers.values():
             if server.server_id != server_id and server.shape not in {"", self.fingerprint}:
                 other = Shape.read(state.shapes[server.shape])
-                told = "; ".join(self.faults(other) or [f"it has {other.ddl}, and this one {self.ddl}"])
+                reasons = self.faults(other) or [f"it has {other.ddl}, and this one {self.ddl}"]
                 return NotThereYet(
-                    f"The server {server.server_id} runs with another handler: {told}.",
+                    f"The server {server.server_id} runs with another handler: {'; '.join(reasons)}.",
                     did="This server did not start.",
                     advice="Stop that one first, or give this one the same handler: all servers of a pipeline have one.",
                     pipeline=self.pipeline,
@@ -153,14 +154,14 @@ class Shape:
         """Return why rows of the shape ``before`` would not keep their meaning, one part of a sentence each."""
         if not before.windows:
             return []
-        found = list(self._column_faults(before))
+        faults = list(self._column_faults(before))
         if before.windows != self.windows:
-            found.append(f"there were {before.windows}, and are {self.windows or 'no windows'}")
+            faults.append(f"there were {before.windows}, and are {self.windows or 'no windows'}")
         if before.pipeline != self.pipeline:
-            found.append(f"the pipeline was {before.pipeline}, and is {self.pipeline}")
+            faults.append(f"the pipeline was {before.pipeline}, and is {self.pipeline}")
         if before.table != self.table:
-            found.append(f"windows went into {before.table or 'files'}, and go into {self.table or 'files'}")
-        return found
+            faults.append(f"windows went into {before.table or 'files'}, and go into {self.table or 'files'}")
+        return faults
 
     def _column_faults(self, before: Shape) -> Iterator[str]:
         now, then = ({each.name: each for each in shape.columns} for shape in (self, before))
@@ -174,30 +175,25 @@ class Shape:
             elif old is not None and not (_holds(column.type, old.type) and column.nullable >= old.nullable):
                 yield f"column {old} has become {column.type}{'' if column.nullable else ' NOT NULL'}"
 
-    def _refused(self, found: list[str]) -> OperatorError:
+    def _refused(self, reasons: list[str]) -> OperatorError:
         return OperatorError(
-            f"The handler does not go with the rows that the ledger holds: {'; '.join(found)}.",
+            f"The handler does not go with the rows that the ledger holds: {'; '.join(reasons)}.",
             did="Nothing was touched.",
             advice="Run the handler as it was, or change it in order: `mldserver drain` with the handler as it was, then"
             " start it as it is now (`mldserver help operations`). Or begin anew in a folder of its own (--out).",
             pipeline=self.pipeline,
         )
 
-    def _unfinished(self, entry: WindowEntry, found: list[str]) -> OperatorError:
+    def _unfinished(self, entry: WindowEntry, reasons: list[str]) -> OperatorError:
         return OperatorError(
             f"Window {entry.window_id} is {entry.state.replace('_', ' ')}, and has rows that do not go with the handler:"
-            f" {'; '.join(found)}.",
+            f" {'; '.join(reasons)}.",
             did="Nothing was touched.",
             advice="Run `mldserver drain` with the handler as it was until it ends with exit code 0; what was set aside is"
             f" computed again after `mldserver windows retry {entry.window_id}` (`mldserver help operations`).",
             pipeline=self.pipeline,
             window=entry.window_id,
         )
-
-
-def _shapes(entry: WindowEntry) -> set[str]:
-    """Return the fingerprints of a window's rows."""
-    return {shape_of(segment.path) for segment in (*entry.segments, *entry.pending)}
 
 
 def _types(shape: Shape) -> dict[str, str]:
@@ -218,5 +214,5 @@ def _digits(type_: str) -> tuple[int, int]:
     """Return how many digits a number has before and behind the point; (-1, -1) for what is no exact number."""
     if type_ in _DIGITS:
         return _DIGITS[type_], 0
-    found = _DECIMAL.fullmatch(type_)
-    return (int(found[1]) - int(found[2]), int(found[2])) if found else (-1, -1)
+    match = _DECIMAL.fullmatch(type_)
+    return (int(match[1]) - int(match[2]), int(match[2])) if match else (-1, -1)
