@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from mldserver.sources.listing import MakeKinesis
     from mldserver.windows import WindowSpec
 
-__all__ = ["Parts", "assemble", "claim_of", "ledger_of"]
+__all__ = ["Parts", "assemble", "claim_of", "ledger_of", "spark_of"]
 
 
 _NO_REDRIVE: Final = (
@@ -210,7 +210,8 @@ async def _assembled(
     if spec.schema is None:
         engine = None
     else:
-        engine = engine or _spark(settings, spec, clock, server_tag(server_id))
+        work_dir = home(settings) / SPARK / server_tag(server_id)
+        engine = engine or spark_of(settings, spec, work_dir=work_dir, clock=clock)
         runner = WindowRunner(
             pipeline=settings.pipeline,
             policy=settings.part(WindowPolicy, recompute=settings.late == "recompute"),
@@ -319,26 +320,25 @@ def _locks(settings: Settings) -> ServerLocks | None:
     return ServerLocks(home(settings) / SERVERS) if shared or settings.server_id is None else None
 
 
-def _spark(settings: Settings, spec: HandlerSpec, clock: Clock, tag: str) -> Engine:
+def spark_of(settings: Settings, spec: HandlerSpec, **more: Any) -> Engine:
+    """Return Spark as the settings say, not started; ``more``: what else ``SparkEngine`` takes, or takes instead."""
     from mldserver.spark.client import SparkEngine  # noqa: PLC0415  # not needed where another engine stands in
 
     assert spec.schema is not None
-    return SparkEngine(
-        spec.path,
-        spec.schema.ddl,
-        master=settings.spark_master,
-        conf=settings.spark_conf,
-        ui=settings.spark_ui,
-        java_home=str(settings.java_home) if settings.java_home else None,
-        cache_dir=settings.cache_dir,
-        work_dir=home(settings) / SPARK / tag,
-        concurrency=settings.window_concurrency,
-        job_deadline=settings.window_deadline_seconds,
-        # A shared job's files are renamed from one directory into others, which object stores cannot.
-        group_limit=1 if isinstance(settings.out, RemoteOut) else settings.window_group,
-        clock=clock,
-        sink=sink_of(settings),
-    )
+    # A shared job's files are renamed from one directory into others, which object stores cannot.
+    group_limit = 1 if isinstance(settings.out, RemoteOut) else settings.window_group
+    arguments: dict[str, Any] = {
+        "master": settings.spark_master,
+        "conf": settings.spark_conf,
+        "ui": settings.spark_ui,
+        "java_home": str(settings.java_home) if settings.java_home else None,
+        "cache_dir": settings.cache_dir,
+        "concurrency": settings.window_concurrency,
+        "job_deadline": settings.window_deadline_seconds,
+        "group_limit": group_limit,
+        "sink": sink_of(settings),
+    }
+    return SparkEngine(spec.path, spec.schema.ddl, **(arguments | more))
 
 
 def _table(settings: Settings) -> str | None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
 
 __all__ = [
     "ConfigError",
@@ -45,6 +45,7 @@ __all__ = [
     "SparkError",
     "WindowFailed",
     "folder_error",
+    "leaves",
     "told_of",
 ]
 
@@ -104,6 +105,15 @@ def told_of(error: MldserverError | OSError) -> dict[str, Any]:
         "did": "Rows stay where they are and are tried again; no position moves.",
         "advice": "Make room on the output folder's disk, or mend what the error names.",
     }
+
+
+def leaves(group: BaseExceptionGroup[MldserverError]) -> Iterator[MldserverError]:
+    """Yield the errors of a group and of the groups in it."""
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from leaves(error)
+        else:
+            yield error
 
 
 def folder_error(error: OSError) -> type[OperatorError]:

@@ -35,7 +35,7 @@ from mldserver import __version__
 from mldserver.assembly import Parts, assemble
 from mldserver.base.aws import require_aws
 from mldserver.base.clock import SystemClock
-from mldserver.errors import HandlerError, LedgerError, MldserverError, OperatorError, folder_error
+from mldserver.errors import HandlerError, LedgerError, OperatorError, folder_error, leaves
 from mldserver.ledger.contract import WindowState
 from mldserver.observe.logging import reopen
 from mldserver.readiness import Readiness
@@ -134,7 +134,7 @@ class Server:
         try:
             code = await self._serve()
         except* (OperatorError, HandlerError, LedgerError) as group:
-            errors = list(_leaves(group))
+            errors = list(leaves(group))
             code = EXIT_OPERATOR if any(error.lasting for error in errors) else EXIT_FAULT
             for error in errors:
                 log.critical("server.failed", exit_code=code, **error.told())
@@ -431,11 +431,3 @@ class Server:
 def _learn(coordinator: Coordinator, listing: Mapping[str, ShardListing]) -> None:
     for shard_id in coordinator.shards.know({name: shard.parents for name, shard in listing.items()}):
         log.info("shard.discovered", shard=shard_id, parents=coordinator.shards.parents(shard_id))
-
-
-def _leaves(group: BaseExceptionGroup[MldserverError]) -> Iterator[MldserverError]:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(error)
-        else:
-            yield error

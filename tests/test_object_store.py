@@ -15,7 +15,8 @@ import pytest
 from support.s3 import bucket
 from support.serving import serving, until
 
-from mldserver.cli.ledger_tool import Where, create_table
+from mldserver.cli.ledger import create_ledger
+from mldserver.cli.ledger_tool import Where
 from mldserver.config import RemoteOut, resolve
 from mldserver.output.layout import OUTPUTS, SEGMENTS
 from mldserver.output.manifest import MANIFESTS, current_files
@@ -93,7 +94,7 @@ def given(
     emulator = Emulator()
     with emulator.running():
         told["ledger"] = f"dynamodb://positions?region=us-east-1&endpoint_url={emulator.url}"
-        create_table(Where(ledger=told["ledger"], pipeline="ids_by_time"))
+        create_ledger(where=Where(ledger=told["ledger"], pipeline="ids_by_time"))
         yield told
 
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from cyclopts import App, CycloptsError
 
 from mldserver.cli.stdio import ReaderGone, complain, guard_output
-from mldserver.errors import MldserverError
+from mldserver.errors import MldserverError, leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 __all__ = [
     "EXIT_FAULT",
@@ -131,15 +131,7 @@ def _told_of_group(group: ExceptionGroup[Exception]) -> int:
     ours, others = group.split(MldserverError)
     if ours is None or others is not None:
         raise group
-    return _told(list(_leaves(ours)))
-
-
-def _leaves(group: ExceptionGroup[MldserverError]) -> Iterator[MldserverError]:
-    for each in group.exceptions:
-        if isinstance(each, ExceptionGroup):
-            yield from _leaves(each)
-        else:
-            yield each
+    return _told(list(leaves(ours)))
 
 
 def _told(errors: list[MldserverError]) -> int:

@@ -12,8 +12,13 @@ import itertools
 from pathlib import Path  # noqa: TC003  # cyclopts reads the annotations
 from typing import TYPE_CHECKING, Final
 
-from mldserver.cli.ledger_tool import AsJson, Where, details, settings_at, tell, tell_json
-from mldserver.errors import LedgerError, OperatorError
+from mldserver.base.disk import make_folder, sync
+from mldserver.cli.ledger_tool import HERE, AsJson, Where, answer, as_operator_errors, details, settings_at
+from mldserver.config import RemoteOut, SqlitePlace, home, ledger_file
+from mldserver.errors import OperatorError
+from mldserver.ledger.book import Book
+from mldserver.ledger.sqlite import SqliteStore, go_on_from
+from mldserver.ledger.sqlite_file import copy_whole, pipeline_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,14 +29,13 @@ if TYPE_CHECKING:
 
 __all__ = ["backup_ledger", "restore_ledger"]
 
-_NOWHERE: Final = Where()
 _LEDGER: Final = "ledger.sqlite"
 _FILES: Final = "files"
 _TRIES: Final = 20
 """How often the ledger is copied again because a server deleted files that the last copy names; each time fewer."""
 
 
-def backup_ledger(folder: Path, /, *, where: Where = _NOWHERE, as_json: AsJson = False) -> int:
+def backup_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = False) -> int:
     """Copy a ledger in SQLite and the files that it names into a new folder, beside servers that run.
 
     On one disk the files get a second name there and take no room. What has arrived since is not in the copy: after
@@ -42,9 +46,6 @@ def backup_ledger(folder: Path, /, *, where: Where = _NOWHERE, as_json: AsJson =
     folder
         A folder that is new, or empty.
     """
-    from mldserver.base.disk import make_folder, sync  # noqa: PLC0415  # `--help` must not wait for it
-    from mldserver.ledger.sqlite_file import copy_whole  # noqa: PLC0415  # see above
-
     with _told_as_the_operators():
         settings, file, store = _places(where)
         if folder.exists() and any(folder.iterdir()):
@@ -73,11 +74,10 @@ def backup_ledger(folder: Path, /, *, where: Where = _NOWHERE, as_json: AsJson =
         # Last: a folder without it is no backup.
         part.rename(folder / _LEDGER)
         sync(folder)
-    _tell({"backup": str(folder), "pipeline": settings.pipeline, "files": len(kept)}, as_json=as_json)
-    return 0
+    return _tell({"backup": str(folder), "pipeline": settings.pipeline, "files": len(kept)}, as_json=as_json)
 
 
-def restore_ledger(folder: Path, /, *, where: Where = _NOWHERE, as_json: AsJson = False) -> int:
+def restore_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = False) -> int:
     """Put a backup in the place of a pipeline's ledger, and bring back the files that it names. No server may run.
 
     The ledger that was there is kept beside it (`….replaced`). Files that were written since the backup are not
@@ -90,10 +90,8 @@ def restore_ledger(folder: Path, /, *, where: Where = _NOWHERE, as_json: AsJson 
         What `mldserver ledger backup` has made.
     """
     from mldserver.assembly import claim_of  # noqa: PLC0415  # `--help` must not wait for it
-    from mldserver.base.disk import make_folder, sync  # noqa: PLC0415  # see above
-    from mldserver.ledger.sqlite import go_on_from  # noqa: PLC0415  # see above
-    from mldserver.ledger.sqlite_file import copy_whole, pipeline_of  # noqa: PLC0415  # see above
-    from mldserver.output.layout import PRIVATE  # noqa: PLC0415  # see above
+    from mldserver.coordinator.server_locks import ServerLocks  # noqa: PLC0415  # see above
+    from mldserver.output.layout import PRIVATE, SERVERS  # noqa: PLC0415  # see above
 
     with _told_as_the_operators():
         if not (folder / _LEDGER).is_file():
@@ -103,7 +101,12 @@ def restore_ledger(folder: Path, /, *, where: Where = _NOWHERE, as_json: AsJson 
             )
         settings, file, store = _places(where)
         pipeline = where.pipeline or pipeline_of(folder / _LEDGER) or settings.pipeline
-        _require_nobody(settings)
+        if held := ServerLocks(home(settings) / SERVERS).held():
+            raise OperatorError(
+                f"{len(held)} servers run on this ledger.",
+                did="Nothing was touched.",
+                advice=f"Stop them first. (If none runs, delete {held[0]}.)",
+            )
         make_folder(file.parent)
         store.begin(PRIVATE)
         part = file.with_name(f"{file.name}.part")
@@ -121,30 +124,27 @@ def restore_ledger(folder: Path, /, *, where: Where = _NOWHERE, as_json: AsJson 
         part.rename(file)
         sync(file.parent)
         claim.give(state)
-    told = {
+    done = {
         "restored": str(file),
         "pipeline": pipeline,
         "files": len(named),
         "replaced": replaced and str(replaced),
     }
-    _tell(told, as_json=as_json)
-    return 0
+    return _tell(done, as_json=as_json)
 
 
 @contextlib.contextmanager
 def _told_as_the_operators() -> Iterator[None]:
     """For a tool a ledger or a disk that fails is no fault of the program."""
     try:
-        yield
-    except LedgerError as error:
-        raise OperatorError(error.what, did=error.did, advice=error.advice, **error.where) from error
+        with as_operator_errors():
+            yield
     except OSError as error:
         raise OperatorError(f"{error.filename or 'A file'}: {error.strerror or error}.") from error
 
 
 def _places(where: Where) -> tuple[Settings, Path, OutputStore]:
-    from mldserver.config import RemoteOut, SqlitePlace, home, ledger_file  # noqa: PLC0415  # `--help` must not wait
-    from mldserver.output.store import OutputStore  # noqa: PLC0415  # see above
+    from mldserver.output.store import OutputStore  # noqa: PLC0415  # pyarrow: `--help` must not wait for it
 
     settings = settings_at(where)
     if not isinstance(settings.ledger, SqlitePlace):
@@ -160,9 +160,6 @@ def _places(where: Where) -> tuple[Settings, Path, OutputStore]:
 
 def _read(file: Path, pipeline: str) -> LedgerState:
     """Return what a copy holds. Raises LedgerError when it is damaged, of another format, or another pipeline's."""
-    from mldserver.ledger.book import Book  # noqa: PLC0415  # `--help` must not wait for it
-    from mldserver.ledger.sqlite import SqliteStore  # noqa: PLC0415  # see above
-
     with contextlib.closing(SqliteStore(file, pipeline=pipeline)) as store:
         store.open()
         return store.look(Book.state)
@@ -192,19 +189,6 @@ def _save(store: OutputStore, state: LedgerState, files: Path) -> bool:
     return whole
 
 
-def _require_nobody(settings: Settings) -> None:
-    from mldserver.config import home  # noqa: PLC0415  # `--help` must not wait for it
-    from mldserver.coordinator.server_locks import ServerLocks  # noqa: PLC0415  # see above
-    from mldserver.output.layout import SERVERS  # noqa: PLC0415  # see above
-
-    if held := ServerLocks(home(settings) / SERVERS).held():
-        raise OperatorError(
-            f"{len(held)} servers run on this ledger.",
-            did="Nothing was touched.",
-            advice=f"Stop them first. (If none runs, delete {held[0]}.)",
-        )
-
-
 def _set_aside(file: Path) -> Path | None:
     """Give the ledger that is there another name, with what SQLite keeps beside it; None when there is none."""
     if not file.exists():
@@ -217,8 +201,6 @@ def _set_aside(file: Path) -> Path | None:
     return target
 
 
-def _tell(told: dict[str, object], *, as_json: bool) -> None:
-    if as_json:
-        tell_json(told)
-    else:
-        tell(details((name, str(value)) for name, value in told.items() if value is not None))
+def _tell(done: dict[str, object], *, as_json: bool) -> int:
+    answer(as_json, done, details((name, str(value)) for name, value in done.items() if value is not None))
+    return 0

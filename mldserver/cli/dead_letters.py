@@ -12,13 +12,14 @@ from cyclopts import App, Group, Parameter
 from cyclopts.validators import Number
 
 from mldserver.cli.ledger_tool import (
+    HERE,
     AsJson,
     Where,
-    add,
+    answer,
     at_ledger,
     details,
     moment,
-    pipeline_at,
+    settings_at,
     table,
     tell,
     tell_bytes,
@@ -30,11 +31,13 @@ from mldserver.errors import OperatorError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
 
+    from rich.table import Table
+
     from mldserver.ledger.contract import LedgerState, StoredLetter
     from mldserver.ledger.operations import Ledger
     from mldserver.records import DeadLetter
 
-__all__ = ["app", "list_letters", "purge_letters", "redrive_letters", "show_letter"]
+__all__ = ["app"]
 
 _HELP = """
 Show the records that failed for good, send them through the present handler, or delete them.
@@ -55,7 +58,6 @@ Exit codes: 0 done, 2 there is no such letter or ledger, or it cannot be read.
 
 app = App(name="dead-letters", help=_HELP, help_format="markdown")
 
-_NOWHERE: Final = Where()
 _PAGE: Final = 500
 _LISTED: Final = 100
 _SHOWN: Final = 2000
@@ -105,7 +107,7 @@ def list_letters(
     *,
     which: Which = _ALL,
     limit: Annotated[int | None, Parameter(validator=Number(gte=0))] = None,
-    where: Where = _NOWHERE,
+    where: Where = HERE,
     as_json: AsJson = False,
 ) -> int:
     """List letters, in the order in which they were stored.
@@ -115,7 +117,7 @@ def list_letters(
     limit
         At most so many; the others are counted. [default: 100; with --json all]
     """
-    pipeline = pipeline_at(where)
+    pipeline = settings_at(where).pipeline
 
     async def look(ledger: Ledger, held: LedgerState) -> None:
         chosen: list[StoredLetter] = []
@@ -144,7 +146,7 @@ def show_letter(
     /,
     *,
     payload: Annotated[bool, Parameter(negative=())] = False,
-    where: Where = _NOWHERE,
+    where: Where = HERE,
     as_json: AsJson = False,
 ) -> int:
     """Show all of a letter.
@@ -156,7 +158,7 @@ def show_letter(
     payload
         Write the record's payload, and nothing else, to standard output.
     """
-    pipeline = pipeline_at(where)
+    pipeline = settings_at(where).pipeline
 
     async def look(ledger: Ledger, _held: LedgerState) -> None:
         (found,) = await _named(ledger, (letter,), pipeline)
@@ -183,7 +185,7 @@ def redrive_letters(
     everything: Annotated[bool, Parameter(name="--all", negative=())] = False,
     files: Annotated[list[str] | None, Parameter(name="--from", negative=())] = None,
     cancel: Annotated[bool, Parameter(negative=())] = False,
-    where: Where = _NOWHERE,
+    where: Where = HERE,
     as_json: AsJson = False,
 ) -> int:
     """Have letters run through the present handler: by the server that runs, or the next that starts.
@@ -200,22 +202,25 @@ def redrive_letters(
     cancel
         Take the wish back, for letters that no server has taken yet.
     """
-    pipeline = pipeline_at(where)
+    pipeline = settings_at(where).pipeline
 
     async def work(ledger: Ledger, held: LedgerState) -> None:
         if files:
-            _only(files=True, others=bool(letters) or which.given or everything or cancel)
+            if letters or which.given or everything or cancel:
+                raise OperatorError(
+                    "--from takes all letters of the files.", advice="Leave the ids and conditions out."
+                )
             added, coming = await _take_in(ledger, held, files, pipeline)
             told = f"{added:,} letters are in the ledger, to be redriven."
             if coming:
                 told += f" {coming:,} are left out: their records are delivered again anyway."
-            _say(as_json, {"redriving": added, "delivered_again": coming}, told)
+            answer(as_json, {"redriving": added, "delivered_again": coming}, told)
             return
         ids = await _chosen(ledger, letters, which, pipeline, everything=everything)
         there = await ledger.redrive(ids, wanted=not cancel) if ids else frozenset()
         name = "cancelled" if cancel else "redriving"
         what = "are left as they are" if cancel else "are to be redriven: a server that runs takes them"
-        _say(as_json, {name: sorted(there, key=_age)}, f"{len(there):,} letters {what}.")
+        answer(as_json, {name: sorted(there, key=_age)}, f"{len(there):,} letters {what}.")
 
     at_ledger(where, work)
     return 0
@@ -227,7 +232,7 @@ def purge_letters(
     which: Which = _ALL,
     everything: Annotated[bool, Parameter(name="--all", negative=())] = False,
     yes: Annotated[bool, Parameter(negative=())] = False,
-    where: Where = _NOWHERE,
+    where: Where = HERE,
     as_json: AsJson = False,
 ) -> int:
     """Delete letters from the ledger, for good. Without `--yes` it only says how many those are.
@@ -241,7 +246,7 @@ def purge_letters(
     yes
         Delete them.
     """
-    pipeline = pipeline_at(where)
+    pipeline = settings_at(where).pipeline
 
     async def work(ledger: Ledger, _held: LedgerState) -> None:
         from mldserver.ledger.contract import LETTERS_AT_ONCE  # noqa: PLC0415  # `--help` must not wait for it
@@ -256,7 +261,7 @@ def purge_letters(
         gone: set[str] = set()
         for at in range(0, len(ids), LETTERS_AT_ONCE):
             gone |= await ledger.purge(ids[at : at + LETTERS_AT_ONCE])
-        _say(as_json, {"purged": sorted(gone, key=_age)}, f"{len(gone):,} letters are deleted.")
+        answer(as_json, {"purged": sorted(gone, key=_age)}, f"{len(gone):,} letters are deleted.")
 
     at_ledger(where, work)
     return 0
@@ -302,13 +307,6 @@ async def _chosen(
     return tuple([each.id async for each in _letters(ledger, which)])
 
 
-def _only(*, files: bool, others: bool) -> None:
-    if files and others:
-        raise OperatorError(
-            "--from takes all letters of the files.", advice="Leave the ids and conditions out."
-        )
-
-
 async def _take_in(ledger: Ledger, held: LedgerState, places: list[str], pipeline: str) -> tuple[int, int]:
     """Put the letters of files into the ledger, wanted; return how many, and how many are delivered again anyway.
 
@@ -324,23 +322,14 @@ async def _take_in(ledger: Ledger, held: LedgerState, places: list[str], pipelin
             found[letter.record] = letter
     async for each in _letters(ledger):
         found.pop(each.letter.record, None)
-    fresh = [letter for letter in found.values() if not _comes_again(letter, held)]
-    fresh.sort(key=lambda each: (each.shard_id, each.sequence))
+    fresh = []
+    for letter in sorted(found.values(), key=lambda each: (each.shard_id, each.sequence)):
+        shard = held.shards.get(letter.shard_id)
+        if shard is None or (shard.position is not None and letter.sequence <= shard.position):
+            fresh.append(letter)
     for at in range(0, len(fresh), _PAGE):
         await ledger.add_letters(tuple(fresh[at : at + _PAGE]), wanted=True)
     return len(fresh), len(found) - len(fresh)
-
-
-def _comes_again(letter: DeadLetter, held: LedgerState) -> bool:
-    shard = held.shards.get(letter.shard_id)
-    return shard is not None and (shard.position is None or letter.sequence > shard.position)
-
-
-def _say(as_json: bool, told: dict[str, Any], text: str) -> None:  # noqa: FBT001  # the command's own flag
-    if as_json:
-        tell_json(told)
-    else:
-        tell(text)
 
 
 def _age(letter_id: str) -> tuple[int, ...]:
@@ -353,23 +342,26 @@ def _document(stored: StoredLetter, pipeline: str) -> dict[str, Any]:
     return {"letter": stored.id, "wanted": stored.wanted, **document(stored.letter, pipeline)}
 
 
-def _listed(letters: Iterable[StoredLetter]) -> Any:
-    made = table("", ">letter", "state", "shard", "key", "sequence", ">bytes", ">attempts", "failed", "error")
-    for each in letters:
-        letter = each.letter
-        add(
-            made,
-            each.id,
-            "wanted" if each.wanted else "stored",
-            letter.shard_id,
-            "-" if letter.partition_key is None else letter.partition_key,
-            str(letter.sequence),
-            f"{len(letter.data):,}",
-            str(letter.attempts),
-            moment(letter.at_ms),
-            (letter.error.splitlines() or [""])[0],
-        )
-    return made
+def _listed(letters: Iterable[StoredLetter]) -> Table:
+    return table(
+        "",
+        (">letter", "state", "shard", "key", "sequence", ">bytes", ">attempts", "failed", "error"),
+        (
+            (
+                stored.id,
+                "wanted" if stored.wanted else "stored",
+                letter.shard_id,
+                "-" if letter.partition_key is None else letter.partition_key,
+                str(letter.sequence),
+                f"{len(letter.data):,}",
+                str(letter.attempts),
+                moment(letter.at_ms),
+                (letter.error.splitlines() or [""])[0],
+            )
+            for stored in letters
+            for letter in (stored.letter,)
+        ),
+    )
 
 
 def _facts(stored: StoredLetter) -> list[tuple[str, str]]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path  # noqa: TC003  # cyclopts reads the annotations
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from cyclopts import App, Parameter
+from cyclopts import App
 
 from mldserver.cli.ledger_tool import at_ledger
-from mldserver.cli.serve import takes_settings
+from mldserver.cli.serve import Config, Handler, takes_settings
 from mldserver.cli.stdio import working_directory
 from mldserver.config import resolve
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from mldserver.ledger.contract import LedgerState
     from mldserver.ledger.operations import Ledger
 
-__all__ = ["app", "drain"]
+__all__ = ["app"]
 
 _HELP = """
 Drain a pipeline: its servers take nothing more in, close and publish every open window, and exit with code 0.
@@ -39,18 +38,7 @@ Exit codes: 0 everything is published; 2 there is no such ledger; else as for `m
 app = App(name="drain", help=_HELP, help_format="markdown", usage="Usage: mldserver drain HANDLER [OPTIONS]")
 
 
-def drain(
-    handler: Annotated[
-        str | None, Parameter(help="The handler's dotted path: package.module or package.module:Name.")
-    ] = None,
-    /,
-    *,
-    config: Annotated[
-        Path | None,
-        Parameter(help="Settings file. [default: mldserver.toml in the working directory, if it is there]"),
-    ] = None,
-    **given: object,
-) -> int:
+def drain(handler: Handler = None, /, *, config: Config = None, **given: object) -> int:
     """Drain the pipeline and return the exit code. ``given`` are raw settings by name.
 
     Raises OperatorError when there is no ledger to drain: none is made.
@@ -58,14 +46,14 @@ def drain(
     settings = resolve(
         {"handler": handler, **given}, environ=os.environ, folder=working_directory(), config=config
     )
-    at_ledger(settings, _is_there)
+
+    async def can_be_read(_ledger: Ledger, _held: LedgerState) -> None:
+        """Then it can be drained."""
+
+    at_ledger(settings, can_be_read)
     from mldserver.cli.run_server import live  # noqa: PLC0415  # `--help` and wrong settings must not wait for its imports
 
     return live(settings, drain=True)
-
-
-async def _is_there(_ledger: Ledger, _held: LedgerState) -> None:
-    """A ledger that can be read can be drained."""
 
 
 takes_settings(app, drain)

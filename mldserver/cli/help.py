@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Final
 
 from cyclopts import App
+from rich.console import Console
 
 import mldserver
 from mldserver.cli.ledger_tool import table, tell
 from mldserver.errors import OperatorError
 
-__all__ = ["DOCS", "app", "show_page"]
+__all__ = ["app"]
 
 DOCS: Final = Path(mldserver.__file__).parent / "docs"
 _PROSE_WIDTH: Final = 110
@@ -38,10 +39,8 @@ def show_page(topic: str | None = None, /) -> int:
     """Show the page of that name, or the list. Raises OperatorError when there is no such page."""
     pages = {path.stem: path for path in sorted(DOCS.glob("*.md"))}
     if topic is None:
-        listing = table("", "page", "what it tells")
-        for name, path in pages.items():
-            _title, summary, *_ = filter(None, path.read_text("utf-8").splitlines())
-            listing.add_row(name, summary)
+        summaries = [list(filter(None, path.read_text("utf-8").splitlines()))[1] for path in pages.values()]
+        listing = table("", ("page", "what it tells"), zip(pages, summaries, strict=True))
         tell(
             listing,
             "",
@@ -58,8 +57,7 @@ def show_page(topic: str | None = None, /) -> int:
     if not sys.stdout.isatty():
         sys.stdout.write(text)
         return 0
-    from rich.console import Console  # noqa: PLC0415  # `--help` must not wait for it
-    from rich.markdown import Markdown  # noqa: PLC0415  # see above
+    from rich.markdown import Markdown  # noqa: PLC0415  # nothing else needs it
 
     console = Console(file=sys.stdout)
     console.print(Markdown(text), width=min(console.width, _PROSE_WIDTH))

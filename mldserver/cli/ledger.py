@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from cyclopts import App
 
 from mldserver.cli.backup import backup_ledger, restore_ledger
 from mldserver.cli.ledger_tool import (
+    HERE,
     AsJson,
     Where,
-    add,
+    answer,
     at_ledger,
-    create_table,
     details,
     moment,
+    on_ledger,
     table,
     tell,
     tell_json,
 )
-from mldserver.errors import OperatorError
+from mldserver.config import SqlitePlace
+from mldserver.errors import ConfigError, OperatorError
 from mldserver.ledger.contract import WindowState
 
 if TYPE_CHECKING:
-    from mldserver.ledger.contract import LedgerState, ServerState, ShardState
+    from rich.table import Table
+
+    from mldserver.ledger.contract import LedgerState, ShardState
     from mldserver.ledger.operations import Ledger
 
-__all__ = ["accept_gap", "app", "create_ledger", "reset_shards", "show_ledger"]
+__all__ = ["app", "create_ledger"]
 
 _HELP = """
 Show where shards and servers stand, reset shards, accept a gap, back up and restore. Servers that run are not disturbed.
@@ -53,35 +57,48 @@ app = App(name="ledger", help=_HELP, help_format="markdown")
 app.command(backup_ledger, name="backup")
 app.command(restore_ledger, name="restore")
 
-_NOWHERE: Final = Where()
-
 
 @app.command(name="show")
-def show_ledger(*, where: Where = _NOWHERE, as_json: AsJson = False) -> int:
+def show_ledger(*, where: Where = HERE, as_json: AsJson = False) -> int:
     """Show shards with their positions, servers, and counts of the rest."""
 
     async def look(_ledger: Ledger, held: LedgerState) -> None:
         if as_json:
             tell_json(_everything(held))
-            return
-        tell(details(_facts(held)), "", _servers(held), "", _shards(held))
+        else:
+            tell(details(_facts(held)), "", _servers(held), "", _shards(held))
 
     at_ledger(where, look)
     return 0
 
 
 @app.command(name="create")
-def create_ledger(*, where: Where = _NOWHERE) -> int:
+def create_ledger(*, where: Where = HERE) -> int:
     """Create the table in DynamoDB that `--ledger` names, unless it is there: on-demand billing, for any pipelines.
 
     `mldserver/ledger/dynamodb.py` lists the permissions that this and the servers need.
     """
-    tell(f"The table {create_table(where)} is there.")
+    settings = where.resolved()
+    place = settings.ledger
+    if isinstance(place, SqlitePlace):
+        raise ConfigError(
+            "A ledger in SQLite needs no table.",
+            advice="Name one: --ledger 'dynamodb://TABLE?region=REGION'.",
+        )
+
+    async def create(ledger: Ledger) -> None:
+        from mldserver.ledger.dynamodb import DynamoLedger  # noqa: PLC0415  # `--help` must not wait for AWS's client
+
+        assert isinstance(ledger, DynamoLedger)
+        await ledger.create_table()
+
+    on_ledger(settings, create)
+    tell(f"The table {place.table} is there.")
     return 0
 
 
 @app.command(name="reset")
-def reset_shards(*shards: str, where: Where = _NOWHERE, as_json: AsJson = False) -> int:
+def reset_shards(*shards: str, where: Where = HERE, as_json: AsJson = False) -> int:
     """Forget shards' positions, so that all that a daemon delivers of them counts again.
 
     Rows that were stored before stay where they are: read again, they count twice. Only shards that no server holds
@@ -99,13 +116,18 @@ def reset_shards(*shards: str, where: Where = _NOWHERE, as_json: AsJson = False)
     async def work(ledger: Ledger, held: LedgerState) -> None:
         # All are looked at before one is changed: a slip in the second name must not leave half of it done.
         for shard_id in shards:
-            _mind_owner(_shard(held, shard_id))
-        done = await ledger.reset(frozenset(shards))
-        if as_json:
-            tell_json({"reset": sorted(done)})
-        else:
-            tell(details((shard_id, "is reset: it has no position any more.") for shard_id in sorted(done)))
-        if left := sorted(set(shards) - done):
+            if (owner := _shard(held, shard_id).owner) is not None:
+                raise OperatorError(
+                    f"Shard {shard_id} is held by the server {owner}.",
+                    advice="Stop that server first; a dead one's shards are free when another server has noticed.",
+                )
+        done = sorted(await ledger.reset(frozenset(shards)))
+        answer(
+            as_json,
+            {"reset": done},
+            details((shard_id, "is reset: it has no position any more.") for shard_id in done),
+        )
+        if left := sorted(set(shards).difference(done)):
             raise OperatorError(
                 f"Not reset, because a server has opened them since: {', '.join(left)}.",
                 advice="Stop the server first.",
@@ -116,7 +138,7 @@ def reset_shards(*shards: str, where: Where = _NOWHERE, as_json: AsJson = False)
 
 
 @app.command(name="accept-gap")
-def accept_gap(shard: str, /, *, where: Where = _NOWHERE, as_json: AsJson = False) -> int:
+def accept_gap(shard: str, /, *, where: Where = HERE, as_json: AsJson = False) -> int:
     """Let a daemon start a shard beyond the ledger's position, once; the records between the two are lost.
 
     Parameters
@@ -129,10 +151,11 @@ def accept_gap(shard: str, /, *, where: Where = _NOWHERE, as_json: AsJson = Fals
         position = _shard(held, shard).position
         if not await ledger.accept_gap(shard):
             raise _unknown(shard)  # pruned since we looked
-        if as_json:
-            tell_json({"accepted": shard, "position": _text(position)})
-        else:
-            tell(details([(shard, f"may start beyond {position or 'nothing'}, the next time it is opened.")]))
+        answer(
+            as_json,
+            {"accepted": shard, "position": _text(position)},
+            details([(shard, f"may start beyond {position or 'nothing'}, the next time it is opened.")]),
+        )
 
     at_ledger(where, work)
     return 0
@@ -148,14 +171,6 @@ def _unknown(shard_id: str) -> OperatorError:
     return OperatorError(
         f"The ledger has no shard {shard_id}.", advice="`mldserver ledger show` shows those it has."
     )
-
-
-def _mind_owner(shard: ShardState) -> None:
-    if shard.owner is not None:
-        raise OperatorError(
-            f"Shard {shard.shard_id} is held by the server {shard.owner}.",
-            advice="Stop that server first; a dead one's shards are free when another server has noticed.",
-        )
 
 
 def _text(value: object) -> str | None:
@@ -181,8 +196,8 @@ def _everything(held: LedgerState) -> dict[str, Any]:
     }
 
 
-def _by_id(found: dict[str, Any]) -> list[Any]:
-    return [found[key] for key in sorted(found)]
+def _by_id(entries: dict[str, Any]) -> list[Any]:
+    return [entries[key] for key in sorted(entries)]
 
 
 def _segment_bytes(held: LedgerState) -> int:
@@ -211,32 +226,37 @@ def _facts(held: LedgerState) -> list[tuple[str, str]]:
     return facts
 
 
-def _servers(held: LedgerState) -> Any:
-    made = table("servers", "server", "last beat", "watermark", "held by", "reason")
-    for server in _by_id(held.servers):
-        add(made, server.server_id, moment(server.beat_ms), *_standing(server))
-    return made
+def _servers(held: LedgerState) -> Table:
+    return table(
+        "servers",
+        ("server", "last beat", "watermark", "held by", "reason"),
+        (
+            (
+                server.server_id,
+                moment(server.beat_ms),
+                "idle" if server.idle else moment(server.watermark_ms),
+                server.held_by or "-",
+                server.reason or "-",
+            )
+            for server in _by_id(held.servers)
+        ),
+    )
 
 
-def _standing(server: ServerState) -> tuple[str, str, str]:
-    watermark = "idle" if server.idle else moment(server.watermark_ms)
-    return watermark, server.held_by or "-", server.reason or "-"
-
-
-def _shards(held: LedgerState) -> Any:
-    made = table("shards", "shard", "position", "event time", ">epoch", "held by", "parents", "note")
-    for shard in _by_id(held.shards):
-        notes = [
-            name for name, is_so in (("ended", shard.ended), ("gap accepted", shard.gap_accepted)) if is_so
-        ]
-        add(
-            made,
-            shard.shard_id,
-            _text(shard.position) or "-",
-            moment(shard.event_ms),
-            str(shard.epoch),
-            shard.owner or "-",
-            ", ".join(shard.parents) or "-",
-            ", ".join(notes),
-        )
-    return made
+def _shards(held: LedgerState) -> Table:
+    return table(
+        "shards",
+        ("shard", "position", "event time", ">epoch", "held by", "parents", "note"),
+        (
+            (
+                shard.shard_id,
+                _text(shard.position) or "-",
+                moment(shard.event_ms),
+                str(shard.epoch),
+                shard.owner or "-",
+                ", ".join(shard.parents) or "-",
+                ", ".join(["ended"] * shard.ended + ["gap accepted"] * shard.gap_accepted),
+            )
+            for shard in _by_id(held.shards)
+        ),
+    )

@@ -15,31 +15,37 @@ from pathlib import Path  # noqa: TC003  # cyclopts reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import Group, Parameter
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+from mldserver.base.clock import SystemClock
 from mldserver.cli.stdio import ReaderGone, working_directory
+from mldserver.config import SqlitePlace, ledger_file, resolve
 from mldserver.errors import ConfigError, LedgerError, OperatorError
+from mldserver.ledger.sqlite_file import pipeline_of
 from mldserver.observe.render import harmless
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
     from rich.console import RenderableType
-    from rich.table import Table
-    from rich.text import Text
 
     from mldserver.config import Settings
     from mldserver.ledger.contract import LedgerState
     from mldserver.ledger.operations import Ledger
 
 __all__ = [
+    "HERE",
     "AsJson",
     "Where",
-    "add",
+    "answer",
+    "as_operator_errors",
     "at_ledger",
-    "create_table",
     "details",
     "moment",
-    "pipeline_at",
+    "on_ledger",
     "settings_at",
     "table",
     "tell",
@@ -68,93 +74,24 @@ class Where:
     config: Path | None = None
     """Settings file. [default: mldserver.toml in the working directory, if it is there]"""
 
-
-def at_ledger(where: Where | Settings, work: Callable[[Ledger, LedgerState], Awaitable[None]]) -> None:
-    """Run ``work`` on the ledger and what it holds. No server notices: nothing is registered or locked.
-
-    Raises OperatorError when there is no ledger, or it is damaged, newer, somebody else's or out of reach.
-    """
-    settings = settings_at(where) if isinstance(where, Where) else where
-    try:
-        asyncio.run(_at(settings, work))
-    except LedgerError as error:
-        # For a tool this is no fault of the program: it was pointed at something that cannot be read.
-        raise OperatorError(error.what, did=error.did, advice=error.advice, **error.where) from error
-
-
-def create_table(where: Where) -> str:
-    """Create the DynamoDB table that a ledger is to be in, unless it is there; return its name.
-
-    Raises OperatorError when the ledger is to be in no table, or AWS does not make it.
-    """
-    from mldserver.base.clock import SystemClock  # noqa: PLC0415  # `--help` must not wait for it
-    from mldserver.config import SqlitePlace  # noqa: PLC0415  # see above
-    from mldserver.ledger.dynamodb import DynamoLedger  # noqa: PLC0415  # see above
-
-    settings = _resolved(where)
-    place = settings.ledger
-    if isinstance(place, SqlitePlace):
-        raise ConfigError(
-            "A ledger in SQLite needs no table.",
-            advice="Name one: --ledger 'dynamodb://TABLE?region=REGION'.",
+    def resolved(self) -> Settings:
+        """Return the settings that these words and the server's own settings give."""
+        return resolve(
+            {"out": self.out, "ledger": self.ledger, "pipeline": self.pipeline},
+            environ=os.environ,
+            folder=working_directory(),
+            config=self.config,
+            handler_required=False,
         )
 
-    async def create() -> None:
-        ledger = DynamoLedger(
-            place.table,
-            pipeline=settings.pipeline,
-            server_id=f"tool:{os.getpid()}",
-            clock=SystemClock(),
-            region=place.region or settings.region,
-            endpoint_url=place.endpoint_url,
-        )
-        try:
-            await ledger.create_table()
-        finally:
-            await ledger.close()
 
-    try:
-        asyncio.run(create())
-    except LedgerError as error:
-        raise OperatorError(error.what, did=error.did, advice=error.advice, **error.where) from error
-    return place.table
-
-
-async def _at(settings: Settings, work: Callable[[Ledger, LedgerState], Awaitable[None]]) -> None:
-    from mldserver.assembly import ledger_of  # noqa: PLC0415  # `--help` must not wait for it
-    from mldserver.base.clock import SystemClock  # noqa: PLC0415  # see above
-
-    ledger = ledger_of(settings, server_id=f"tool:{os.getpid()}", clock=SystemClock())
-    try:
-        await work(ledger, await ledger.peek())
-    finally:
-        await ledger.close()
-
-
-def pipeline_at(where: Where) -> str:
-    """Return the name of the pipeline whose ledger it is."""
-    return settings_at(where).pipeline
-
-
-def _resolved(where: Where) -> Settings:
-    from mldserver.config import resolve  # noqa: PLC0415  # `--help` must not wait for it
-
-    given = {
-        "out": where.out,
-        "ledger": where.ledger,
-        "pipeline": where.pipeline,
-    }
-    return resolve(
-        given, environ=os.environ, folder=working_directory(), config=where.config, handler_required=False
-    )
+HERE: Final = Where()
+"""As for ``mldserver serve``."""
 
 
 def settings_at(where: Where) -> Settings:
     """Return the settings that name a ledger: with its own pipeline, if it is a file that tells."""
-    from mldserver.config import SqlitePlace, ledger_file  # noqa: PLC0415  # `--help` must not wait for it
-    from mldserver.ledger.sqlite_file import pipeline_of  # noqa: PLC0415  # see above
-
-    settings = _resolved(where)
+    settings = where.resolved()
     if isinstance(settings.ledger, SqlitePlace):
         pipeline = where.pipeline or pipeline_of(ledger_file(settings)) or settings.pipeline
         return dataclasses.replace(settings, pipeline=pipeline)
@@ -163,6 +100,42 @@ def settings_at(where: Where) -> Settings:
             "A table may hold the ledgers of several pipelines.", advice="Name the one with --pipeline."
         )
     return settings
+
+
+@contextlib.contextmanager
+def as_operator_errors() -> Iterator[None]:
+    """For a tool a ledger that fails is no fault of the program: it was pointed at something that cannot be read."""
+    try:
+        yield
+    except LedgerError as error:
+        raise OperatorError(error.what, did=error.did, advice=error.advice, **error.where) from error
+
+
+def on_ledger(settings: Settings, work: Callable[[Ledger], Awaitable[None]]) -> None:
+    """Run ``work`` on the ledger, which is not opened. No server notices: nothing is registered or locked.
+
+    Raises OperatorError when the ledger is damaged, newer, somebody else's or out of reach.
+    """
+    from mldserver.assembly import ledger_of  # noqa: PLC0415  # the whole server: `--help` must not wait for it
+
+    async def run() -> None:
+        ledger = ledger_of(settings, server_id=f"tool:{os.getpid()}", clock=SystemClock())
+        try:
+            await work(ledger)
+        finally:
+            await ledger.close()
+
+    with as_operator_errors():
+        asyncio.run(run())
+
+
+def at_ledger(where: Where | Settings, work: Callable[[Ledger, LedgerState], Awaitable[None]]) -> None:
+    """Run ``work`` on the ledger and what it holds. Raises OperatorError as ``on_ledger``, and when there is none."""
+
+    async def look(ledger: Ledger) -> None:
+        await work(ledger, await ledger.peek())
+
+    on_ledger(settings_at(where) if isinstance(where, Where) else where, look)
 
 
 def moment(ms: int | None) -> str:
@@ -176,78 +149,68 @@ def moment(ms: int | None) -> str:
     return at.isoformat(timespec="milliseconds" if ms % 1000 else "seconds").replace("+00:00", "Z")
 
 
-def table(title: str, *columns: str) -> Table:
-    """Return an empty table. A column whose name begins with ``>`` holds numbers."""
-    from rich import box  # noqa: PLC0415  # `--help` must not wait for it
-    from rich.table import Table  # noqa: PLC0415  # see above
-
-    made = Table(
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Return a table of plain text. A column whose name begins with ``>`` holds numbers."""
+    grid = Table(
         title=title or None, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False
     )
     for name in columns:
-        made.add_column(
-            name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold"
-        )
-    return made
+        justify: Any = "right" if name.startswith(">") else "left"
+        grid.add_column(name.removeprefix(">"), justify=justify, overflow="fold")
+    for row in rows:
+        grid.add_row(*map(_plain, row))
+    return grid
 
 
 def details(pairs: Iterable[tuple[str, str]]) -> Table:
     """Return names and values, a line each; in a terminal long values are folded."""
-    from rich.table import Table  # noqa: PLC0415  # `--help` must not wait for it
-
-    made = Table.grid(padding=(0, 2))
+    grid = Table.grid(padding=(0, 2))
     for _ in range(2):
-        made.add_column(overflow="fold")
-    for name, value in pairs:
-        made.add_row(_plain(name), _plain(value))
-    return made
+        grid.add_column(overflow="fold")
+    for pair in pairs:
+        grid.add_row(*map(_plain, pair))
+    return grid
 
 
 def _plain(text: str) -> Text:
     """Return what peers and handlers have written without control characters, and with no meaning as markup."""
-    from rich.text import Text  # noqa: PLC0415  # `--help` must not wait for it
-
     return Text("\n".join(harmless(line) for line in text.splitlines()))
-
-
-def add(made: Table, *cells: str) -> None:
-    """Add a line of plain text to a table."""
-    made.add_row(*(_plain(cell) for cell in cells))
 
 
 def tell(*parts: RenderableType) -> None:
     """Write tables and lines to standard output."""
-    from rich.console import Console  # noqa: PLC0415  # `--help` must not wait for it
-
-    terminal = sys.stdout.isatty()
     text = io.StringIO()
-    console = (
-        Console(file=text, force_terminal=True, width=Console().width, highlight=False)
-        if terminal
-        else Console(file=text, width=_UNBOUNDED, highlight=False)
+    terminal = sys.stdout.isatty()
+    console = Console(
+        file=text,
+        force_terminal=terminal or None,
+        width=Console().width if terminal else _UNBOUNDED,
+        highlight=False,
     )
     for part in parts:
         console.print(part)
-    _write("\n".join(line.rstrip() for line in text.getvalue().split("\n")))
-
-
-def tell_bytes(data: bytes) -> None:
-    """Write bytes to standard output as they are."""
-    _write_bytes(data)
+    # A segment's path may hold what is no UTF-8.
+    lines = [line.rstrip() for line in text.getvalue().split("\n")]
+    tell_bytes("\n".join(lines).encode("utf-8", "backslashreplace"))
 
 
 def tell_json(document: Any) -> None:
     """Write one JSON document to standard output. Sequence numbers are text: they have up to 60 digits."""
-    _write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+    tell_bytes(text.encode("utf-8", "backslashreplace"))
 
 
-def _write(text: str) -> None:
-    # A segment's path may hold what is no UTF-8.
-    _write_bytes(text.encode("utf-8", "backslashreplace"))
-
-
-def _write_bytes(data: bytes) -> None:
+def tell_bytes(data: bytes) -> None:
+    """Write bytes to standard output as they are."""
     with contextlib.suppress(ReaderGone):  # what there is still to do is done all the same
         sys.stdout.flush()
         sys.stdout.buffer.write(data)
         sys.stdout.flush()
+
+
+def answer(as_json: bool, document: Any, *parts: RenderableType) -> None:  # noqa: FBT001  # the command's own flag
+    """Tell what was done: as a document, or as text."""
+    if as_json:
+        tell_json(document)
+    else:
+        tell(*parts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from pathlib import Path  # noqa: TC003  # cyclopts reads the annotations
+from pathlib import Path  # cyclopts reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Group, Parameter
@@ -15,7 +15,7 @@ from mldserver.config import Spec, resolve, specs
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["app", "serve", "settings_parameters", "takes_settings"]
+__all__ = ["Config", "Handler", "app", "takes_settings"]
 
 _HELP = """
 Run a handler: listen for daemons, compute windows, checkpoint.
@@ -38,6 +38,14 @@ Exit codes: 0 clean; 1 a fault, or something that is not there yet (a folder, a 
 2 what only a person can mend (settings, handler, Java, a damaged ledger, no region or credentials for `stream`); 3 forced
 (a second signal, or the grace was over).
 """
+
+Handler = Annotated[
+    str | None, Parameter(help="The handler's dotted path: package.module or package.module:Name.")
+]
+Config = Annotated[
+    Path | None,
+    Parameter(help="Settings file. [default: mldserver.toml in the working directory, if it is there]"),
+]
 
 app = App(name="serve", help=_HELP, help_format="markdown", usage="Usage: mldserver serve HANDLER [OPTIONS]")
 
@@ -73,18 +81,7 @@ def _annotation(spec: Spec, group: Group, *, show: bool) -> Any:
     return Annotated[list[str] | None, parameter] if spec.kind.many else Annotated[str | None, parameter]
 
 
-def serve(
-    handler: Annotated[
-        str | None, Parameter(help="The handler's dotted path: package.module or package.module:Name.")
-    ] = None,
-    /,
-    *,
-    config: Annotated[
-        Path | None,
-        Parameter(help="Settings file. [default: mldserver.toml in the working directory, if it is there]"),
-    ] = None,
-    **given: object,
-) -> int:
+def serve(handler: Handler = None, /, *, config: Config = None, **given: object) -> int:
     """Run the server and return its exit code. ``given`` are raw settings by name."""
     settings = resolve(
         {"handler": handler, **given}, environ=os.environ, folder=working_directory(), config=config

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from mldserver.cli.ledger_tool import AsJson, Where, add, at_ledger, details, moment, table, tell, tell_json
+from mldserver.cli.ledger_tool import HERE, AsJson, Where, at_ledger, details, moment, table, tell, tell_json
 from mldserver.errors import OperatorError
 from mldserver.ledger.contract import WindowState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from rich.table import Table
+
     from mldserver.ledger.contract import Decision, LedgerState, Segment, WindowEntry
     from mldserver.ledger.operations import Ledger
 
-__all__ = ["app", "list_windows", "retry_windows", "set_windows_aside", "show_window", "skip_windows"]
+__all__ = ["app"]
 
 _HELP = """
 Show the windows of a pipeline, and decide about those whose job keeps failing. Servers that run go on running.
@@ -41,15 +43,13 @@ Exit codes: 0 done, 2 there is no such window or ledger, or it cannot be read.
 
 app = App(name="windows", help=_HELP, help_format="markdown")
 
-_NOWHERE: Final = Where()
-
 
 @app.command(name="list")
 def list_windows(
     *,
     state: Annotated[list[WindowState] | None, Parameter(negative=())] = None,
     retained: Annotated[bool, Parameter(name="--all", negative=())] = False,
-    where: Where = _NOWHERE,
+    where: Where = HERE,
     as_json: AsJson = False,
 ) -> int:
     """List windows, oldest first: those that are not published, and counts of the others.
@@ -79,7 +79,7 @@ def list_windows(
 
 
 @app.command(name="show")
-def show_window(window: str, /, *, where: Where = _NOWHERE, as_json: AsJson = False) -> int:
+def show_window(window: str, /, *, where: Where = HERE, as_json: AsJson = False) -> int:
     """Show all that the ledger knows of a window.
 
     Parameters
@@ -105,7 +105,7 @@ def show_window(window: str, /, *, where: Where = _NOWHERE, as_json: AsJson = Fa
 
 
 @app.command(name="retry")
-def retry_windows(*windows: str, where: Where = _NOWHERE, as_json: AsJson = False) -> int:
+def retry_windows(*windows: str, where: Where = HERE, as_json: AsJson = False) -> int:
     """Run windows again that are halted or were set aside, at once. A server that runs, or the next that starts, does.
 
     Parameters
@@ -119,7 +119,7 @@ def retry_windows(*windows: str, where: Where = _NOWHERE, as_json: AsJson = Fals
 
 
 @app.command(name="set-aside")
-def set_windows_aside(*windows: str, where: Where = _NOWHERE, as_json: AsJson = False) -> int:
+def set_windows_aside(*windows: str, where: Where = HERE, as_json: AsJson = False) -> int:
     """Put windows aside that are halted, with their rows, so that those behind them go on; `retry` runs them later.
 
     Parameters
@@ -132,7 +132,7 @@ def set_windows_aside(*windows: str, where: Where = _NOWHERE, as_json: AsJson = 
 
 
 @app.command(name="skip")
-def skip_windows(*windows: str, where: Where = _NOWHERE, as_json: AsJson = False) -> int:
+def skip_windows(*windows: str, where: Where = HERE, as_json: AsJson = False) -> int:
     """Give up windows that are halted or were set aside: they count as published, without new output, and stay so.
 
     Their segments are deleted after `retention`, late rows that wait among them; those that come later go to the late
@@ -253,25 +253,25 @@ def _segment(segment: Segment) -> dict[str, Any]:
     return dataclasses.asdict(segment) | {"kind": str(segment.kind)}
 
 
-def _listed(entries: Iterable[WindowEntry]) -> Any:
-    made = table(
-        "", "window", "state", ">revision", ">attempts", ">segments", ">rows", ">late", "owner", "error"
+def _listed(entries: Iterable[WindowEntry]) -> Table:
+    return table(
+        "",
+        ("window", "state", ">revision", ">attempts", ">segments", ">rows", ">late", "owner", "error"),
+        (
+            (
+                entry.window_id,
+                _said(entry),
+                str(entry.revision),
+                str(entry.attempt),
+                str(len(entry.segments) + len(entry.pending)),
+                f"{sum(each.rows for each in (*entry.segments, *entry.pending)):,}",
+                f"{sum(each.rows for each in entry.pending):,}",
+                entry.owner or "-",
+                ((entry.error or "").splitlines() or [""])[0],
+            )
+            for entry in entries
+        ),
     )
-    for entry in entries:
-        told = _summary(entry)
-        add(
-            made,
-            entry.window_id,
-            _said(entry),
-            str(entry.revision),
-            str(entry.attempt),
-            str(told["segments"]),
-            f"{told['rows']:,}",
-            f"{told['rows_waiting']:,}",
-            entry.owner or "-",
-            ((entry.error or "").splitlines() or [""])[0],
-        )
-    return made
 
 
 def _counted(entries: list[WindowEntry], *, shown: int) -> str:
@@ -305,8 +305,12 @@ def _facts(entry: WindowEntry) -> list[tuple[str, str]]:
     return facts + ([("staging", entry.staging)] if entry.staging is not None else [])
 
 
-def _segments(title: str, segments: Iterable[Segment]) -> Any:
-    made = table(title, "path", "kind", ">revision", ">rows", ">bytes")
-    for each in segments:
-        add(made, each.path, str(each.kind), str(each.revision), f"{each.rows:,}", f"{each.bytes:,}")
-    return made
+def _segments(title: str, segments: Iterable[Segment]) -> Table:
+    return table(
+        title,
+        ("path", "kind", ">revision", ">rows", ">bytes"),
+        (
+            (each.path, str(each.kind), str(each.revision), f"{each.rows:,}", f"{each.bytes:,}")
+            for each in segments
+        ),
+    )

@@ -37,6 +37,9 @@ class Wish(enum.StrEnum):
     FATAL = "fatal"
 
 
+_WISHES: Final = {Retry: Wish.RETRY, Discard: Wish.DISCARD, Fatal: Wish.FATAL}
+
+
 class Failure(msgspec.Struct, frozen=True):
     """Why a call failed."""
 
@@ -95,7 +98,8 @@ def describe(error: BaseException) -> Failure:
     try:
         place = _users_part(error.__traceback__)
         frames = _frames_of(place)
-        if _is_plain(error):
+        caused = error.__cause__ or (error.__context__ and not error.__suppress_context__)
+        if not caused and not _is_special(error):
             text = _middle_cut(frames + _last_line(cls, message))
         else:
             text = _middle_cut("".join(map(_middle_cut, _rendered(error, place, frames))))
@@ -103,7 +107,8 @@ def describe(error: BaseException) -> Failure:
         text = f"{told}\n"
     if not isinstance(error, Verdict):
         return Failure(told, text, cls.names, frames=frames)
-    return Failure(told, text, cls.names, _wish(error), _after(error), _records(error), frames)
+    wish = next((wish for kind, wish in _WISHES.items() if isinstance(error, kind)), None)
+    return Failure(told, text, cls.names, wish, _after(error), _records(error), frames)
 
 
 def _class_of(error: BaseException) -> _Class:
@@ -159,12 +164,6 @@ def _last_line(cls: _Class, message: str) -> str:
     return f"{cls.shown}: {message}\n" if message else f"{cls.shown}\n"
 
 
-def _is_plain(error: BaseException) -> bool:
-    """Whether frames and a message are all that is to be told of an error."""
-    caused = error.__cause__ or (error.__context__ and not error.__suppress_context__)
-    return not caused and not _is_special(error)
-
-
 def _is_special(error: BaseException) -> bool:
     """Whether there is more to tell of an error than its frames and its message."""
     return isinstance(error, SyntaxError | BaseExceptionGroup) or hasattr(error, "__notes__")
@@ -209,13 +208,6 @@ def _of_class(cls: type, name: str) -> str:
         return str(getattr(cls, name))
     except BaseException:  # noqa: BLE001  # metaclasses have code too
         return "(a class without a name)"
-
-
-def _wish(error: Verdict) -> Wish | None:
-    for kind, wish in ((Retry, Wish.RETRY), (Discard, Wish.DISCARD), (Fatal, Wish.FATAL)):
-        if isinstance(error, kind):
-            return wish
-    return None
 
 
 def _after(error: Verdict) -> float | None:

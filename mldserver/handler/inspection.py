@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from mldserver.errors import HandlerInvalid
-from mldserver.handler.handler_version import version_of
-from mldserver.handler.kclpy.recognition import problems, processor_class, recognised, written
-from mldserver.handler.kclpy.standin import PACKAGE
+from mldserver.handler.kclpy.processor import ProcessorClass, accepts, problems, recognised, written
+from mldserver.handler.kclpy.standin import PACKAGE, checkpoint_error
 from mldserver.handler.loader import Loaded, load
 from mldserver.handler.schema import RECORD_COLUMN, Schema, SchemaError, parse_schema
 from mldserver.handler.source_map import SourceMap, never_returns_a_value
-from mldserver.handler.spec import Finding, HandlerKind, HandlerSpec, HookSpec, RecordHook, span_text
+from mldserver.handler.spec import Finding, HandlerKind, HandlerSpec, HookSpec, RecordHook
 from mldserver.records import Hook
-from mldserver.windows import WINDOW_COLUMNS, Batches, Tumbling, WindowSpec, batches
+from mldserver.windows import WINDOW_COLUMNS, Batches, Tumbling, WindowSpec, batches, span_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -103,7 +102,7 @@ class _Inspection:
             concurrency,
             window_columns,
             writes_for_itself,
-            version_of(self.loaded),
+            self.loaded.version(target),
         )
 
     def _processor(self, cls: type, version: int) -> HandlerSpec | None:
@@ -115,14 +114,14 @@ class _Inspection:
         return HandlerSpec(
             self.loaded.path,
             HandlerKind.PROCESSOR,
-            processor_class(cls, version),
+            ProcessorClass(cls, version, checkpoint_error()),
             RecordHook.RECORDS,
             {name: HookSpec(name, is_async=False) for name in written(cls, version)},
             schema=None,
             windows=None,
             warnings=tuple(self.findings),
             # The class's own ``version`` says which of amazon_kclpy's interfaces it has.
-            version=version_of(replace(self.loaded, target=self.loaded.module)),
+            version=self.loaded.version(self.loaded.module),
         )
 
     def _find(self, text: str, name: str | None = None, *, is_error: bool = True) -> None:
@@ -137,7 +136,7 @@ class _Inspection:
         if inspect.isabstract(target):
             missing = ", ".join(sorted(getattr(target, "__abstractmethods__", ())))
             self._find(f"class {target.__name__} is abstract: it lacks {missing}")
-        elif not _accepts(target, 0):
+        elif not accepts(target, 0):
             self._find(
                 f"class {target.__name__} is made once per shard, without arguments; its __init__ wants some",
                 "__init__",
@@ -153,13 +152,18 @@ class _Inspection:
             return None
         if inspect.isasyncgenfunction(function):
             self._find(f"{name} is an async generator; return a list instead", name)
-        bound = isinstance(self.loaded.target, ModuleType) or _is_bound(self.loaded.target, name)
-        if not _accepts(function, len(arguments) + (not bound)):
+        # Static and class methods and plain callable objects of a class are called without the instance.
+        bound = isinstance(self.loaded.target, ModuleType)
+        if not bound:
+            member = inspect.getattr_static(self.loaded.target, name)
+            bound = isinstance(member, staticmethod | classmethod) or not hasattr(type(member), "__get__")
+        if not accepts(function, len(arguments) + (not bound)):
             names = ", ".join(arguments)
             self._find(
                 f"{name} is called as {name}({names}), but is {name}{inspect.signature(function)}", name
             )
-        return HookSpec(name, _is_async(function))
+        call = getattr(function, "__call__", None)  # noqa: B004  # objects with an `async def __call__` are hooks too
+        return HookSpec(name, inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call))
 
     def _record_hook(self, hooks: dict[str, HookSpec]) -> RecordHook | None:
         present = [name for name in _RECORD_HOOKS if self._attribute(name) is not None]
@@ -171,10 +175,12 @@ class _Inspection:
 
     def _elsewhere(self) -> str:
         """Suggest the class that was meant when only the module was named."""
-        if not isinstance(self.loaded.target, ModuleType):
-            return ""
-        for name, value in vars(self.loaded.target).items():
-            if _is_handler(value):
+        members = vars(self.loaded.target) if isinstance(self.loaded.target, ModuleType) else {}
+        for name, value in members.items():
+            # The base classes of amazon_kclpy look like handlers.
+            if not isinstance(value, type) or value.__module__.partition(".")[0] == PACKAGE:
+                continue
+            if any(hasattr(value, hook) for hook in _RECORD_HOOKS):
                 return f", but its class {name} has one: write {self.loaded.path}:{name}"
         return ""
 
@@ -208,18 +214,18 @@ class _Inspection:
         return None
 
     def _concurrency(self, record_hook: RecordHook | None) -> int:
-        given = self._attribute("concurrency")
-        if given is None:
+        concurrency = self._attribute("concurrency")
+        if concurrency is None:
             return 1
-        if type(given) is not int or given < 1:
-            self._find(f"concurrency is {given!r}; it must be a number from 1 on", "concurrency")
+        if type(concurrency) is not int or concurrency < 1:
+            self._find(f"concurrency is {concurrency!r}; it must be a number from 1 on", "concurrency")
             return 1
-        if given > 1 and record_hook not in {RecordHook.RECORD, None}:
+        if concurrency > 1 and record_hook not in {RecordHook.RECORD, None}:
             self._find(
                 f"concurrency is for process_record: {record_hook} takes all records of a batch at once",
                 "concurrency",
             )
-        return given
+        return concurrency
 
     def _window_columns(self) -> tuple[str, str] | None:
         names = getattr(self.loaded.target, "window_columns", WINDOW_COLUMNS)
@@ -235,18 +241,18 @@ class _Inspection:
         return None
 
     def _writes_for_itself(self, hooks: dict[str, HookSpec]) -> bool:
-        given = self._attribute("writes_for_itself")
-        if not isinstance(given, bool | None):
-            self._find(f"writes_for_itself is {given!r}; it is True or False", "writes_for_itself")
-        elif given and "on_window" not in hooks:
+        writes = self._attribute("writes_for_itself")
+        if not isinstance(writes, bool | None):
+            self._find(f"writes_for_itself is {writes!r}; it is True or False", "writes_for_itself")
+        elif writes and "on_window" not in hooks:
             self._find("writes_for_itself needs an on_window that writes", "writes_for_itself")
-        elif not given and "on_window" in hooks and never_returns_a_value(self._attribute("on_window")):
+        elif not writes and "on_window" in hooks and never_returns_a_value(self._attribute("on_window")):
             self._find(
                 "on_window has no return with a value, so its windows would be empty; return a DataFrame, or say "
                 "writes_for_itself = True if it writes them somewhere itself",
                 "on_window",
             )
-        return given is True
+        return writes is True
 
     def _check_tumbling(self, windows: Tumbling, schema: Schema | None, retention_ms: int | None) -> None:
         span = windows.size_ms + windows.lateness_ms
@@ -260,9 +266,10 @@ class _Inspection:
             return
         column = schema.column(windows.on)
         if column is None:
-            close = _close(windows.on, schema.names)
+            close = difflib.get_close_matches(windows.on, schema.names, n=1)
+            hint = f"did you mean {close[0]}?" if close else ", ".join(schema.names)
             self._find(
-                f"windows are cut on {windows.on!r}, which is no column of the schema{close}", "windows"
+                f"windows are cut on {windows.on!r}, which is no column of the schema ({hint})", "windows"
             )
         elif column.sql != "TIMESTAMP":
             self._find(
@@ -292,41 +299,6 @@ class _Inspection:
                 self._find(f"{name} is never called or read; did you mean {close}?", name, is_error=False)
 
 
-def _is_handler(value: object) -> bool:
-    """Tell whether a class can be a handler; amazon_kclpy's base classes cannot, but look like it."""
-    if not isinstance(value, type) or value.__module__.partition(".")[0] == PACKAGE:
-        return False
-    return any(hasattr(value, hook) for hook in _RECORD_HOOKS)
-
-
-def _accepts(function: Any, count: int) -> bool:
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return True  # it is written in C and does not say
-    try:
-        signature.bind(*[None] * count)
-    except TypeError:
-        return False
-    return True
-
-
-def _is_bound(cls: Any, name: str) -> bool:
-    """Whether a hook of a class is called without the instance: static and class methods, plain callable objects."""
-    found = inspect.getattr_static(cls, name)
-    return isinstance(found, staticmethod | classmethod) or not hasattr(type(found), "__get__")
-
-
-def _is_async(function: Any) -> bool:
-    call = getattr(function, "__call__", None)  # noqa: B004  # objects with an `async def __call__` are hooks too
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
-
-
 def _a(value: object) -> str:
     name = type(value).__name__
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
-
-
-def _close(name: str, known: tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f" (did you mean {close[0]}?)" if close else f" ({', '.join(known)})"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import hashlib
 import importlib
 import os
 import pkgutil
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Loaded", "is_library", "load", "relative"]
 
+_DIGITS: Final = 12
+"""Of the hash: enough to tell a handler's versions apart, short enough for a table."""
 _LIBRARIES: Final = (
     *{sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")},
     f"{Path(__file__).parents[1]}{os.sep}",
@@ -50,6 +53,20 @@ class Loaded:
     name: str = ""
     """The part of the path after the colon."""
 
+    def version(self, target: Any) -> str:
+        """Return which version of the handler this is: ``target``'s ``version`` (text or a number), else a hash of the source.
+
+        Empty when there is neither, as for a module that only exists compiled. What the module imports does not count.
+        """
+        version = getattr(target, "version", None)
+        if isinstance(version, str | int | float) and not isinstance(version, bool) and str(version).strip():
+            return str(version).strip()
+        try:
+            source = Path(getattr(self.module, "__file__", None) or "").read_bytes()
+        except OSError:
+            return ""
+        return f"sha256:{hashlib.sha256(source).hexdigest()[:_DIGITS]}"
+
 
 def load(path: str, *, directory: str | Path | None = None) -> Loaded:
     """Import the handler at ``path``; ``directory`` (default: the working directory) is searched first.
@@ -58,8 +75,15 @@ def load(path: str, *, directory: str | Path | None = None) -> Loaded:
     """
     module_name, _, name = path.partition(":")
     if not all(part.isidentifier() for part in module_name.split(".")) or (":" in path and not name):
-        raise HandlerNotFound(f"{path!r} is not a dotted path.", advice=_path_advice(path), handler=path)
-    _search_first(str(Path(directory or Path.cwd()).resolve()))
+        advice = "Write package.module or package.module:Name."
+        if path.endswith(".py") or "/" in path:
+            dotted = path.removesuffix(".py").replace("/", ".").strip(".")
+            advice = f"Write it as a module, not as a file: {dotted}"
+        raise HandlerNotFound(f"{path!r} is not a dotted path.", advice=advice, handler=path)
+    folder = str(Path(directory or Path.cwd()).resolve())
+    if sys.path[:1] not in ([folder], [""]):
+        sys.path.insert(0, folder)
+        importlib.invalidate_caches()
     module = _import(module_name, path)
     target: Any = module
     reached = module_name
@@ -87,12 +111,6 @@ def relative(file: str) -> str:
 def is_library(file: str) -> bool:
     """Whether a file is the standard library's, an installed package's or this one's."""
     return file.startswith(_LIBRARIES)
-
-
-def _search_first(directory: str) -> None:
-    if sys.path[:1] not in ([directory], [""]):
-        sys.path.insert(0, directory)
-        importlib.invalidate_caches()
 
 
 @contextlib.contextmanager
@@ -141,10 +159,10 @@ def _widen(missing: str) -> bool:
     known = list(getattr(parent, "__path__", ()))
     if parent is None or not known:
         return False
-    found = pkgutil.extend_path(known, parent.__name__)
-    if len(found) == len(known):
+    folders = pkgutil.extend_path(known, parent.__name__)
+    if len(folders) == len(known):
         return False
-    parent.__path__ = found
+    parent.__path__ = folders
     return True
 
 
@@ -175,13 +193,6 @@ def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
     frames = traceback.extract_tb(error.__traceback__)
     skipped = (__file__, importlib.__file__)
     return [f for f in frames if not f.filename.startswith("<frozen ") and f.filename not in skipped]
-
-
-def _path_advice(path: str) -> str:
-    if path.endswith(".py") or "/" in path:
-        dotted = path.removesuffix(".py").replace("/", ".").strip(".")
-        return f"Write it as a module, not as a file: {dotted}"
-    return "Write package.module or package.module:Name."
 
 
 def _module_advice(missing: str) -> str:

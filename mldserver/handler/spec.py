@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from mldserver.handler.schema import Schema
 
-__all__ = ["Finding", "HandlerKind", "HandlerSpec", "HookSpec", "RecordHook", "span_text", "windows_text"]
+__all__ = ["Finding", "HandlerKind", "HandlerSpec", "HookSpec", "RecordHook", "windows_text"]
 
 
 class HandlerKind(enum.StrEnum):

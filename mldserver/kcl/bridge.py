@@ -14,7 +14,7 @@ import sys
 from typing import TYPE_CHECKING, Final
 
 from mldserver.errors import ConfigError
-from mldserver.kcl.locate import deploy_file
+from mldserver.kcl.launch import deploy_file
 
 if TYPE_CHECKING:
     from mldserver.config import Address

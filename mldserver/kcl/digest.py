@@ -35,7 +35,8 @@ class Line:
 class Fault:
     """A fault that the daemon's log is known to show: how, and what to say instead."""
 
-    pattern: re.Pattern[str]
+    pattern: str
+    """A regular expression."""
     what: str
     """The sentence; its fields are the pattern's groups."""
     advice: str
@@ -44,12 +45,12 @@ class Fault:
 # The first that is found in a warning or an error counts.
 _FAULTS: Final = (
     Fault(
-        re.compile(r"subprocess \[mldserver bridge: (?P<said>.*)\] for shard (?P<shard>\S+)"),
+        r"subprocess \[mldserver bridge: (?P<said>.*)\] for shard (?P<shard>\S+)",
         "The bridge of shard {shard} could not reach the server or broke: {said}.",
         "Look whether the server runs, and listens where --connect says.",
     ),
     Fault(
-        re.compile(
+        (
             r"Failed to get status message for (?P<action>\w+) action for shard (?P<shard>\S+)"
             r"(?=(.|\n)*Reached end of STDIN)"
         ),
@@ -57,22 +58,22 @@ _FAULTS: Final = (
         "The server's log says why; the daemon starts again with all its shards.",
     ),
     Fault(
-        re.compile(r"Cannot run program \"(?P<program>[^\"]*)\"(?P<said>[^\n]*)"),
+        r"Cannot run program \"(?P<program>[^\"]*)\"(?P<said>[^\n]*)",
         "The daemon cannot start the bridge {program}{said}.",
         "Look whether the memory or the number of processes is used up, and whether the bridge may be executed.",
     ),
     Fault(
-        re.compile("java.lang.OutOfMemoryError"),
+        "java.lang.OutOfMemoryError",
         "The daemon's JVM is out of memory.",
         "Give it more, e.g. --java-option=-Xmx1g.",
     ),
     Fault(
-        re.compile("Unable to load credentials from any of the providers"),
+        "Unable to load credentials from any of the providers",
         "The daemon finds no AWS credentials any more.",
         "Look at the environment, the profile, or the role of the host.",
     ),
     Fault(
-        re.compile(
+        (
             r"(?P<code>ExpiredToken\w*|UnrecognizedClientException|InvalidSignatureException|InvalidClientTokenId)"
             r"|security token included in the request is (expired|invalid)"
         ),
@@ -80,29 +81,27 @@ _FAULTS: Final = (
         "Renew them, and check the region and the host's clock.",
     ),
     Fault(
-        re.compile(r"not authorized to perform: (?P<action>[\w:]+)"),
+        r"not authorized to perform: (?P<action>[\w:]+)",
         "AWS does not allow the daemon {action}.",
         "Give its role that permission, on the stream or on the application's DynamoDB tables.",
     ),
     Fault(
-        re.compile(r"Stream (?P<stream>\S+) under account \S+ not found"),
+        r"Stream (?P<stream>\S+) under account \S+ not found",
         "There is no stream {stream} in this account and region.",
         "Check --stream and --region; the daemon goes on looking for it.",
     ),
     Fault(
-        re.compile(r"ProvisionedThroughputExceededException|ThrottlingException|Rate exceeded"),
+        r"ProvisionedThroughputExceededException|ThrottlingException|Rate exceeded",
         "AWS throttles the daemon.",
         "It tries again by itself. When it lasts, the stream has too many readers, or the lease table too little capacity.",
     ),
     Fault(
-        re.compile(
-            r"(?P<shard>\S+): \[SubscriptionLifetime\].*#errorOccurred\) @ \S+ id: \S+ -- (?P<said>.*?)\. Last"
-        ),
+        (r"(?P<shard>\S+): \[SubscriptionLifetime\].*#errorOccurred\) @ \S+ id: \S+ -- (?P<said>.*?)\. Last"),
         "The fan-out subscription of shard {shard} failed: {said}.",
         "It is tried again. Where SubscribeToShard is not to be had (some emulators), use --retrieval polling.",
     ),
     Fault(
-        re.compile(
+        (
             r"UnknownHostException: (?P<said>[^\n]+)|Unable to execute HTTP request: (?P<said2>[^\n]+)"
             r"|ConnectException: (?P<said3>[^\n]+)"
         ),
@@ -110,7 +109,7 @@ _FAULTS: Final = (
         "The daemon tries again. Check the network, the region and the endpoints.",
     ),
     Fault(
-        re.compile(r"^Encountered an error while trying to (?P<doing>[^\n]+)\n(?P<said>[^\n]+)"),
+        r"^Encountered an error while trying to (?P<doing>[^\n]+)\n(?P<said>[^\n]+)",
         "The daemon failed to {doing}: {said}.",
         "The server's log may say why; the daemon starts again with all its shards.",
     ),
@@ -176,7 +175,7 @@ class Digest:
             return [raw]
         first = event.text.partition("\n")[0]
         for fault in _FAULTS:
-            if found := fault.pattern.search(event.text):
+            if found := re.search(fault.pattern, event.text):
                 fields = _sentence(fault, found) | {"text": first}
                 return [raw, *self._fold(fault.what, Line(event.level, "kcl.fault", fields), now)]
         key = f"{short} {_VARIABLE.sub('#', first)}"
@@ -227,12 +226,12 @@ def verbatim(event: LogEvent) -> Line:
 
 
 def _of_normal_life(short: str, event: LogEvent) -> list[Line]:
+    if event.text.startswith(_WORKS):
+        return [Line("info", "kcl.log", {"logger": event.logger, "text": _WORKS})]
     if short == "Scheduler" and (gained := _GAINED.search(event.text)):
         return [Line("info", "kcl.lease_gained", gained.groupdict())]
     if short == "ShutdownTask" and (left := _LEFT.search(event.text)) and left["reason"] in _LEFT_EVENTS:
         return [Line("info", _LEFT_EVENTS[left["reason"]], {"shard": left["shard"]})]
-    if event.text.startswith(_WORKS):
-        return [Line("info", "kcl.log", {"logger": event.logger, "text": _WORKS})]
     return []
 
 

@@ -63,89 +63,41 @@ _RATIO: Final = Kind("a number above 0", r"[0-9]+(\.[0-9]+)?", zero_counts=False
 _FLAG: Final = Kind("true or false", "(?i:true|false)")
 _BILLING: Final = Kind("PAY_PER_REQUEST or PROVISIONED", "PAY_PER_REQUEST|PROVISIONED")
 
+_OF_KIND: Final = {
+    _COUNT: """
+        coordinatorStateReadCapacity coordinatorStateWriteCapacity dampeningPercentage
+        failoverTimeMillis idleTimeBetweenReadsInMillis inMemoryWorkerMetricsCaptureFrequencyMillis
+        initialLeaseTableReadCapacity initialLeaseTableWriteCapacity leaseAssignmentIntervalMillis
+        listShardsBackoffTimeInMillis maxLeaseRenewalThreads maxLeasesForWorker
+        maxLeasesToStealAtOneTime maxListShardsRetryAttempts metricsBufferTimeMillis
+        metricsMaxQueueSize millisBehindLatestThresholdForReducedTps
+        noOfPersistedMetricsPerWorkerMetrics parentShardPollIntervalMillis
+        reBalanceThresholdPercentage schedulerInitializationBackoffTimeMillis
+        shardSyncIntervalMillis taskBackoffTimeMillis varianceBalancingFrequency
+        workerMetricsReadCapacity workerMetricsReporterFreqInMillis workerMetricsWriteCapacity
+    """,
+    _NUMBER: """
+        gracefulLeaseHandoffTimeoutMillis logWarningForTaskAfterMillis maxActiveThreads
+        maxGetRecordsThreadPool retryGetRecordsInSeconds shutdownGraceMillis
+    """,
+    _FLAG: """
+        allowThroughputOvershoot callProcessRecordsEvenForEmptyRecordList
+        coordinatorStateDeletionProtectionEnabled coordinatorStatePointInTimeRecoveryEnabled
+        disableWorkerMetrics enablePriorityLeaseAssignment ignoreUnexpectedChildShards
+        isGracefulLeaseHandoffEnabled leaseTableDeletionProtectionEnabled leaseTablePitrEnabled
+        skipShardSyncAtWorkerInitializationIfLeasesExist workerMetricsDeletionProtectionEnabled
+        workerMetricsPointInTimeRecoveryEnabled
+    """,
+    _TEXT: """
+        AWSCredentialsProvider AwsCredentialsProvider AWSCredentialsProviderCloudWatch
+        AWSCredentialsProviderDynamoDB cloudWatchRegionName coordinatorStateTableName
+        coordinatorStateTags dynamoDBRegionName metricsEnabledDimensions processingLanguage
+        streamArn tableName workerId workerIdentifier workerMetricsTableName workerMetricsTags
+    """,
+}
+
 PROPERTIES: Final[dict[str, Kind]] = {
-    **dict.fromkeys(
-        (
-            "coordinatorStateReadCapacity",
-            "coordinatorStateWriteCapacity",
-            "dampeningPercentage",
-            "failoverTimeMillis",
-            "idleTimeBetweenReadsInMillis",
-            "inMemoryWorkerMetricsCaptureFrequencyMillis",
-            "initialLeaseTableReadCapacity",
-            "initialLeaseTableWriteCapacity",
-            "leaseAssignmentIntervalMillis",
-            "listShardsBackoffTimeInMillis",
-            "maxLeaseRenewalThreads",
-            "maxLeasesForWorker",
-            "maxLeasesToStealAtOneTime",
-            "maxListShardsRetryAttempts",
-            "metricsBufferTimeMillis",
-            "metricsMaxQueueSize",
-            "millisBehindLatestThresholdForReducedTps",
-            "noOfPersistedMetricsPerWorkerMetrics",
-            "parentShardPollIntervalMillis",
-            "reBalanceThresholdPercentage",
-            "schedulerInitializationBackoffTimeMillis",
-            "shardSyncIntervalMillis",
-            "taskBackoffTimeMillis",
-            "varianceBalancingFrequency",
-            "workerMetricsReadCapacity",
-            "workerMetricsReporterFreqInMillis",
-            "workerMetricsWriteCapacity",
-        ),
-        _COUNT,
-    ),
-    **dict.fromkeys(
-        (
-            "gracefulLeaseHandoffTimeoutMillis",
-            "logWarningForTaskAfterMillis",
-            "maxActiveThreads",
-            "maxGetRecordsThreadPool",
-            "retryGetRecordsInSeconds",
-            "shutdownGraceMillis",
-        ),
-        _NUMBER,
-    ),
-    **dict.fromkeys(
-        (
-            "allowThroughputOvershoot",
-            "callProcessRecordsEvenForEmptyRecordList",
-            "coordinatorStateDeletionProtectionEnabled",
-            "coordinatorStatePointInTimeRecoveryEnabled",
-            "disableWorkerMetrics",
-            "enablePriorityLeaseAssignment",
-            "ignoreUnexpectedChildShards",
-            "isGracefulLeaseHandoffEnabled",
-            "leaseTableDeletionProtectionEnabled",
-            "leaseTablePitrEnabled",
-            "skipShardSyncAtWorkerInitializationIfLeasesExist",
-            "workerMetricsDeletionProtectionEnabled",
-            "workerMetricsPointInTimeRecoveryEnabled",
-        ),
-        _FLAG,
-    ),
-    **dict.fromkeys(
-        (
-            "AWSCredentialsProvider",
-            "AwsCredentialsProvider",
-            "AWSCredentialsProviderCloudWatch",
-            "AWSCredentialsProviderDynamoDB",
-            "cloudWatchRegionName",
-            "coordinatorStateTableName",
-            "coordinatorStateTags",
-            "dynamoDBRegionName",
-            "metricsEnabledDimensions",
-            "processingLanguage",
-            "streamArn",
-            "tableName",
-            "workerId",
-            "workerIdentifier",
-            "workerMetricsTableName",
-            "workerMetricsTags",
-        ),
-        _TEXT,
-    ),
+    **{name: kind for kind, names in _OF_KIND.items() for name in names.split()},
     "cleanupLeasesUponShardCompletion": Kind("true", "(?i:true|false)", zero_counts=False),
     "clientVersionConfig": Kind(
         "CLIENT_VERSION_CONFIG_3X or CLIENT_VERSION_CONFIG_COMPATIBLE_WITH_2X",
@@ -164,11 +116,8 @@ PROPERTIES: Final[dict[str, Kind]] = {
 """What the daemon knows and ``mldserver kcl`` has no option for."""
 
 OF_POLLING: Final = frozenset({
-    "idleTimeBetweenReadsInMillis",
-    "maxGetRecordsThreadPool",
-    "maxRecords",
-    "millisBehindLatestThresholdForReducedTps",
-    "retryGetRecordsInSeconds",
+    *("idleTimeBetweenReadsInMillis", "maxGetRecordsThreadPool", "maxRecords"),
+    *("millisBehindLatestThresholdForReducedTps", "retryGetRecordsInSeconds"),
 })  # fmt: skip
 
 NESTED: Final = ("cloudWatchClient", "dynamoDbClient", "fanoutConfig", "kinesisClient")
@@ -227,7 +176,7 @@ def daemon_properties(settings: DaemonSettings) -> dict[str, str]:
                 advice="Leave the property out, or choose the other --retrieval.",
             )
     at_time = settings.position.isdigit()
-    made = {
+    properties = {
         "executableName": settings.executable,
         "streamName": settings.stream,
         "applicationName": settings.app,
@@ -245,7 +194,7 @@ def daemon_properties(settings: DaemonSettings) -> dict[str, str]:
         # The KCL's default of 0 leaves no time for the last checkpoint at SIGTERM.
         "shutdownGraceMillis": str(SHUTDOWN_GRACE_MS),
     }
-    return {name: value for name, value in made.items() if value is not None} | dict(settings.extra)
+    return {name: value for name, value in properties.items() if value is not None} | dict(settings.extra)
 
 
 def _endpoint(url: str | None) -> str | None:

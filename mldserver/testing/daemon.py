@@ -153,7 +153,8 @@ class DaemonShard:
             self._partial = [piece]
             if self._on_line is not None:
                 self._on_line("out", self._lines[-1])
-            self._note_early()
+            if self.outstanding is None:
+                self._note_early("a line that answers no request", self._lines[-1])
         self._read()
 
     def receive_eof(self) -> None:
@@ -180,10 +181,9 @@ class DaemonShard:
         self._send(line)
         self._read()
 
-    def _note_early(self) -> None:
-        line = self._lines[-1]
-        if self.outstanding is None and not isinstance(java_wire.read_reply(self.form, line), Ignored):
-            self._violation("a line that answers no request; the daemon takes it for the next answer", line)
+    def _note_early(self, what: str, line: str) -> None:
+        if not isinstance(java_wire.read_reply(self.form, line), Ignored):
+            self._violation(f"{what}; the daemon takes it for the next answer", line)
 
     def _read(self) -> None:
         while self._lines and self.outstanding is not None:
@@ -222,24 +222,22 @@ class DaemonShard:
         self.outstanding = None
         self.hang = None
         for early in self._lines:
-            if not isinstance(java_wire.read_reply(self.form, early), Ignored):
-                self._violation("a line behind the status; the daemon takes it for the next answer", early)
+            self._note_early("a line behind the status", early)
 
     def _checkpoint(self, line: str, number: str | None, sub: int | None) -> None:
         error: str | None = None
         try:
-            self._try_checkpoint(number, sub)
+            if self.outstanding not in _CHECKPOINTABLE:
+                raise WorkerMistake(
+                    "InvalidStateException", f"no checkpoint while answering {self.outstanding}"
+                )  # told as the checkpointer's own
+            self.checkpointer.checkpoint(number, sub)
         except JavaThrow as thrown:
             error = thrown.simple_name
             self._lease_gone |= error == "ShutdownException"
             if isinstance(thrown, WorkerMistake):
                 self._violation(f"a checkpoint that cannot be: {thrown}", line)
         self._send(java_wire.checkpoint_reply(self.form, number, sub, error))
-
-    def _try_checkpoint(self, number: str | None, sub: int | None) -> None:
-        if self.outstanding not in _CHECKPOINTABLE:
-            raise WorkerMistake("InvalidStateException", f"no checkpoint while answering {self.outstanding}")
-        self.checkpointer.checkpoint(number, sub)
 
     def _send(self, line: bytes) -> None:
         self._out += line

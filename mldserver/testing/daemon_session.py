@@ -125,7 +125,8 @@ class ShardSession:
                 if form is not Form.V1:
                     core.shutdown_requested()
                     await self._exchange(reader, writer)
-                self._hand_over()
+                if self.leases.leaving(self.shard_id):
+                    self.leases.lose(self.shard_id)
                 core.lease_lost()
             else:
                 # Asked before the read: what comes in between is read.
@@ -146,10 +147,6 @@ class ShardSession:
             await self._exchange(reader, writer)
         await self._leave(reader, writer)
 
-    def _hand_over(self) -> None:
-        if self.leases.leaving(self.shard_id):
-            self.leases.lose(self.shard_id)
-
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Send what is to be sent and read until the request is answered."""
         try:
@@ -163,17 +160,14 @@ class ShardSession:
                 if not heard:
                     break
                 self.core.receive_data(heard)
-                self._mind_hang()
+                if (hang := self.core.hang) is not None and self.habits.raise_on_hang:
+                    raise DaemonHangs(
+                        f"{self.shard_id}: the daemon waits for the answer to {hang.waiting_for} for ever. "
+                        f"{hang.reason}: {hang.line!r}"
+                    )
         except ConnectionError:
             pass  # a reset looks like an EOF to the child's pipes
         self.core.receive_eof()
-
-    def _mind_hang(self) -> None:
-        if (hang := self.core.hang) is not None and self.habits.raise_on_hang:
-            raise DaemonHangs(
-                f"{self.shard_id}: the daemon waits for the answer to {hang.waiting_for} for ever. "
-                f"{hang.reason}: {hang.line!r}"
-            )
 
     async def _leave(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Close our side and drain the server's to its end: the Java does so without a time limit."""

@@ -193,11 +193,9 @@ class FakeMLD:
 
     async def _live(self) -> Exit:
         self.life += 1
-        # A session whose task was cancelled before it first ran could not take itself out.
-        self._sessions.clear()
         self._die.clear()
         self._blocked.clear()
-        # A shard that was about to start when the JVM died was cancelled before it could take itself off.
+        # A session whose task was cancelled before it first ran could not take itself out.
         self._sessions.clear()
         faults: list[Exit] = []
         told: Exception | None = None
@@ -232,12 +230,19 @@ class FakeMLD:
     async def _manage(self, group: asyncio.TaskGroup) -> None:
         """Start shards as their turn comes, until there is nothing left to do."""
         while True:
-            self._grant_due()
+            for due, shard_id in tuple(self._grants):
+                # The lease comes back only after this worker has let go of it.
+                let_go = self.leases.elsewhere(shard_id) and shard_id not in self._sessions
+                if due <= self._clock.steady_ms() and let_go:
+                    self._grants.remove((due, shard_id))
+                    self.leases.grant(shard_id)
             if self._stop_at_ms is None:
-                for shard_id in self._startable():
-                    session = self._seat(shard_id)
-                    self._sessions[shard_id] = session
-                    group.create_task(self._attend(session), name=shard_id)
+                for shard in tuple(self.stream.shards.values()):
+                    begun = shard.id in self._sessions or shard.id in self._blocked
+                    ended, elsewhere = self.leases.ended(shard.id), self.leases.elsewhere(shard.id)
+                    if not (begun or ended or elsewhere) and all(map(self.leases.ended, shard.parents)):
+                        session = self._sessions[shard.id] = self._seat(shard.id)
+                        group.create_task(self._attend(session), name=shard.id)
                 if self._stop_at_end and self.finished and not self._sessions:
                     return
             elif not self._sessions:
@@ -246,28 +251,8 @@ class FakeMLD:
                 raise _Stopped
             await self._clock.sleep(self.habits.idle_seconds)
 
-    def _grant_due(self) -> None:
-        now = self._clock.steady_ms()
-        for due, shard_id in tuple(self._grants):
-            # The lease comes back only after this worker has let go of it.
-            if due <= now and self.leases.elsewhere(shard_id) and shard_id not in self._sessions:
-                self._grants.remove((due, shard_id))
-                self.leases.grant(shard_id)
-
-    def _startable(self) -> list[str]:
-        return [
-            shard.id
-            for shard in self.stream.shards.values()
-            if shard.id not in self._sessions
-            and shard.id not in self._blocked
-            and not self.leases.elsewhere(shard.id)
-            and not self.leases.ended(shard.id)
-            and all(self.leases.ended(parent) for parent in shard.parents)
-        ]
-
     def _seat(self, shard_id: str) -> ShardSession:
         life = self.life
-        keep = self._keep_history
 
         def note(direction: str, text: str) -> None:
             self.history.append(Line(shard_id, life, direction, text))
@@ -281,7 +266,7 @@ class FakeMLD:
             leases=self.leases,
             clock=self._clock,
             habits=self.habits,
-            on_line=note if keep else None,
+            on_line=note if self._keep_history else None,
             on_batch=self._count,
         )
 

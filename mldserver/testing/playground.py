@@ -74,7 +74,15 @@ def read_lines(path: Path | None, *, limit: int | None = None) -> list[bytes]:
 
     Raises ConfigError when the file cannot be read or holds no line.
     """
-    path = path or _bundled()
+    if path is None:
+        # ``handlers`` is a namespace package, which has no place of its own; the module beside the data has one.
+        spec = find_spec("handlers.departures")
+        if spec is None or spec.origin is None:
+            raise ConfigError(
+                "The bundled departures were not found.",
+                advice="Another package called handlers hides the examples: run from a different folder.",
+            )
+        path = Path(spec.origin).parent / "data" / DEPARTURES
     try:
         data = path.read_bytes()
         if path.suffix == ".gz":
@@ -112,17 +120,6 @@ def _instant_ms(value: object) -> int | None:
     return max(0, int((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() * 1000))
 
 
-def _bundled() -> Path:
-    # ``handlers`` is a namespace package, which has no place of its own; the module beside the data has one.
-    spec = find_spec("handlers.departures")
-    if spec is None or spec.origin is None:
-        raise ConfigError(
-            "The bundled departures were not found.",
-            advice="Another package called handlers hides the examples: run from a different folder.",
-        )
-    return Path(spec.origin).parent / "data" / DEPARTURES
-
-
 def fresh_folder(wanted: str | Path | None, name: str) -> Path:
     """Return ``wanted``, made if need be, or a new temporary folder.
 
@@ -131,28 +128,20 @@ def fresh_folder(wanted: str | Path | None, name: str) -> Path:
     """
     if wanted is None:
         return Path(tempfile.mkdtemp(prefix=f"mldserver-{name}-"))
-    wanted = _local(wanted, name)
-    try:
-        wanted.mkdir(parents=True, exist_ok=True)
-        taken = any(wanted.iterdir())
-    except OSError as error:
-        raise ConfigError(f"{wanted} cannot be used: {error}.", advice="Choose another folder.") from error
-    if taken:
-        raise ConfigError(f"{wanted} is not empty.", advice="Name a folder that is new, or empty it.")
-    return wanted.resolve()
-
-
-def _local(wanted: str | Path, name: str) -> Path:
     try:
         place = locations.out.parse(wanted)
-    except ValueError as error:
+        if isinstance(place, RemoteOut):
+            raise ConfigError(
+                f"{place} is not on this machine, and `mldserver {name}` keeps ledger, log and output in one folder.",
+                advice="Name a local folder; `mldserver serve` writes to other file systems.",
+            )
+        place.mkdir(parents=True, exist_ok=True)
+        taken = any(place.iterdir())
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{wanted} cannot be used: {error}.", advice="Choose another folder.") from error
-    if isinstance(place, RemoteOut):
-        raise ConfigError(
-            f"{place} is not on this machine, and `mldserver {name}` keeps ledger, log and output in one folder.",
-            advice="Name a local folder; `mldserver serve` writes to other file systems.",
-        )
-    return place
+    if taken:
+        raise ConfigError(f"{place} is not empty.", advice="Name a folder that is new, or empty it.")
+    return place.resolve()
 
 
 def play_settings(handler: str, out: Path, *, environ: Mapping[str, str], folder: Path) -> Settings:
@@ -179,24 +168,13 @@ def play_settings(handler: str, out: Path, *, environ: Mapping[str, str], folder
 
 def quick_spark(settings: Settings) -> Engine | None:
     """Return Spark with what makes its start quick, or None for a handler without rows. Raises HandlerError."""
-    from mldserver.spark.client import SparkEngine  # noqa: PLC0415  # not needed where another engine stands in
+    from mldserver.assembly import spark_of  # noqa: PLC0415  # the server's imports
 
     spec = load_spec(settings.handler)
     if spec.schema is None:
         return None
-    return SparkEngine(
-        spec.path,
-        spec.schema.ddl,
-        master=settings.spark_master,
-        conf=settings.spark_conf,
-        ui=settings.spark_ui,
-        java_home=str(settings.java_home) if settings.java_home else None,
-        cache_dir=settings.cache_dir,
-        concurrency=settings.window_concurrency,
-        job_deadline=settings.window_deadline_seconds,
-        work_dir=home(settings) / SPARK,
-        quick=True,
-        archive_after=None,
+    return spark_of(
+        settings, spec, work_dir=home(settings) / SPARK, group_limit=1, quick=True, archive_after=None
     )
 
 
@@ -228,8 +206,17 @@ def told_failures(log_file: Path | None, *, most: int = 5) -> list[str]:
     """Return what the log says of errors, one paragraph each, the latest ``most`` of them."""
     if log_file is None or not log_file.exists():
         return []
-    told = [_paragraph(event) for event in map(_parsed, log_file.read_bytes().splitlines())]
-    return list(dict.fromkeys(text for text in told if text))[-most:]
+    paragraphs = []
+    for event in map(_parsed, log_file.read_bytes().splitlines()):
+        if event.get("level") not in _BAD:
+            continue
+        parts = [str(event[key]) for key in ("what", "did", "advice") if event.get(key)]
+        if not parts and event.get("exception"):
+            parts = [str(event["exception"]).strip().splitlines()[-1]]
+        if not parts:
+            parts = [": ".join(str(event[key]) for key in ("event", "reason") if event.get(key))]
+        paragraphs.append(" ".join(parts))
+    return list(dict.fromkeys(filter(None, paragraphs)))[-most:]
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
@@ -238,14 +225,3 @@ def _parsed(line: bytes) -> dict[str, Any]:
     except orjson.JSONDecodeError:  # a line cut off by a crash
         return {}
     return event if isinstance(event, dict) else {}
-
-
-def _paragraph(event: dict[str, Any]) -> str:
-    if event.get("level") not in _BAD:
-        return ""
-    parts = [str(event[key]) for key in ("what", "did", "advice") if event.get(key)]
-    if not parts and event.get("exception"):
-        parts = [str(event["exception"]).strip().splitlines()[-1]]
-    if not parts:
-        parts = [": ".join(str(event[key]) for key in ("event", "reason") if event.get(key))]
-    return " ".join(parts)

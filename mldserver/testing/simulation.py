@@ -8,6 +8,7 @@ batches interleave.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -173,15 +174,21 @@ class Simulation:
             await asyncio.wait({server})
             ticker.cancel()
         watch(self)
-        return self._report(server.result())
+        return Report(
+            server_exit=server.result(),
+            status=self.status,
+            finished=self.mld.finished,
+            violations=tuple(self.mld.violations),
+            exits=tuple(f"{ended.code}: {ended.reason}" for ended in self.mld.exits),
+            deliveries=self.mld.records_sent,
+            refused=dict(self.mld.leases.refused),
+        )
 
     @property
     def status(self) -> CoordinatorStatus | None:
         """The server's latest snapshot; None before its parts are built."""
-        try:
+        with contextlib.suppress(RuntimeError):
             self._status = self.server.status()
-        except RuntimeError:
-            return self._status
         return self._status
 
     async def _tick(self, watch: Callable[[Simulation], None]) -> None:
@@ -192,18 +199,21 @@ class Simulation:
     async def _play(self) -> None:
         """Run the daemon, started again after each crash that was asked for, until the stream is over."""
         self.mld.address = await self.server.listening()
-        self._plan_faults()
+        records = max(1, self.stream.records)
+        for _ in range(self.faults.crashes):
+            self.mld.at(self._dice.randint(1, records), self.mld.kill)
+        for _ in range(self.faults.lost_leases):
+            self.mld.at(self._dice.randint(1, records), self._lose_some_lease)
         if self._speed is not None:
             self.stream.tip_ms = self._playing_at(self._speed)
         try:
             while await self.mld.run() == EXIT_KILLED:
                 await self._clock.sleep(_RESTART_SECONDS)
-        except NoServer:
-            return  # the server ended before the daemon came; its exit code says so
-        except DaemonHangs:
-            return  # it is among the violations, with its line
-        if self.mld.finished:
-            await self._windows_done()
+        except (NoServer, DaemonHangs):
+            return  # the server's exit code says so, or it is among the violations, with its line
+        while self.mld.finished and not self._halted:
+            if await finishes_within(self._clock, _PATIENCE_SECONDS, self.server.finished()):
+                return
 
     def _playing_at(self, speed: float) -> Callable[[], int]:
         """Return what tells the stream's time, which begins now, with its first record."""
@@ -213,35 +223,12 @@ class Simulation:
         )
         return lambda: first_ms + int((self._clock.steady_ms() - began_ms) * speed)
 
-    async def _windows_done(self) -> None:
-        while not await finishes_within(self._clock, _PATIENCE_SECONDS, self.server.finished()):
-            if self._halted:
-                return
-
     @property
     def _halted(self) -> bool:
         status = self.status
         return status is not None and bool(status.windows_halted)
 
-    def _plan_faults(self) -> None:
-        records = max(1, self.stream.records)
-        for _ in range(self.faults.crashes):
-            self.mld.at(self._dice.randint(1, records), self.mld.kill)
-        for _ in range(self.faults.lost_leases):
-            self.mld.at(self._dice.randint(1, records), self._lose_some_lease)
-
     def _lose_some_lease(self) -> None:
         shard_id = self._dice.choice(sorted(self.mld.active_shards))
         self.mld.lose_lease(shard_id, graceful=self._graceful, back_after_seconds=_LEASE_BACK_SECONDS)
         self._graceful = not self._graceful
-
-    def _report(self, server_exit: int) -> Report:
-        return Report(
-            server_exit=server_exit,
-            status=self.status,
-            finished=self.mld.finished,
-            violations=tuple(self.mld.violations),
-            exits=tuple(f"{ended.code}: {ended.reason}" for ended in self.mld.exits),
-            deliveries=self.mld.records_sent,
-            refused=dict(self.mld.leases.refused),
-        )

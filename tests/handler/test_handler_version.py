@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mldserver.handler.handler_version import version_of
 from mldserver.handler.loader import Loaded
 
 if TYPE_CHECKING:
@@ -24,6 +23,10 @@ def loaded(file: Path | None, version: Any = None) -> Loaded:
     if version is not None:
         module.version = version  # type: ignore[attr-defined]  # as a user's module has it
     return Loaded("h", module, module)
+
+
+def version_of(handler: Loaded) -> str:
+    return handler.version(handler.target)
 
 
 @pytest.mark.parametrize(("given", "said"), [("2026-11-21 ", "2026-11-21"), (7, "7"), (1.5, "1.5")])

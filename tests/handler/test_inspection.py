@@ -13,8 +13,8 @@ from mldserver import batches, tumbling
 from mldserver.errors import HandlerInvalid
 from mldserver.handler.inspection import inspect_handler, load_spec
 from mldserver.handler.loader import Loaded, load
-from mldserver.handler.spec import Finding, HandlerKind, HookSpec, RecordHook, span_text, windows_text
-from mldserver.windows import duration_ms
+from mldserver.handler.spec import Finding, HandlerKind, HookSpec, RecordHook, windows_text
+from mldserver.windows import duration_ms, span_text
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -19,8 +19,7 @@ import pytest
 from mldserver.config import TcpAddress, UnixAddress
 from mldserver.errors import ConfigError
 from mldserver.kcl import bridge
-from mldserver.kcl.launch import private_files
-from mldserver.kcl.locate import deploy_file
+from mldserver.kcl.launch import deploy_file, private_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

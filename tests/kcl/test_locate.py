@@ -8,7 +8,7 @@ import pytest
 
 import mldserver
 from mldserver.errors import InternalError, JavaError, OperatorError
-from mldserver.kcl.locate import deploy_file, find_jars, find_java
+from mldserver.kcl.launch import deploy_file, find_jars, find_java
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mldserver.handler.kclpy.checkpointer import Checkpointer
+    from mldserver.handler.kclpy.progress import Checkpointer
     from mldserver.records import RecordMethods
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""One record processor behind the server's own hooks: what each version is called with.
+"""One record processor behind the server's own hooks: which classes are processors, what each version is called with.
 
 An instance of ``Processor`` looks like any other handler class's: ``initialize(shard)``, ``process_records(batch)``,
 ``lease_lost(shard)`` … What the processor raises passes through, so that the pipeline's failure policy sees it; what it
@@ -7,11 +7,12 @@ returns is nobody's.
 
 from __future__ import annotations
 
+import inspect
+import sys
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from mldserver.handler.kclpy.checkpointer import Checkpointer
 from mldserver.handler.kclpy.inputs import (
     DictRecord,
     InitializeInput,
@@ -22,12 +23,29 @@ from mldserver.handler.kclpy.inputs import (
     ShutdownInput,
     ShutdownRequestedInput,
 )
-from mldserver.handler.kclpy.progress import Overdue, Progress
+from mldserver.handler.kclpy.progress import Checkpointer, Overdue, Progress
+from mldserver.handler.kclpy.standin import PACKAGE
 
 if TYPE_CHECKING:
     from mldserver.records import Batch, Sequence, Shard
 
-__all__ = ["Processor", "ProcessorClass"]
+__all__ = ["HOOKS", "Processor", "ProcessorClass", "accepts", "problems", "recognised", "written"]
+
+HOOKS: Final = ("initialize", "process_records", "lease_lost", "shard_ended", "shutdown_requested")
+"""The hooks of ``Processor``, which are the server's own."""
+_METHODS: Final = {
+    1: {"initialize": 1, "process_records": 2, "shutdown": 2, "shutdown_requested": 1},
+    2: {"initialize": 1, "process_records": 1, "shutdown": 1, "shutdown_requested": 1},
+    3: {
+        "initialize": 1,
+        "process_records": 1,
+        "lease_lost": 1,
+        "shard_ended": 1,
+        "shutdown_requested": 1,
+    },
+}
+"""For each version its methods, and how many arguments they are called with beside the instance."""
+_BEFORE_V3: Final = {"lease_lost": "shutdown", "shard_ended": "shutdown"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +136,70 @@ class Processor:
             self._delegate.shutdown(ShutdownInput(reason, self._checkpointer))
         else:
             getattr(self._delegate, hook)(told)
+
+
+def recognised(target: object) -> int | None:
+    """Return the version (1, 2 or 3) of a class of record processors; None for all else.
+
+    It derives from a class of amazon_kclpy's; or it says its version, as amazon_kclpy demands of all others, in a module
+    that uses amazon_kclpy.
+    """
+    if not isinstance(target, type):
+        return None
+    version = getattr(target, "version", None)
+    if type(version) is not int or version not in _METHODS:
+        return None
+    if _is_of_kclpy(target):
+        return None
+    module = sys.modules.get(target.__module__)
+    used = (*target.__mro__[1:], *(list(vars(module).values()) if module else ()))
+    return version if any(map(_is_of_kclpy, used)) else None
+
+
+def _is_of_kclpy(value: object) -> bool:
+    name = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
+    return isinstance(name, str) and (name == PACKAGE or name.startswith(f"{PACKAGE}."))
+
+
+def written(cls: type, version: int) -> tuple[str, ...]:
+    """Return those of ``HOOKS`` that the class has an own method for; the base classes' are only placeholders."""
+    names = {hook: hook if version >= 3 else _BEFORE_V3.get(hook, hook) for hook in HOOKS}  # noqa: PLR2004  # see METHODS
+    return tuple(hook for hook, name in names.items() if _own(cls, name) is not None)
+
+
+def _own(cls: type, name: str) -> Any:
+    owner = next((base for base in cls.__mro__ if name in vars(base)), None)
+    return None if owner is None or _is_of_kclpy(owner) else getattr(cls, name)
+
+
+def problems(cls: type, version: int) -> list[tuple[str, str, bool]]:
+    """Return what is wrong with a processor: (sentence, the method concerned, whether it prevents it from running)."""
+    found = []
+    for name, count in _METHODS[version].items():
+        method = _own(cls, name)
+        if method is None:
+            if name == "process_records":
+                found.append((f"it has no {name}", "", True))
+            elif name != "shutdown_requested":
+                found.append((f"it has no {name}: nothing is called then", "", False))
+        elif inspect.iscoroutinefunction(method):
+            found.append((f"{name} is async, which amazon_kclpy never awaits", name, True))
+        elif not accepts(
+            method, count + (not isinstance(inspect.getattr_static(cls, name), staticmethod | classmethod))
+        ):
+            told = f"{name} is called with {count} argument{'s' * (count > 1)} by version {version} of amazon_kclpy"
+            found.append((f"{told}, but is {name}{inspect.signature(method)}", name, True))
+    return found
+
+
+def accepts(function: Any, count: int) -> bool:
+    """Whether a function can be called with so many arguments; one that is written in C may not say."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True

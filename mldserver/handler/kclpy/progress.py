@@ -1,4 +1,4 @@
-"""How far one record processor has checkpointed. A synchronous core.
+"""How far one record processor has checkpointed, and the ``checkpointer`` that it holds. A synchronous core.
 
 The rules are those of the KCL's checkpointer (KCL 3.1.3, ShardRecordProcessorCheckpointer): a checkpoint lies between
 the last one and the last record delivered, else it is an IllegalArgumentException. Two things differ, since a call that
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from mldserver.records import Sequence
 
-__all__ = ["CheckpointRefused", "Overdue", "Progress"]
+__all__ = ["CheckpointError", "CheckpointRefused", "Checkpointer", "Overdue", "Progress"]
 
 _REMIND_MS = 10 * 60_000
 _MAX_DIGITS = 129  # AWS limit
@@ -57,20 +57,18 @@ class Progress:
         """
         if self.closed:
             raise CheckpointRefused("ShutdownException")
-        wanted = self._reach if number is None else self._checked(number, sub)
+        wanted = self._reach
+        if number is not None:
+            wanted = _sequence(number, sub)
+            floor = self._floor if self.position is None else self.position
+            if wanted is None or (floor is not None and wanted < floor):
+                raise CheckpointRefused("IllegalArgumentException")
+            if wanted != floor and (self.delivered is None or wanted > self.delivered):
+                raise CheckpointRefused("IllegalArgumentException")
         self.end_checkpointed |= wanted == self.delivered
         if wanted is not None and self._reach is not None:
             wanted = min(wanted, self._reach)
             self.position = wanted if self.position is None else max(wanted, self.position)
-
-    def _checked(self, number: object, sub: object) -> Sequence:
-        wanted = _sequence(number, sub)
-        floor = self._floor if self.position is None else self.position
-        if wanted is None or (floor is not None and wanted < floor):
-            raise CheckpointRefused("IllegalArgumentException")
-        if wanted != floor and (self.delivered is None or wanted > self.delivered):
-            raise CheckpointRefused("IllegalArgumentException")
-        return wanted
 
 
 def _sequence(number: object, sub: object) -> Sequence | None:
@@ -111,3 +109,43 @@ class Overdue:
             return None
         self._told_ms = now_ms
         return now_ms - self._since_ms
+
+
+class CheckpointError(Exception):
+    """A checkpoint was refused; ``value`` is the simple name of Java's exception, e.g. ``ShutdownException``."""
+
+    __module__ = "amazon_kclpy.checkpoint_error"
+
+    def __init__(self, value: str) -> None:
+        """Name Java's exception."""
+        super().__init__(value)
+        self.value = value
+
+    def __str__(self) -> str:
+        return repr(self.value)
+
+
+class Checkpointer:
+    """Notes how far a processor is done with its shard's records.
+
+    A checkpoint is durable with the server's next flush, and reaches the daemon behind that; so it never waits, and
+    never meets a throttled lease table.
+    """
+
+    def __init__(self, progress: Progress, error: type[Exception]) -> None:
+        """``error`` is what the processor catches: ``CheckpointError``, of amazon_kclpy or of the stand-in for it."""
+        self._progress = progress
+        self._error = error
+
+    def checkpoint(
+        self, sequence_number: str | int | None = None, sub_sequence_number: int | None = None
+    ) -> None:
+        """Note that every record up to a sequence is done; without one: every record delivered so far.
+
+        Raises CheckpointError: ``IllegalArgumentException`` for what was not delivered, lies before the last checkpoint,
+        or is no sequence number; ``ShutdownException`` once the lease, or the connection, is gone.
+        """
+        try:
+            self._progress.checkpoint(sequence_number, sub_sequence_number)
+        except CheckpointRefused as refused:
+            raise self._error(str(refused)) from None

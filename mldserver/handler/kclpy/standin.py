@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
 
 from mldserver.handler.kclpy import inputs
-from mldserver.handler.kclpy.checkpointer import Checkpointer, CheckpointError
+from mldserver.handler.kclpy.progress import Checkpointer, CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -132,9 +132,9 @@ def standing_in() -> Iterator[None]:
 def checkpoint_error() -> type[Exception]:
     """Return the ``CheckpointError`` that an imported processor knows: amazon_kclpy's, where it was imported."""
     for name in (f"{PACKAGE}.checkpoint_error", f"{PACKAGE}.kcl"):
-        found = getattr(sys.modules.get(name), "CheckpointError", None)
-        if isinstance(found, type) and issubclass(found, Exception):
-            return found
+        error = getattr(sys.modules.get(name), "CheckpointError", None)
+        if isinstance(error, type) and issubclass(error, Exception):
+            return error
     return CheckpointError
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from mldserver.handler.kclpy.checkpointer import CheckpointError
 from mldserver.handler.kclpy.inputs import DictRecord
 from mldserver.handler.kclpy.processor import Processor, ProcessorClass
+from mldserver.handler.kclpy.progress import CheckpointError
 from mldserver.records import Batch, Record, Sequence, Shard
 
 SHARD = Shard("shardId-000000000007", "41", start_sub=2)

@@ -6,8 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.handler.kclpy.checkpointer import Checkpointer, CheckpointError
-from mldserver.handler.kclpy.progress import CheckpointRefused, Overdue, Progress
+from mldserver.handler.kclpy.progress import (
+    Checkpointer,
+    CheckpointError,
+    CheckpointRefused,
+    Overdue,
+    Progress,
+)
 from mldserver.records import Sequence
 
 MINUTE = 60_000
