@@ -171,7 +171,7 @@ async def test_files_that_go_while_they_are_copied_make_the_backup_a_later_one(
         assert pipeline.published() == {FIRST: [1]}, "and its segment is gone"
         sources = [stale]
         monkeypatch.setattr(
-            "mldserver.ledger.sqlite_file.copy_whole",
+            "mldserver.cli.backup.copy_whole",
             lambda path, target: copy_whole(sources.pop() if sources else path, target),
         )
         ledger("backup", "monday")
