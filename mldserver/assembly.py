@@ -301,9 +301,9 @@ def _store(settings: Settings) -> OutputStore:
     try:
         return OutputStore(uri, home=home(settings))
     except (OSError, ValueError, NotImplementedError) as error:
-        told = str(error).replace(uri, str(out))  # pyarrow repeats what it cannot read, secrets and all
+        text = str(error).replace(uri, str(out))  # pyarrow repeats what it cannot read, secrets and all
         raise (NotThereYet if isinstance(error, OSError) else OperatorError)(
-            f"The output folder {out} cannot be reached: {told}.",
+            f"The output folder {out} cannot be reached: {text}.",
             advice="Check the URI: its name, and the options after the question mark, are those of "
             "pyarrow.fs.FileSystem.from_uri.",
             path=str(out),

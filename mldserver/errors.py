@@ -71,8 +71,8 @@ class MldserverError(Exception):
 
     def fields(self) -> dict[str, Any]:
         """Return the error as fields of a log event."""
-        told = {"error": self.name, "what": self.what, "did": self.did, "advice": self.advice, **self.where}
-        return {key: value for key, value in told.items() if value is not None and value != ""}
+        fields = {"error": self.name, "what": self.what, "did": self.did, "advice": self.advice, **self.where}
+        return {key: value for key, value in fields.items() if value is not None and value != ""}
 
     def fields_for(self, known: Collection[str]) -> dict[str, Any]:
         """Return the error as fields of an event that has ``known`` fields; where else it was is in ``where``."""
@@ -87,9 +87,14 @@ class MldserverError(Exception):
         """
         where = {key: value for key, value in self.where.items() if value is not None}
         traceback = where.pop("traceback", None)
-        told: dict[str, Any] = {"error": self.name, "what": self.what, "did": self.did, "advice": self.advice}
-        told |= {"where": where, "traceback": traceback}
-        return {key: value for key, value in told.items() if value}
+        fields: dict[str, Any] = {
+            "error": self.name,
+            "what": self.what,
+            "did": self.did,
+            "advice": self.advice,
+        }
+        fields |= {"where": where, "traceback": traceback}
+        return {key: value for key, value in fields.items() if value}
 
     def __str__(self) -> str:
         """Return one paragraph: what happened, what was done, what to do."""

@@ -39,20 +39,20 @@ class Readiness:
 
     def look(self, parts: Parts) -> Change | None:
         """Look at the parts; return a change, if there is one worth telling."""
-        found = _reason(parts)
-        if found is None:
+        red = _reason(parts)
+        if red is None:
             if self._green.is_set():
                 return None
             self._green.set()
             self._told_broken = False
             return Change(ready=True, reason="")
         # Spark that is still starting is no news; what is broken is, also where it breaks while Spark starts again.
-        news = self._green.is_set() or (found.broken and not self._told_broken)
+        news = self._green.is_set() or (red.broken and not self._told_broken)
         self._green.clear()
         if not news:
             return None
-        self._told_broken = found.broken
-        return Change(ready=False, reason=found.reason)
+        self._told_broken = red.broken
+        return Change(ready=False, reason=red.reason)
 
 
 class _Red(NamedTuple):

@@ -155,11 +155,11 @@ class Server:
         async with asyncio.TaskGroup() as group:
             starting = group.create_task(self._start(), name="start")
             stopped = group.create_task(self._stop.wait(), name="stop")
-            told = group.create_task(self._tell_waiting(lambda: {"start": self._step}), name="waiting")
+            telling = group.create_task(self._tell_waiting(lambda: {"start": self._step}), name="waiting")
             await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if not starting.done():
                 log.info("server.stopping", reason=self._reason or "forced", connections=0)
-            for task in (starting, stopped, told):
+            for task in (starting, stopped, telling):
                 task.cancel()
         return self._parts if self._built.is_set() else None
 
@@ -262,10 +262,10 @@ class Server:
         async with asyncio.TaskGroup() as group:
             closing = group.create_task(close(), name=f"end of {part}")
             forced = group.create_task(self._forced.wait(), name="forced")
-            told = group.create_task(self._tell_waiting(lambda: {"end": part}), name="waiting")
+            telling = group.create_task(self._tell_waiting(lambda: {"end": part}), name="waiting")
             await asyncio.wait({closing, forced}, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait({closing}, timeout=_LET_GO_SECONDS)
-            for task in (closing, forced, told):
+            for task in (closing, forced, telling):
                 task.cancel()
 
     # Stopping.
@@ -295,10 +295,10 @@ class Server:
         async with asyncio.TaskGroup() as group:
             orderly = group.create_task(self._finish(parts, began_ms), name="stopping")
             forced = group.create_task(self._forced.wait(), name="forced")
-            told = group.create_task(self._tell_waiting(partial(self._unfinished, parts)), name="waiting")
+            telling = group.create_task(self._tell_waiting(partial(self._unfinished, parts)), name="waiting")
             await asyncio.wait({orderly, forced}, return_when=asyncio.FIRST_COMPLETED)
             durable = orderly.done() and orderly.result()
-            for task in (orderly, forced, told):
+            for task in (orderly, forced, telling):
                 task.cancel()
         return EXIT_CLEAN if durable else EXIT_FORCED
 
@@ -346,12 +346,12 @@ class Server:
     def _unfinished(self, parts: Parts) -> dict[str, object]:
         """Return what an orderly stop waits for."""
         status = parts.coordinator.status()
-        found: dict[str, object] = {
+        waiting_for: dict[str, object] = {
             "connections": parts.source.connections,
             "buffered_bytes": status.buffered_bytes,
             "windows": status.windows_waiting,
         }
-        return found | ({"servers": status.servers - 1} if self._drain else {})
+        return waiting_for | ({"servers": status.servers - 1} if self._drain else {})
 
     async def _tell_waiting(self, waiting_for: Callable[[], dict[str, object]]) -> None:
         began_ms = self._clock.steady_ms()

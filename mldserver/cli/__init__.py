@@ -96,9 +96,9 @@ def command_line(arguments: Sequence[str]) -> App:
         suppress_keyboard_interrupt=False,
     )
     called = next(iter(arguments), None)
-    for name, told in _COMMANDS.items():
+    for name, text in _COMMANDS.items():
         module = name.replace("-", "_")
-        app.command(f"mldserver.cli.{module}:app", name=name, help=None if name == called else told)
+        app.command(f"mldserver.cli.{module}:app", name=name, help=None if name == called else text)
     return app
 
 

@@ -133,8 +133,8 @@ def list_letters(
             if more:
                 sys.stderr.write(f"mldserver: {more:,} more letters match; this list is cut by --limit.\n")
             return
-        told = f"{held.dead_letters:,} dead letters, {held.redrives:,} of them to be redriven"
-        tell(_listed(chosen), told + (f" ({more:,} more match; --limit)" if more else ""))
+        counts = f"{held.dead_letters:,} dead letters, {held.redrives:,} of them to be redriven"
+        tell(_listed(chosen), counts + (f" ({more:,} more match; --limit)" if more else ""))
 
     at_ledger(where, look)
     return 0
@@ -161,17 +161,17 @@ def show_letter(
     pipeline = settings_at(where).pipeline
 
     async def look(ledger: Ledger, _held: LedgerState) -> None:
-        (found,) = await _named(ledger, (letter,), pipeline)
+        (stored,) = await _named(ledger, (letter,), pipeline)
         if payload:
-            tell_bytes(found.letter.data)
+            tell_bytes(stored.letter.data)
         elif as_json:
-            tell_json(_document(found, pipeline))
+            tell_json(_document(stored, pipeline))
         else:
             tell(
-                details(_facts(found)),
+                details(_facts(stored)),
                 "",
                 details([("traceback", "")]),
-                details([("", found.letter.traceback)]),
+                details([("", stored.letter.traceback)]),
             )
 
     at_ledger(where, look)
@@ -211,10 +211,10 @@ def redrive_letters(
                     "--from takes all letters of the files.", advice="Leave the ids and conditions out."
                 )
             added, coming = await _take_in(ledger, held, files, pipeline)
-            told = f"{added:,} letters are in the ledger, to be redriven."
+            text = f"{added:,} letters are in the ledger, to be redriven."
             if coming:
-                told += f" {coming:,} are left out: their records are delivered again anyway."
-            answer(as_json, {"redriving": added, "delivered_again": coming}, told)
+                text += f" {coming:,} are left out: their records are delivered again anyway."
+            answer(as_json, {"redriving": added, "delivered_again": coming}, text)
             return
         ids = await _chosen(ledger, letters, which, pipeline, everything=everything)
         there = await ledger.redrive(ids, wanted=not cancel) if ids else frozenset()
@@ -281,17 +281,17 @@ async def _named(ledger: Ledger, names: tuple[str, ...], pipeline: str) -> list[
 
     All are looked for before one is used.
     """
-    found: dict[str, StoredLetter] = {}
+    by_name: dict[str, StoredLetter] = {}
     async for each in _letters(ledger):
         for name in (each.id, each.letter.record, f"{pipeline}/{each.letter.record}"):
             if name in names:
-                found[name] = each
+                by_name[name] = each
     for name in names:
-        if name not in found:
+        if name not in by_name:
             raise OperatorError(
                 f"The ledger has no dead letter {name}.", advice="`mldserver dead-letters list` shows them."
             )
-    return [found[name] for name in dict.fromkeys(names)]
+    return [by_name[name] for name in dict.fromkeys(names)]
 
 
 async def _chosen(
@@ -315,21 +315,21 @@ async def _take_in(ledger: Ledger, held: LedgerState, places: list[str], pipelin
     """
     from mldserver.deadletters.files import read_letters  # noqa: PLC0415  # pyarrow, which the others do not need
 
-    found: dict[str, DeadLetter] = {}
+    letters: dict[str, DeadLetter] = {}
     for place in places:
         for letter in await asyncio.to_thread(read_letters, place, pipeline):
             # Written twice, it is the same letter twice.
-            found[letter.record] = letter
+            letters[letter.record] = letter
     async for each in _letters(ledger):
-        found.pop(each.letter.record, None)
+        letters.pop(each.letter.record, None)
     fresh = []
-    for letter in sorted(found.values(), key=lambda each: (each.shard_id, each.sequence)):
+    for letter in sorted(letters.values(), key=lambda each: (each.shard_id, each.sequence)):
         shard = held.shards.get(letter.shard_id)
         if shard is None or (shard.position is not None and letter.sequence <= shard.position):
             fresh.append(letter)
     for at in range(0, len(fresh), _PAGE):
         await ledger.add_letters(tuple(fresh[at : at + _PAGE]), wanted=True)
-    return len(fresh), len(found) - len(fresh)
+    return len(fresh), len(letters) - len(fresh)
 
 
 def _age(letter_id: str) -> tuple[int, ...]:

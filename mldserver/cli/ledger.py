@@ -162,9 +162,9 @@ def accept_gap(shard: str, /, *, where: Where = HERE, as_json: AsJson = False) -
 
 
 def _shard(held: LedgerState, shard_id: str) -> ShardState:
-    if (found := held.shards.get(shard_id)) is None:
+    if (shard := held.shards.get(shard_id)) is None:
         raise _unknown(shard_id)
-    return found
+    return shard
 
 
 def _unknown(shard_id: str) -> OperatorError:

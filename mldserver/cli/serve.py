@@ -73,9 +73,9 @@ def settings_parameters(
 
 
 def _annotation(spec: Spec, group: Group, *, show: bool) -> Any:
-    told = f"{spec.help} [default: {spec.shown_default}]"
+    text = f"{spec.help} [default: {spec.shown_default}]"
     negative = () if not spec.kind.flag else None
-    parameter = Parameter(help=told, group=group, negative=negative, metavar=spec.kind.metavar, show=show)
+    parameter = Parameter(help=text, group=group, negative=negative, metavar=spec.kind.metavar, show=show)
     if spec.kind.flag:
         return Annotated[bool | None, parameter]
     return Annotated[list[str] | None, parameter] if spec.kind.many else Annotated[str | None, parameter]

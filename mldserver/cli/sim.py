@@ -219,8 +219,8 @@ class _Teller:
             self.line("next", f"mend the handler, then: {shlex.join(command)}")
 
     def result(self, report: Report, unwanted: int) -> None:
-        told = f"{unwanted} records became dead letters" if unwanted else "ok"
-        self.line("result", told if report.ok else self._complaint(report))
+        text = f"{unwanted} records became dead letters" if unwanted else "ok"
+        self.line("result", text if report.ok else self._complaint(report))
 
     @staticmethod
     def _complaint(report: Report) -> str:

@@ -127,8 +127,8 @@ def set_windows_aside(*windows: str, where: Where = HERE, as_json: AsJson = Fals
     windows
         Ids of windows, as `windows list` shows them.
     """
-    told = "is set aside with its rows: the windows behind it go on."
-    return _decide(windows, "set_aside", "set_aside", told, where, as_json)
+    text = "is set aside with its rows: the windows behind it go on."
+    return _decide(windows, "set_aside", "set_aside", text, where, as_json)
 
 
 @app.command(name="skip")
@@ -143,15 +143,15 @@ def skip_windows(*windows: str, where: Where = HERE, as_json: AsJson = False) ->
     windows
         Ids of windows, as `windows list` shows them.
     """
-    told = "is skipped: it counts as published, without new output, and {rows:,} rows are given up."
-    return _decide(windows, "skip", "skipped", told, where, as_json)
+    text = "is skipped: it counts as published, without new output, and {rows:,} rows are given up."
+    return _decide(windows, "skip", "skipped", text, where, as_json)
 
 
 def _decide(
     windows: tuple[str, ...],
     decision: Decision,
     name: str,
-    told: str,
+    text: str,
     where: Where,
     as_json: bool,  # noqa: FBT001  # the command's own flag
 ) -> int:
@@ -172,7 +172,7 @@ def _decide(
                 raise _refused(window, "somebody else was faster", ())
             done.append(window)
             if not as_json:
-                tell(details([(window, told.format(rows=rows))]))
+                tell(details([(window, text.format(rows=rows))]))
         if as_json:
             tell_json({name: done})
 
@@ -276,21 +276,21 @@ def _listed(entries: Iterable[WindowEntry]) -> Table:
 
 def _counted(entries: list[WindowEntry], *, shown: int) -> str:
     counts = Counter(entry.state for entry in entries)
-    told = ", ".join(f"{counts[state]:,} {state.replace('_', ' ')}" for state in WindowState if counts[state])
+    text = ", ".join(f"{counts[state]:,} {state.replace('_', ' ')}" for state in WindowState if counts[state])
     if halted := sum(entry.is_halted for entry in entries):
-        told += f"; {halted:,} halted"
+        text += f"; {halted:,} halted"
     hidden = len(entries) - shown
-    return (told or "no windows") + (f" ({hidden:,} not shown)" if hidden else "")
+    return (text or "no windows") + (f" ({hidden:,} not shown)" if hidden else "")
 
 
 def _facts(entry: WindowEntry) -> list[tuple[str, str]]:
-    told = _summary(entry)
+    summary = _summary(entry)
     facts = [
         ("window", entry.window_id),
         ("state", _said(entry)),
         ("start, end", f"{moment(entry.start_ms)}, {moment(entry.end_ms)}"),
         ("revision", f"{entry.revision}, after {entry.attempt} attempts"),
-        ("rows", f"{told['rows']:,} in {told['segments']} segments of {told['bytes']:,} bytes"),
+        ("rows", f"{summary['rows']:,} in {summary['segments']} segments of {summary['bytes']:,} bytes"),
         ("owner", entry.owner or "-"),
         (
             "late rows",

@@ -252,13 +252,13 @@ def duration_ms(*, zero: bool = False) -> Kind[int]:
     def parse(raw: object) -> int:
         if _is_number(raw):
             assert isinstance(raw, int | float)
-            given: str | float = raw
+            written: str | float = raw
         else:
-            given = as_text(raw)
-            given = float(given) if _NUMBER.fullmatch(given) else given
-        if isinstance(given, float) and not math.isfinite(given):
+            written = as_text(raw)
+            written = float(written) if _NUMBER.fullmatch(written) else written
+        if isinstance(written, float) and not math.isfinite(written):
             raise ValueError("it is no number")
-        ms = windows.duration_ms(given)
+        ms = windows.duration_ms(written)
         if ms == 0 and not zero:
             raise ValueError("it is zero, or shorter than a millisecond")
         return ms
@@ -283,10 +283,10 @@ def choice(of: Any) -> Kind[Any]:
     by_word = {str(option): option for option in get_args(of) or of}
 
     def parse(raw: object) -> Any:
-        given = as_text(raw).lower().replace("-", "_")
-        if given not in by_word:
+        word = as_text(raw).lower().replace("-", "_")
+        if word not in by_word:
             raise ValueError("it is none of the choices")
-        return by_word[given]
+        return by_word[word]
 
     return Kind(" | ".join(by_word), parse, choice=True, metavar="WORD")
 

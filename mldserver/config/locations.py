@@ -77,8 +77,8 @@ class DynamoPlace(NamedTuple):
 
     def __str__(self) -> str:
         """Return ``dynamodb://TABLE?…``."""
-        given = {"region": self.region, "endpoint_url": self.endpoint_url}
-        query = urlencode({key: value for key, value in given.items() if value is not None}, safe=":/")
+        options = {"region": self.region, "endpoint_url": self.endpoint_url}
+        query = urlencode({key: value for key, value in options.items() if value is not None}, safe=":/")
         return f"dynamodb://{self.table}" + (f"?{query}" if query else "")
 
 
@@ -137,9 +137,9 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
 
     Raises ConfigError where nothing tells a home directory.
     """
-    given = Path(environ.get("XDG_CACHE_HOME", ""))
-    if given.is_absolute():
-        return given / "mldserver"
+    folder = Path(environ.get("XDG_CACHE_HOME", ""))
+    if folder.is_absolute():
+        return folder / "mldserver"
     try:
         return Path.home() / ".cache" / "mldserver"
     except RuntimeError as error:

@@ -101,10 +101,10 @@ class AwsDestination(ABC):
     async def _reach(self) -> Any:
         if self._client is None:
             retries = {"mode": "standard"}
-            made = aws_client(
+            client = aws_client(
                 self.service, connect_timeout=3, read_timeout=20, retries=retries, **self._where
             )
-            self._client = await self._resources.enter_async_context(made)
+            self._client = await self._resources.enter_async_context(client)
         return self._client
 
     async def store(self, letters: tuple[DeadLetter, ...]) -> tuple[DeadLetter, ...]:
@@ -219,8 +219,8 @@ class StreamDestination(_Sending):
 
     async def _message_limit(self, client: Any) -> int:
         answer = await client.describe_stream_summary(StreamName=self._place)
-        told = answer["StreamDescriptionSummary"].get("MaxRecordSizeInKiB")
-        return int(told) * 1024 if told else _KINESIS_BYTES
+        kib = answer["StreamDescriptionSummary"].get("MaxRecordSizeInKiB")
+        return int(kib) * 1024 if kib else _KINESIS_BYTES
 
     async def _send(self, client: Any, batch: list[Message]) -> tuple[list[Message], str]:
         records = [{"Data": message.body.encode(), "PartitionKey": _key(message.letter)} for message in batch]

@@ -40,8 +40,8 @@ def grouped(letters: tuple[DeadLetter, ...]) -> Iterator[tuple[DeadLetter, ...]]
     shards: dict[str, list[DeadLetter]] = {}
     for letter in letters:
         shards.setdefault(letter.shard_id, []).append(letter)
-    for found in shards.values():
-        yield tuple(found)
+    for group in shards.values():
+        yield tuple(group)
 
 
 def file_name(letters: tuple[DeadLetter, ...], suffix: str) -> str:

@@ -97,10 +97,10 @@ async def _look_through(book: Ledger, page: tuple[StoredLetter, ...]) -> list[_S
 async def _read(book: Ledger, part: tuple[_Seen, ...]) -> list[StoredLetter]:
     """Return the letters that were seen; those that were stored one after the other are read together."""
     ids = {each.id for each in part}
-    found: list[StoredLetter] = []
+    letters: list[StoredLetter] = []
     stored = sorted(part, key=lambda each: each.number)
     for _, run in groupby(enumerate(stored), key=lambda each: each[1].number - each[0]):
         members = [each for _, each in run]
         page = await book.letters(after=members[0].before, limit=len(members), wanted=True)
-        found += [each for each in page if each.id in ids]
-    return found
+        letters += [each for each in page if each.id in ids]
+    return letters

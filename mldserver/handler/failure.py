@@ -94,7 +94,7 @@ def describe(error: BaseException) -> Failure:
     """Return an error of the user's code as text: its own frames only, bounded. Never fails, whatever the error's code does."""
     cls, frames = _class_of(error), ""
     message = printed(error)
-    told = f"{cls.name}: {message}" if message else cls.name
+    summary = f"{cls.name}: {message}" if message else cls.name
     try:
         place = _users_part(error.__traceback__)
         frames = _frames_of(place)
@@ -104,11 +104,11 @@ def describe(error: BaseException) -> Failure:
         else:
             text = _middle_cut("".join(map(_middle_cut, _rendered(error, place, frames))))
     except BaseException:  # noqa: BLE001  # the user's exception may fail in any way; its name is better than nothing
-        text = f"{told}\n"
+        text = f"{summary}\n"
     if not isinstance(error, Verdict):
-        return Failure(told, text, cls.names, frames=frames)
+        return Failure(summary, text, cls.names, frames=frames)
     wish = next((wish for kind, wish in _WISHES.items() if isinstance(error, kind)), None)
-    return Failure(told, text, cls.names, wish, _after(error), _records(error), frames)
+    return Failure(summary, text, cls.names, wish, _after(error), _records(error), frames)
 
 
 def _class_of(error: BaseException) -> _Class:

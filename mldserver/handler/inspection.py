@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import inspect
+import textwrap
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from mldserver.errors import HandlerInvalid
 from mldserver.handler.kclpy.processor import ProcessorClass, accepts, problems, recognised, written
 from mldserver.handler.kclpy.standin import PACKAGE, checkpoint_error
-from mldserver.handler.loader import Loaded, load
+from mldserver.handler.loader import Loaded, load, relative
 from mldserver.handler.schema import RECORD_COLUMN, Schema, SchemaError, parse_schema
-from mldserver.handler.source_map import SourceMap, never_returns_a_value
 from mldserver.handler.spec import Finding, HandlerKind, HandlerSpec, HookSpec, RecordHook
 from mldserver.records import Hook
 from mldserver.windows import WINDOW_COLUMNS, Batches, Tumbling, WindowSpec, batches, span_text
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 __all__ = ["inspect_handler", "load_spec"]
 
@@ -56,7 +55,7 @@ def inspect_handler(
     loaded: Loaded, *, retention_ms: int | None = None
 ) -> tuple[HandlerSpec | None, tuple[Finding, ...]]:
     """Return the handler's spec (None when it cannot be run) and all findings, warnings included."""
-    inspection = _Inspection(loaded, SourceMap(loaded))
+    inspection = _Inspection(loaded, _SourceMap(loaded))
     spec = inspection.run(retention_ms)
     return spec, tuple(inspection.findings)
 
@@ -64,7 +63,7 @@ def inspect_handler(
 @dataclass(slots=True)
 class _Inspection:
     loaded: Loaded
-    source: SourceMap
+    source: _SourceMap
     findings: list[Finding] = field(default_factory=list)
 
     def run(self, retention_ms: int | None) -> HandlerSpec | None:
@@ -246,7 +245,7 @@ class _Inspection:
             self._find(f"writes_for_itself is {writes!r}; it is True or False", "writes_for_itself")
         elif writes and "on_window" not in hooks:
             self._find("writes_for_itself needs an on_window that writes", "writes_for_itself")
-        elif not writes and "on_window" in hooks and never_returns_a_value(self._attribute("on_window")):
+        elif not writes and "on_window" in hooks and _never_returns_a_value(self._attribute("on_window")):
             self._find(
                 "on_window has no return with a value, so its windows would be empty; return a DataFrame, or say "
                 "writes_for_itself = True if it writes them somewhere itself",
@@ -302,3 +301,79 @@ class _Inspection:
 def _a(value: object) -> str:
     name = type(value).__name__
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+class _SourceMap:
+    """The lines of one handler's file at which its names are defined."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        """Read the module's source; without one, every place is unknown."""
+        self._file = getattr(loaded.module, "__file__", None) or ""
+        self._whole = 0
+        self._lines: dict[str, int] = {}
+        try:
+            body: list[ast.stmt] = ast.parse(Path(self._file).read_bytes()).body
+        except (OSError, SyntaxError, ValueError):
+            return
+        self._whole = 1
+        for part in filter(None, loaded.name.split(".")):
+            inner = next((s for s in body if isinstance(s, ast.ClassDef) and s.name == part), None)
+            if inner is None:
+                return
+            body, self._whole = inner.body, inner.lineno
+        for statement in body:
+            for name in _defined(statement):
+                self._lines[name] = statement.lineno
+
+    def names(self) -> list[str]:
+        """Return the names that the module or class itself defines, in order."""
+        return list(self._lines)
+
+    def place(self, name: str | None = None, value: Any = None) -> tuple[str, int]:
+        """Return (file, line) of a name, or of the module or class itself; line 0 when it is not known.
+
+        A function that came from elsewhere (an import, a base class) is found by its code.
+        """
+        if name in self._lines:
+            return relative(self._file), self._lines[name]
+        code = getattr(inspect.unwrap(value) if callable(value) else value, "__code__", None)
+        if code is not None:
+            return relative(code.co_filename), code.co_firstlineno
+        return relative(self._file), self._whole
+
+
+def _never_returns_a_value(function: Any) -> bool:
+    """Tell whether a function's source has no ``return`` with a value, so that it can return nothing but None.
+
+    False where there is no source to read, for what is no ``def``, and for what a decorator has wrapped.
+    """
+    if hasattr(function, "__wrapped__"):
+        return False  # its source is that of the function inside
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return False
+    if not (tree.body and isinstance(tree.body[0], ast.FunctionDef | ast.AsyncFunctionDef)):
+        return False
+    nodes: list[ast.AST] = list(tree.body[0].body)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Return) and not (
+            node.value is None or (isinstance(node.value, ast.Constant) and node.value.value is None)
+        ):
+            return False
+        # What a function inside returns is not what this one returns.
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            nodes += ast.iter_child_nodes(node)
+    return True
+
+
+def _defined(statement: ast.stmt) -> list[str]:
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [statement.name]
+    targets: list[ast.expr] = []
+    if isinstance(statement, ast.Assign):
+        targets = statement.targets
+    elif isinstance(statement, ast.AnnAssign):
+        targets = [statement.target]
+    return [target.id for target in targets if isinstance(target, ast.Name)]

@@ -169,14 +169,14 @@ def _widen(missing: str) -> bool:
 def _broken(error: BaseException, path: str) -> HandlerInvalid:
     """Tell of an error inside the user's module as it is."""
     file, line = _place(error)
-    said = f"SyntaxError: {error.msg}" if isinstance(error, SyntaxError) else describe(error).error
+    what = f"SyntaxError: {error.msg}" if isinstance(error, SyntaxError) else describe(error).error
     if isinstance(error, SystemExit):
-        said = f"it ends the process while it is imported (sys.exit({error.code!r}))"
+        what = f"it ends the process while it is imported (sys.exit({error.code!r}))"
     where = f"{relative(file)}:{line}: " if file else ""
     frames = _users_frames(error)
     text = "".join(traceback.format_list(frames) + traceback.format_exception_only(error))
     kind = HandlerUnready if isinstance(error, ConnectionError | TimeoutError | gaierror) else HandlerInvalid
-    return kind(f"{where}{said}", handler=path, file=file, line=line, traceback=text)
+    return kind(f"{where}{what}", handler=path, file=file, line=line, traceback=text)
 
 
 def _place(error: BaseException) -> tuple[str, int]:

@@ -175,8 +175,8 @@ class Digest:
             return [raw]
         first = event.text.partition("\n")[0]
         for fault in _FAULTS:
-            if found := re.search(fault.pattern, event.text):
-                fields = _sentence(fault, found) | {"text": first}
+            if match := re.search(fault.pattern, event.text):
+                fields = _sentence(fault, match) | {"text": first}
                 return [raw, *self._fold(fault.what, Line(event.level, "kcl.fault", fields), now)]
         key = f"{short} {_VARIABLE.sub('#', first)}"
         lines = self._fold(key, Line(event.level, "kcl.log", raw.fields), now)
@@ -235,10 +235,10 @@ def _of_normal_life(short: str, event: LogEvent) -> list[Line]:
     return []
 
 
-def _sentence(fault: Fault, found: re.Match[str]) -> dict[str, Any]:
-    groups = {name.rstrip("23"): value for name, value in found.groupdict().items() if value is not None}
-    said = {name: _cut(value).rstrip(". ") for name, value in groups.items()}
-    fields = {"what": fault.what.format_map(said), "advice": fault.advice}
+def _sentence(fault: Fault, match: re.Match[str]) -> dict[str, Any]:
+    groups = {name.rstrip("23"): value for name, value in match.groupdict().items() if value is not None}
+    words = {name: _cut(value).rstrip(". ") for name, value in groups.items()}
+    fields = {"what": fault.what.format_map(words), "advice": fault.advice}
     return fields | ({"shard": groups["shard"]} if "shard" in groups else {})
 
 

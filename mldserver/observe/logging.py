@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import structlog
 
 from mldserver.errors import OperatorError
-from mldserver.observe.log_output import LogOutput
 from mldserver.observe.render import as_json, as_text
 from mldserver.observe.stdout_capture import caught_output
-from mldserver.observe.writer import LogWriter
+from mldserver.observe.writer import LogOutput, LogWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
@@ -53,13 +52,8 @@ class _LineLogger:
 
 @functools.lru_cache(maxsize=2)
 def _second(seconds: int) -> str:
+    """Return a time as the log writes it: the calendar is asked once a second."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
-
-
-def _stamp(nanoseconds: int) -> str:
-    """Return a time as the log writes it; the calendar is asked once a second."""
-    seconds, rest = divmod(nanoseconds, 1_000_000_000)
-    return f"{_second(seconds)}.{rest // 1000:06d}Z"
 
 
 def _finish(
@@ -69,7 +63,8 @@ def _finish(
     if "exc_info" in event:
         event = structlog.processors.format_exc_info(logger, method, event)
     structlog.processors.add_log_level(logger, method, event)
-    event["timestamp"] = _stamp(time.time_ns())
+    seconds, rest = divmod(time.time_ns(), 1_000_000_000)
+    event["timestamp"] = f"{_second(seconds)}.{rest // 1000:06d}Z"
     return (event,), {}
 
 
@@ -109,8 +104,8 @@ def configure(
         return as_json(event)
 
     def render_lost(lost: Lost) -> bytes:
-        told = {"level": "warning", "event": "log.lost", "lines": lost.lines, "since": lost.since}
-        return render({"timestamp": lost.until, **told})
+        fields = {"level": "warning", "event": "log.lost", "lines": lost.lines, "since": lost.since}
+        return render({"timestamp": lost.until, **fields})
 
     writer = LogWriter(output, render_lost)
     logger = _LineLogger(writer, render)

@@ -55,10 +55,10 @@ def _told(value: object) -> Any:
 
 def _text(value: object) -> str:
     try:
-        told = str(value)
+        text = str(value)
     except Exception as error:  # noqa: BLE001  # a user's __str__ may raise anything
-        told = f"<{type(value).__name__}: {type(error).__name__} in its __str__>"
-    return told.encode("utf-8", "backslashreplace").decode("utf-8")
+        text = f"<{type(value).__name__}: {type(error).__name__} in its __str__>"
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _plain(value: Any, depth: int = 0) -> Any:

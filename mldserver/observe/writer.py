@@ -1,4 +1,6 @@
-"""Writes log lines in a thread of its own: a reader that stalls must not stall the server.
+"""Writes log lines, to a file that can be opened again or to a stream that the process was given.
+
+A thread of its own does it, for a reader that stalls must not stall the server.
 
 Whoever logs puts a line into a queue and goes on. When the queue is full (a pipe that nobody reads, a terminal that
 was stopped, a disk that hangs) lines are dropped and counted, and where they are missing a ``log.lost`` says how many,
@@ -7,18 +9,24 @@ as soon as somebody reads again. What is urgent, warnings and above, has some ro
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
+import stat
 import threading
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
+
+from mldserver.errors import folder_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
-    from mldserver.observe.log_output import LogOutput
+    from typing_extensions import Buffer
 
-__all__ = ["CLOSE_SECONDS", "LogWriter", "Lost"]
+__all__ = ["CLOSE_SECONDS", "LogOutput", "LogWriter", "Lost"]
 
 ROOM: Final = 4 * 1024 * 1024
 """Bytes that wait at most: about ten thousand lines, a second of a very busy server's debugging."""
@@ -33,8 +41,113 @@ LINGER_SECONDS: Final = 0.02
 """How long lines that are not urgent may wait for more: waking the thread for each would cost the event loop more than
 the line itself, for then both want the interpreter at the same time."""
 
+_MODE = 0o644
+_END = ord("\n")
 _PER_LINE: Final = 200
 """Bytes that a line takes in memory beside its own."""
+
+
+class LogOutput:
+    """Takes whole lines from any thread. That a line cannot be written is told, never raised.
+
+    Each is one ``write`` call, unbuffered, which blocks for as long as the kernel takes.
+    """
+
+    def __init__(
+        self, fd: int, *, path: Path | None = None, write: Callable[[int, Buffer], int] = os.write
+    ) -> None:
+        """Own ``fd`` from now on; ``path`` is what ``opened`` opens. Tests pass their own ``write``."""
+        self._fd = fd
+        self.path = path
+        self._write = write
+        # A signal handler may log while the same thread writes: with a plain lock it would wait for itself.
+        self._lock = threading.RLock()
+        self._torn = _ends_within_a_line(fd)
+        """What was written last has no end: the disk was full meanwhile. The next line must not be taken for its rest."""
+
+    @classmethod
+    def to_file(cls, path: Path) -> LogOutput:
+        """Append to a file. Raises OperatorError when it cannot be opened."""
+        return cls(_open(path), path=path)
+
+    @classmethod
+    def to_stream(cls, fd: int) -> LogOutput:
+        """Write to a copy of an open descriptor, e.g. standard output."""
+        return cls(os.dup(fd))
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether a person is looking."""
+        return os.isatty(self._fd)
+
+    def line(self, line: bytes) -> bool:
+        """Write a line and its end. Returns False when it is lost: the disk is full, the reader has gone."""
+        with self._lock:
+            view = memoryview(b"\n" * self._torn + line + b"\n")
+            try:
+                while view:
+                    try:
+                        written = self._write(self._fd, view)
+                    except BlockingIOError:
+                        # Somebody set O_NONBLOCK on the terminal or pipe that we share with them.
+                        select.select([], [self._fd], [])
+                        continue
+                    if written:
+                        self._torn = view[written - 1] != _END
+                    view = view[written:]
+            except OSError:
+                return False
+            return True
+
+    def opened(self) -> int | None:
+        """Open the file again (after logrotate moved it), for ``swap``; None without a file.
+
+        Raises OperatorError when it cannot be opened; so too when it is a named pipe that nobody reads, for the event
+        loop must not wait for a reader.
+        """
+        if self.path is None:
+            return None
+        fresh = _open(self.path, os.O_NONBLOCK)
+        os.set_blocking(fresh, True)
+        return fresh
+
+    def swap(self, fresh: int) -> None:
+        """Write to another descriptor from now on, and close the old one."""
+        with self._lock:
+            old, self._fd = self._fd, fresh
+            self._torn = _ends_within_a_line(fresh)
+        os.close(old)
+
+    def close(self) -> None:
+        """Close; lines after it are lost. Closing again does nothing."""
+        with self._lock:
+            fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+def _open(path: Path, flags: int = 0) -> int:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | flags, _MODE)
+    except OSError as error:
+        raise folder_error(error)(
+            f"The log file {path} cannot be opened: {error.strerror}.",
+            advice="Check log_file and its rights.",
+        ) from error
+
+
+def _ends_within_a_line(fd: int) -> bool:
+    """Tell whether a file's last line was cut off, by a full disk or a machine that went down."""
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return False
+        with Path(f"/dev/fd/{fd}").open("rb") as file:  # ours is for writing only
+            file.seek(-1, os.SEEK_END)
+            return file.read() != b"\n"
+    except OSError:  # it is empty, or may not be read
+        return False
 
 
 class _Line(NamedTuple):
@@ -157,14 +270,28 @@ class LogWriter:
     def _run(self) -> None:
         try:
             while (item := self._next()) is not None:
-                self._handle(item)
+                if isinstance(item, _Reopened):
+                    self._output.swap(item.fd)
+                elif isinstance(item, Lost):
+                    self._miss(item)
+                    self._tell_missing()
+                elif not (self._tell_missing() and self._output.line(item.data)):
+                    # The disk is full, or the reader has gone: the next line finds out whether it still is.
+                    self._miss(Lost(1, item.stamp, item.stamp))
         finally:
             self._output.close()
 
     def _next(self) -> _Line | Lost | _Reopened | None:
         with self._changed:
             if not self._queue:
-                self._rest()
+                self._busy = False
+                if self._flushing:
+                    self._changed.notify_all()
+                elif not self._closing:
+                    self._changed.wait(LINGER_SECONDS)
+                self._idle = True
+                self._changed.wait_for(lambda: self._queue or self._closing)
+                self._idle = False
             if not self._queue:
                 return None
             item = self._queue.popleft()
@@ -172,26 +299,6 @@ class LogWriter:
                 self._bytes -= len(item.data) + _PER_LINE
             self._busy = True
             return item
-
-    def _rest(self) -> None:
-        self._busy = False
-        if self._flushing:
-            self._changed.notify_all()
-        elif not self._closing:
-            self._changed.wait(LINGER_SECONDS)
-        self._idle = True
-        self._changed.wait_for(lambda: self._queue or self._closing)
-        self._idle = False
-
-    def _handle(self, item: _Line | Lost | _Reopened) -> None:
-        if isinstance(item, _Reopened):
-            self._output.swap(item.fd)
-        elif isinstance(item, Lost):
-            self._miss(item)
-            self._tell_missing()
-        elif not (self._tell_missing() and self._output.line(item.data)):
-            # The disk is full, or the reader has gone: the next line finds out whether it still is.
-            self._miss(Lost(1, item.stamp, item.stamp))
 
     def _miss(self, lost: Lost) -> None:
         if self._missing is None:

@@ -198,7 +198,7 @@ class FakeMLD:
         # A session whose task was cancelled before it first ran could not take itself out.
         self._sessions.clear()
         faults: list[Exit] = []
-        told: Exception | None = None
+        to_raise: Exception | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 killer = group.create_task(self._die_when_told())
@@ -208,15 +208,15 @@ class FakeMLD:
             faults += [Exit(EXIT_FAULT, str(error)) for error in group_of_exits.exceptions]
             stranded = [error for error in group_of_exits.exceptions if isinstance(error, NoServer)]
             if stranded and not (self._supervised or self._was_answered):
-                told = stranded[0]
+                to_raise = stranded[0]
         except* _Killed:
             faults.insert(0, Exit(EXIT_KILLED, "killed"))
         except* _Stopped:
             faults.append(Exit(EXIT_TERMINATED, "SIGTERM, its grace over"))
         except* DaemonHangs as group_of_hangs:
-            told = group_of_hangs.exceptions[0]
-        if told is not None:
-            raise told
+            to_raise = group_of_hangs.exceptions[0]
+        if to_raise is not None:
+            raise to_raise
         if faults:
             return faults[0]
         return Exit(0, "finished") if self._stop_at_ms is None else Exit(EXIT_TERMINATED, "SIGTERM")

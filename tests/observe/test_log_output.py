@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mldserver.errors import OperatorError
-from mldserver.observe.log_output import LogOutput
+from mldserver.observe.writer import LogOutput
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

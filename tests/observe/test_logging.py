@@ -19,8 +19,8 @@ import structlog
 from mldserver.config import Settings
 from mldserver.errors import OperatorError
 from mldserver.observe.log_events import EVENTS
-from mldserver.observe.log_output import LogOutput
 from mldserver.observe.logging import LibraryHandler, configure, logging_to, reopen
+from mldserver.observe.writer import LogOutput
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mldserver.errors import OperatorError
-from mldserver.observe.log_output import LogOutput
-from mldserver.observe.writer import LogWriter, Lost
+from mldserver.observe.writer import LogOutput, LogWriter, Lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -89,8 +89,8 @@ class Processor:
         self.progress = Progress(shard.start, shard.start_sub)
         self._checkpointer = Checkpointer(self.progress, self._error)
         first = self._version == 1
-        told = InitializeInput(shard.id, shard.start, shard.start_sub)
-        self._delegate.initialize(shard.id if first else told)
+        start = InitializeInput(shard.id, shard.start, shard.start_sub)
+        self._delegate.initialize(shard.id if first else start)
 
     def process_records(self, batch: Batch) -> None:
         """Give it records, or none where the daemon sent none.
@@ -128,14 +128,14 @@ class Processor:
         first = self._version == 1
         self._delegate.shutdown_requested(checkpointer if first else ShutdownRequestedInput(checkpointer))
 
-    def _end(self, hook: str, told: LeaseLostInput | ShardEndedInput, reason: str) -> None:
+    def _end(self, hook: str, message: LeaseLostInput | ShardEndedInput, reason: str) -> None:
         """Call the end that the version has: before version 3 there was one hook for both."""
         if self._version == 1:
             self._delegate.shutdown(self._checkpointer, reason)
         elif self._version == 2:  # noqa: PLR2004  # the versions are numbers in amazon_kclpy too
             self._delegate.shutdown(ShutdownInput(reason, self._checkpointer))
         else:
-            getattr(self._delegate, hook)(told)
+            getattr(self._delegate, hook)(message)
 
 
 def recognised(target: object) -> int | None:
@@ -174,22 +174,22 @@ def _own(cls: type, name: str) -> Any:
 
 def problems(cls: type, version: int) -> list[tuple[str, str, bool]]:
     """Return what is wrong with a processor: (sentence, the method concerned, whether it prevents it from running)."""
-    found = []
+    problems = []
     for name, count in _METHODS[version].items():
         method = _own(cls, name)
         if method is None:
             if name == "process_records":
-                found.append((f"it has no {name}", "", True))
+                problems.append((f"it has no {name}", "", True))
             elif name != "shutdown_requested":
-                found.append((f"it has no {name}: nothing is called then", "", False))
+                problems.append((f"it has no {name}: nothing is called then", "", False))
         elif inspect.iscoroutinefunction(method):
-            found.append((f"{name} is async, which amazon_kclpy never awaits", name, True))
+            problems.append((f"{name} is async, which amazon_kclpy never awaits", name, True))
         elif not accepts(
             method, count + (not isinstance(inspect.getattr_static(cls, name), staticmethod | classmethod))
         ):
-            told = f"{name} is called with {count} argument{'s' * (count > 1)} by version {version} of amazon_kclpy"
-            found.append((f"{told}, but is {name}{inspect.signature(method)}", name, True))
-    return found
+            called = f"{name} is called with {count} argument{'s' * (count > 1)} by version {version} of amazon_kclpy"
+            problems.append((f"{called}, but is {name}{inspect.signature(method)}", name, True))
+    return problems
 
 
 def accepts(function: Any, count: int) -> bool:
