@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from mldserver.ledger.contract import BatchProgress, LedgerState, WindowState
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mldserver.records import DeadLetter
 
 __all__ = [
+    "KINDS",
     "Book",
     "Changes",
     "Draft",
@@ -34,6 +35,9 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
+
+KINDS: Final = ("shards", "windows", "servers", "late", "letters", "shapes")
+"""What rows there are beside the totals: each a mapping by key, in a book, its drafts and their changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +107,13 @@ class Changes:
 
     def __bool__(self) -> bool:
         """Whether there is anything to write."""
-        rows = (self.shards, self.windows, self.servers, self.late, self.letters, self.shapes)
-        return self.totals is not None or any(rows)
+        return self.totals is not None or any(getattr(self, kind) for kind in KINDS)
 
 
 class Ages:
     """Published windows, those published longest ago first."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self._sorted: list[tuple[int, str]] = []
 
     def add(self, entry: WindowEntry) -> None:
@@ -139,7 +141,6 @@ class Book:
     """What a ledger holds at one version."""
 
     def __init__(self) -> None:
-        """Start with nothing, at version 0."""
         self.version = 0
         self.news_from = 0
         """Who has read less than this version must read everything: of older changes not all are known."""
@@ -180,12 +181,13 @@ class Book:
             known = self.letters.get(key)
             self.redrives += item.wanted.bit_count() if item else 0
             self.redrives -= known.wanted.bit_count() if known else 0
-        _update(self.windows, changes.windows)
-        _update(self.shards, changes.shards)
-        _update(self.servers, changes.servers)
-        _update(self.late, changes.late)
-        _update(self.letters, changes.letters)
-        _update(self.shapes, changes.shapes)
+        for kind in KINDS:
+            rows = getattr(self, kind)
+            for key, row in getattr(changes, kind).items():
+                if row is None:
+                    rows.pop(key, None)
+                else:
+                    rows[key] = row
 
     def restored(self, version: int) -> None:
         """Be of a version without having seen those before it."""
@@ -213,15 +215,7 @@ class Book:
 
     def everything(self) -> Changes:
         """Return the changes that make this book from an empty one."""
-        return Changes(
-            self.totals,
-            self.shards.copy(),
-            self.windows.copy(),
-            self.servers.copy(),
-            self.late.copy(),
-            self.letters.copy(),
-            self.shapes.copy(),
-        )
+        return Changes(self.totals, **{kind: getattr(self, kind).copy() for kind in KINDS})
 
     def state(self, since: int = 0) -> LedgerState:
         """Return what the ledger holds, in collections that are the caller's; of windows the news since a version."""
@@ -271,19 +265,10 @@ def segment_bytes(entry: WindowEntry) -> int:
     return sum(each.bytes for each in segments_of(entry))
 
 
-def _update(rows: dict[str, _T], changes: Mapping[str, _T | None]) -> None:
-    for key, row in changes.items():
-        if row is None:
-            rows.pop(key, None)
-        else:
-            rows[key] = row
-
-
 class Overlay(Generic[_T]):
     """Rows by key, with changes that the rows underneath do not see."""
 
     def __init__(self, base: Mapping[str, _T]) -> None:
-        """Start without changes over ``base``."""
         self._base = base
         self.changed: dict[str, _T | None] = {}
 
@@ -306,7 +291,6 @@ class Draft:
     """The next version of a book, while a rule makes it."""
 
     def __init__(self, book: Book) -> None:
-        """Start as the book is."""
         self.book = book
         self.totals = book.totals
         self.shards = Overlay(book.shards)
@@ -326,12 +310,5 @@ class Draft:
 
     def changes(self) -> Changes:
         """Return what differs from the book."""
-        return Changes(
-            None if self.totals == self.book.totals else self.totals,
-            self.shards.changed,
-            self.windows.changed,
-            self.servers.changed,
-            self.late.changed,
-            self.letters.changed,
-            self.shapes.changed,
-        )
+        totals = None if self.totals == self.book.totals else self.totals
+        return Changes(totals, **{kind: getattr(self, kind).changed for kind in KINDS})

@@ -145,8 +145,9 @@ class DynamoLedger(Ledger):
         if self._table is None:
             # One sending a call: ``Table.send`` knows which errors pass, and pauses on the injected clock.
             once = {"total_max_attempts": 1}
-            made = aws_client("dynamodb", connect_timeout=3, read_timeout=5, retries=once, **self._where)
-            client = await self._resources.enter_async_context(made)
+            client = await self._resources.enter_async_context(
+                aws_client("dynamodb", connect_timeout=3, read_timeout=5, retries=once, **self._where)
+            )
             self._table = Table(client, self._name, self._pipeline, clock=self._clock, jitter=self._jitter)
         return self._table
 

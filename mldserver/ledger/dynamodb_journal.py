@@ -318,8 +318,8 @@ class Journal:
         done = await self._table.transact([meta, *operations], token=tx)
         if not done:
             # The condition also fails for a second sending of what the first, whose answer was lost, has written.
-            found = await self._table.get(version_key("log", version))
-            done = found is not None and found["tx"]["S"] == tx
+            item = await self._table.get(version_key("log", version))
+            done = item is not None and item["tx"]["S"] == tx
         self._doubtful = not done
         if done:
             kill_point("ledger.committed")
@@ -412,17 +412,17 @@ class Journal:
             raise self._damaged(f"dead letters cannot be read ({error})") from error
 
     def _require_format(self, item: Item) -> None:
-        found = int(item["format"]["N"])
-        if found != FORMAT:
+        form = int(item["format"]["N"])
+        if form != FORMAT:
             raise LedgerVersionError(
-                f"The ledger of the pipeline {self._pipeline} has format {found}; this program knows {FORMAT}.",
+                f"The ledger of the pipeline {self._pipeline} has format {form}; this program knows {FORMAT}.",
                 advice="Run the version of mldserver that wrote it, or a later one.",
                 pipeline=self._pipeline,
             )
 
-    def _damaged(self, found: str) -> LedgerError:
+    def _damaged(self, fault: str) -> LedgerError:
         return LedgerUnusable(
-            f"The ledger of the pipeline {self._pipeline} in DynamoDB is damaged: {found}.",
+            f"The ledger of the pipeline {self._pipeline} in DynamoDB is damaged: {fault}.",
             advice="It is never repaired silently: restore the table and the output folder together, from a backup.",
             pipeline=self._pipeline,
         )

@@ -87,7 +87,7 @@ class FolderClaim:
         self._mine = Owner("", pipeline, ledger)
         self._same = {ledger, former or ledger}
         self._renamed: Owner | None = None
-        self._found = self._mine
+        self._owner = self._mine
         self._segments: list[str] = []
 
     def look(self) -> None:
@@ -96,31 +96,31 @@ class FolderClaim:
         Raises OperatorError when its ledger is elsewhere, and OSError.
         """
         self._read()
-        found, mine = self._found, self._mine
+        owner, mine = self._owner, self._mine
         # Of the pipeline's name a ledger itself is the judge; in a table it is a part of the place.
-        if found.ledger not in self._same and not self._new_ledger:
+        if owner.ledger not in self._same and not self._new_ledger:
             raise OperatorError(
-                f"The output folder {self._store.uri()} belongs to pipeline {found.pipeline} on the ledger "
-                f"{_named(found.ledger)}; this is pipeline {mine.pipeline} on the ledger {_named(mine.ledger)}.",
+                f"The output folder {self._store.uri()} belongs to pipeline {owner.pipeline} on the ledger "
+                f"{_named(owner.ledger)}; this is pipeline {mine.pipeline} on the ledger {_named(mine.ledger)}.",
                 did="Nothing was touched.",
                 advice="Name another folder, or the ledger it had. If the ledger was moved on purpose, start once with "
                 "--new-ledger.",
             )
 
     def _read(self) -> None:
-        self._found = self._find()
+        self._owner = self._find()
         self._segments = [path for path, _ in self._store.files(SEGMENTS)]
 
     def _find(self) -> Owner:
         with self._store.alone(PUBLISH_LOCK):
-            found = _read(self._store)
-            if found is None:
+            owner = _read(self._store)
+            if owner is None:
                 # On object stores, where two servers may do this at once, both find the same.
                 uri = self._store.uri().encode()
                 folder = uuid.uuid4().hex if self._store.local else hashlib.sha256(uri).hexdigest()[:32]
-                found = replace(self._mine, folder=folder)
-                self._write(found)
-        return found
+                owner = replace(self._mine, folder=folder)
+                self._write(owner)
+        return owner
 
     def folder(self) -> str:
         """Return the folder's id, whoever owns it; a new folder gets one. Blocking. Raises OperatorError, OSError."""
@@ -139,9 +139,9 @@ class FolderClaim:
         """
         while doubt := await asyncio.to_thread(self._doubt, state):
             # Another server may be at it too: a doubt stands if the folder says the same before and after the ledger.
-            before = self._found
+            before = self._owner
             await asyncio.to_thread(self._read)
-            if self._found == before:
+            if self._owner == before:
                 break
             state = await ledger.peek()
         if doubt and (not self._new_ledger or self._elsewhere(state)):
@@ -152,9 +152,9 @@ class FolderClaim:
             if claimed.folder != folder:
                 raise self._foreign(claimed)
             noted = replace(self._mine, folder=folder, ledger_id=claimed.ledger_id, claims=claimed.claims)
-            if noted.ledger != self._found.ledger and self._found.ledger in self._same:
+            if noted.ledger != self._owner.ledger and self._owner.ledger in self._same:
                 # Until the ledger has the new name, a start under the former one must find the folder as it was.
-                self._renamed, noted = noted, replace(noted, ledger=self._found.ledger)
+                self._renamed, noted = noted, replace(noted, ledger=self._owner.ledger)
             await asyncio.to_thread(self._note, noted)
             # A server that has claimed it anew since (and removed this one) may have noted that before.
             state, claimed = claimed, await ledger.peek()
@@ -171,10 +171,10 @@ class FolderClaim:
 
     def _folder(self, state: LedgerState) -> str:
         """Return the folder's id."""
-        if state.folder is not None and self._found.ledger_id is None and self._mine.ledger is None:
+        if state.folder is not None and self._owner.ledger_id is None and self._mine.ledger is None:
             # Somebody has deleted owner.json: the ledger, which lies in the folder, knows it still.
             return state.folder
-        return self._found.folder
+        return self._owner.folder
 
     def _elsewhere(self, state: LedgerState) -> int:
         """Return how many segments a ledger names, if it is another folder's and none of them is in this one."""
@@ -192,21 +192,21 @@ class FolderClaim:
 
     def _doubt(self, state: LedgerState) -> OperatorError | None:
         """Return why folder and ledger do not belong together; None when they do. Blocking."""
-        found, out, named = self._found, self._store.uri(), _named(self._mine.ledger)
+        owner, out, named = self._owner, self._store.uri(), _named(self._mine.ledger)
         if state.folder not in {None, self._folder(state)}:
             return self._foreign(state)
-        if found.ledger not in self._same:
-            return _refusal(f"The ledger of {out} is {named} now; it was {_named(found.ledger)}.")
+        if owner.ledger not in self._same:
+            return _refusal(f"The ledger of {out} is {named} now; it was {_named(owner.ledger)}.")
         if state.folder is None and (left := self._left()):
             return _refusal(
                 f"The ledger {named} is new, and the one that knew what {out} holds is missing ({left})."
             )
-        if found.ledger_id not in {None, state.ledger_id} and state.folder is not None:
+        if owner.ledger_id not in {None, state.ledger_id} and state.folder is not None:
             return _refusal(f"The ledger {named} is not the one that {out} had last.")
         # What was listed before the ledger was read was written at a clock that a ledger has at least, ever after.
         clocks = [clock_of(path) for path in self._segments if ledger_of(path) == state.ledger_id]
-        behind = state.claims < found.claims or max(clocks, default=0) > state.clock
-        if found.ledger_id == state.ledger_id and behind:
+        behind = state.claims < owner.claims or max(clocks, default=0) > state.clock
+        if owner.ledger_id == state.ledger_id and behind:
             return _refusal(
                 f"The ledger {named} is older than {out}: it was rolled back, to a copy of an earlier day perhaps."
             )

@@ -48,9 +48,9 @@ def run_group(
             written = write(result, job.staging, [job], pipeline.window_columns, cores)
         else:
             written = _write_together(members, pipeline.window_columns, cores)
-        made = {job.window.id: inspect_output(job.staging, job.out) for _, job in members}
-        check_written(written, list(made.values()), str(Path(members[0][1].staging).parent.parent))
-        outputs |= made
+        files_of = {job.window.id: inspect_output(job.staging, job.out) for _, job in members}
+        check_written(written, list(files_of.values()), str(Path(members[0][1].staging).parent.parent))
+        outputs |= files_of
     for attempt in attempts:
         if attempt.result is not None:
             attempt.check_read()

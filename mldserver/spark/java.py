@@ -53,12 +53,12 @@ def java_command(
     home = java_home or environment.get("JAVA_HOME") or None
     if home is not None:
         return os.path.join(home, "bin", "java"), home  # noqa: PTH118  # a command line's text, not a path to walk
-    found = which("java")
-    if found is None:
+    command = which("java")
+    if command is None:
         raise JavaError(
             "Spark needs Java, and none was found: JAVA_HOME is not set and PATH has no java.", advice=_ADVICE
         )
-    return found, None
+    return command, None
 
 
 def parse_version(text: str) -> int | None:

@@ -34,10 +34,10 @@ def describe(error: BaseException) -> Fault:
     """Return what to tell of ``error``; whatever code the user's exception has, it fails no one here."""
     name, said = type(error).__name__, message(error)
     try:
-        told = user_traceback(error)
+        frames = user_traceback(error)
     except Exception:  # noqa: BLE001  # a thousand causes in a row, say: better no frames than no answer
-        told = f"{name}: {said}"
-    return Fault(name, said, told)
+        frames = f"{name}: {said}"
+    return Fault(name, said, frames)
 
 
 def message(error: BaseException) -> str:
@@ -67,8 +67,8 @@ def lost_connection(error: BaseException) -> bool:
 @functools.cache
 def _machinery() -> tuple[str, ...]:
     """Return how the file names of frames begin that are not the user's: a folder of theirs may be named as one of these."""
-    found = (importlib.util.find_spec(name) for name in ("pyspark", "py4j"))
-    packages = (Path(each.origin).parent for each in found if each is not None and each.origin)
+    specs = (importlib.util.find_spec(name) for name in ("pyspark", "py4j"))
+    packages = (Path(spec.origin).parent for spec in specs if spec is not None and spec.origin)
     ours = (Path(__file__).parent, _LIBRARY / "concurrent" / "futures", _LIBRARY / "asyncio")
     return ("<frozen ", *(f"{folder}/" for folder in (*ours, *packages)))
 

@@ -90,12 +90,9 @@ class Lines:
 
 def parse(line: str) -> Entry:
     """Return what a line of the driver's standard error says."""
-    if line.startswith("{"):
-        entry = _structured(line)
-        if entry is not None:
-            return entry
-    plain = _PLAIN.match(line)
-    if plain is not None:
+    if line.startswith("{") and (entry := _structured(line)) is not None:
+        return entry
+    if plain := _PLAIN.match(line):
         return Entry(_level(plain[1], plain[3]), plain[3], plain[2])
     return Entry("debug" if _ALWAYS_SAID.search(line) else "info", line)
 
@@ -106,20 +103,17 @@ def _level(name: str, text: str) -> str:
 
 def _structured(line: str) -> Entry | None:
     try:
-        told = orjson.loads(line)
+        fields = orjson.loads(line)
     except ValueError:
         return None
-    if "level" not in told or "msg" not in told:
+    if "level" not in fields or "msg" not in fields:
         return None
-    logger, text = str(told.get("logger", "")), str(told["msg"])
-    level = "debug" if logger in _SAID_TWICE else _level(str(told["level"]), text)
-    return Entry(level, text, logger, _exception(told.get("exception")))
-
-
-def _exception(told: object) -> str:
-    if isinstance(told, dict):  # pyspark's own logger, in Python
-        return f"{told.get('class')}: {told.get('msg')}"
-    stack = str(told or "").splitlines()
+    logger, text = str(fields.get("logger", "")), str(fields["msg"])
+    level = "debug" if logger in _SAID_TWICE else _level(str(fields["level"]), text)
+    exception = fields.get("exception")
+    if isinstance(exception, dict):  # pyspark's own logger, in Python
+        return Entry(level, text, logger, f"{exception.get('class')}: {exception.get('msg')}")
+    stack = str(exception or "").splitlines()
     if len(stack) > _FRAMES:
         stack[_FRAMES:] = [f"\t… {len(stack) - _FRAMES} more"]
-    return "\n".join(stack)
+    return Entry(level, text, logger, "\n".join(stack))

@@ -113,14 +113,14 @@ def claim(database: Database, attempt: Try) -> bool:
             f"CREATE TABLE {windows} (pipeline VARCHAR(255) NOT NULL, window_id VARCHAR(64) NOT NULL,"
             " revision INTEGER NOT NULL, stage VARCHAR(255) NOT NULL, PRIMARY KEY (pipeline, window_id))"
         )
-    found = database.first(
+    line = database.first(
         f"SELECT revision, stage FROM {windows} WHERE pipeline = ? AND window_id = ?",  # noqa: S608  # the operator's own name
         *attempt.key,
     )
-    if found is None:
+    if line is None:
         database.change(f"INSERT INTO {windows} VALUES (?, ?, 0, ?)", *attempt.key, attempt.stage)  # noqa: S608  # see above
         return True
-    noted, left = int(found[0]), found[1]
+    noted, left = int(line[0]), line[1]
     due = noted < revision
     changed = database.change(
         f"UPDATE {windows} SET stage = ? WHERE pipeline = ? AND window_id = ? AND revision = ? AND stage = ?",  # noqa: S608  # see above
@@ -140,8 +140,8 @@ def claim(database: Database, attempt: Try) -> bool:
 
 def fill(rows: DataFrame, sink: SinkSpec, attempt: Try, *, create: bool) -> None:
     """Let Spark write the stage; and the table, without rows, when it is to ``create`` it."""
-    told = {name.lower(): value for name, value in sink.options.items()}
-    types = ", ".join(filter(None, [told.get("createtablecolumntypes"), _COLUMN_TYPES]))
+    lower = {name.lower(): value for name, value in sink.options.items()}
+    types = ", ".join(filter(None, [lower.get("createtablecolumntypes"), _COLUMN_TYPES]))
     options = sink.options | {"url": f"jdbc:{sink.target}", "createTableColumnTypes": types}
     if create:
         # Appended, since another server may have made it meanwhile.
