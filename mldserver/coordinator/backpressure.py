@@ -1,5 +1,7 @@
 """Holds shards back while memory or disk is short: the answers to their daemons wait.
 
+The daemon sends no more of such a shard, renews its lease meanwhile, and nothing is lost.
+
 Memory is freed by the flush that is asked for at the same time. As it runs short those wait that are ahead of the
 watermark, while whoever holds it goes on; that one waits only where even its rows alone come faster than they can be
 written, or cannot be written at all: then nothing else would bound them.
@@ -12,11 +14,9 @@ ahead of it wait.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import structlog
-
-from mldserver.coordinator.core.budget import Load, shards_to_hold
 
 if TYPE_CHECKING:
     from mldserver.base.clock import Clock
@@ -26,12 +26,37 @@ if TYPE_CHECKING:
     from mldserver.coordinator.core.sessions import Session
     from mldserver.coordinator.core.watermark import Watermark
 
-__all__ = ["Backpressure"]
+__all__ = ["Backpressure", "Load", "shards_to_hold"]
 
 log = structlog.get_logger("mldserver")
 
 _SHORT: Final = 0.75
 """The share of the memory from which on those wait that are ahead; the rest is for whoever holds the watermark."""
+
+
+class Load(NamedTuple):
+    """How far a shard is."""
+
+    shard_id: str
+    ahead_ms: int | None
+    """Its own watermark; None when it has shown nothing (it is then the furthest behind)."""
+
+
+def shards_to_hold(loads: list[Load], *, holder: str | None) -> frozenset[str]:
+    """Return the shards that are ahead of ``holder``, which holds the watermark; without one, all.
+
+    Shards that are level with the holder, or behind it, are not held.
+    """
+    if holder is None:
+        return frozenset(load.shard_id for load in loads)
+    reached = next((load.ahead_ms for load in loads if load.shard_id == holder), None)
+    return frozenset(
+        load.shard_id
+        for load in loads
+        if load.shard_id != holder
+        and load.ahead_ms is not None
+        and (reached is None or load.ahead_ms > reached)
+    )
 
 
 class Backpressure:

@@ -11,8 +11,8 @@ import structlog
 from msgspec.structs import replace
 
 from mldserver.coordinator.core.flush import buffered, moved, shard_end
-from mldserver.coordinator.core.positions import ShardPosition
-from mldserver.coordinator.start_check import is_gap, refuse_gap
+from mldserver.coordinator.core.positions import ShardPosition, Start, judge_start
+from mldserver.errors import GapRefused
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -86,12 +86,12 @@ class Shards:
     async def check(self, opening: ShardOpening) -> None:
         """Raise GapRefused when a shard that has a live connection would start beyond its position."""
         live = self._sessions.live(opening.shard_id)
-        if live is None or self.rules.accept_gap or not is_gap(opening, live.position.durable):
+        if live is None or self.rules.accept_gap or not _is_gap(opening, live.position.durable):
             return
         # Another server may have read it on since this one heard of it: the ledger knows.
         state = (await self._ledger.peek()).shards.get(opening.shard_id)
         if state is not None and not state.gap_accepted:
-            refuse_gap(opening, state.position, ended=state.ended, accepted=False)
+            _refuse_gap(opening, state.position, ended=state.ended, accepted=False)
 
     def abandon(self, shard_id: str) -> None:
         """Let go of a shard that its connection has lost to one that could not open it: it is missing from now on."""
@@ -119,7 +119,7 @@ class Shards:
         parents = opening.parents or self.parents(shard_id)
         state = await self._ledger.open_shard(shard_id, parents)
         accepted = state.gap_accepted or self.rules.accept_gap
-        refuse_gap(opening, state.position, ended=state.ended, accepted=accepted)
+        _refuse_gap(opening, state.position, ended=state.ended, accepted=accepted)
         # Under the new epoch: what an older one has not stored by now is delivered again.
         parked = await self._ledger.parked_keys(shard_id) if self.rules.parks else {}
         await self._membership.learn_ancestors(state)
@@ -325,3 +325,30 @@ class ShardSession:
         if self.alive:
             self.alive = False
             self._shards.disconnected(self)
+
+
+def _is_gap(opening: ShardOpening, position: Sequence | None, *, ended: bool = False) -> bool:
+    """Tell whether a daemon that starts so would skip records behind a position."""
+    return judge_start(opening.start, position, ended=ended) is Start.BEYOND
+
+
+def _refuse_gap(opening: ShardOpening, position: Sequence | None, *, ended: bool, accepted: bool) -> None:
+    """Raise GapRefused when a daemon starts where records would be skipped; log it when that is accepted."""
+    if not _is_gap(opening, position, ended=ended):
+        return
+    if accepted:
+        log.error(
+            "shard.gap_accepted",
+            shard=opening.shard_id,
+            start=str(opening.start),
+            position=str(position) if position else None,
+        )
+        return
+    raise GapRefused(
+        f"The daemon starts shard {opening.shard_id} at {opening.start}, beyond the ledger's position "
+        f"({position or 'none'}): records between the two would never be processed.",
+        did="The connection was closed.",
+        advice="Restore the ledger that belongs to this KCL application, or delete the application's lease table "
+        "to read again, or accept the loss once with --accept-gap.",
+        shard=opening.shard_id,
+    )

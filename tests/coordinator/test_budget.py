@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.coordinator.core.budget import Load, shards_to_hold
+from mldserver.coordinator.backpressure import Load, shards_to_hold
 
 
 def hold(loads: list[Load], holder: str | None = None) -> set[str]:

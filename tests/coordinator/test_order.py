@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.coordinator.core.order import effective_times, merge_order
+from mldserver.coordinator.core.flush import effective_times, merge_order
 
 if TYPE_CHECKING:
     from random import Random
