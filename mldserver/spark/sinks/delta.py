@@ -11,8 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from mldserver.base.uris import local_path
-from mldserver.errors import OperatorError
-from mldserver.spark.sinks.sink import WINDOW, check_made_here, condition, refuse_table, staged
+from mldserver.spark.sinks.sink import WINDOW, check_made_here, existing, refuse_table, staged
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["check", "check_settings", "parse", "publish"]
 
-_ABSENT: Final = "DATA_SOURCE_NOT_FOUND"
-_UNCONFIGURED: Final = "DELTA_CONFIGURE_SPARK_SESSION_WITH_EXTENSION_AND_CATALOG"
 _NO_TABLE: Final = frozenset(
     {
         "DELTA_MISSING_DELTA_TABLE",
@@ -84,17 +81,8 @@ def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:
 
 def _table(spark: SparkSession, sink: SinkSpec) -> DataFrame | None:
     """Return the table, None when there is none yet. Raises OperatorError without Delta Lake."""
-    try:
-        table = spark.read.format("delta").load(sink.target)
-        # On Spark Connect nothing is asked before.
-        table.schema  # noqa: B018  # see above
-    except Exception as error:  # Java's own exceptions are of many classes
-        name = condition(error)
-        if name == _ABSENT:
-            raise OperatorError("This Spark session knows no format delta.", advice=_ADVICE) from error
-        if name == _UNCONFIGURED:
-            raise OperatorError("This Spark session is not set up for Delta Lake.", advice=_ADVICE) from error
-        if name in _NO_TABLE:
-            return None
-        raise
-    return table
+    faults = {
+        "DATA_SOURCE_NOT_FOUND": "This Spark session knows no format delta.",
+        "DELTA_CONFIGURE_SPARK_SESSION_WITH_EXTENSION_AND_CATALOG": "This Spark session is not set up for Delta Lake.",
+    }
+    return existing(lambda: spark.read.format("delta").load(sink.target), _NO_TABLE, faults, _ADVICE)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from mldserver.errors import OperatorError
-from mldserver.spark.sinks.sink import WINDOW, check_made_here, condition, refuse_table, staged
+from mldserver.spark.sinks.sink import WINDOW, check_made_here, existing, refuse_table, staged
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -115,19 +115,6 @@ def _history(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> _Seen:
 
 def _table(spark: SparkSession, sink: SinkSpec) -> DataFrame | None:
     """Return the table, None when there is none yet. Raises OperatorError without Iceberg."""
-    try:
-        table = spark.table(sink.target)
-        # On Spark Connect nothing is asked before.
-        table.schema  # noqa: B018  # see above
-    except Exception as error:  # Java's own exceptions are of many classes
-        name = condition(error)
-        if name in _NO_TABLE:
-            return None
-        if name == _NO_CLASS:
-            catalog = sink.target.partition(".")[0]
-            raise OperatorError(
-                f"Spark does not find the class of its catalog {catalog}.",
-                advice=_ADVICE.format(catalog=catalog),
-            ) from error
-        raise
-    return table
+    catalog = sink.target.partition(".")[0]
+    faults = {_NO_CLASS: f"Spark does not find the class of its catalog {catalog}."}
+    return existing(lambda: spark.table(sink.target), _NO_TABLE, faults, _ADVICE.format(catalog=catalog))

@@ -10,7 +10,7 @@ from mldserver.base import redaction
 from mldserver.errors import OperatorError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from pyspark.sql import DataFrame, SparkSession
 
@@ -24,6 +24,7 @@ __all__ = [
     "check_result",
     "condition",
     "escaped",
+    "existing",
     "refuse_table",
     "staged",
 ]
@@ -99,6 +100,28 @@ def check_made_here(columns: Iterable[str], where: str) -> None:
             advice="Name a table that does not exist, and the server makes it; or add the columns "
             f"{WINDOW} (text) and {REVISION} (integer).",
         )
+
+
+def existing(
+    load: Callable[[], DataFrame], no_table: Collection[str], faults: Mapping[str, str], advice: str
+) -> DataFrame | None:
+    """Return a table; None when there is none yet.
+
+    ``no_table``: the conditions by which Spark says so. ``faults``: what is wrong with the session, by the condition that
+    tells it; then raises OperatorError, with ``advice``. All else is raised as it comes.
+    """
+    try:
+        table = load()
+        # On Spark Connect nothing is asked before.
+        table.schema  # noqa: B018  # see above
+    except Exception as error:  # Java's own exceptions are of many classes
+        name = condition(error)
+        if name in no_table:
+            return None
+        if name in faults:
+            raise OperatorError(faults[name], advice=advice) from error
+        raise
+    return table
 
 
 def condition(error: BaseException) -> str:
