@@ -39,7 +39,7 @@ from mldserver.ledger import letter_rules
 from mldserver.ledger.book import Draft
 from mldserver.ledger.dynamodb_journal import Journal
 from mldserver.ledger.dynamodb_snapshot import Compaction
-from mldserver.ledger.dynamodb_table import Table, backoff_s
+from mldserver.ledger.dynamodb_table import Table
 from mldserver.ledger.operations import Ledger
 
 if TYPE_CHECKING:
@@ -119,8 +119,7 @@ class DynamoLedger(Ledger):
 
     async def _load(self, *, create: bool) -> None:
         table = await self._reach()
-        names = self._pipeline, self._former
-        journal = Journal(table, names, clock=self._clock, jitter=self._jitter, unique=self._unique)
+        journal = Journal(table, self._pipeline, self._former)
         if create and self._make:
             await table.create()
         if create and self._former is None:
@@ -137,8 +136,6 @@ class DynamoLedger(Ledger):
             at_least=self._compact_bytes,
             turn=self._turn,
             clock=self._clock,
-            jitter=self._jitter,
-            unique=self._unique,
         )
 
     async def _reach(self) -> Table:
@@ -148,7 +145,14 @@ class DynamoLedger(Ledger):
             client = await self._resources.enter_async_context(
                 aws_client("dynamodb", connect_timeout=3, read_timeout=5, retries=once, **self._where)
             )
-            self._table = Table(client, self._name, self._pipeline, clock=self._clock, jitter=self._jitter)
+            self._table = Table(
+                client,
+                self._name,
+                self._pipeline,
+                clock=self._clock,
+                jitter=self._jitter,
+                unique=self._unique,
+            )
         return self._table
 
     @contextlib.asynccontextmanager
@@ -163,10 +167,15 @@ class DynamoLedger(Ledger):
             raise InternalError("The ledger is not open.", table=self._name)
         return self._journal
 
-    async def _look(self, read: Callable[[Book], _T]) -> _T:
+    @contextlib.asynccontextmanager
+    async def _up_to_date(self) -> AsyncIterator[Journal]:
         async with self._taking_turns():
             journal = self._reached()
             await journal.refresh()
+            yield journal
+
+    async def _look(self, read: Callable[[Book], _T]) -> _T:
+        async with self._up_to_date() as journal:
             return read(journal.book)
 
     async def _transact(self, transaction: Transaction[_T], read: Callable[[Book], _S]) -> tuple[_T, _S]:
@@ -179,7 +188,7 @@ class DynamoLedger(Ledger):
                 result = transaction.run(draft)
                 if not draft.changes() or await journal.append(draft):
                     return result, read(journal.book)
-                await self._clock.sleep(backoff_s(turn, self._jitter(), base=0.02, cap=0.5))
+                await journal.table.pause(turn, base=0.02, cap=0.5)
         raise LedgerError(
             f"Other servers were faster {_DECISIONS} times.",
             did="Nothing was written.",
@@ -207,9 +216,7 @@ class DynamoLedger(Ledger):
     ) -> tuple[StoredLetter, ...]:
         """Return a page of letters in order of storage."""
         letters: list[StoredLetter] = []
-        async with self._taking_turns():
-            journal = self._reached()
-            await journal.refresh()
+        async with self._up_to_date() as journal:
             for version, places in tuple(letter_rules.page(journal.book, after, limit, wanted=wanted)):
                 if (item := await journal.letters(version)) is not None:
                     letters += [letter_rules.stored(journal.book, version, n, item[n]) for n in places]
@@ -217,9 +224,7 @@ class DynamoLedger(Ledger):
 
     async def parked_keys(self, shard_id: str) -> dict[str, Sequence]:
         """Return the keys of a shard's dead letters, each with the sequence of the first."""
-        async with self._taking_turns():
-            journal = self._reached()
-            await journal.refresh()
+        async with self._up_to_date() as journal:
             letters = journal.book.letters.copy()
             self._readers += 1
         try:

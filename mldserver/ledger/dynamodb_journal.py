@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 from mldserver.base.kill_points import kill_point
 from mldserver.errors import LedgerError, LedgerUnusable, LedgerVersionError
 from mldserver.ledger.book import Book, Changes
-from mldserver.ledger.dynamodb_table import Snapshot, Value, backoff_s, version_key
+from mldserver.ledger.dynamodb_table import Snapshot, Value, version_key
 from mldserver.ledger.format import (
     FORMAT,
     keys_of,
@@ -37,9 +37,8 @@ from mldserver.ledger.format import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Mapping
+    from collections.abc import AsyncGenerator, Mapping
 
-    from mldserver.base.clock import Clock
     from mldserver.ledger.book import Draft, LetterItem
     from mldserver.ledger.contract import WindowEntry
     from mldserver.ledger.dynamodb_table import Item, Table
@@ -88,27 +87,12 @@ class Tail:
 class Journal:
     """One pipeline's log and its book. One call at a time; ``book`` is read between calls only."""
 
-    def __init__(
-        self,
-        table: Table,
-        names: tuple[str, str | None],
-        *,
-        clock: Clock,
-        jitter: Callable[[], float],
-        unique: Callable[[], str],
-    ) -> None:
-        """Start with an empty book.
-
-        ``names``: the pipeline's, and the one that it may have still. ``unique`` gives a new id (at most 36 characters) at
-        each call.
-        """
+    def __init__(self, table: Table, pipeline: str, former: str | None) -> None:
+        """Start with an empty book. ``former``: the name that the pipeline may have still."""
         self.book = Book()
-        self._table = table
-        self._pipeline, self._former = names
-        self._name = self._pipeline
-        self._clock = clock
-        self._jitter = jitter
-        self._unique = unique
+        self.table = table
+        self._pipeline, self._former = pipeline, former
+        self._name = pipeline
         self.snapshot = Snapshot()
         """What readers begin with now."""
         self.tail = Tail()
@@ -121,14 +105,8 @@ class Journal:
 
     async def create(self, now_ms: int) -> None:
         """Note that the pipeline has a ledger, unless it has one."""
-        await self._table.put_new(
-            "meta",
-            {
-                "format": {"N": str(FORMAT)},
-                "version": {"N": "0"},
-                "created_ms": {"N": str(now_ms)},
-            },
-        )
+        numbers = {"format": FORMAT, "version": 0, "created_ms": now_ms}
+        await self.table.put_new("meta", {name: {"N": str(number)} for name, number in numbers.items()})
 
     async def load(self) -> bool:
         """Read everything; False when there is no ledger.
@@ -144,7 +122,7 @@ class Journal:
                 self._doubtful = False
                 return True
             # A snapshot was put in force, or a transaction is half visible, between two reads.
-            await self._clock.sleep(backoff_s(turn, self._jitter()))
+            await self.table.pause(turn)
         raise self._damaged("its snapshot or its log has holes")
 
     async def _meta(self) -> Item | None:
@@ -153,19 +131,19 @@ class Journal:
         The ledger stays in the partition of the name that the pipeline had first; under later names an item says which.
         Raises LedgerVersionError for a pipeline that has another name now.
         """
-        meta = await self._table.get("meta")
+        meta = await self.table.get("meta")
         if meta is None and self._former is not None:
-            self._table.partition = self._former
-            meta = await self._table.get("meta")
+            self.table.partition = self._former
+            meta = await self.table.get("meta")
         if meta is not None and "partition" in meta:
-            self._table.partition = meta["partition"]["S"]
-            meta = await self._table.get("meta")
+            self.table.partition = meta["partition"]["S"]
+            meta = await self.table.get("meta")
         if meta is None:
             return None
-        self._name = meta["name"]["S"] if "name" in meta else self._table.partition
+        self._name = meta["name"]["S"] if "name" in meta else self.table.partition
         if self._name not in {self._pipeline, self._former}:
             raise LedgerVersionError(
-                f"The pipeline {self._table.partition} is called {self._name} now.",
+                f"The pipeline {self.table.partition} is called {self._name} now.",
                 advice=f"Give that name, or rename it back with --rename-from {self._name}.",
                 pipeline=self._pipeline,
             )
@@ -174,7 +152,7 @@ class Journal:
     async def _load(self, snapshot: Snapshot, version: int) -> bool:
         book = Book()
         if snapshot.value is not None:
-            data = await self._table.bytes_of(snapshot.value)
+            data = await self.table.bytes_of(snapshot.value)
             if data is None:
                 return False
             book.apply(await self._unpacked(data, {}, off_loop=True))
@@ -204,12 +182,12 @@ class Journal:
     async def _read_news(self) -> bool:
         """Apply the log's items after the book's version; False when some are gone."""
         first = version_key("log", self.book.version + 1)
-        async for item in self._table.between(first, "log#~"):
+        async for item in self.table.between(first, "log#~"):
             self._require_format(item)
             if item["item"]["S"] != version_key("log", self.book.version + 1):
                 return False
             value = Value.of(item)
-            data = await self._table.bytes_of(value)
+            data = await self.table.bytes_of(value)
             if data is None:
                 return False
             large = value.blob is not None
@@ -242,20 +220,20 @@ class Journal:
         """
         changes, letters = draft.changes(), draft.dead_letters
         data, dead, keys = await self._packed(changes, letters)
-        tx, version = self._unique(), self.book.version + 1
-        log = await self._table.keep(data, f"{tx}-c")
-        operations = [self._log(version, tx, log), *self._table.named(log)]
+        tx, version = self.table.unique(), self.book.version + 1
+        log = await self.table.keep(data, f"{tx}-c")
+        operations = [self._log(version, tx, log), *self.table.named(log)]
         if dead is not None:
-            value = await self._table.keep(dead, f"{tx}-d")
+            value = await self.table.keep(dead, f"{tx}-d")
             fields = value.attributes() | {"count": {"N": str(len(letters))}}
             if len(keys) <= _KEY_BYTES:
                 fields["keys"] = {"B": keys}
-            operations += [self._table.put(version_key("dead", version), fields), *self._table.named(value)]
+            operations += [self.table.put(version_key("dead", version), fields), *self.table.named(value)]
         for spent in draft.spent:
             # Where it is gone another server was faster: the transaction fails, whatever is in it.
-            if (item := await self._table.get(version_key("dead", spent))) is not None:
-                operations.append(self._table.delete(version_key("dead", spent)))
-                operations += self._table.unnamed(Value.of(item))
+            if (item := await self.table.get(version_key("dead", spent))) is not None:
+                operations.append(self.table.delete(version_key("dead", spent)))
+                operations += self.table.unnamed(Value.of(item))
         renames = draft.declares and self._name != self._pipeline
         if renames:
             operations += self._led_here()
@@ -270,11 +248,11 @@ class Journal:
 
     def _led_here(self) -> list[dict[str, Any]]:
         """Return what a transaction must do so that the ledger is found under the pipeline's new name."""
-        if self._table.partition == self._pipeline:
+        if self.table.partition == self._pipeline:
             return []
-        put = self._table.put(
+        put = self.table.put(
             "meta",
-            {"partition": {"S": self._table.partition}},
+            {"partition": {"S": self.table.partition}},
             ConditionExpression="attribute_not_exists(pipeline) OR attribute_exists(#partition)",
             ExpressionAttributeNames={"#partition": "partition"},
         )
@@ -299,14 +277,14 @@ class Journal:
 
     def _log(self, version: int, tx: str, value: Value, more: Item | None = None) -> dict[str, Any]:
         fields = {"tx": {"S": tx}, "format": {"N": str(FORMAT)}} | value.attributes()
-        return self._table.put(version_key("log", version), fields | (more or {}))
+        return self.table.put(version_key("log", version), fields | (more or {}))
 
     async def _transact(
         self, version: int, tx: str, operations: list[dict[str, Any]], more: Item | None = None
     ) -> bool:
         """Move ``meta`` to a version with these operations; False: another transaction did, or will have."""
         fields = {"version": {"N": str(version)}} | (more or {})
-        meta = self._table.update(
+        meta = self.table.update(
             "meta",
             UpdateExpression="SET " + ", ".join(f"#{name} = :{name}" for name in fields),
             ConditionExpression="#version = :before AND #format = :format",
@@ -315,10 +293,10 @@ class Journal:
             | {":before": {"N": str(version - 1)}, ":format": {"N": str(FORMAT)}},
         )
         kill_point("ledger.written")
-        done = await self._table.transact([meta, *operations], token=tx)
+        done = await self.table.transact([meta, *operations], token=tx)
         if not done:
             # The condition also fails for a second sending of what the first, whose answer was lost, has written.
-            item = await self._table.get(version_key("log", version))
+            item = await self.table.get(version_key("log", version))
             done = item is not None and item["tx"]["S"] == tx
         self._doubtful = not done
         if done:
@@ -330,13 +308,13 @@ class Journal:
 
         Raises as ``append``. The book must be up to date.
         """
-        version, tx, named = self.book.version + 1, self._unique(), snapshot.attributes()
+        version, tx, named = self.book.version + 1, self.table.unique(), snapshot.attributes()
         assert snapshot.value is not None, "it is written"
         nothing = Value(pack_changes(Changes(), {}))
         operations = [
             self._log(version, tx, nothing, named),
-            *self._table.claimed(snapshot.value),
-            *self._table.unnamed(self.snapshot.value),
+            *self.table.claimed(snapshot.value),
+            *self.table.unnamed(self.snapshot.value),
         ]
         done = await self._transact(version, tx, operations, named)
         if done:
@@ -371,7 +349,7 @@ class Journal:
         where that would be too long are the letters themselves read.
         """
         packed: list[tuple[str, bytes]] = []
-        async for item in self._table.between("dead#", "dead#~", names=("item", "keys")):
+        async for item in self.table.between("dead#", "dead#~", names=("item", "keys")):
             number = int(item["item"]["S"].removeprefix("dead#"))
             if str(number) not in letters:
                 continue
@@ -398,12 +376,12 @@ class Journal:
     async def _letters_if_there(self, version: int) -> tuple[DeadLetter, ...] | None:
         """Return an item's letters; None when there is no such item."""
         name = version_key("dead", version)
-        item = await self._table.get(name)
+        item = await self.table.get(name)
         if item is None:
             return None
-        data = await self._table.bytes_of(Value.of(item))
+        data = await self.table.bytes_of(Value.of(item))
         if data is None:
-            if await self._table.get(name) is None:
+            if await self.table.get(name) is None:
                 return None
             raise self._damaged("dead letters are gone")
         try:

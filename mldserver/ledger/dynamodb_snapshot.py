@@ -19,12 +19,10 @@ import zlib
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from mldserver.ledger.dynamodb_table import INLINE_BYTES, Snapshot, Value, backoff_s, version_key
+from mldserver.ledger.dynamodb_table import INLINE_BYTES, Snapshot, Value, version_key
 from mldserver.ledger.format import pack_changes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from mldserver.base.clock import Clock
     from mldserver.ledger.dynamodb_journal import Journal
     from mldserver.ledger.dynamodb_table import Table
@@ -64,18 +62,14 @@ class Compaction:
         at_least: int,
         turn: asyncio.Lock,
         clock: Clock,
-        jitter: Callable[[], float],
-        unique: Callable[[], str],
     ) -> None:
-        """``at_least``: bytes of log that are never worth a snapshot; ``unique`` gives a new id at each call."""
+        """``at_least``: bytes of log that are never worth a snapshot."""
         self._journal = journal
         self._table = table
         self._at_least = at_least
         self._patience = 1.0 + _SPREAD * (zlib.crc32(server_id.encode()) % 1000) / 1000
         self._turn = turn
         self._clock = clock
-        self._jitter = jitter
-        self._unique = unique
         self._busy = asyncio.Lock()
         self._closing = False
         self._copy: _Copy | None = None
@@ -125,7 +119,7 @@ class Compaction:
                 return self._copy
             version, everything = self._journal.book.version, self._journal.book.everything()
         data = await asyncio.to_thread(pack_changes, everything, {})
-        copy = _Copy(version, data, f"{self._unique()}-s")
+        copy = _Copy(version, data, f"{self._table.unique()}-s")
         await self._table.put_waste(copy.value)
         self._copy = copy
         return copy
@@ -154,7 +148,7 @@ class Compaction:
             if before.version >= copy.snapshot.version or not await self._table.is_waste(copy.value):
                 await self._give_up(copy)
                 return None
-            await self._clock.sleep(backoff_s(turn, self._jitter(), base=0.02, cap=0.5))
+            await self._table.pause(turn, base=0.02, cap=0.5)
         return None
 
     async def _give_up(self, copy: _Copy) -> None:

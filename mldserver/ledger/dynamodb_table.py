@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from mldserver.base.clock import Clock
 
-__all__ = ["INLINE_BYTES", "Item", "Snapshot", "Table", "Value", "backoff_s", "version_key"]
+__all__ = ["INLINE_BYTES", "Item", "Snapshot", "Table", "Value", "version_key"]
 
 INLINE_BYTES: Final = 350_000
 """An item holds 400 KB with the names and values of its attributes (AWS limit): this leaves 50 KB for the others."""
@@ -111,24 +111,34 @@ def version_key(prefix: str, version: int) -> str:
     return f"{prefix}#{version:020d}"
 
 
-def backoff_s(turn: int, jitter: float, *, base: float = 0.1, cap: float = 2.0) -> float:
-    """Return how long to pause (s) after the turn-th failure (from 0); ``jitter`` is from [0, 1)."""
-    return jitter * min(cap, base * 2.0 ** min(turn, 20))
-
-
 class Table:
     """One pipeline's partition. Every read is strongly consistent. Raises LedgerError once retrying has not helped."""
 
     def __init__(
-        self, client: Any, name: str, pipeline: str, *, clock: Clock, jitter: Callable[[], float]
+        self,
+        client: Any,
+        name: str,
+        pipeline: str,
+        *,
+        clock: Clock,
+        jitter: Callable[[], float],
+        unique: Callable[[], str],
     ) -> None:
-        """Use an aioboto3 DynamoDB client that does not retry by itself; ``jitter`` gives numbers from [0, 1)."""
+        """Use an aioboto3 DynamoDB client that does not retry by itself.
+
+        ``jitter`` gives numbers from [0, 1), ``unique`` a new id (at most 36 characters) at each call.
+        """
+        self.unique = unique
         self._client = client
         self._name = name
         self.partition = pipeline
         """Of its ledger: the name that the pipeline had first."""
         self._clock = clock
         self._jitter = jitter
+
+    async def pause(self, turn: int, *, base: float = 0.1, cap: float = 2.0) -> None:
+        """Wait after the turn-th failure (from 0): longer each time, up to ``cap`` seconds, and each time otherwise."""
+        await self._clock.sleep(self._jitter() * min(cap, base * 2.0 ** min(turn, 20)))
 
     async def send(
         self, operation: str, *, foreseen: Verdict | None = None, did: str = "", **request: Any
@@ -148,7 +158,7 @@ class Table:
                     raise translate(error, self._name, did=did) from error
             else:
                 return answer
-            await self._clock.sleep(backoff_s(turn - 1, self._jitter()))
+            await self.pause(turn - 1)
 
     async def _ask(self, operation: str, **request: Any) -> dict[str, Any]:
         """Send a request that cannot but have an answer."""
@@ -351,7 +361,7 @@ class Table:
                         did="The next sweep goes on with it.",
                         table=self._name,
                     )
-                await self._clock.sleep(backoff_s(turn, self._jitter()))
+                await self.pause(turn)
 
 
 def _part_key(blob: str, part: int) -> str:
