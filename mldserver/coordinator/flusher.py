@@ -137,7 +137,7 @@ class Flusher:
         self._tag = writer_tag(state.ledger_id, self._ledger.server_id)
         self._merge_clock = max(self._merge_clock, state.clock)
         # Also those of a registration whose answer was lost.
-        self._late = tuple(each for each in state.late_segments if tag_of(each.path) == self._tag)
+        self._late = tuple(segment for segment in state.late_segments if tag_of(segment.path) == self._tag)
         if self.open_windows is None:
             return
         if state.batch_progress.number >= self.open_windows.progress.number:

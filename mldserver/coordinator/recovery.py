@@ -61,8 +61,8 @@ async def recover(
     log.info(
         "recovery.done",
         shards=len(state.shards),
-        windows_published=sum(each.state is WindowState.COMMITTED for each in adopted),
-        windows_restarted=sum(each.state is WindowState.CUT for each in adopted),
+        windows_published=sum(entry.state is WindowState.COMMITTED for entry in adopted),
+        windows_restarted=sum(entry.state is WindowState.CUT for entry in adopted),
         late_published=late,
         files_deleted=deleted,
         clock=state.clock,
@@ -85,8 +85,8 @@ async def take_over(
     servers came or went since this one last cleaned up. Raises LedgerError and OSError; repeatable.
     """
     entries = under_way.values()
-    mine = [each for each in entries if each.owner == ledger.server_id and each.window_id not in working]
-    if inherit or any(each.owner is None for each in entries):
+    mine = [entry for entry in entries if entry.owner == ledger.server_id and entry.window_id not in working]
+    if inherit or any(entry.owner is None for entry in entries):
         mine += await ledger.adopt()
         kill_point("windows.adopted")
     runner.submit(_in_order(mine))
@@ -98,7 +98,7 @@ def _in_order(entries: Iterable[WindowEntry]) -> list[WindowEntry]:
     """What counts already comes first, then the oldest window."""
     return sorted(
         entries,
-        key=lambda each: (each.state is not WindowState.COMMITTED, each.start_ms or 0, each.window_id),
+        key=lambda entry: (entry.state is not WindowState.COMMITTED, entry.start_ms or 0, entry.window_id),
     )
 
 
@@ -118,8 +118,8 @@ async def _inherit(ledger: Ledger, store: OutputStore, *, own: bool) -> tuple[in
     attempts = await asyncio.to_thread(publisher.attempts)
     scratch = await asyncio.to_thread(store.scratch)
     state = await ledger.peek()
-    servers = [each for each in state.servers if own or each != ledger.server_id]
-    alive = {writer_tag(state.ledger_id, each) for each in servers}
+    servers = [server_id for server_id in state.servers if own or server_id != ledger.server_id]
+    alive = {writer_tag(state.ledger_id, server_id) for server_id in servers}
     late = tuple(segment for segment in state.late_segments if tag_of(segment.path) not in alive)
     await publish_late(late, ledger, store)
     named: set[str | None] = {segment.path for segment in state.late_segments}
@@ -138,7 +138,7 @@ async def _inherit(ledger: Ledger, store: OutputStore, *, own: bool) -> tuple[in
     await asyncio.to_thread(
         _sweep, store, gone, strangers, quarantine=f"{QUARANTINE}/{state.ledger_id}-{state.claims}"
     )
-    running = {server_tag(each) for each in servers}
+    running = {server_tag(server_id) for server_id in servers}
     for folder in scratch:
         if folder.name not in running:
             # Of a dead server's Spark driver; another server may be at it too.

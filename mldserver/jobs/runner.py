@@ -246,14 +246,14 @@ class WindowRunner:
             return dict.fromkeys((entry.window_id for entry in group), None)
         # Whoever began an attempt and is not among them finds out alone what has become of the window.
         alone |= {entry.window_id: None for entry in entries}
-        alone |= {each.entry.window_id: each for each in done or ()}
+        alone |= {window.entry.window_id: window for window in done or ()}
         try:
             await self._publish(done or ())
         except _FAULTS as error:
             log.warning("window.group_failed", windows=len(done or ()), **_fields(error))
             return alone
-        for each in done or ():
-            del alone[each.entry.window_id]
+        for window in done or ():
+            del alone[window.entry.window_id]
         return alone
 
     async def _publish(self, committed: Sequence[Committed]) -> None:
@@ -262,8 +262,8 @@ class WindowRunner:
         await self._steps.publish(committed)
         self.published += len(committed)
         now_ms = self._clock.steady_ms()
-        for each in committed:
-            entry, output = each.entry, each.output
+        for window in committed:
+            entry, output = window.entry, window.output
             log.info(
                 "window.done",
                 window=entry.window_id,
@@ -272,10 +272,10 @@ class WindowRunner:
                 rows_out=output.rows,
                 segments=len(entry.segments),
                 files=len(output.files),
-                attempt=each.attempt,
-                spark_seconds=round(each.seconds, 3),
+                attempt=window.attempt,
+                spark_seconds=round(window.seconds, 3),
                 lag_seconds=round((now_ms - self._unfinished[_key(entry)]) / 1000, 3),
-                seconds=round((now_ms - each.began_ms) / 1000, 3),
+                seconds=round((now_ms - window.began_ms) / 1000, 3),
                 path=self.publisher.shown(entry.window_id) if output.files else None,
             )
 

@@ -112,7 +112,7 @@ class WindowSteps:
         begun = await self._begin(entries)
         if not begun:
             return None
-        jobs = tuple(self._job(each) for each in begun)
+        jobs = tuple(self._job(attempt) for attempt in begun)
         if len(jobs) == 1:
             results: tuple[WindowResult, ...] = (await self._engine.compute(jobs[0]),)
         else:
@@ -121,15 +121,21 @@ class WindowSteps:
         await asyncio.to_thread(self._settle, begun, results)
         kill_point("attempt.staged")
         commits = tuple(
-            Commit(each.entry.window_id, each.attempt, each.staging, result.files, result.rows)
-            for each, result in zip(begun, results, strict=True)
+            Commit(attempt.entry.window_id, attempt.attempt, attempt.staging, result.files, result.rows)
+            for attempt, result in zip(begun, results, strict=True)
         )
         counted = await self._ledger.commit(commits)
         kill_point("window.committed")
         return tuple(
-            Committed(each.entry, each.attempt, output_of(each.entry, commit), result.seconds, each.began_ms)
-            for each, commit, result in zip(begun, commits, results, strict=True)
-            if each.entry.window_id in counted
+            Committed(
+                attempt.entry,
+                attempt.attempt,
+                output_of(attempt.entry, commit),
+                result.seconds,
+                attempt.began_ms,
+            )
+            for attempt, commit, result in zip(begun, commits, results, strict=True)
+            if attempt.entry.window_id in counted
         )
 
     async def _begin(self, entries: Sequence[WindowEntry]) -> tuple[_Begun, ...]:
@@ -182,9 +188,9 @@ class WindowSteps:
         if not self._store.local:
             return
         # An attempt without output leaves an empty folder, which publishing a revision without output goes by.
-        empty = (each for each, result in zip(begun, results, strict=True) if not result.files)
-        self._store.prepare(*(each.staging for each in empty))
-        self._store.sync_all(each.staging for each in begun)
+        empty = (attempt for attempt, result in zip(begun, results, strict=True) if not result.files)
+        self._store.prepare(*(attempt.staging for attempt in empty))
+        self._store.sync_all(attempt.staging for attempt in begun)
 
     async def find_committed(self, entry: WindowEntry) -> Committed | None:
         """Return a window that counts and is this server's to publish; None when it is not, or not any more.
@@ -204,7 +210,7 @@ class WindowSteps:
 
         Raises OSError and LedgerError; for a table also what the engine raises.
         """
-        outputs = tuple(each.output for each in committed)
+        outputs = tuple(window.output for window in committed)
         if self.publisher.table is None:
             await asyncio.to_thread(self.publisher.publish, outputs)
         else:
@@ -212,7 +218,7 @@ class WindowSteps:
         kill_point("window.visible")
         # By attempt: this may be a repetition, when the window has gone on to another server's revision.
         free = await self._ledger.published(
-            {each.entry.window_id: each.attempt for each in committed}, retain=self._retain
+            {window.entry.window_id: window.attempt for window in committed}, retain=self._retain
         )
         kill_point("window.published")
         # Readers of a table do not read files that a revision replaces.

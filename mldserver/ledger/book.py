@@ -198,9 +198,9 @@ class Book:
         """Keep what is known of all windows together up with one that changes."""
         old, new = segments_of(before), segments_of(entry)
         if new[: len(old)] != old:
-            self.paths.difference_update(each.path for each in old)
+            self.paths.difference_update(segment.path for segment in old)
             old = ()
-        self.paths.update(each.path for each in new[len(old) :])
+        self.paths.update(segment.path for segment in new[len(old) :])
         if before is not None:
             self.unfinished.discard(before.window_id)
             if before.state is WindowState.PUBLISHED:
@@ -262,7 +262,7 @@ def segments_of(entry: WindowEntry | None) -> tuple[Segment, ...]:
 
 def segment_bytes(entry: WindowEntry) -> int:
     """Return the bytes of all segments of a window."""
-    return sum(each.bytes for each in segments_of(entry))
+    return sum(segment.bytes for segment in segments_of(entry))
 
 
 class Overlay(Generic[_T]):

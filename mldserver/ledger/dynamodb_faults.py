@@ -83,7 +83,11 @@ def judge(error: Exception) -> Verdict:
     if _status(error) >= _SERVER_FAULT:
         return Verdict.AGAIN
     # One condition that does not hold decides, whatever else was in the way.
-    return Verdict.CONDITION if Verdict.CONDITION in verdicts else max(verdicts, key=lambda each: each.value)
+    return (
+        Verdict.CONDITION
+        if Verdict.CONDITION in verdicts
+        else max(verdicts, key=lambda verdict: verdict.value)
+    )
 
 
 def _code(error: Exception) -> str:

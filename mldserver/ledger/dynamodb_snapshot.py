@@ -98,7 +98,7 @@ class Compaction:
             copy = await self._begin()
             if copy is None or not await self._write(copy):
                 return
-            waste = {each.blob for each in await self._table.waste()} - {copy.value.blob}
+            waste = {value.blob for value in await self._table.waste()} - {copy.value.blob}
             before = await self._put_in_force(copy)
             if before is not None:
                 await self._sweep(waste, before.version)

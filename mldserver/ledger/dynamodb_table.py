@@ -289,7 +289,7 @@ class Table:
 
     def named(self, *values: Value | None) -> list[dict[str, Any]]:
         """Return what a transaction that names these values must do: they are no waste any more."""
-        return [self.delete(f"waste#{each.blob}") for each in values if each and each.blob]
+        return [self.delete(f"waste#{value.blob}") for value in values if value and value.blob]
 
     def claimed(self, value: Value) -> list[dict[str, Any]]:
         """Return as ``named`` does, for a value that a sweep may have taken: then the transaction fails."""

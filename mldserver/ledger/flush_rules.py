@@ -23,16 +23,16 @@ def register(draft: Draft, flush: Flush, now_ms: int) -> FlushResult:
     stands = draft.totals.batch_progress
     progress = stands.moved_on(flush.batches) if flush.batches is not None else stands
     result = FlushResult(
-        lost_shards=frozenset(each.shard_id for each in flush.positions if not _goes_on(draft, each)),
+        lost_shards=frozenset(update.shard_id for update in flush.positions if not _goes_on(draft, update)),
         cut_windows=frozenset(
-            each.window_id
-            for each in flush.segments
-            if each.kind is SegmentKind.WINDOW and _closed(draft, each)
+            segment.window_id
+            for segment in flush.segments
+            if segment.kind is SegmentKind.WINDOW and _closed(draft, segment)
         ),
         expired_windows=frozenset(
-            each.window_id
-            for each in flush.segments
-            if each.kind is SegmentKind.RECOMPUTE and not _retained(draft, each)
+            segment.window_id
+            for segment in flush.segments
+            if segment.kind is SegmentKind.RECOMPUTE and not _retained(draft, segment)
         ),
         gone_letters=letter_rules.missing(draft, flush.redriven),
         batch_progress=stands if progress is None else None,
@@ -127,11 +127,11 @@ def _add(draft: Draft, kind: SegmentKind, window_id: str, segments: list[Segment
                 advice="A changed window size needs an output folder of its own.",
                 window=window_id,
             )
-    fresh = tuple(replace(each, revision=0) if each.revision else each for each in segments)
+    fresh = tuple(replace(segment, revision=0) if segment.revision else segment for segment in segments)
     if kind is SegmentKind.RECOMPUTE:
         entry = replace(entry, pending=entry.pending + fresh)
     else:
-        rows = sum(each.rows for each in fresh)
+        rows = sum(segment.rows for segment in fresh)
         entry = replace(entry, segments=entry.segments + fresh, rows_in=entry.rows_in + rows)
     draft.windows.put(window_id, entry)
 

@@ -54,8 +54,8 @@ LetterKeys = tuple[tuple[str, str, Sequence] | None, ...]
 """Shard, key and sequence of each of an item's letters; None for one without a key."""
 
 _T = TypeVar("_T")
-_STATES: Final = {each.value: each for each in WindowState}
-_KINDS: Final = {each.value: each for each in SegmentKind}
+_STATES: Final = {state.value: state for state in WindowState}
+_KINDS: Final = {kind.value: kind for kind in SegmentKind}
 _LENGTH: Final = 4
 """Bytes of the length before the letters' JSON."""
 _DATA: Final = 4
@@ -203,7 +203,7 @@ def _window_row(entry: WindowEntry, before: WindowEntry | None) -> list[Any]:
     kept = len(known)
     if now[:kept] != known:
         pairs = enumerate(zip(now, known, strict=False))
-        kept = next((number for number, (each, old) in pairs if each != old), min(len(now), len(known)))
+        kept = next((number for number, (new, old) in pairs if new != old), min(len(now), len(known)))
     return [
         entry.state.value,
         entry.start_ms,
@@ -218,7 +218,13 @@ def _window_row(entry: WindowEntry, before: WindowEntry | None) -> list[Any]:
         entry.rows_in,
         entry.rows_out,
         entry.error,
-        [kept, [[each.path, each.kind.value, each.revision, each.rows, each.bytes] for each in now[kept:]]],
+        [
+            kept,
+            [
+                [segment.path, segment.kind.value, segment.revision, segment.rows, segment.bytes]
+                for segment in now[kept:]
+            ],
+        ],
     ]
 
 
@@ -320,16 +326,15 @@ def unpack_letters(packed: bytes) -> tuple[DeadLetter, ...]:
 def keys_of(letters: tuple[DeadLetter, ...]) -> LetterKeys:
     """Return what parks records behind these letters."""
     return tuple(
-        None if each.partition_key is None else (each.shard_id, each.partition_key, each.sequence)
-        for each in letters
+        None if letter.partition_key is None else (letter.shard_id, letter.partition_key, letter.sequence)
+        for letter in letters
     )
 
 
 def pack_keys(letters: tuple[DeadLetter, ...]) -> bytes:
     """Return the keys of letters as bytes: an array of [shard, key, sequence], null for a letter without a key."""
     rows = [
-        None if each is None else [each[0], storable(each[1]), _sequence_row(each[2])]
-        for each in keys_of(letters)
+        None if key is None else [key[0], storable(key[1]), _sequence_row(key[2])] for key in keys_of(letters)
     ]
     return zlib.compress(orjson.dumps(rows))
 

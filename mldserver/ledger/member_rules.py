@@ -92,7 +92,7 @@ def declare(draft: Draft, server_id: str, change: ShapeChange, version: int, now
     if draft.shapes.get(change.fingerprint) is None:
         draft.shapes.put(change.fingerprint, change.text)
     # A drain is over once nobody is left who ran before: others that are just starting, too, have declared nothing.
-    others = (each.state for name, each in draft.book.servers.items() if name != server_id)
+    others = (row.state for name, row in draft.book.servers.items() if name != server_id)
     draining = draft.totals.draining and any(other.shape for other in others)
     known = change.fingerprint == draft.totals.shape
     draft.totals = replace(draft.totals, shape=change.fingerprint, draining=draining)
@@ -118,13 +118,13 @@ def bury(draft: Draft, seen: Mapping[str, int], server_id: str) -> frozenset[str
     Returns those that are gone, whoever removed them.
     """
     gone = set()
-    for each in sorted(seen.keys() - {server_id}):
-        row = draft.servers.get(each)
-        if row is not None and row.state.beat_ms == seen[each]:
-            _remove(draft, each)
+    for other_id in sorted(seen.keys() - {server_id}):
+        row = draft.servers.get(other_id)
+        if row is not None and row.state.beat_ms == seen[other_id]:
+            _remove(draft, other_id)
             row = None
         if row is None:
-            gone.add(each)
+            gone.add(other_id)
     return frozenset(gone)
 
 

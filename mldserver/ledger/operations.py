@@ -142,7 +142,9 @@ class Ledger(abc.ABC):
     async def find(self, window_ids: tuple[str, ...]) -> tuple[WindowEntry, ...]:
         """Return windows as they are, also those that are published and not retained; unknown ones are left out."""
         return await self._look(
-            lambda book: tuple(book.windows[each] for each in window_ids if each in book.windows)
+            lambda book: tuple(
+                book.windows[window_id] for window_id in window_ids if window_id in book.windows
+            )
         )
 
     async def bury(self, seen: Mapping[str, int]) -> frozenset[str]:
@@ -336,7 +338,7 @@ class Ledger(abc.ABC):
 
     async def dead_letters(self, limit: int = 100) -> tuple[DeadLetter, ...]:
         """Return stored dead letters, oldest first."""
-        return tuple(each.letter for each in await self.letters(limit=limit))
+        return tuple(stored.letter for stored in await self.letters(limit=limit))
 
     @abc.abstractmethod
     async def letters(

@@ -169,7 +169,7 @@ class SqliteStore:
             gone = (item.gone if item else -1) & before.there if before else 0
             _drop(db, "dead_letters WHERE version = ? AND place", list(letter_rules.places(gone)), int(key))
         fresh = enumerate(draft.dead_letters)
-        _put(db, "dead_letters", [(version, place, *letter_row(each)) for place, each in fresh])
+        _put(db, "dead_letters", [(version, place, *letter_row(letter)) for place, letter in fresh])
 
     def _write_segments(self, db: sqlite3.Connection, windows: dict[str, list[Any] | None]) -> None:
         """Take the segments out of the windows' rows, and write them down."""

@@ -63,14 +63,14 @@ def _go_behind(draft: Draft, entries: Iterable[WindowEntry]) -> None:
 
 def _take_in(entry: WindowEntry, added: Iterable[Segment]) -> WindowEntry:
     """Make segments part of the window's revision; none waits then."""
-    segments = (*entry.segments, *(replace(each, revision=entry.revision) for each in added))
-    return replace(entry, segments=segments, pending=(), rows_in=sum(each.rows for each in segments))
+    segments = (*entry.segments, *(replace(segment, revision=entry.revision) for segment in added))
+    return replace(entry, segments=segments, pending=(), rows_in=sum(segment.rows for segment in segments))
 
 
 def adopt(draft: Draft, server_id: str) -> tuple[WindowEntry, ...]:
     """Own every window that is cut or committed and has no owner, oldest first."""
-    book = draft.book
-    orphans = [book.windows[each] for each in book.unfinished if book.windows[each].owner is None]
+    unfinished = (draft.book.windows[window_id] for window_id in draft.book.unfinished)
+    orphans = [entry for entry in unfinished if entry.owner is None]
     # Windows of ``batches`` have no start; their ids are in order.
     orphans.sort(key=lambda entry: (entry.start_ms is not None, entry.start_ms or 0, entry.window_id))
     adopted = tuple(replace(entry, owner=server_id) for entry in orphans)
@@ -148,7 +148,7 @@ def let_go(draft: Draft, window_ids: Iterable[str]) -> None:
 def begin_anew(draft: Draft, size_ms: int, now_ms: int) -> None:
     """Let windows of this size begin at or after the end of every one that has begun."""
     entries = draft.book.windows.values()
-    begun = [each.end_ms for each in entries if each.start_ms is not None and each.start_ms <= now_ms]
+    begun = [entry.end_ms for entry in entries if entry.start_ms is not None and entry.start_ms <= now_ms]
     last = max((end for end in (*begun, draft.totals.cut_below_ms) if end is not None), default=None)
     if last is not None:
         draft.totals = replace(draft.totals, cut_below_ms=-(-last // size_ms) * size_ms)
@@ -220,7 +220,7 @@ def decide(draft: Draft, window_id: str, decision: Decision, now_ms: int) -> boo
 def prune(draft: Draft, *, before_ms: int, limit: int) -> int:
     """Forget windows that were published and are not retained; return how many."""
     book = draft.book
-    old = (book.windows[each] for each in book.over.oldest(before_ms))
+    old = (book.windows[window_id] for window_id in book.over.oldest(before_ms))
     past = (entry for entry in old if entry.end_ms is None or entry.end_ms <= before_ms)
     over = tuple(itertools.islice(past, limit))
     ends = [entry.end_ms for entry in over] + [draft.totals.cut_below_ms]

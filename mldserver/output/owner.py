@@ -179,7 +179,7 @@ class FolderClaim:
     def _elsewhere(self, state: LedgerState) -> int:
         """Return how many segments a ledger names, if it is another folder's and none of them is in this one."""
         windows = state.windows.values()
-        named = {each.path for entry in windows for each in (*entry.segments, *entry.pending)}
+        named = {segment.path for entry in windows for segment in (*entry.segments, *entry.pending)}
         known = state.folder in {None, self._folder(state)}
         return len(named) if not known and named.isdisjoint(self._segments) else 0
 

@@ -122,8 +122,8 @@ class OutputStore:
             wanted |= dict.fromkeys([*target.rglob("*"), target])
             # A folder on the way may be new too: its own entry lies in the folder above it.
             above |= dict.fromkeys(parent for parent in target.parents if parent.is_relative_to(self._base))
-        for each in [*wanted, *sorted(above, key=lambda folder: len(folder.parts), reverse=True)]:
-            sync(each)
+        for entry in [*wanted, *sorted(above, key=lambda folder: len(folder.parts), reverse=True)]:
+            sync(entry)
 
     def sync_entries(self, folder: str = "") -> None:
         """Force what a local folder names to disk: after renames in it, of things that are on disk themselves."""

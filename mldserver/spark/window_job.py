@@ -137,9 +137,12 @@ def _aligned(spark: SparkSession, rows: DataFrame, schema: str) -> DataFrame:
 
     columns = spark.createDataFrame([], columns_ddl(schema)).schema
     quoted = {name: "`" + name.replace("`", "``") + "`" for name in rows.columns}
-    values = (F.col(quoted[each.name]) if each.name in quoted else F.lit(None) for each in columns)
+    values = (F.col(quoted[column.name]) if column.name in quoted else F.lit(None) for column in columns)
     return rows.select(
-        *(value.cast(each.dataType).alias(each.name) for value, each in zip(values, columns, strict=True))
+        *(
+            value.cast(column.dataType).alias(column.name)
+            for value, column in zip(values, columns, strict=True)
+        )
     )
 
 

@@ -183,7 +183,7 @@ class Lineage:
         for node in old:
             del self._nodes[node.id]
         for node in self._nodes.values():
-            node.children.difference_update(each.id for each in old)
+            node.children.difference_update(gone.id for gone in old)
         return tuple(node.id for node in old)
 
     def _parents_ended(self, node: ShardNode) -> bool:

@@ -82,7 +82,7 @@ class Shape:
     def read(cls, text: str) -> Shape:
         """Return the shape that ``text`` was made of."""
         fields = json.loads(text)
-        return cls(**{**fields, "columns": tuple(Column(*each) for each in fields["columns"])})
+        return cls(**{**fields, "columns": tuple(Column(*column) for column in fields["columns"])})
 
     @property
     def text(self) -> str:
@@ -94,13 +94,13 @@ class Shape:
     @property
     def fingerprint(self) -> str:
         """Twelve hexadecimal digits that stand for it; the order of columns does not count."""
-        ordered = replace(self, columns=tuple(sorted(self.columns, key=lambda each: each.name)))
+        ordered = replace(self, columns=tuple(sorted(self.columns, key=lambda column: column.name)))
         return hashlib.sha256(ordered.text.encode()).hexdigest()[:12]
 
     @property
     def ddl(self) -> str:
         """The columns as Spark DDL."""
-        return ", ".join(each.ddl for each in self.columns)
+        return ", ".join(column.ddl for column in self.columns)
 
     def older(self, state: LedgerState) -> dict[str, str]:
         """Return the DDL of each shape with other columns that segments may have, by fingerprint."""
@@ -164,7 +164,7 @@ class Shape:
         return faults
 
     def _column_faults(self, before: Shape) -> Iterator[str]:
-        now, then = ({each.name: each for each in shape.columns} for shape in (self, before))
+        now, then = ({column.name: column for column in shape.columns} for shape in (self, before))
         gone = [name for name in then if name not in now]
         for name in gone:
             yield f"column {then[name]} is gone"
@@ -197,7 +197,7 @@ class Shape:
 
 
 def _types(shape: Shape) -> dict[str, str]:
-    return {each.name: each.type for each in shape.columns}
+    return {column.name: column.type for column in shape.columns}
 
 
 def _holds(wide: str, narrow: str) -> bool:

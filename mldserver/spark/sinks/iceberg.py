@@ -105,7 +105,7 @@ def _history(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> _Seen:
     """Read the table's snapshots: their metadata only."""
     snapshots = spark.table(f"{sink.target}.snapshots").select("committed_at", "snapshot_id", "summary")
     last, revision = None, 0
-    for row in sorted(snapshots.collect(), key=lambda each: each["committed_at"]):
+    for row in sorted(snapshots.collect(), key=lambda snapshot: snapshot["committed_at"]):
         last = int(row["snapshot_id"])
         summary = row["summary"] or {}
         if (summary.get(_PIPELINE), summary.get(_WINDOW)) == (job.window.pipeline, job.window.id):
