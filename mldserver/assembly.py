@@ -8,7 +8,7 @@ import socket
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mldserver.base.aio import aside
 from mldserver.base.aws import aws_client
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from mldserver.sources.listing import MakeKinesis
     from mldserver.windows import WindowSpec
 
-__all__ = ["Parts", "assemble", "claim_of", "ledger_of", "spark_of"]
+__all__ = ["Parts", "Surroundings", "assemble", "claim_of", "ledger_of", "spark_of"]
 
 
 _NO_REDRIVE: Final = (
@@ -120,50 +120,43 @@ def ledger_of(settings: Settings, *, server_id: str, clock: Clock) -> Ledger:
     )
 
 
-async def assemble(
-    settings: Settings,
-    *,
-    engine: Engine | None,
-    kinesis: MakeKinesis | None,
-    source: MakeSource | None,
-    clock: Clock,
-    rng: Callable[[], float],
-    unique: Callable[[], str],
-    step: Callable[[str], None],
-    drain: bool = False,
-) -> Parts:
+class Surroundings(NamedTuple):
+    """What a server works with beside its settings."""
+
+    engine: Engine | None
+    """Takes the place of Spark."""
+    kinesis: MakeKinesis | None
+    """What it makes takes the place of AWS's client."""
+    source: MakeSource | None
+    """What it makes takes the place of the listener."""
+    clock: Clock
+    rng: Callable[[], float]
+    """Floats in [0, 1) for jitter."""
+    unique: Callable[[], str]
+    """Parts of file names."""
+    drain: bool = False
+    """To drain the pipeline is all the server does."""
+
+
+async def assemble(settings: Settings, around: Surroundings, *, step: Callable[[str], None]) -> Parts:
     """Load the handler and build every part; nothing is opened yet but the handler's module.
 
-    ``engine`` takes the place of Spark, what ``kinesis`` makes that of AWS's client, what ``source`` makes that
-    of the listener; ``rng`` gives floats in [0, 1) for
-    jitter; ``unique`` gives file name parts; ``step`` is told what is waited for; ``drain``: that is all the server does.
-    Cancelled, it leaves no process behind, and a thread only where user code or a file system hangs: a daemon thread,
+    ``step`` is told what is waited for. Cancelled, it leaves no process behind, and a thread only where user code or a file system hangs: a daemon thread,
     which holds up nothing.
     Raises HandlerError when the handler cannot be loaded, JavaError when Spark could never start, OperatorError when
     no ledger can be where the settings say, or the output's file system cannot be had.
     """
     step("handler")
-    runtime, spec = await _runtime(settings, clock, rng)
+    runtime, spec = await _runtime(settings, around)
     step("output folder")
     try:
-        return await _assembled(
-            settings,
-            runtime,
-            spec,
-            engine=engine,
-            kinesis=kinesis,
-            source=source,
-            clock=clock,
-            rng=rng,
-            unique=unique,
-            drain=drain,
-        )
+        return await _assembled(settings, around, runtime, spec)
     except BaseException:
         await runtime.close()
         raise
 
 
-async def _runtime(settings: Settings, clock: Clock, rng: Callable[[], float]) -> tuple[Runtime, HandlerSpec]:
+async def _runtime(settings: Settings, around: Surroundings) -> tuple[Runtime, HandlerSpec]:
     """Load the handler: in a worker, unless the settings say otherwise; then no code of the user's is run here."""
     common: dict[str, Any] = {
         "policy": _failure_policy(settings),
@@ -172,7 +165,7 @@ async def _runtime(settings: Settings, clock: Clock, rng: Callable[[], float]) -
     }
     if settings.workers is None:
         spec = await aside(partial(load_spec, settings.handler), name="mldserver-import")
-        return InlineRuntime(spec, clock=clock, random=rng, **common), spec
+        return InlineRuntime(spec, clock=around.clock, random=around.rng, **common), spec
     from mldserver.workers.runtime import WorkerRuntime  # noqa: PLC0415  # not needed where there are none
 
     limits = Limits(settings.worker_kill_after_ms, settings.worker_memory)
@@ -183,21 +176,10 @@ async def _runtime(settings: Settings, clock: Clock, rng: Callable[[], float]) -
     return runtime, await runtime.load()
 
 
-async def _assembled(
-    settings: Settings,
-    runtime: Runtime,
-    spec: HandlerSpec,
-    *,
-    engine: Engine | None,
-    kinesis: MakeKinesis | None,
-    source: MakeSource | None,
-    clock: Clock,
-    rng: Callable[[], float],
-    unique: Callable[[], str],
-    drain: bool,
-) -> Parts:
+async def _assembled(settings: Settings, around: Surroundings, runtime: Runtime, spec: HandlerSpec) -> Parts:
+    clock, rng, engine = around.clock, around.rng, around.engine
     store = await aside(partial(_store, settings), name="mldserver-output")
-    made_up = f"{DRAIN if drain else ''}{socket.gethostname()}:{os.getpid()}:{unique()}"
+    made_up = f"{DRAIN if around.drain else ''}{socket.gethostname()}:{os.getpid()}:{around.unique()}"
     server_id = settings.server_id or made_up
     # Beside the loop: a ledger in a table imports a good part of AWS's client.
     making = partial(ledger_of, settings, server_id=server_id, clock=clock)
@@ -224,7 +206,7 @@ async def _assembled(
             table=_table(settings),
         )
     letters = await aside(partial(destination_of, settings, store, clock, rng), name="mldserver-letters")
-    polling = _polling(settings, kinesis, clock)
+    polling = _polling(settings, around.kinesis, clock)
     coordinator = Coordinator(
         rules=_rules(settings, spec.windows),
         spec=spec.windows if spec.schema else None,
@@ -233,14 +215,14 @@ async def _assembled(
         store=store,
         runner=runner,
         clock=clock,
-        unique=unique,
+        unique=around.unique,
         claim=claim_of(settings, store),
         locks=_locks(settings),
         letters=letters,
         ask_stream=None if polling is None else polling.ask,
     )
     owners = ShardOwners()
-    make_source = source or partial(_listener, settings)
+    make_source = around.source or partial(_listener, settings)
     redriver = Redriver(
         ledger=ledger,
         runtime=runtime,

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from mldserver import __version__
-from mldserver.assembly import Parts, assemble
+from mldserver.assembly import Parts, Surroundings, assemble
 from mldserver.base.aws import require_aws
 from mldserver.base.clock import SystemClock
 from mldserver.errors import HandlerError, LedgerError, OperatorError, folder_error, leaves
@@ -167,17 +167,16 @@ class Server:
         if self.settings.stream is not None and self._kinesis is None:
             self._begin("AWS credentials")
             await require_aws(self.settings.stream, region=self.settings.region)
-        parts = self._parts = await assemble(
-            self.settings,
+        around = Surroundings(
             engine=self._engine,
             kinesis=self._kinesis,
             source=self._source,
             clock=self._clock,
             rng=self._random.random,
             unique=lambda: uuid.uuid4().hex[:12],
-            step=self._begin,
             drain=self._drain,
         )
+        parts = self._parts = await assemble(self.settings, around, step=self._begin)
         await parts.runtime.start()
         await self._open(parts)
         if self._drain:

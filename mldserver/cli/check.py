@@ -73,22 +73,19 @@ def check(
     if timeout <= 0:
         raise ConfigError(f"--timeout {timeout:g} is not above zero.")
     working_directory()  # where the handler is looked for
+    try:
+        retention_ms = None if retention is None else duration_ms(retention)
+    except ValueError as error:
+        raise ConfigError(f"--retention: {error}.") from error
     lines: Sequence[bytes] = ()
     if input is not None:
         from mldserver.testing.playground import read_lines  # noqa: PLC0415  # see above
 
         lines = read_lines(input, limit=limit)
-    report = check_handler(handler, retention_ms=_retention_ms(retention), timeout=timeout, lines=lines)
+    report = check_handler(handler, retention_ms=retention_ms, timeout=timeout, lines=lines)
     sys.stdout.write(render(handler, report))
     fine = report.can_run if allow_dead_letters else report.ok
     return 0 if fine else EXIT_BROKEN
-
-
-def _retention_ms(retention: str | None) -> int | None:
-    try:
-        return None if retention is None else duration_ms(retention)
-    except ValueError as error:
-        raise ConfigError(f"--retention: {error}.") from error
 
 
 def render(handler: str, report: Report) -> str:

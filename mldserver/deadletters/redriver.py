@@ -165,7 +165,12 @@ class Redriver:
         here = {(each.letter.partition_key, each.letter.sequence) for each in letters}
         behind = tuple(each for each in letters if _is_behind(each.letter, first, here))
         if behind:
-            await self._refuse(behind, _overtaking())
+            overtaking = HandlerError(
+                "An earlier letter of their partition key is not redriven, or failed again.",
+                did="They stay behind it, and are not wanted any more.",
+                advice="Redrive them together with it.",
+            )
+            await self._refuse(behind, overtaking)
         return tuple(each for each in letters if each not in behind)
 
     async def _unpark(self, shard_id: str, keys: Iterable[str | None]) -> None:
@@ -193,14 +198,6 @@ class Redriver:
     async def _refuse(self, letters: tuple[StoredLetter, ...], error: MldserverError) -> None:
         log.error("redrive.failed", shard=letters[0].letter.shard_id, **error.told())
         await self._ledger.redrive(tuple(each.id for each in letters), wanted=False)
-
-
-def _overtaking() -> HandlerError:
-    return HandlerError(
-        "An earlier letter of their partition key is not redriven, or failed again.",
-        did="They stay behind it, and are not wanted any more.",
-        advice="Redrive them together with it.",
-    )
 
 
 def _is_behind(

@@ -39,26 +39,20 @@ __all__ = [
 ]
 
 _HOMES: Final = {
-    "DaemonHangs": "daemon_session",
-    "DaemonShard": "daemon",
-    "FakeMLD": "fake_mld",
-    "FakeStream": "fake_stream",
-    "Form": "java_wire",
-    "Habits": "daemon_session",
-    "Hang": "daemon",
-    "JavaThrow": "leases",
-    "JvmExit": "daemon",
-    "LeaseTable": "leases",
-    "LocalEngine": "local_engine",
-    "NoServer": "daemon",
-    "Place": "leases",
-    "StreamRecord": "fake_stream",
-    "VirtualClock": "manual_clock",
+    "daemon": ("DaemonShard", "Hang", "JvmExit", "NoServer"),
+    "daemon_session": ("DaemonHangs", "Habits"),
+    "fake_mld": ("FakeMLD",),
+    "fake_stream": ("FakeStream", "StreamRecord"),
+    "java_wire": ("Form",),
+    "leases": ("JavaThrow", "LeaseTable", "Place"),
+    "local_engine": ("LocalEngine",),
+    "manual_clock": ("VirtualClock",),
 }
 
 
 def __getattr__(name: str) -> object:
     """Import a public name when it is first used: the pytest plugin lives here and must load lightly."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

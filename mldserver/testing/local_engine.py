@@ -95,14 +95,13 @@ class LocalEngine:
                 if (error := self.fail(job)) is not None:
                     await asyncio.to_thread(_leave_wreckage, job)
                     raise error
-        rows = await asyncio.to_thread(self._compute_all, jobs)
+        rows = await asyncio.to_thread(
+            lambda: [_compute(job, self.on_table, self.window_columns) for job in jobs]
+        )
         seconds = time.monotonic() - began
         return tuple(
             WindowResult((_file(job),), count, seconds) for job, count in zip(jobs, rows, strict=True)
         )
-
-    def _compute_all(self, jobs: tuple[WindowJob, ...]) -> list[int]:
-        return [_compute(job, self.on_table, self.window_columns) for job in jobs]
 
     async def publish(self, job: PublishJob) -> None:
         """Write an output into ``table``. Raises WindowFailed where there is none, or it cannot be written."""

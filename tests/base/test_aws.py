@@ -85,16 +85,15 @@ async def test_what_a_ledger_in_a_table_imports_is_imported_beside_the_event_loo
 
     monkeypatch.setattr(assembly, "ledger_of", noted)
     settings = quick(tmp_path / "out", "keeps_all", ledger=DynamoPlace("table", "eu-central-1", NOWHERE))
-    parts = await assembly.assemble(
-        settings,
+    around = assembly.Surroundings(
         engine=LocalEngine(),
         kinesis=None,
+        source=None,
         clock=VirtualClock(),
         rng=lambda: 0.5,
         unique=lambda: "unique",
-        step=lambda _: None,
-        source=None,
     )
+    parts = await assembly.assemble(settings, around, step=lambda _: None)
     await parts.runtime.close()
     assert type(parts.ledger).__name__ == "DynamoLedger"
     assert threads == ["mldserver-ledger"]

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mldserver import assembly
-from mldserver.base.clock import SystemClock
 from mldserver.config import resolve
 from mldserver.handler.inspection import load_spec
 
@@ -31,5 +30,5 @@ def test_windows_share_a_job_where_their_files_can_be_renamed_and_run_singly_els
     told = {name: value.format(folder=tmp_path) for name, value in place.items()}
     given = {"handler": "handlers.departures", "window_group": "12", **told}
     settings = resolve(given, environ={}, folder=tmp_path)
-    engine = assembly._spark(settings, load_spec(settings.handler), SystemClock(), "tag")
+    engine = assembly.spark_of(settings, load_spec(settings.handler))
     assert (settings.window_group, engine.group_limit) == (12, limit)

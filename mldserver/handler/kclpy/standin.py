@@ -31,25 +31,8 @@ class _Base:
         """Do nothing."""
 
 
-class _RecordProcessorV1(_Base):
-    """``amazon_kclpy.kcl.RecordProcessorBase``."""
-
-    __module__ = f"{PACKAGE}.kcl"
-    version = 1
-
-
-class _RecordProcessorV2(_Base):
-    """``amazon_kclpy.v2.processor.RecordProcessorBase``."""
-
-    __module__ = f"{PACKAGE}.v2.processor"
-    version = 2
-
-
-class _RecordProcessorV3(_Base):
-    """``amazon_kclpy.v3.processor.RecordProcessorBase``."""
-
-    __module__ = f"{PACKAGE}.v3.processor"
-    version = 3
+def _record_processor(module: str, version: int) -> type:
+    return type("RecordProcessorBase", (_Base,), {"__module__": f"{PACKAGE}.{module}", "version": version})
 
 
 class _KCLProcess:
@@ -76,15 +59,15 @@ _MODULES: dict[str, dict[str, Any]] = {
         "CheckpointError": CheckpointError,
     },
     f"{PACKAGE}.kcl": {
-        "RecordProcessorBase": _RecordProcessorV1,
+        "RecordProcessorBase": _record_processor("kcl", 1),
         "KCLProcess": _KCLProcess,
         "Checkpointer": Checkpointer,
         "CheckpointError": CheckpointError,
     },
     f"{PACKAGE}.v2": {},
-    f"{PACKAGE}.v2.processor": {"RecordProcessorBase": _RecordProcessorV2},
+    f"{PACKAGE}.v2.processor": {"RecordProcessorBase": _record_processor("v2.processor", 2)},
     f"{PACKAGE}.v3": {},
-    f"{PACKAGE}.v3.processor": {"RecordProcessorBase": _RecordProcessorV3},
+    f"{PACKAGE}.v3.processor": {"RecordProcessorBase": _record_processor("v3.processor", 3)},
 }
 _PACKAGES = frozenset({PACKAGE, f"{PACKAGE}.v2", f"{PACKAGE}.v3"})
 
