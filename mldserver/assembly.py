@@ -35,7 +35,7 @@ from mldserver.sources.listing import ShardPolling, StreamShards
 from mldserver.sources.mld import MLDListener
 from mldserver.sources.shard_claims import ShardOwners
 from mldserver.windows import Tumbling
-from mldserver.workers.lifecycle import Limits
+from mldserver.workers.worker import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable

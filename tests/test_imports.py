@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "build_hooks": (),
     # What knows nothing of ours but errors.
     "base": ("errors",),
+    "children": (),
     "protocol": ("errors", "records"),
     "handler": ("errors", "records", "windows"),
     "runtime": ("errors", "records", "windows", "base", "protocol", "handler", *_SETTINGS),
@@ -51,7 +52,20 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "observe": ("errors", "config"),
     # The handler's process: an inline runtime behind a socket, whose log goes to the server's.
-    "workers": ("", "errors", "records", "windows", "base", "protocol", "handler", "runtime", "observe"),
+    "workers": (
+        *(
+            "",
+            "errors",
+            "records",
+            "windows",
+            "base",
+            "children",
+            "protocol",
+            "handler",
+            "runtime",
+            "observe",
+        ),
+    ),
     # The driver's process imports the user's handler by the same rules as the runtime does.
     "spark": ("errors", "windows", "base", "handler.loader", "jobs.engine", "observe.stdout_capture"),
     "spark.sinks": ("errors", "base", "jobs.engine"),

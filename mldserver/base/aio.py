@@ -1,16 +1,16 @@
-"""Blocking calls beside the event loop that may hang for ever: one by itself, or a thread for each shard."""
+"""Blocking calls beside the event loop that may hang for ever, one by itself or a thread for each shard; the first of waits."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mldserver.base.threads import WorkerThread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
-__all__ = ["ShardThreads", "aside"]
+__all__ = ["ShardThreads", "aside", "first_of"]
 
 _T = TypeVar("_T")
 
@@ -62,3 +62,17 @@ class ShardThreads:
             self.release(shard_id)
         if self._leaving:
             await asyncio.wait(set(self._leaving.values()), timeout=seconds)
+
+
+async def first_of(*waits: Awaitable[Any]) -> None:
+    """Return when one of the waits is over; the others are cancelled, and have ended. Raises what one of them raises."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in tasks:
+        if not task.cancelled():
+            task.result()

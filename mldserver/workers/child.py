@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import os
@@ -16,26 +15,22 @@ import signal
 import socket
 import sys
 import traceback
-from asyncio import FIRST_COMPLETED
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
-import msgspec
 import uvloop
 
+from mldserver.base.aio import first_of
 from mldserver.base.clock import SystemClock
+from mldserver.children.channel import Channel
+from mldserver.children.parent_death import die_with_parent
 from mldserver.errors import MldserverError
 from mldserver.handler.inspection import load_spec
 from mldserver.records import Hook, Shard
-from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.runtime.interface import Delivery, unpacked
-from mldserver.windows import Batches, Tumbling
 from mldserver.workers import wire
-from mldserver.workers.answers import done_of
-from mldserver.workers.channel import Channel
 from mldserver.workers.heartbeat import Heartbeat
 from mldserver.workers.log_forwarder import telling_through
 from mldserver.workers.shared_memory import Mark, made, mapped, rows_bytes, rows_file
@@ -44,29 +39,21 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
     from mmap import mmap
 
-    from mldserver.handler.spec import HandlerSpec
+    from mldserver.children.channel import Descriptors
     from mldserver.runtime.interface import BatchOutcome
     from mldserver.workers.log_forwarder import LogForwarder
-    from mldserver.workers.shared_memory import Descriptors
 
-__all__ = ["Child", "loaded", "main"]
+__all__ = ["Child", "main"]
 
 STACKS_SIGNAL: Final = signal.SIGUSR1
 """Makes the interpreter write where every thread is, even while one of them holds it."""
-_PR_SET_PDEATHSIG: Final = 1
 INLINE_ROWS: Final = 8 * 1024
 """Bytes of rows that go into the message."""
 NEAR_BYTES: Final = 1 << 20
 """Bytes of rows that are copied on the loop."""
 
-
-_Request: TypeAlias = wire.Process | wire.Open | wire.HookMessage | wire.Park | wire.Unpark | wire.Forget
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    message: wire.FromWorker
-    file: int | None = None
+_Answer: TypeAlias = tuple[wire.FromWorker, tuple[int, ...]]
+"""A message, and the files that go with it."""
 
 
 class Child:
@@ -76,8 +63,8 @@ class Child:
         """Serve what comes through ``end``."""
         self._end = end
         self._over = asyncio.Event()
-        self._started = asyncio.Event()
-        self._queue: asyncio.Queue[tuple[wire.FromServer, Descriptors]] = asyncio.Queue()
+        self._start: asyncio.Future[wire.Start] = asyncio.get_running_loop().create_future()
+        self._group: asyncio.TaskGroup | None = None
         self._tasks: dict[int, tuple[str, asyncio.Task[None]]] = {}
         """What works on each request, and for which shard."""
         self._cancelled: set[int] = set()
@@ -86,41 +73,27 @@ class Child:
         """What still works on such requests, by shard: its hooks may take their time to end."""
         self._runtime: InlineRuntime | None = None
         self._arena: memoryview = memoryview(b"")
-        self._channel = Channel(end, receive=self._receive, ended=self._over.set)
+        self._channel = Channel[Any](
+            end, wire.FromServer, receive=self._receive, ended=lambda _: self._over.set()
+        )
 
     async def run(self) -> None:
         """Serve until the socket ends."""
         async with asyncio.TaskGroup() as group:
-            serving = group.create_task(self._serve(group))
-            await asyncio.wait({serving, group.create_task(self._over.wait())}, return_when=FIRST_COMPLETED)
+            self._group = group
+            serving = group.create_task(self._serve())
+            await first_of(asyncio.wait({serving}), self._over.wait())
             # A thread that is in the handler's hands cannot be ended; the process can.
             leave(serving)
 
-    def _receive(self, data: bytes, files: Descriptors) -> None:
-        self._queue.put_nowait((wire.decode_from_server(data), files))
-
-    def _send(self, message: wire.FromWorker, file: int | None = None) -> None:
-        """Send; the file is closed here."""
-        self._channel.send(wire.encode(message), () if file is None else (file,))
-        if file is not None:
-            os.close(file)
-
-    async def _serve(self, group: asyncio.TaskGroup) -> None:
-        start, files = await self._queue.get()
-        assert isinstance(start, wire.Start), "the first message is Start"
-        self._arena = memoryview(mapped(files[0], start.arena_bytes))
-        self._mark = Mark(files[0])
-        os.close(files[0])
+    async def _serve(self) -> None:
+        start = await self._start
         with telling_through(self._end, start.log_level) as teller:
-            if not await self._load(start, teller):
-                await self._over.wait()
-                return
-            # What was imported stays: the collector need not look at it with every batch.
-            gc.freeze()
-            group.create_task(self._ready().run())
-            while True:
-                message, files = await self._queue.get()
-                self._take(group, message, files)
+            if await self._load(start, teller):
+                # What was imported stays: the collector need not look at it with every batch.
+                gc.freeze()
+                await self._ready().run()
+            await self._over.wait()
 
     async def _load(self, start: wire.Start, teller: LogForwarder) -> bool:
         sys.path[:0] = [path for path in start.python_path if path not in sys.path]
@@ -128,7 +101,7 @@ class Child:
             spec = await asyncio.to_thread(load_spec, start.handler, directory=start.directory)
             runtime = self._runtime = InlineRuntime(
                 spec,
-                policy=msgspec.convert(start.policy, FailurePolicy),
+                policy=start.policy,
                 clock=SystemClock(),
                 random=random.random,
                 deadline_seconds=start.deadline_seconds,
@@ -138,53 +111,57 @@ class Child:
             )
             await runtime.start()
         except MldserverError as error:
-            self._send(wire.failed(0, error))
+            self._channel.send(wire.failed(0, error))
             return False
         Heartbeat(self._end, asyncio.get_running_loop(), runtime.running_ms, teller.tell_lost).start()
-        self._send(loaded(spec))
+        self._channel.send(wire.loaded_of(spec))
         return True
 
-    def _take(self, group: asyncio.TaskGroup, message: wire.FromServer, files: Descriptors) -> None:
+    def _receive(self, message: Any, files: Descriptors) -> None:
         match message:
             case wire.Process():
-                own = mapped(files[0], message.line.length) if files else None
-                for file in files:
+                own = None
+                if message.inline is None and message.offset is None:
+                    file = files.pop(0)
+                    own = mapped(file, message.length)
                     os.close(file)
-                self._begin(group, message, self._process(message, own))
+                self._begin(message, self._process(message, own))
             case wire.Open():
                 shard = Shard(message.shard, message.start, message.start_sub)
-                self._begin(group, message, self._ready().open(shard))
-            case wire.HookMessage():
-                self._begin(group, message, self._notify(message))
+                self._begin(message, self._ready().open(shard))
+            case wire.Notify():
+                self._begin(message, self._notify(message))
             case wire.Park():
-                keys = {key: wire.position(text) for key, text in message.keys.items()}
-                self._begin(group, message, self._ready().park(message.shard, keys))
+                keys = {
+                    key: sequence for key, data in message.keys.items() if (sequence := wire.unpacked(data))
+                }
+                self._begin(message, self._ready().park(message.shard, keys))
             case wire.Unpark():
-                self._begin(group, message, self._ready().unpark(message.shard, message.key))
+                self._begin(message, self._ready().unpark(message.shard, message.key))
             case wire.Forget():
                 # At once: whoever lets a shard go does not wait for a call that hangs.
-                self._begin(group, message, self._ready().forget(message.shard), behind=False)
+                self._begin(message, self._ready().forget(message.shard), behind=False)
             case wire.Cancel():
                 self._cancel(message.id)
             case wire.Start():
-                raise wire.WireError("a second Start")
+                file = files.pop(0)
+                self._arena = memoryview(mapped(file, message.arena_bytes))
+                self._mark = Mark(file)
+                os.close(file)
+                self._start.set_result(message)
 
     def _ready(self) -> InlineRuntime:
         assert self._runtime is not None, "Start comes first"
         return self._runtime
 
     def _begin(
-        self,
-        group: asyncio.TaskGroup,
-        message: _Request,
-        work: Coroutine[Any, Any, _Answer | None],
-        *,
-        behind: bool = True,
+        self, message: wire.Request, work: Coroutine[Any, Any, _Answer | None], *, behind: bool = True
     ) -> None:
+        assert self._group is not None
         before = self._ending.get(message.shard)
         if before and behind:
             work = _behind(frozenset(before), work)
-        self._tasks[message.id] = message.shard, group.create_task(self._answer(message.id, work))
+        self._tasks[message.id] = message.shard, self._group.create_task(self._answer(message.id, work))
 
     def _cancel(self, request: int) -> None:
         """Nobody waits for a request any more; what follows for its shard begins when it has ended all the same."""
@@ -206,46 +183,47 @@ class Child:
 
     async def _answer(self, request: int, work: Coroutine[Any, Any, _Answer | None]) -> None:
         try:
-            answer = await work or _Answer(wire.Finished(request))
+            answer = await work or (wire.Finished(request), ())
         except asyncio.CancelledError as error:
             if request not in self._cancelled:
                 self._mark.add(1)  # it is the handler's doing, though none of its calls may be running
                 abandon()
-            answer = _Answer(wire.failed(request, error, cancelled=True))
+            answer = wire.failed(request, error), ()
         except Exception as error:  # noqa: BLE001  # told to the server, as the error that it is
-            answer = _Answer(wire.failed(request, error))
+            answer = wire.failed(request, error), ()
         del self._tasks[request]
         self._cancelled.discard(request)
-        self._send(answer.message, answer.file)
+        self._channel.send(*answer)
 
     async def _process(self, message: wire.Process, own: mmap | None) -> _Answer:
         delivery = Delivery(
             message.shard,
-            unpacked(message.form, self._line(message.line, own), message.shard),
+            unpacked(message.form, self._line(message, own), message.shard),
             received_ms=message.received_ms,
-            after=wire.sequence_of(message.after),
+            after=wire.unpacked(message.after),
             part=None if message.part is None else range(*message.part),
             condemned=message.condemned,
             redriven=message.redriven,
         )
-        threads = self._ready().threads(message.shard)
+        runtime = self._ready()
+        threads = runtime.threads(message.shard)
         try:
-            return await _answer_of(message.id, await self._ready().process(delivery))
+            return await _answer_of(message.id, await runtime.process(delivery))
         except asyncio.CancelledError:
             # The answer gives the line's room back, which a thread may still read.
             for thread in threads:
                 await thread.settled()
             raise
 
-    async def _notify(self, message: wire.HookMessage) -> _Answer:
+    async def _notify(self, message: wire.Notify) -> _Answer:
         position = await self._ready().notify(message.shard, Hook(message.hook))
-        return _Answer(wire.Finished(message.id, wire.sequence_text(position)))
+        return wire.Finished(message.id, wire.packed(position)), ()
 
-    def _line(self, place: wire.Place, own: mmap | None) -> Any:
-        if place.inline is not None:
-            return place.inline
-        if place.offset is not None:
-            return self._arena[place.offset : place.offset + place.length]
+    def _line(self, message: wire.Process, own: mmap | None) -> Any:
+        if message.inline is not None:
+            return message.inline
+        if message.offset is not None:
+            return self._arena[message.offset : message.offset + message.length]
         assert own is not None, "a line that is neither in the message nor in the arena comes as a file"
         return memoryview(own)
 
@@ -263,39 +241,17 @@ async def _behind(
 
 
 async def _answer_of(request: int, outcome: BatchOutcome) -> _Answer:
-    """Return what became of a batch as a message."""
+    """Return what became of a batch as a message, and the file that goes with it."""
     rows = outcome.rows
     if rows is None:
-        return _Answer(done_of(request, outcome, rows=None, rows_bytes=0))
+        return wire.done_of(request, outcome), ()
     if rows.nbytes <= INLINE_ROWS:
-        inline = rows_bytes(rows)
-        return _Answer(done_of(request, outcome, rows=inline, rows_bytes=len(inline)))
+        return wire.done_of(request, outcome, rows=rows_bytes(rows)), ()
     if rows.nbytes <= NEAR_BYTES:
         file, size = rows_file(rows)
     else:
-        file, size = await made(partial(rows_file, rows), _close_rows)
-    return _Answer(done_of(request, outcome, rows=None, rows_bytes=size), file)
-
-
-def _close_rows(file_and_size: tuple[int, int]) -> None:
-    os.close(file_and_size[0])
-
-
-def loaded(spec: HandlerSpec) -> wire.Loaded:
-    """Return what the server must know of a handler."""
-    windows = spec.windows
-    return wire.Loaded(
-        kind=spec.kind,
-        record_hook=spec.record_hook,
-        hooks={hook.name: hook.is_async for hook in spec.hooks.values()},
-        concurrency=spec.concurrency,
-        schema=None if spec.schema is None else spec.schema.ddl,
-        tumbling=(windows.size_ms, windows.on, windows.lateness_ms, windows.disorder_ms)
-        if isinstance(windows, Tumbling)
-        else None,
-        batches=(windows.max_rows, windows.max_age_ms) if isinstance(windows, Batches) else None,
-        warnings=[(finding.text, finding.file, finding.line) for finding in spec.warnings],
-    )
+        file, size = await made(partial(rows_file, rows), lambda made: os.close(made[0]))
+    return wire.done_of(request, outcome, rows_bytes=size), (file,)
 
 
 def leave(serving: asyncio.Task[None]) -> None:
@@ -330,7 +286,7 @@ def main(arguments: list[str]) -> None:
 def _give_way() -> None:
     """End with the server even in the hands of C code, and before it when the machine runs out of memory (Linux)."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
         Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")
 
 

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from mldserver.workers.channel import send_now
-from mldserver.workers.wire import BeatMessage, encode
+from mldserver.children.channel import send_now
+from mldserver.workers.wire import BeatMessage
 
 if TYPE_CHECKING:
     import asyncio
@@ -56,7 +56,7 @@ class Heartbeat:
             blocked = max(0.0, time.monotonic() - self._turned - BEAT_SECONDS)
             beat = BeatMessage(self._running_ms(), round(blocked * 1000), self._resident_bytes())
             try:
-                send_now(self._end, encode(beat))
+                send_now(self._end, beat)
             except OSError:
                 # The server is gone, and the loop, which would have noticed, may be in the handler's hands.
                 os._exit(0)

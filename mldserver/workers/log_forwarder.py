@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
+from mldserver.children.channel import send_now
 from mldserver.observe.log_events import EVENTS
 from mldserver.observe.logging import libraries_through_us
 from mldserver.observe.stdout_capture import RateLimit, caught_output
-from mldserver.workers.channel import send_now
-from mldserver.workers.wire import LogLine, encode
+from mldserver.workers.wire import LogLine
 
 if TYPE_CHECKING:
     import socket
@@ -63,13 +63,13 @@ class LogForwarder:
                 fields = {key: _plain(value) for key, value in event.items()}
                 if "self" in fields:  # a handler may bind it; no logger's method can be called with it
                     fields["self_"] = fields.pop("self")
-                if not self._sent(encode(LogLine(method, name, fields)), URGENT_SECONDS if urgent else 0.0):
+                if not self._sent(LogLine(method, name, fields), URGENT_SECONDS if urgent else 0.0):
                     self._lose(1)
 
-    def _sent(self, told: bytes, wait: float) -> bool:
+    def _sent(self, line: LogLine, wait: float) -> bool:
         # Where the server is gone this process ends (``heartbeat.py``): there is nobody left to tell.
         with contextlib.suppress(OSError):
-            return send_now(self._end, told, wait_seconds=wait)
+            return send_now(self._end, line, wait_seconds=wait)
         return False
 
     def _lose(self, lines: int) -> None:
@@ -84,8 +84,8 @@ class LogForwarder:
 
     def _tell_lost(self) -> None:
         if self._lost:
-            told = LogLine("warning", "log.lost", {"lines": self._lost, "since": self._since})
-            if self._sent(encode(told), 0.0):
+            line = LogLine("warning", "log.lost", {"lines": self._lost, "since": self._since})
+            if self._sent(line, 0.0):
                 self._lost = 0
 
 

@@ -12,36 +12,40 @@ import itertools
 import os
 import signal
 import sys
-from dataclasses import dataclass
+from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
+import pyarrow as pa
 import structlog
 
 import mldserver
+from mldserver.base.aio import first_of
+from mldserver.children.channel import Channel, WireError
+from mldserver.children.process import ChildProcess, ending
 from mldserver.errors import HandlerHalted
+from mldserver.observe.stdout_capture import Printed
 from mldserver.records import Hook
 from mldserver.workers import wire
-from mldserver.workers.channel import Channel, pair
 from mldserver.workers.child import STACKS_SIGNAL
-from mldserver.workers.lifecycle import Beat
-from mldserver.workers.shared_memory import Room, SharedArena
-from mldserver.workers.stdout import Output
+from mldserver.workers.shared_memory import Arena
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mldserver.base.clock import Clock
-    from mldserver.workers.shared_memory import Descriptors
+    from mldserver.children.channel import Descriptors
 
-__all__ = ["Answer", "Unopened", "WorkerGone", "WorkerProcess"]
+__all__ = ["Unopened", "WorkerGone", "WorkerProcess"]
 
 log = structlog.get_logger("mldserver")
 
 _STACKS_SECONDS: Final = 1.0
 """How long a worker that is to be killed may take to write where it hangs."""
-_NEAR_BYTES: Final = 1 << 20
-"""Of a line that is copied on the loop."""
+_KEPT_LINES: Final = 200
+"""Of what a worker prints, for when it dies."""
+_MOST_FILES: Final = 64
+"""Lines that are with a worker in files of their own, each of which is an open descriptor."""
 _ROOT: Final = str(Path(mldserver.__file__).parents[1])
 
 
@@ -81,82 +85,90 @@ class Unopened(WorkerGone):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A message that answers a request, and the files that came with it: the caller's to close."""
+class _Printed:
+    """What a worker prints past Python's own streams, or in its last moment."""
 
-    message: wire.Done | wire.Finished | wire.Failed
-    files: Descriptors
+    def __init__(self) -> None:
+        self._limit = Printed()
+        self._last: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._silent = False
+
+    @property
+    def last_words(self) -> str:
+        return "\n".join(self._last)
+
+    def only_keep(self) -> None:
+        """Log nothing any more: what comes now is asked for, and read from ``last_words``."""
+        self._silent = True
+        self._last.clear()
+
+    def take(self, lines: list[str]) -> bool:
+        self._last += lines
+        passed = True
+        for line in lines:
+            if line and not self._silent:
+                if self._limit.passes():
+                    log.info("handler.output", stream="stderr", text=line)
+                else:
+                    passed = False
+        return passed
+
+    def end(self) -> None:
+        self._limit.tell()
 
 
 class WorkerProcess:
     """A process that has begun; ``run`` is the rest of its life."""
 
-    def __init__(
-        self, process: asyncio.subprocess.Process, output: Output, arena: SharedArena, clock: Clock
-    ) -> None:
-        """Own a process; ``channel`` is set by ``start``."""
-        self._process = process
-        self._output = output
-        self._arena = arena
+    def __init__(self, child: ChildProcess, printed: _Printed, start: wire.Start, clock: Clock) -> None:
+        """Own a process, and let it load the handler."""
+        assert child.end is not None, "workers are started with a socket"
+        self._child = child
+        self._printed = printed
         self._clock = clock
-        self._channel: Channel | None = None
-        self._ids = itertools.count(1)
-        self._requests: dict[int, asyncio.Future[Answer]] = {}
-        self._shards: dict[int, str] = {}
-        self._held: dict[int, int] = {}
-        """Offsets in the arena by request: taken until it is answered, whether anyone waits or not."""
-        self._room = Room(arena)
+        self._arena = Arena(start.arena_bytes)
+        self.ids = itertools.count(1)
+        """What requests are numbered with."""
+        self._requests: dict[int, tuple[str, asyncio.Future[Any], int | None]] = {}
+        """By number: the shard, who waits, and where its line is in the arena; until it is answered, whoever waits."""
+        self.files = asyncio.Semaphore(_MOST_FILES)
+        """For who sends a line in a file of its own."""
         self._loaded: asyncio.Future[wire.Loaded] = asyncio.get_running_loop().create_future()
         self._gone = asyncio.Event()
+        self._closed = False
         self.on_end: Callable[[], None] = lambda: None
         """Called when it takes no requests any more."""
-        self._again = True
+        self.again = True
+        """Whether nobody need be told what it loads: another has."""
         self.done = 0
         """How many batches it has done."""
         self.lost: frozenset[str] = frozenset()
         """Shards whose requests were unanswered when it ended."""
-        self.beat: Beat | None = None
+        self.beat: wire.BeatMessage | None = None
         self._beat_ms = clock.steady_ms()
+        self._channel = Channel[wire.Loaded](
+            child.end, wire.FromWorker, receive=self._receive, ended=self._end
+        )
+        self._channel.send(start, (os.dup(self._arena.fd),))
 
     @classmethod
-    async def start(cls, start: wire.Start, clock: Clock, *, again: bool = True) -> WorkerProcess:
-        """Start a process, and let it load the handler; ``again``: which nobody need be told of. Raises OSError."""
-        ours, theirs = pair()
-        arena = SharedArena(start.arena_bytes)
-        printed, prints = os.pipe()
-        try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "mldserver.workers.child",
-                str(theirs.fileno()),
-                pass_fds=(theirs.fileno(),),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=prints,
-                stderr=prints,
-                # A signal from the terminal is for the server.
-                start_new_session=True,
-                env={**os.environ, "PYTHONPATH": _python_path(os.environ.get("PYTHONPATH"))},
-            )
-        except BaseException:
-            ours.close()
-            os.close(printed)
-            arena.close()
-            raise
-        finally:
-            theirs.close()
-            os.close(prints)
-        self = cls(process, Output(printed), arena, clock)
-        self._again = again
-        self._channel = Channel(ours, receive=self._receive, ended=self._end)
-        self._channel.send(wire.encode(start), (arena.fd,))
-        return self
+    async def start(cls, start: wire.Start, clock: Clock) -> WorkerProcess:
+        """Start a process. Raises OSError."""
+        printed = _Printed()
+        # The worker finds this package wherever the server was started.
+        paths = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))
+        child = await ChildProcess.start(
+            [sys.executable, "-m", "mldserver.workers.child"],
+            environment={**os.environ, "PYTHONPATH": paths},
+            output=[printed.take],
+            talks=True,
+        )
+        return cls(child, printed, start, clock)
 
     @property
     def pid(self) -> int:
         """The process's id."""
-        return self._process.pid
+        return self._child.pid
 
     @property
     def silent_ms(self) -> int:
@@ -166,27 +178,32 @@ class WorkerProcess:
     @property
     def in_hand(self) -> int:
         """How many requests it has not answered."""
-        return len(self._shards)
+        return len(self._requests)
 
     @property
     def is_busy(self) -> bool:
         """Whether a call of the handler is under way, or was when it ended."""
-        return self._channel is not None and self._arena.marked
+        return not self._closed and self._arena.marked
 
     @property
     def is_open(self) -> bool:
         """Whether it takes requests."""
         return not self._gone.is_set()
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether SIGKILL ended it: it is nothing that a handler's code does by mistake."""
+        return self._child.exit_code == -signal.SIGKILL
+
+    @property
+    def last_words(self) -> str:
+        """What it printed last, past Python's own streams."""
+        return self._printed.last_words
+
     async def loaded(self) -> wire.Loaded:
         """Return what it found in the handler. Raises HandlerError, and WorkerGone when it ended meanwhile."""
-        async with asyncio.TaskGroup() as group:
-            loaded = group.create_task(_result(self._loaded))
-            ended = group.create_task(self._gone.wait())
-            await asyncio.wait({loaded, ended}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (loaded, ended):
-                task.cancel()
-        if self._loaded.done() and not self._loaded.cancelled():
+        await first_of(asyncio.wait({self._loaded}), self._gone.wait())
+        if self._loaded.done():
             return self._loaded.result()
         await self.close()
         raise WorkerGone(await self.ending(), alone=True)
@@ -194,195 +211,122 @@ class WorkerProcess:
     async def run(self) -> None:
         """Wait until it has ended; then every request that is unanswered raises WorkerGone."""
         try:
-            async with asyncio.TaskGroup() as group:
-                exited = group.create_task(self._process.wait())
-                gone = group.create_task(self._gone.wait())
-                await asyncio.wait({exited, gone}, return_when=asyncio.FIRST_COMPLETED)
-                # Without its socket it is of no use, whatever it still does.
-                self.kill()
-                await exited
-                gone.cancel()
+            # Without its socket it is of no use, whatever it still does.
+            await first_of(self._child.wait(), self._gone.wait())
         finally:
             await self.close()
 
     async def close(self) -> None:
         """Kill it, wait for its end, and let go of what is shared. Closing again does nothing."""
-        self.kill()
-        ending = await self.ending()
-        alone = len(self._shards) == 1 and self.is_busy
-        if self._channel is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)  # what it started, and left behind
+        await self._child.close()
+        ended = await self.ending()
+        alone = len(self._requests) == 1 and self.is_busy
+        if not self._closed:
+            self._closed = True
             self._channel.close()
-            self._channel = None
             self._arena.close()
-            self._output.close()
+            self._printed.end()
         self._gone.set()
-        self._room.close()
-        self.lost |= frozenset(self._shards.values())
-        for each in self._requests.values():
-            if not each.done():
-                each.set_exception(WorkerGone(ending, alone=alone))
+        self.lost |= {shard for shard, _, _ in self._requests.values()}
+        for _, future, _ in self._requests.values():
+            if not future.done():
+                future.set_exception(WorkerGone(ended, alone=alone))
         self._requests.clear()
-        self._shards.clear()
 
     def kill(self) -> None:
         """Kill it and whatever it has started, if it lives."""
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
-            self._signal(signal.SIGKILL)
+        if self._child.exit_code is None:
+            self._child.kill()
 
     async def stacks(self) -> str:
         """Return where its threads are, as far as it says so in time."""
-        self._output.only_keep()
-        self._signal(STACKS_SIGNAL)
+        self._printed.only_keep()
+        self._child.outputs[0].go_on()
+        self._child.signal(STACKS_SIGNAL)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STACKS_SECONDS):
                 await self._gone.wait()
         return self.last_words
 
-    def _signal(self, number: signal.Signals) -> None:
-        # Not through the process object: its look at whether the process lives would take its exit code from the loop.
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
-    @property
-    def was_killed(self) -> bool:
-        """Whether SIGKILL ended it: it is nothing that a handler's code does by mistake."""
-        return self._process.returncode == -signal.SIGKILL
-
     async def ending(self) -> str:
         """Return how it ended, once it has."""
-        code = await self._process.wait()
-        if code >= 0:
-            return f"exit code {code}"
-        with contextlib.suppress(ValueError):
-            return f"killed by signal {-code} ({signal.Signals(-code).name})"
-        return f"killed by signal {-code}"
+        return ending(await self._child.wait())
 
-    @property
-    def last_words(self) -> str:
-        """What it printed last, past Python's own streams."""
-        return self._output.last_words
+    def room(self, length: int) -> int | None:
+        """Return the offset of room for a line in shared memory, which is taken from now on; None: there is none."""
+        # A few long lines leave room for the short ones of others.
+        return self._arena.take(length) if self.is_open and length <= self._arena.size // 4 else None
 
-    # Requests.
+    def put(self, line: bytes | bytearray, offset: int) -> None:
+        """Copy a line into its room."""
+        self._arena.put(line, offset)
 
-    def room_for(self, length: int) -> bool:
-        """Whether a line of this length goes into the arena, now or when others are done."""
-        return length <= self._arena.size // 4
-
-    async def put(self, line: bytes | bytearray) -> int:
-        """Copy a line into shared memory when there is room; return its offset. Raises WorkerGone."""
-        offset = None
-        if self.is_open:
-            offset = self._room.at_once(len(line))
-            if offset is None:
-                offset = await self._room.wait(len(line))
-        if offset is None or not self.is_open:
-            raise WorkerGone("it has ended", alone=False)
-        if len(line) <= _NEAR_BYTES:
-            self._arena.put(line, offset)
-        else:
-            await self._put_far(line, offset)
-        return offset
-
-    async def _put_far(self, line: bytes | bytearray, offset: int) -> None:
-        """Copy a line beside the loop; its room is taken until that has ended, whoever waits."""
-        write = self._arena.writer(line, offset)
-        writing = asyncio.get_running_loop().run_in_executor(None, write)
+    async def put_beside(self, line: bytes | bytearray, offset: int) -> None:
+        """Copy a long line into its room beside the loop; the room is taken until that has ended, whoever waits."""
+        writing = asyncio.get_running_loop().run_in_executor(None, self._arena.writer(line, offset))
         try:
             await asyncio.shield(writing)
         except BaseException:
-            writing.add_done_callback(lambda _: self._room.give_back(offset))
+            writing.add_done_callback(lambda _: self._arena.give_back(offset))
             raise
 
     async def ask(
-        self,
-        message: Callable[[int], wire.FromServer],
-        *,
-        shard: str,
-        files: tuple[int, ...] = (),
-        offset: int | None = None,
-    ) -> Answer:
-        """Send a request and return its answer. Raises WorkerGone.
+        self, message: wire.Request, files: tuple[int, ...] = (), *, offset: int | None = None
+    ) -> Any:
+        """Send a request, whose id is one of ``ids``, and return its answer: the outcome of a Process, else Finished.
 
-        When the caller is cancelled the worker is told so; it answers all the same, and only then the line's room at
-        ``offset`` is free.
+        ``files`` are closed here; the line's room at ``offset`` is free once it is answered. Raises WorkerGone, and the
+        error that the worker answered with. When the caller is cancelled the worker is told so; it answers all the same.
         """
-        if self._channel is None or not self.is_open:
+        if self._closed or not self.is_open:
+            for each in files:
+                os.close(each)
             raise WorkerGone("it has ended", alone=False)
-        request = next(self._ids)
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._requests[request] = future
-        self._shards[request] = shard
-        if offset is not None:
-            self._held[request] = offset
-        self._channel.send(wire.encode(message(request)), files)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._requests[message.id] = message.shard, future, offset
+        self._channel.send(message, files)
         try:
             return await future
         except asyncio.CancelledError:
-            if future.done() and not future.cancelled() and future.exception() is None:
-                _close(future.result().files)  # the answer came in the same moment
-            elif self._channel is not None:
-                self._channel.send(wire.encode(wire.Cancel(request)))
+            if message.id in self._requests and not self._closed:
+                self._channel.send(wire.Cancel(message.id))
             raise
 
-    # What it says.
-
-    def _end(self) -> None:
+    def _end(self, garbled: str | None) -> None:
+        if garbled is not None:
+            log.error("worker.garbled", pid=self.pid, what=garbled)
         self._gone.set()
         self.on_end()
 
-    def _receive(self, data: bytes, files: Descriptors) -> None:
-        try:
-            message = wire.decode_from_worker(data)
-        except wire.WireError as error:
-            _close(files)
-            log.error("worker.garbled", pid=self.pid, what=str(error))
-            self._end()
-            return
+    def _receive(self, message: Any, files: Descriptors) -> None:
         match message:
-            case wire.Loaded():
-                if not self._loaded.done():
-                    self._loaded.set_result(message)
-            case wire.Failed(id=0):
-                if not self._loaded.done():
-                    self._loaded.set_exception(wire.error_of(message))
-            case wire.Done() | wire.Finished() | wire.Failed():
+            case wire.Done() | wire.Finished() | wire.Failed() if message.id:
                 self._answered(message, files)
+            case wire.Loaded() if not self._loaded.done():
+                self._loaded.set_result(message)
+            case wire.Failed() if not self._loaded.done():
+                self._loaded.set_exception(wire.error_of(message))
             case wire.BeatMessage():
-                self.beat = Beat(message.running_ms, message.blocked_ms, message.resident_bytes)
+                self.beat = message
                 self._beat_ms = self._clock.steady_ms()
-            case wire.LogLine(event="handler.loaded") if self._again:
-                pass
-            case wire.LogLine():
+            case wire.LogLine() if message.event != "handler.loaded" or not self.again:
                 getattr(log, message.level)(message.event, **message.fields)
 
     def _answered(self, message: wire.Done | wire.Finished | wire.Failed, files: Descriptors) -> None:
-        offset = self._held.pop(message.id, None)
+        """Raises WireError when it is no answer to what was asked."""
+        _, future, offset = self._requests.pop(message.id)
         if offset is not None:
-            self._room.give_back(offset)
-        self._shards.pop(message.id, None)
-        self.done += isinstance(message, wire.Done)
-        future = self._requests.pop(message.id, None)
-        if future is None or future.done():
-            _close(files)
+            self._arena.give_back(offset)
+        if future.done():
+            if isinstance(message, wire.Done) and message.rows_bytes:
+                os.close(files.pop(0))
+        elif isinstance(message, wire.Failed):
+            future.set_exception(wire.error_of(message))
+        elif isinstance(message, wire.Done):
+            self.done += 1
+            try:
+                future.set_result(wire.outcome_of(message, files))
+            except (pa.ArrowInvalid, IndexError, OSError) as error:
+                raise WireError(f"the rows of an answer cannot be read: {error}") from None
         else:
-            future.set_result(Answer(message, files))
-
-
-async def _result(future: asyncio.Future[wire.Loaded]) -> None:
-    """Wait for a future, and leave it to whoever asks what came of it."""
-    await asyncio.wait({future})
-
-
-def _python_path(former: str | None) -> str:
-    """Return where the worker finds this package, wherever the server was started."""
-    return os.pathsep.join(filter(None, (_ROOT, former)))
-
-
-def _close(files: Descriptors) -> None:
-    for each in files:
-        os.close(each)
+            future.set_result(message)

@@ -13,24 +13,25 @@ halves for the records that do it, and these end as records do that fail for goo
 from __future__ import annotations
 
 import asyncio
-import os
+import contextlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, cast
 
-import msgspec
 import structlog
 
 from mldserver.base.clock import SystemClock
 from mldserver.errors import HandlerLost, InternalError
+from mldserver.handler.failure import Failure
 from mldserver.records import Hook
-from mldserver.runtime.failure_policy import OnFailure
+from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
+from mldserver.runtime.plan import BatchPlan, Facts, Step
 from mldserver.workers import wire
-from mldserver.workers.answers import joined, outcome_of, spec_of
 from mldserver.workers.assignment import place, spread
-from mldserver.workers.process import Answer, Unopened, WorkerGone, WorkerProcess
+from mldserver.workers.process import Unopened, WorkerGone, WorkerProcess
+from mldserver.workers.shared_memory import Held
 from mldserver.workers.spares import Spares
-from mldserver.workers.worker import Held, Worker
+from mldserver.workers.worker import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -38,9 +39,8 @@ if TYPE_CHECKING:
     from mldserver.base.clock import Clock
     from mldserver.handler.spec import HandlerSpec
     from mldserver.records import Sequence, Shard
-    from mldserver.runtime.failure_policy import FailurePolicy
     from mldserver.runtime.interface import BatchOutcome, Delivery
-    from mldserver.workers.lifecycle import Limits
+    from mldserver.workers.worker import Limits
 
 __all__ = ["WorkerRuntime"]
 
@@ -48,9 +48,12 @@ log = structlog.get_logger("mldserver")
 
 _SURELY: Final = 10
 """Processes that may end in a row while a batch is in hand of which no record reaches the handler."""
+_ONCE: Final = FailurePolicy(attempts=1, on_failure=OnFailure.SKIP)
+"""How parts of a batch are searched for records that end their process: as often as a record may be tried, the whole has."""
 ARENA_BYTES: Final = 64 << 20
 """Of address space; what is touched of it is as much as lines were in hand at a time."""
-_T = TypeVar("_T", bound="wire.Done | wire.Finished")
+INLINE_BYTES: Final = 4096
+"""Shorter lines go inside their message: one copy more is cheaper there than keeping account of room."""
 
 
 class WorkerRuntime:
@@ -79,7 +82,7 @@ class WorkerRuntime:
             handler=handler,
             python_path=[path for path in sys.path if path],
             directory=str(Path.cwd()),
-            policy=msgspec.to_builtins(policy),
+            policy=policy,
             concurrency=concurrency,
             deadline_seconds=deadline_seconds,
             arena_bytes=ARENA_BYTES,
@@ -108,7 +111,7 @@ class WorkerRuntime:
 
     async def load(self) -> HandlerSpec:
         """Start a first process and return what it found in the handler, without code. Raises HandlerError."""
-        return spec_of(self._spares.handler, await self._spares.first())
+        return wire.spec_of(self._spares.handler, await self._spares.first())
 
     async def start(self) -> None:
         """Do nothing more: ``load`` has."""
@@ -165,13 +168,13 @@ class WorkerRuntime:
         while guilt < self._policy.attempts:
             try:
                 answer = await self._ask(
-                    shard_id, lambda id_: wire.HookMessage(id_, shard_id, hook), alone=suspect
+                    shard_id, lambda id_: wire.Notify(id_, shard_id, hook), alone=suspect
                 )
             except WorkerGone as gone:
                 suspect, what = True, gone.died
                 guilt += gone.guilt
             else:
-                return wire.sequence_of(self._expect(answer, wire.Finished).position)
+                return wire.unpacked(answer.position)
         log.error(
             "handler.hook_failed",
             shard=shard_id,
@@ -188,7 +191,7 @@ class WorkerRuntime:
             return
         self._worker(shard_id)  # it is open, or nothing is kept of the keys
         self._parked.setdefault(shard_id, {}).update(keys)
-        await self._until_done(shard_id, lambda id_: wire.Park(id_, shard_id, _keys(keys)))
+        await self._until_done(shard_id, lambda id_: wire.Park(id_, shard_id, wire.packed_keys(keys)))
 
     async def unpark(self, shard_id: str, key: str) -> None:
         """Let the later records of a key be processed again (see ``Runtime.unpark``)."""
@@ -207,77 +210,72 @@ class WorkerRuntime:
         if process is None:
             return
         # Whether it is open there or not: an opening that was given up, or has failed, leaves something too.
-        try:
-            answer = await process.ask(lambda id_: wire.Forget(id_, shard_id), shard=shard_id)
-        except WorkerGone:
-            return
-        self._expect(answer, wire.Finished)
+        with contextlib.suppress(WorkerGone):
+            await process.ask(wire.Forget(next(process.ids), shard_id))
 
     # Batches.
 
     async def process(self, delivery: Delivery) -> BatchOutcome:
         """Take a batch through the handler (see ``Runtime.process``), however many processes that takes."""
-        async with Held(delivery.payload) as line:
-            guilt = 0.0
-            suspect = False
-            while True:
-                try:
-                    outcome = await self._once(delivery, line, alone=suspect)
-                except WorkerGone as gone:
-                    suspect = True
-                    guilt += gone.guilt
-                    if guilt >= self._policy.attempts:
-                        worker = self._worker(delivery.shard_id)
-                        worker.searches += 1
-                        try:
-                            outcome = await self._search(delivery, line)
-                        finally:
-                            worker.searches -= 1
-                        break
-                else:
-                    break
+        held = Held(delivery.payload)
+        try:
+            outcome = await self._process(delivery, held)
+        finally:
+            held.let_go()
         if self._policy.parks:
             self._note_parked(delivery.shard_id, outcome)
         return outcome
 
-    async def _search(self, delivery: Delivery, line: Held) -> BatchOutcome:
-        """Find the records that end their process, by halves; they have failed for good, the others are processed."""
-        outline = (await self._surely(delivery, line, range(0))).outline
-        fresh = range(outline.records - outline.duplicates)
-        todo, guilt = [fresh if delivery.part is None else delivery.part], 0.0
-        done: list[BatchOutcome] = []
-        while todo:
-            part = todo.pop()
+    async def _process(self, delivery: Delivery, held: Held) -> BatchOutcome:
+        guilt, died = 0.0, ""
+        while guilt < self._policy.attempts:
             try:
-                self._keep(done, await self._once(delivery, line, part=part, alone=True), delivery)
-                guilt = 0.0
+                return await self._once(delivery, held, alone=guilt > 0)
             except WorkerGone as gone:
-                guilt += gone.guilt
-                if guilt < 1:
-                    todo.append(part)
-                    continue
-                guilt = 0.0
-                if len(part) > 1:
-                    middle = part.start + len(part) // 2
-                    todo += [range(middle, part.stop), range(part.start, middle)]
-                else:
-                    lost = await self._surely(delivery, line, part, condemned=gone.died)
-                    self._keep(done, lost, delivery)
-        return joined(done)
+                guilt, died = guilt + gone.guilt, gone.died
+        worker = self._worker(delivery.shard_id)
+        worker.searches += 1
+        try:
+            return await self._search(delivery, held, died)
+        finally:
+            worker.searches -= 1
 
-    def _keep(self, done: list[BatchOutcome], outcome: BatchOutcome, delivery: Delivery) -> None:
-        """Keep what became of a part; the next one may be another process's, which must know the keys that wait."""
-        done.append(outcome)
-        if self._policy.parks:
-            self._note_parked(delivery.shard_id, outcome)
+    async def _search(self, delivery: Delivery, held: Held, died: str) -> BatchOutcome:
+        """Find the records that end their process: the death of a process is a call that failed, to the batch's plan.
+
+        Those records have failed for good, the others are processed.
+        """
+        parts = [await self._surely(delivery, held, range(0))]
+        outline = parts[0].outline
+        # It asks nothing of the records: no age and no key makes a difference here.
+        plan = BatchPlan(range(outline.records - outline.duplicates), _ONCE, cast("Facts", None))
+        step = plan.step()
+        while step is not None:
+            if died:
+                plan.failed(step, Failure(died), 0)
+                if len(step.indices) == 1:
+                    parts.append(await self._surely(delivery, held, _part(step), condemned=died))
+            if (
+                self._policy.parks
+            ):  # the next part may be another process's, which must know the keys that wait
+                self._note_parked(delivery.shard_id, parts[-1])
+            if (step := plan.step()) is not None:
+                guilt, died = 0.0, "the batch"
+                while died and guilt < 1:
+                    try:
+                        parts.append(await self._once(delivery, held, part=_part(step), alone=True))
+                        died = ""
+                    except WorkerGone as gone:
+                        guilt, died = guilt + gone.guilt, gone.died
+        return wire.joined(parts)
 
     async def _surely(
-        self, delivery: Delivery, line: Held, part: range, *, condemned: str | None = None
+        self, delivery: Delivery, held: Held, part: range, *, condemned: str | None = None
     ) -> BatchOutcome:
         """Do what needs no handler, again while others kill the process. Raises HandlerLost when it is too much itself."""
         for _ in range(_SURELY):
             try:
-                return await self._once(delivery, line, part=part, condemned=condemned, alone=True)
+                return await self._once(delivery, held, part=part, condemned=condemned, alone=True)
             except WorkerGone as gone:
                 ending = gone.ending
         raise HandlerLost(
@@ -291,48 +289,66 @@ class WorkerRuntime:
     async def _once(
         self,
         delivery: Delivery,
-        line: Held,
+        held: Held,
         *,
         part: range | None = None,
         condemned: str | None = None,
         alone: bool,
     ) -> BatchOutcome:
-        shard = delivery.shard_id
-        part = delivery.part if part is None else part
-        condemned = delivery.condemned if condemned is None else condemned
-        answer, deaths, again = None, 0, False
-        while answer is None:
+        """Hand a batch, or a part of it, to one process. Raises WorkerGone when that ends."""
+        shard, deaths, again = delivery.shard_id, 0, False
+        while True:
             alone = alone or (again and shard in self._worker(shard).suspects)
             worker, process, pass_ = await self._enter(shard, alone=alone)
             try:
-                await self._ensure_open(worker, process, shard)
-                place_, files, offset = await line.lay(process)
-
-                def message(request: int, place_: wire.Place = place_) -> wire.Process:
-                    return wire.Process(
-                        request,
-                        shard,
-                        place_,
-                        line.form,
-                        delivery.received_ms,
-                        wire.sequence_text(delivery.after),
-                        None if part is None else (part.start, part.stop),
-                        condemned,
-                        delivery.redriven,
-                    )
-
-                answer = await process.ask(message, shard=shard, files=files, offset=offset)
+                if worker.opened.get(shard) != worker.generation:
+                    await self._ensure_open(worker, process, shard)
+                outcome = await self._send(process, delivery, held, part, condemned)
             except Unopened as gone:  # that tells nothing of the batch
                 again = True
                 deaths += alone
                 self._after_opening(worker, shard, gone, deaths)
+                continue
             except WorkerGone:
                 self._evade(worker)
                 raise
             finally:
                 worker.gate.leave(pass_)
-        outcome = outcome_of(self._expect(answer, wire.Done), answer.files)
-        (self._owing.add if outcome.owes else self._owing.discard)(shard)
+            (self._owing.add if outcome.owes else self._owing.discard)(shard)
+            return outcome
+
+    async def _send(
+        self,
+        process: WorkerProcess,
+        delivery: Delivery,
+        held: Held,
+        part: range | None,
+        condemned: str | None,
+    ) -> BatchOutcome:
+        """Send a batch with its line: inside the message, in the arena, or in a file. Raises WorkerGone."""
+        inline, offset = None, None
+        if held.length <= INLINE_BYTES:
+            inline = bytes(held.line)
+        else:
+            offset = await held.put(process)
+        message = wire.Process(
+            next(process.ids),
+            delivery.shard_id,
+            held.form,
+            delivery.received_ms,
+            wire.packed(delivery.after),
+            inline,
+            offset,
+            held.length,
+            None if part is None else (part.start, part.stop),
+            condemned,
+            delivery.redriven,
+        )
+        if inline is None and offset is None:
+            async with process.files:
+                outcome: BatchOutcome = await process.ask(message, (await held.file(),))
+        else:
+            outcome = await process.ask(message, offset=offset)
         return outcome
 
     async def _ensure_open(self, worker: Worker, process: WorkerProcess, shard_id: str) -> None:
@@ -353,13 +369,9 @@ class WorkerRuntime:
         if shard_id in worker.opened:
             log.info("shard.reopened", shard=shard_id, worker=worker.number)
         try:
-            answer = await process.ask(
-                lambda id_: wire.Open(id_, shard_id, shard.start, shard.start_sub), shard=shard_id
-            )
-            self._expect(answer, wire.Finished)
+            await process.ask(wire.Open(next(process.ids), shard_id, shard.start, shard.start_sub))
             if keys := self._parked.get(shard_id):
-                answer = await process.ask(lambda id_: wire.Park(id_, shard_id, _keys(keys)), shard=shard_id)
-                self._expect(answer, wire.Finished)
+                await process.ask(wire.Park(next(process.ids), shard_id, wire.packed_keys(keys)))
         except WorkerGone as gone:
             raise Unopened(gone.ending, alone=False) from gone
         worker.opened[shard_id] = generation
@@ -382,36 +394,24 @@ class WorkerRuntime:
             worker.gate.leave(pass_)
 
     async def _ask(
-        self, shard_id: str, message: Callable[[int], wire.FromServer], *, alone: bool = False
-    ) -> Answer:
-        """Ask the shard's worker something, once it is open there. Raises WorkerGone."""
+        self, shard_id: str, message: Callable[[int], wire.Request], *, alone: bool = False
+    ) -> Any:
+        """Ask the shard's worker something, once it is open there; it answers Finished. Raises WorkerGone."""
         worker, process, pass_ = await self._enter(shard_id, alone=alone)
         try:
             await self._ensure_open(worker, process, shard_id)
-            return await process.ask(message, shard=shard_id)
+            return await process.ask(message(next(process.ids)))
         except WorkerGone:
             self._evade(worker)
             raise
         finally:
             worker.gate.leave(pass_)
 
-    async def _until_done(self, shard_id: str, message: Callable[[int], wire.FromServer]) -> None:
+    async def _until_done(self, shard_id: str, message: Callable[[int], wire.Request]) -> None:
         while True:
-            try:
-                self._expect(await self._ask(shard_id, message), wire.Finished)
-            except WorkerGone:
-                continue
-            return
-
-    def _expect(self, answer: Answer, kind: type[_T]) -> _T:
-        """Return the answer as what it should be. Raises the error that it tells of."""
-        if isinstance(answer.message, kind):
-            return answer.message
-        for file in answer.files:
-            os.close(file)
-        if isinstance(answer.message, wire.Failed):
-            raise wire.error_of(answer.message)
-        raise InternalError(f"A worker answered with {type(answer.message).__name__}.")
+            with contextlib.suppress(WorkerGone):
+                await self._ask(shard_id, message)
+                return
 
     def _worker(self, shard_id: str) -> Worker:
         number = self._plan.get(shard_id)
@@ -443,5 +443,6 @@ class WorkerRuntime:
                 keys.setdefault(letter.partition_key, letter.parked_behind or letter.sequence)
 
 
-def _keys(keys: Mapping[str, Sequence]) -> dict[str, str]:
-    return {key: str(sequence) for key, sequence in keys.items()}
+def _part(step: Step) -> range:
+    """Return the records of a step of halving, which never leave one out."""
+    return range(step.indices[0], step.indices[-1] + 1)

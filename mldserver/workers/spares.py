@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from mldserver.children.backoff import Backoff
 from mldserver.errors import HandlerError, HandlerInvalid
-from mldserver.workers.lifecycle import Deaths
 from mldserver.workers.process import WorkerGone, WorkerProcess
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ log = structlog.get_logger("mldserver")
 
 _FIRST_STARTS: Final = 3
 """Processes that may be killed in a row while the server has not begun, until that is told instead of tried again."""
-_PAUSE_MS: Final = 200
+_PAUSE_SECONDS: Final = 0.2
 """At least, between a start that came to nothing and the next."""
 _LOAD_SECONDS: Final = 600.0
 """How long a process may take to load the handler, once one has loaded it: then it hangs, and another may not."""
@@ -46,7 +46,7 @@ class Spares:
         self._wanted_since_ms: int | None = None
         self._making = 0
         self._changed = asyncio.Event()
-        self._deaths = Deaths()
+        self._backoff = Backoff(base=_PAUSE_SECONDS, cap=15.0, free=2)
 
     @property
     def handler(self) -> str:
@@ -70,7 +70,8 @@ class Spares:
         """
         killed = 0
         while True:
-            process = await WorkerProcess.start(self._start, self._clock, again=False)
+            process = await WorkerProcess.start(self._start, self._clock)
+            process.again = False
             try:
                 loaded = await process.loaded()
             except WorkerGone as gone:
@@ -112,10 +113,44 @@ class Spares:
             for _ in range(os.cpu_count() or 1):
                 group.create_task(self._make())
 
-    async def _until(self, true: Callable[[], bool]) -> None:
-        while not true():
-            self._changed.clear()
-            await self._changed.wait()
+    async def close(self) -> None:
+        """End what is ready."""
+        while self._ready:
+            await self._ready.popleft().close()
+
+    async def _make(self) -> None:
+        while True:
+            await self._until(lambda: bool(self._ended()) or len(self._ready) + self._making <= self._wanted)
+            if (ended := self._ended()) is not None:
+                self._ready.remove(ended)
+                await ended.close()
+                await self._pause(f"A spare process ended before it was used: {await ended.ending()}.")
+                continue
+            self._making += 1
+            try:
+                await self._make_one()
+            finally:
+                self._making -= 1
+                self._changed.set()
+
+    async def _make_one(self) -> None:
+        process: WorkerProcess | None = None
+        try:
+            process = await WorkerProcess.start(self._start, self._clock)
+            async with asyncio.timeout(_LOAD_SECONDS):
+                await process.loaded()
+        except BaseException as error:
+            if process is not None:
+                await process.close()
+            if not isinstance(error, (OSError, HandlerError, WorkerGone)):
+                raise
+            what = _loading(error) if isinstance(error, WorkerGone) else str(error)
+            if isinstance(error, TimeoutError):
+                what = f"Loading the handler took longer than {_LOAD_SECONDS:g} s."
+            await self._pause(what)
+        else:
+            self._backoff.worked()
+            self._keep(process)
 
     def _keep(self, process: WorkerProcess) -> None:
         self._ready.append(process)
@@ -125,59 +160,16 @@ class Spares:
     def _ended(self) -> WorkerProcess | None:
         return next((process for process in self._ready if not process.is_open), None)
 
-    async def _make(self) -> None:
-        while True:
-            await self._until(
-                lambda: self._ended() is not None or len(self._ready) + self._making <= self._wanted
-            )
-            if (ended := self._ended()) is not None:
-                self._ready.remove(ended)
-                await ended.close()
-                await self._pause(f"A spare process ended before it was used: {await ended.ending()}.")
-                continue
-            self._making += 1
-            try:
-                process = await self._made()
-            finally:
-                self._making -= 1
-            if process is not None:
-                self._keep(process)
-            self._changed.set()
-
-    async def _made(self) -> WorkerProcess | None:
-        process: WorkerProcess | None = None
-        try:
-            process = await WorkerProcess.start(self._start, self._clock)
-            async with asyncio.timeout(_LOAD_SECONDS):
-                await process.loaded()
-        except (OSError, HandlerError, WorkerGone) as error:
-            if process is not None:
-                await process.close()
-            await self._pause(_not_made(error))
-            return None
-        except BaseException:
-            if process is not None:
-                await process.close()
-            raise
-        self._deaths.worked()
-        return process
+    async def _until(self, true: Callable[[], bool]) -> None:
+        while not true():
+            self._changed.clear()
+            await self._changed.wait()
 
     async def _pause(self, what: str) -> None:
         """Say what became of a process, and wait before the next."""
-        delay_seconds = max(_PAUSE_MS, self._deaths.died(self._clock.steady_ms(), useful=False)) / 1000
+        delay_seconds = max(_PAUSE_SECONDS, self._backoff.failed())
         log.error("worker.not_started", what=what, delay_seconds=delay_seconds)
         await self._clock.sleep(delay_seconds)
-
-    async def close(self) -> None:
-        """End what is ready."""
-        while self._ready:
-            await self._ready.popleft().close()
-
-
-def _not_made(error: Exception) -> str:
-    if isinstance(error, TimeoutError):
-        return f"Loading the handler took longer than {_LOAD_SECONDS:g} s."
-    return _loading(error) if isinstance(error, WorkerGone) else str(error)
 
 
 def _loading(gone: WorkerGone) -> str:

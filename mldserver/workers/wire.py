@@ -1,26 +1,36 @@
-"""What server and worker say to each other: one message a datagram, in MessagePack, with file descriptors beside it.
+"""What server and worker say to each other (``children/channel.py`` carries it), and the values that cross.
 
-    server → worker    Start, then any number of Open, Process, Notify, Forget and Cancel; the end of the socket ends it
-    worker → server    Loaded (or Refused), then Beat and LogLine at any time, and once for each Open, Process, Notify and
-                       Forget: Done, Opened or Failed
+    server → worker    Start, then any number of Open, Process, Notify, Park, Unpark, Forget and Cancel; the end of the
+                       socket ends it
+    worker → server    Loaded, or Failed with id 0; then BeatMessage and LogLine at any time, Done once for each Process,
+                       Finished once for each other request but Cancel, or for any of them Failed
 
-Both sides are the same program. Bytes that do not fit raise WireError: then the worker is not to be trusted any more.
+A sequence's number has up to 56 digits: it crosses as bytes (``packed``).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import TYPE_CHECKING, Any, TypeVar
+import os
+from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
+import pyarrow as pa
 
 from mldserver import errors
+from mldserver.children.channel import Message
 from mldserver.errors import InternalError, MldserverError
-from mldserver.records import Sequence
+from mldserver.handler.schema import parse_schema
+from mldserver.handler.spec import Finding, HandlerKind, HandlerSpec, HookSpec, RecordHook
+from mldserver.records import DeadLetter, Sequence
+from mldserver.runtime.failure_policy import FailurePolicy  # noqa: TC001  # msgspec reads it
+from mldserver.runtime.interface import BatchOutcome, BatchOutline
+from mldserver.windows import Batches, Tumbling
+from mldserver.workers.shared_memory import mapped, rows_from
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+    from collections.abc import Mapping
+
+    from mldserver.children.channel import Descriptors
 
 __all__ = [
     "BeatMessage",
@@ -31,76 +41,59 @@ __all__ = [
     "Forget",
     "FromServer",
     "FromWorker",
-    "HookMessage",
     "Loaded",
     "LogLine",
+    "Notify",
     "Open",
-    "Outline",
     "Park",
-    "Place",
     "Process",
+    "Request",
     "Start",
     "Unpark",
-    "WireError",
-    "decode_from_server",
-    "decode_from_worker",
-    "encode",
+    "done_of",
     "error_of",
     "failed",
-    "plain",
-    "position",
-    "restored",
-    "sequence_of",
-    "sequence_text",
+    "joined",
+    "loaded_of",
+    "outcome_of",
+    "packed",
+    "packed_keys",
+    "spec_of",
+    "unpacked",
 ]
 
-
-class WireError(Exception):
-    """The other side does not speak this protocol."""
-
-
-class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """A message; its class's name is its tag."""
+_SUB_BITS: Final = 64
+_SUB_MASK: Final = (1 << _SUB_BITS) - 1
 
 
-class Start(_Message, frozen=True):
-    """The first message."""
+class Start(Message, frozen=True):
+    """The first message; the arena comes beside it."""
 
     handler: str
     """Dotted path."""
     python_path: list[str]
     """Searched before the worker's own."""
     directory: str
-    policy: dict[str, Any]
-    """A ``FailurePolicy`` as plain values."""
+    policy: FailurePolicy
     concurrency: int | None
     deadline_seconds: float | None
     arena_bytes: int
-    """Of the shared memory that comes with this message."""
     log_level: int
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
-    """Where a line lies: in the message, in the arena, or in a file of its own that comes with the message."""
-
-    length: int
-    inline: bytes | None = None
-    offset: int | None = None
-    """In the arena; None, and no inline either: in the file."""
-
-
-class Process(_Message, frozen=True):
-    """Take a batch through the handler."""
+class Process(Message, frozen=True):
+    """Take a batch through the handler. Its payload is in the message, in the arena, or in a file beside it."""
 
     id: int
     shard: str
-    line: Place
-    """Where its payload's bytes are."""
     form: int
     """As ``Payload.packed`` says."""
     received_ms: int
-    after: str | None
-    """A sequence as ``number/sub``."""
+    after: bytes | None
+    inline: bytes | None
+    offset: int | None
+    """In the arena; None, and no ``inline`` either: in the file."""
+    length: int
     part: tuple[int, int] | None = None
     """Only these of its fresh records, from and to; None: all."""
     condemned: str | None = None
@@ -108,7 +101,7 @@ class Process(_Message, frozen=True):
     redriven: bool = False
 
 
-class Open(_Message, frozen=True):
+class Open(Message, frozen=True):
     """Open a shard."""
 
     id: int
@@ -117,7 +110,7 @@ class Open(_Message, frozen=True):
     start_sub: int
 
 
-class HookMessage(_Message, frozen=True):
+class Notify(Message, frozen=True):
     """Run a life-cycle hook."""
 
     id: int
@@ -125,16 +118,16 @@ class HookMessage(_Message, frozen=True):
     hook: str
 
 
-class Park(_Message, frozen=True):
+class Park(Message, frozen=True):
     """Let the later records of keys wait behind their dead letters."""
 
     id: int
     shard: str
-    keys: dict[str, str]
+    keys: dict[str, bytes]
     """Sequences by key."""
 
 
-class Unpark(_Message, frozen=True):
+class Unpark(Message, frozen=True):
     """Let the later records of a key be processed again."""
 
     id: int
@@ -142,75 +135,65 @@ class Unpark(_Message, frozen=True):
     key: str
 
 
-class Forget(_Message, frozen=True):
+class Forget(Message, frozen=True):
     """Drop a shard's handler."""
 
     id: int
     shard: str
 
 
-class Cancel(_Message, frozen=True):
+class Cancel(Message, frozen=True):
     """Nobody waits for a request any more; it is answered all the same, so that its line's room is known to be free."""
 
     id: int
 
 
-class Loaded(_Message, frozen=True):
-    """The handler is there: what a ``HandlerSpec`` says of it, as plain values."""
+class Loaded(Message, frozen=True):
+    """The handler is there: its ``HandlerSpec`` without code."""
 
-    kind: str
-    record_hook: str
-    hooks: dict[str, bool]
-    """Which it has, and whether each is asynchronous."""
+    kind: HandlerKind
+    record_hook: RecordHook
+    hooks: dict[str, HookSpec]
     concurrency: int
     schema: str | None
     """As DDL."""
-    tumbling: tuple[int, str | None, int, int] | None
-    """Size, column, lateness and disorder, in ms."""
-    batches: tuple[int, int] | None
-    """Rows, and age in ms."""
-    warnings: list[tuple[str, str, int]]
+    tumbling: Tumbling | None
+    batches: Batches | None
+    warnings: tuple[Finding, ...]
 
 
-class Outline(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A ``BatchOutline``."""
-
-    records: int
-    duplicates: int
-    first: str | None
-    last: str | None
-    latest_arrival_ms: int | None
-    millis_behind_latest: int | None
-
-
-class Done(_Message, frozen=True):
-    """What became of a batch. Its rows are an Arrow stream, in the message or in a file that comes with it."""
+class Done(Message, frozen=True):
+    """What became of a batch (see ``BatchOutcome``). Its rows are an Arrow stream, in the message or a file beside it."""
 
     id: int
-    outline: Outline
-    letters: list[dict[str, Any]]
-    rows: bytes | None
+    records: int
+    duplicates: int
+    first: bytes | None
+    last: bytes | None
+    latest_arrival_ms: int | None
+    millis_behind_latest: int | None
+    rows: bytes | None = None
     """None: there are none, or they are in the file."""
-    rows_bytes: int
-    """0: there are none."""
-    # As in ``BatchOutcome``.
+    rows_bytes: int = 0
+    """Of the file; 0: there is none."""
     attempts: int = 1
+    letters: tuple[dict[str, Any], ...] = ()
     skipped: int = 0
     discarded: int = 0
     keeps_position: bool = False
-    position: str | None = None
+    position: bytes | None = None
     owes: bool = False
 
 
-class Finished(_Message, frozen=True):
+class Finished(Message, frozen=True):
     """Any other request is done."""
 
     id: int
-    position: str | None = None
+    position: bytes | None = None
     """What a handler that keeps its position has checkpointed, after a hook."""
 
 
-class Failed(_Message, frozen=True):
+class Failed(Message, frozen=True):
     """A request ended with an error, or the worker cannot start (id 0)."""
 
     id: int
@@ -220,18 +203,17 @@ class Failed(_Message, frozen=True):
     did: str
     advice: str
     where: dict[str, Any]
-    cancelled: bool = False
 
 
-class BeatMessage(_Message, frozen=True):
-    """A sign of life (see ``life.Beat``)."""
+class BeatMessage(Message, frozen=True):
+    """A sign of life (see ``worker.Beat``)."""
 
     running_ms: int
     blocked_ms: int
     resident_bytes: int
 
 
-class LogLine(_Message, frozen=True):
+class LogLine(Message, frozen=True):
     """An event for the log."""
 
     level: str
@@ -239,100 +221,144 @@ class LogLine(_Message, frozen=True):
     fields: dict[str, Any]
 
 
-FromServer = Start | Process | Open | HookMessage | Park | Unpark | Forget | Cancel
+Request = Process | Open | Notify | Park | Unpark | Forget
+FromServer = Start | Process | Open | Notify | Park | Unpark | Forget | Cancel
 FromWorker = Loaded | Done | Finished | Failed | BeatMessage | LogLine
 
-_T = TypeVar("_T")
-_encoder = msgspec.msgpack.Encoder(enc_hook=str)
-_server_decoder: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
-_worker_decoder: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+
+def packed(sequence: Sequence | None) -> bytes | None:
+    """Return a sequence as it crosses."""
+    if sequence is None:
+        return None
+    number = sequence[0] << _SUB_BITS | sequence[1]
+    return number.to_bytes((number.bit_length() + 7) // 8)
 
 
-def encode(message: FromServer | FromWorker) -> bytes:
-    """Return the message's bytes; what MessagePack does not know becomes text.
-
-    That are objects, numbers beyond 64 bits, and the halves of surrogate pairs that a handler's texts may hold.
-    """
-    try:
-        return _encoder.encode(message)
-    except (UnicodeEncodeError, OverflowError):
-        return _encoder.encode(_encodable(msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=str)))
+def unpacked(data: bytes | None) -> Sequence | None:
+    """Return what ``packed`` was given."""
+    if data is None:
+        return None
+    number = int.from_bytes(data)
+    return Sequence(number >> _SUB_BITS, number & _SUB_MASK)
 
 
-def _encodable(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode()
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        return str(value)
-    if isinstance(value, dict):
-        return {_encodable(key): _encodable(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_encodable(each) for each in value]
-    return value
+def packed_keys(keys: Mapping[str, Sequence]) -> dict[str, bytes]:
+    """Return the sequences by key as they cross."""
+    return {key: data for key, sequence in keys.items() if (data := packed(sequence)) is not None}
 
 
-def decode_from_server(data: bytes) -> FromServer:
-    """Return a message of the server's. Raises WireError."""
-    return _decoded(_server_decoder, data)
+def loaded_of(spec: HandlerSpec) -> Loaded:
+    """Return what the server must know of a handler."""
+    windows = spec.windows
+    return Loaded(
+        spec.kind,
+        spec.record_hook,
+        dict(spec.hooks),
+        spec.concurrency,
+        None if spec.schema is None else spec.schema.ddl,
+        windows if isinstance(windows, Tumbling) else None,
+        windows if isinstance(windows, Batches) else None,
+        spec.warnings,
+    )
 
 
-def decode_from_worker(data: bytes) -> FromWorker:
-    """Return a message of the worker's. Raises WireError."""
-    return _decoded(_worker_decoder, data)
+def spec_of(handler: str, loaded: Loaded) -> HandlerSpec:
+    """Return a handler's spec without its code."""
+    return HandlerSpec(
+        path=handler,
+        kind=loaded.kind,
+        target=None,
+        record_hook=loaded.record_hook,
+        hooks=loaded.hooks,
+        schema=None if loaded.schema is None else parse_schema(loaded.schema),
+        windows=loaded.tumbling or loaded.batches,
+        warnings=loaded.warnings,
+        concurrency=loaded.concurrency,
+    )
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[_T], data: bytes) -> _T:
-    try:
-        return decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"{len(data)} bytes are no message: {error}") from None
+def done_of(request: int, outcome: BatchOutcome, *, rows: bytes | None = None, rows_bytes: int = 0) -> Done:
+    """Return what became of a batch as it crosses; its rows are in ``rows``, or in a file of ``rows_bytes``."""
+    outline = outcome.outline
+    return Done(
+        request,
+        outline.records,
+        outline.duplicates,
+        packed(outline.first),
+        packed(outline.last),
+        outline.latest_arrival_ms,
+        outline.millis_behind_latest,
+        rows,
+        rows_bytes,
+        outcome.attempts,
+        tuple([_plain(letter) for letter in outcome.dead_letters]),
+        outcome.skipped,
+        outcome.discarded,
+        outcome.keeps_position,
+        packed(outcome.position),
+        outcome.owes,
+    )
 
 
-# Values that cross.
+def outcome_of(done: Done, files: Descriptors) -> BatchOutcome:
+    """Return what became of a batch; its rows lie where the worker wrote them. Takes their file out of ``files``."""
+    rows = None if done.rows is None else rows_from(done.rows)
+    if done.rows_bytes:
+        file = files.pop(0)
+        try:
+            rows = rows_from(mapped(file, done.rows_bytes))
+        finally:
+            os.close(file)
+    first, last = unpacked(done.first), unpacked(done.last)
+    return BatchOutcome(
+        BatchOutline(
+            done.records, done.duplicates, first, last, done.latest_arrival_ms, done.millis_behind_latest
+        ),
+        rows,
+        tuple([_letter(fields) for fields in done.letters]),
+        done.attempts,
+        done.skipped,
+        done.discarded,
+        done.keeps_position,
+        unpacked(done.position),
+        done.owes,
+    )
 
 
-def sequence_text(sequence: Sequence | None) -> str | None:
-    """Return a sequence as it crosses: its number has up to 56 digits."""
-    return None if sequence is None else str(sequence)
+def joined(parts: list[BatchOutcome]) -> BatchOutcome:
+    """Return one outcome of parts that stand in order."""
+    rows = [part.rows for part in parts if part.rows is not None]
+    last = parts[-1]
+    positions = [part.position for part in parts if part.position is not None]
+    return BatchOutcome(
+        outline=last.outline,
+        rows=pa.concat_tables(rows).combine_chunks() if rows else None,
+        dead_letters=tuple([letter for part in parts for letter in part.dead_letters]),
+        attempts=max(part.attempts for part in parts),
+        skipped=sum(part.skipped for part in parts),
+        discarded=sum(part.discarded for part in parts),
+        keeps_position=last.keeps_position,
+        position=max(positions, default=None),
+        owes=last.owes,
+    )
 
 
-def sequence_of(text: str | None) -> Sequence | None:
-    """Return what ``sequence_text`` was given."""
-    return None if text is None else position(text)
+def _plain(letter: DeadLetter) -> dict[str, Any]:
+    fields = {field.name: getattr(letter, field.name) for field in dataclasses.fields(letter)}
+    return fields | {"sequence": packed(letter.sequence), "parked_behind": packed(letter.parked_behind)}
 
 
-def position(text: str) -> Sequence:
-    """Return the sequence of ``number/sub``."""
-    number, _, sub = text.partition("/")
-    return Sequence(int(number), int(sub or 0))
+def _letter(fields: dict[str, Any]) -> DeadLetter:
+    sequences = {name: unpacked(fields[name]) for name in ("sequence", "parked_behind")}
+    return DeadLetter(**(fields | sequences))
 
 
-def plain(value: DataclassInstance) -> dict[str, Any]:
-    """Return a dataclass's fields as they cross: the numbers of sequences have up to 56 digits."""
-    fields = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
-    sequences = _sequences(type(value))
-    return {name: sequence_text(each) if name in sequences else each for name, each in fields.items()}
-
-
-def restored(cls: type[_T], values: dict[str, Any]) -> _T:
-    """Return the dataclass that ``plain`` was given."""
-    names: frozenset[str] = _sequences(cls)  # type: ignore[arg-type]  # every class can be hashed
-    for name in names & values.keys():
-        values[name] = sequence_of(values[name])
-    return cls(**values)
-
-
-@functools.cache
-def _sequences(cls: type) -> frozenset[str]:
-    return frozenset(each.name for each in dataclasses.fields(cls) if "Sequence" in str(each.type))
-
-
-def failed(request: int, error: BaseException, *, cancelled: bool = False) -> Failed:
+def failed(request: int, error: BaseException) -> Failed:
     """Return an error as it crosses."""
     if isinstance(error, MldserverError):
         where = {key: value for key, value in error.where.items() if value is not None}
         return Failed(request, error.name, error.what, error.did, error.advice, where)
-    return Failed(request, type(error).__name__, str(error), "", "", {}, cancelled=cancelled)
+    return Failed(request, type(error).__name__, str(error), "", "", {})
 
 
 def error_of(message: Failed) -> MldserverError:

@@ -1,4 +1,4 @@
-"""One worker: a process, and after it the next one, for as long as the server runs; and a batch on its way to it.
+"""One worker: a process, and after it the next one, for as long as the server runs.
 
 Restarts never overlap: a new process takes over when the old one has ended, whatever ended it. Requests that the old
 one had in hand raise WorkerGone in whoever asked, who asks again (``runtime.py``).
@@ -7,33 +7,112 @@ one had in hand raise WorkerGone in whoever asked, who asks again (``runtime.py`
 from __future__ import annotations
 
 import asyncio
-import os
-from functools import partial
+import enum
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
+from mldserver.base.aio import first_of
+from mldserver.children.backoff import Backoff
 from mldserver.workers.exclusive import Exclusive
-from mldserver.workers.lifecycle import Cause, Deaths, Limits, judge
-from mldserver.workers.shared_memory import line_file, made
-from mldserver.workers.wire import Place
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-    from types import TracebackType
-    from typing import Self
 
     from mldserver.base.clock import Clock
-    from mldserver.runtime.interface import Payload
     from mldserver.workers.process import WorkerProcess
+    from mldserver.workers.wire import BeatMessage
 
-__all__ = ["Held", "Worker"]
+__all__ = ["Cause", "Deaths", "Limits", "Worker", "judge"]
 
 log = structlog.get_logger("mldserver")
 
 _LOOK_SECONDS: Final = 0.25
 _RETIRE_MS: Final = 30_000
 """How long a process that is to be replaced may wait for the next attempt at what it has in hand."""
+_FAILED_AFTER: Final = 8
+"""Lives in a row that came to nothing, after which the worker counts as failed."""
+_PAUSE_SECONDS: Final = 15.0
+_RESTLESS_ABOVE: Final = 5
+_HALF_LIFE_MS: Final = 30_000
+
+
+@dataclass(slots=True)
+class Deaths:
+    """The deaths of one worker: those in a row before it had done anything, and apart from them how many came lately.
+
+    Times are milliseconds of any clock that does not run back.
+    """
+
+    useless: Backoff = field(default_factory=lambda: Backoff(base=0.2, cap=_PAUSE_SECONDS, free=2))
+    _lately: float = 0.0
+    _lately_at_ms: int = 0
+
+    def died(self, now_ms: int, *, useful: bool, meant: bool = False) -> float:
+        """Count a death; return how many seconds the next life must wait.
+
+        ``useful``: a batch was done, or a record is looked for that ends it. ``meant``: that is why it died, or it was
+        replaced between batches.
+        """
+        if not useful:
+            delay = self.useless.failed()
+            return self.useless.cap if self.failed else delay
+        # Another life will do some work too: to wait would only cost time.
+        if not meant:
+            self._lately, self._lately_at_ms = self.lately(now_ms) + 1, now_ms
+        self.useless.worked()
+        return 0.0
+
+    def lately(self, now_ms: int) -> float:
+        """Return how many deaths after useful lives count now: the count halves every 30 s."""
+        return float(self._lately * 0.5 ** (max(0, now_ms - self._lately_at_ms) / _HALF_LIFE_MS))
+
+    def restless(self, now_ms: int) -> bool:
+        """Whether a person should look: it works, but dies too often."""
+        return self.lately(now_ms) > _RESTLESS_ABOVE
+
+    @property
+    def failed(self) -> bool:
+        """Whether a person should look: it keeps dying before it does anything."""
+        return self.useless.failures >= _FAILED_AFTER
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a worker may do."""
+
+    kill_after_ms: int | None
+    """How long a call may run, or the loop be blocked, or beats be missing; None: any time."""
+    memory_bytes: int | None
+    """Beyond it the worker is replaced between batches, and killed beyond one and a half times that; None: any."""
+
+
+class Cause(enum.StrEnum):
+    """Why a worker must go."""
+
+    CALL = "a call of the handler takes too long"
+    BLOCKED = "the handler blocks the worker's event loop"
+    SILENT = "it does not beat"
+    MEMORY = "it takes too much memory"
+    GROWN = "it has grown beyond its memory limit"
+    """It may finish what it has begun."""
+
+
+def judge(beat: BeatMessage | None, silent_ms: int, limits: Limits) -> Cause | None:
+    """Return why a worker must go, None when it may stay. ``silent_ms``: since the last beat, or since the start."""
+    longest = limits.kill_after_ms
+    if longest is not None and silent_ms > longest:
+        return Cause.SILENT
+    if beat is None:
+        return None
+    if longest is not None and beat.running_ms > longest:
+        return Cause.CALL
+    if longest is not None and beat.blocked_ms > longest:
+        return Cause.BLOCKED
+    if limits.memory_bytes is not None and beat.resident_bytes > limits.memory_bytes:
+        return Cause.MEMORY if beat.resident_bytes > limits.memory_bytes * 3 // 2 else Cause.GROWN
+    return None
 
 
 class Worker:
@@ -79,8 +158,8 @@ class Worker:
 
     def _waits(self) -> bool:
         """Whether nothing that its process has in hand is with the handler: all of it waits for its time."""
-        process = self._process
-        return process is not None and process.is_open and not (self._retiring or process.is_busy)
+        process = self.present
+        return process is not None and not (self._retiring or process.is_busy)
 
     async def process(self) -> WorkerProcess:
         """Return the present process, once there is one that takes requests."""
@@ -102,12 +181,10 @@ class Worker:
             finally:
                 self._process = None
                 await process.close()
-            await self._mourn(process, cause, stacks)
+            await self._clock.sleep(await self._tell_death(process, cause, stacks))
 
     async def _live(self, process: WorkerProcess) -> tuple[Cause | None, str]:
         """Return once the process has ended, by itself or by us: why then, and where it was."""
-        cause: Cause | None = None
-        stacks = ""
         async with asyncio.TaskGroup() as group:
             life = group.create_task(process.run())
             while not life.done():
@@ -117,12 +194,9 @@ class Worker:
                 if cause is not None:
                     stacks = "" if cause is Cause.GROWN else await process.stacks()
                     process.kill()
-                    await asyncio.wait({life})
-                    break
-                looked = group.create_task(self._clock.sleep(_LOOK_SECONDS))
-                await asyncio.wait({life, looked}, return_when=asyncio.FIRST_COMPLETED)
-                looked.cancel()
-        return cause, stacks
+                    return cause, stacks
+                await first_of(asyncio.wait({life}), self._clock.sleep(_LOOK_SECONDS))
+        return None, ""
 
     async def _retire(self, process: WorkerProcess) -> bool:
         """Let it finish what it has in hand, unless that only waits to be tried again, which may be far off.
@@ -141,75 +215,35 @@ class Worker:
             await self._clock.sleep(_LOOK_SECONDS / 5)
         return True
 
-    async def _mourn(self, process: WorkerProcess, cause: Cause | None, stacks: str) -> None:
+    async def _tell_death(self, process: WorkerProcess, cause: Cause | None, stacks: str) -> float:
+        """Count and log the end of a process; return how many seconds the next one must wait."""
         was_failed = self.failed
         self.suspects = set(process.lost)
         replaced = cause is Cause.GROWN and not process.lost
-        delay_ms = self._deaths.died(
+        delay_seconds = self._deaths.died(
             self._clock.steady_ms(),
             useful=bool(process.done or self.searches),
             meant=replaced or bool(self.searches),
         )
-        told: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "worker": self.number,
             "pid": process.pid,
             "reason": str(cause) if cause else await process.ending(),
-            "delay_seconds": delay_ms / 1000,
+            "delay_seconds": delay_seconds,
         }
         if replaced:
-            told["bytes"] = process.beat.resident_bytes if process.beat else None
-            log.warning("worker.replaced", limit_bytes=self._limits.memory_bytes, **told)
+            fields["bytes"] = process.beat.resident_bytes if process.beat else None
+            log.warning("worker.replaced", limit_bytes=self._limits.memory_bytes, **fields)
         else:
             if words := stacks or process.last_words:
-                told["stacks"] = words
-            log.error("worker.lost", batches=len(process.lost), **told)
+                fields["stacks"] = words
+            log.error("worker.lost", batches=len(process.lost), **fields)
         if self.failed and not was_failed:
             log.critical(
                 "worker.failed",
                 worker=self.number,
-                what=f"It has died {self._deaths.useless} times in a row before it did anything.",
+                what=f"It has died {self._deaths.useless.failures} times in a row before it did anything.",
                 did="It is started again every 15 seconds; its shards wait.",
                 advice="Look at its worker.lost events; mend the handler, and start the server again.",
             )
-        await self._clock.sleep(delay_ms / 1000)
-
-
-INLINE_BYTES: Final = 4096
-"""Shorter lines go inside their message: one copy more is cheaper there than keeping account of room."""
-
-
-class Held:
-    """Keeps a payload's bytes until its batch is done: another process may have to be given them again."""
-
-    def __init__(self, payload: Payload) -> None:
-        """Keep ``payload``; a long line in a bytearray is emptied once it lies in a file."""
-        self.form, self._line = payload.packed()
-        self._length = len(self._line)
-        self._file: int | None = None
-
-    async def __aenter__(self) -> Self:
-        """Begin."""
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Let go of the file, if there is one: beside the loop, as freeing 200 MB takes the kernel 25 ms."""
-        file, self._file = self._file, None
-        if file is not None:
-            # Not waited for: nobody needs to know when, and a cancellation must not keep it open.
-            asyncio.get_running_loop().run_in_executor(None, os.close, file)
-
-    async def lay(self, process: WorkerProcess) -> tuple[Place, tuple[int, ...], int | None]:
-        """Put them where the process can read it; return where, the files to send, and its offset in the arena.
-
-        Raises WorkerGone.
-        """
-        if self._length <= INLINE_BYTES:
-            return Place(self._length, inline=bytes(self._line)), (), None
-        if process.room_for(self._length):
-            offset = await process.put(self._line)
-            return Place(self._length, offset=offset), (), offset
-        if self._file is None:
-            self._file = await made(partial(line_file, self._line), os.close)
-        return Place(self._length), (self._file,), None
+        return delay_seconds

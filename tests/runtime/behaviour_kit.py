@@ -19,8 +19,8 @@ from mldserver.records import Sequence, Shard
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, OnKeyFailure, failure_rule
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.runtime.interface import Delivery, MLDLine
-from mldserver.workers.lifecycle import Limits
 from mldserver.workers.runtime import WorkerRuntime
+from mldserver.workers.worker import Limits
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable

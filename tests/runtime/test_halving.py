@@ -72,7 +72,7 @@ async def over_processes(count: int, bad: set[int]) -> None:
     """Every record has one row or one dead letter, rows in their order; the bad ones have letters."""
     delivery: Any = SimpleNamespace(shard_id="s", part=None)
     line: Any = None
-    found: BatchOutcome = await Processes(count, bad)._search(delivery, line)
+    found: BatchOutcome = await Processes(count, bad)._search(delivery, line, "WorkerDied")
     rows = [] if found.rows is None else found.rows.column("value").to_pylist()
     assert rows == [index + 1 for index in range(count) if index not in bad]
     assert [letter.sequence.number for letter in found.dead_letters] == [index + 1 for index in sorted(bad)]
@@ -127,8 +127,8 @@ def test_a_record_that_halving_drops_in_one_process_is_found(
 
 
 async def test_a_part_that_is_lost_when_many_are_joined_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    join: Callable[[list[BatchOutcome]], BatchOutcome] = workers.joined
-    monkeypatch.setattr(workers, "joined", lambda parts: join(parts[:-1] if len(parts) > 10 else parts))
+    join: Callable[[list[BatchOutcome]], BatchOutcome] = workers.wire.joined
+    monkeypatch.setattr(workers.wire, "joined", lambda parts: join(parts[:-1] if len(parts) > 10 else parts))
     with pytest.raises(AssertionError):
         await all_over_processes()
 
@@ -136,10 +136,12 @@ async def test_a_part_that_is_lost_when_many_are_joined_is_found(monkeypatch: py
 async def test_a_record_that_halving_drops_over_many_processes_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def short(*ends: int) -> range:
-        made = range(*ends)
-        return made[:-1] if len(made) > 400 and made.start else made
+    part: Callable[[Step], range] = workers._part
 
-    monkeypatch.setattr(workers, "range", short, raising=False)
+    def short(step: Step) -> range:
+        whole = part(step)
+        return whole[:-1] if len(whole) > 200 and whole.start else whole
+
+    monkeypatch.setattr(workers, "_part", short)
     with pytest.raises(AssertionError):
         await all_over_processes()

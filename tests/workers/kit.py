@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mldserver.protocol.messages import Version
+from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.runtime.interface import Delivery, MLDLine
 from mldserver.workers import wire
 
@@ -26,7 +27,7 @@ START = wire.Start(
     handler="mine",
     python_path=[],
     directory=".",
-    policy={},
+    policy=FailurePolicy(),
     concurrency=None,
     deadline_seconds=None,
     arena_bytes=1 << 16,

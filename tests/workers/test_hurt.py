@@ -16,9 +16,9 @@ import pytest
 from support.serving import quick, serving, until
 from workers.kit import Book, children, has_ended, named
 
+from mldserver.children.backoff import Backoff
 from mldserver.server import EXIT_FORCED, Server
 from mldserver.testing import FakeMLD, FakeStream, Habits, LocalEngine, VirtualClock
-from mldserver.workers.lifecycle import Restarts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -301,7 +301,7 @@ async def test_a_worker_that_cannot_even_open_a_shard_turns_readiness_red(
     async with serving(quick(tmp_path / "out", "hopeless", workers=1), exit_code=EXIT_FORCED) as server:
         daemon = asyncio.create_task(FakeMLD(stream(""), await server.listening()).run())
         assert server._parts is not None
-        server._parts.runtime._workers[0]._deaths.rules = Restarts(pause_ms=50)  # type: ignore[attr-defined]  # so that it takes no minutes
+        server._parts.runtime._workers[0]._deaths.useless = Backoff(base=0.05, cap=0.05)  # type: ignore[attr-defined]  # so that it takes no minutes
         async with asyncio.timeout(100):
             await until(lambda: bool(named(logged, "worker.failed")))
             await until(lambda: bool(named(logged, "server.unready")))

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import structlog
 
+from mldserver.children.channel import pair, receive_now
 from mldserver.observe.stdout_capture import BURST
 from mldserver.workers import wire
-from mldserver.workers.channel import pair
 from mldserver.workers.log_forwarder import LONGEST, _plain, telling_through
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Server:
         told = []
         while len(told) < most:
             try:
-                message = wire.decode_from_worker(self.there.recv(65536)[1:])
+                (message,) = receive_now(self.there, wire.FromWorker)
             except BlockingIOError:
                 break
             assert isinstance(message, wire.LogLine)

@@ -17,8 +17,9 @@ from mldserver.protocol.messages import Version
 from mldserver.runtime.interface import MLDLine
 from mldserver.workers.shared_memory import (
     CHUNK_BYTES,
+    Arena,
+    Held,
     Mark,
-    SharedArena,
     line_file,
     made,
     mapped,
@@ -26,7 +27,6 @@ from mldserver.workers.shared_memory import (
     rows_file,
     rows_from,
 )
-from mldserver.workers.worker import Held
 
 SIZE = 1 << 16
 ROWS = pa.table({"id": [1, 2, None], "name": ["a", "b", "ç"]})
@@ -39,7 +39,7 @@ def descriptors() -> int:
 @given(st.lists(st.binary(min_size=1, max_size=5000), max_size=12))
 @settings(max_examples=50)
 def test_lines_are_seen_on_the_other_side_as_they_were_put_in_either_way(lines: list[bytes]) -> None:
-    arena = SharedArena(SIZE)
+    arena = Arena(SIZE)
     other = memoryview(mapped(arena.fd, SIZE))
     placed = []
     for number, line in enumerate(lines):
@@ -61,7 +61,7 @@ def test_lines_are_seen_on_the_other_side_as_they_were_put_in_either_way(lines: 
 
 def test_a_line_may_still_be_copied_when_the_arena_is_closed() -> None:
     before = descriptors()
-    arena = SharedArena(SIZE)
+    arena = Arena(SIZE)
     write = arena.writer(bytearray(b"x" * 1000), 64)
     arena.close()
     with ThreadPoolExecutor(1) as pool:
@@ -70,7 +70,7 @@ def test_a_line_may_still_be_copied_when_the_arena_is_closed() -> None:
 
 
 def test_the_mark_outlives_its_writer_and_counts_calls_that_overlap() -> None:
-    arena = SharedArena(SIZE)
+    arena = Arena(SIZE)
     assert not arena.marked
     mark = Mark(arena.fd)
     mark.add(1)
@@ -150,9 +150,10 @@ async def test_a_long_lines_file_is_closed_however_busy_other_threads_are_and_no
     executor = ThreadPoolExecutor(1)
     asyncio.get_running_loop().set_default_executor(executor)
     before = descriptors()
-    async with Held(MLDLine(bytearray(b"x" * 100), Version.V2)) as held:
-        held._file = line_file(b"x")
-        executor.submit(go.wait)
+    held = Held(MLDLine(bytearray(b"x" * 100), Version.V2))
+    held._file = line_file(b"x")
+    executor.submit(go.wait)
+    held.let_go()
     assert descriptors() == before + 1
     go.set()
     await asyncio.to_thread(int)

@@ -12,9 +12,9 @@ import pytest
 from support.serving import until
 from workers.kit import START
 
+from mldserver.children.channel import send_now
 from mldserver.testing import VirtualClock
 from mldserver.workers import wire
-from mldserver.workers.channel import send_now
 from mldserver.workers.process import WorkerGone, WorkerProcess
 
 if TYPE_CHECKING:
@@ -35,29 +35,25 @@ def workers_ends(monkeypatch: pytest.MonkeyPatch) -> list[socket.socket]:
     return ends
 
 
-def forget(request: int) -> wire.Forget:
-    return wire.Forget(request, "s")
-
-
 async def test_an_answer_of_a_process_that_was_closed_reaches_nobody_whatever_has_the_same_number_now(
     workers_ends: list[socket.socket],
 ) -> None:
     old = await WorkerProcess.start(START, VirtualClock())
-    lost = asyncio.create_task(old.ask(forget, shard="s"))
+    lost = asyncio.create_task(old.ask(wire.Forget(next(old.ids), "s")))
     await until(lambda: old.in_hand == 1)
     await old.close()
     with pytest.raises(WorkerGone):
         await lost
     new = await WorkerProcess.start(START, VirtualClock())
-    asked = asyncio.create_task(new.ask(forget, shard="s"))
+    asked = asyncio.create_task(new.ask(wire.Forget(next(new.ids), "s")))
     await until(lambda: new.in_hand == 1)
     late, present = workers_ends
-    answer = wire.encode(wire.Finished(1))
+    answer = wire.Finished(1)
     assert _sent(lambda: send_now(late, answer)) is False, "its channel is closed with it"
     await asyncio.sleep(0.05)
     assert (new.in_hand, asked.done()) == (1, False)
     assert _sent(lambda: send_now(present, answer)) is True
-    assert (await asked).message == wire.Finished(1)
+    assert await asked == wire.Finished(1)
     await new.close()
     for end in workers_ends:
         end.close()

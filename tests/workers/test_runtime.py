@@ -18,11 +18,10 @@ from mldserver.errors import HandlerHalted, HandlerInvalid, HandlerLost, Handler
 from mldserver.protocol.messages import Version
 from mldserver.records import Shard
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
-from mldserver.runtime.interface import Delivery, MLDLine
-from mldserver.workers import wire
-from mldserver.workers.lifecycle import Limits
-from mldserver.workers.process import Answer, Unopened, WorkerGone
+from mldserver.runtime.interface import BatchOutcome, BatchOutline, Delivery, MLDLine
+from mldserver.workers.process import Unopened, WorkerGone
 from mldserver.workers.runtime import WorkerRuntime
+from mldserver.workers.worker import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,8 +75,10 @@ async def test_a_batch_that_no_process_survives_before_the_handler_is_called_cos
 class Opened:
     """A process that does every batch."""
 
-    async def ask(self, *_: Any, **__: Any) -> Answer:
-        return Answer(wire.Done(1, wire.Outline(0, 0, None, None, None, 0), [], None, 0), [])
+    ids = itertools.count(1)
+
+    async def ask(self, *_: Any, **__: Any) -> BatchOutcome:
+        return BatchOutcome(BatchOutline(0, 0, None, None, None, 0), None)
 
 
 @pytest.mark.parametrize("suspected", [False, True], ids=["others may have been at work", "it was alone"])
@@ -263,9 +264,9 @@ async def test_a_line_keeps_its_room_until_no_thread_reads_it_any_more_though_it
         await asyncio.wait({given_up})
         # What is asked after the cancellation is answered after it was heard.
         await runtime.open(Shard("b"))
-        assert len(process._held) == 1
+        assert process._arena.lines == 1
         (tmp_path / "go").touch()
-        await until(lambda: not process._held)
+        await until(lambda: process._arena.lines == 0)
 
 
 @pytest.mark.usefixtures("logged")
@@ -313,7 +314,7 @@ async def test_only_the_shards_of_a_worker_that_failed_go_elsewhere(
     failed = runtime._workers[2]
     failed.opened |= {"d": 1, "e": 1, "guilty": 1}
     failed.suspects = {"guilty"}
-    failed._deaths.useless = failed._deaths.rules.failed_after
+    failed._deaths.useless.failures = 8
     runtime._evade(failed)
     assert runtime._plan == {"a": 0, "b": 0, "c": 0, "d": 1, "e": 1, "guilty": 2}
     assert failed.opened == {"guilty": 1}, "what comes back there is opened anew"

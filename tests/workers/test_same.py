@@ -22,8 +22,8 @@ from mldserver.records import Hook, Sequence, Shard
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, OnKeyFailure, failure_rule
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.runtime.interface import BatchOutcome, Delivery, MLDLine
-from mldserver.workers.lifecycle import Limits
 from mldserver.workers.runtime import WorkerRuntime
+from mldserver.workers.worker import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator

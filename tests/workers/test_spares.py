@@ -17,10 +17,10 @@ from mldserver.records import Shard
 from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.testing import VirtualClock
 from mldserver.workers import spares
-from mldserver.workers.lifecycle import Limits
 from mldserver.workers.process import WorkerProcess
 from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.spares import Spares
+from mldserver.workers.worker import Limits
 
 HANDLER = """
 import os

@@ -17,8 +17,8 @@ from mldserver.protocol.messages import Version
 from mldserver.records import Hook, Shard
 from mldserver.runtime.failure_policy import FailurePolicy, OnKeyFailure
 from mldserver.runtime.interface import MLDLine
-from mldserver.workers.lifecycle import Limits
 from mldserver.workers.runtime import WorkerRuntime
+from mldserver.workers.worker import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,8 +13,8 @@ from workers.kit import delivery, named, running
 
 from mldserver.records import Shard
 from mldserver.runtime.failure_policy import FailurePolicy
-from mldserver.workers.lifecycle import Limits
 from mldserver.workers.runtime import WorkerRuntime
+from mldserver.workers.worker import Limits
 
 if TYPE_CHECKING:
     from pathlib import Path

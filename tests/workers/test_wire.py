@@ -6,18 +6,18 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mldserver import errors
+from mldserver.children.channel import WireError, decode, encode
 from mldserver.errors import HandlerHalted, InternalError, PeerError
 from mldserver.records import DeadLetter, Sequence
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, failure_rule
 from mldserver.runtime.interface import BatchOutcome, BatchOutline
 from mldserver.workers import wire
-from mldserver.workers.answers import done_of, outcome_of
+from mldserver.workers.wire import done_of, outcome_of
 
 sequences = st.builds(Sequence, st.integers(0, 10**56 - 1), st.integers(0, 2**63 - 1))
 numbers = st.integers(0, 2**63 - 1)
@@ -48,29 +48,36 @@ letters = st.builds(
 
 def crossed(message: Any) -> Any:
     """Return a message as the other side sees it."""
-    data = wire.encode(message)
-    is_servers = isinstance(message, wire.FromServer)
-    return wire.decode_from_server(data) if is_servers else wire.decode_from_worker(data)
+    (seen,) = decode(kinds_of(message), frame(message))
+    return seen
+
+
+def kinds_of(message: Any) -> Any:
+    return wire.FromServer if isinstance(message, wire.FromServer) else wire.FromWorker
+
+
+def frame(message: Any) -> bytes:
+    return b"\x91" + encode(message)  # an array of one
 
 
 @given(outlines)
 def test_outlines_cross(outline: BatchOutline) -> None:
     outcome = BatchOutcome(outline, None)
-    assert outcome_of(crossed(done_of(1, outcome, rows=None, rows_bytes=0)), []) == outcome
+    assert outcome_of(crossed(done_of(1, outcome)), []) == outcome
 
 
 @given(letters)
 def test_dead_letters_cross(letter: DeadLetter) -> None:
     outcome = BatchOutcome(BatchOutline(1, 0, None, None, None, None), None, (letter,))
-    assert outcome_of(crossed(done_of(1, outcome, rows=None, rows_bytes=0)), []) == outcome
+    assert outcome_of(crossed(done_of(1, outcome)), []) == outcome
 
 
 @given(st.none() | sequences)
 def test_positions_cross_in_outcomes_and_by_themselves(position: Sequence | None) -> None:
     outline = BatchOutline(0, 0, None, None, None, None)
     outcome = BatchOutcome(outline, None, position=position, keeps_position=True)
-    assert outcome_of(crossed(done_of(1, outcome, rows=None, rows_bytes=0)), []) == outcome
-    assert wire.sequence_of(wire.sequence_text(position)) == position
+    assert outcome_of(crossed(done_of(1, outcome)), []) == outcome
+    assert wire.unpacked(wire.packed(position)) == position
 
 
 def test_a_policy_crosses_with_all_its_rules() -> None:
@@ -81,8 +88,8 @@ def test_a_policy_crosses_with_all_its_rules() -> None:
         max_ahead_ms=6,
         failure_rules=(failure_rule("a.KeyError=retry:2"),),
     )
-    start = wire.Start("h", ["/a"], "/b", msgspec.to_builtins(policy), None, 1.5, 64, 20)
-    assert msgspec.convert(crossed(start).policy, FailurePolicy) == policy
+    start = wire.Start("h", ["/a"], "/b", policy, None, 1.5, 64, 20)
+    assert crossed(start).policy == policy
 
 
 @pytest.mark.parametrize("cls", [PeerError, HandlerHalted, InternalError, errors.DecodeError])
@@ -111,21 +118,21 @@ def test_what_messagepack_does_not_know_crosses_as_text() -> None:
         "list": [[1, "\\udfff"]],
         "small": -1,
     }
-    nothing = wire.Outline(0, 0, None, None, None, None)
-    letter = wire.Done(1, nothing, [{"data": b"\xff\x00", "error": "\ud800"}], b"\x00", 1)
-    assert crossed(letter).letters == [{"data": b"\xff\x00", "error": "\\ud800"}]
-    assert crossed(letter).rows == b"\x00"
+    letters: Any = ({"data": b"\xff\x00", "error": "\ud800"},)
+    done = crossed(wire.Done(1, 0, 0, None, None, None, None, b"\x00", letters=letters))
+    assert done.letters == ({"data": b"\xff\x00", "error": "\\ud800"},)
+    assert done.rows == b"\x00"
 
 
 @given(st.binary(max_size=40))
 def test_bytes_that_are_no_message_are_refused_and_nothing_else_happens(data: bytes) -> None:
-    for decode in (wire.decode_from_server, wire.decode_from_worker):
-        with contextlib.suppress(wire.WireError):
-            decode(data)
+    for kinds in (wire.FromServer, wire.FromWorker):
+        with contextlib.suppress(WireError):
+            decode(kinds, data)
 
 
 def test_a_message_of_the_wrong_side_is_none() -> None:
-    with pytest.raises(wire.WireError):
-        wire.decode_from_worker(wire.encode(wire.Forget(1, "s")))
-    with pytest.raises(wire.WireError):
-        wire.decode_from_server(wire.encode(wire.Finished(1)))
+    with pytest.raises(WireError):
+        decode(wire.FromWorker, frame(wire.Forget(1, "s")))
+    with pytest.raises(WireError):
+        decode(wire.FromServer, frame(wire.Finished(1)))

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mldserver.testing import VirtualClock
-from mldserver.workers.lifecycle import Beat, Limits
-from mldserver.workers.worker import Worker
+from mldserver.workers.wire import BeatMessage as Beat
+from mldserver.workers.worker import Limits, Worker
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

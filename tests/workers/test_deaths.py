@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from mldserver.workers.lifecycle import Beat, Cause, Deaths, Limits, judge
+from mldserver.workers.wire import BeatMessage as Beat
+from mldserver.workers.worker import Cause, Deaths, Limits, judge
 
 LIMITS = Limits(kill_after_ms=1000, memory_bytes=100)
 
 
 def test_first_deaths_are_replaced_at_once_and_later_ones_wait_longer_and_longer() -> None:
     deaths = Deaths()
-    assert [deaths.died(0, useful=False) for _ in range(6)] == [0, 0, 200, 400, 800, 15_000]
-
-
-def test_deaths_are_forgotten_with_a_half_life() -> None:
-    deaths = Deaths()
-    for _ in range(5):
-        deaths.died(0, useful=False)
-    assert deaths.count(30_000) == 2.5
-    assert deaths.died(300_000, useful=False) == 0
+    assert [deaths.died(0, useful=False) for _ in range(8)] == [0, 0, 0.2, 0.4, 0.8, 1.6, 3.2, 15]
 
 
 def test_a_worker_that_works_between_its_deaths_never_waits_and_never_counts_as_failed() -> None:
@@ -50,8 +43,8 @@ def test_lives_that_come_to_nothing_make_it_failed_until_one_works() -> None:
         assert not deaths.failed
         deaths.died(number * 1_000_000, useful=False)
     assert deaths.failed
-    assert deaths.died(9_000_000, useful=False) == 15_000
-    deaths.worked()
+    assert deaths.died(9_000_000, useful=False) == 15
+    assert deaths.died(9_000_000, useful=True) == 0
     assert not deaths.failed
     assert deaths.died(9_000_001, useful=False) == 0
 

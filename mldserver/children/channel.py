@@ -1,0 +1,300 @@
+"""One end of the socket between the server and a child: messages in MessagePack, and descriptors beside them.
+
+A frame is one datagram (``SOCK_SEQPACKET``): it is there as a whole or not at all, from however many threads frames are
+sent. It holds an array of messages. What a turn of the event loop sends goes in one frame; what is longer than the socket
+takes at once goes into a file in memory, whose descriptor is sent in its place.
+
+Both sides are the same program. Bytes that do not fit raise WireError: then the other side is not to be trusted any more.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import functools
+import os
+import select
+import socket
+import struct
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = [
+    "Channel",
+    "Descriptors",
+    "Message",
+    "WireError",
+    "decode",
+    "encode",
+    "pair",
+    "receive_now",
+    "send_now",
+]
+
+M = TypeVar("M")
+
+Descriptors = list[int]
+"""Open files that came with a frame, in the order of its messages; whoever takes a message takes out its own."""
+
+FRAME_BYTES: Final = 32 * 1024
+"""The longest frame that is a datagram of its own; sockets hold about 200 KiB (Linux: ``wmem_default``)."""
+_MOST_DESCRIPTORS: Final = 32
+_ROOM_BESIDE: Final = socket.CMSG_LEN(_MOST_DESCRIPTORS * array.array("i").itemsize)
+_CUT: Final = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
+_ARRAY: Final = struct.Struct(">BI")
+_ARRAY_TAG: Final = 0xDD
+"""MessagePack's array of up to 2³² elements."""
+_IN_FILE: Final = b"\x00"
+
+
+class WireError(ValueError):
+    """The other side does not speak this protocol."""
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """A message; its class's name is its tag."""
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Return both ends."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=str)
+
+
+def encode(message: Message) -> bytes:
+    """Return the message's bytes; what MessagePack does not know becomes text.
+
+    That are objects, numbers beyond 64 bits, and the halves of surrogate pairs that a user's texts may hold.
+    """
+    try:
+        return _encoder.encode(message)
+    except (UnicodeEncodeError, OverflowError):
+        return _encoder.encode(_encodable(msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=str)))
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return str(value)
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encodable(each) for each in value]
+    return value
+
+
+@functools.cache
+def _decoder(kinds: Any) -> msgspec.msgpack.Decoder[list[Any]]:
+    return msgspec.msgpack.Decoder(list[kinds])
+
+
+def decode(kinds: Any, frame: bytes | memoryview) -> list[Any]:
+    """Return a frame's messages, which are of the classes ``kinds`` (a union). Raises WireError."""
+    return _decoded(_decoder(kinds), frame)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[list[Any]], frame: bytes | memoryview) -> list[Any]:
+    try:
+        return decoder.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"{len(frame)} bytes are no messages: {error}") from None
+
+
+class Channel(Generic[M]):
+    """Sends and receives messages on the event loop. Descriptors that are sent are closed here."""
+
+    def __init__(
+        self,
+        end: socket.socket,
+        kinds: Any,
+        *,
+        receive: Callable[[M, Descriptors], None],
+        ended: Callable[[str | None], None],
+    ) -> None:
+        """Own ``end`` from now on; ``receive`` gets each message, which is one of ``kinds`` (a union of classes).
+
+        ``ended`` is called once when no more can come: with what came instead, if that was no message.
+        """
+        self._socket = end
+        end.setblocking(False)
+        self._decoder = _decoder(kinds)
+        self._receive = receive
+        self._ended = ended
+        self._parts: list[bytes] = []
+        """Messages of the frame that is sent at the end of this turn."""
+        self._bytes = 0
+        self._files: Descriptors = []
+        self._waiting: deque[tuple[bytes, Descriptors]] = deque()
+        """Frames that the socket had no room for."""
+        self._buffer = memoryview(bytearray(FRAME_BYTES + 1))
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(end, self._readable)
+        self._open = True
+
+    @property
+    def backlog(self) -> int:
+        """How many frames wait for the other side."""
+        return len(self._waiting)
+
+    def send(self, message: Message, files: Sequence[int] = ()) -> None:
+        """Send, at the end of this turn of the loop or when there is room.
+
+        After the end it does nothing: the end itself is told of by ``ended``. Raises nothing.
+        """
+        if not self._open:
+            _close(files)
+            return
+        part = encode(message)
+        if self._parts and (
+            self._bytes + len(part) > FRAME_BYTES - _ARRAY.size
+            or len(self._files) + len(files) >= _MOST_DESCRIPTORS
+        ):
+            self.flush()
+        if not self._parts:
+            self._loop.call_soon(self.flush)
+        self._parts.append(part)
+        self._bytes += len(part)
+        self._files += files
+
+    def flush(self) -> None:
+        """Send now what this turn has brought."""
+        if not self._parts:
+            return
+        data, files = _framed(self._parts, self._files)
+        self._parts, self._bytes, self._files = [], 0, []
+        if self._waiting or not self._try(data, files):
+            if not self._waiting:
+                self._loop.add_writer(self._socket, self._writable)
+            self._waiting.append((data, files))
+
+    def close(self) -> None:
+        """Let go of the socket, and of what was not sent; ``ended`` is not called."""
+        if self._open:
+            self._open = False
+            self._loop.remove_reader(self._socket)
+            self._loop.remove_writer(self._socket)
+            self._socket.close()
+            for _, files in self._waiting:
+                _close(files)
+            _close(self._files)
+            self._waiting.clear()
+            self._parts.clear()
+
+    def _try(self, data: bytes, files: Descriptors) -> bool:
+        try:
+            if files:
+                socket.send_fds(self._socket, [data], files)
+                _close(files)
+            else:
+                self._socket.send(data)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            _close(files)  # the reader learns of the end
+        return True
+
+    def _writable(self) -> None:
+        while self._waiting:
+            if not self._try(*self._waiting[0]):
+                return
+            self._waiting.popleft()
+        self._loop.remove_writer(self._socket)
+
+    def _readable(self) -> None:
+        # One frame at a time: looking whether there is another costs more than being called again when there is.
+        try:
+            frame, files = _read(self._socket, self._buffer)
+        except (BlockingIOError, InterruptedError):
+            return
+        garbled: str | None = None
+        try:
+            if frame is not None:
+                for message in _decoded(self._decoder, frame):
+                    self._receive(message, files)
+                    if not self._open:
+                        break
+                return
+        except WireError as error:
+            garbled = str(error)
+        finally:
+            _close(files)
+        self.close()
+        self._ended(garbled)
+
+
+def send_now(end: socket.socket, message: Message, *, wait_seconds: float = 0.0) -> bool:
+    """Send a message from any thread, past the loop. Returns False when there is no room, or none in that time.
+
+    Raises OSError when the other side is gone.
+    """
+    data, files = _framed([encode(message)], [])
+    try:
+        for wait in (wait_seconds, None):
+            try:
+                socket.send_fds(end, [data], files)
+            except (BlockingIOError, InterruptedError):
+                if not wait:
+                    return False
+                select.select([], [end], [], wait)
+            else:
+                return True
+    finally:
+        _close(files)
+    return False
+
+
+def receive_now(end: socket.socket, kinds: Any) -> list[Any]:
+    """Wait for the next frame and return its messages; none at the end. Blocking. Raises WireError."""
+    frame, files = _read(end, memoryview(bytearray(FRAME_BYTES + 1)))
+    _close(files)
+    return [] if frame is None else decode(kinds, frame)
+
+
+def _framed(parts: list[bytes], files: Descriptors) -> tuple[bytes, Descriptors]:
+    """Return a datagram, and the descriptors that go along."""
+    data = _ARRAY.pack(_ARRAY_TAG, len(parts)) + b"".join(parts)
+    if len(data) <= FRAME_BYTES:
+        return data, files
+    file = os.memfd_create("mldserver-frame", os.MFD_CLOEXEC)
+    with os.fdopen(os.dup(file), "wb") as writer:
+        writer.write(data)
+    return _IN_FILE, [file, *files]
+
+
+def _read(end: socket.socket, buffer: memoryview) -> tuple[bytes | memoryview | None, Descriptors]:
+    """Return a frame, None at the end, and what came beside it. Raises BlockingIOError when nothing is there now."""
+    try:
+        size, beside, flags, _ = end.recvmsg_into([buffer], _ROOM_BESIDE, socket.MSG_CMSG_CLOEXEC)
+    except (BlockingIOError, InterruptedError):
+        raise
+    except OSError:
+        return None, []
+    files = array.array("i")
+    for level, kind, data in beside:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            files.frombytes(data[: len(data) - len(data) % files.itemsize])
+    descriptors = list(files)
+    if not size or flags & _CUT:
+        return None, descriptors
+    if size == 1 and descriptors:
+        file = descriptors.pop(0)
+        try:
+            return os.pread(file, os.fstat(file).st_size, 0), descriptors
+        finally:
+            os.close(file)
+    return buffer[:size], descriptors
+
+
+def _close(files: Sequence[int]) -> None:
+    for each in files:
+        with contextlib.suppress(OSError):
+            os.close(each)

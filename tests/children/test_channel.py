@@ -1,0 +1,192 @@
+"""Frames of messages with descriptors beside them, from the loop and from threads."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mldserver.children.channel import (
+    FRAME_BYTES,
+    Channel,
+    Message,
+    WireError,
+    pair,
+    receive_now,
+    send_now,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+class Text(Message, frozen=True):
+    data: bytes
+    files: int = 0
+
+
+class Ends:
+    """Two channels that note what comes."""
+
+    def __init__(self) -> None:
+        self.here, self.there = pair()
+        self.received: list[tuple[bytes, list[bytes]]] = []
+        self.ended: list[str | None] = []
+        self.sender = Channel[Text](self.here, Text, receive=lambda *_: None, ended=self.ended.append)
+        self.receiver = Channel[Text](self.there, Text, receive=self._receive, ended=self.ended.append)
+
+    def _receive(self, message: Text, files: list[int]) -> None:
+        contents = []
+        for _ in range(message.files):
+            file = files.pop(0)
+            contents.append(os.pread(file, 100, 0))
+            os.close(file)
+        self.received.append((message.data, contents))
+
+    def send(self, data: bytes, *contents: bytes) -> None:
+        self.sender.send(Text(data, len(contents)), tuple(map(memory, contents)))
+
+    async def come(self, number: int) -> None:
+        async with asyncio.timeout(10):
+            while len(self.received) < number:  # noqa: ASYNC110  # a socket has no event for a test to wait on
+                await asyncio.sleep(0)
+
+    async def over(self) -> None:
+        async with asyncio.timeout(10):
+            while not self.ended:  # noqa: ASYNC110  # see come
+                await asyncio.sleep(0)
+
+    def close(self) -> None:
+        self.sender.close()
+        self.receiver.close()
+
+
+@pytest.fixture
+async def ends() -> AsyncIterator[Ends]:
+    before = _descriptors()
+    made = Ends()
+    yield made
+    made.close()
+    assert _descriptors() == before, "no descriptor is left open"
+
+
+def _descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def memory(content: bytes) -> int:
+    file = os.memfd_create("test", os.MFD_CLOEXEC)
+    os.write(file, content)
+    return file
+
+
+async def test_messages_of_any_size_keep_their_borders_and_order(ends: Ends) -> None:
+    sizes = [0, 1, *range(FRAME_BYTES - 16, FRAME_BYTES + 2), 1_000_000, 1]
+    for size in sizes:
+        ends.send(b"x" * size)
+    await ends.come(len(sizes))
+    assert [len(data) for data, _ in ends.received] == sizes
+
+
+async def test_what_one_turn_sends_is_one_datagram(ends: Ends) -> None:
+    ends.receiver.close()
+    here, there = pair()
+    sender = Channel[Text](here, Text, receive=lambda *_: None, ended=lambda _: None)
+    for number in range(100):
+        sender.send(Text(b"%d" % number))
+    await asyncio.sleep(0)
+    assert [message.data for message in receive_now(there, Text)] == [b"%d" % number for number in range(100)]
+    sender.send(Text(b"next"))
+    sender.flush()
+    assert receive_now(there, Text) == [Text(b"next")]
+    sender.close()
+    assert receive_now(there, Text) == []
+    there.close()
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+async def test_descriptors_go_along_with_their_messages_and_are_closed_here(ends: Ends, size: int) -> None:
+    for number in range(100):
+        ends.send(b"x" * size, b"beside %d" % number, b"and")
+    await ends.come(100)
+    assert [contents for _, contents in ends.received] == [
+        [b"beside %d" % number, b"and"] for number in range(100)
+    ]
+
+
+async def test_what_the_socket_does_not_take_at_once_waits_with_its_descriptors(ends: Ends) -> None:
+    number = 0
+    while not ends.sender.backlog:
+        ends.send(b"x" * 30_000)
+        ends.sender.flush()
+        number += 1
+    ends.send(b"last", b"late")
+    await ends.come(number + 1)
+    assert ends.received[-1] == (b"last", [b"late"])
+    assert ends.sender.backlog == 0
+
+
+async def test_the_end_is_told_once_and_sending_after_it_does_nothing(ends: Ends) -> None:
+    ends.receiver.close()
+    await ends.over()
+    ends.send(b"to nobody", b"with this")
+    assert ends.ended == [None]
+
+
+async def test_what_is_no_message_ends_the_channel(ends: Ends) -> None:
+    ends.here.send(b"\xff")
+    await ends.over()
+    assert "are no messages" in str(ends.ended[0])
+
+
+async def test_what_the_receiver_refuses_ends_the_channel() -> None:
+    here, there = pair()
+    ended: list[str | None] = []
+
+    def refuse(*_: object) -> None:
+        raise WireError("it was not asked for")
+
+    channel = Channel[Text](there, Text, receive=refuse, ended=ended.append)
+    send_now(here, Text(b"x"))
+    async with asyncio.timeout(10):
+        while not ended:  # noqa: ASYNC110  # see come
+            await asyncio.sleep(0)
+    assert ended == ["it was not asked for"]
+    channel.close()
+    here.close()
+
+
+async def test_what_waits_is_let_go_of_when_the_channel_is_closed(ends: Ends) -> None:
+    while not ends.sender.backlog:
+        ends.send(b"x" * 30_000, b"never")
+        ends.sender.flush()
+    ends.send(b"nor this", b"either")
+    ends.close()
+
+
+async def test_a_thread_sends_past_the_loop_while_there_is_room(ends: Ends) -> None:
+    sent = 0
+    while send_now(ends.here, Text(b"x" * 20_000)):
+        sent += 1
+    assert not send_now(ends.here, Text(b"y"), wait_seconds=0.01)
+    await ends.come(sent)
+    assert await asyncio.to_thread(send_now, ends.here, Text(b"z" * 50_000), wait_seconds=1)
+    await ends.come(sent + 1)
+    assert ends.received[-1] == (b"z" * 50_000, [])
+
+
+async def test_a_thread_is_told_that_nobody_is_there(ends: Ends) -> None:
+    ends.receiver.close()
+    with pytest.raises(OSError, match=r"(?i)broken pipe|reset|not connected"):
+        send_now(ends.here, Text(b"x"))
+
+
+def test_a_datagram_that_is_too_long_is_no_frame() -> None:
+    here, there = pair()
+    here.send(b"x" * (FRAME_BYTES + 2))
+    assert receive_now(there, Text) == []
+    for end in (here, there):
+        end.close()

@@ -1,0 +1,124 @@
+"""What comes out of a child's pipe."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mldserver.children import output
+from mldserver.children.output import LONGEST_LINE, Lines, Output
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+@given(st.lists(st.binary(max_size=30)))
+def test_lines_come_whatever_the_chunks_are(chunks: list[bytes]) -> None:
+    lines = Lines()
+    found = [line for chunk in chunks for line in lines.feed(chunk)] + lines.end()
+    *ended, rest = b"".join(chunks).split(b"\n")
+    expected = [*ended, rest] if rest else ended
+    assert found == [line.decode("utf-8", "replace").rstrip("\r") for line in expected]
+
+
+def test_what_a_line_has_beyond_the_limit_is_left_out_and_that_is_told() -> None:
+    lines = Lines()
+    assert lines.feed(b"x" * LONGEST_LINE + b"\n") == ["x" * LONGEST_LINE]
+    assert lines.feed(b"x" * (LONGEST_LINE - 1)) == lines.feed(b"yz") == lines.feed(b"z" * 10**6) == []
+    assert lines.feed(b"\nnext\n") == ["x" * (LONGEST_LINE - 1) + "y … cut", "next"]
+
+
+class Pipe:
+    """Both ends; what is written is read in the loop's next turns."""
+
+    def __init__(self) -> None:
+        reader, self.writer = os.pipe()
+        self.lines: list[str] = []
+        self.most = 10**9
+        self.output = Output(reader, self._take)
+
+    def _take(self, lines: list[str]) -> bool:
+        self.lines += lines
+        return len(self.lines) <= self.most
+
+    async def write(self, data: bytes, *, turns: int = 5) -> None:
+        os.write(self.writer, data)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+
+    def end(self) -> None:
+        if self.writer >= 0:
+            os.close(self.writer)
+            self.writer = -1
+
+
+@pytest.fixture
+async def pipe() -> AsyncIterator[Pipe]:
+    made = Pipe()
+    yield made
+    made.end()
+    made.output.close()
+
+
+async def test_lines_are_taken_when_they_are_whole_and_the_last_one_at_the_end(pipe: Pipe) -> None:
+    await pipe.write(b"one\r\n\ntw")
+    assert pipe.lines == ["one", ""]
+    await pipe.write(b"o\n\xff\nlast")
+    assert pipe.lines == ["one", "", "two", "\ufffd"]
+    pipe.end()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert pipe.lines[-1] == "last"
+
+
+async def test_what_is_left_at_the_close_is_taken_and_closing_again_does_nothing(pipe: Pipe) -> None:
+    os.write(pipe.writer, b"last\nwords")
+    pipe.output.close()
+    pipe.output.close()
+    assert pipe.lines == ["last", "words"]
+
+
+async def test_a_pipe_that_another_process_still_holds_is_let_go_of(pipe: Pipe) -> None:
+    await pipe.write(b"a\n")
+    pipe.output.close()
+    with pytest.raises(BrokenPipeError):
+        os.write(pipe.writer, b"b\n")
+    assert pipe.lines == ["a"]
+
+
+async def test_whoever_takes_too_many_lines_for_now_gets_no_more_for_a_while_and_all_of_them_at_the_end(
+    pipe: Pipe,
+) -> None:
+    pipe.most = 2
+    await pipe.write(b"x\n" * 3)
+    await pipe.write(b"z\n" * 100)
+    assert "z" not in pipe.lines, "the pipe is left alone for a while"
+    pipe.output.close()
+    assert pipe.lines == ["x"] * 3 + ["z"] * 100
+
+
+async def test_a_pipe_that_was_left_alone_is_read_on_by_itself_or_when_that_is_asked_for(
+    pipe: Pipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe.most = 0
+    await pipe.write(b"x\n")
+    await pipe.write(b"y\n")
+    pipe.output.go_on()
+    await pipe.write(b"z\n")
+    assert pipe.lines == ["x", "y", "z"]
+    pipe.output.go_on()
+    monkeypatch.setattr(output, "_PAUSE_SECONDS", 0.0)
+    await pipe.write(b"1\n")
+    await pipe.write(b"2\n", turns=20)
+    assert pipe.lines[3:] == ["1", "2"]
+
+
+async def test_nothing_there_is_not_the_end(pipe: Pipe) -> None:
+    pipe.output._readable()
+    await pipe.write(b"here\n")
+    assert pipe.lines == ["here"]
