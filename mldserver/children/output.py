@@ -70,6 +70,8 @@ class Output:
         self._loop = asyncio.get_running_loop()
         self._pause: asyncio.TimerHandle | None = None
         self._open = True
+        self.ended = asyncio.Event()
+        """Set when nothing more is read."""
         os.set_blocking(file, False)
         self._loop.add_reader(file, self._readable)
 
@@ -111,4 +113,5 @@ class Output:
             self.go_on()
             self._loop.remove_reader(self._file)
             os.close(self._file)
+            self.ended.set()
             self._take(self._lines.end())

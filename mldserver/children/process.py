@@ -105,19 +105,25 @@ class ChildProcess:
         """Wait for its end and return its exit code."""
         return await self._process.wait()
 
-    async def close(self) -> None:
+    async def close(self, drain_seconds: float = 0.0) -> None:
         """Kill it, wait for its end, and read what it has printed last. Closing again does nothing.
 
-        The pipes are not awaited: processes that have left its group may hold them for longer.
+        Its pipes are waited for no longer than ``drain_seconds``: processes that have left its group may hold them.
         """
-        if not self._closed:
-            self.kill()
-            await self.wait()
-            if not self._closed:
-                self._closed = True
-                self.kill()  # what it has started, and left behind
-                for output in self.outputs:
-                    output.close()
+        if self._closed:
+            return
+        self.kill()
+        await self.wait()
+        self.kill()  # what it has started, and left behind
+        self._closed = True
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(drain_seconds):
+                    for output in self.outputs:
+                        await output.ended.wait()
+        finally:
+            for output in self.outputs:
+                output.close()
 
 
 def ending(exit_code: int) -> str:

@@ -18,6 +18,7 @@ from cyclopts import App, Parameter
 from mldserver.base.aws import require_aws
 from mldserver.base.clock import SystemClock
 from mldserver.base.redaction import java_option
+from mldserver.children.backoff import Backoff
 from mldserver.cli.stdio import working_directory
 from mldserver.config import TcpAddress, resolve
 from mldserver.errors import ConfigError
@@ -30,7 +31,6 @@ from mldserver.kcl.properties import (
     shutdown_seconds,
     start_of,
 )
-from mldserver.kcl.restart import Backoff
 from mldserver.kcl.supervisor import Supervisor, answers, step_down
 from mldserver.observe.logging import logging_to, reopen
 
@@ -182,7 +182,7 @@ async def _run(
     supervisor = Supervisor(
         launch.tethered,
         environment=launch.environment,
-        backoff=Backoff(),
+        backoff=Backoff(base=1.0, cap=60.0),
         grace=shutdown_seconds(properties) + settings.close_timeout_seconds,
         clock=SystemClock(),
         chance=random.SystemRandom().random,

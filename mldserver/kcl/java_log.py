@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 __all__ = ["ENDS_ITSELF", "LOGBACK_XML", "LogEvent", "LogParser"]
 
@@ -17,9 +20,6 @@ ENDS_ITSELF: Final = "Process terminated, will initiate shutdown."
 
 MARK: Final = "MLD"
 LINE_END: Final = "\u2028"
-LONGEST: Final = 64 * 1024
-"""Bytes of a line that are kept; the KCL now and then logs whole lists of leases."""
-
 CHATTY: Final = "\n  ".join(
     f'<logger name="software.amazon.kinesis.multilang.{name}" level="WARN"/>'
     for name in (
@@ -69,11 +69,9 @@ class LogEvent:
 
 
 class LogParser:
-    """Bytes in, events out. The JVM's own lines wait for those that belong to them; ``flush`` ends the wait."""
+    """Lines in, events out. The JVM's own lines wait for those that belong to them; ``flush`` ends the wait."""
 
     def __init__(self) -> None:
-        self._partial = b""
-        self._cut = False
         self._raw: list[str] = []
 
     @property
@@ -81,22 +79,9 @@ class LogParser:
         """Whether ``flush`` would give an event."""
         return bool(self._raw)
 
-    def feed(self, data: bytes) -> list[LogEvent]:
-        """Return the events that ``data``, in any chunking, completes."""
-        events: list[LogEvent] = []
-        *lines, rest = data.split(b"\n")
-        for line in lines:
-            self._keep(line)
-            events += self._line(self._partial.decode("utf-8", "replace").removesuffix("\r"))
-            self._partial, self._cut = b"", False
-        self._keep(rest)
-        return events
-
-    def end(self) -> list[LogEvent]:
-        """Return what is left when the JVM is gone."""
-        events = self._line(self._partial.decode("utf-8", "replace")) if self._partial else []
-        self._partial = b""
-        return events + self.flush()
+    def feed(self, lines: Iterable[str]) -> list[LogEvent]:
+        """Return the events that ``lines`` complete."""
+        return [event for line in lines for event in self._line(line)]
 
     def flush(self) -> list[LogEvent]:
         """Return the JVM's own lines as an event: nothing more belongs to them."""
@@ -105,14 +90,6 @@ class LogParser:
             return []
         level = "error" if _FAILURE.match(lines[0]) else "warning"
         return [LogEvent(level, "jvm", "\n".join(lines))]
-
-    def _keep(self, piece: bytes) -> None:
-        room = LONGEST - len(self._partial)
-        if len(piece) > room and not self._cut:
-            self._cut = True
-            self._partial += piece[:room] + " … cut".encode()
-        elif not self._cut:
-            self._partial += piece
 
     def _line(self, line: str) -> list[LogEvent]:
         fields = line.split("\t", 3)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import mldserver
+from mldserver.children import parent_death
 from mldserver.errors import InternalError, JavaError, OperatorError
 from mldserver.kcl.java_log import LOGBACK_XML
 from mldserver.kcl.properties import as_text
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Files", "Launch", "deploy_file", "find_jars", "find_java", "prepare", "private_files"]
 
 MAIN_CLASS: Final = "software.amazon.kinesis.multilang.MultiLangDaemon"
-TETHER: Final = Path(__file__).with_name("parent_death.py")
+TETHER: Final = Path(parent_death.__file__)
 JVM_OPTIONS: Final = (
     # Non-ASCII partition keys become "?" without it (JDK < 18).
     "-Dfile.encoding=UTF-8",

@@ -11,28 +11,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
-from asyncio import subprocess
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 from botocore.exceptions import BotoCoreError, ClientError
 
+from mldserver.base.aio import first_of
 from mldserver.base.aws import aws_client
+from mldserver.children.process import ChildProcess
 from mldserver.config import UnixAddress
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.kcl.digest import Digest, verbatim
 from mldserver.kcl.java_log import ENDS_ITSELF, LogParser
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
     from mldserver.base.clock import Clock
+    from mldserver.children.backoff import Backoff
     from mldserver.config import Address
     from mldserver.kcl.digest import Line
     from mldserver.kcl.java_log import LogEvent
-    from mldserver.kcl.restart import Backoff
 
 __all__ = ["EXIT_CLEAN", "EXIT_FAULT", "EXIT_FORCED", "Supervisor", "answers", "step_down"]
 
@@ -41,7 +41,6 @@ log = structlog.get_logger("mldserver")
 EXIT_CLEAN: Final = 0
 EXIT_FAULT: Final = 1
 EXIT_FORCED: Final = 3
-CHUNK: Final = 64 * 1024
 JOIN_SECONDS: Final = 0.2
 """A line of the JVM's own that nothing follows for this long is complete."""
 LAST_SECONDS: Final = 3.0
@@ -62,6 +61,8 @@ ENDS_IN_ORDER: Final = frozenset({0, 1, 128 + signal.SIGTERM, -signal.SIGTERM})
 """What a daemon that was told to stop exits with: negative before it could catch the signal, 1 when it was ending itself."""
 DRAIN_SECONDS: Final = 2.0
 """What the JVM wrote before it exited is read within this time, even when a child of it holds the pipe open."""
+HEALTHY_SECONDS: Final = 120.0
+"""A run of this length counts as good: a start takes the KCL up to a minute, so shorter ones say little."""
 
 
 class Supervisor:
@@ -97,6 +98,8 @@ class Supervisor:
         self._step_down = step_down
         self._told = told
         self._digest = Digest()
+        self._parser = LogParser()
+        self._joining: asyncio.TimerHandle | None = None
         self._stopping = asyncio.Event()
         self._forced = asyncio.Event()
         self._doomed = asyncio.Event()
@@ -149,9 +152,11 @@ class Supervisor:
                     advice="Look whether the host's memory is used up. Its shards move when their leases expire.",
                 )
                 return EXIT_FAULT
-            delay = self._backoff.delay(ran=ran, chance=self._chance())
+            if ran >= HEALTHY_SECONDS:
+                self._backoff.worked()
+            delay = self._backoff.failed(self._chance())
             log.warning("kcl.exited", exit_code=code, seconds=ran, delay_seconds=round(delay, 3))
-            await _first(self._stopping.wait(), self._clock.sleep(delay))
+            await first_of(self._stopping.wait(), self._clock.sleep(delay))
         return EXIT_CLEAN
 
     async def _server_is_there(self) -> bool:
@@ -167,8 +172,8 @@ class Supervisor:
                 log.warning("kcl.waiting", address=str(self._server), seconds=(now - began) / 1000)
             if leads and now - began >= LEAD_SECONDS * 1000:
                 leads = False
-                await _first(self._stopping.wait(), self._step_down())
-            await _first(self._stopping.wait(), self._clock.sleep(ASK_SECONDS))
+                await first_of(self._stopping.wait(), self._step_down())
+            await first_of(self._stopping.wait(), self._clock.sleep(ASK_SECONDS))
         return False
 
     async def _once(self) -> int:
@@ -178,46 +183,27 @@ class Supervisor:
         self._killed = False
         log.info("kcl.starting", start=self._starts, **self._told)
         command = self._command()
-        async with _output_pipe() as (output, end):
-            try:
-                process = await subprocess.create_subprocess_exec(
-                    *command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=end,
-                    stderr=end,
-                    env=dict(self._environment),
-                    # Ctrl-C reaches this process only; the daemon is told in order.
-                    start_new_session=True,
-                )
-            except OSError as error:
-                lasting = isinstance(error, FileNotFoundError | PermissionError)
-                raise (OperatorError if lasting else NotThereYet)(
-                    f"{command[0]} cannot be started: {error.strerror}."
-                ) from error
-            finally:
-                os.close(end)
-            return await self._attend(process, output)
-
-    async def _attend(self, process: subprocess.Process, output: asyncio.StreamReader) -> int:
+        try:
+            child = await ChildProcess.start(command, environment=self._environment, output=[self._pass_on])
+        except OSError as error:
+            lasting = isinstance(error, FileNotFoundError | PermissionError)
+            raise (OperatorError if lasting else NotThereYet)(
+                f"{command[0]} cannot be started: {error.strerror}."
+            ) from error
         try:
             async with asyncio.TaskGroup() as tasks:
-                pump = tasks.create_task(self._pass_on(output))
-                stopper = tasks.create_task(self._end(process))
-                code = await process.wait()
+                stopper = tasks.create_task(self._end(child))
+                code = await child.wait()
                 stopper.cancel()
-                # Bridges that outlive their JVM; what they hold open would keep the pump waiting.
-                _kill_group(process.pid)
-                await asyncio.wait({pump}, timeout=DRAIN_SECONDS)
-                pump.cancel()
         finally:
-            if process.returncode is None:  # this task is cancelled
-                _kill_group(process.pid)
-                await process.wait()
+            # With bridges that outlive their JVM.
+            await child.close(DRAIN_SECONDS)
+            self._join(self._parser.flush())
         return code
 
-    async def _end(self, process: subprocess.Process) -> None:
+    async def _end(self, child: ChildProcess) -> None:
         """End the daemon: in order when told to stop, without its grace when it ends itself."""
-        await _first(self._stopping.wait(), self._doomed.wait())
+        await first_of(self._stopping.wait(), self._doomed.wait())
         if self._doomed.is_set():
             there = await self._answers()
             log.warning(
@@ -228,33 +214,29 @@ class Supervisor:
                 else "The server is gone too: the daemon was killed.",
             )
             if there:
-                await _first(self._forced.wait(), self._clock.sleep(LAST_SECONDS))
+                await first_of(self._forced.wait(), self._clock.sleep(LAST_SECONDS))
         else:
             if not self._forced.is_set():
-                with contextlib.suppress(ProcessLookupError):
-                    process.send_signal(signal.SIGTERM)
-                await _first(self._forced.wait(), self._clock.sleep(self._grace))
+                child.signal(signal.SIGTERM)
+                await first_of(self._forced.wait(), self._clock.sleep(self._grace))
             self._forced.set()
         self._killed = True
-        _kill_group(process.pid)
+        child.kill()
 
-    async def _pass_on(self, output: asyncio.StreamReader) -> None:
-        parser = LogParser()
-        try:
-            while data := await self._read(output, parser):
-                self._log(parser.feed(data))
-        finally:
-            self._log(parser.end())
+    def _pass_on(self, lines: list[str]) -> bool:
+        """Log what the daemon prints; a line of the JVM's own is held back for those that may belong to it."""
+        self._join(self._parser.feed(lines))
+        if self._parser.waiting:
+            self._joining = asyncio.get_running_loop().call_later(
+                JOIN_SECONDS, lambda: self._join(self._parser.flush())
+            )
+        return True
 
-    async def _read(self, output: asyncio.StreamReader, parser: LogParser) -> bytes:
-        """Read a chunk; meanwhile a line that waits for its continuation is given up for complete."""
-        if parser.waiting:
-            try:
-                async with asyncio.timeout(JOIN_SECONDS):
-                    return await output.read(CHUNK)
-            except TimeoutError:
-                self._log(parser.flush())
-        return await output.read(CHUNK)
+    def _join(self, events: Iterable[LogEvent]) -> None:
+        if self._joining is not None:
+            self._joining.cancel()
+            self._joining = None
+        self._log(events)
 
     def _log(self, events: Iterable[LogEvent]) -> None:
         now = self._clock.steady_ms() / 1000
@@ -308,43 +290,6 @@ async def step_down(properties: Mapping[str, str]) -> None:
             advice="Look whether AWS answers, and allow the credentials of mldserver kcl dynamodb:DeleteItem on the table"
             f" {table}.",
         )
-
-
-@contextlib.asynccontextmanager
-async def _output_pipe() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
-    """Give a pipe of our own: its reader, and the end for the child, which the caller closes.
-
-    asyncio's own pipes would make the wait for a process last until its children have closed them too.
-    """
-    ours, theirs = os.pipe()
-    reader = asyncio.StreamReader()
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(ours, "rb", buffering=0)
-    )
-    try:
-        yield reader, theirs
-    finally:
-        transport.close()
-
-
-async def _first(*waits: Awaitable[Any]) -> None:
-    """Return when one of the waits is over; the others are cancelled. Raises what one of them raises."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in tasks:
-        if not task.cancelled():
-            task.result()
-
-
-def _kill_group(group: int) -> None:
-    """Kill what is left of a process group; it is the daemon's own session."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
 
 
 def _write(lines: Iterable[Line]) -> None:

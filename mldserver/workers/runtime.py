@@ -248,7 +248,8 @@ class WorkerRuntime:
         parts = [await self._surely(delivery, held, range(0))]
         outline = parts[0].outline
         # It asks nothing of the records: no age and no key makes a difference here.
-        plan = BatchPlan(range(outline.records - outline.duplicates), _ONCE, cast("Facts", None))
+        fresh = range(outline.records - outline.duplicates) if delivery.part is None else delivery.part
+        plan = BatchPlan(fresh, _ONCE, cast("Facts", None))
         step = plan.step()
         while step is not None:
             if died:
@@ -297,6 +298,8 @@ class WorkerRuntime:
     ) -> BatchOutcome:
         """Hand a batch, or a part of it, to one process. Raises WorkerGone when that ends."""
         shard, deaths, again = delivery.shard_id, 0, False
+        part = delivery.part if part is None else part
+        condemned = delivery.condemned if condemned is None else condemned
         while True:
             alone = alone or (again and shard in self._worker(shard).suspects)
             worker, process, pass_ = await self._enter(shard, alone=alone)

@@ -179,7 +179,7 @@ def test_its_log_file_is_a_path_as_the_server_takes_it_and_never_the_server_s(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the tether is Linux's")
 def test_the_tether_does_not_start_for_a_parent_that_is_gone() -> None:
-    tether = Path(sys.modules[prepare.__module__].__file__ or "").with_name("parent_death.py")
+    tether = sys.modules[prepare.__module__].TETHER
     done = subprocess.run(
         [sys.executable, "-ISE", tether, "1", "echo", "started"],
         capture_output=True,

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mldserver.base.aws import aws_client
+from mldserver.children.backoff import Backoff
 from mldserver.config import TcpAddress, UnixAddress
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.kcl.java_log import ENDS_ITSELF
-from mldserver.kcl.restart import Backoff
 from mldserver.kcl.supervisor import COUNTS_SECONDS, Supervisor, answers, step_down
 from mldserver.testing import VirtualClock
 from tests.ledger.dynamodb_emulator import Emulator
@@ -215,7 +215,7 @@ async def test_a_process_that_cannot_be_had_now_may_be_had_later(monkeypatch: py
     async def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr("asyncio.subprocess.create_subprocess_exec", full)
+    monkeypatch.setattr("asyncio.create_subprocess_exec", full)
     with pytest.raises(ExceptionGroup) as raised:
         await supervisor("", VirtualClock()).run()
     (error,) = raised.value.exceptions

@@ -11,6 +11,7 @@ TESTS: Final = Path(__file__).parents[1]
 
 QUICK: Final = (
     "base",
+    "children/test_backoff.py",
     "config",
     "coordinator",
     "deadletters",
@@ -20,7 +21,6 @@ QUICK: Final = (
     "kcl/test_digest.py",
     "kcl/test_java_log.py",
     "kcl/test_properties.py",
-    "kcl/test_restart.py",
     "observe",
     "output",
     "protocol",
