@@ -6,9 +6,7 @@ from mldserver.kcl.java_log import LINE_END, LOGBACK_XML, LogEvent, LogParser
 
 
 def test_a_line_of_logback_is_one_event() -> None:
-    assert LogParser().feed("MLD\tINFO\ta.B\tgrüße\tdich \n".split("\n")) == [
-        LogEvent("info", "a.B", "grüße\tdich")
-    ]
+    assert LogParser().feed(["MLD\tINFO\ta.B\tgrüße\tdich ", ""]) == [LogEvent("info", "a.B", "grüße\tdich")]
 
 
 def test_levels_are_mapped_and_an_unknown_one_is_a_warning() -> None:
