@@ -126,7 +126,7 @@ class WorkerProcess:
         self._child = child
         self._printed = printed
         self._clock = clock
-        self._arena = Arena(start.arena_bytes)
+        self.arena = Arena(start.arena_bytes)
         self.ids = itertools.count(1)
         """What requests are numbered with."""
         self._requests: dict[int, tuple[str, asyncio.Future[Any], int | None]] = {}
@@ -149,7 +149,7 @@ class WorkerProcess:
         self._channel = Channel[wire.Loaded](
             child.end, wire.FromWorker, receive=self._receive, ended=self._end
         )
-        self._channel.send(start, (os.dup(self._arena.fd),))
+        self._channel.send(start, (os.dup(self.arena.fd),))
 
     @classmethod
     async def start(cls, start: wire.Start, clock: Clock) -> WorkerProcess:
@@ -183,7 +183,7 @@ class WorkerProcess:
     @property
     def is_busy(self) -> bool:
         """Whether a call of the handler is under way, or was when it ended."""
-        return not self._closed and self._arena.marked
+        return not self._closed and self.arena.marked
 
     @property
     def is_open(self) -> bool:
@@ -224,7 +224,7 @@ class WorkerProcess:
         if not self._closed:
             self._closed = True
             self._channel.close()
-            self._arena.close()
+            self.arena.close()
             self._printed.end()
         self._gone.set()
         self.lost |= {shard for shard, _, _ in self._requests.values()}
@@ -251,24 +251,6 @@ class WorkerProcess:
     async def ending(self) -> str:
         """Return how it ended, once it has."""
         return ending(await self._child.wait())
-
-    def room(self, length: int) -> int | None:
-        """Return the offset of room for a line in shared memory, which is taken from now on; None: there is none."""
-        # A few long lines leave room for the short ones of others.
-        return self._arena.take(length) if self.is_open and length <= self._arena.size // 4 else None
-
-    def put(self, line: bytes | bytearray, offset: int) -> None:
-        """Copy a line into its room."""
-        self._arena.put(line, offset)
-
-    async def put_beside(self, line: bytes | bytearray, offset: int) -> None:
-        """Copy a long line into its room beside the loop; the room is taken until that has ended, whoever waits."""
-        writing = asyncio.get_running_loop().run_in_executor(None, self._arena.writer(line, offset))
-        try:
-            await asyncio.shield(writing)
-        except BaseException:
-            writing.add_done_callback(lambda _: self._arena.give_back(offset))
-            raise
 
     async def ask(
         self, message: wire.Request, files: tuple[int, ...] = (), *, offset: int | None = None
@@ -316,7 +298,7 @@ class WorkerProcess:
         """Raises WireError when it is no answer to what was asked."""
         _, future, offset = self._requests.pop(message.id)
         if offset is not None:
-            self._arena.give_back(offset)
+            self.arena.give_back(offset)
         if future.done():
             if isinstance(message, wire.Done) and message.rows_bytes:
                 os.close(files.pop(0))

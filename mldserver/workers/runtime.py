@@ -332,8 +332,8 @@ class WorkerRuntime:
         inline, offset = None, None
         if held.length <= INLINE_BYTES:
             inline = bytes(held.line)
-        else:
-            offset = await held.put(process)
+        elif process.is_open:
+            offset = await held.put(process.arena)
         message = wire.Process(
             next(process.ids),
             delivery.shard_id,

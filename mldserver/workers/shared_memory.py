@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from mldserver.protocol.messages import Line
     from mldserver.runtime.interface import Payload
-    from mldserver.workers.process import WorkerProcess
 
 __all__ = [
     "CHUNK_BYTES",
@@ -114,16 +113,21 @@ class Arena:
         else:
             self._free.insert(place, (offset, length))
 
-    def put(self, line: Line, offset: int) -> None:
-        """Copy a line into its room."""
-        self._view[offset : offset + len(line)] = line
+    async def put(self, line: Line) -> int | None:
+        """Copy a line to where there is room; return its offset, None when there is none. A long one goes beside the loop.
 
-    def writer(self, line: Line, offset: int) -> Callable[[], None]:
-        """Return what copies a line into its room without holding the interpreter. To be called once, in any thread.
-
-        New pages cost far more than the copy; and the arena may be closed meanwhile.
+        Then its room is taken until that has ended, whoever waits. New pages cost far more than the copy.
         """
-        file = os.dup(self.fd)
+        # A few long lines leave room for the short ones of others.
+        offset = self.take(len(line)) if len(line) <= self.size // 4 else None
+        if offset is not None and len(line) <= NEAR_BYTES:
+            self._view[offset : offset + len(line)] = line
+        elif offset is not None:
+            await self._put_beside(line, offset)
+        return offset
+
+    async def _put_beside(self, line: Line, offset: int) -> None:
+        file = os.dup(self.fd)  # the arena may be closed meanwhile
 
         def write() -> None:
             try:
@@ -132,7 +136,12 @@ class Arena:
             finally:
                 os.close(file)
 
-        return write
+        writing = asyncio.get_running_loop().run_in_executor(None, write)
+        try:
+            await asyncio.shield(writing)
+        except BaseException:
+            writing.add_done_callback(lambda _: self.give_back(offset))
+            raise
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -150,15 +159,9 @@ class Held:
         self.length = len(self.line)
         self._file: int | None = None
 
-    async def put(self, process: WorkerProcess) -> int | None:
-        """Copy them into the process's arena; return their offset there, None when there is no room for them."""
-        offset = process.room(self.length) if self._file is None else None
-        if offset is not None:
-            if self.length <= NEAR_BYTES:
-                process.put(self.line, offset)
-            else:
-                await process.put_beside(self.line, offset)
-        return offset
+    async def put(self, arena: Arena) -> int | None:
+        """Copy them into a process's arena; return their offset there, None when there is no room for them."""
+        return await arena.put(self.line) if self._file is None else None
 
     async def file(self) -> int:
         """Return a file that holds them, which is the caller's to close."""

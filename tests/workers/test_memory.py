@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mldserver.protocol.messages import Version
 from mldserver.runtime.interface import MLDLine
+from mldserver.workers import shared_memory
 from mldserver.workers.shared_memory import (
     CHUNK_BYTES,
     Arena,
@@ -36,36 +35,44 @@ def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-@given(st.lists(st.binary(min_size=1, max_size=5000), max_size=12))
-@settings(max_examples=50)
-def test_lines_are_seen_on_the_other_side_as_they_were_put_in_either_way(lines: list[bytes]) -> None:
+async def test_lines_are_seen_on_the_other_side_as_they_were_put_in_near_or_beside_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shared_memory, "NEAR_BYTES", 2000)
     arena = Arena(SIZE)
     other = memoryview(mapped(arena.fd, SIZE))
-    placed = []
-    for number, line in enumerate(lines):
-        offset = arena.take(len(line))
-        if offset is None:
-            continue
-        if number % 2:
-            arena.put(line, offset)
-        else:
-            arena.writer(line, offset)()
-        placed.append((offset, line))
+    lines = [os.urandom(size) for size in (1, 64, 1999, 2001, 5000)]
+    placed = [(await arena.put(line), line) for line in lines]
     for offset, line in placed:
+        assert offset is not None
         assert bytes(other[offset : offset + len(line)]) == line
-        arena.give_back(offset)
-    everything = arena.take(SIZE - 64)
-    assert everything is not None, "all but the mark is free again"
+    assert await arena.put(b"x" * (SIZE // 4 + 1)) is None, "others need room too"
+    for offset, _ in placed:
+        arena.give_back(offset or 0)
+    assert arena.take(SIZE - 64) is not None, "all but the mark is free again"
+    assert await arena.put(b"x") is None
     arena.close()
 
 
-def test_a_line_may_still_be_copied_when_the_arena_is_closed() -> None:
-    before = descriptors()
+async def test_a_line_that_is_copied_beside_the_loop_keeps_its_room_until_that_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shared_memory, "NEAR_BYTES", 0)
+    go, before = threading.Event(), descriptors()
+    executor = ThreadPoolExecutor(1)
+    asyncio.get_running_loop().set_default_executor(executor)
+    executor.submit(go.wait)
     arena = Arena(SIZE)
-    write = arena.writer(bytearray(b"x" * 1000), 64)
+    putting = asyncio.create_task(arena.put(b"x" * 1000))
+    await asyncio.sleep(0)
+    putting.cancel()
+    await asyncio.wait({putting})
+    assert arena.lines == 1
     arena.close()
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(write).result()
+    go.set()
+    await asyncio.to_thread(int)
+    while arena.lines:  # noqa: ASYNC110  # the loop is told in one of its next turns
+        await asyncio.sleep(0)
     assert descriptors() == before
 
 
