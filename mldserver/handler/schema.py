@@ -39,7 +39,8 @@ _SIMPLE: Final[dict[str, Any]] = {
 }
 _KNOWN: Final = (*_SIMPLE, "DECIMAL", "ARRAY", "MAP", "STRUCT")
 _PLAIN: Final = re.compile(
-    rf"\s*([A-Za-z_]\w*)\s+({'|'.join(_SIMPLE)})(\s+NOT\s+NULL)?\s*", re.ASCII | re.IGNORECASE
+    rf"\s*(?:([A-Za-z_]\w*)|`([\w -]+)`)\s+({'|'.join(_SIMPLE)})(\s+NOT\s+NULL)?\s*",
+    re.ASCII | re.IGNORECASE,
 )
 _SQLGLOT_NAMES: Final = {
     "TEXT": "STRING",
@@ -123,7 +124,7 @@ def parse_schema(ddl: str) -> Schema:
 def _plain_columns(ddl: str) -> list[Column]:
     """Return the columns, where all are plain names with simple types; else none."""
     found = [_PLAIN.fullmatch(text) for text in ddl.split(",")]
-    plain = [(each[1], each[2].upper(), each[3]) for each in found if each]
+    plain = [(each[1] or each[2], each[3].upper(), each[4]) for each in found if each]
     if len(plain) < len(found):
         return []
     return [Column(name, sql, _SIMPLE[sql], nullable=not not_null) for name, sql, not_null in plain]
