@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from crash.seeds import crash_seed
-from support.java_stack import Stack
+from support.java_stack import Stack, is_alive
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,13 +81,21 @@ def stack(tmp_path: Path) -> Stack:
     return Stack(tmp_path, "java_handler")
 
 
+def no_rows(folder: Path) -> str:
+    """Write a handler that gives no rows, so that no Spark starts, and return its name."""
+    (folder / "no_rows.py").write_text("def process_record(record):\n    pass\n")
+    return "no_rows"
+
+
 def no_rows_beside(stack: Stack) -> None:
     """Check that nothing went to the late dataset or the dead letters, where a lost row could hide."""
     assert not list(stack.out.glob("_late/**/*.parquet"))
     assert stack.query("SELECT * FROM dead_letters") == []
 
 
-async def test_no_row_is_lost_or_doubled_while_server_and_daemon_are_restarted(stack: Stack) -> None:
+async def test_no_row_is_lost_or_doubled_while_server_and_daemon_are_restarted_and_records_come_to_be_pushed(
+    stack: Stack,
+) -> None:
     hours = 8
     everything = orders(0, hours * PER_HOUR)
     quarter = len(everything) // 4
@@ -105,24 +113,37 @@ async def test_no_row_is_lost_or_doubled_while_server_and_daemon_are_restarted(s
         stack.start_server(**unhurried)
         await stack.until_durable()
 
-        # In disorder, with records on the way; then the daemon too.
+        # In disorder, with records on the way; then the daemon too, and from now on records are pushed.
         await stack.put(everything[2 * quarter : 3 * quarter])
+        await stack.until("Spark is there", lambda: bool(stack.sparks()))
+        sparks = stack.sparks()
         await stack.end(stack.server, signal.SIGKILL)
+        stack.server = None
+        await stack.until("no Spark survives its server", lambda: not any(map(is_alive, sparks)))
+        assert not list((stack.out / "_mldserver").glob("spark/**/spark-*"))
         assert await stack.end(stack.daemon) in {0, 3}
+        polled = len(stack.daemon_events())
         stack.start_server(quiet_time="5 s", idle_time="5 s")
-        stack.start_daemon()
+        stack.start_daemon(retrieval="fan-out")
         await stack.put(everything[3 * quarter :])
         await stack.until_durable()
         await stack.until("all windows published", lambda: all_published(stack, hours), limit=200)
         last = await stack.last_sequences()
         assert min(last.values()) > 0
         await stack.until_checkpointed({shard: str(number) for shard, number in last.items()})
+        described = await stack.kinesis.describe_stream_summary(StreamName="orders")
+        arn = described["StreamDescriptionSummary"]["StreamARN"]
+        assert len((await stack.kinesis.list_stream_consumers(StreamARN=arn))["Consumers"]) == 1
         assert await stack.end(stack.daemon) == 0
         assert await stack.end(stack.server) == 0
     assert published(stack) == computed(everything)
     no_rows_beside(stack)
     assert stack.samples.taken > 20
     assert stack.samples.ahead == []
+    pushed = stack.daemon_events()[polled:]
+    started = next(event for event in pushed if event["event"] == "kcl.starting")
+    assert (started["retrieval"], started["properties"]["retrievalMode"]) == ("fan-out", "FANOUT")
+    assert [event for event in pushed if event["event"] == "kcl.fault"] == []
 
 
 @pytest.mark.long
@@ -192,8 +213,9 @@ async def test_a_split_shard_ends_and_its_children_go_on(stack: Stack) -> None:
 
 
 async def test_a_daemon_whose_server_is_gone_is_ended_at_once_and_waits_for_it_without_leases(
-    stack: Stack,
+    tmp_path: Path,
 ) -> None:
+    stack = Stack(tmp_path, no_rows(tmp_path))
     everything = orders(0, 200)
     async with stack.running(shards=2):
         stack.start_server()
@@ -233,9 +255,8 @@ async def test_a_daemon_whose_server_is_gone_is_ended_at_once_and_waits_for_it_w
 async def test_a_host_whose_server_is_dead_leaves_its_shards_to_another_before_its_lead_expires(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "no_rows.py").write_text("def process_record(record):\n    pass\n")
     everything = orders(0, 200)
-    one = Stack(tmp_path, "no_rows")
+    one = Stack(tmp_path, no_rows(tmp_path))
     async with one.running(shards=4):
         two = one.beside("two")
         one.start_server()
@@ -258,28 +279,3 @@ async def test_a_host_whose_server_is_dead_leaves_its_shards_to_another_before_i
         assert await two.end(two.daemon) == 0
         assert await two.end(two.server) == 0
     assert [event for event in one.daemon_events() if "lead of the application" in str(event)] == []
-
-
-async def test_by_fan_out_records_are_pushed_and_arrive_once(stack: Stack) -> None:
-    everything = orders(0, 200)
-    async with stack.running(shards=2):
-        stack.start_server(quiet_time="5 s", idle_time="5 s")
-        stack.start_daemon(retrieval="fan-out")
-        await stack.put(everything[:100])
-        await stack.until_durable()
-        await stack.put(everything[100:])
-        await stack.until_durable()
-        await stack.until("all windows published", lambda: all_published(stack, 1))
-        stream = (await stack.kinesis.describe_stream_summary(StreamName="orders"))[
-            "StreamDescriptionSummary"
-        ]
-        consumers = await stack.kinesis.list_stream_consumers(StreamARN=stream["StreamARN"])
-        assert len(consumers["Consumers"]) == 1
-        assert await stack.end(stack.daemon) == 0
-        assert await stack.end(stack.server) == 0
-    assert published(stack) == computed(everything)
-    no_rows_beside(stack)
-    assert stack.samples.ahead == []
-    started = next(event for event in stack.daemon_events() if event["event"] == "kcl.starting")
-    assert (started["retrieval"], started["properties"]["retrievalMode"]) == ("fan-out", "FANOUT")
-    assert [event for event in stack.daemon_events() if event["event"] == "kcl.fault"] == []

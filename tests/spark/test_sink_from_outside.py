@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from mldserver.config import resolve, sink_of
-from mldserver.errors import ConfigError
-from mldserver.jobs.engine import PublishJob
+from mldserver.errors import ConfigError, OperatorError, WindowFailed
+from mldserver.jobs.engine import PublishJob, WindowJob
 from mldserver.spark.client import SparkEngine
 from mldserver.spark.sinks.sink import SinkSpec
 from mldserver.windows import Window
@@ -84,28 +84,49 @@ def test_what_is_wrong_with_a_package_s_sink_is_said_at_the_start(value: str, to
         sink(value, sink_options=["color=red"])
 
 
+def engine(root: Path, sink: SinkSpec | None, *packages: str) -> SparkEngine:
+    folders: dict[str, Any] = {"work_dir": root / "work", "cache_dir": root / "cache"}
+    return SparkEngine(
+        "", "name STRING", archive_after=None, quick=True, sink=sink, python_path=packages, **folders
+    )
+
+
+def segment(root: Path) -> str:
+    meta = {"_time": pa.int64(), "_clock": pa.int64(), "_shard": pa.string(), "_sequence": pa.string()}
+    columns = {"name": pa.array(["b", "a"])} | {name: pa.nulls(2, kind) for name, kind in meta.items()}
+    columns |= {"_sub_sequence": pa.nulls(2, pa.int64()), "_arrival": pa.nulls(2, pa.timestamp("ms", "UTC"))}
+    pq.write_table(pa.table(columns), root / "segment.parquet")
+    return str(root / "segment.parquet")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-async def test_the_driver_publishes_into_a_package_s_sink(packages: Path, tmp_path: Path) -> None:
-    staging = tmp_path / "staging"
-    staging.mkdir()
-    pq.write_table(pa.table({"name": ["b", "a"]}), staging / "part-0.parquet")
-    folders = {"work_dir": tmp_path / "work", "cache_dir": tmp_path / "cache"}
-    spec = sink(f"toy:{tmp_path}/toys", sink_options=["indent=1"])
-    engine = SparkEngine(
-        "",
-        "name STRING",
-        archive_after=None,
-        quick=True,
-        sink=spec,
-        python_path=(str(packages),),
-        **folders,  # type: ignore[arg-type]  # both are paths
-    )
+async def test_the_driver_publishes_what_it_computed_into_a_package_s_sink_and_says_why_it_cannot(
+    packages: Path, tmp_path: Path
+) -> None:
+    it = engine(tmp_path, sink(f"toy:{tmp_path}/toys", sink_options=["indent=1"]), str(packages))
+    window = Window("w1", None, None, 1, "flights")
+    staging = str(tmp_path / "staging")
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(engine.run())
-        job = PublishJob(Window("w1", None, None, 1, "flights"), str(staging), ("part-0.parquet",), 2)
+        tasks.create_task(it.run())
         try:
-            await engine.publish(job)
+            done = await it.compute(WindowJob(window, 1, (segment(tmp_path),), staging, 2, 100))
+            await it.publish(PublishJob(window, staging, done.files, done.rows))
+            gone = PublishJob(Window("w2", None, None, 1, "flights"), staging, ("gone.parquet",), 1)
+            with pytest.raises(WindowFailed, match=r"PATH_NOT_FOUND.*gone\.parquet"):
+                await it.publish(gone)
         finally:
-            await engine.close()
+            await it.close()
+    assert done.rows == 2
     assert json.loads((tmp_path / "toys" / "w1.json").read_text()) == ["a", "b"]
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_a_server_whose_spark_lacks_the_format_does_not_start(tmp_path: Path) -> None:
+    it = engine(tmp_path, SinkSpec("delta", str(tmp_path / "table")))
+    with pytest.raises(
+        OperatorError, match=r"^This Spark session knows no format delta\..*spark\.jars\.pack"
+    ):
+        await it.run()

@@ -183,6 +183,12 @@ class Stack:
         assert self.daemon is not None
         return [pid for pid in _descendants(self.daemon.pid) if _name(pid) == "java"]
 
+    def sparks(self) -> list[int]:
+        """Return the processes of the server's Spark, its JVM and its driver; none before the JVM is there."""
+        assert self.server is not None
+        found = _descendants(self.server.pid)
+        return found if any(_name(pid) == "java" for pid in found) else []
+
     def kill_jvm(self) -> bool:
         """Kill the daemon's JVM, which its supervisor brings back; False when there is none now."""
         found = self.jvms()
@@ -324,6 +330,15 @@ def _name(pid: int) -> str:
         return Path(f"/proc/{pid}/comm").read_text("utf-8", "replace").strip()
     except OSError:
         return ""
+
+
+def is_alive(pid: int) -> bool:
+    """Tell whether a process has not ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
+    except OSError:
+        return False
+    return fields.rpartition(")")[2].split()[0] != "Z"
 
 
 def _free_port() -> int:
