@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from mldserver.cli.demo import phase, play, read_windows, results
-from mldserver.testing import LocalEngine
+from mldserver.testing import LocalEngine, playground
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,22 +28,30 @@ def summed(rows: pa.Table, _window: Window) -> pa.Table:
     return grouped.rename_columns(["carrier", "flights", "mean_delay"])
 
 
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let only the flights of the first days leave: all of them go through Spark below."""
+    lines = playground.read_lines(None)[:2000]
+    monkeypatch.setattr(playground, "read_lines", lambda _file: lines)
+
+
 def played(out: Path, *, terminal: bool, on_table: object = summed) -> tuple[int, str]:
     console = Console(file=io.StringIO(), force_terminal=terminal, width=120, highlight=False)
     code = play(console, out, engine=LocalEngine(on_table=on_table))  # type: ignore[arg-type]  # tests pass odd ones
     return code, console.file.getvalue()  # type: ignore[attr-defined]  # it is a StringIO
 
 
+@pytest.mark.usefixtures("few")
 def test_it_counts_every_departure_and_says_where_the_output_is(tmp_path: Path) -> None:
     code, told = played(tmp_path / "out", terminal=False)
     assert code == 0, told
-    assert "27,004 of 27,004 flights" in told
-    assert len(re.findall(r"2013-\d\d-\d\d", told)) == 32
+    assert "2,000 of 2,000 flights" in told
+    assert len(re.findall(r"2013-\d\d-\d\d", told)) == 3
     assert str(tmp_path / "out") in told.replace("\n", "")
     assert "delivering records" in told
     progress = [line for line in told.splitlines() if re.match(r" *[\d.]+ s  ", line)]
-    assert "every window is published  27,004 rows durable, 32 windows" in progress[-1]
-    assert pc.sum(read_windows(tmp_path / "out")["flights"]).as_py() == 27_004
+    assert "every window is published  2,000 rows durable, 3 windows" in progress[-1]
+    assert pc.sum(read_windows(tmp_path / "out")["flights"]).as_py() == 2_000
 
 
 @pytest.mark.parametrize(
@@ -63,21 +71,24 @@ def test_its_progress_waits_only_for_what_is_missing(known: dict[str, object], w
     assert words in phase(stopped)  # type: ignore[arg-type]  # what it asks of a simulation
 
 
+@pytest.mark.usefixtures("few")
 def test_on_a_terminal_it_draws_bars(tmp_path: Path) -> None:
     code, told = played(tmp_path / "out", terminal=True)
     assert code == 0
     assert "rows durable" in told
-    assert "27004/27004" in told
+    assert "2000/2000" in told
 
 
+@pytest.mark.usefixtures("few")
 def test_output_that_lacks_flights_is_no_success(tmp_path: Path) -> None:
     code, told = played(
         tmp_path / "out", terminal=False, on_table=lambda rows, window: summed(rows[:10], window)
     )
     assert code == 1
-    assert "of 27,004 flights" in told
+    assert "of 2,000 flights" in told
 
 
+@pytest.mark.usefixtures("few")
 def test_a_failure_tells_why_and_where_the_log_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLDSERVER_WINDOW_ATTEMPTS", "1")
     code, told = played(tmp_path / "out", terminal=False, on_table=lambda rows, _window: rows.nonsense)
@@ -115,5 +126,6 @@ def test_the_command_itself_with_spark(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "27,004 of 27,004 flights" in done.stdout
+    assert len(re.findall(r"2013-\d\d-\d\d", done.stdout)) == 32
     assert done.stderr == ""
     assert pc.sum(read_windows(out)["flights"]).as_py() == 27_004

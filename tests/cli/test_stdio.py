@@ -9,6 +9,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.store import SqliteStore
+
+from mldserver.output.layout import LEDGER
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,10 +50,9 @@ def test_a_full_disk_is_told_in_a_sentence(small_input: Path, arguments: str) ->
 
 
 def test_a_full_disk_is_told_by_the_tools_too(small_input: Path) -> None:
-    made = shell(
-        f"{MLDSERVER} sim handlers.departures --input in.jsonl --engine local --out out", small_input
-    )
-    assert made.returncode == 0, made.stdout
+    store = SqliteStore(small_input / "out" / LEDGER, pipeline="departures", server_id="one")
+    store.open(now_ms=0)
+    store.close()
     done = shell(f"{MLDSERVER} ledger show --out out > /dev/full", small_input)
     assert (done.returncode, done.stderr.startswith(FULL)) == (2, True), done.stderr
     assert shell(f"{MLDSERVER} ledger show --out out >&-", small_input).returncode == 0
