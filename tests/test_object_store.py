@@ -67,7 +67,7 @@ def s3() -> Iterator[str]:
         yield query
 
 
-@pytest.fixture(params=[pytest.param("sqlite", marks=pytest.mark.long), "dynamodb"])
+@pytest.fixture(params=["sqlite", pytest.param("dynamodb", marks=pytest.mark.long)])
 def given(
     request: pytest.FixtureRequest, s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[dict[str, str]]:

@@ -6,10 +6,7 @@ import asyncio
 import contextlib
 import errno
 import json
-import os
-import signal
 import sqlite3
-import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -22,7 +19,7 @@ from support.serving import connect, no_aws, quick, serving, until
 from mldserver.config import TcpAddress, UnixAddress, ledger_file
 from mldserver.errors import WindowFailed
 from mldserver.ledger.sqlite import SqliteLedger
-from mldserver.server import EXIT_CLEAN, EXIT_FAULT, EXIT_FORCED, EXIT_OPERATOR, Server
+from mldserver.server import EXIT_FAULT, EXIT_FORCED, EXIT_OPERATOR, Server
 from mldserver.testing import FakeMLD, FakeStream, Form, Habits, LocalEngine
 
 if TYPE_CHECKING:
@@ -356,71 +353,3 @@ async def test_a_second_stop_forces_and_the_exit_code_says_so(
     assert life.result() == EXIT_FORCED
     assert not server.is_ready
     assert "server.unready" not in {entry["event"] for entry in logged}, "an orderly stop alarms nobody"
-
-
-CHILD = """
-import asyncio, sys
-from pathlib import Path
-sys.path[:0] = sys.argv[2:4]
-from mldserver.observe.logging import logging_to
-from mldserver.server import Server
-from mldserver.testing import LocalEngine
-from support.serving import quick
-settings = quick(Path(sys.argv[1]), "ids_by_time", quiet_time=600.0, idle_time=600.0)
-with logging_to(settings):
-    sys.exit(asyncio.run(Server(settings, engine=LocalEngine()).run()))
-"""
-
-
-async def spawn(tmp_path: Path) -> tuple[asyncio.subprocess.Process, str]:
-    """Start a server process; return it with its address."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        CHILD,
-        *(str(tmp_path / "out"), str(tmp_path), str(Path(__file__).parent)),
-        stdout=asyncio.subprocess.PIPE,
-        # Nobody reads on; and a process whose pipe is full does not count as ended.
-        limit=1 << 30,
-        env={**os.environ, "PYTHONWARNINGS": "ignore"},
-    )
-    assert process.stdout is not None
-    async with asyncio.timeout(30):
-        while True:
-            entry = json.loads(await process.stdout.readline())
-            if entry["event"] == "server.listening":
-                return process, entry["address"]
-
-
-@pytest.mark.long
-async def test_a_server_killed_with_sigkill_again_and_again_publishes_every_row_once(
-    tmp_path: Path, handler: str
-) -> None:
-    records = 3000
-    stream = filled(3, records, seed=11, reshard=True)
-    daemon = FakeMLD(
-        stream, "", habits=Habits(seed=11, max_records=25), supervised=True, backoff_seconds=0.02
-    )
-    process, daemon.address = await spawn(tmp_path)
-    try:
-        async with asyncio.TaskGroup() as group:
-            playing = group.create_task(daemon.run())
-            for kill in range(1, 6):
-                async with asyncio.timeout(60):
-                    await until(
-                        lambda target=kill * records // 6: daemon.records_sent >= target or playing.done()
-                    )
-                process.kill()
-                await process.wait()
-                process, daemon.address = await spawn(tmp_path)
-            async with asyncio.timeout(120):
-                await playing
-                await until(lambda: len(set(ids(tmp_path / "out"))) == records)
-            process.send_signal(signal.SIGTERM)
-            assert await process.wait() == EXIT_CLEAN
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    assert beside_ends(daemon) == []
-    exactly_once(tmp_path / "out", records)

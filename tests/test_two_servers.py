@@ -5,11 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import signal
-import sys
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.dataset as ds
@@ -18,11 +14,12 @@ from support.serving import quick, serving, until
 from support.store import SqliteStore
 from support.workers import NAMES, Application
 
-from mldserver.server import EXIT_CLEAN, EXIT_FAULT, Server
+from mldserver.server import EXIT_FAULT, Server
 from mldserver.testing import FakeStream, Habits, LocalEngine
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
 HANDLER = '''
 """One row for each record; ten-second windows over the record's own time."""
@@ -136,106 +133,3 @@ async def test_a_server_that_was_taken_for_dead_exits_with_a_fault_and_its_daemo
     failed = next(entry for entry in logged if entry["event"] == "server.failed")
     assert (failed["error"], failed["exit_code"]) == ("ServerBuried", EXIT_FAULT)
     assert "exception" not in failed
-
-
-CHILD = """
-import asyncio, sys
-from pathlib import Path
-sys.path[:0] = sys.argv[2:4]
-from mldserver.observe.logging import logging_to
-from mldserver.server import Server
-from mldserver.testing import LocalEngine
-from support.serving import quick
-settings = quick(
-    Path(sys.argv[1]), "ids_by_second", quiet_time=600.0, idle_time=600.0, server_timeout=2.0, recompute_delay=0.1
-)
-with logging_to(settings):
-    sys.exit(asyncio.run(Server(settings, engine=LocalEngine()).run()))
-"""
-
-
-async def spawn(tmp_path: Path) -> tuple[asyncio.subprocess.Process, str]:
-    """Start a server process; return it with its address."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        CHILD,
-        *(str(tmp_path / "out"), str(tmp_path), str(Path(__file__).parent)),
-        stdout=asyncio.subprocess.PIPE,
-        # Nobody reads on; and a process whose pipe is full does not count as ended.
-        limit=1 << 30,
-        env={**os.environ, "PYTHONWARNINGS": "ignore"},
-    )
-    assert process.stdout is not None
-    async with asyncio.timeout(30):
-        while True:
-            entry = json.loads(await process.stdout.readline())
-            if entry["event"] == "server.listening":
-                return process, entry["address"]
-
-
-async def drain(reader: asyncio.StreamReader) -> None:
-    """Read a server's log away: a pipe that nobody reads keeps even the end of its writer from being seen."""
-    while await reader.read(1 << 16):
-        pass
-
-
-class Servers:
-    """The server processes of an application, by the name of their worker."""
-
-    def __init__(self, application: Application, folder: Path, group: asyncio.TaskGroup) -> None:
-        self.processes: dict[str, asyncio.subprocess.Process] = {}
-        self._application = application
-        self._folder = folder
-        self._group = group
-
-    async def start(self, name: str) -> None:
-        process, self._application.daemons[name].address = await spawn(self._folder)
-        self.processes[name] = process
-        assert process.stdout is not None
-        self._group.create_task(drain(process.stdout))
-
-    async def kill(self, name: str) -> None:
-        self.processes[name].kill()
-        await self.processes[name].wait()
-
-    def kill_all(self) -> None:
-        for process in self.processes.values():
-            if process.returncode is None:
-                process.kill()
-
-
-@pytest.mark.usefixtures("handler")
-async def test_servers_killed_with_sigkill_are_replaced_by_each_other(tmp_path: Path) -> None:
-    records, out = 3000, tmp_path / "out"
-    application = Application(filled(records, seed=5), seed=5, habits=Habits(seed=5, max_records=15))
-    last, gone = NAMES
-    async with asyncio.timeout(100), asyncio.TaskGroup() as group:
-        servers = Servers(application, tmp_path, group)
-        try:
-            await servers.start(last)
-            await servers.start(gone)
-            async with playing(application) as daemons:
-                for kill in range(4):
-                    target = (kill + 1) * records // 6
-                    while application.records_sent < target and not application.finished:
-                        application.move_any()
-                        await asyncio.sleep(0.02)
-                    name = application.random.choice(NAMES)
-                    await servers.kill(name)
-                    await servers.start(name)
-                # One of them never comes back: the other ends the work.
-                await servers.kill(gone)
-                daemons[NAMES.index(gone)].cancel()
-                while not application.finished:
-                    for shard_id in application.stream.shards:
-                        if application.owner(shard_id) == gone:
-                            application.pass_on(shard_id)
-                    await asyncio.sleep(0.05)
-            await until(lambda: set(ids(out)) | set(ids(out / "_late")) == set(range(records)))
-            await until(lambda: windows_waiting(out) == [])
-            servers.processes[last].send_signal(signal.SIGTERM)
-            assert await servers.processes[last].wait() == EXIT_CLEAN
-        finally:
-            servers.kill_all()
-    exactly_once(out, records)

@@ -29,6 +29,7 @@ _OVER: Final = "over"
 _WARM: Final = [
     "aioboto3",
     "asyncio",
+    "pandas",  # arrow does, for the first array of a process
     "pyarrow.parquet",
     "pytest",
     "mldserver.assembly",

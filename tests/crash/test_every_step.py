@@ -38,10 +38,11 @@ async def test_a_server_killed_at_every_step_loses_and_doubles_nothing(
     assert toll.with_workers
 
 
+@pytest.mark.long
 async def test_a_server_killed_at_random_instants_loses_and_doubles_nothing(
-    tmp_path: Path, seed: int, long: bool
+    tmp_path: Path, seed: int
 ) -> None:
-    instants = 160 if long else 10
+    instants = 160
     dice = random.Random(seed)
     toll = Toll.of(Death(after_seconds=0.02 + dice.random() * 0.7) for _ in range(instants))
     began = time.monotonic()

@@ -117,7 +117,13 @@ def ward(tmp_path: Path) -> Iterator[Ward]:
         yield Ward(Plan(tmp_path / "out", "poisonous", str(tmp_path), settings), stream, daemon)
 
 
-@pytest.mark.parametrize("connected", [True, False], ids=["its shards are read", "its shards have ended"])
+@pytest.mark.parametrize(
+    "connected",
+    [
+        pytest.param(True, id="its shards are read"),
+        pytest.param(False, id="its shards have ended", marks=pytest.mark.long),
+    ],
+)
 async def test_a_server_killed_at_every_step_of_a_redrive_counts_each_letter_once(
     ward: Ward, tmp_path: Path, seed: int, *, connected: bool
 ) -> None:

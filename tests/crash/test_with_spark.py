@@ -34,7 +34,7 @@ STEPS: Final = (
     "revision.cut",
 )
 """Where the server dies: the steps that a real job, and a real output, lie between."""
-FEW: Final = 3
+FEW: Final = 2
 """How many of these steps a day's run draws; the long lane takes all. With the small engine it is all of them every day."""
 INSTANTS: Final = 5
 """How often the server dies at some instant in the long lane, with Spark starting, idle or at work."""

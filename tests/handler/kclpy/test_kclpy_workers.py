@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    "version", [*(pytest.param(each, marks=pytest.mark.long) for each in VERSIONS[:-1]), VERSIONS[-1]]
+)
 async def test_it_processes_every_record_once_to_the_end_of_every_shard(
     version: str, tmp_path: Path, sample: Sample
 ) -> None:
