@@ -273,8 +273,10 @@ async def test_a_killed_jvm_fails_its_job_and_costs_its_driver_its_life(
     with pytest.raises(DriverLost):
         await call
     await until_gone(driver)
-    (lost,) = [event for event in logged if event["event"] == "spark.lost"]
-    assert (lost["who"], lost["exit_code"]) == ("jvm", -9)
+    async with asyncio.timeout(30):
+        while not (lost := [event for event in logged if event["event"] == "spark.lost"]):  # noqa: ASYNC110  # no event tells it
+            await asyncio.sleep(0.05)
+    assert [(event["who"], event["exit_code"]) for event in lost] == [("jvm", -9)]
     if long:  # of what comes after a driver's end, every day's run has one
         async with asyncio.timeout(200):
             assert (await world.engine.compute(world.job("identity", attempt=9))).rows == 3 * ROWS
