@@ -152,18 +152,17 @@ def _standard_input() -> Iterator[bytes]:
     if sys.stdin is None:
         raise OperatorError("Standard input is closed.", advice="Name a log file, or pipe a log in.")
     splitter = LineSplitter()
-    while data := _read(sys.stdin.fileno()):
-        yield from splitter.feed(data)
-    yield from splitter.finish()
-
-
-def _read(descriptor: int) -> bytes:
-    try:
-        return os.read(descriptor, _CHUNK)
-    except OSError as error:
-        raise OperatorError(
-            f"Standard input cannot be read: {error.strerror}.", advice="Name a log file, or pipe a log in."
-        ) from error
+    while True:
+        try:
+            data = os.read(sys.stdin.fileno(), _CHUNK)
+        except OSError as error:
+            raise OperatorError(
+                f"Standard input cannot be read: {error.strerror}.",
+                advice="Name a log file, or pipe a log in.",
+            ) from error
+        yield from splitter.feed(data) if data else splitter.finish()
+        if not data:
+            return
 
 
 def show_file(

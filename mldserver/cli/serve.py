@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Group, Parameter
 
 from mldserver.cli.stdio import working_directory
-from mldserver.config import Spec, resolve, specs
+from mldserver.config import resolve, specs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,27 +58,28 @@ def settings_parameters(
     ``leave_out`` names settings that a command asks for in its own way. ``rare`` ones are hidden unless they are shown.
     """
     groups: dict[str, Group] = {}
+    parameters = []
     for spec in specs().values():
-        groups.setdefault(spec.section, Group(spec.section, sort_key=len(groups) + 1))
-    return [
-        inspect.Parameter(
-            spec.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=_annotation(spec, groups[spec.section], show=rare or spec.common),
+        group = groups.setdefault(spec.section, Group(spec.section, sort_key=len(groups) + 1))
+        flag, many = spec.kind.flag, spec.kind.many
+        kind: Any = bool | None if flag else list[str] | None if many else str | None
+        parameter = Parameter(
+            help=f"{spec.help} [default: {spec.shown_default}]",
+            group=group,
+            negative=None if flag else (),
+            metavar=spec.kind.metavar,
+            show=rare or spec.common,
         )
-        for spec in specs().values()
-        if spec.name not in leave_out
-    ]
-
-
-def _annotation(spec: Spec, group: Group, *, show: bool) -> Any:
-    text = f"{spec.help} [default: {spec.shown_default}]"
-    negative = () if not spec.kind.flag else None
-    parameter = Parameter(help=text, group=group, negative=negative, metavar=spec.kind.metavar, show=show)
-    if spec.kind.flag:
-        return Annotated[bool | None, parameter]
-    return Annotated[list[str] | None, parameter] if spec.kind.many else Annotated[str | None, parameter]
+        if spec.name not in leave_out:
+            parameters.append(
+                inspect.Parameter(
+                    spec.name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=None,
+                    annotation=Annotated[kind, parameter],
+                )
+            )
+    return parameters
 
 
 def serve(handler: Handler = None, /, *, config: Config = None, **given: object) -> int:

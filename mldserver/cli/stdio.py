@@ -49,18 +49,13 @@ def _discard(descriptor: int) -> None:
     os.close(nowhere)
 
 
-def _open_standard_descriptors() -> None:
-    """Open those that the process was started without: what is opened later must not be taken for them."""
+def guard_output() -> None:
+    """Let ``sys.stdout`` tell its own errors from all others. Streams that the process was started without go nowhere."""
     for descriptor in range(_STDERR + 1):
         try:
             os.fstat(descriptor)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest that is free is this one
-
-
-def guard_output() -> None:
-    """Let ``sys.stdout`` tell its own errors from all others. Streams that the process was started without go nowhere."""
-    _open_standard_descriptors()
+        except OSError:  # what is opened later must not be taken for it; the lowest that is free is this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stderr is None:
         sys.stderr = open(_STDERR, "w", encoding="utf-8", errors=_ESCAPED, closefd=False)  # noqa: SIM115  # for as long as the process lives
     former = sys.stdout

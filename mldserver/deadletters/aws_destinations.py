@@ -159,17 +159,15 @@ class _Sending(AwsDestination):
             )
         fitting = (each for each in messages if each.bytes <= limit)
         for batch in batches(fitting, count=self.count, size=self.call_bytes):
-            await self._send_all(client, batch)
+            left = batch
+            for turn in range(_SENDINGS):
+                left, why = await self._send(client, left)
+                if not left:
+                    break
+                await self._clock.sleep((0.5 + self._jitter() / 2) * min(2.0, 0.1 * 2.0**turn))
+            else:
+                raise self._out_of_reach(f"{len(left)} letters were not taken, {_SENDINGS} times ({why})")
         return too_large
-
-    async def _send_all(self, client: Any, batch: list[Message]) -> None:
-        for turn in range(_SENDINGS):
-            left, why = await self._send(client, batch)
-            if not left:
-                return
-            batch = left
-            await self._clock.sleep((0.5 + self._jitter() / 2) * min(2.0, 0.1 * 2.0**turn))
-        raise self._out_of_reach(f"{len(batch)} letters were not taken, {_SENDINGS} times ({why})")
 
     @abstractmethod
     async def _message_limit(self, client: Any) -> int: ...

@@ -45,16 +45,6 @@ class Kind:
     zero_counts: bool = True
     """False for a primitive Java type: there 0 (or false) is read as "not given", and the KCL's own default stays."""
 
-    def takes(self, value: str) -> bool:
-        """Whether the daemon can read the value."""
-        return bool(re.fullmatch(self.pattern, value)) and (
-            not value.isdecimal() or int(value) <= self.largest
-        )
-
-    def ignores(self, value: str) -> bool:
-        """Whether the daemon would read the value, and go on without it."""
-        return not self.zero_counts and bool(re.fullmatch(r"[0.]*0[0.]*|false", value.lower()))
-
 
 _TEXT: Final = Kind("some text", r"[^\0]+")
 _NUMBER: Final = Kind("a whole number", "[0-9]+")
@@ -224,12 +214,12 @@ def _check(name: str, value: str) -> None:
             advice=f"Did you mean {close[0]!r}?" if close else "See deploy/mld.properties.",
         )
     kind = kind or _TEXT
-    if kind.ignores(value):
+    if not kind.zero_counts and re.fullmatch(r"[0.]*0[0.]*|false", value.lower()):
         raise ConfigError(
             f"The daemon ignores {name} = {value}: what equals Java's default for the type counts as not given.",
             advice=f"Give {kind.wants}.",
         )
-    if not kind.takes(value):
+    if not re.fullmatch(kind.pattern, value) or (value.isdecimal() and int(value) > kind.largest):
         raise ConfigError(f"{name} = {value!r} is not {kind.wants}.", advice="Mend the option --property.")
 
 

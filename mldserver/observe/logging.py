@@ -123,17 +123,6 @@ def configure(
     return writer
 
 
-def _as_configured() -> Any:
-    """Return a logger that stays as structlog is configured now, whatever a handler configures later.
-
-    A handler's configuration may print; what is printed is logged; if that were printed too, it would never end.
-    """
-    now = structlog.get_config()
-    return structlog.wrap_logger(
-        now["logger_factory"](), processors=now["processors"], wrapper_class=now["wrapper_class"]
-    )
-
-
 class LibraryHandler(logging.Handler):
     """Passes on what libraries (botocore, asyncio, warnings …) log through the standard library."""
 
@@ -202,7 +191,12 @@ def logging_to(settings: Settings, *, observers: Collection[Observer] = ()) -> I
         stack.callback(writer.close)
         stack.callback(structlog.reset_defaults)
         stack.enter_context(libraries_through_us())
-        ours = _as_configured()
+        # A handler may configure structlog to print; what is printed is logged: if that were printed too, it would
+        # never end. So this logger stays as structlog is configured now.
+        now = structlog.get_config()
+        ours = structlog.wrap_logger(
+            now["logger_factory"](), processors=now["processors"], wrapper_class=now["wrapper_class"]
+        )
         stack.enter_context(
             caught_output(lambda stream, text: ours.info("handler.output", stream=stream, text=text))
         )

@@ -157,16 +157,16 @@ class FileFollower:
         return True
 
     def _read_on(self) -> Iterator[bytes]:
-        while data := self._read_chunk():
+        while True:
+            try:
+                data = os.read(self._fd, _CHUNK)
+            except IsADirectoryError as error:
+                raise ConfigError(f"{self.path} is a directory.", advice="Name a log file.") from error
+            if not data:
+                return
             if self._regular and len(self._head) < _HEAD:
                 self._head += data[: _HEAD - len(self._head)]
             yield from self._lines.feed(data)
-
-    def _read_chunk(self) -> bytes:
-        try:
-            return os.read(self._fd, _CHUNK)
-        except IsADirectoryError as error:
-            raise ConfigError(f"{self.path} is a directory.", advice="Name a log file.") from error
 
     def _was_truncated(self) -> bool:
         """Tell whether the file was emptied; it may have grown beyond our place again since."""
