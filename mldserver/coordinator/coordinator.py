@@ -118,7 +118,9 @@ class Coordinator:
         self._ahead = AheadRows(now_ms, max_ahead_ms=rules.max_ahead_ms)
         self._retention = Retention(
             rules=rules,
-            flusher=self._flusher,
+            ledger=ledger,
+            cut_windows=self._flusher.cut_windows,
+            garbage=self._flusher.garbage,
             lineage=self.lineage,
             clock=clock,
             named=ask_stream is not None,

@@ -51,15 +51,6 @@ _CROWDED = 2
 windows of its own: where every flush fills some, servers would else write what they must throw away, the more the more
 there are."""
 
-_EXPIRE_MS = 60_000
-"""How often the ledger is asked for windows to expire while their segments take less than their share of the disk."""
-
-_EXPIRED = 500
-"""How many windows expire at a time: a server that comes back after a day must not delete for minutes in one cycle."""
-
-_PRUNED = 5000
-"""How many windows are forgotten at a time."""
-
 
 @dataclass(frozen=True, slots=True)
 class Flushed:
@@ -102,13 +93,10 @@ class Flusher:
         self._rules = rules or CoordinatorRules()
         self._tag = ""
         self._merge_clock = 0
-        self._cut = CutWindows(self._rules)
-        self._expired_ms = clock.steady_ms()
-        self.expiring = self.pruning = False
-        """Whether more windows may have to expire now, or be forgotten."""
+        self.cut_windows = CutWindows(self._rules)
         self._late: tuple[Segment, ...] = ()
         self._doubtful: tuple[Segment, ...] = ()
-        self._garbage = Garbage(store)
+        self.garbage = Garbage(store)
         self.open_windows: OpenWindows | None = None
         self.rows_durable = 0
         self.rows_late = 0
@@ -117,12 +105,12 @@ class Flusher:
     @property
     def garbage_bytes(self) -> int:
         """What files take on disk that are of no use, and could not be deleted yet."""
-        return self._garbage.bytes + sum(segment.bytes for segment in self._doubtful)
+        return self.garbage.bytes + sum(segment.bytes for segment in self._doubtful)
 
     @property
     def recomputing(self) -> int:
         """How many windows have late rows that wait for their next revision."""
-        return self._cut.waiting
+        return self.cut_windows.waiting
 
     def restore(self, state: LedgerState, open_windows: OpenWindows | None) -> None:
         """Go on from what the ledger holds, whose shape goes with the handler's."""
@@ -147,12 +135,12 @@ class Flusher:
                 self.open_windows.opened([WindowKey(entry.window_id, entry.start_ms, entry.end_ms)])
             else:
                 self.open_windows.cut([entry.window_id])
-        self._cut.learn(state, self._clock.steady_ms())
+        self.cut_windows.learn(state, self._clock.steady_ms())
 
     def _kind(self, key: WindowKey) -> SegmentKind:
         if self.open_windows is not None and key.id in self.open_windows:
             return SegmentKind.WINDOW
-        return self._cut.kind(key)
+        return self.cut_windows.kind(key)
 
     async def flush(
         self, batches: list[BufferedBatch], reason: str, durable: Mapping[str, Sequence | None]
@@ -215,9 +203,9 @@ class Flusher:
             named = {segment.path for segment in state.late_segments}
             for entry in state.windows.values():
                 named.update(segment.path for segment in (*entry.segments, *entry.pending))
-            self._garbage.add(segment for segment in self._doubtful if segment.path not in named)
+            self.garbage.add(segment for segment in self._doubtful if segment.path not in named)
             self._doubtful = ()
-        await self._garbage.delete()
+        await self.garbage.delete()
 
     async def _register(
         self, planned: FlushPlan, segments: tuple[Segment, ...], own: BatchProgress | None
@@ -251,7 +239,7 @@ class Flusher:
             windows.progress = result.batch_progress
 
     def _refused(self, result: FlushResult) -> None:
-        self._cut.refused(result)
+        self.cut_windows.refused(result)
         if self.open_windows is not None:
             if result.batch_progress is not None:
                 # Other servers have filled the window that these rows would have gone into.
@@ -291,7 +279,7 @@ class Flusher:
                 size = await asyncio.to_thread(self._store.write, path, file.rows)
             except OSError:
                 # A full disk must not fill further with what no ledger entry will ever name.
-                self._garbage.add_unfinished(path)
+                self.garbage.add_unfinished(path)
                 await self._discard(segments)
                 raise
             kill_point("segment.written")
@@ -313,8 +301,8 @@ class Flusher:
         return left + planned.failed_again
 
     async def _discard(self, segments: Iterable[Segment]) -> None:
-        self._garbage.add(segments)
-        await self._garbage.delete()
+        self.garbage.add(segments)
+        await self.garbage.delete()
 
     def _registered(
         self, planned: FlushPlan, segments: tuple[Segment, ...], own: BatchProgress | None
@@ -332,7 +320,7 @@ class Flusher:
             log.warning("window.late", window=segment.window_id, rows=segment.rows, kind=str(segment.kind))
         self._late += tuple(segment for segment in late if segment.kind is SegmentKind.LATE)
         again = [segment.window_id for segment in late if segment.kind is SegmentKind.RECOMPUTE]
-        self._cut.registered(again, self._clock.steady_ms())
+        self.cut_windows.registered(again, self._clock.steady_ms())
 
     async def publish_late(self) -> None:
         """Make registered late rows visible. Raises OSError or LedgerError; repeatable."""
@@ -354,14 +342,14 @@ class Flusher:
         closable = self.open_windows.closable(
             watermark_ms=watermark_ms, now_ms=now_ms, wall_ms=self._clock.now_ms(), close_all=close_all
         )
-        due = self._cut.due(now_ms, at_once=close_all and not gather)
+        due = self.cut_windows.due(now_ms, at_once=close_all and not gather)
         if not closable and not due:
             return ()
         kill_point("revision.cutting" if due else "window.cutting")
         entries = await self._ledger.cut((*closable, *due))
         kill_point("revision.cut" if due else "window.cut")
         self.open_windows.cut(closable)
-        self._cut.cut((*closable, *(entry.window_id for entry in entries)))
+        self.cut_windows.cut((*closable, *(entry.window_id for entry in entries)))
         for entry in entries:
             log.debug(
                 "window.cut",
@@ -371,37 +359,3 @@ class Flusher:
                 rows=sum(segment.rows for segment in entry.segments),
             )
         return entries
-
-    async def expire(self, published_before_ms: int, held_bytes: int) -> int:
-        """Stop retaining windows that are too old, or too large together; return the bytes of segments deleted.
-
-        ``held_bytes``: what all segments take. Asks the ledger only now and then while that is little.
-        """
-        now_ms = self._clock.steady_ms()
-        soon = held_bytes > self._rules.retained_bytes or self.expiring
-        if not soon and now_ms - self._expired_ms < _EXPIRE_MS:
-            return await self._garbage.delete()
-        self._expired_ms = now_ms
-        free = await self._ledger.expire(
-            published_before_ms=published_before_ms, keep_bytes=self._rules.retained_bytes, limit=_EXPIRED
-        )
-        kill_point("window.expired")
-        windows = dict.fromkeys(segment.window_id for segment in free)
-        self.expiring = len(windows) >= _EXPIRED
-        self._cut.expired(windows)
-        if free:
-            log.debug("window.expired", windows=len(windows), segments=len(free))
-        self._garbage.add(free)
-        return await self._garbage.delete()
-
-    async def prune(
-        self, windows_before_ms: int, shards_before_ms: int, keep_shards: frozenset[str] = frozenset()
-    ) -> None:
-        """Forget what is older than its retention, but for ``keep_shards``."""
-        pruned = await self._ledger.prune(
-            windows_before_ms=windows_before_ms,
-            shards_before_ms=shards_before_ms,
-            keep_shards=keep_shards,
-            limit=_PRUNED,
-        )
-        self.pruning = pruned >= _PRUNED

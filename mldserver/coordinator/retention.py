@@ -14,13 +14,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+import structlog
+
+from mldserver.base.kill_points import kill_point
+
 if TYPE_CHECKING:
     from mldserver.base.clock import Clock
+    from mldserver.coordinator.core.late import CutWindows
     from mldserver.coordinator.core.lineage import Lineage
     from mldserver.coordinator.core.rules import CoordinatorRules
-    from mldserver.coordinator.flusher import Flusher
+    from mldserver.ledger.operations import Ledger
+    from mldserver.output.store import Garbage
 
 __all__ = ["LetGo", "Retention"]
+
+log = structlog.get_logger("mldserver")
+
+_EXPIRE_MS: Final = 60_000
+"""How often the ledger is asked for windows to expire while their segments take less than their share of the disk."""
+
+_EXPIRED: Final = 500
+"""How many windows expire at a time: a server that comes back after a day must not delete for minutes in one cycle."""
+
+_PRUNED: Final = 5000
+"""How many windows are forgotten at a time."""
 
 _PRUNE_MS: Final = 3_600_000
 """How often the ledger is asked to forget what is old."""
@@ -46,14 +63,26 @@ class Retention:
     """When what was let go of last."""
 
     def __init__(
-        self, *, rules: CoordinatorRules, flusher: Flusher, lineage: Lineage, clock: Clock, named: bool
+        self,
+        *,
+        rules: CoordinatorRules,
+        ledger: Ledger,
+        cut_windows: CutWindows,
+        garbage: Garbage,
+        lineage: Lineage,
+        clock: Clock,
+        named: bool,
     ) -> None:
         """Forget nothing within the first hour; where the stream is ``named``, no shard before it was listed."""
         self._rules = rules
-        self._flusher = flusher
+        self._ledger = ledger
+        self._cut_windows = cut_windows
+        self._garbage = garbage
         self._lineage = lineage
         self._clock = clock
-        self._pruned_ms = clock.steady_ms()
+        self._expired_ms = self._pruned_ms = clock.steady_ms()
+        self._expiring = self._pruning = False
+        """Whether more windows may have to expire now, or be forgotten."""
         self.listed: frozenset[str] | None = None if named else frozenset()
         """The shards that the stream still lists; None before it has, and empty where it is not named."""
 
@@ -64,13 +93,39 @@ class Retention:
         """
         # The ledger keeps times of day; what only this server remembers goes by its steady time.
         wall_ms, now_ms = self._clock.now_ms(), self._clock.steady_ms()
-        deleted = await self._flusher.expire(wall_ms - self._rules.retention_ms, held_bytes)
+        deleted = await self.expire(wall_ms - self._rules.retention_ms, held_bytes)
         shards: tuple[str, ...] = ()
-        if self._flusher.pruning or now_ms - self._pruned_ms >= _PRUNE_MS:
+        if self._pruning or now_ms - self._pruned_ms >= _PRUNE_MS:
             keep, ended_ms = self.listed or frozenset(), self._rules.shard_retention_ms
-            shards_before_ms = 0 if self.listed is None else wall_ms - ended_ms
-            await self._flusher.prune(wall_ms - self._rules.retention_ms - _HEARD_MS, shards_before_ms, keep)
-            self._pruned_ms = now_ms
+            pruned = await self._ledger.prune(
+                windows_before_ms=wall_ms - self._rules.retention_ms - _HEARD_MS,
+                shards_before_ms=0 if self.listed is None else wall_ms - ended_ms,
+                keep_shards=keep,
+                limit=_PRUNED,
+            )
+            self._pruning, self._pruned_ms = pruned >= _PRUNED, now_ms
             if self.listed is not None:
                 shards = self._lineage.forget_ended(now_ms - ended_ms, keep=keep)
-        return LetGo(deleted, shards, self._flusher.expiring or self._flusher.pruning)
+        return LetGo(deleted, shards, self._expiring or self._pruning)
+
+    async def expire(self, published_before_ms: int, held_bytes: int) -> int:
+        """Stop retaining windows that are too old, or too large together; return the bytes of files deleted.
+
+        ``held_bytes``: what all segments take. Asks the ledger only now and then while that is little.
+        """
+        now_ms = self._clock.steady_ms()
+        soon = held_bytes > self._rules.retained_bytes or self._expiring
+        if not soon and now_ms - self._expired_ms < _EXPIRE_MS:
+            return await self._garbage.delete()
+        self._expired_ms = now_ms
+        free = await self._ledger.expire(
+            published_before_ms=published_before_ms, keep_bytes=self._rules.retained_bytes, limit=_EXPIRED
+        )
+        kill_point("window.expired")
+        windows = dict.fromkeys(segment.window_id for segment in free)
+        self._expiring = len(windows) >= _EXPIRED
+        self._cut_windows.expired(windows)
+        if free:
+            log.debug("window.expired", windows=len(windows), segments=len(free))
+        self._garbage.add(free)
+        return await self._garbage.delete()

@@ -243,7 +243,7 @@ async def test_windows_that_were_forgotten_are_known_to_be_cut(writing: Writing)
     await writing.flush([writing.batch(shard, (1, 1000))], "interval")
     await writing.flusher.cut(10_000, close_all=False)
     await publish(writing, W[0])
-    await writing.flusher.prune(writing.clock.now_ms() + 1, 0)
+    await writing.ledger.prune(windows_before_ms=writing.clock.now_ms() + 1, shards_before_ms=0)
     state = writing.registered()
     assert (state.windows, state.cut_below_ms) == ({}, 10_000)
     writing.ledger.store.close()
@@ -265,7 +265,7 @@ async def test_a_batches_number_is_not_given_again_after_its_window_was_forgotte
     assert writing.registered().windows == {}
     # The next life begins with what the ledger tells: nothing of the window, whether it is forgotten or not.
     writing.restore(writing.registered())
-    await writing.flusher.prune(writing.clock.now_ms() + 1, 0)
+    await writing.ledger.prune(windows_before_ms=writing.clock.now_ms() + 1, shards_before_ms=0)
     writing.restore(writing.registered())
     await writing.flush([writing.batch(shard, (2, 2000))], "interval")
     assert writing.registered().windows.keys() == {batch_id(1)}
@@ -278,7 +278,6 @@ async def test_a_handler_without_rows_moves_positions_and_has_nothing_to_cut(tmp
     flushed = await writing.flush([writing.batch(shard, (1, 1000), rows=[])], "interval")
     assert flushed.bytes == 0
     assert await writing.flusher.cut(10**9, close_all=True) == ()
-    await writing.flusher.prune(0, 0)
     assert writing.registered().shards["a"].position == Sequence(1)
     writing.ledger.store.close()
 

@@ -119,11 +119,11 @@ async def test_windows_expire_by_age_and_their_files_are_deleted(
 ) -> None:
     shard = await published_window(again)
     now_ms = again.clock.now_ms()
-    assert await again.flusher.expire(now_ms + 1, 0) == 0, "asked a moment ago"
+    assert await again.retention.expire(now_ms + 1, 0) == 0, "asked a moment ago"
     await again.clock.advance(61)
-    assert await again.flusher.expire(now_ms, 0) == 0, "not old enough"
+    assert await again.retention.expire(now_ms, 0) == 0, "not old enough"
     await again.clock.advance(61)
-    assert await again.flusher.expire(now_ms + 1, 0) > 0
+    assert await again.retention.expire(now_ms + 1, 0) > 0
     assert again.files() == {}
     expired = [event for event in logged if event["event"] == "window.expired"]
     assert [(event["windows"], event["segments"]) for event in expired] == [(1, 1)]
@@ -133,9 +133,9 @@ async def test_windows_expire_by_age_and_their_files_are_deleted(
 
 async def test_windows_expire_at_once_when_segments_take_more_than_their_share(again: Writing) -> None:
     await published_window(again)
-    assert await again.flusher.expire(0, 1_000_001) == 0, "there is room for what is retained itself"
-    again.flusher._rules = CoordinatorRules(retention_bytes=0)
-    assert await again.flusher.expire(0, 1_000_001) > 0
+    assert await again.retention.expire(0, 1_000_001) == 0, "there is room for what is retained itself"
+    again.retention._rules = CoordinatorRules(retention_bytes=0)
+    assert await again.retention.expire(0, 1_000_001) > 0
     assert again.files() == {}
 
 

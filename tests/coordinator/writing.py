@@ -12,9 +12,11 @@ from coordinator.pipeline import Faults, FaultyStore, InlineLedger
 from support.store import SqliteStore
 
 from mldserver.coordinator.core.flush import BufferedBatch, buffered
+from mldserver.coordinator.core.lineage import Lineage
 from mldserver.coordinator.core.open_windows import OpenWindows
 from mldserver.coordinator.core.rules import CoordinatorRules
 from mldserver.coordinator.flusher import Flushed, Flusher
+from mldserver.coordinator.retention import Retention
 from mldserver.ledger.contract import (
     Commit,
 )
@@ -39,6 +41,7 @@ class Writing:
     faults: Faults
     ledger: InlineLedger
     flusher: Flusher
+    retention: Retention
     durable: dict[str, Sequence | None] = field(default_factory=dict)
 
     @classmethod
@@ -47,6 +50,9 @@ class Writing:
         ledger = InlineLedger(out / "ledger.sqlite", clock, faults)
         store = FaultyStore(str(out), faults)
         names = itertools.count()
+        rules = CoordinatorRules(
+            late="recompute" if recompute else "separate", recompute_delay_ms=5000, retention_bytes=1_000_000
+        )
         flusher = Flusher(
             spec=spec,
             shape="0" * 12,
@@ -54,13 +60,18 @@ class Writing:
             store=store,
             clock=clock,
             unique=lambda: f"u{next(names)}",
-            rules=CoordinatorRules(
-                late="recompute" if recompute else "separate",
-                recompute_delay_ms=5000,
-                retention_bytes=1_000_000,
-            ),
+            rules=rules,
         )
-        writing = cls(out, spec, clock, faults, ledger, flusher)
+        retention = Retention(
+            rules=rules,
+            ledger=ledger,
+            cut_windows=flusher.cut_windows,
+            garbage=flusher.garbage,
+            lineage=Lineage(),
+            clock=clock,
+            named=False,
+        )
+        writing = cls(out, spec, clock, faults, ledger, flusher, retention)
         writing.restore(await ledger.open())
         return writing
 
