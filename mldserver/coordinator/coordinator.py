@@ -115,7 +115,7 @@ class Coordinator:
         self._view = self.watermark.view(now_ms)
         # A shard that is missing is left out after its limit: what holds the watermark for longer needs a person.
         self._reports = Reports(self._view, now_ms, limit_ms=rules.missing_limit_ms + rules.idle_time_ms)
-        self._ahead = AheadRows(now_ms, max_ahead_ms=rules.max_ahead_ms)
+        self._ahead = AheadRows(now_ms)
         self._retention = Retention(
             rules=rules,
             ledger=ledger,

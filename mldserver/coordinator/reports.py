@@ -90,9 +90,7 @@ class Reports:
 class AheadRows:
     """Rows that run too far ahead of their records' arrival: counted, and told once a minute."""
 
-    def __init__(self, now_ms: int, *, max_ahead_ms: int | None) -> None:
-        """Begin with none; ``max_ahead_ms``: how far they may run ahead."""
-        self._max_ahead_ms = max_ahead_ms
+    def __init__(self, now_ms: int) -> None:
         self._told_ms = now_ms - _MINUTE_MS
         self._untold = 0
         self._furthest: tuple[int, str, str] = (0, "", "")

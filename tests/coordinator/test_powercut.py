@@ -152,7 +152,7 @@ def without_sync_of_outputs(patch: pytest.MonkeyPatch) -> None:
 
 def without_sync_of_published_entries(patch: pytest.MonkeyPatch) -> None:
     """What is published is visible, and not durable."""
-    patch.setattr(OutputStore, "sync_entries", lambda _store, _folder="": None)
+    patch.setattr(OutputStore, "sync_entries", lambda _store: None)
 
 
 def without_sync_of_segments(patch: pytest.MonkeyPatch) -> None:
