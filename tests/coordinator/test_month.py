@@ -105,7 +105,7 @@ def memory(coordinator: Coordinator) -> dict[str, int]:
     return {
         "lineage": len(coordinator.lineage),
         "sessions": len(coordinator._sessions),
-        "picture": len(coordinator._picture._bytes),
+        "usage": len(coordinator._usage._bytes),
     }
 
 
