@@ -262,7 +262,7 @@ def _shape(settings: Settings, spec: HandlerSpec) -> Shape:
     columns = () if spec.schema is None else spec.schema.columns
     return Shape.of(
         settings.pipeline,
-        tuple(Column(each.name, each.sql, each.nullable) for each in columns),
+        tuple(Column(column.name, column.sql, column.nullable) for column in columns),
         spec.windows if spec.schema else None,
         _table(settings),
     )

@@ -190,7 +190,7 @@ class Server:
 
     async def _work(self, parts: Parts) -> int:
         async with asyncio.TaskGroup() as group:
-            background = {name: group.create_task(each, name=name) for name, each in self._background(parts)}
+            background = {name: group.create_task(work, name=name) for name, work in self._background(parts)}
             taking_in = group.create_task(self._take_in(parts), name="source")
             code = await self._until_stopped(parts, redriving=background["dead letters"])
             if parts.engine is not None and "windows" in background:
@@ -335,12 +335,14 @@ class Server:
                 await runner.idle()
                 continue
             windows = (await parts.ledger.peek()).windows.values()
-            aside = [each for each in windows if each.state is WindowState.SET_ASIDE]
-            done = [each for each in windows if each.state is WindowState.PUBLISHED and not each.pending]
+            aside = [window for window in windows if window.state is WindowState.SET_ASIDE]
+            done = [
+                window for window in windows if window.state is WindowState.PUBLISHED and not window.pending
+            ]
             if len(aside) + len(done) == len(windows):
                 break
             await self._clock.sleep(self.settings.flush_interval_ms / 1000)  # another drain has cut the rest
-        log.info("pipeline.drained", set_aside=[each.window_id for each in aside])
+        log.info("pipeline.drained", set_aside=[window.window_id for window in aside])
 
     def _unfinished(self, parts: Parts) -> dict[str, object]:
         """Return what an orderly stop waits for."""

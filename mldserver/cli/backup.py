@@ -64,12 +64,12 @@ def backup_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fal
                 advice="Name a folder on the output folder's own disk: there they get a second name at once.",
             )
         kept = set(_named(state))
-        for path in [each for each in (folder / _FILES).rglob("*") if each.is_file()]:
+        for path in [path for path in (folder / _FILES).rglob("*") if path.is_file()]:
             if str(path.relative_to(folder / _FILES)) in kept:
                 sync(path)
             else:
                 path.unlink()
-        for path in (part, *(each for each in folder.rglob("*") if each.is_dir())):
+        for path in (part, *(path for path in folder.rglob("*") if path.is_dir())):
             sync(path)
         # Last: a folder without it is no backup.
         part.rename(folder / _LEDGER)

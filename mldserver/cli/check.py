@@ -113,10 +113,10 @@ def render(handler: str, report: Report) -> str:
 def failure_lines(failures: Iterable[FailureClass]) -> list[str]:
     """Return failed records as text: how many of each class of error, and where and with what the first one was."""
     lines = []
-    for each in failures:
-        lines.append(f"failed   {each.records} with {harmless(each.name)}, such as")
-        place = f"{each.place}: " if each.place else ""
-        lines += [f"           {harmless(place + each.error)}", f"           in {harmless(each.data)}"]
+    for failure in failures:
+        lines.append(f"failed   {failure.records} with {harmless(failure.name)}, such as")
+        place = f"{failure.place}: " if failure.place else ""
+        lines += [f"           {harmless(place + failure.error)}", f"           in {harmless(failure.data)}"]
     return lines
 
 

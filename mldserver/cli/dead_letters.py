@@ -81,7 +81,7 @@ class Which:
     @property
     def given(self) -> bool:
         """Whether there is any condition."""
-        return any(each is not None for each in (self.shard, self.key, self.error, self.since))
+        return any(value is not None for value in (self.shard, self.key, self.error, self.since))
 
     def since_ms(self) -> int:
         """Return ``since`` in ms. Raises ConfigError when it is no time."""
@@ -123,13 +123,13 @@ def list_letters(
         chosen: list[StoredLetter] = []
         most = _LISTED if limit is None and not as_json else limit
         more = 0
-        async for each in _letters(ledger, which):
+        async for stored in _letters(ledger, which):
             if most is None or len(chosen) < most:
-                chosen.append(each)
+                chosen.append(stored)
             else:
                 more += 1
         if as_json:
-            tell_json([_document(each, pipeline) for each in chosen])
+            tell_json([_document(stored, pipeline) for stored in chosen])
             if more:
                 sys.stderr.write(f"mldserver: {more:,} more letters match; this list is cut by --limit.\n")
             return
@@ -270,9 +270,9 @@ def purge_letters(
 async def _letters(ledger: Ledger, which: Which = _ALL) -> AsyncIterator[StoredLetter]:
     since_ms, after = which.since_ms(), None
     while page := await ledger.letters(after=after, limit=_PAGE):
-        for each in page:
-            if which.meets(each.letter, since_ms):
-                yield each
+        for stored in page:
+            if which.meets(stored.letter, since_ms):
+                yield stored
         after = page[-1].id
 
 
@@ -282,10 +282,10 @@ async def _named(ledger: Ledger, names: tuple[str, ...], pipeline: str) -> list[
     All are looked for before one is used.
     """
     by_name: dict[str, StoredLetter] = {}
-    async for each in _letters(ledger):
-        for name in (each.id, each.letter.record, f"{pipeline}/{each.letter.record}"):
+    async for stored in _letters(ledger):
+        for name in (stored.id, stored.letter.record, f"{pipeline}/{stored.letter.record}"):
             if name in names:
-                by_name[name] = each
+                by_name[name] = stored
     for name in names:
         if name not in by_name:
             raise OperatorError(
@@ -303,8 +303,8 @@ async def _chosen(
             advice="Name ids, or conditions (--shard, --key, --error, --since), or --all: one of the three.",
         )
     if names:
-        return tuple(each.id for each in await _named(ledger, names, pipeline))
-    return tuple([each.id async for each in _letters(ledger, which)])
+        return tuple(stored.id for stored in await _named(ledger, names, pipeline))
+    return tuple([stored.id async for stored in _letters(ledger, which)])
 
 
 async def _take_in(ledger: Ledger, held: LedgerState, places: list[str], pipeline: str) -> tuple[int, int]:
@@ -320,10 +320,10 @@ async def _take_in(ledger: Ledger, held: LedgerState, places: list[str], pipelin
         for letter in await asyncio.to_thread(read_letters, place, pipeline):
             # Written twice, it is the same letter twice.
             letters[letter.record] = letter
-    async for each in _letters(ledger):
-        letters.pop(each.letter.record, None)
+    async for stored in _letters(ledger):
+        letters.pop(stored.letter.record, None)
     fresh = []
-    for letter in sorted(letters.values(), key=lambda each: (each.shard_id, each.sequence)):
+    for letter in sorted(letters.values(), key=lambda letter: (letter.shard_id, letter.sequence)):
         shard = held.shards.get(letter.shard_id)
         if shard is None or (shard.position is not None and letter.sequence <= shard.position):
             fresh.append(letter)

@@ -201,7 +201,9 @@ def _by_id(entries: dict[str, Any]) -> list[Any]:
 
 
 def _segment_bytes(held: LedgerState) -> int:
-    return sum(each.bytes for entry in held.windows.values() for each in (*entry.segments, *entry.pending))
+    return sum(
+        segment.bytes for entry in held.windows.values() for segment in (*entry.segments, *entry.pending)
+    )
 
 
 def _facts(held: LedgerState) -> list[tuple[str, str]]:

@@ -98,10 +98,10 @@ def takes_settings(app: App, command: Callable[..., int]) -> None:
     ``--help`` shows the settings of the first days, ``--help-all`` every one.
     """
     own = inspect.signature(command, eval_str=True)
-    kept = [each for each in own.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    kept = [option for option in own.parameters.values() if option.kind is not inspect.Parameter.VAR_KEYWORD]
 
     def among(app: App, *, rare: bool) -> App:
-        options = settings_parameters(leave_out=frozenset(each.name for each in kept), rare=rare)
+        options = settings_parameters(leave_out=frozenset(option.name for option in kept), rare=rare)
         command.__signature__ = own.replace(parameters=[*kept, *options])  # type: ignore[attr-defined]  # functions may carry one (PEP 362)
         app.default(command)
         return app

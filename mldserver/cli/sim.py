@@ -153,7 +153,7 @@ def sim(
         tell.failures(failures, handler, input)
     for failure in playground.told_failures(settings.log_file) if not report.ok else []:
         tell.line("the server said", failure)
-    tell.result(report, 0 if allow_dead_letters else sum(each.records for each in failures))
+    tell.result(report, 0 if allow_dead_letters else sum(failure.records for failure in failures))
     return report.exit_code or int(bool(failures) and not allow_dead_letters)
 
 

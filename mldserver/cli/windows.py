@@ -190,7 +190,7 @@ def _choices(entry: WindowEntry) -> tuple[Decision, ...]:
 
 
 def _refused(window: str, why: str, choices: tuple[Decision, ...]) -> OperatorError:
-    others = ", ".join(f"`{each.replace('_', '-')}`" for each in choices)
+    others = ", ".join(f"`{choice.replace('_', '-')}`" for choice in choices)
     return OperatorError(
         f"Nothing of the kind can be done with window {window}: {why}.",
         advice=f"What can be done is {others}."
@@ -229,9 +229,9 @@ def _summary(entry: WindowEntry) -> dict[str, Any]:
         "start_ms": entry.start_ms,
         "end_ms": entry.end_ms,
         "segments": len(segments),
-        "rows": sum(each.rows for each in segments),
-        "bytes": sum(each.bytes for each in segments),
-        "rows_waiting": sum(each.rows for each in entry.pending),
+        "rows": sum(segment.rows for segment in segments),
+        "bytes": sum(segment.bytes for segment in segments),
+        "rows_waiting": sum(segment.rows for segment in entry.pending),
         "rows_out": entry.rows_out,
         "retained": entry.retained,
         "published_ms": entry.published_ms,
@@ -244,8 +244,8 @@ def _everything(entry: WindowEntry) -> dict[str, Any]:
         **_summary(entry),
         "staging": entry.staging,
         "files": list(entry.files),
-        "segments": [_segment(each) for each in entry.segments],
-        "waiting": [_segment(each) for each in entry.pending],
+        "segments": [_segment(segment) for segment in entry.segments],
+        "waiting": [_segment(segment) for segment in entry.pending],
     }
 
 
@@ -264,8 +264,8 @@ def _listed(entries: Iterable[WindowEntry]) -> Table:
                 str(entry.revision),
                 str(entry.attempt),
                 str(len(entry.segments) + len(entry.pending)),
-                f"{sum(each.rows for each in (*entry.segments, *entry.pending)):,}",
-                f"{sum(each.rows for each in entry.pending):,}",
+                f"{sum(segment.rows for segment in (*entry.segments, *entry.pending)):,}",
+                f"{sum(segment.rows for segment in entry.pending):,}",
                 entry.owner or "-",
                 ((entry.error or "").splitlines() or [""])[0],
             )
@@ -310,7 +310,13 @@ def _segments(title: str, segments: Iterable[Segment]) -> Table:
         title,
         ("path", "kind", ">revision", ">rows", ">bytes"),
         (
-            (each.path, str(each.kind), str(each.revision), f"{each.rows:,}", f"{each.bytes:,}")
-            for each in segments
+            (
+                segment.path,
+                str(segment.kind),
+                str(segment.revision),
+                f"{segment.rows:,}",
+                f"{segment.bytes:,}",
+            )
+            for segment in segments
         ),
     )

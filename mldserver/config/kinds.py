@@ -121,8 +121,9 @@ def as_text(raw: object) -> str:
     return stripped
 
 
-def _is_number(raw: object) -> bool:
-    return isinstance(raw, int | float) and not isinstance(raw, bool)
+def _number(raw: object) -> float | None:
+    """Return a number of TOML; None for all else."""
+    return raw if isinstance(raw, int | float) and not isinstance(raw, bool) else None
 
 
 def text(allowed: str) -> Kind[str]:
@@ -207,10 +208,8 @@ def size(*, at_least: int = 1) -> Kind[int]:
     """Bytes, as a number or as text such as ``256 MiB``."""
 
     def parse(raw: object) -> int:
-        if _is_number(raw):
-            assert isinstance(raw, int | float)
-            number: float = raw
-        else:
+        number = _number(raw)
+        if number is None:
             match = _SIZE.fullmatch(as_text(raw))
             unit = _SIZE_UNITS.get((match[2] or "b").lower()) if match else None
             if match is None or unit is None:
@@ -250,15 +249,12 @@ def duration_ms(*, zero: bool = False) -> Kind[int]:
     """Milliseconds; written as ``duration_seconds`` are."""
 
     def parse(raw: object) -> int:
-        if _is_number(raw):
-            assert isinstance(raw, int | float)
-            written: str | float = raw
-        else:
-            written = as_text(raw)
-            written = float(written) if _NUMBER.fullmatch(written) else written
-        if isinstance(written, float) and not math.isfinite(written):
+        number = _number(raw)
+        if number is None and _NUMBER.fullmatch(text := as_text(raw)):
+            number = float(text)
+        if isinstance(number, float) and not math.isfinite(number):
             raise ValueError("it is no number")
-        ms = windows.duration_ms(written)
+        ms = windows.duration_ms(text if number is None else number)
         if ms == 0 and not zero:
             raise ValueError("it is zero, or shorter than a millisecond")
         return ms

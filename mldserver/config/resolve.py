@@ -131,7 +131,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, _Raw]:
 
 def _suggest(name: str, known: Iterable[str], *, prefix: str = "") -> str:
     """Name a close match; a prefix that all have in common makes none of them closer."""
-    bare = [each.removeprefix(prefix) for each in known]
+    bare = [word.removeprefix(prefix) for word in known]
     close = difflib.get_close_matches(name.removeprefix(prefix), bare, n=1)
     return (
         f"Did you mean {prefix + close[0]!r}?"

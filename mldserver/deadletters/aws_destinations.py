@@ -147,7 +147,7 @@ class _Sending(AwsDestination):
             Message(letter, body, len(body) + _KEY_LENGTH)
             for letter, body in zip(letters, bodies, strict=True)
         ]
-        too_large = tuple(each.letter for each in messages if each.bytes > limit)
+        too_large = tuple(message.letter for message in messages if message.bytes > limit)
         for letter in too_large:
             log.warning(
                 "letter.too_large",
@@ -157,7 +157,7 @@ class _Sending(AwsDestination):
                 limit_bytes=limit,
                 did="The ledger keeps it.",
             )
-        fitting = (each for each in messages if each.bytes <= limit)
+        fitting = (message for message in messages if message.bytes <= limit)
         for batch in batches(fitting, count=self.count, size=self.call_bytes):
             left = batch
             for turn in range(_SENDINGS):
@@ -203,8 +203,8 @@ class QueueDestination(_Sending):
     async def _send(self, client: Any, batch: list[Message]) -> tuple[list[Message], str]:
         entries = [self._entry(place, message) for place, message in enumerate(batch)]
         answer = await client.send_message_batch(QueueUrl=self._place, Entries=entries)
-        failed = {int(each["Id"]): each for each in answer.get("Failed", ())}
-        why = ", ".join(sorted({str(each.get("Code")) for each in failed.values()}))
+        failed = {int(entry["Id"]): entry for entry in answer.get("Failed", ())}
+        why = ", ".join(sorted({str(entry.get("Code")) for entry in failed.values()}))
         return [batch[place] for place in sorted(failed)], why
 
 
@@ -223,7 +223,7 @@ class StreamDestination(_Sending):
     async def _send(self, client: Any, batch: list[Message]) -> tuple[list[Message], str]:
         records = [{"Data": message.body.encode(), "PartitionKey": _key(message.letter)} for message in batch]
         answer = await client.put_records(StreamName=self._place, Records=records)
-        codes = [each.get("ErrorCode") for each in answer["Records"]]
+        codes = [record.get("ErrorCode") for record in answer["Records"]]
         left = [message for message, code in zip(batch, codes, strict=True) if code]
         return left, ", ".join(sorted({code for code in codes if code}))
 

@@ -112,7 +112,7 @@ def _read(fs: pafs.FileSystem, name: str, pipeline: str) -> Iterator[DeadLetter]
             documents = [{**row, "data": base64.b64encode(row.get("data") or b"").decode()} for row in rows]
         else:
             documents = [orjson.loads(line) for line in bytes(file.read()).splitlines()]
-    for each in documents:
-        if isinstance(each, dict) and each.get("pipeline") != pipeline:
-            raise ValueError(f"{name} holds letters of the pipeline {each.get('pipeline')!r}")
-        yield from_document(each)
+    for fields in documents:
+        if isinstance(fields, dict) and fields.get("pipeline") != pipeline:
+            raise ValueError(f"{name} holds letters of the pipeline {fields.get('pipeline')!r}")
+        yield from_document(fields)

@@ -48,8 +48,8 @@ def portions(letters: Iterable[StoredLetter]) -> Iterator[tuple[StoredLetter, ..
     """Yield letters as they run together."""
     return _cut(
         letters,
-        place=lambda each: (each.letter.shard_id, each.letter.sequence),
-        size=lambda each: len(each.letter.data),
+        place=lambda stored: (stored.letter.shard_id, stored.letter.sequence),
+        size=lambda stored: len(stored.letter.data),
     )
 
 
@@ -61,7 +61,7 @@ async def wanted_portions(book: Ledger) -> AsyncGenerator[tuple[StoredLetter, ..
             yield portion
         return
     seen = await _look_through(book, page)
-    for part in _cut(seen, place=lambda each: each.place, size=lambda each: each.bytes):
+    for part in _cut(seen, place=lambda seen: seen.place, size=lambda seen: seen.bytes):
         letters = await _read(book, part)
         for portion in portions(letters):
             yield portion
@@ -70,15 +70,15 @@ async def wanted_portions(book: Ledger) -> AsyncGenerator[tuple[StoredLetter, ..
 def _cut(
     items: Iterable[_T], *, place: Callable[[_T], tuple[str, Sequence]], size: Callable[[_T], int]
 ) -> Iterator[tuple[_T, ...]]:
-    for _, of_shard in groupby(sorted(items, key=place), key=lambda each: place(each)[0]):
+    for _, of_shard in groupby(sorted(items, key=place), key=lambda item: place(item)[0]):
         portion: list[_T] = []
         total = 0
-        for each in of_shard:
-            total += size(each)
+        for item in of_shard:
+            total += size(item)
             if portion and (total > _PORTION_BYTES or len(portion) == LETTERS_AT_ONCE):
                 yield tuple(portion)
-                portion, total = [], size(each)
-            portion.append(each)
+                portion, total = [], size(item)
+            portion.append(item)
         yield tuple(portion)
 
 
@@ -86,21 +86,21 @@ async def _look_through(book: Ledger, page: tuple[StoredLetter, ...]) -> list[_S
     """Return all that are wanted; ``page``: the first of them."""
     seen: list[_Seen] = []
     while page:
-        for each in page:
-            letter, before = each.letter, seen[-1].id if seen else None
+        for stored in page:
+            letter, before = stored.letter, seen[-1].id if seen else None
             place = (letter.shard_id, letter.sequence)
-            seen.append(_Seen(each.id, place, len(letter.data), len(seen), before))
+            seen.append(_Seen(stored.id, place, len(letter.data), len(seen), before))
         page = await book.letters(after=page[-1].id, limit=PAGE, wanted=True)
     return seen
 
 
 async def _read(book: Ledger, part: tuple[_Seen, ...]) -> list[StoredLetter]:
     """Return the letters that were seen; those that were stored one after the other are read together."""
-    ids = {each.id for each in part}
+    ids = {seen.id for seen in part}
     letters: list[StoredLetter] = []
-    stored = sorted(part, key=lambda each: each.number)
-    for _, run in groupby(enumerate(stored), key=lambda each: each[1].number - each[0]):
-        members = [each for _, each in run]
+    in_order = sorted(part, key=lambda seen: seen.number)
+    for _, run in groupby(enumerate(in_order), key=lambda at: at[1].number - at[0]):
+        members = [seen for _, seen in run]
         page = await book.letters(after=members[0].before, limit=len(members), wanted=True)
-        letters += [each for each in page if each.id in ids]
+        letters += [stored for stored in page if stored.id in ids]
     return letters

@@ -134,17 +134,17 @@ class Redriver:
         kill_point("redrive.taken")
         delivery = Delivery(
             shard_id,
-            Records([_record(each.letter) for each in letters]),
+            Records([_record(stored.letter) for stored in letters]),
             # Stands in for arrival times that were never told: when the record failed is near it.
-            received_ms=min(each.letter.at_ms for each in letters),
+            received_ms=min(stored.letter.at_ms for stored in letters),
             after=None,
             redriven=True,
         )
         outcome = _with_history(await self._runtime.process(delivery), letters)
         kill_point("redrive.handled")
-        await self._redriving.register(shard_id, outcome, tuple(each.id for each in letters))
+        await self._redriving.register(shard_id, outcome, tuple(stored.id for stored in letters))
         kill_point("redrive.done")
-        await self._unpark(shard_id, (each.letter.partition_key for each in letters))
+        await self._unpark(shard_id, (stored.letter.partition_key for stored in letters))
         log.info(
             "redrive.done",
             shard=shard_id,
@@ -162,8 +162,8 @@ class Redriver:
         if not self._parks:
             return letters
         first = await self._ledger.parked_keys(shard_id)
-        here = {(each.letter.partition_key, each.letter.sequence) for each in letters}
-        behind = tuple(each for each in letters if _is_behind(each.letter, first, here))
+        here = {(stored.letter.partition_key, stored.letter.sequence) for stored in letters}
+        behind = tuple(stored for stored in letters if _is_behind(stored.letter, first, here))
         if behind:
             overtaking = HandlerError(
                 "An earlier letter of their partition key is not redriven, or failed again.",
@@ -171,7 +171,7 @@ class Redriver:
                 advice="Redrive them together with it.",
             )
             await self._refuse(behind, overtaking)
-        return tuple(each for each in letters if each not in behind)
+        return tuple(stored for stored in letters if stored not in behind)
 
     async def _unpark(self, shard_id: str, keys: Iterable[str | None]) -> None:
         """Let those keys go on of which no letter is left. No batch of the shard is under way, and all letters are stored."""
@@ -197,7 +197,7 @@ class Redriver:
 
     async def _refuse(self, letters: tuple[StoredLetter, ...], error: MldserverError) -> None:
         log.error("redrive.failed", shard=letters[0].letter.shard_id, **error.told())
-        await self._ledger.redrive(tuple(each.id for each in letters), wanted=False)
+        await self._ledger.redrive(tuple(stored.id for stored in letters), wanted=False)
 
 
 def _is_behind(
@@ -211,7 +211,7 @@ def _is_behind(
 
 def _with_history(outcome: BatchOutcome, letters: tuple[StoredLetter, ...]) -> BatchOutcome:
     """Count the attempts of earlier runs too."""
-    before = {each.letter.sequence: each.letter.attempts for each in letters}
+    before = {stored.letter.sequence: stored.letter.attempts for stored in letters}
     return msgspec.structs.replace(
         outcome,
         dead_letters=tuple(

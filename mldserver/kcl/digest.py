@@ -185,7 +185,7 @@ class Digest:
     def due(self, now: float) -> list[Line]:
         """Return what was only counted for a minute, with the count; what did not come again is forgotten."""
         lines = []
-        for key, shown in [each for each in self._shown.items() if now >= each[1].until]:
+        for key, shown in [entry for entry in self._shown.items() if now >= entry[1].until]:
             if shown.line is None:
                 del self._shown[key]
             else:

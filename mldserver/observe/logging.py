@@ -88,8 +88,8 @@ def configure(
 
     def observe(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         structlog.processors.add_log_level(logger, method, event)
-        for each in observers:
-            each(event)
+        for observer in observers:
+            observer(event)
         if _LEVELS[event["level"]] < lowest:
             raise structlog.DropEvent
         return event

@@ -100,9 +100,8 @@ def _coloured(text: str, colour: str, colours: bool) -> str:  # noqa: FBT001  # 
 
 
 def _value(value: Any) -> str:
-    if isinstance(value, str):
-        bare = _PLAIN_WORD.fullmatch(value) and not _CONTROL.search(value)
-        return value if bare else harmless(as_json({"": value})[4:-1].decode())
+    if isinstance(value, str) and _PLAIN_WORD.fullmatch(value) and not _CONTROL.search(value):
+        return value
     return harmless(as_json({"": value})[4:-1].decode())
 
 

@@ -84,7 +84,7 @@ class Selection:
         return (
             (self.shard is None or fnmatchcase(str(event.get("shard", "")), self.shard))
             and (self.level is None or _rank(event.get("level")) >= _rank(self.level))
-            and (not self.events or any(fnmatchcase(str(event["event"]), each) for each in self.events))
+            and (not self.events or any(fnmatchcase(str(event["event"]), pattern) for pattern in self.events))
             and (self.since is None or _at_or_after(event.get("timestamp"), self.since))
         )
 

@@ -185,7 +185,9 @@ def publish_into(table: Path, job: PublishJob) -> None:
         ).rowcount
         if changed:
             database.execute("DELETE FROM files WHERE window_id = ?", (job.window.id,))
-            database.executemany("INSERT INTO files VALUES (?, ?)", [(job.window.id, each) for each in data])
+            database.executemany(
+                "INSERT INTO files VALUES (?, ?)", [(job.window.id, content) for content in data]
+            )
         kill_point("sink.writing")
     kill_point("sink.written")
 
