@@ -165,7 +165,7 @@ async def _runtime(settings: Settings, around: Surroundings) -> tuple[Runtime, H
     }
     if settings.workers is None:
         spec = await aside(partial(load_spec, settings.handler), name="mldserver-import")
-        return InlineRuntime(spec, clock=around.clock, random=around.rng, **common), spec
+        return InlineRuntime(spec, clock=around.clock, random=around.rng, at_once=True, **common), spec
     from mldserver.workers.runtime import WorkerRuntime  # noqa: PLC0415  # not needed where there are none
 
     limits = Limits(settings.worker_kill_after_ms, settings.worker_memory)
@@ -254,6 +254,7 @@ def _listener(settings: Settings, parts: SourceParts) -> Source:
         limits=settings.part(ConnectionLimits),
         connection_limit=settings.connection_limit,
         answer_deadline=settings.answer_deadline_seconds,
+        progress_seconds=settings.flush_interval_ms / 1000,
         **parts._asdict(),
     )
 

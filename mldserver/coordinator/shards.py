@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from mldserver.base.clock import Clock
     from mldserver.coordinator.backpressure import Backpressure
     from mldserver.coordinator.core.buffer import Buffer
-    from mldserver.coordinator.core.flush import BufferedBatch
     from mldserver.coordinator.core.lineage import Lineage
     from mldserver.coordinator.core.rules import CoordinatorRules
     from mldserver.coordinator.core.sessions import Sessions
@@ -160,23 +159,28 @@ class Shards:
 
     # What shard sessions ask.
 
-    def take(self, session: ShardSession, outcome: BatchOutcome) -> None:
-        """Buffer a batch of a live session."""
-        shard_id, now_ms = session.shard_id, self.clock.steady_ms()
+    def take(
+        self, session: ShardSession, outcome: BatchOutcome, now_ms: int, received_ms: int | None
+    ) -> bool:
+        """Buffer a batch of a live session; return whether its daemon may be answered: its shard is not held back."""
+        shard_id, outline = session.shard_id, outcome.outline
+        node = self.lineage[shard_id]
         batch = buffered(
             shard_id,
             session.epoch,
             outcome,
-            floor_ms=self.lineage.floor_ms(shard_id),
+            floor_ms=self.lineage.floor_ms(shard_id) if node.effective_ms is None else node.effective_ms,
             spec=self._spec,
             max_ahead_ms=self.rules.max_ahead_ms,
         )
+        last = session.settle(outcome)
+        if last != batch.last:
+            batch = replace(batch, last=last)
         if batch.ahead is not None:
             self._ahead.note(shard_id, batch.ahead)
         if batch.effective_ms is not None:
-            self.lineage[shard_id].effective_ms = batch.effective_ms
-        outline, batch = outcome.outline, session.settle(outcome, batch)
-        fresh = outline.records - outline.duplicates
+            node.effective_ms = batch.effective_ms
+        fresh = outline.records > outline.duplicates
         self.watermark.observed(
             shard_id,
             now_ms,
@@ -184,12 +188,17 @@ class Shards:
             lag_ms=outline.millis_behind_latest,
             event_ms=batch.latest_event_ms if fresh else None,
             arrival_ms=batch.effective_ms,
+            received_ms=received_ms,
         )
         if fresh or batch.last is not None:
             self.buffer.add(batch)
             self.rows_accepted += 0 if batch.rows is None else len(batch.rows)
         if self.buffer.bytes >= self.rules.flush_bytes:
             self._cycle.soon()
+        if self.backpressure.is_held(session):
+            return False
+        self.watermark.answered(shard_id, now_ms)
+        return True
 
     async def admit(self, session: ShardSession) -> None:
         """Wait while the session's shard is held back."""
@@ -245,22 +254,30 @@ class ShardSession:
         if self.alive:
             self._shards.watermark.began(self.shard_id, self._shards.clock.steady_ms())
 
+    def take(self, outcome: BatchOutcome, now_ms: int, received_ms: int | None = None) -> bool:
+        """Take a batch's rows; return whether the daemon may be answered, or is to wait until it is ``admitted``."""
+        return not self.alive or self._shards.take(self, outcome, now_ms, received_ms)
+
+    async def admitted(self) -> None:
+        """Wait while the shard is held back; from then on its silence counts."""
+        if self.alive:
+            await self._shards.admit(self)
+            self._answered()
+
     async def accept(self, outcome: BatchOutcome) -> None:
         """Take a batch's rows; returns when the daemon may be answered."""
-        if not self.alive:
-            return
-        self._shards.take(self, outcome)
-        await self._shards.admit(self)
-        self._answered()
+        if not self.take(outcome, self._shards.clock.steady_ms()):
+            await self.admitted()
 
-    def settle(self, outcome: BatchOutcome, batch: BufferedBatch) -> BufferedBatch:
-        """Count a batch as accepted; return it with the end of what it makes durable."""
-        outline = outcome.outline
-        self.position.deliver(outline.last)
-        if outline.records > outline.duplicates:
-            self.position.accept(outline.last)
-        last = self.position.claim(outcome.position if outcome.keeps_position else outline.last)
-        return batch if last == batch.last else replace(batch, last=last)
+    def settle(self, outcome: BatchOutcome) -> Sequence | None:
+        """Count a batch as accepted; return how far the shard's position moves with it, None: it stays."""
+        outline, position = outcome.outline, self.position
+        last = outline.last
+        if last is not None:
+            position.deliver(last)
+            if outline.records > outline.duplicates:
+                position.accept(last)
+        return position.claim(outcome.position if outcome.keeps_position else last)
 
     def advance(self, position: Sequence) -> None:
         """Note that a handler which keeps its position has checkpointed so far in a hook of its own."""

@@ -33,7 +33,7 @@ _ARGUMENTS: Final = {
 """Every hook with the arguments it is called with."""
 _NAMES: Final = (
     *_ARGUMENTS,
-    *("schema", "windows", "concurrency", "window_columns", "writes_for_itself"),
+    *("schema", "windows", "concurrency", "window_columns", "writes_for_itself", "blocking"),
 )
 
 
@@ -84,6 +84,9 @@ class _Inspection:
         concurrency = self._concurrency(record_hook)
         window_columns = self._window_columns()
         writes_for_itself = self._writes_for_itself(hooks)
+        blocking = self._attribute("blocking")
+        if type(blocking) not in {bool, type(None)}:
+            self._find(f"blocking is {blocking!r}; write True or False", "blocking")
         self._check_rows(schema, hooks)
         self._check_spelling()
         if record_hook is None or any(finding.is_error for finding in self.findings):
@@ -101,6 +104,7 @@ class _Inspection:
             concurrency,
             window_columns,
             writes_for_itself,
+            blocking is True,
             self.loaded.version(target),
         )
 

@@ -80,6 +80,8 @@ class HandlerSpec:
     """The columns of the output that hold its window's start and end; None: the output has none."""
     writes_for_itself: bool = False
     """Whether ``on_window`` may return None, having written its window somewhere itself."""
+    blocking: bool = False
+    """Whether its synchronous hooks may wait for something: then they never run on the server's event loop."""
     version: str = ""
     """What its ``version`` says; else ``sha256:`` and the beginning of its module's hash; empty without a source."""
 

@@ -83,7 +83,10 @@ shard.discovered  info  parents
     ListShards names a shard that was not known.
 batch.done  info|debug  records rows duplicates dead_letters skipped discarded bytes first last \
     millis_behind_latest attempts handler_seconds held_seconds checkpoint seconds
-    The one line of a batch, when it is done (debug: an empty one).
+    A batch is done. At info where it was unusual: records failed or came again, or it was held back or answered
+    early.
+batches.done  info  batches records rows bytes first last millis_behind_latest slowest_seconds
+    A shard's batches of one flush interval, together. What is 0 is left out, and so are empty batches.
 batch.answered_early  warning  seconds batches bytes
     The daemon was answered after the answer deadline; so many batches, and bytes of lines, are still worked
     on.

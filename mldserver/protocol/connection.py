@@ -7,7 +7,9 @@ The shell feeds ``receive_data``, ``receive_eof`` and ``timer_fired``, gives com
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Final
+
+import msgspec
 
 from mldserver.errors import InternalError, PeerError, PeerTimeout, ProtocolViolation
 from mldserver.protocol import events as ev
@@ -76,7 +78,7 @@ _REASONS: Final = {
 }
 
 
-class _Step(NamedTuple):
+class _Step(msgspec.Struct, frozen=True):
     """A transition on its way: where it came from, what caused it, and the error that came with it."""
 
     before: State
@@ -113,11 +115,6 @@ class MLDConnection:
         return self._state
 
     @property
-    def buffered(self) -> int:
-        """Bytes held of an incomplete line."""
-        return self._framer.pending
-
-    @property
     def checkpoints_stopped(self) -> bool:
         """Whether the daemon said that the lease is gone."""
         return self._gone
@@ -132,19 +129,23 @@ class MLDConnection:
         happened, self._events = self._events, []
         return happened
 
-    def receive_data(self, data: bytes | bytearray, size: int | None = None) -> None:
+    def receive_data(self, data: bytes | bytearray, size: int | None = None) -> int:
         """Take the first ``size`` bytes (default: all) of ``data`` from the peer; ``data`` may be used again afterwards.
 
-        Never raises: what is wrong with them ends this connection, with Failed.
+        Returns how many bytes of an incomplete line are held now. Never raises: what is wrong with them ends this
+        connection, with Failed.
         """
         if self._state is State.CLOSED:
-            return
+            return self._framer.pending
         lines = self._framer.feed(data, size)
         if lines:
             self._cancel(Timer.PARTIAL_LINE)
         for line in lines:
             self._receive_line(line)
-        self._check_partial()
+        pending = self._framer.pending
+        if pending or self._timers or self._framer.error is not None:
+            self._check_partial()
+        return pending
 
     def receive_eof(self) -> None:
         """Take the end of the peer's data. A line without its end is reported and dropped."""
@@ -180,7 +181,7 @@ class MLDConnection:
 
         Raises InternalError when none is outstanding, or a checkpoint is, or a shard's end is not checkpointed.
         """
-        self._command(Input.ANSWER_GONE if self._gone else Input.ANSWER)
+        self._step(Input.ANSWER_GONE if self._gone else Input.ANSWER)
 
     def checkpoint(self, position: Sequence | None) -> None:
         """Ask for a checkpoint at ``position``; None: at everything delivered, which at a shard's end is SHARD_END.
@@ -192,21 +193,21 @@ class MLDConnection:
         if self._state is State.ENDING and position is not None:
             raise InternalError(f"A shard's end is checkpointed as a whole, not at {position}.")
         command = Input.CHECKPOINT_GONE if self._gone else Input.CHECKPOINT
-        self._allowed(command)
-        self._position, self._attempts = position, 0
+        if command in TABLE[self._state]:
+            self._position, self._attempts = position, 0
         self._step(command)
 
     def reject(self, error: PeerError) -> None:
         """Say that the batch that was passed on is no valid message. Raises InternalError when there is none."""
-        self._command(Input.REJECT, error)
+        self._step(Input.REJECT, error)
 
     def abort(self, error: MldserverError) -> None:
         """Close on purpose, because of an error of our own side. Raises InternalError when already closed."""
-        self._command(Input.ABORT, error)
+        self._step(Input.ABORT, error)
 
     def close(self) -> None:
         """Close on purpose, without an error. Raises InternalError when already closed."""
-        self._command(Input.CLOSE)
+        self._step(Input.CLOSE)
 
     def _receive_line(self, line: Line) -> None:
         if self._state is State.CLOSED:  # an earlier line of the same bytes ended it
@@ -288,22 +289,18 @@ class MLDConnection:
             what = f"A line was not complete, and nothing more of it came for {seconds:g} seconds."
         return PeerTimeout(what, did=_CLOSED_IT, excerpt=excerpt(self._framer.excerpt))
 
-    def _command(self, command: Input, error: MldserverError | None = None) -> None:
-        self._allowed(command)
-        self._step(command, error)
-
-    def _allowed(self, command: Input) -> None:
-        if command not in TABLE[self._state]:
-            raise InternalError(f"{command} is not possible in state {self._state}.", state=str(self._state))
-
     def _step(self, happened: Input, error: MldserverError | None = None) -> None:
+        """Take the row of the table. Raises InternalError when there is none: only our own side asks unseen."""
         before = self._state
-        row = TABLE[before][happened]
+        row = TABLE[before].get(happened)
+        if row is None:
+            raise InternalError(f"{happened} is not possible in state {before}.", state=str(before))
         self._state = row.to
         if row.to is not before:
             self._events.append(ev.StateChanged(before, row.to, happened))
+        step = _Step(before, happened, error)
         for action in row.actions:
-            self._DOES[action](self, _Step(before, happened, error))
+            self._DOES[action](self, step)
 
     def _deliver(self, _step: _Step) -> None:
         message = self._request

@@ -54,6 +54,10 @@ class LineFramer:
         if self.error is not None:
             return lines
         stop, start = len(data) if size is None else size, 0
+        if not self._partial and 1 < stop <= self._limit and data.find(b"\n", 0, stop) == stop - 1:
+            # One whole line, as nearly always: the rest of this is for those that are not.
+            whole = bytes(memoryview(data)[: stop - 1]).removesuffix(b"\r")
+            return [whole] if whole and not whole.isspace() else lines
         with memoryview(data) as view:
             while (end := data.find(b"\n", start, stop)) >= 0:
                 if not self._fits(end - start, view[start:]):

@@ -49,6 +49,8 @@ __all__ = ["TABLE", "WORKING", "Action", "Input", "State", "Transition"]
 class State(enum.StrEnum):
     """Whose turn it is, and in the middle of what."""
 
+    __hash__ = str.__hash__  # an enum's own is written in Python, and each step looks four of them up
+
     AWAITING_INITIALIZE = "awaiting_initialize"
     INITIALIZING = "initializing"
     IDLE = "idle"
@@ -76,6 +78,8 @@ class State(enum.StrEnum):
 
 class Input(enum.StrEnum):
     """What can happen: messages and EOF from the peer, commands of our own side, time-outs."""
+
+    __hash__ = str.__hash__  # see above
 
     INITIALIZE = "initialize"
     PROCESS_RECORDS = "process_records"
@@ -107,6 +111,8 @@ class Input(enum.StrEnum):
 
 class Action(enum.Enum):
     """What a transition does beside changing the state."""
+
+    __hash__ = object.__hash__  # see above
 
     DELIVER = enum.auto()
     """Hand the request to our side."""

@@ -16,8 +16,10 @@ import asyncio
 import contextlib
 import copy
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import msgspec
 
 from mldserver.handler.failure import Failure, bad_row, describe
 from mldserver.runtime.deadlines import Watch
@@ -48,17 +50,18 @@ class BoundHook:
     name: str
     function: Callable[[Any], Any]
     is_async: bool
+    plainly: bool = False
+    """Whether a batch is nearly always one run of its calls, whose values are the rows."""
     plain: frozenset[type] = _PLAIN
     """Types of returned values that ``take`` would not change: it is not called for them."""
     take: Callable[[Any], Any] = settled
     """Makes of what was returned, at once and as part of the call, what is kept of it. Raises what is wrong with it."""
 
 
-@dataclass(slots=True)
-class Returned:
+class Returned(msgspec.Struct):
     """What a run of calls returned, up to the first that failed."""
 
-    values: list[Any] = field(default_factory=list)
+    values: list[Any] = msgspec.field(default_factory=list)
     failure: Failure | None = None
     """Why the call after ``values`` failed; None when all arguments were worked on."""
 
@@ -69,13 +72,15 @@ class Caller:
     def __init__(
         self,
         *,
-        thread: WorkerThread,
+        thread: WorkerThread | None,
         deadlines: Deadlines,
         clock: Clock,
         interrupts: bool = True,
         mark: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Call on ``thread`` what is synchronous; ``deadlines`` are looked after while they are run.
+        """Call on ``thread`` what is synchronous; None: where it is asked for, on the event loop.
+
+        ``deadlines`` are looked after while they are run.
 
         ``interrupts``: whether a KeyboardInterrupt on the event loop's thread is the operator's, and passes through.
         ``mark`` is given 1 when a run of calls begins, on the thread where it does, and -1 when it ends.
@@ -119,26 +124,50 @@ class Caller:
 
         One hop to the thread costs more than a small batch does: whoever has more to do there does it in one.
         """
+        thread = thread or self._thread
+        if thread is None:
+            return self.here(function, hook, shard=shard)
         watch = Watch(hook.name, shard)
         self.deadlines.begin(watch)
         try:
-            return await (thread or self._thread).run(lambda: function(watch))
+            return await thread.run(lambda: function(watch))
         finally:
             self.deadlines.end(watch)
 
-    def call_sync(self, hook: BoundHook, arguments: Iterable[Any], watch: Watch) -> Returned:
-        """Do as ``run`` does, for a synchronous hook, on the thread where this is called; ``in_hand``."""
+    def here(self, function: Callable[[Watch], _T], hook: BoundHook, *, shard: str) -> _T:
+        """Return what ``function`` returns, called at once; it may call the synchronous ``hook``.
+
+        Nothing else runs on the event loop meanwhile: what was slow is told when it is over.
+        """
+        watch = Watch(hook.name, shard)
+        began_ms = self._clock.steady_ms()
+        self.deadlines.begin(watch)
+        try:
+            return function(watch)
+        finally:
+            self.deadlines.end(watch)
+            if (took_ms := self._clock.steady_ms() - began_ms) >= self.deadlines.limit_ms:
+                self.deadlines.tell_blocked(watch, took_ms)
+
+    def call_sync(self, hook: BoundHook, arguments: Iterable[Any], watch: Watch | None) -> Returned:
+        """Do as ``run`` does, for a synchronous hook, on the thread where this is called; ``in_hand``.
+
+        ``watch`` is None on the event loop: nobody could look at it there.
+        """
         returned, function, now_ms = Returned(), hook.function, self._clock.steady_ms
         values, plain, take = returned.values, hook.plain, hook.take
         try:
             for argument in arguments:
-                # In this order: whoever gives the call up looks whether it has begun only when that is written.
-                watch.started_ms = now_ms()
-                if watch.abandoned:
-                    break
+                if watch is not None:
+                    # In this order: whoever gives the call up looks whether it has begun only when that is written.
+                    watch.started_ms = now_ms()
+                    if watch.abandoned:
+                        break
                 value = function(argument)
                 values.append(value if type(value) in plain else take(value))
-        except BaseException as error:  # noqa: BLE001  # the user's code may raise anything; see the module
+        except BaseException as error:  # the user's code may raise anything; see the module
+            if self.is_operators(error):
+                raise
             returned.failure = _failure(error)
         return returned
 

@@ -7,6 +7,7 @@ than a small batch does.
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,7 @@ class Deadlines:
         self._handler = handler
         self._clock = clock
         self.seconds = seconds
+        self.limit_ms = math.inf if seconds is None else seconds * 1000
         self._watches: set[Watch] = set()
         self._come = asyncio.Event()
 
@@ -64,6 +66,15 @@ class Deadlines:
             self._watches.discard(watch)
         else:
             self._forget_ended()
+
+    def tell_blocked(self, watch: Watch, took_ms: int) -> None:
+        """Tell of a call that held up the event loop for longer than it may."""
+        self._tell_slow(
+            watch,
+            took_ms / 1000,
+            did="The call has held up every shard of the server.",
+            advice="Write blocking = True in the handler, or run it in workers.",
+        )
 
     def running_ms(self) -> int:
         """Return how long the longest call that cannot be stopped has run; from any thread.
@@ -119,14 +130,21 @@ class Deadlines:
         watch.told_ms = self._clock.steady_ms()
         if _expire(watch, watch.told_ms):
             return
+        self._tell_slow(
+            watch,
+            _running(watch, watch.told_ms),
+            did="The call cannot be stopped; it is waited for.",
+            advice="Give the handler's own calls time-outs.",
+        )
+
+    def _tell_slow(self, watch: Watch, seconds: float, **told: str) -> None:
         log.warning(
             "handler.slow",
             shard=watch.shard,
             handler=self._handler,
             hook=watch.hook,
-            seconds=_running(watch, watch.told_ms),
-            did="The call cannot be stopped; it is waited for.",
-            advice="Give the handler's own calls time-outs.",
+            seconds=seconds,
+            **told,
         )
 
 

@@ -1,7 +1,8 @@
 """The runtime inside the server's own process: for tests and small set-ups.
 
-Synchronous hooks of a pipeline run on one worker thread (``base/threads.py``; with lanes, ``process_record`` on one for
-each; record processors of amazon_kclpy on one for each shard), asynchronous ones on the event loop; what a hook does
+Asynchronous hooks run on the event loop. Synchronous ones do too where the runtime is to work ``at_once``: a batch is then
+done when the call returns. A handler that says ``blocking = True``, lanes, and record processors of amazon_kclpy (which may
+wait for much) have threads (``base/threads.py``): one for the pipeline, for each lane, or for each shard. What a hook does
 cannot reach the wire (``calls.py``, ``failure.py``).
 Memory and crashes are shared with the server: a hook that ends the interpreter (``os._exit``, a crash in C) ends the
 server, whose ledger makes up for it at the next start.
@@ -32,7 +33,7 @@ from mldserver.runtime.rows import RowBuilder
 from mldserver.runtime.work import BatchWork, Tools
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Coroutine, Mapping
 
     from mldserver.base.clock import Clock
     from mldserver.handler.failure import Failure
@@ -77,6 +78,7 @@ class InlineRuntime:
         random: Callable[[], float],
         deadline_seconds: float | None = None,
         concurrency: int | None = None,
+        at_once: bool = False,
         interrupts: bool = True,
         mark: Callable[[int], None] = lambda _: None,
     ) -> None:
@@ -84,8 +86,9 @@ class InlineRuntime:
 
         ``concurrency``: records of a batch, of different keys, at the same time; None: as many as the handler says.
         ``random`` gives floats in [0, 1) for the jitter of retries. A call may take ``deadline_seconds`` (None: any
-        time): an asynchronous one is then cancelled and has failed, a synchronous one is told in the log. ``interrupts`` and
-        ``mark``: as ``Caller`` has them.
+        time): an asynchronous one is then cancelled and has failed, a synchronous one is told in the log. ``at_once``:
+        call synchronous hooks on the event loop, unless the handler is ``blocking``. ``interrupts`` and ``mark``: as
+        ``Caller`` has them.
         """
         self._interrupts = interrupts
         self._mark = mark
@@ -95,6 +98,7 @@ class InlineRuntime:
         self._random = random
         self._deadline = deadline_seconds
         self._concurrency = concurrency
+        self._at_once = at_once
         self._thread = WorkerThread("mldserver-handler")
         self._threads = [self._thread]
         self._shard_threads = ShardThreads()
@@ -108,8 +112,13 @@ class InlineRuntime:
         if isinstance(spec, str):
             spec = await self._thread.run(partial(load_spec, spec))
         deadlines = Deadlines(handler=spec.path, clock=self._clock, seconds=self._deadline)
+        lanes, is_async = self._lanes(spec), spec.hooks[spec.record_hook].is_async
+        processor = spec.kind is HandlerKind.PROCESSOR
+        here = self._at_once and not (spec.blocking or is_async or processor or lanes > 1)
+        # What is parked is known only when a batch is over: such batches are awaited.
+        self._at_once = here and not self._policy.parks
         caller = Caller(
-            thread=self._thread,
+            thread=None if here else self._thread,
             deadlines=deadlines,
             clock=self._clock,
             interrupts=self._interrupts,
@@ -125,7 +134,7 @@ class InlineRuntime:
             random=self._random,
             rows=rows,
             told=FailureNotices(self._clock.steady_ms),
-            lanes=self._lanes(spec),
+            lanes=lanes,
         )
         log.info(
             "handler.loaded",
@@ -152,6 +161,14 @@ class InlineRuntime:
             if self._policy.on_failure is OnFailure.HALT and failures >= self._policy.attempts:
                 raise self._halted(shard, hook, failure, failures)
             await self._wait(shard, hook, failure, failures, grave=failures >= self._policy.attempts)
+
+    def begin(self, delivery: Delivery) -> BatchOutcome | Coroutine[None, None, BatchOutcome]:
+        """Do as ``process`` does, at once as far as it goes (see ``Runtime.begin``)."""
+        if not self._at_once or delivery.redriven:
+            return self.process(delivery)
+        opened = self._opened(delivery.shard_id)
+        hook = opened.hooks[opened.tools.spec.record_hook]
+        return BatchWork(opened.tools, hook, delivery, opened.decoder).begin()
 
     async def process(self, delivery: Delivery) -> BatchOutcome:
         """Decode a batch and run the handler over its records (see ``Runtime.process``)."""
@@ -290,6 +307,10 @@ class InlineRuntime:
         }
         if (by_record := hooks.get(RecordHook.RECORD)) is not None:
             hooks[RecordHook.RECORD] = replace(by_record, plain=tools.rows.plain, take=tools.rows.take)
+        for name in (RecordHook.RECORD, RecordHook.RECORDS):
+            if name in hooks and tools.spec.record_hook is name:
+                bounded = tools.policy.max_ahead_ms is not None and tools.spec.time_column is not None
+                hooks[name] = replace(hooks[name], plainly=tools.lanes == 1 and not bounded)
         initialize = hooks.get("initialize")
         if initialize is not None:
             returned = await tools.caller.run(initialize, [shard], shard=shard.id)

@@ -17,7 +17,7 @@ from mldserver.protocol.wire_records import DecodedBatch
 from mldserver.records import Record
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Coroutine, Mapping
 
     import pyarrow as pa
 
@@ -207,6 +207,13 @@ class Runtime(Protocol):
 
         Opening a shard again replaces what was there. Failures are retried for as long as the caller waits, but
         under the policy ``halt``: then HandlerHalted.
+        """
+        ...
+
+    def begin(self, delivery: Delivery) -> BatchOutcome | Coroutine[None, None, BatchOutcome]:
+        """Do as ``process`` does, as far as that goes without waiting; return what is to be awaited where it does not.
+
+        Raises as ``process`` does. Whoever does not want the rest any more closes it.
         """
         ...
 

@@ -138,17 +138,21 @@ class Lane:
         """Return what ``function`` returns, run on the lane's thread."""
         return await self.tools.caller.on_thread(function, self.hook, shard=self.shard_id, thread=self.thread)
 
-    def advance(self, step: Step | None, watch: Watch) -> Step | None:
-        """Make calls, this one first; return the one that a pause must come before."""
+    def advance(self, step: Step | None, watch: Watch, returned: Returned | None = None) -> Step | None:
+        """Make calls, this one first; return the one that a pause must come before.
+
+        ``returned``: what the first one came to, if it was made already.
+        """
         caller = self.tools.caller
         with caller.in_hand(watch):
             while step is not None:
-                hook, arguments = self._call(step)
-                returned = caller.call_sync(hook, arguments, watch)
+                if returned is None:
+                    hook, arguments = self._call(step)
+                    returned = caller.call_sync(hook, arguments, watch)
                 if watch.abandoned:
                     return None  # nobody waits for what comes of it
                 self._settle(step, returned)
-                step = self.plan.step()
+                step, returned = self.plan.step(), None
                 if step is not None and step.failures:
                     return step
         return None

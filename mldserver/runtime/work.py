@@ -14,6 +14,7 @@ from msgspec import structs
 from mldserver.errors import HandlerHalted, InternalError, MldserverError
 from mldserver.handler.failure import Failure, describe
 from mldserver.handler.spec import RecordHook
+from mldserver.records import Batch
 from mldserver.runtime.deadlines import Watch
 from mldserver.runtime.failure_policy import Ending
 from mldserver.runtime.interface import BatchOutcome
@@ -22,11 +23,11 @@ from mldserver.runtime.outcome import Taken, damaged, dead_letter, join_rows, ta
 from mldserver.runtime.plan import BatchPlan, End
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 
     from mldserver import records
     from mldserver.protocol.batch_decoder import BatchDecoder
-    from mldserver.runtime.calls import BoundHook
+    from mldserver.runtime.calls import BoundHook, Returned
     from mldserver.runtime.interface import Delivery
     from mldserver.runtime.plan import Again, Step
 
@@ -63,9 +64,27 @@ class BatchWork:
     taken: Taken = field(init=False)
     lanes: list[Lane] = field(default_factory=list)
     rows: Any = None
+    done: bool = False
+    """Whether the first run of calls was all that there was to do."""
 
-    async def run(self) -> BatchOutcome:
-        """Work until every record is decided.
+    def begin(self) -> BatchOutcome | Coroutine[None, None, BatchOutcome]:
+        """Do as ``run`` does, at once on the event loop; return what is left to await, from the first pause on."""
+        clock, caller = self.tools.clock, self.tools.caller
+        began_ms = clock.steady_ms()
+        try:
+            returned, step = self._attempt(None), None
+            if not self.done:
+                step = caller.here(partial(self._go_on, returned), self.hook, shard=self.delivery.shard_id)
+            elif (took_ms := clock.steady_ms() - began_ms) >= caller.deadlines.limit_ms:
+                caller.deadlines.tell_blocked(Watch(self.hook.name, self.delivery.shard_id), took_ms)
+            return self._outcome() if step is None else self.run(step=step)
+        except (Exception, SystemExit) as error:
+            if isinstance(error, MldserverError) or self.delivery.condemned is not None:
+                raise
+            return self.run(error)
+
+    async def run(self, error: BaseException | None = None, *, step: Step | None = None) -> BatchOutcome:
+        """Work until every record is decided; with ``step``, or after ``error``, go on where ``begin`` came to that.
 
         What nobody foresaw in what the handler made is a failure of the batch: it is called again, and condemned when it
         has failed as often as a record may.
@@ -76,15 +95,68 @@ class BatchWork:
         failures = 0
         while True:
             try:
-                await (self._run_async() if self.hook.is_async else self._run_sync())
-                return self._outcome()
-            except (Exception, SystemExit) as error:
-                if isinstance(error, MldserverError) or self.delivery.condemned is not None:
+                if error is None:
+                    await (self._run_async() if self.hook.is_async else self._run_sync(step))
+                    return self._outcome()
+            except (Exception, SystemExit) as failed:
+                if isinstance(failed, MldserverError) or self.delivery.condemned is not None:
                     raise
-                failures += 1
-                await self._again(describe(error), failures)
+                error = failed
+            assert error is not None, "what has no error has an outcome"
+            failures += 1
+            await self._again(describe(error), failures)
+            error = step = None
+
+    def _attempt(self, watch: Watch | None) -> Returned | None:
+        """Decode the batch, call the hook for all records, and make rows of what it returns: mostly that is all.
+
+        Returns what the hook has returned, None when it was not called yet.
+        """
+        self.done = False
+        self._decode()
+        fresh, tools, delivery = self.taken.fresh, self.tools, self.delivery
+        if (
+            not self.hook.plainly
+            or self.parked
+            or delivery.part is not None
+            or delivery.condemned is not None
+        ):
+            return None
+        if not fresh:
+            self.rows, self.done = None, True
+            return None
+        if tools.spec.record_hook is RecordHook.RECORD:
+            returned = tools.caller.call_sync(self.hook, fresh, watch)
+            values: Any = returned.values
+        else:
+            lag = self.taken.outline.millis_behind_latest
+            batch = Batch(fresh, shard_id=delivery.shard_id, millis_behind_latest=lag)
+            returned = tools.caller.call_sync(self.hook, [batch], watch)
+            values = returned.values[0] if returned.values else None
+        if returned.failure is None and (watch is None or not watch.abandoned):
+            self.done = self._take_rows(values)
+        return returned
+
+    def _take_rows(self, values: Any) -> bool:
+        """Make rows of one value a record; False: something is wrong with them, or more to be said."""
+        if values is not None:
+            if type(values) is not list or len(values) != len(self.taken.fresh):
+                return False
+            if values.count(None) < len(values):
+                try:
+                    built = self.tools.rows.build(enumerate(values))
+                except Exception:  # noqa: BLE001  # a value's own code: it runs again where its failure is told
+                    return False
+                if built.faults:
+                    return False
+                self.rows = join_rows([built], self.taken, shard_id=self.delivery.shard_id)
+                return True
+        self.rows = None
+        return True
 
     def _outcome(self) -> BatchOutcome:
+        if self.done:
+            return BatchOutcome(self.taken.outline, self.rows)
         for lane in self.lanes:
             lane.tell()
         for lane in self.lanes:
@@ -148,8 +220,9 @@ class BatchWork:
         """Return the keys whose records are to wait behind dead letters of this batch."""
         return {key: sequence for lane in self.lanes for key, sequence in lane.plan.parked.items()}
 
-    async def _run_sync(self) -> None:
-        step = await self._on_thread(self._begin)
+    async def _run_sync(self, step: Step | None) -> None:
+        if step is None:
+            step = await self._on_thread(self._begin)
         if len(self.lanes) > 1:
             await self._together(Lane.run_sync)
             await self._near(lambda _: self._join())
@@ -161,17 +234,23 @@ class BatchWork:
         return await self.tools.caller.on_thread(function, self.hook, shard=self.delivery.shard_id)
 
     def _begin(self, watch: Watch) -> Step | None:
-        self._take()
-        return None if len(self.lanes) > 1 else self._advance(self.lanes[0].plan.step(), watch)
+        with self.tools.caller.in_hand(watch):
+            returned = self._attempt(watch)
+        return None if self.done or watch.abandoned else self._go_on(returned, watch)
 
-    def _advance(self, step: Step | None, watch: Watch) -> Step | None:
-        step = self.lanes[0].advance(step, watch)
+    def _go_on(self, returned: Returned | None, watch: Watch) -> Step | None:
+        """Plan the batch, whose first run of calls came to this; return what a pause must come before."""
+        self._plan()
+        return None if len(self.lanes) > 1 else self._advance(self.lanes[0].plan.step(), watch, returned)
+
+    def _advance(self, step: Step | None, watch: Watch, returned: Returned | None = None) -> Step | None:
+        step = self.lanes[0].advance(step, watch, returned)
         if step is None:
             self._join()
         return step
 
     async def _run_async(self) -> None:
-        await self._near(lambda _: self._take(), _QUICKLY_DECODED)
+        await self._near(self._take, _QUICKLY_DECODED)
         if len(self.lanes) == 1:
             await self.lanes[0].run_async(self._near)
         else:
@@ -194,14 +273,20 @@ class BatchWork:
         else:
             await self.tools.caller.on_thread(function, self.hook, shard=self.delivery.shard_id)
 
-    def _take(self) -> None:
-        """Decode the payload, and plan one call for all records, or one a lane."""
+    def _take(self, _watch: Watch) -> None:
+        self._decode()
+        self._plan()
+
+    def _decode(self) -> None:
         try:
             self.taken = take(self.delivery, self.decoder)
         except MldserverError:
             raise
         except Exception as error:
             raise InternalError(f"A batch cannot be decoded: {describe(error).error}.") from error
+
+    def _plan(self) -> None:
+        """Plan one call for all records, or one a lane."""
         self.rows = None
         self.lanes = [self._lane(place, indices) for place, indices in self._split()]
         if self.tools.spec.record_hook is RecordHook.TABLE and (faults := damaged(self.taken.fresh)):

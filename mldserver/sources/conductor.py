@@ -1,14 +1,17 @@
 """One task for each connection: takes the daemon's requests one by one through handler and coordinator.
 
+A normal batch does not wake it: it is one synchronous call, from the received bytes to the status (``_at_once``).
+
 Every request runs the same way: what must be durable is made durable, a checkpoint follows where one is due, and only
-then the status goes out. A batch that takes long is answered before it is done (``under_way.py``). EOF cancels whatever
+then the status goes out. A batch that takes long is answered before it is done (``inflight.py``). EOF cancels whatever
 is in progress; the daemon delivers it again.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+import contextlib
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
@@ -26,10 +29,11 @@ from mldserver.protocol.messages import (
     Version,
 )
 from mldserver.records import Hook, Sequence, Shard
-from mldserver.runtime.interface import Delivery, MLDLine
+from mldserver.runtime.interface import BatchOutcome, Delivery, MLDLine
 from mldserver.sources.inflight import Batch, UnderWay
 from mldserver.sources.intake import ShardOpening
 from mldserver.sources.link import CheckpointOutcome
+from mldserver.sources.progress import Progress
 from mldserver.sources.shard_claims import Superseded
 
 if TYPE_CHECKING:
@@ -37,17 +41,22 @@ if TYPE_CHECKING:
 
     from mldserver.base.clock import Clock
     from mldserver.protocol.messages import Line, RequestMessage
-    from mldserver.runtime.interface import BatchOutcome, Runtime
+    from mldserver.runtime.interface import Runtime
     from mldserver.sources.inflight import EarlyAnswers
     from mldserver.sources.intake import Intake, ShardIntake
     from mldserver.sources.link import Link
+    from mldserver.sources.progress import ProgressLog
     from mldserver.sources.shard_claims import Claim, ShardOwners
 
 __all__ = ["Conductor"]
 
 
+_LONG_MS: Final = 1000
+"""A batch whose shard was held back for so long has a line of its own."""
+
+
 class _Done(msgspec.Struct, frozen=True):
-    """What became of a batch, and when (ms)."""
+    """What became of a batch, and when (ms of steady time)."""
 
     outcome: BatchOutcome
     bytes: int
@@ -55,6 +64,21 @@ class _Done(msgspec.Struct, frozen=True):
     began_ms: int
     handled_ms: int
     answerable_ms: int
+
+
+class _Begun(msgspec.Struct, frozen=True):
+    """A batch that was worked on at once until something was to be waited for."""
+
+    received_ms: int
+    outcome: BatchOutcome | None = None
+    """What became of it; the coordinator has it."""
+    rest: Coroutine[None, None, BatchOutcome] | None = None
+    """What the runtime has still to do."""
+
+    def close(self) -> None:
+        """Let go of what was not done, if anything is left of it."""
+        if self.rest is not None:
+            self.rest.close()
 
 
 class Conductor:
@@ -68,9 +92,10 @@ class Conductor:
         intake: Intake,
         owners: ShardOwners,
         early: EarlyAnswers,
+        progress: ProgressLog,
         clock: Clock,
     ) -> None:
-        """Take the parts that the requests run through; ``early`` is shared by all connections."""
+        """Take the parts that the requests run through; ``early`` and ``progress`` are shared by all connections."""
         self._link = link
         self._runtime = runtime
         self._intake = intake
@@ -96,8 +121,9 @@ class Conductor:
             early=early,
             clock=clock,
         )
-        self._batches = 0
-        self._records = 0
+        self._begun: _Begun | None = None
+        self._progress = Progress(link.log, progress)
+        link.at_once = self._at_once
 
     @property
     def shard_id(self) -> str:
@@ -115,13 +141,14 @@ class Conductor:
                     task.cancel()
         finally:
             await self._let_go()
+        self._progress.tell()
         if self._link.close_reason not in {CloseReason.FAILED, CloseReason.EOF_IN_REQUEST}:
             self._link.log.info(
                 "connection.closed",
                 reason=str(self._link.close_reason),
                 seconds=(self._clock.steady_ms() - began) / 1000,
-                batches=self._batches,
-                records=self._records,
+                batches=self._progress.all_batches,
+                records=self._progress.all_records,
             )
 
     async def finish(self) -> None:
@@ -142,7 +169,7 @@ class Conductor:
             while not self._finishing:
                 self._quiet.set()
                 message = await self._link.request()
-                if message is None or self._finishing:
+                if message is None or (self._begun is None and self._finishing):
                     return
                 self._quiet.clear()
                 await self._take(message)
@@ -212,11 +239,59 @@ class Conductor:
             if self._shard.parked:
                 await self._runtime.park(message.shard_id, self._shard.parked)
             claim.opened = True
+        # Its lines name the shard from now on.
+        self._progress.log = self._link.log
         self._link.answer()
+
+    def _at_once(self, line: Line) -> bool:
+        """Work on a batch and answer it, before anything else happens; False: ``_serve`` is to do it, or the rest of it.
+
+        Nearly every batch of a handler that need not be waited for is one call of this. It goes over into the connection's
+        task before it begins where anything is under way, or another has the shard; and in the middle, with what was done
+        so far, where the handler failed or the shard is held back, or a checkpoint is due.
+        """
+        claim, shard = self._claim, self._shard
+        if shard is None or claim is None or not claim.current or claim.lock.locked() or self._finishing:
+            return False
+        if not self._quiet.is_set() or len(self._under_way):
+            return False
+        kill_point("batch.received")
+        received_ms = self._clock.steady_ms()
+        payload = MLDLine(line, self._version)
+        delivery = Delivery(
+            self._shard_id, payload, received_ms=received_ms + self._wall_ms, after=shard.after
+        )
+        try:
+            outcome = self._runtime.begin(delivery)
+            if not isinstance(outcome, BatchOutcome):
+                shard.began()
+                return self._go_over(_Begun(received_ms, rest=outcome))
+            kill_point("batch.handled")
+            now_ms = self._clock.steady_ms()
+            answerable = shard.take(outcome, now_ms, received_ms)
+            kill_point("batch.buffered")
+            if not answerable or shard.checkpoint_due() is not None:
+                return self._go_over(_Begun(received_ms, outcome))
+            self._link.answer()
+            kill_point("batch.answered")
+            self._note(_Done(outcome, len(line), received_ms, received_ms, now_ms, now_ms), now_ms)
+        except PeerError as error:
+            self._link.reject(error)
+        except Exception as error:  # noqa: BLE001  # whatever it is, only this connection may end by it
+            self._abort(error)
+        return True
+
+    def _go_over(self, begun: _Begun) -> Literal[False]:
+        """Let the connection's task go on with a batch; nobody else comes between."""
+        self._begun = begun
+        self._opened()[1].hold()
+        self._quiet.clear()
+        return False
 
     async def _process(self, line: Line) -> None:
         shard, _ = self._opened()
-        kill_point("batch.received")
+        if self._begun is None:
+            kill_point("batch.received")
         try:
             done = await self._under_way.submit(line)
         except PeerError as error:
@@ -226,7 +301,7 @@ class Conductor:
         self._link.answer()
         kill_point("batch.answered")
         if done is not None:
-            self._tell_batch(done, checkpoint)
+            self._note(done, self._clock.steady_ms(), checkpoint)
         else:
             self._link.log.warning(
                 "batch.answered_early",
@@ -238,26 +313,34 @@ class Conductor:
     async def _work(self, batch: Batch[_Done]) -> _Done:
         """Take one batch through handler and coordinator; return when the daemon may be answered."""
         shard, claim = self._opened()
-        began = self._clock.steady_ms()
-        shard.began()  # from here on: a shard whose batch waits, behind dead letters that run again, is not silent
-        async with claim.work():
-            received_ms = batch.received_ms + self._wall_ms
-            payload = MLDLine(batch.line, self._version)
-            delivery = Delivery(self._shard_id, payload, received_ms=received_ms, after=shard.after)
-            outcome = await self._runtime.process(delivery)
-            self._under_way.free(batch)
-            batch.handled = True
-            kill_point("batch.handled")
-            handled = self._clock.steady_ms()
-            await shard.accept(outcome)
-            kill_point("batch.buffered")
-            answerable = self._clock.steady_ms()
-            if self._finishing:
-                await shard.drain()
-        return _Done(outcome, batch.size, batch.received_ms, began, handled, answerable)
+        began_ms = self._clock.steady_ms()
+        if self._begun is None:
+            shard.began()  # from here on: a shard whose batch waits, behind dead letters that run again, is not silent
+        begun, self._begun = self._begun or _Begun(batch.received_ms), None
+        with contextlib.closing(begun):
+            async with claim.work():
+                outcome, answerable = begun.outcome, False
+                if outcome is None:
+                    received_ms = batch.received_ms + self._wall_ms
+                    payload = MLDLine(batch.line, self._version)
+                    delivery = Delivery(self._shard_id, payload, received_ms=received_ms, after=shard.after)
+                    outcome = await (begun.rest or self._runtime.process(delivery))
+                    kill_point("batch.handled")
+                self._under_way.free(batch)
+                batch.handled = True
+                handled_ms = self._clock.steady_ms()
+                if begun.outcome is None:
+                    answerable = shard.take(outcome, handled_ms)
+                    kill_point("batch.buffered")
+                if not answerable:
+                    await shard.admitted()
+                answerable_ms = self._clock.steady_ms()
+                if self._finishing:
+                    await shard.drain()
+        return _Done(outcome, batch.size, begun.received_ms, began_ms, handled_ms, answerable_ms)
 
     def _done_late(self, _batch: Batch[_Done], done: _Done) -> None:
-        self._tell_batch(done, None)
+        self._note(done, self._clock.steady_ms(), late=True)
 
     async def _drain(self) -> None:
         """``shutdownRequested``: one chance to checkpoint everything, since another worker goes on from there.
@@ -354,6 +437,8 @@ class Conductor:
         )
 
     async def _let_go(self) -> None:
+        if self._begun is not None:
+            self._begun.close()
         if self._claim is None:
             return
         if self._claim.current and self._shard is None:
@@ -371,13 +456,18 @@ class Conductor:
             return
         self._owners.release(self._shard_id, self._claim)
 
-    def _tell_batch(self, done: _Done, checkpoint: Sequence | None) -> None:
+    def _note(
+        self, done: _Done, now_ms: int, checkpoint: Sequence | None = None, *, late: bool = False
+    ) -> None:
+        """Count a batch; give it a line of its own where it is unusual, or each is to have one."""
         outcome, outline = done.outcome, done.outcome.outline
-        self._batches += 1
-        self._records += outline.records
-        # An idle shard sends an empty batch a second: a line of each would bury the others.
-        tell = self._link.log.info if outline.records else self._link.log.debug
-        tell(
+        self._progress.note(outcome, done.bytes, now_ms - done.received_ms)
+        held_ms = done.answerable_ms - done.handled_ms
+        failed = outcome.attempts > 1 or outcome.dead_letters or outcome.skipped or outcome.discarded
+        unusual = failed or late or held_ms >= _LONG_MS or outline.duplicates
+        if not unusual and not self._link.debugging:
+            return
+        (self._link.log.info if unusual else self._link.log.debug)(
             "batch.done",
             records=outline.records,
             rows=0 if outcome.rows is None else outcome.rows.num_rows,
@@ -391,9 +481,9 @@ class Conductor:
             millis_behind_latest=outline.millis_behind_latest,
             attempts=outcome.attempts,
             handler_seconds=(done.handled_ms - done.began_ms) / 1000,
-            held_seconds=(done.answerable_ms - done.handled_ms) / 1000,
+            held_seconds=held_ms / 1000,
             checkpoint=_shown(checkpoint),
-            seconds=(self._clock.steady_ms() - done.received_ms) / 1000,
+            seconds=(now_ms - done.received_ms) / 1000,
         )
 
 

@@ -6,7 +6,7 @@ A source opens shards, hands batches in, and learns what may be checkpointed. Fo
     owners.take              the claim under which all that follows is done (``claim.work``)
     intake.open_shard        from there on the shard counts for the watermark
     runtime.open, park       its handler; then ``claim.opened = True``
-    runtime.process, accept  one batch after the other: its payload, and what became of it
+    runtime.process, take    one batch after the other: its payload, and what became of it; ``admitted``
     checkpoint_due           what is durable; the source stores it, and says so (``checkpointed``)
     end, lost, disconnected  how it ended; then ``runtime.forget`` and ``owners.release``
 """
@@ -59,8 +59,15 @@ class ShardIntake(Protocol):
         """Note that a batch was received: the shard is not silent while it is worked on."""
         ...
 
-    async def accept(self, outcome: BatchOutcome) -> None:
-        """Take a batch's rows. Returns when the daemon may be answered: at once, or later when the shard is held back."""
+    def take(self, outcome: BatchOutcome, now_ms: int, received_ms: int | None = None) -> bool:
+        """Take a batch's rows; return whether the daemon may be answered, or is to wait until the shard is ``admitted``.
+
+        ``now_ms``: steady time; ``received_ms``: when it came, where ``began`` was not told of it.
+        """
+        ...
+
+    async def admitted(self) -> None:
+        """Return when the shard is not held back any more."""
         ...
 
     def advance(self, position: Sequence) -> None:

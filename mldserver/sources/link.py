@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import logging
 from typing import TYPE_CHECKING, Final, cast
 
 import structlog
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from mldserver.errors import MldserverError
     from mldserver.protocol.connection import ConnectionLimits
-    from mldserver.protocol.messages import RequestMessage
+    from mldserver.protocol.messages import Line, RequestMessage
     from mldserver.protocol.states import State
     from mldserver.records import Sequence
     from mldserver.sources.unread import ReadBudget
@@ -76,12 +77,19 @@ class Link(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._timers: dict[Timer, asyncio.TimerHandle] = {}
         self._requests: Slot[RequestMessage | None] = Slot()
+        self.at_once: Callable[[Line], bool] | None = None
+        """Works on a batch before anyone is woken; False: ``request`` is to return it."""
+        self.debugging = self.log.is_enabled_for(logging.DEBUG)
         self._reply: asyncio.Future[CheckpointOutcome] | None = None
         self._initialized = False
+        self._partial = 0
+        """Bytes of the incomplete line."""
         self._held = 0
         """Bytes of the batches that are worked on."""
         self._state_before: State | None = None
         self._asked_at = 0.0
+        self.closed = False
+        """Whether the protocol is over."""
         self._closed = Flag()
         self._gone = Flag()
 
@@ -99,9 +107,11 @@ class Link(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """Pass bytes on to the core."""
-        self._core.receive_data(self._buffer, nbytes)
+        partial = self._core.receive_data(self._buffer, nbytes)
         self._pump()
-        self._budget.set_partial(self, self._core.buffered)
+        if partial or self._partial:
+            self._partial = partial
+            self._budget.set_partial(self, partial)
 
     def eof_received(self) -> bool:
         """Pass EOF on; the core closes, and the transport stays open until what is left is written."""
@@ -138,11 +148,6 @@ class Link(asyncio.BufferedProtocol):
             self._start_timer(Timer.PARTIAL_LINE, self._partial_seconds)
 
     # The conductor's side.
-
-    @property
-    def closed(self) -> bool:
-        """Whether the protocol is over."""
-        return self._closed.is_set()
 
     async def request(self) -> RequestMessage | None:
         """Return the daemon's next request; None when there will be none."""
@@ -222,15 +227,19 @@ class Link(asyncio.BufferedProtocol):
             for data in self._core.data_to_send():
                 self._transport.write(data)
         for event in happened:
-            self._carry_out(event)
+            if type(event) is not ev.StateChanged:
+                self._carry_out(event)
+            else:
+                self._state_before = event.from_state
+                if self.debugging:
+                    self.log.debug(
+                        "connection.state", from_state=event.from_state, to_state=event.to_state, on=event.on
+                    )
 
     def _carry_out(self, event: ev.Event) -> None:  # noqa: C901  # one case for each kind of event
         match event:
             case ev.Request(message):
                 self._deliver(message)
-            case ev.StateChanged(before, after, on):
-                self._state_before = before
-                self.log.debug("connection.state", from_state=before, to_state=after, on=on)
             case ev.CheckpointStored(position):
                 seconds = self._loop.time() - self._asked_at
                 self.log.debug("checkpoint.done", sequence=_shown(position), seconds=seconds)
@@ -266,6 +275,8 @@ class Link(asyncio.BufferedProtocol):
             self._initialized = True
             self.log = self.log.bind(shard=message.shard_id)
         elif isinstance(message, ProcessRecords):
+            if self.at_once is not None and self.at_once(message.line):
+                return
             self._held += len(message.line)
             self._budget.set_whole(self, self._held)
         self._requests.put(message)
@@ -301,6 +312,7 @@ class Link(asyncio.BufferedProtocol):
         elif cut_off and reason in _BY_PEER:
             what = f"The peer closed inside a line; its {cut_off} bytes were dropped."
             self.log.warning("connection.failed", reason=str(reason), peer=self.peer, what=what)
+        self.closed = True
         self._closed.set()
         self._resolve(CheckpointOutcome.CLOSED)
         self._requests.put(None)

@@ -21,6 +21,7 @@ from mldserver.errors import NotThereYet, OperatorError
 from mldserver.sources.conductor import Conductor
 from mldserver.sources.inflight import EarlyAnswers
 from mldserver.sources.link import Link
+from mldserver.sources.progress import ProgressLog
 from mldserver.sources.shard_claims import ShardOwners
 from mldserver.sources.unread import ReadBudget
 
@@ -78,6 +79,7 @@ class MLDListener:
         connection_limit: int = 1024,
         read_bytes: int = DEFAULT_READ_BYTES,
         answer_deadline: float | None = None,
+        progress_seconds: float = 1.0,
         owners: ShardOwners | None = None,
         random: Callable[[], float] = _random.random,
     ) -> None:
@@ -85,7 +87,7 @@ class MLDListener:
 
         At ``connection_limit`` connections, peers wait in the kernel's queue; beyond ``read_bytes`` of unread lines,
         all connections but one wait with theirs. ``answer_deadline``: seconds after which a batch is answered though
-        its records are still worked on; None: never.
+        its records are still worked on; None: never. ``progress_seconds``: how often the log tells of a shard's batches.
         """
         self._address = address
         self._runtime = runtime
@@ -94,6 +96,7 @@ class MLDListener:
         self._limits = limits
         self._connection_limit = connection_limit
         self._early = EarlyAnswers(clock=clock, deadline_seconds=answer_deadline)
+        self._progress = ProgressLog(clock=clock, seconds=progress_seconds)
         self._random = random
         self._budget = ReadBudget(read_bytes)
         self._buffer = bytearray(_RECEIVE_BYTES)
@@ -143,11 +146,12 @@ class MLDListener:
                 self._accepting = group.create_task(self._accept(listener, group))
                 if self._stopped:
                     self._accepting.cancel()
-                answering = group.create_task(self._early.run())
+                beside = [group.create_task(self._early.run()), group.create_task(self._progress.run())]
                 await asyncio.wait({self._accepting})
                 self._close_listener(listener)
                 await self._empty.wait()
-                answering.cancel()
+                for task in beside:
+                    task.cancel()
         finally:
             self._close_listener(listener)
 
@@ -253,6 +257,7 @@ class MLDListener:
             intake=self._intake,
             owners=self.owners,
             early=self._early,
+            progress=self._progress,
             clock=self._clock,
         )
         self._serving[link] = conductor

@@ -35,6 +35,8 @@ class Claim:
         self.current = True
         self.opened = False
         """Whether the runtime has the shard open for it."""
+        self.holds = False
+        """Whether its next work has the lock already."""
 
     def work(self) -> AbstractAsyncContextManager[None]:
         """Do work that only the owner may do, never at the same time as another claim's.
@@ -42,6 +44,16 @@ class Claim:
         Raises Superseded when the claim is no longer current, also in the middle of the work, which is cancelled.
         """
         return _Work(self, self.scopes)
+
+    def hold(self) -> None:
+        """Take the lock for the next work, where it is free: part of that is done, and nobody may come between."""
+        attempt = self.lock.acquire()
+        try:
+            attempt.send(None)
+        except StopIteration:
+            self.holds = True
+        finally:
+            attempt.close()
 
     def visit(self) -> AbstractAsyncContextManager[None]:
         """Do work for somebody else between two pieces of the owner's; likewise, and Superseded after ``evict`` too."""
@@ -54,6 +66,9 @@ class Claim:
     def supersede(self) -> None:
         """Cancel the work: another claim has come."""
         self.current = False
+        if self.holds:
+            self.holds = False
+            self.lock.release()
         _cancel(self.scopes)
         self.evict()
 
@@ -81,7 +96,10 @@ class _Work:
         await self._scope.__aenter__()
         self._scopes.add(self._scope)
         try:
-            await claim.lock.acquire()
+            if claim.holds and self._scopes is claim.scopes:
+                claim.holds = False
+            else:
+                await claim.lock.acquire()
         except BaseException as error:
             await self._leave(error)
             raise

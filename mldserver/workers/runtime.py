@@ -34,7 +34,7 @@ from mldserver.workers.spares import Spares
 from mldserver.workers.worker import Worker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Coroutine, Mapping
 
     from mldserver.base.clock import Clock
     from mldserver.handler.spec import HandlerSpec
@@ -214,6 +214,10 @@ class WorkerRuntime:
             await process.ask(wire.Forget(next(process.ids), shard_id))
 
     # Batches.
+
+    def begin(self, delivery: Delivery) -> Coroutine[None, None, BatchOutcome]:
+        """Return what is to be awaited: nothing of it is done in this process."""
+        return self.process(delivery)
 
     async def process(self, delivery: Delivery) -> BatchOutcome:
         """Take a batch through the handler (see ``Runtime.process``), however many processes that takes."""

@@ -105,7 +105,7 @@ def test_what_the_ledger_has_already_is_dropped_up_to_its_position_but_not_a_sha
 class LookedAt:
     """A batch that counts how often anyone asks whose it is."""
 
-    epoch, bytes, last, ends_shard = 1, 10, Sequence(3), False
+    epoch, bytes, last, ends_shard, moves_only = 1, 10, Sequence(3), False, False
 
     def __init__(self, shard_id: str) -> None:
         self._shard_id = shard_id
@@ -128,3 +128,47 @@ def test_however_many_shards_there_are_each_ones_batches_are_found_without_a_loo
         assert buffer.drop_shard(f"shard-{number}") == 10
     assert (len(buffer), buffer.bytes) == (500, 5000)
     assert sum(each.looks for each in batches) <= added + 10 * len(batches)
+
+
+def moving(
+    shard: str, last: int | None, *, effective: int | None = None, event: int | None = None, epoch: int = 1
+) -> BufferedBatch:
+    sequence = None if last is None else Sequence(last)
+    return BufferedBatch(shard, epoch, None, NONE, sequence, effective, event, 0)
+
+
+def test_of_batches_without_rows_one_is_kept_that_says_what_all_did() -> None:
+    buffer = Buffer()
+    for each in (
+        moving("a", 3, effective=30, event=9),
+        moving("b", 1),
+        moving("a", None),
+        moving("a", 5, event=7),
+    ):
+        buffer.add(each)
+    assert list(buffer.snapshot().values()) == [moving("a", 5, effective=30, event=9), moving("b", 1)]
+
+
+def test_what_a_cycle_has_seen_stays_as_it_was() -> None:
+    buffer = Buffer()
+    buffer.add(moving("a", 3))
+    seen = buffer.snapshot()
+    buffer.add(moving("a", 5))
+    buffer.remove(seen)
+    assert list(buffer.snapshot().values()) == [moving("a", 5)]
+
+
+def test_a_position_does_not_move_past_rows_that_came_before_it_nor_into_another_epoch() -> None:
+    buffer, rows = Buffer(), batch("a")
+    given = [moving("a", 1), rows, moving("a", 3), moving("a", 4, epoch=2)]
+    for each in given:
+        buffer.add(each)
+    assert list(buffer.snapshot().values()) == given
+
+
+def test_what_was_dropped_is_not_added_to() -> None:
+    buffer = Buffer()
+    buffer.add(moving("a", 3))
+    buffer.drop_shard("a")
+    buffer.add(moving("a", 5))
+    assert list(buffer.snapshot().values()) == [moving("a", 5)]

@@ -61,6 +61,9 @@ class FakeRuntime:
         await self.doors.wait()
         self._fail("open")
 
+    def begin(self, delivery: Delivery) -> Any:
+        return self.process(delivery)
+
     async def process(self, delivery: Delivery) -> BatchOutcome:
         self.calls.append(("process", delivery.shard_id))
         self.reached.set()
@@ -110,6 +113,7 @@ class FakeShard:
     opening: ShardOpening
     calls: list[str] = field(default_factory=list)
     after: Sequence | None = None
+    last: Sequence | None = None
     eager: bool = True
     durable: Sequence | None = None
     stored: list[Sequence] = field(default_factory=list)
@@ -120,10 +124,19 @@ class FakeShard:
     def began(self) -> None:
         self.calls.append("began")
 
-    async def accept(self, outcome: BatchOutcome) -> None:
+    def take(self, outcome: BatchOutcome, now_ms: int, received_ms: int | None = None) -> bool:
         self.calls.append("accept")
+        self.last = outcome.outline.last or self.after
+        if self.gate.is_set():
+            self.taken()
+        return self.gate.is_set()
+
+    async def admitted(self) -> None:
         await self.gate.wait()
-        self.after = outcome.outline.last or self.after
+        self.taken()
+
+    def taken(self) -> None:
+        self.after = self.last
         if self.eager:
             self.durable = self.after
 

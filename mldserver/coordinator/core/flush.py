@@ -82,6 +82,11 @@ class BufferedBatch(msgspec.Struct, frozen=True):
     """Ids of the dead letters that it is made of. Then it moves no position, and is of no epoch (0)."""
     ahead: Ahead | None = None
 
+    @property
+    def moves_only(self) -> bool:
+        """Whether a position is all that there is to it."""
+        return self.rows is None and not (self.bytes or self.dead_letters or self.ends_shard or self.redriven)
+
 
 @dataclass(frozen=True, slots=True)
 class WindowRows:
@@ -146,8 +151,9 @@ def buffered(
     far the shard is: a clock is wrong, and would make every row after them late.
     """
     outline = outcome.outline
-    arrival = outline.latest_arrival_ms
-    effective = max((ms for ms in (arrival, floor_ms) if ms is not None), default=None)
+    effective = outline.latest_arrival_ms
+    if effective is None or (floor_ms is not None and floor_ms > effective):
+        effective = floor_ms
     rows, event, latest, ahead = outcome.rows, _NO_TIMES, None, None
     if rows is not None and len(rows):
         times = effective_times(rows.column("_time").to_numpy(), floor_ms)
@@ -162,7 +168,8 @@ def buffered(
     if not (isinstance(spec, Tumbling) and spec.on is not None):
         latest = effective if outline.records else None
     size = 0 if rows is None else rows.nbytes
-    size += sum(len(letter.data) + len(letter.traceback) for letter in outcome.dead_letters)
+    if outcome.dead_letters:
+        size += sum(len(letter.data) + len(letter.traceback) for letter in outcome.dead_letters)
     return BufferedBatch(
         shard_id,
         epoch,

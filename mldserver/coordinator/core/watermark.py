@@ -208,14 +208,19 @@ class Watermark:
         lag_ms: int | None,
         event_ms: int | None,
         arrival_ms: int | None,
+        received_ms: int | None = None,
     ) -> None:
         """A batch is accepted.
 
         ``event_ms``: the latest event time among its rows; ``arrival_ms``: the latest effective arrival time among its
-        records. None when it has none.
+        records. None when it has none. ``received_ms``: when it came; None: ``began`` was told of it.
         """
         clock = self._shards[shard_id]
-        self.arrived(arrival_ms, clock.received[-1])
+        if received_ms is not None:
+            clock.in_request = True
+            clock.receive(received_ms)
+        if arrival_ms is not None:
+            self.arrived(arrival_ms, clock.received[-1])
         clock.lag_ms, clock.empty = lag_ms, records == 0
         if arrival_ms is not None:
             clock.arrival_ms = arrival_ms
@@ -224,7 +229,7 @@ class Watermark:
         if event_ms is not None:
             clock.last_row_ms = now_ms
             clock.event_ms = event_ms if clock.event_ms is None else max(event_ms, clock.event_ms)
-        if self._proved_caught_up(clock) and len(clock.received) > PREFETCH:
+        if records == 0 and lag_ms == 0 and len(clock.received) > PREFETCH:
             clock.advance(self._aws_ms(clock.received[0]))
 
     def answered(self, shard_id: str, now_ms: int) -> None:

@@ -59,7 +59,7 @@ async def _served() -> AsyncIterator[Connection]:
     with tempfile.TemporaryDirectory(prefix="hot-") as folder:
         path = Path(folder) / "socket"
         settings = Settings(
-            handler="bench.hot.handlers.touch_async",
+            handler="bench.hot.handlers.touch",
             out=Path(folder) / "out",
             listen=UnixAddress(path),
             log_file=Path(folder) / "log",
