@@ -145,8 +145,10 @@ class BatchWork:
             if values.count(None) < len(values):
                 try:
                     built = self.tools.rows.build(enumerate(values))
-                except Exception:  # noqa: BLE001  # a value's own code: it runs again where its failure is told
-                    return False
+                except BaseException as error:
+                    if self.tools.caller.is_operators(error):
+                        raise
+                    return False  # a value's own code: it runs again where its failure is told
                 if built.faults:
                     return False
                 self.rows = join_rows([built], self.taken, shard_id=self.delivery.shard_id)

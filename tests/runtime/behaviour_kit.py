@@ -18,7 +18,7 @@ from mldserver.protocol.messages import Version
 from mldserver.records import Sequence, Shard
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, OnKeyFailure, failure_rule
 from mldserver.runtime.inline import InlineRuntime
-from mldserver.runtime.interface import Delivery, MLDLine
+from mldserver.runtime.interface import BatchOutcome, Delivery, MLDLine
 from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.worker import Limits
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
 
     from mldserver.records import Hook
-    from mldserver.runtime.interface import BatchOutcome, Runtime
+    from mldserver.runtime.interface import Runtime
 
-KINDS: Final = ("inline", "workers")
+KINDS: Final = ("inline", "at once", "workers")
 BY_RECORD: Final = ("ByRecord", "ByRecordAsync")
 BY_BATCH: Final = ("ByBatch", "ByBatchAsync", "ByTable", "ByTableAsync")
 DELAY: Final = 0.001
@@ -63,9 +63,15 @@ class Cast:
             "concurrency": self.concurrency,
         }
         path = f"runtime.behaviour_handlers.{self.handler}"
-        if self.kind == "inline":
-            return InlineRuntime(path, clock=SystemClock(), random=random.random, **common)
+        if self.kind != "workers":
+            at_once = self.kind == "at once"
+            return InlineRuntime(path, clock=SystemClock(), random=random.random, at_once=at_once, **common)
         return WorkerRuntime(path, workers=1, limits=Limits(None, None), log_level=10, **common)
+
+
+def over_waiting(*handlers: str, **options: Any) -> pytest.MarkDecorator:
+    """As ``over``, for hooks that wait for what the event loop is to do: synchronous ones cannot run on it."""
+    return over(*handlers, kinds=("inline", "workers"), **options)
 
 
 def over(
@@ -75,7 +81,7 @@ def over(
     concurrency: int | None = None,
     kinds: tuple[str, ...] = KINDS,
 ) -> pytest.MarkDecorator:
-    """Run a test over both kinds of runtime (or those of ``kinds``), with each of these handlers.
+    """Run a test over all kinds of runtime (or those of ``kinds``), with each of these handlers.
 
     They are of ``obedient.py``, unless they name their module.
     """
@@ -92,6 +98,7 @@ def over(
         )
         for kind in kinds
         for handler in handlers
+        if kind != "at once" or not handler.endswith("Async")
     ]
     return pytest.mark.parametrize("stage", casts, indirect=True)
 
@@ -156,7 +163,9 @@ class Played:
         self, line: bytes, *, after: int | None = None, version: Version = Version.V2, **more: Any
     ) -> BatchOutcome:
         position = None if after is None else Sequence(after)
-        return await self.runtime.process(Delivery(self.id, MLDLine(line, version), 9_000, position, **more))
+        delivery = Delivery(self.id, MLDLine(line, version), 9_000, position, **more)
+        begun = self.runtime.begin(delivery)
+        return begun if isinstance(begun, BatchOutcome) else await begun
 
     def record(self, number: int, payload: Any, key: str | None) -> dict[str, Any]:
         data = payload if isinstance(payload, bytes) else json.dumps(str(payload)).encode()

@@ -346,7 +346,7 @@ async def test_an_error_may_say_what_no_text_can_hold(stage: Stage) -> None:
     assert letter.error.encode(errors="backslashreplace") == rb"ValueError: \udc80 is no text"
 
 
-@over("ByRecord", "ByBatch", "ByTable")
+@over("ByRecord", "ByBatch", "ByTable", kinds=("inline", "workers"))
 async def test_an_interrupt_that_a_synchronous_hook_raises_is_a_failure_like_any_other(stage: Stage) -> None:
     shard = await stage.opened()
     outcome = await shard.process("row", "raise KeyboardInterrupt", "row")

@@ -17,7 +17,7 @@ from runtime.behaviour_kit import (
     column,
     dead,
     on_stage,
-    over,
+    over_waiting,
     told,
 )
 from support.serving import until
@@ -37,9 +37,9 @@ BEGUN = "initialize TRIM_HORIZON"
 LANES = 3
 DEADLINE = 0.05
 KEY_OF_LANE = {lane_of(key, LANES): key for key in "abcdefgh"}
-by_record = over(*BY_RECORD)
-parking = over(*BY_RECORD, "ByBatch", "ByTableAsync", policy=PARK)
-in_lanes = over(*BY_RECORD, concurrency=LANES)
+by_record = over_waiting(*BY_RECORD)
+parking = over_waiting(*BY_RECORD, "ByBatch", "ByTableAsync", policy=PARK)
+in_lanes = over_waiting(*BY_RECORD, concurrency=LANES)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -115,7 +115,7 @@ async def test_opening_is_tried_until_it_succeeds_with_a_fresh_instance_each_tim
     ], "from the policy's attempts on a person is called, once a minute"
 
 
-@over(*BY_RECORD, policy=HALT)
+@over_waiting(*BY_RECORD, policy=HALT)
 async def test_under_halt_opening_is_given_up_after_the_attempts(
     stage: Stage, logged: list[dict[str, Any]]
 ) -> None:
@@ -151,7 +151,7 @@ async def test_a_failing_hook_is_tried_again_then_logged_and_never_raised(
     assert await shard.calls() == [BEGUN, *["shutdown_requested"] * 3]
 
 
-@over("shared")
+@over_waiting("shared")
 async def test_hooks_that_a_handler_does_not_have_are_not_missed(
     stage: Stage, logged: list[dict[str, Any]]
 ) -> None:
@@ -237,21 +237,21 @@ async def test_a_redriven_letter_that_fails_again_is_a_letter_again_whatever_the
     assert (column(outcome, "n"), dead(outcome), outcome.skipped) == ([2], [1], 0)
 
 
-@over("ByRecord", policy=HALT)
+@over_waiting("ByRecord", policy=HALT)
 async def test_a_redriven_letter_that_fails_again_does_not_halt_its_shard(stage: Stage) -> None:
     shard = await stage.opened()
     outcome = await shard.process("raise ValueError", "row", redriven=True)
     assert (column(outcome, "n"), dead(outcome)) == ([2], [1])
 
 
-@over("ByRecord", policy=SKIP)
+@over_waiting("ByRecord", policy=SKIP)
 async def test_a_redriven_letter_that_fails_again_is_not_skipped(stage: Stage) -> None:
     shard = await stage.opened()
     outcome = await shard.process("raise ValueError", "row", redriven=True)
     assert (column(outcome, "n"), dead(outcome), outcome.skipped) == ([2], [1], 0)
 
 
-@over(*BY_RECORD, "ByBatch", "ByTable")
+@over_waiting(*BY_RECORD, "ByBatch", "ByTable")
 async def test_of_a_part_of_a_batch_only_these_records_are_processed(stage: Stage) -> None:
     shard = await stage.opened()
     outcome = await shard.process(*["row"] * 6, after=1, part=range(1, 3))
@@ -262,7 +262,7 @@ async def test_of_a_part_of_a_batch_only_these_records_are_processed(stage: Stag
     assert (nothing.rows, nothing.outline.records) == (None, 6)
 
 
-@over(*BY_RECORD, "ByBatch", "ByTable")
+@over_waiting(*BY_RECORD, "ByBatch", "ByTable")
 async def test_condemned_records_are_dead_letters_without_a_call(stage: Stage) -> None:
     shard = await stage.opened()
     outcome = await shard.process(*["row"] * 3, part=range(1, 3), condemned="WorkerDied: of this")
@@ -297,7 +297,7 @@ async def test_lanes_keep_the_order_of_each_key_whatever_fails(stage: Stage) -> 
     assert len(calls) == len(payloads) + 8 * 2
 
 
-@over(*BY_RECORD, concurrency=LANES, policy=HALT)
+@over_waiting(*BY_RECORD, concurrency=LANES, policy=HALT)
 async def test_a_lane_that_halts_stops_the_shard(stage: Stage) -> None:
     shard = await stage.opened()
     with pytest.raises(HandlerHalted, match="ValueError: no good"):
@@ -348,7 +348,7 @@ async def test_a_batch_that_is_cancelled_while_it_backs_off_leaves_its_shard_usa
     assert await shard.calls() == [BEGUN, 1, 1, 2]
 
 
-@over("ByRecordAsync")
+@over_waiting("ByRecordAsync")
 async def test_an_asynchronous_call_is_cancelled_with_its_batch(stage: Stage) -> None:
     shard = await stage.opened()
     async with Gate() as gate:
@@ -359,7 +359,7 @@ async def test_an_asynchronous_call_is_cancelled_with_its_batch(stage: Stage) ->
         call.close()
 
 
-@over("ByRecordAsync", deadline=DEADLINE)
+@over_waiting("ByRecordAsync", deadline=DEADLINE)
 async def test_an_asynchronous_call_beyond_its_deadline_is_cancelled_and_has_failed(stage: Stage) -> None:
     shard = await stage.opened()
     outcome = await shard.process("row", "hangs", "row")
@@ -369,7 +369,7 @@ async def test_an_asynchronous_call_beyond_its_deadline_is_cancelled_and_has_fai
     assert "obedient.py" in letter.traceback
 
 
-@over("ByRecordAsync", deadline=DEADLINE)
+@over_waiting("ByRecordAsync", deadline=DEADLINE)
 async def test_a_hook_beyond_its_deadline_is_tried_again(stage: Stage, logged: list[dict[str, Any]]) -> None:
     shard = await stage.opened("hangs")
     assert await shard.calls() == ["initialize hangs"]
@@ -378,7 +378,7 @@ async def test_a_hook_beyond_its_deadline_is_tried_again(stage: Stage, logged: l
     ]
 
 
-@over("ByRecord", deadline=DEADLINE)
+@over_waiting("ByRecord", deadline=DEADLINE)
 async def test_a_synchronous_call_beyond_its_deadline_is_told_and_waited_for(
     stage: Stage, logged: list[dict[str, Any]]
 ) -> None:
