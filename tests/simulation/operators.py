@@ -51,6 +51,7 @@ class Operator:
 
     async def finish(self) -> LedgerState:
         """Do what is left to do once no record comes any more; return what the ledger holds when all is done."""
+        await self.ledger.peek()  # opens it, in a world that was over before the first visit
         if self.faults.hit(self.plan.redrives) and (letters := await self._letters()):
             await self._redrive(letters)
         while True:
