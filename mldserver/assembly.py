@@ -141,8 +141,9 @@ class Surroundings(NamedTuple):
 async def assemble(settings: Settings, around: Surroundings, *, step: Callable[[str], None]) -> Parts:
     """Load the handler and build every part; nothing is opened yet but the handler's module.
 
-    ``step`` is told what is waited for. Cancelled, it leaves no process behind, and a thread only where user code or a file system hangs: a daemon thread,
-    which holds up nothing.
+    ``step`` is told what is waited for. Cancelled, it leaves no process behind, and a thread only where user code or a
+    file system hangs: a daemon thread, which holds up nothing.
+
     Raises HandlerError when the handler cannot be loaded, JavaError when Spark could never start, OperatorError when
     no ledger can be where the settings say, or the output's file system cannot be had.
     """
@@ -168,7 +169,7 @@ async def _runtime(settings: Settings, around: Surroundings) -> tuple[Runtime, H
         return InlineRuntime(spec, clock=around.clock, random=around.rng, at_once=True, **common), spec
     from mldserver.workers.runtime import WorkerRuntime  # noqa: PLC0415  # not needed where there are none
 
-    limits = Limits(settings.worker_kill_after_ms, settings.worker_memory)
+    limits = settings.part(Limits)
     level = logging.getLevelNamesMapping()[settings.log_level.upper()]
     runtime = WorkerRuntime(
         settings.handler, workers=settings.workers, limits=limits, log_level=level, **common

@@ -80,12 +80,12 @@ class Deaths:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a worker may do."""
+    """What a worker may do; fields are named like their settings."""
 
-    kill_after_ms: int | None
+    worker_kill_after_ms: int | None
     """How long a call may run, or the loop be blocked, or beats be missing; None: any time."""
-    memory_bytes: int | None
-    """Beyond it the worker is replaced between batches, and killed beyond one and a half times that; None: any."""
+    worker_memory: int | None
+    """Beyond so many bytes the worker is replaced between batches, and killed beyond one and a half times that; None: any."""
 
 
 class Cause(enum.StrEnum):
@@ -101,7 +101,7 @@ class Cause(enum.StrEnum):
 
 def judge(beat: BeatMessage | None, silent_ms: int, limits: Limits) -> Cause | None:
     """Return why a worker must go, None when it may stay. ``silent_ms``: since the last beat, or since the start."""
-    longest = limits.kill_after_ms
+    longest = limits.worker_kill_after_ms
     if longest is not None and silent_ms > longest:
         return Cause.SILENT
     if beat is None:
@@ -110,8 +110,8 @@ def judge(beat: BeatMessage | None, silent_ms: int, limits: Limits) -> Cause | N
         return Cause.CALL
     if longest is not None and beat.blocked_ms > longest:
         return Cause.BLOCKED
-    if limits.memory_bytes is not None and beat.resident_bytes > limits.memory_bytes:
-        return Cause.MEMORY if beat.resident_bytes > limits.memory_bytes * 3 // 2 else Cause.GROWN
+    if limits.worker_memory is not None and beat.resident_bytes > limits.worker_memory:
+        return Cause.MEMORY if beat.resident_bytes > limits.worker_memory * 3 // 2 else Cause.GROWN
     return None
 
 
@@ -233,7 +233,7 @@ class Worker:
         }
         if replaced:
             fields["bytes"] = process.beat.resident_bytes if process.beat else None
-            log.warning("worker.replaced", limit_bytes=self._limits.memory_bytes, **fields)
+            log.warning("worker.replaced", limit_bytes=self._limits.worker_memory, **fields)
         else:
             if words := stacks or process.last_words:
                 fields["stacks"] = words

@@ -7,7 +7,7 @@ import pytest
 from mldserver.workers.wire import BeatMessage as Beat
 from mldserver.workers.worker import Cause, Deaths, Limits, judge
 
-LIMITS = Limits(kill_after_ms=1000, memory_bytes=100)
+LIMITS = Limits(worker_kill_after_ms=1000, worker_memory=100)
 
 
 def test_first_deaths_are_replaced_at_once_and_later_ones_wait_longer_and_longer() -> None:

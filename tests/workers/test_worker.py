@@ -15,7 +15,7 @@ from mldserver.workers.worker import Limits, Worker
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-LIMITS = Limits(kill_after_ms=5_000, memory_bytes=100)
+LIMITS = Limits(worker_kill_after_ms=5_000, worker_memory=100)
 
 
 class Process:
