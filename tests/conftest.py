@@ -34,13 +34,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Draw as many examples as the lane has time for."""
-    quick = config.option.markexpr == "quick"
-    settings.load_profile("long" if config.option.long else "quick" if quick else "day")
+    settings.load_profile(lane_of(config))
+
+
+def lane_of(config: pytest.Config) -> str:
+    """Return which lane was asked for."""
+    return "long" if config.option.long else "quick" if config.option.markexpr == "quick" else "day"
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """A whole lane runs in two processes; what is named runs in this one, where a debugger reaches it."""
-    return PROCESSES if config.args_source is config.ArgsSource.TESTPATHS else 0
+    """A whole lane runs in some processes; what is named runs in this one, where a debugger reaches it."""
+    return PROCESSES[lane_of(config)] if config.args_source is config.ArgsSource.TESTPATHS else 0
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -93,8 +93,8 @@ ALLOWED_SECONDS: Final = {"quick": 2.0, "day": 60.0, "long": 1800.0}
 EXAMPLES: Final = {"quick": 20, "day": 100, "long": 500}
 """How many examples Hypothesis draws for a property that does not say it."""
 
-PROCESSES: Final = 2
-"""How many processes share a lane. Each may hold a Spark, of about 1 GiB."""
+PROCESSES: Final = {"quick": 2, "day": 3, "long": 2}
+"""How many processes share a lane, on two processors: by day one of them often waits for Java. Each may hold a Spark, of about 1 GiB."""
 
 
 def is_quick(path: Path) -> bool:
