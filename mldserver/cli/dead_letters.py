@@ -27,6 +27,7 @@ from mldserver.cli.ledger_tool import (
 )
 from mldserver.cli.logs import since_time
 from mldserver.errors import OperatorError
+from mldserver.ledger.contract import LETTERS_AT_ONCE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
@@ -78,11 +79,6 @@ class Which:
     since: str | None = None
     """Only those that failed since: an ISO 8601 time (UTC unless it says), or a duration such as `2 hours`."""
 
-    @property
-    def given(self) -> bool:
-        """Whether there is any condition."""
-        return any(value is not None for value in (self.shard, self.key, self.error, self.since))
-
     def since_ms(self) -> int:
         """Return ``since`` in ms. Raises ConfigError when it is no time."""
         if self.since is None:
@@ -117,7 +113,8 @@ def list_letters(
     limit
         At most so many; the others are counted. [default: 100; with --json all]
     """
-    pipeline = settings_at(where).pipeline
+    settings = settings_at(where)
+    pipeline = settings.pipeline
 
     async def look(ledger: Ledger, held: LedgerState) -> None:
         chosen: list[StoredLetter] = []
@@ -136,7 +133,7 @@ def list_letters(
         counts = f"{held.dead_letters:,} dead letters, {held.redrives:,} of them to be redriven"
         tell(_listed(chosen), counts + (f" ({more:,} more match; --limit)" if more else ""))
 
-    at_ledger(where, look)
+    at_ledger(settings, look)
     return 0
 
 
@@ -158,7 +155,8 @@ def show_letter(
     payload
         Write the record's payload, and nothing else, to standard output.
     """
-    pipeline = settings_at(where).pipeline
+    settings = settings_at(where)
+    pipeline = settings.pipeline
 
     async def look(ledger: Ledger, _held: LedgerState) -> None:
         (stored,) = await _named(ledger, (letter,), pipeline)
@@ -174,7 +172,7 @@ def show_letter(
                 details([("", stored.letter.traceback)]),
             )
 
-    at_ledger(where, look)
+    at_ledger(settings, look)
     return 0
 
 
@@ -202,11 +200,12 @@ def redrive_letters(
     cancel
         Take the wish back, for letters that no server has taken yet.
     """
-    pipeline = settings_at(where).pipeline
+    settings = settings_at(where)
+    pipeline = settings.pipeline
 
     async def work(ledger: Ledger, held: LedgerState) -> None:
         if files:
-            if letters or which.given or everything or cancel:
+            if letters or which != _ALL or everything or cancel:
                 raise OperatorError(
                     "--from takes all letters of the files.", advice="Leave the ids and conditions out."
                 )
@@ -222,7 +221,7 @@ def redrive_letters(
         what = "are left as they are" if cancel else "are to be redriven: a server that runs takes them"
         answer(as_json, {name: sorted(there, key=_age)}, f"{len(there):,} letters {what}.")
 
-    at_ledger(where, work)
+    at_ledger(settings, work)
     return 0
 
 
@@ -246,11 +245,10 @@ def purge_letters(
     yes
         Delete them.
     """
-    pipeline = settings_at(where).pipeline
+    settings = settings_at(where)
+    pipeline = settings.pipeline
 
     async def work(ledger: Ledger, _held: LedgerState) -> None:
-        from mldserver.ledger.contract import LETTERS_AT_ONCE  # noqa: PLC0415  # `--help` must not wait for it
-
         ids = await _chosen(ledger, letters, which, pipeline, everything=everything)
         if not yes:
             raise OperatorError(
@@ -263,7 +261,7 @@ def purge_letters(
             gone |= await ledger.purge(ids[at : at + LETTERS_AT_ONCE])
         answer(as_json, {"purged": sorted(gone, key=_age)}, f"{len(gone):,} letters are deleted.")
 
-    at_ledger(where, work)
+    at_ledger(settings, work)
     return 0
 
 
@@ -297,7 +295,7 @@ async def _named(ledger: Ledger, names: tuple[str, ...], pipeline: str) -> list[
 async def _chosen(
     ledger: Ledger, names: tuple[str, ...], which: Which, pipeline: str, *, everything: bool
 ) -> tuple[str, ...]:
-    if sum((bool(names), which.given, everything)) != 1:
+    if sum((bool(names), which != _ALL, everything)) != 1:
         raise OperatorError(
             "It is not clear which letters are meant.",
             advice="Name ids, or conditions (--shard, --key, --error, --since), or --all: one of the three.",
