@@ -33,7 +33,7 @@ from mldserver.runtime.interface import BatchOutcome, Delivery, MLDLine
 from mldserver.sources.inflight import Batch, UnderWay
 from mldserver.sources.intake import ShardOpening
 from mldserver.sources.link import CheckpointOutcome
-from mldserver.sources.progress import Progress
+from mldserver.sources.progress_log import Progress
 from mldserver.sources.shard_claims import Superseded
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from mldserver.sources.inflight import EarlyAnswers
     from mldserver.sources.intake import Intake, ShardIntake
     from mldserver.sources.link import Link
-    from mldserver.sources.progress import ProgressLog
+    from mldserver.sources.progress_log import ProgressLog
     from mldserver.sources.shard_claims import Claim, ShardOwners
 
 __all__ = ["Conductor"]

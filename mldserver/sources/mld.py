@@ -21,7 +21,7 @@ from mldserver.errors import NotThereYet, OperatorError
 from mldserver.sources.conductor import Conductor
 from mldserver.sources.inflight import EarlyAnswers
 from mldserver.sources.link import Link
-from mldserver.sources.progress import ProgressLog
+from mldserver.sources.progress_log import ProgressLog
 from mldserver.sources.shard_claims import ShardOwners
 from mldserver.sources.unread import ReadBudget
 
