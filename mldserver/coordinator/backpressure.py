@@ -21,8 +21,8 @@ import structlog
 if TYPE_CHECKING:
     from mldserver.base.clock import Clock
     from mldserver.coordinator.core.buffer import Buffer
+    from mldserver.coordinator.core.open_windows import SegmentUsage
     from mldserver.coordinator.core.rules import CoordinatorRules
-    from mldserver.coordinator.core.segment_usage import SegmentUsage
     from mldserver.coordinator.core.sessions import Session
     from mldserver.coordinator.core.watermark import Watermark
 

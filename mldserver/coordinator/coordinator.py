@@ -24,9 +24,8 @@ from mldserver.base.kill_points import kill_point
 from mldserver.coordinator.backpressure import Backpressure
 from mldserver.coordinator.core.buffer import Buffer
 from mldserver.coordinator.core.lineage import Lineage
-from mldserver.coordinator.core.open_windows import OpenWindows
+from mldserver.coordinator.core.open_windows import OpenWindows, SegmentUsage
 from mldserver.coordinator.core.rules import CoordinatorRules
-from mldserver.coordinator.core.segment_usage import SegmentUsage
 from mldserver.coordinator.core.sessions import Sessions
 from mldserver.coordinator.core.watermark import View, Watermark
 from mldserver.coordinator.cycle import Cycle

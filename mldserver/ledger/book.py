@@ -118,11 +118,11 @@ class Ages:
 
     def add(self, entry: WindowEntry) -> None:
         """Take a published window in; the latest, which is nearly every one, at no cost."""
-        bisect.insort(self._sorted, _age(entry))
+        bisect.insort(self._sorted, (entry.published_ms or 0, entry.window_id))
 
     def drop(self, entry: WindowEntry) -> None:
         """Take a window out that is in."""
-        del self._sorted[bisect.bisect_left(self._sorted, _age(entry))]
+        del self._sorted[bisect.bisect_left(self._sorted, (entry.published_ms or 0, entry.window_id))]
 
     def oldest(self, before_ms: int | None = None) -> Iterator[str]:
         """Yield the windows published before a time (ms; None: all)."""
@@ -130,11 +130,6 @@ class Ages:
             if before_ms is not None and published_ms >= before_ms:
                 return
             yield window_id
-
-
-def _age(entry: WindowEntry) -> tuple[int, str]:
-    assert entry.published_ms is not None, "it is published"
-    return entry.published_ms, entry.window_id
 
 
 class Book:

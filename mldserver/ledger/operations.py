@@ -380,14 +380,10 @@ class Ledger(abc.ABC):
     ) -> _T:
         """Run a rule that only a registered server may use."""
         transaction = Transaction(rule, args, fields, self._registered())
-        return (await self._transact(transaction, _nothing))[0]
+        return (await self._transact(transaction, lambda _: None))[0]
 
     async def _tool(
         self, rule: Callable[Concatenate[Draft, _P], _T], *args: _P.args, **fields: _P.kwargs
     ) -> _T:
         """Run a rule that anyone may use."""
-        return (await self._transact(Transaction(rule, args, fields), _nothing))[0]
-
-
-def _nothing(_: Book) -> None:
-    """Find nothing."""
+        return (await self._transact(Transaction(rule, args, fields), lambda _: None))[0]

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mldserver.coordinator.core.late import CutWindows
+from mldserver.coordinator.core.open_windows import SegmentUsage
 from mldserver.coordinator.core.rules import CoordinatorRules
-from mldserver.coordinator.core.segment_usage import SegmentUsage
 from mldserver.ledger.contract import LedgerState, Segment, WindowEntry, WindowState
 from tests.support.operations import counting_python
 

@@ -1,13 +1,13 @@
-"""Which window a row belongs to, which windows are open, and which may close. A synchronous core."""
+"""Which window a row belongs to, which windows are open, which may close, and what all take. A synchronous core."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from mldserver.ledger.contract import BatchProgress, batch_id, batch_number
+from mldserver.ledger.contract import BatchProgress, WindowState, batch_id, batch_number
 from mldserver.windows import Batches, Tumbling, WindowSpec, tumbling_id, tumbling_starts
 
 if TYPE_CHECKING:
@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["Assignment", "OpenWindows", "WindowKey", "assign"]
+    from mldserver.ledger.contract import LedgerState, WindowEntry
+
+__all__ = ["Assignment", "OpenWindows", "SegmentUsage", "WindowKey", "assign"]
+
+_UNDER_WAY: Final = frozenset({WindowState.CUT, WindowState.COMMITTED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,3 +134,38 @@ class OpenWindows:
         if self._aging is None or self._aging[0] != self.progress.number:
             self._aging = self.progress.number, now_ms - max(0, wall_ms - opened)
         return now_ms - self._aging[1] >= spec.max_age_ms
+
+
+class SegmentUsage:
+    """What the ledger holds of the windows of all servers, kept up by its news.
+
+    A day of one-second windows is 86,400 retained ones. What a cycle must know of them all is kept here and changed by
+    what changed, so that a cycle costs what happened since the last one.
+    """
+
+    def __init__(self) -> None:
+        self.segment_bytes = 0
+        """What the segments take that windows wait for, or retain."""
+        self.open_bytes = 0
+        """What those take whose windows are open."""
+        self.under_way: dict[str, WindowEntry] = {}
+        """Windows that are cut or committed."""
+        self._bytes: dict[str, tuple[int, int]] = {}
+        """Of each window with segments what these take, and what while it is open."""
+
+    def learn(self, state: LedgerState) -> None:
+        """Take in a state of the ledger: everything, or the news since the last one."""
+        if not state.since:
+            self.segment_bytes = self.open_bytes = 0
+            self.under_way, self._bytes = {}, {}
+        for entry in state.windows.values():
+            size = sum(segment.bytes for segment in (*entry.segments, *entry.pending))
+            opened = size if entry.state is WindowState.OPEN else 0
+            before, opened_before = self._bytes.pop(entry.window_id, (0, 0))
+            self.segment_bytes += size - before
+            self.open_bytes += opened - opened_before
+            if size:
+                self._bytes[entry.window_id] = size, opened
+            self.under_way.pop(entry.window_id, None)
+            if entry.state in _UNDER_WAY:
+                self.under_way[entry.window_id] = entry
