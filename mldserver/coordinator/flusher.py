@@ -249,7 +249,8 @@ class Flusher:
         names = ("lost_shards", "cut_windows", "expired_windows", "gone_letters")
         reasons = {name: sorted(getattr(result, name)) for name in names}
         # A batch that another server has filled is nothing to look into.
-        (log.warning if any(reasons.values()) else log.debug)("flush.refused", **reasons)
+        tell = log.warning if any(reasons.values()) else log.debug
+        tell("flush.refused", **reasons)
 
     def _plan(
         self,

@@ -87,12 +87,12 @@ def _write_together(
         for file in files:
             file.rename(Path(job.staging) / file.name)
     shutil.rmtree(place)
-    # Windows without rows get a file that has the columns, as they have it when they run alone.
-    for number, (result, job) in enumerate(empty):
-        if number:
-            shutil.copytree(empty[0][1].staging, job.staging)
-            continue
-        if Path(job.staging).exists():
-            Path(job.staging).rmdir()  # it held the group
-        write(result.limit(0), job.staging, [job], window_columns, cores)
+    if empty:
+        # Windows without rows get a file that has the columns, as they have it when they run alone.
+        result, first = empty[0]
+        if Path(first.staging).exists():
+            Path(first.staging).rmdir()  # it held the group
+        write(result.limit(0), first.staging, [first], window_columns, cores)
+    for _, job in empty[1:]:
+        shutil.copytree(first.staging, job.staging)
     return written
