@@ -217,6 +217,7 @@ class Conductor:
 
     def _take_unread(self, message: RequestMessage) -> None:
         """Answer for a shard that another connection owns: its records reach the handler there."""
+        self._drop_begun()
         if not self._told_taken_over:
             self._told_taken_over = True
             self._link.log.warning("shard.taken_over", peer=self._link.peer)
@@ -287,6 +288,11 @@ class Conductor:
         self._opened()[1].hold()
         self._quiet.clear()
         return False
+
+    def _drop_begun(self) -> None:
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun.close()
 
     async def _process(self, line: Line) -> None:
         shard, _ = self._opened()
@@ -437,8 +443,7 @@ class Conductor:
         )
 
     async def _let_go(self) -> None:
-        if self._begun is not None:
-            self._begun.close()
+        self._drop_begun()
         if self._claim is None:
             return
         if self._claim.current and self._shard is None:
