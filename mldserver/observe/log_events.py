@@ -3,7 +3,7 @@
 Levels keep a contract:
 
 * ``debug``: for a developer of mldserver; may be noisy, never needed to understand what happened to data.
-* ``info``: normal life. One line a batch, one a window, one a change of a connection, a shard or the server.
+* ``info``: normal life. One line a shard and flush interval, one a window, one a change of a connection, a shard or the server.
 * ``warning``: something failed and the server dealt with it; data is safe; look at it when it repeats.
 * ``error``: something needs a person: a dead letter was stored, a window waits, a connection was closed on purpose.
 * ``critical``: the process cannot go on and says why before it exits.

@@ -8,7 +8,7 @@ long to make.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -17,6 +17,7 @@ from mldserver.protocol.wire_records import DecodedBatch
 from mldserver.records import Record
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Coroutine, Mapping
 
     import pyarrow as pa
@@ -29,11 +30,13 @@ __all__ = [
     "META_COLUMNS",
     "BatchOutcome",
     "BatchOutline",
+    "Begun",
     "Delivery",
     "MLDLine",
     "Payload",
     "Records",
     "Runtime",
+    "outcome_of",
     "unpacked",
 ]
 
@@ -186,6 +189,17 @@ class BatchOutcome(msgspec.Struct, frozen=True):
     """It was given records that it has not checkpointed: only the instance that has them can say that they are done."""
 
 
+Begun: TypeAlias = "BatchOutcome | Coroutine[None, None, BatchOutcome] | asyncio.Future[BatchOutcome | Coroutine[None, None, BatchOutcome]]"
+"""What has become of a batch so far."""
+
+
+async def outcome_of(begun: Begun) -> BatchOutcome:
+    """Return what becomes of a batch that was begun."""
+    while not isinstance(begun, BatchOutcome):
+        begun = await begun
+    return begun
+
+
 class Runtime(Protocol):
     """Runs one pipeline's handler. Calls for one shard never overlap; calls for different shards may."""
 
@@ -210,10 +224,11 @@ class Runtime(Protocol):
         """
         ...
 
-    def begin(self, delivery: Delivery) -> BatchOutcome | Coroutine[None, None, BatchOutcome]:
+    def begin(self, delivery: Delivery) -> Begun:
         """Do as ``process`` does, as far as that goes without waiting; return what is to be awaited where it does not.
 
-        Raises as ``process`` does. Whoever does not want the rest any more closes it.
+        A future will hold the outcome by itself, or a coroutine that is to be awaited for it. Both raise as ``process``
+        does, and so does this. Whoever does not want the rest any more cancels it, or closes it.
         """
         ...
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
@@ -29,7 +29,7 @@ from mldserver.protocol.messages import (
     Version,
 )
 from mldserver.records import Hook, Sequence, Shard
-from mldserver.runtime.interface import BatchOutcome, Delivery, MLDLine
+from mldserver.runtime.interface import BatchOutcome, Delivery, MLDLine, outcome_of
 from mldserver.sources.inflight import Batch, UnderWay
 from mldserver.sources.intake import ShardOpening
 from mldserver.sources.link import CheckpointOutcome
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from mldserver.base.clock import Clock
     from mldserver.protocol.messages import Line, RequestMessage
-    from mldserver.runtime.interface import Runtime
+    from mldserver.runtime.interface import Begun, Runtime
     from mldserver.sources.inflight import EarlyAnswers
     from mldserver.sources.intake import Intake, ShardIntake
     from mldserver.sources.link import Link
@@ -72,12 +72,19 @@ class _Begun(msgspec.Struct, frozen=True):
     received_ms: int
     outcome: BatchOutcome | None = None
     """What became of it; the coordinator has it."""
-    rest: Coroutine[None, None, BatchOutcome] | None = None
+    rest: Begun | None = None
     """What the runtime has still to do."""
+    late: bool = False
+    """Whether it has taken so long that the daemon is answered before it is done."""
+    line: Line = b""
+    size: int = 0
+    """Its line and how long that came, while the runtime works on it by itself: it may empty a long one."""
 
     def close(self) -> None:
         """Let go of what was not done, if anything is left of it."""
-        if self.rest is not None:
+        if isinstance(self.rest, asyncio.Future):
+            self.rest.cancel()
+        elif self.rest is not None and not isinstance(self.rest, BatchOutcome):
             self.rest.close()
 
 
@@ -121,7 +128,11 @@ class Conductor:
             early=early,
             clock=clock,
         )
+        self._early = early
         self._begun: _Begun | None = None
+        """A batch that ``_serve`` is to go on with."""
+        self._posted: _Begun | None = None
+        """A batch that the runtime works on by itself."""
         self._progress = Progress(link.log, progress)
         link.at_once = self._at_once
 
@@ -231,6 +242,7 @@ class Conductor:
         opening = ShardOpening(message.shard_id, _start(message), tells_lag=v2, within_aggregates=v2)
         await self._intake.check(opening)
         claim = self._claim = self._owners.take(message.shard_id)
+        claim.superseded = self._superseded
         async with claim.work():
             kill_point("shard.opening")
             self._shard = await self._intake.open_shard(opening)
@@ -264,22 +276,32 @@ class Conductor:
         )
         try:
             outcome = self._runtime.begin(delivery)
-            if not isinstance(outcome, BatchOutcome):
-                shard.began()
-                return self._go_over(_Begun(received_ms, rest=outcome))
-            kill_point("batch.handled")
-            now_ms = self._clock.steady_ms()
-            answerable = shard.take(outcome, now_ms, received_ms)
-            kill_point("batch.buffered")
-            if not answerable or shard.checkpoint_due() is not None:
-                return self._go_over(_Begun(received_ms, outcome))
-            self._link.answer()
-            kill_point("batch.answered")
-            self._note(_Done(outcome, len(line), received_ms, received_ms, now_ms, now_ms), now_ms)
+            if isinstance(outcome, BatchOutcome):
+                return self._finish_at_once(shard, outcome, len(line), received_ms)
+            shard.began()
+            if isinstance(outcome, asyncio.Future):
+                self._post(_Begun(received_ms, rest=outcome, line=line, size=len(line)), outcome)
+                return True
+            return self._go_over(_Begun(received_ms, rest=outcome))
         except PeerError as error:
             self._link.reject(error)
         except Exception as error:  # noqa: BLE001  # whatever it is, only this connection may end by it
             self._abort(error)
+        return True
+
+    def _finish_at_once(
+        self, shard: ShardIntake, outcome: BatchOutcome, size: int, received_ms: int, *, began: bool = False
+    ) -> bool:
+        """Take what became of a batch, and answer it; False: the connection's task is to answer."""
+        kill_point("batch.handled")
+        now_ms = self._clock.steady_ms()
+        answerable = shard.take(outcome, now_ms, None if began else received_ms)
+        kill_point("batch.buffered")
+        if not answerable or self._finishing or shard.checkpoint_due() is not None:
+            return self._go_over(_Begun(received_ms, outcome))
+        self._link.answer()
+        kill_point("batch.answered")
+        self._note(_Done(outcome, size, received_ms, received_ms, now_ms, now_ms), now_ms)
         return True
 
     def _go_over(self, begun: _Begun) -> Literal[False]:
@@ -289,17 +311,75 @@ class Conductor:
         self._quiet.clear()
         return False
 
+    # A batch that the runtime works on by itself: nobody is woken for it, unless it takes long.
+
+    def _post(self, begun: _Begun, outcome: asyncio.Future[Any]) -> None:
+        self._posted = begun
+        self._opened()[1].hold()
+        self._quiet.clear()
+        self._link.hold(begun.size)
+        self._early.owes(self)
+        outcome.add_done_callback(self._handled)
+
+    @property
+    def since_ms(self) -> int | None:
+        """When the batch came that is worked on and not answered (see ``EarlyAnswers``)."""
+        return None if self._posted is None else self._posted.received_ms
+
+    def answer_early(self) -> None:
+        """Let the connection's task answer, and wait for what becomes of the batch; not while memory is short."""
+        if self._link.has_room() and (posted := self._unpost()) is not None:
+            self._go_over(_Begun(posted.received_ms, rest=posted.rest, late=True))
+            self._link.wake(ProcessRecords(posted.line))
+
+    def _unpost(self) -> _Begun | None:
+        posted, self._posted = self._posted, None
+        if posted is not None:
+            self._early.has_answered(self)
+            self._link.processed(posted.size)
+        return posted
+
+    def _handled(self, outcome: asyncio.Future[Any]) -> None:
+        """Answer a batch that was worked on; where something is to be waited for, wake the connection's task."""
+        posted = self._unpost()
+        if posted is None or outcome.cancelled():
+            return  # it went over, or is not wanted any more
+        shard, claim = self._opened()
+        try:
+            result = outcome.result()
+            if not isinstance(result, BatchOutcome):
+                self._go_over(_Begun(posted.received_ms, rest=result))
+            elif self._finish_at_once(shard, result, posted.size, posted.received_ms, began=True):
+                claim.let_go()
+                self._quiet.set()
+                return
+            self._link.wake(ProcessRecords(posted.line))
+        except PeerError as error:
+            self._link.reject(error)
+        except Exception as error:  # noqa: BLE001  # see above
+            self._abort(error)
+
+    def _superseded(self) -> None:
+        """Another connection has the shard, in the middle of a batch: answer it unread."""
+        posted = self._unpost()
+        if posted is not None:
+            posted.close()
+            self._take_unread(ProcessRecords(posted.line))
+            self._quiet.set()
+
     def _drop_begun(self) -> None:
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            begun.close()
+        for begun in (self._begun, self._unpost()):
+            if begun is not None:
+                begun.close()
+        self._begun = None
 
     async def _process(self, line: Line) -> None:
         shard, _ = self._opened()
-        if self._begun is None:
+        begun = self._begun
+        if begun is None:
             kill_point("batch.received")
         try:
-            done = await self._under_way.submit(line)
+            done = await self._under_way.submit(line, late=begun is not None and begun.late)
         except PeerError as error:
             self._link.reject(error)
             return
@@ -330,7 +410,7 @@ class Conductor:
                     received_ms = batch.received_ms + self._wall_ms
                     payload = MLDLine(batch.line, self._version)
                     delivery = Delivery(self._shard_id, payload, received_ms=received_ms, after=shard.after)
-                    outcome = await (begun.rest or self._runtime.process(delivery))
+                    outcome = await outcome_of(begun.rest or self._runtime.process(delivery))
                     kill_point("batch.handled")
                 self._under_way.free(batch)
                 batch.handled = True

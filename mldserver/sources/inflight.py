@@ -161,8 +161,8 @@ class UnderWay(Generic[_T]):
         """What the lines of all batches take."""
         return sum(batch.size for batch in self._batches)
 
-    async def submit(self, line: Line) -> _T | None:
-        """Work on a batch behind those before it.
+    async def submit(self, line: Line, *, late: bool = False) -> _T | None:
+        """Work on a batch behind those before it; ``late``: it has taken too long already.
 
         Returns what the work came to, or None when the daemon is to be answered while it goes on. Raises what the
         work raises, and RuntimeError after ``drop`` and after a failure.
@@ -174,6 +174,8 @@ class UnderWay(Generic[_T]):
         self._batches.append(batch)
         self._idle.clear()
         self._come.set()
+        if late:
+            batch.answer.set_result(None)
         self._early.owes(self)
         try:
             return await batch.answer

@@ -274,12 +274,20 @@ class Link(asyncio.BufferedProtocol):
         if isinstance(message, Initialize):
             self._initialized = True
             self.log = self.log.bind(shard=message.shard_id)
-        elif isinstance(message, ProcessRecords):
-            if self.at_once is not None and self.at_once(message.line):
-                return
-            self._held += len(message.line)
-            self._budget.set_whole(self, self._held)
+        elif isinstance(message, ProcessRecords) and self.at_once is not None and self.at_once(message.line):
+            return
+        self.wake(message)
+
+    def wake(self, message: RequestMessage) -> None:
+        """Let ``request`` return this."""
+        if isinstance(message, ProcessRecords):
+            self.hold(len(message.line))
         self._requests.put(message)
+
+    def hold(self, size: int) -> None:
+        """Note that the line of a batch, of ``size`` bytes, is held while it is worked on."""
+        self._held += size
+        self._budget.set_whole(self, self._held)
 
     def _resolve(self, outcome: CheckpointOutcome) -> None:
         if self._reply is not None and not self._reply.done():

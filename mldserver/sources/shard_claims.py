@@ -12,6 +12,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractAsyncContextManager
     from types import TracebackType
 
@@ -37,6 +38,8 @@ class Claim:
         """Whether the runtime has the shard open for it."""
         self.holds = False
         """Whether its next work has the lock already."""
+        self.superseded: Callable[[], None] = lambda: None
+        """Called when another claim has come while it ``holds`` the lock."""
 
     def work(self) -> AbstractAsyncContextManager[None]:
         """Do work that only the owner may do, never at the same time as another claim's.
@@ -47,6 +50,8 @@ class Claim:
 
     def hold(self) -> None:
         """Take the lock for the next work, where it is free: part of that is done, and nobody may come between."""
+        if self.holds:
+            return
         attempt = self.lock.acquire()
         try:
             attempt.send(None)
@@ -54,6 +59,12 @@ class Claim:
             self.holds = True
         finally:
             attempt.close()
+
+    def let_go(self) -> None:
+        """Take back ``hold``: no work is to follow."""
+        if self.holds:
+            self.holds = False
+            self.lock.release()
 
     def visit(self) -> AbstractAsyncContextManager[None]:
         """Do work for somebody else between two pieces of the owner's; likewise, and Superseded after ``evict`` too."""
@@ -67,8 +78,8 @@ class Claim:
         """Cancel the work: another claim has come."""
         self.current = False
         if self.holds:
-            self.holds = False
-            self.lock.release()
+            self.superseded()
+            self.let_go()
         _cancel(self.scopes)
         self.evict()
 

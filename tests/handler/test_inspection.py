@@ -403,6 +403,12 @@ def test_where_the_source_does_not_show_it_the_window_will_tell(inspect: Any, te
     assert not spec.writes_for_itself
 
 
+def test_a_handler_that_blocks_says_so(inspect: Any) -> None:
+    assert not inspect(ROWS)[0].blocking
+    assert inspect(ROWS + "blocking = True")[0].blocking
+    assert errors(inspect(ROWS + "blocking = 'yes'")) == ["mine.py:3: blocking is 'yes'; write True or False"]
+
+
 def test_a_handler_that_writes_for_itself_says_so(inspect: Any) -> None:
     spec, findings = inspect(ROWS + "writes_for_itself = True\ndef on_window(rows, window): rows.count()")
     assert findings == ()

@@ -70,6 +70,7 @@ class Kit:
         policy: FailurePolicy | None = None,
         deadline: float | None = None,
         clock: Any = None,
+        at_once: bool = False,
         **names: Any,
     ) -> InlineRuntime:
         """Return a started runtime; it is closed at the test's end."""
@@ -79,6 +80,7 @@ class Kit:
             clock=clock or self.clock,
             random=lambda: 1.0,
             deadline_seconds=deadline,
+            at_once=at_once,
         )
         await runtime.start()
         self.runtimes.append(runtime)

@@ -13,6 +13,7 @@ from mldserver.handler.failure import Failure
 from mldserver.records import Sequence, Shard
 from mldserver.runtime.calls import Caller
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
+from mldserver.runtime.interface import BatchOutcome, outcome_of
 
 ONE = FailurePolicy(attempts=1)
 HALT = FailurePolicy(on_failure=OnFailure.HALT)
@@ -54,6 +55,44 @@ async def test_synchronous_hooks_run_on_one_thread_that_is_not_the_loops(kit: An
     await asyncio.gather(*(runtime.process(kit.line([kit.record(1, 1)], shard=name)) for name in "ab"))
     assert len(threads) == 1
     assert threading.current_thread() not in threads
+
+
+@pytest.mark.parametrize(
+    ("more", "on_the_loop"),
+    [({}, True), ({"blocking": True}, False), ({"concurrency": 2}, False)],
+    ids=["it need not wait", "it blocks", "it has lanes"],
+)
+async def test_at_once_synchronous_hooks_run_on_the_loop_unless_they_may_wait(
+    kit: Any, shard: Any, more: Any, on_the_loop: bool
+) -> None:
+    threads = set()
+    runtime = await kit.start(
+        at_once=True,
+        process_record=lambda record: threads.add(threading.current_thread()),
+        initialize=lambda shard: threads.add(threading.current_thread()),
+        **more,
+    )
+    await runtime.open(shard)
+    begun = runtime.begin(kit.delivery(1))
+    assert isinstance(begun, BatchOutcome) is on_the_loop
+    await outcome_of(begun)
+    assert (threads == {threading.current_thread()}) is on_the_loop
+
+
+async def test_a_call_that_has_held_up_the_loop_for_too_long_is_told(
+    kit: Any, shard: Any, logged: Any
+) -> None:
+    clock = kit.clock
+
+    def process_record(record: Any) -> None:
+        clock.ms += 61_000
+
+    runtime = await kit.start(at_once=True, deadline=60.0, process_record=process_record)
+    await runtime.open(shard)
+    assert isinstance(runtime.begin(kit.delivery(1)), BatchOutcome)
+    (line,) = [line for line in logged if line["event"] == "handler.slow"]
+    assert line["seconds"] == 61
+    assert "blocking = True" in line["advice"]
 
 
 async def test_asynchronous_hooks_run_on_the_loop(kit: Any) -> None:

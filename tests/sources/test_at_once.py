@@ -11,6 +11,7 @@ from mldserver.errors import PeerError
 from mldserver.records import Sequence
 from mldserver.runtime.interface import BatchOutcome, BatchOutline
 from mldserver.sources.shard_claims import Superseded
+from mldserver.testing import VirtualClock
 from tests.coordinator.pipeline import named
 from tests.sources.house import serving
 
@@ -161,6 +162,101 @@ async def test_a_new_connection_gets_a_shard_whose_batch_is_begun(lazily: House)
     await new.answered("processRecords")
     assert "accept" not in lazily.intake.shards[0].calls
     assert lazily.intake.shards[1].calls == ["accept"]
+
+
+async def posted(house: House, runtime: AtOnce) -> tuple[Any, asyncio.Future[Any]]:
+    """Return a daemon whose batch the runtime works on by itself, and what will hold what becomes of it."""
+    future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    runtime.results.insert(0, future)
+    daemon = await house.connect()
+    await daemon.initialize()
+    await daemon.process(1)
+    await runtime.reached.wait()
+    return daemon, future
+
+
+async def test_a_batch_that_the_runtime_works_on_by_itself_is_answered_when_it_is_done(lazily: House) -> None:
+    runtime = AtOnce(lazily)
+    runtime.results = [outcome_of(2)]
+    daemon, future = await posted(lazily, runtime)
+    future.set_result(outcome_of(1))
+    await daemon.answered("processRecords")
+    await daemon.process(2)
+    await daemon.answered("processRecords")
+    assert lazily.intake.shards[0].calls == ["began", "accept", "accept"]
+    assert not lazily.listener.owners.current(SHARD).lock.locked()
+
+
+async def test_its_checkpoint_comes_before_its_answer(house: House) -> None:
+    daemon, future = await posted(house, AtOnce(house))
+    future.set_result(outcome_of(1))
+    assert (await daemon.checkpointed())["sequenceNumber"] == "1"
+    await daemon.answered("processRecords")
+
+
+async def test_what_is_left_of_it_is_awaited(lazily: House) -> None:
+    runtime = AtOnce(lazily)
+    daemon, future = await posted(lazily, runtime)
+    future.set_result(runtime.rest(1))
+    runtime.go_on.set()
+    await daemon.answered("processRecords")
+    assert lazily.intake.shards[0].calls == ["began", "accept"]
+
+
+async def test_its_error_ends_the_connection(lazily: House, logged: list[dict[str, Any]]) -> None:
+    for error in (PeerError("no batch"), RuntimeError("no good")):
+        runtime = AtOnce(lazily)
+        daemon, future = await posted(lazily, runtime)
+        future.set_exception(error)
+        assert await daemon.reader.read() == b""
+        assert str(error) in named(logged, "connection.failed")[-1]["what"]
+
+
+async def test_a_batch_that_takes_long_is_answered_early_and_taken_later() -> None:
+    clock = VirtualClock()
+    async with serving(clock=clock, answer_deadline=20) as house:
+        house.intake.prepare = lambda shard: setattr(shard, "eager", False)
+        runtime = AtOnce(house)
+        runtime.results = [outcome_of(2)]
+        daemon, future = await posted(house, runtime)
+        await clock.advance(22)
+        await daemon.answered("processRecords")
+        assert house.intake.shards[0].calls == ["began"]
+        future.set_result(outcome_of(1))
+        await daemon.process(2)
+        await daemon.answered("processRecords")
+        assert house.intake.shards[0].calls == ["began", "accept", "accept"]
+
+
+async def test_a_stop_waits_for_a_batch_that_the_runtime_works_on(lazily: House) -> None:
+    daemon, future = await posted(lazily, AtOnce(lazily))
+    drained = asyncio.create_task(lazily.listener.drain())
+    await asyncio.sleep(0.01)
+    assert not drained.done()
+    future.set_result(outcome_of(1))
+    assert (await daemon.checkpointed())["sequenceNumber"] == "1"
+    await daemon.answered("processRecords")
+    await drained
+
+
+async def test_a_connection_that_goes_away_wants_its_batch_no_more(lazily: House) -> None:
+    daemon, future = await posted(lazily, AtOnce(lazily))
+    await daemon.close()
+    await lazily.listener.drain()
+    assert future.cancelled()
+
+
+async def test_a_new_connection_gets_a_shard_whose_batch_the_runtime_works_on(lazily: House) -> None:
+    runtime = AtOnce(lazily)
+    runtime.results = [outcome_of(1)]
+    old, future = await posted(lazily, runtime)
+    new = await lazily.connect()
+    await new.initialize()
+    await old.answered("processRecords")
+    assert future.cancelled()
+    await new.process(1)
+    await new.answered("processRecords")
+    assert [shard.calls for shard in lazily.intake.shards] == [["began"], ["accept"]]
 
 
 async def test_a_shard_that_is_claimed_before_the_task_goes_on_is_free_at_once(lazily: House) -> None:

@@ -78,7 +78,7 @@ NOT_QUICK: Final = (
     "ledger/test_dynamodb_machine.py",
     "ledger/test_dynamodb_month.py",
     "ledger/test_dynamodb_snapshot.py",
-    "ledger/test_letters.py",
+    "ledger/test_letter_rules.py",
     "ledger/test_news.py",
     "ledger/test_operations.py",
     "ledger/test_store_crash.py",

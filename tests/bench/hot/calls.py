@@ -55,7 +55,7 @@ async def calls_of_a_batch() -> dict[str, float]:
 
 
 async def _served() -> AsyncIterator[Connection]:
-    """Give a connection to a server in this process whose handler is a coroutine, so that one thread does it all."""
+    """Give a connection to a server in this process that has no workers, so that one thread does it all."""
     with tempfile.TemporaryDirectory(prefix="hot-") as folder:
         path = Path(folder) / "socket"
         settings = Settings(

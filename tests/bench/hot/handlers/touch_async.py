@@ -1,4 +1,4 @@
-"""Does as ``touch.py`` does, on the event loop instead of a thread of its own."""
+"""Does as ``touch.py`` does, as a coroutine."""
 
 from mldserver import Record, batches
 
