@@ -54,13 +54,6 @@ LETTERS = (
 )
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith("MLDSERVER_")]:
-        monkeypatch.delenv(name)
-
-
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[SqliteStore]:
     store = SqliteStore(tmp_path / "out" / LEDGER, pipeline="trips", server_id="one")

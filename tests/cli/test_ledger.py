@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -29,13 +28,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FAR = Sequence(49_590_338_271_490_256_608_559_692_538_361_571_095_921_575_989_136_588_898, 3)
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith("MLDSERVER_")]:
-        monkeypatch.delenv(name)
 
 
 @pytest.fixture

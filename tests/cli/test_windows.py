@@ -34,13 +34,6 @@ def segment(hour: int, *, kind: SegmentKind = SegmentKind.WINDOW) -> Segment:
     return Segment(name, IDS[hour], 1000 + hour, 5000, hour * HOUR, (hour + 1) * HOUR, kind)
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith("MLDSERVER_")]:
-        monkeypatch.delenv(name)
-
-
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[SqliteStore]:
     """A server that has four windows, one in each state that matters."""

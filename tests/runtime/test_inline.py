@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from mldserver.errors import HandlerHalted
 from mldserver.handler.failure import Failure
 from mldserver.records import Sequence, Shard
 from mldserver.runtime.calls import Caller
@@ -27,22 +26,6 @@ def number(record: Any) -> Any:
 async def number_async(record: Any) -> Any:
     await asyncio.sleep(0)
     return (record.json(),)
-
-
-@pytest.mark.parametrize("hook", [number, number_async])
-async def test_each_record_becomes_a_row_and_duplicates_are_never_seen(
-    kit: Any, column: Any, hook: Any
-) -> None:
-    outcome = await kit.run(1, 2, 3, after=1, schema=SCHEMA, process_record=hook)
-    assert column(outcome, "n") == [2, 3]
-    assert column(outcome, "_sequence") == ["2", "3"]
-    assert (outcome.outline.records, outcome.outline.duplicates, outcome.attempts) == (3, 1, 1)
-    assert outcome.dead_letters == ()
-
-
-async def test_an_empty_batch_calls_nothing(kit: Any) -> None:
-    outcome = await kit.run(schema=SCHEMA, process_record=number)
-    assert (outcome.rows, outcome.outline.records, outcome.attempts) == (None, 0, 1)
 
 
 async def test_synchronous_hooks_run_on_one_thread_that_is_not_the_loops(kit: Any, shard: Any) -> None:
@@ -187,16 +170,6 @@ async def test_rows_that_fail_while_they_are_built_fail_their_records(kit: Any, 
     assert column(outcome, "n") == [1, 3]
 
 
-async def test_damaged_base64_fails_only_the_record_that_is_read(kit: Any, shard: Any, column: Any) -> None:
-    runtime = await kit.start(policy=ONE, schema=SCHEMA, process_record=number)
-    await runtime.open(shard)
-    outcome = await runtime.process(kit.line([kit.record(1, 1, data="%%%"), kit.record(2, 2)]))
-    assert [(letter.data, letter.error.split(":")[0]) for letter in outcome.dead_letters] == [
-        (b"%%%", "ValueError")
-    ]
-    assert column(outcome, "n") == [2]
-
-
 async def test_data_that_is_never_read_is_never_decoded(kit: Any, shard: Any) -> None:
     runtime = await kit.start(process_record=lambda record: None)
     await runtime.open(shard)
@@ -209,12 +182,6 @@ async def test_rows_without_a_schema_are_told_once_per_record(kit: Any) -> None:
         "BadRow: returned (1,), but the handler declares no schema",
         "BadRow: returned (2,), but the handler declares no schema",
     ]
-
-
-async def test_a_handler_without_a_schema_has_side_effects_only(kit: Any) -> None:
-    seen = []
-    outcome = await kit.run(1, 2, process_record=lambda record: seen.append(record.json()))
-    assert (seen, outcome.rows, outcome.dead_letters) == ([1, 2], None, ())
 
 
 async def test_an_asynchronous_record_beyond_its_deadline_has_failed(
@@ -236,18 +203,6 @@ async def test_an_asynchronous_record_beyond_its_deadline_has_failed(
     outcome = await clock.drive(runtime.process(kit.delivery(1, 2, 3)), step=1)
     assert column(outcome, "n") == [1, 3]
     assert outcome.dead_letters[0].error == "TimeoutError: it took longer than 5 s"
-
-
-async def test_under_halt_the_first_record_that_fails_for_good_stops_the_shard(
-    kit: Any, shard: Any, logged: Any
-) -> None:
-    runtime = await kit.start(policy=HALT, schema=SCHEMA, process_record=number)
-    await runtime.open(shard)
-    with pytest.raises(HandlerHalted, match="process_record failed for good: JSONDecodeError") as caught:
-        await runtime.process(kit.delivery(1, b"{", 3))
-    assert caught.value.where["sequence"] == "2"
-    assert caught.value.where["attempts"] == 1
-    assert [event["level"] for event in logged if event["event"] == "handler.halted"] == ["critical"]
 
 
 async def test_an_exception_that_is_thrown_in_behind_the_last_call_harms_no_record(

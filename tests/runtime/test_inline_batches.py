@@ -79,19 +79,6 @@ async def test_a_failing_batch_is_halved_down_to_the_failing_record(kit: Any, co
     assert kit.clock.slept == [0.1]
 
 
-async def test_only_the_records_of_bad_rows_are_called_again(kit: Any, column: Any) -> None:
-    calls = []
-
-    def process_records(batch: Any) -> Any:
-        calls.append([record.sequence_number for record in batch])
-        return [number(record) if len(calls) == 2 or record.json() != 3 else ("x",) for record in batch]
-
-    policy = FailurePolicy(failure_rules=(failure_rule("BadRow=retry"),))
-    outcome = await kit.run(1, 2, 3, 4, policy=policy, schema=SCHEMA, process_records=process_records)
-    assert calls == [[1, 2, 3, 4], [3]]
-    assert (column(outcome, "n"), outcome.dead_letters, outcome.attempts) == ([1, 2, 3, 4], (), 2)
-
-
 @pytest.mark.parametrize(
     ("returned", "error"),
     [
@@ -104,20 +91,6 @@ async def test_items_that_cannot_be_told_apart_fail_the_call(
 ) -> None:
     await kit.run(1, 2, policy=ONE, schema=SCHEMA, process_records=lambda batch: returned)
     assert next(event for event in logged if event["event"] == "handler.failed")["what"] == error
-
-
-async def test_under_halt_a_failing_batch_is_not_halved(kit: Any, shard: Any) -> None:
-    calls = []
-
-    def process_records(batch: Any) -> None:
-        calls.append(len(batch))
-        raise ConnectionError("no")
-
-    runtime = await kit.start(policy=HALT, schema=SCHEMA, process_records=process_records)
-    await runtime.open(shard)
-    with pytest.raises(HandlerHalted):
-        await runtime.process(kit.delivery(1, 2))
-    assert calls == [2, 2, 2]
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])

@@ -10,13 +10,14 @@ import pytest
 
 from mldserver import BatchResult, Discard, Fatal, Retry
 from mldserver.errors import HandlerHalted
-from mldserver.records import Record
-from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, failure_rule
+from mldserver.records import Record, Sequence, Shard
+from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, OnKeyFailure, failure_rule
 from mldserver.runtime.rows import RowBuilder
 
 ONE = FailurePolicy(attempts=1)
 SKIP = FailurePolicy(on_failure=OnFailure.SKIP)
 HALT = FailurePolicy(on_failure=OnFailure.HALT)
+PARK = FailurePolicy(attempts=2, on_key_failure=OnKeyFailure.PARK)
 SCHEMA = "n INT"
 
 
@@ -60,24 +61,6 @@ async def test_a_record_is_called_again_when_the_handler_says(
     assert (hook.calls, column(outcome, "n"), kit.clock.slept) == ([1, 2, 2, 3], [1, 2, 3], [42])
     (failed,) = events(logged, "handler.failed")
     assert (failed["what"], failed["delay_seconds"], failed["attempt"]) == ("Retry: busy", 42, 1)
-
-
-async def test_a_discarded_record_leaves_no_row_and_no_letter_and_is_counted(
-    kit: Any, column: Any, kind: Any, logged: Any
-) -> None:
-    outcome = await kit.run(1, 2, 3, schema=SCHEMA, process_record=kind(Once(2, Discard("a test")).__call__))
-    assert (column(outcome, "n"), outcome.dead_letters, outcome.discarded) == ([1, 3], (), 1)
-    (event,) = events(logged, "handler.discarded")
-    assert (event["level"], event["sequence"], event["what"]) == ("debug", "2", "Discard: a test")
-    assert kit.clock.slept == []
-
-
-async def test_a_fatal_record_has_no_more_attempts(kit: Any, column: Any, kind: Any) -> None:
-    hook = Once(2, Fatal("no such account"))
-    outcome = await kit.run(1, 2, 3, schema=SCHEMA, process_record=kind(hook.__call__))
-    (letter,) = outcome.dead_letters
-    assert (hook.calls, column(outcome, "n")) == ([1, 2, 3], [1, 3])
-    assert (letter.error, letter.attempts, letter.parked_behind) == ("Fatal: no such account", 1, None)
 
 
 async def test_a_skipped_record_is_counted_and_logged_and_nothing_of_it_is_kept(
@@ -132,29 +115,10 @@ def result(rows: Any, failed: Any) -> Any:
     return process_records, calls
 
 
-async def test_only_the_records_that_a_batch_names_are_called_again(kit: Any, column: Any, kind: Any) -> None:
-    hook, calls = result([(1,), None, (3,), None], lambda batch: [1, batch[3]])
-    outcome = await kit.run(1, 2, 3, 4, schema=SCHEMA, process_records=kind(hook))
-    assert calls == [[1, 2, 3, 4], [2, 4]]
-    assert (column(outcome, "n"), outcome.dead_letters, outcome.attempts) == ([1, 2, 3, 4], (), 2)
-
-
 async def test_places_may_be_numbers_of_numpy(kit: Any, column: Any, kind: Any) -> None:
     hook, calls = result([(1,), None, (3,)], lambda batch: np.flatnonzero([0, 1, 0]))
     outcome = await kit.run(1, 2, 3, schema=SCHEMA, process_records=kind(hook))
     assert (calls, column(outcome, "n"), outcome.dead_letters) == ([[1, 2, 3], [2]], [1, 2, 3], ())
-
-
-async def test_records_that_a_batch_keeps_naming_are_dead_letters(kit: Any, column: Any, kind: Any) -> None:
-    def process_records(batch: Any) -> Any:
-        bad = [record for record in batch if record.json() in {2, 3}]
-        return BatchResult([(record.json(),) for record in batch], failed=bad)
-
-    outcome = await kit.run(1, 2, 3, 4, schema=SCHEMA, process_records=kind(process_records))
-    assert (column(outcome, "n"), kit.dead(outcome)) == ([1, 4], [2, 3])
-    assert [(letter.error, letter.attempts) for letter in outcome.dead_letters] == [
-        ("Failed: the handler named it", 3)
-    ] * 2
 
 
 async def test_a_batch_may_say_why_each_record_failed(kit: Any, column: Any, kind: Any) -> None:
@@ -361,3 +325,66 @@ async def test_rows_between_failures_are_built_at_once_and_stand_in_order(
     )
     assert column(outcome, "n") == [n for n in range(40) if n % 2]
     assert (len(outcome.dead_letters), built) == (20, [1])
+
+
+# Records that wait behind a dead letter of their key.
+
+
+def keyed(kit: Any, *records: Any, start: int = 1) -> Any:
+    """Return a batch of (key, payload)."""
+    return kit.line(
+        [kit.record(n, payload, partitionKey=key) for n, (key, payload) in enumerate(records, start)]
+    )
+
+
+def parked(outcome: Any) -> Any:
+    return [
+        (letter.sequence.number, letter.attempts, letter.parked_behind) for letter in outcome.dead_letters
+    ]
+
+
+def below_zero(record: Any) -> Any:
+    if record.json() < 0:
+        raise ConnectionError(record.json())
+    return (record.json(),)
+
+
+async def test_a_batch_that_stopped_its_shard_parks_nothing(kit: Any) -> None:
+    policy = FailurePolicy(
+        attempts=1, failure_rules=(failure_rule("Fatal=halt"),), on_key_failure=OnKeyFailure.PARK
+    )
+    calls = []
+
+    def process_record(record: Any) -> None:
+        calls.append(record.json())
+        if record.json() == 2:
+            raise Fatal("stop")
+        raise ConnectionError("no")
+
+    runtime = await kit.start(policy=policy, process_record=process_record)
+    await runtime.open(Shard(kit.shard))
+    for _ in range(2):
+        with pytest.raises(HandlerHalted):
+            await runtime.process(keyed(kit, ("a", 1), ("b", 2)))
+    assert calls == [1, 2, 1, 2]
+
+
+async def test_records_that_one_call_has_taken_together_do_not_wait_for_each_other(
+    kit: Any, column: Any
+) -> None:
+    def process_records(batch: Any) -> Any:
+        return BatchResult([(record.json(),) for record in batch], failed={0: Fatal("this one")})
+
+    runtime = await kit.start(schema=SCHEMA, policy=PARK, process_records=process_records)
+    await runtime.open(Shard(kit.shard))
+    outcome = await runtime.process(keyed(kit, ("a", 1), ("a", 2)))
+    assert (column(outcome, "n"), parked(outcome)) == ([2], [(1, 1, None)])
+    assert parked(await runtime.process(keyed(kit, ("a", 3), start=3))) == [(3, 0, Sequence(1))]
+
+
+async def test_a_skipped_record_parks_nothing(kit: Any, column: Any) -> None:
+    policy = FailurePolicy(attempts=1, on_failure=OnFailure.SKIP, on_key_failure=OnKeyFailure.PARK)
+    runtime = await kit.start(schema=SCHEMA, policy=policy, process_record=below_zero)
+    await runtime.open(Shard(kit.shard))
+    outcome = await runtime.process(keyed(kit, ("a", -1), ("a", 2)))
+    assert (column(outcome, "n"), outcome.skipped) == ([2], 1)

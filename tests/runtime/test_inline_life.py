@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mldserver import Retry
-from mldserver.errors import HandlerHalted, HandlerNotFound, InternalError, PeerError
-from mldserver.protocol.messages import Version
+from mldserver.errors import HandlerHalted, HandlerNotFound, InternalError
 from mldserver.records import Hook, Shard
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
 from mldserver.runtime.inline import InlineRuntime
-from mldserver.runtime.interface import Delivery, MLDLine
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,30 +21,6 @@ if TYPE_CHECKING:
 ONE = FailurePolicy(attempts=1)
 HALT = FailurePolicy(on_failure=OnFailure.HALT)
 SCHEMA = "n INT"
-
-
-async def test_a_class_is_made_once_per_opening_and_a_module_is_shared(kit: Any) -> None:
-    made = []
-
-    class Counter:
-        schema = SCHEMA
-
-        def __init__(self) -> None:
-            made.append(self)
-            self.seen = 0
-
-        def process_record(self, record: Any) -> Any:
-            self.seen += 1
-            return (self.seen,)
-
-    runtime = await kit.start(Counter)
-    for name in ("a", "b", "a"):
-        await runtime.open(Shard(name))
-    rows = [
-        await runtime.process(kit.line([kit.record(1, 1), kit.record(2, 2)], shard=name)) for name in "ab"
-    ]
-    assert [outcome.rows["n"].to_pylist() for outcome in rows] == [[1, 2], [1, 2]]
-    assert len(made) == 3
 
 
 async def test_a_class_whose_instance_lacks_a_hook_fails_as_its_init_would(kit: Any) -> None:
@@ -162,15 +136,6 @@ async def test_a_cancelled_opening_leaves_the_shard_closed(kit: Any, shard: Any)
         await runtime.process(kit.delivery(1))
 
 
-async def test_a_forgotten_shard_is_closed(kit: Any, shard: Any) -> None:
-    runtime = await kit.start(process_record=lambda record: None)
-    await runtime.open(shard)
-    await runtime.forget(shard.id)
-    await runtime.forget(shard.id)
-    with pytest.raises(InternalError, match="not open"):
-        await runtime.notify(shard.id, Hook.LEASE_LOST)
-
-
 async def test_a_cancelled_batch_stops_and_the_next_one_works(kit: Any, shard: Any) -> None:
     begun, go = threading.Event(), threading.Event()
 
@@ -187,15 +152,6 @@ async def test_a_cancelled_batch_stops_and_the_next_one_works(kit: Any, shard: A
         await running
     go.set()
     assert (await runtime.process(kit.delivery(1))).outline.records == 1
-
-
-async def test_a_line_that_is_no_batch_is_raised_and_the_handler_not_called(kit: Any, shard: Any) -> None:
-    calls = []
-    runtime = await kit.start(process_record=calls.append)
-    await runtime.open(shard)
-    with pytest.raises(PeerError):
-        await runtime.process(Delivery(shard.id, MLDLine(b"[]", Version.V2), 0, None))
-    assert calls == []
 
 
 async def test_a_dotted_path_is_loaded_at_start(kit: Any, shard: Any, logged: Any, column: Any) -> None:
