@@ -249,7 +249,7 @@ async def play_all(
             story = told(seed * 1000 + number, kind=kind, records=records)
             try:
                 if play is None:
-                    settings = {} if number % WORKERS_EVERY else {"workers": 1}
+                    settings = {"workers": 1} if number % WORKERS_EVERY == 2 else {}
                     await World(folder, story, toll, kills=kills_per_story, settings=settings).play()
                 else:
                     await play(folder, story, toll, kills_per_story)
