@@ -67,7 +67,15 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         ),
     ),
     # The driver's process imports the user's handler by the same rules as the runtime does.
-    "spark": ("errors", "windows", "base", "handler.loader", "jobs.engine", "observe.stdout_capture"),
+    "spark": (
+        "errors",
+        "windows",
+        "base",
+        "children",
+        "handler.loader",
+        "jobs.engine",
+        "observe.stdout_capture",
+    ),
     "spark.sinks": ("errors", "base", "jobs.engine"),
     "kcl": ("", "errors", "base", "children", "config", "spark.java"),
     "__main__": ("cli",),

@@ -61,8 +61,8 @@ async def computing(server: Server, spark: SparkEngine) -> int:
         await until(lambda: server.status().windows_waiting == 1 and server.is_ready)
         assert spark._life is not None
         await until(lambda: bool(spark._life._waiting))
-    assert group_members(spark._life._process.pid) == [spark._life._process.pid]
-    return spark._life._process.pid
+    assert group_members(spark._life._child.pid) == [spark._life._child.pid]
+    return spark._life._child.pid
 
 
 @pytest.mark.parametrize(

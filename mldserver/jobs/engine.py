@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from mldserver.windows import Window
+from mldserver.windows import Window  # noqa: TC001  # a job that crosses is read by its annotations
 
 __all__ = ["Engine", "PublishJob", "WindowJob", "WindowResult"]
 

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING
 import structlog
 
 from mldserver.base.clock import Clock, SystemClock, happens
+from mldserver.children.backoff import Backoff
 from mldserver.errors import DriverLost, HandlerInvalid, HandlerUnready, NotThereYet, OperatorError
 from mldserver.jobs.engine import PublishJob, WindowJob, WindowResult
 from mldserver.spark import archive
 from mldserver.spark.driver_messages import Start, StartFailed
-from mldserver.spark.driver_process import DriverProcess, driver_command
-from mldserver.spark.driver_session import Life
+from mldserver.spark.driver_session import Life, driver_command
 from mldserver.spark.java import Java, probe
 from mldserver.spark.session import environment, is_connect, is_local
 from mldserver.spark.trainer import train
@@ -40,9 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["SparkEngine"]
 
 log = structlog.get_logger("mldserver")
-
-_BACKOFF_SECONDS = 1.0
-_BACKOFF_CAP_SECONDS = 60.0
 
 _FIRST_STARTS = 3
 """Starts of a local Spark that may fail, before the first success, until the settings are held to be wrong.
@@ -225,7 +222,7 @@ class SparkEngine:
         self._changed = asyncio.Event()
 
     async def _keep_alive(self, java: Java | None) -> None:
-        delay = _BACKOFF_SECONDS
+        backoff = Backoff(base=1.0, cap=60.0)
         while not self._closing.is_set():
             reason, exit_code, who = "", None, "driver"
             try:
@@ -236,13 +233,14 @@ class SparkEngine:
                 if self._closing.is_set():
                     return
                 self._give_up(life)
-                delay = _BACKOFF_SECONDS if life.jobs_done else delay
+                if life.jobs_done:
+                    backoff.worked()
                 reason, exit_code = life.reason(), life.exit_code
                 if life.jvm_exit_code is not None:
                     who, exit_code = "jvm", life.jvm_exit_code
+            delay = backoff.failed()
             log.error("spark.lost", who=who, reason=reason, exit_code=exit_code, delay_seconds=delay)
             await happens(self._closing, self._clock, delay)
-            delay = min(_BACKOFF_CAP_SECONDS, delay * 2)
 
     def _give_up(self, life: Life) -> None:
         """Raise when another start cannot end better than the last."""
@@ -265,8 +263,13 @@ class SparkEngine:
             "spark.starting", master=self._master, java=java.version if java else None, start=self._starts
         )
         try:
-            process = await DriverProcess.start(self._command, self._environment(start, java))
-            self._life = life = Life(process, start, self._clock, cancel_grace=self._cancel_grace)
+            self._life = life = await Life.begin(
+                self._command,
+                self._environment(start, java),
+                start,
+                self._clock,
+                cancel_grace=self._cancel_grace,
+            )
             if self._closing.is_set():
                 life.kill("The engine is closing.")
             async with asyncio.TaskGroup() as tasks:

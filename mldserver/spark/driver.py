@@ -1,4 +1,4 @@
-"""The Spark driver's process: ``python -m mldserver.spark.driver --fd N``, a child of the server.
+"""The Spark driver's process: ``python -m mldserver.spark.driver FD``, a child of the server.
 
 The main thread does nothing but read messages, so that it always notices when the server is gone; the session is
 made, and windows run, in other threads. The process leads a process group that holds the JVM too. Whatever ends it in
@@ -23,12 +23,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mldserver.children.channel import WireError, receive_now, send_now
 from mldserver.errors import HandlerError, MldserverError
 from mldserver.jobs.engine import WindowJob
 from mldserver.spark import archive
 from mldserver.spark.driver_messages import (
     Cancel,
-    Decoder,
+    FromServer,
     JvmGone,
     Log,
     Message,
@@ -40,8 +41,6 @@ from mldserver.spark.driver_messages import (
     StartFailed,
     Stop,
     Warm,
-    WireError,
-    encode,
 )
 from mldserver.spark.handler import Pipeline, pipeline_of
 from mldserver.spark.job_errors import describe
@@ -62,7 +61,6 @@ class Driver:
     def __init__(self, sock: socket.socket) -> None:
         """Speak over ``sock``."""
         self._sock = sock
-        self._sending = threading.Lock()
         self._start: Start | None = None
         self._session: Session | None = None
         self._jobs: Jobs | None = None
@@ -70,22 +68,20 @@ class Driver:
 
     def send(self, message: Message) -> None:
         """Send from any thread. When the server is gone, the main thread sees it too and acts."""
-        data = encode(message)
-        with self._sending, contextlib.suppress(OSError):
-            self._sock.sendall(data)
+        with contextlib.suppress(OSError):
+            send_now(self._sock, message)
 
     def run(self) -> None:
         """Read messages until the process ends."""
-        decoder = Decoder()
         try:
-            while data := self._sock.recv(1 << 16):
-                for message in decoder.feed(data):
+            while messages := receive_now(self._sock, FromServer):
+                for message in messages:
                     self._take(message)
-        except (OSError, WireError) as error:
+        except WireError as error:
             print(f"the server's messages cannot be read: {error}", file=sys.stderr)  # noqa: T201  # the log's way out
         self.die()
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: FromServer) -> None:
         match message:
             case Start():
                 self._start = message
@@ -234,7 +230,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="mldserver.spark.driver", description="A child of mldserver; not for people."
     )
-    parser.add_argument("--fd", type=int, required=True, help="the inherited end of a socket pair")
+    parser.add_argument("fd", type=int, help="the inherited end of a socket pair")
     sock = socket.socket(fileno=parser.parse_args().fd)
     os.set_inheritable(sock.fileno(), False)
     # Ctrl-C on a terminal is for the server; it stops this process in order.

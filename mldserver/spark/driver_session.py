@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
+import sys
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,8 @@ import structlog
 
 from mldserver.base.clock import happens
 from mldserver.base.kill_points import kill_point
+from mldserver.children.channel import Channel
+from mldserver.children.process import ChildProcess, ending
 from mldserver.errors import DriverLost, WindowFailed
 from mldserver.observe.stdout_capture import Printed
 from mldserver.spark import spark_log
@@ -20,9 +22,9 @@ from mldserver.spark.driver_messages import (
     Done,
     DoneGroup,
     FailedJob,
+    FromDriver,
     JvmGone,
     Log,
-    Message,
     Output,
     Progress,
     Publish,
@@ -33,17 +35,16 @@ from mldserver.spark.driver_messages import (
     StartFailed,
     Stop,
     Warm,
-    WireError,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from mldserver.base.clock import Clock
+    from mldserver.children.channel import Descriptors
     from mldserver.jobs.engine import PublishJob, WindowJob
-    from mldserver.spark.driver_process import DriverProcess
 
-__all__ = ["Life"]
+__all__ = ["Life", "driver_command"]
 
 log = structlog.get_logger("mldserver")
 
@@ -56,15 +57,23 @@ _DRAIN_SECONDS = 2
 """How long output may still come once the driver is dead: a worker in another group may hold the pipe a little."""
 
 
+def driver_command() -> list[str]:
+    """Return the command line of a driver, but for the number of its socket."""
+    return [sys.executable, "-m", "mldserver.spark.driver"]
+
+
 class Life:
     """Reads one driver until it ends; whoever waits for a job then gets DriverLost."""
 
-    def __init__(self, process: DriverProcess, start: Start, clock: Clock, *, cancel_grace: float) -> None:
-        """Hold a started process. ``cancel_grace``: seconds that a cancelled job may take to end."""
-        self._process = process
+    def __init__(self, start: Start, clock: Clock, *, cancel_grace: float) -> None:
+        """Prepare; ``cancel_grace``: seconds that a cancelled job may take to end."""
         self._start = start
         self._clock = clock
         self._cancel_grace = cancel_grace
+        self._child: ChildProcess
+        self._channel: Channel[FromDriver]
+        self._hung_up = asyncio.Event()
+        """Set when no message can come any more."""
         self._ids = itertools.count(1)
         self._waiting: dict[int, tuple[Run | RunGroup | Publish, asyncio.Future[Done | DoneGroup]]] = {}
         self._cancelling: dict[int, asyncio.Event] = {}
@@ -82,10 +91,29 @@ class Life:
         self.jvm_exit_code: int | None = None
         """Set when the JVM died before its driver."""
 
+    @classmethod
+    async def begin(
+        cls,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        start: Start,
+        clock: Clock,
+        *,
+        cancel_grace: float,
+    ) -> Life:
+        """Start a driver's process. Raises OSError."""
+        self = cls(start, clock, cancel_grace=cancel_grace)
+        self._child = child = await ChildProcess.start(
+            command, environment=environment, output=[self._take_stdout, self._take_stderr], talks=True
+        )
+        assert child.end is not None, "it was started with a socket"
+        self._channel = Channel(child.end, FromDriver, receive=self._take, ended=self._end)
+        return self
+
     @property
     def exit_code(self) -> int | None:
         """The driver's exit code, once it is dead."""
-        return self._process.exit_code
+        return self._child.exit_code
 
     @property
     def is_over(self) -> bool:
@@ -98,26 +126,23 @@ class Life:
             return self._reason
         said = f" It said last: {' | '.join(self._last_lines)}" if self._last_lines else ""
         if self.jvm_exit_code is not None:
-            return f"The JVM died ({_ending(self.jvm_exit_code)}), and its driver with it.{said}"
+            return f"The JVM died ({ending(self.jvm_exit_code)}), and its driver with it.{said}"
         if self.failed is not None:
             return f"The start failed: {self.failed.error}: {self.failed.message}{said}"
         code = self.exit_code
-        return f"The driver's process died{'' if code is None else f' ({_ending(code)})'}.{said}"
+        return f"The driver's process died{'' if code is None else f' ({ending(code)})'}.{said}"
 
     async def live(self, start_deadline: float) -> None:
         """Run the life; return when the driver is dead. ``start_deadline``: seconds until it must be warm."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                output = self._tasks.create_task(
-                    self._process.read_output(self._take_stdout, self._take_stderr)
-                )
                 watches = (
                     self._tasks.create_task(self._watch_start(start_deadline)),
                     self._tasks.create_task(self._watch_end()),
                 )
-                self._process.send(self._start)
+                self._channel.send(self._start)
                 try:
-                    await self._read()
+                    await self._hung_up.wait()
                 finally:
                     # Also when it is cancelled: from now on the group takes no task any more.
                     self._over = True
@@ -125,32 +150,28 @@ class Life:
                     watch.cancel()
                 for ended in self._cancelling.values():
                     ended.set()
-                await self._process.kill()
-                await asyncio.wait({output}, timeout=_DRAIN_SECONDS)
-                output.cancel()
+                await self._child.close(_DRAIN_SECONDS)
         finally:
             self._over = True
-            await self._process.kill()
+            await self._child.close()
+            self._channel.close()
             self._lose_jobs()
             self._stdout.tell()
             self._stderr.tell()
 
-    async def _read(self) -> None:
-        try:
-            async with contextlib.aclosing(self._process.messages()) as messages:
-                async for message in messages:
-                    self._take(message)
-        except WireError as error:
-            self._reason = f"The driver's messages cannot be read: {error}"
+    def _end(self, garbled: str | None) -> None:
+        if garbled is not None:
+            self._reason = f"The driver's messages cannot be read: {garbled}"
+        self._hung_up.set()
 
     def kill(self, reason: str) -> None:
         """End the life at once; ``live`` returns soon after."""
         self._reason = self._reason or reason
-        self._process.signal_group()
+        self._child.kill()
 
     def stop(self) -> None:
         """Ask the driver to stop in good order."""
-        self._process.send(Stop())
+        self._channel.send(Stop())
 
     async def compute(self, job: WindowJob, deadline: float | None) -> Done:
         """Run a job and return its answer.
@@ -182,7 +203,7 @@ class Life:
         answer: asyncio.Future[Done | DoneGroup] = asyncio.get_running_loop().create_future()
         self._waiting[job_id] = (asked, answer)
         try:
-            self._send(asked)
+            self._channel.send(asked)
             kill_point("sink.writing" if isinstance(asked, Publish) else "job.running")
             async with asyncio.timeout(deadline) as limit:
                 return await answer
@@ -201,21 +222,11 @@ class Life:
         finally:
             self._waiting.pop(job_id, None)
 
-    def _send(self, asked: Run | RunGroup | Publish) -> None:
-        try:
-            self._process.send(asked)
-        except WireError as error:  # half a million segments
-            raise WindowFailed(
-                f"The job cannot be sent to the Spark driver: {error}.",
-                advice="Make windows shorter, or flush_interval longer, so that a window has fewer segments.",
-                **_window_of(asked),
-            ) from error
-
     def _cancel(self, job_id: int) -> None:
         if self._over or self._tasks is None:
             return
         ended = self._cancelling[job_id] = asyncio.Event()
-        self._process.send(Cancel(job_id))
+        self._channel.send(Cancel(job_id))
         self._tasks.create_task(self._see_it_end(ended))
 
     async def _see_it_end(self, ended: asyncio.Event) -> None:
@@ -232,13 +243,13 @@ class Life:
 
     async def _watch_end(self) -> None:
         """See an end that the socket does not tell: what the user's code has forked holds it open."""
-        await self._process.wait()
-        self._process.signal_group()
+        await self._child.wait()
+        self._child.kill()
         # Its last words may be on their way; who left the group with the socket will not close it.
         await asyncio.sleep(_DRAIN_SECONDS)
-        self._process.hang_up()
+        self._hung_up.set()
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: FromDriver, _files: Descriptors) -> None:
         match message:
             case Started():
                 self.started = message
@@ -265,8 +276,6 @@ class Life:
             case Log():
                 self._last_lines.append(message.text[:_LINE_CHARACTERS])
                 self._log(spark_log.Entry(message.level, message.text, "mldserver.spark.driver"))
-            case _:
-                raise WireError(f"{type(message).__name__} does not come from a driver")
 
     def _answer(self, message: Done | DoneGroup | FailedJob) -> None:
         if message.id in self._cancelling:
@@ -294,32 +303,27 @@ class Life:
             if not answer.done():
                 answer.set_exception(self._lost())
 
-    def _take_stdout(self, line: str) -> bool:
-        """Log a line, or count it; return which."""
-        if self.started is None:
-            self._last_lines.append(line[:_LINE_CHARACTERS])  # a crash at start is told on standard output
-        passes = self._stdout.passes()
-        if passes:
+    def _take_stdout(self, lines: list[str]) -> bool:
+        """Log lines, or count them; return whether all were logged."""
+        if self.started is None:  # a crash at start is told on standard output
+            self._last_lines += [line[:_LINE_CHARACTERS] for line in lines]
+        passed = [self._stdout.passes() for _ in lines]
+        for line in itertools.compress(lines, passed):
             log.info("handler.output", stream="stdout", text=line)
-        return passes
+        return all(passed)
 
-    def _take_stderr(self, line: str) -> bool:
-        """Log what a line says, or count it; return which."""
-        entry = spark_log.parse(line)
-        if entry.level != "debug":
-            self._last_lines.append(entry.text[:_LINE_CHARACTERS])
-        passes = self._stderr.passes()
-        if passes:
+    def _take_stderr(self, lines: list[str]) -> bool:
+        """Log what lines say, or count them; return whether all were logged."""
+        entries = [spark_log.parse(line) for line in lines]
+        self._last_lines += [entry.text[:_LINE_CHARACTERS] for entry in entries if entry.level != "debug"]
+        passed = [self._stderr.passes() for _ in lines]
+        for entry in itertools.compress(entries, passed):
             self._log(entry)
-        return passes
+        return all(passed)
 
     def _log(self, entry: spark_log.Entry) -> None:
         told = {"logger": entry.logger, "text": entry.text, "exception": entry.exception}
         getattr(log, entry.level)("spark.log", **{name: value for name, value in told.items() if value})
-
-
-def _ending(exit_code: int) -> str:
-    return f"killed by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
 
 
 def _window_of(asked: Run | RunGroup | Publish) -> dict[str, str]:

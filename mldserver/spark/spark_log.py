@@ -11,10 +11,7 @@ from dataclasses import dataclass
 
 import orjson
 
-__all__ = ["LINE_LIMIT", "Entry", "Lines", "parse"]
-
-LINE_LIMIT = 64 * 1024
-"""Bytes of a line that are kept; a query plan in a log line can have megabytes."""
+__all__ = ["Entry", "parse"]
 
 # Spark calls an error what it goes on to retry, and every error of the user's code. What those come to is told by the
 # server's own events (window.failed, spark.lost), at the level that they deserve.
@@ -57,35 +54,6 @@ class Entry:
     text: str
     logger: str = ""
     exception: str = ""
-
-
-class Lines:
-    """Bytes of any chunking in, lines out; memory is bounded whatever comes."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[str]:
-        """Return the lines that are complete. What a line has beyond LINE_LIMIT is dropped."""
-        lines = []
-        *ended, rest = data.split(b"\n")
-        for part in ended:
-            self._add(part)
-            lines.append(self._take())
-        self._add(rest)
-        return lines
-
-    def end(self) -> list[str]:
-        """Return what stands there without a line end."""
-        return [self._take()] if self._buffer else []
-
-    def _add(self, part: bytes) -> None:
-        self._buffer += part[: LINE_LIMIT - len(self._buffer)]
-
-    def _take(self) -> str:
-        line = self._buffer.decode("utf-8", errors="replace").rstrip("\r")
-        self._buffer.clear()
-        return line
 
 
 def parse(line: str) -> Entry:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import structlog
 
 from mldserver.spark import archive
-from mldserver.spark.driver_process import DriverProcess
 from mldserver.spark.driver_session import Life
 
 if TYPE_CHECKING:
@@ -49,8 +48,7 @@ async def train(start: Start, command: Sequence[str], environment: Mapping[str, 
 
 
 async def _live(start: Start, command: Sequence[str], environment: Mapping[str, str], clock: Clock) -> str:
-    process = await DriverProcess.start(command, environment)
-    life = Life(process, start, clock, cancel_grace=0)
+    life = await Life.begin(command, environment, start, clock, cancel_grace=0)
     async with asyncio.TaskGroup() as tasks:
         stopper = tasks.create_task(_stop_when_warm(life))
         await life.live(_LIMIT_SECONDS)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from mldserver.base.kill_points import KILL_VARIABLE
-from mldserver.spark.driver_process import driver_command
+from mldserver.spark.driver_session import driver_command
 
 if TYPE_CHECKING:
     from crash.lives import Plan

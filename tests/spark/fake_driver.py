@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from mldserver.children.channel import receive_now, send_now
 from mldserver.spark import driver_messages
 
 
@@ -21,12 +22,12 @@ class FakeDriver:
         self.life = len(state.read_text().split())
 
     def send(self, *messages: driver_messages.Message) -> None:
-        self.sock.sendall(b"".join(map(driver_messages.encode, messages)))
+        for message in messages:
+            send_now(self.sock, message)
 
     def serve(self) -> None:
-        decoder = driver_messages.Decoder()
-        while data := self.sock.recv(1 << 16):
-            for message in decoder.feed(data):
+        while messages := receive_now(self.sock, driver_messages.FromServer):
+            for message in messages:
                 self.take(message)
 
     def take(self, message: driver_messages.Message) -> None:
@@ -137,5 +138,5 @@ class FakeDriver:
 
 
 if __name__ == "__main__":
-    fd = int(sys.argv[sys.argv.index("--fd") + 1])
+    fd = int(sys.argv[-1])
     FakeDriver(sys.argv[1], Path(sys.argv[2]), socket.socket(fileno=fd)).serve()

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import itertools
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from mldserver.children.channel import decode, encode
 from mldserver.jobs.engine import PublishJob, WindowJob
 from mldserver.spark import driver_messages
 from mldserver.spark.sinks.sink import SinkSpec
@@ -50,51 +49,21 @@ MESSAGES = [
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_every_message_comes_out_as_it_went_in(message: driver_messages.Message) -> None:
-    assert driver_messages.Decoder().feed(driver_messages.encode(message)) == [message]
+    kinds = (
+        driver_messages.FromServer
+        if isinstance(message, driver_messages.FromServer)
+        else driver_messages.FromDriver
+    )
+    assert decode(kinds, b"\x91" + encode(message)) == [message]
 
 
-@given(st.lists(st.integers(0, 400), max_size=12))
-def test_any_chunking_gives_the_same_messages(cuts: list[int]) -> None:
-    stream = b"".join(map(driver_messages.encode, MESSAGES))
-    borders = sorted({0, len(stream), *(cut * 7 % len(stream) for cut in cuts)})
-    decoder = driver_messages.Decoder()
-    got = [m for a, b in itertools.pairwise(borders) for m in decoder.feed(stream[a:b])]
-    assert got == MESSAGES
-    assert decoder.pending == 0
+def test_an_error_with_half_a_character_comes_out_with_an_escape() -> None:
+    failed = driver_messages.FailedJob(1, "ValueError", "half \ud83d")
+    (seen,) = decode(driver_messages.FromDriver, b"\x91" + encode(failed))
+    assert seen.message == "half \\ud83d"
 
 
-def test_an_incomplete_message_waits_for_its_rest() -> None:
-    data = driver_messages.encode(driver_messages.Warm())
-    decoder = driver_messages.Decoder()
-    assert decoder.feed(data[:2]) == []
-    assert decoder.feed(data[2:-1]) == []
-    assert decoder.pending == len(data) - 1
-    assert decoder.feed(data[-1:]) == [driver_messages.Warm()]
-
-
-@pytest.mark.parametrize(
-    "payload",
-    [
-        b"not json",
-        b"[]",
-        b"1",
-        b"{}",
-        b'{"type": "Nothing"}',
-        b'{"type": "Cancel"}',
-        b'{"type": "Cancel", "x": 1}',
-    ],
-)
-def test_bytes_that_are_no_message_are_an_error(payload: bytes) -> None:
-    with pytest.raises(driver_messages.WireError, match="not a message"):
-        driver_messages.Decoder().feed(len(payload).to_bytes(4, "big") + payload)
-
-
-def test_a_length_beyond_the_limit_is_an_error_before_the_bytes_are_there() -> None:
-    with pytest.raises(driver_messages.WireError, match="longer than"):
-        driver_messages.Decoder().feed(b"GET / HTTP/1.1")
-
-
-def test_a_message_beyond_the_limit_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver_messages, "LIMIT", 10)
-    with pytest.raises(driver_messages.WireError, match="longer than"):
-        driver_messages.encode(driver_messages.Log("info", "a long line"))
+def test_a_job_with_half_a_character_comes_out_whole_otherwise() -> None:
+    job = WindowJob(HOUR, 3, ("/a\ud83d.parquet",), "/s", 1, 9)
+    (seen,) = decode(driver_messages.FromServer, b"\x91" + encode(driver_messages.Run(1, job)))
+    assert seen.job == replace(job, segments=("/a\\ud83d.parquet",))

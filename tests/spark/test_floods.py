@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ from spark.bench import Bench, job
 from support.serving import until
 
 from mldserver.observe.stdout_capture import BURST, Printed
-from mldserver.spark import driver_process, driver_session
+from mldserver.spark import driver_session
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,29 +37,3 @@ async def test_of_a_drivers_flood_a_burst_is_logged_and_the_rest_is_counted(
     assert [event["text"] for event in logged if event["event"] == "spark.log"] == texts
     # One more of standard output: what the driver says as it stops.
     assert sorted(lost(logged)) == [5000 - BURST, 5001 - BURST]
-
-
-async def test_others_have_their_turn_while_a_flood_is_read() -> None:
-    pipe = asyncio.StreamReader()
-    pipe.feed_data(b"\n" * 16 * driver_process._READ_BYTES)
-    pipe.feed_eof()
-    turns = 0
-
-    async def other() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    taken = []
-
-    def take(line: str) -> bool:
-        taken.append(line)
-        return False
-
-    async with asyncio.TaskGroup() as tasks:
-        meanwhile = tasks.create_task(other())
-        await driver_process._pass_lines(pipe, take)
-        meanwhile.cancel()
-    assert len(taken) == 16 * driver_process._READ_BYTES
-    assert turns > 16

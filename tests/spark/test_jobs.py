@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from spark.bench import job
 
+from mldserver.children.channel import encode
 from mldserver.spark import driver_messages
 from mldserver.spark.handler import Pipeline
 from mldserver.spark.jobs import Jobs
@@ -75,7 +76,7 @@ def test_a_job_is_answered_whatever_its_error_is_like(error: BaseException, mess
         (1, type(error).__name__, message),
         (2, type(error).__name__, message),
     ]
-    assert all(driver_messages.Decoder().feed(driver_messages.encode(answer)) for answer in heard)
+    assert all(encode(answer) for answer in heard)
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,8 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from mldserver.spark.spark_log import LINE_LIMIT, Entry, Lines, parse
+from mldserver.spark.spark_log import Entry, parse
 
 
 def line(**told: Any) -> str:
@@ -64,21 +62,3 @@ def test_what_is_said_at_every_start_is_for_developers() -> None:
 @pytest.mark.parametrize("text", ["hello", "{not json", '{"a": 1}', '{"level": "INFO"}', "", "{}"])
 def test_any_other_line_is_passed_on_as_it_is(text: str) -> None:
     assert parse(text) == Entry("info", text)
-
-
-@given(st.lists(st.binary(max_size=20), max_size=10), st.data())
-def test_lines_do_not_depend_on_chunks(parts: list[bytes], data: st.DataObject) -> None:
-    stream = b"\n".join(part.replace(b"\r", b"") for part in parts)
-    cut = data.draw(st.integers(0, len(stream)))
-    lines = Lines()
-    got = lines.feed(stream[:cut]) + lines.feed(stream[cut:]) + lines.end()
-    expected = stream.decode("utf-8", errors="replace").split("\n")
-    assert got == (expected if expected[-1] else expected[:-1])
-
-
-def test_a_line_without_end_does_not_fill_the_memory() -> None:
-    lines = Lines()
-    for _ in range(3):
-        assert lines.feed(b"x" * LINE_LIMIT) == []
-    assert [len(text) for text in lines.feed(b"y\nnext\r\n")] == [LINE_LIMIT, 4]
-    assert lines.end() == []
