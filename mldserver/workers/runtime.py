@@ -15,8 +15,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import structlog
 
@@ -34,7 +35,7 @@ from mldserver.workers.spares import Spares
 from mldserver.workers.worker import Worker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping
+    from collections.abc import Awaitable, Callable, Coroutine, Mapping
 
     from mldserver.base.clock import Clock
     from mldserver.handler.spec import HandlerSpec
@@ -52,6 +53,7 @@ _ONCE: Final = FailurePolicy(attempts=1, on_failure=OnFailure.SKIP)
 """How parts of a batch are searched for records that end their process: as often as a record may be tried, the whole has."""
 ARENA_BYTES: Final = 64 << 20
 """Of address space; what is touched of it is as much as lines were in hand at a time."""
+_T = TypeVar("_T")
 INLINE_BYTES: Final = 4096
 """Shorter lines go inside their message: one copy more is cheaper there than keeping account of room."""
 
@@ -127,8 +129,6 @@ class WorkerRuntime:
         """End what is left of the processes."""
         await self._spares.close()
 
-    # Shards.
-
     async def open(self, shard: Shard) -> None:
         """Open a shard (see ``Runtime.open``); while that ends its process, it is tried again, but for ``halt``."""
         self._shards[shard.id] = shard
@@ -138,27 +138,11 @@ class WorkerRuntime:
             healthy = [worker.number for worker in self._workers if not worker.failed]
             self._plan[shard.id] = place(self._plan, healthy or range(len(self._workers)))
         self._worker(shard.id).opened.pop(shard.id, None)
-        deaths = 0
-        while True:
-            alone = shard.id in self._worker(shard.id).suspects
-            worker, process, pass_ = await self._enter(shard.id, alone=alone)
-            try:
-                await self._ensure_open(worker, process, shard.id)
-            except Unopened as gone:
-                deaths += alone
-                self._after_opening(worker, shard.id, gone, deaths)
-            else:
-                return
-            finally:
-                worker.gate.leave(pass_)
 
-    def _after_opening(self, worker: Worker, shard_id: str, gone: Unopened, deaths: int) -> None:
-        """Let a shard be opened again whose opening has ended its process so often. Raises HandlerHalted instead."""
-        if self._policy.on_failure is OnFailure.HALT and deaths >= self._policy.attempts:
-            halted = gone.halted(shard_id, self._spares.handler, deaths)
-            log.critical("handler.halted", **halted.where, what=gone.died)
-            raise halted from gone
-        self._evade(worker)
+        async def opened(_: WorkerProcess) -> None:
+            pass
+
+        await self._with_process(shard.id, opened, alone=shard.id in self._worker(shard.id).suspects)
 
     async def notify(self, shard_id: str, hook: Hook) -> Sequence | None:
         """Run a life-cycle hook (see ``Runtime.notify``)."""
@@ -212,8 +196,6 @@ class WorkerRuntime:
         # Whether it is open there or not: an opening that was given up, or has failed, leaves something too.
         with contextlib.suppress(WorkerGone):
             await process.ask(wire.Forget(next(process.ids), shard_id))
-
-    # Batches.
 
     def begin(self, delivery: Delivery) -> Coroutine[None, None, BatchOutcome]:
         """Return what is to be awaited: nothing of it is done in this process."""
@@ -301,36 +283,20 @@ class WorkerRuntime:
         alone: bool,
     ) -> BatchOutcome:
         """Hand a batch, or a part of it, to one process. Raises WorkerGone when that ends."""
-        shard, deaths, again = delivery.shard_id, 0, False
         part = delivery.part if part is None else part
         condemned = delivery.condemned if condemned is None else condemned
-        while True:
-            alone = alone or (again and shard in self._worker(shard).suspects)
-            worker, process, pass_ = await self._enter(shard, alone=alone)
-            try:
-                if worker.opened.get(shard) != worker.generation:
-                    await self._ensure_open(worker, process, shard)
-                outcome = await self._send(process, delivery, held, part, condemned)
-            except Unopened as gone:  # that tells nothing of the batch
-                again = True
-                deaths += alone
-                self._after_opening(worker, shard, gone, deaths)
-                continue
-            except WorkerGone:
-                self._evade(worker)
-                raise
-            finally:
-                worker.gate.leave(pass_)
-            (self._owing.add if outcome.owes else self._owing.discard)(shard)
-            return outcome
+        send = partial(self._send, delivery, held, part, condemned)
+        outcome = await self._with_process(delivery.shard_id, send, alone=alone)
+        (self._owing.add if outcome.owes else self._owing.discard)(delivery.shard_id)
+        return outcome
 
     async def _send(
         self,
-        process: WorkerProcess,
         delivery: Delivery,
         held: Held,
         part: range | None,
         condemned: str | None,
+        process: WorkerProcess,
     ) -> BatchOutcome:
         """Send a batch with its line: inside the message, in the arena, or in a file. Raises WorkerGone."""
         inline, offset = None, None
@@ -358,10 +324,42 @@ class WorkerRuntime:
             outcome = await process.ask(message, offset=offset)
         return outcome
 
+    async def _with_process(
+        self,
+        shard_id: str,
+        work: Callable[[WorkerProcess], Awaitable[_T]],
+        *,
+        alone: bool,
+        patient: bool = True,
+    ) -> _T:
+        """Return what ``work`` does with the process of a shard's worker, where the shard is open; ``alone``: nothing else.
+
+        A process that ends while the shard is opened there tells nothing of ``work``: the ``patient`` go to the next one.
+        Raises WorkerGone, and HandlerHalted where ``initialize`` may end no more processes.
+        """
+        deaths = 0
+        while True:
+            worker, process, pass_ = await self._enter(shard_id, alone=alone)
+            try:
+                if worker.opened.get(shard_id) != worker.generation:
+                    await self._ensure_open(worker, process, shard_id)
+                return await work(process)
+            except WorkerGone as gone:
+                if not patient or not isinstance(gone, Unopened):
+                    self._evade(worker)
+                    raise
+                deaths += alone
+                if self._policy.on_failure is OnFailure.HALT and deaths >= self._policy.attempts:
+                    halted = gone.halted(shard_id, self._spares.handler, deaths)
+                    log.critical("handler.halted", **halted.where, what=gone.died)
+                    raise halted from gone
+                self._evade(worker)
+            finally:
+                worker.gate.leave(pass_)
+            alone = alone or shard_id in self._worker(shard_id).suspects
+
     async def _ensure_open(self, worker: Worker, process: WorkerProcess, shard_id: str) -> None:
-        """Open the shard in this process, unless it is. Raises Unopened, HandlerHalted, and HandlerLost."""
-        if worker.opened.get(shard_id) == worker.generation:
-            return
+        """Open the shard in this process. Raises Unopened, HandlerHalted, and HandlerLost."""
         if shard_id in self._owing:
             raise HandlerLost(
                 "The record processor is gone with its process, and with records that it had not checkpointed.",
@@ -404,15 +402,11 @@ class WorkerRuntime:
         self, shard_id: str, message: Callable[[int], wire.Request], *, alone: bool = False
     ) -> Any:
         """Ask the shard's worker something, once it is open there; it answers Finished. Raises WorkerGone."""
-        worker, process, pass_ = await self._enter(shard_id, alone=alone)
-        try:
-            await self._ensure_open(worker, process, shard_id)
+
+        async def ask(process: WorkerProcess) -> Any:
             return await process.ask(message(next(process.ids)))
-        except WorkerGone:
-            self._evade(worker)
-            raise
-        finally:
-            worker.gate.leave(pass_)
+
+        return await self._with_process(shard_id, ask, alone=alone, patient=False)
 
     async def _until_done(self, shard_id: str, message: Callable[[int], wire.Request]) -> None:
         while True:

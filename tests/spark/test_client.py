@@ -169,7 +169,9 @@ async def test_a_jvm_that_dies_under_its_driver_is_named(
 ) -> None:
     it = bench()
     async with it.running():
-        with pytest.raises(DriverLost, match=r"The JVM died \(killed by signal 9 \(SIGKILL\)\), and its driver with it"):
+        with pytest.raises(
+            DriverLost, match=r"The JVM died \(killed by signal 9 \(SIGKILL\)\), and its driver with it"
+        ):
             await it.engine.compute(job("jvm dies"))
         await it.clock.end_sleep()
     lost = events(logged, "spark.lost")[0]

@@ -11,7 +11,7 @@ TESTS: Final = Path(__file__).parents[1]
 
 QUICK: Final = (
     "base",
-    "children/test_backoff.py",
+    "children",
     "config",
     "coordinator",
     "deadletters",
