@@ -205,26 +205,28 @@ class WorkerRuntime:
         """Take a batch through the handler (see ``Runtime.process``), however many processes that takes."""
         held = Held(delivery.payload)
         try:
-            outcome = await self._process(delivery, held)
+            outcome = await self._tried(delivery, held, self._policy.attempts)
+        except WorkerGone as gone:
+            with self._worker(delivery.shard_id).searching():
+                outcome = await self._search(delivery, held, gone.died)
         finally:
             held.let_go()
         if self._policy.parks:
             self._note_parked(delivery.shard_id, outcome)
         return outcome
 
-    async def _process(self, delivery: Delivery, held: Held) -> BatchOutcome:
-        guilt, died = 0.0, ""
-        while guilt < self._policy.attempts:
+    async def _tried(
+        self, delivery: Delivery, held: Held, times: int, *, part: range | None = None
+    ) -> BatchOutcome:
+        """Hand a batch, or a part of it, to one process after another. Raises WorkerGone once it has ended so many."""
+        guilt = 0.0
+        while True:
             try:
-                return await self._once(delivery, held, alone=guilt > 0)
+                return await self._once(delivery, held, part=part, alone=part is not None or guilt > 0)
             except WorkerGone as gone:
-                guilt, died = guilt + gone.guilt, gone.died
-        worker = self._worker(delivery.shard_id)
-        worker.searches += 1
-        try:
-            return await self._search(delivery, held, died)
-        finally:
-            worker.searches -= 1
+                guilt += gone.guilt
+                if guilt >= times:
+                    raise
 
     async def _search(self, delivery: Delivery, held: Held, died: str) -> BatchOutcome:
         """Find the records that end their process: the death of a process is a call that failed, to the batch's plan.
@@ -233,27 +235,25 @@ class WorkerRuntime:
         """
         parts = [await self._surely(delivery, held, range(0))]
         outline = parts[0].outline
-        # It asks nothing of the records: no age and no key makes a difference here.
         fresh = range(outline.records - outline.duplicates) if delivery.part is None else delivery.part
+        # It asks nothing of the records: no age and no key makes a difference here.
         plan = BatchPlan(fresh, _ONCE, cast("Facts", None))
-        step = plan.step()
-        while step is not None:
+        while (step := plan.step()) is not None:
+            part = _part(step)
+            if not died:  # the whole has failed already
+                try:
+                    parts.append(await self._tried(delivery, held, 1, part=part))
+                except WorkerGone as gone:
+                    died = gone.died
             if died:
                 plan.failed(step, Failure(died), 0)
-                if len(step.indices) == 1:
-                    parts.append(await self._surely(delivery, held, _part(step), condemned=died))
+                if len(part) == 1:
+                    parts.append(await self._surely(delivery, held, part, condemned=died))
+            died = ""
             if (
                 self._policy.parks
             ):  # the next part may be another process's, which must know the keys that wait
                 self._note_parked(delivery.shard_id, parts[-1])
-            if (step := plan.step()) is not None:
-                guilt, died = 0.0, "the batch"
-                while died and guilt < 1:
-                    try:
-                        parts.append(await self._once(delivery, held, part=_part(step), alone=True))
-                        died = ""
-                    except WorkerGone as gone:
-                        guilt, died = guilt + gone.guilt, gone.died
         return wire.joined(parts)
 
     async def _surely(

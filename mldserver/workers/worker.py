@@ -7,6 +7,7 @@ one had in hand raise WorkerGone in whoever asked, who asks again (``runtime.py`
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -18,7 +19,7 @@ from mldserver.children.backoff import Backoff
 from mldserver.workers.exclusive import Exclusive
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterator
 
     from mldserver.base.clock import Clock
     from mldserver.workers.process import WorkerProcess
@@ -138,7 +139,7 @@ class Worker:
         self._there = asyncio.Event()
         self._retiring = False
         self.searches = 0
-        """How many look for records that end the process: then its deaths are progress."""
+        """How many look for records that end the process."""
 
     @property
     def failed(self) -> bool:
@@ -155,6 +156,15 @@ class Worker:
     def present(self) -> WorkerProcess | None:
         """Its process while that lives, be it to be replaced soon."""
         return self._process if self._process is not None and self._process.is_open else None
+
+    @contextlib.contextmanager
+    def searching(self) -> Iterator[None]:
+        """Look for a record that ends the process: meanwhile its deaths are progress."""
+        self.searches += 1
+        try:
+            yield
+        finally:
+            self.searches -= 1
 
     def _waits(self) -> bool:
         """Whether nothing that its process has in hand is with the handler: all of it waits for its time."""
