@@ -122,7 +122,7 @@ class Channel(Generic[M]):
     ) -> None:
         """Own ``end`` from now on; ``receive`` gets each message, which is one of ``kinds`` (a union of classes).
 
-        ``ended`` is called once when no more can come: with what came instead, if that was no message.
+        ``ended`` is called once when no more can come or go: with what is wrong, unless the other side has ended.
         """
         self._socket = end
         end.setblocking(False)
@@ -159,6 +159,9 @@ class Channel(Generic[M]):
             or len(self._files) + len(files) >= _MOST_DESCRIPTORS
         ):
             self.flush()
+            if not self._open:
+                _close(files)
+                return
         if not self._parts:
             self._loop.call_soon(self.flush)
         self._parts.append(part)
@@ -169,8 +172,14 @@ class Channel(Generic[M]):
         """Send now what this turn has brought."""
         if not self._parts:
             return
-        data, files = _framed(self._parts, self._files)
+        parts, files = self._parts, self._files
         self._parts, self._bytes, self._files = [], 0, []
+        try:
+            data, files = _framed(parts, files)
+        except OSError as error:  # no descriptor, or no memory: what is lost must not be waited for
+            _close(files)
+            self._fail(f"a message cannot be sent: {error}")
+            return
         if self._waiting or not self._try(data, files):
             if not self._waiting:
                 self._loop.add_writer(self._socket, self._writable)
@@ -215,7 +224,7 @@ class Channel(Generic[M]):
             frame, files = _read(self._socket, self._buffer)
         except (BlockingIOError, InterruptedError):
             return
-        garbled: str | None = None
+        wrong: str | None = None
         try:
             if frame is not None:
                 for message in _decoded(self._decoder, frame):
@@ -224,11 +233,14 @@ class Channel(Generic[M]):
                         break
                 return
         except WireError as error:
-            garbled = str(error)
+            wrong = str(error)
         finally:
             _close(files)
+        self._fail(wrong)
+
+    def _fail(self, what: str | None) -> None:
         self.close()
-        self._ended(garbled)
+        self._ended(what)
 
 
 def send_now(end: socket.socket, message: Message, *, wait_seconds: float = 0.0) -> bool:

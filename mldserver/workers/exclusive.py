@@ -43,8 +43,9 @@ class Exclusive:
         """Go out again, with what ``enter`` returned."""
         if pass_ == self._round:
             self._inside -= 1
-            self._alone = False
-            self._wake()
+            self._alone = self._idled = False
+            if self._waiting or self._waiting_alone:
+                self._wake()
 
     async def enter(self, *, alone: bool) -> int:
         """Come in, once it is this request's turn; return what to ``leave`` with."""

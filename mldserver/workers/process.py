@@ -135,6 +135,8 @@ class WorkerProcess:
         """For who sends a line in a file of its own."""
         self._loaded: asyncio.Future[wire.Loaded] = asyncio.get_running_loop().create_future()
         self._gone = asyncio.Event()
+        self.is_open = True
+        """Whether it takes requests."""
         self._closed = False
         self.on_end: Callable[[], None] = lambda: None
         """Called when it takes no requests any more."""
@@ -186,11 +188,6 @@ class WorkerProcess:
         return not self._closed and self.arena.marked
 
     @property
-    def is_open(self) -> bool:
-        """Whether it takes requests."""
-        return not self._gone.is_set()
-
-    @property
     def was_killed(self) -> bool:
         """Whether SIGKILL ended it: it is nothing that a handler's code does by mistake."""
         return self._child.exit_code == -signal.SIGKILL
@@ -226,6 +223,7 @@ class WorkerProcess:
             self._channel.close()
             self.arena.close()
             self._printed.end()
+        self.is_open = False
         self._gone.set()
         self.lost |= {shard for shard, _, _ in self._requests.values()}
         for _, future, _ in self._requests.values():
@@ -277,6 +275,7 @@ class WorkerProcess:
     def _end(self, garbled: str | None) -> None:
         if garbled is not None:
             log.error("worker.garbled", pid=self.pid, what=garbled)
+        self.is_open = False
         self._gone.set()
         self.on_end()
 

@@ -291,7 +291,7 @@ def done_of(request: int, outcome: BatchOutcome, *, rows: bytes | None = None, r
         rows,
         rows_bytes,
         outcome.attempts,
-        tuple([_plain(letter) for letter in outcome.dead_letters]),
+        tuple([_plain(letter) for letter in outcome.dead_letters]) if outcome.dead_letters else (),
         outcome.skipped,
         outcome.discarded,
         outcome.keeps_position,
@@ -315,7 +315,7 @@ def outcome_of(done: Done, files: Descriptors) -> BatchOutcome:
             done.records, done.duplicates, first, last, done.latest_arrival_ms, done.millis_behind_latest
         ),
         rows,
-        tuple([_letter(fields) for fields in done.letters]),
+        tuple([_letter(fields) for fields in done.letters]) if done.letters else (),
         done.attempts,
         done.skipped,
         done.discarded,

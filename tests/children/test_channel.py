@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -140,6 +141,21 @@ async def test_what_is_no_message_ends_the_channel(ends: Ends) -> None:
     ends.here.send(b"\xff")
     await ends.over()
     assert "are no messages" in str(ends.ended[0])
+
+
+async def test_what_can_neither_go_as_it_is_nor_in_a_file_ends_the_channel(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    file = memory(b"beside")
+    monkeypatch.setattr(os, "memfd_create", full)
+    ends.sender.send(Text(b"x" * FRAME_BYTES, 1), (file,))
+    ends.sender.send(Text(b"behind it", 1), (os.dup(file),))
+    await ends.over()
+    assert ends.ended[0] == "a message cannot be sent: [Errno 24] Too many open files"
+    assert ends.received == []
 
 
 async def test_what_the_receiver_refuses_ends_the_channel() -> None:
