@@ -150,7 +150,7 @@ class Channel(Generic[M]):
 
         After the end it does nothing: the end itself is told of by ``ended``. Raises nothing.
         """
-        if not self._open:
+        if self._is_closed():
             _close(files)
             return
         part = encode(message)
@@ -159,7 +159,7 @@ class Channel(Generic[M]):
             or len(self._files) + len(files) >= _MOST_DESCRIPTORS
         ):
             self.flush()
-            if not self._open:
+            if self._is_closed():
                 _close(files)
                 return
         if not self._parts:
@@ -237,6 +237,9 @@ class Channel(Generic[M]):
         finally:
             _close(files)
         self._fail(wrong)
+
+    def _is_closed(self) -> bool:
+        return not self._open
 
     def _fail(self, what: str | None) -> None:
         self.close()
