@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
@@ -82,10 +83,12 @@ class _Begun(msgspec.Struct, frozen=True):
 
     def close(self) -> None:
         """Let go of what was not done, if anything is left of it."""
-        if isinstance(self.rest, asyncio.Future):
-            self.rest.cancel()
-        elif self.rest is not None and not isinstance(self.rest, BatchOutcome):
-            self.rest.close()
+        rest: Any = self.rest
+        if isinstance(rest, asyncio.Future) and not rest.cancel():
+            # It is done, and perhaps with more to be awaited.
+            rest = None if rest.cancelled() or rest.exception() is not None else rest.result()
+        if inspect.iscoroutine(rest):
+            rest.close()
 
 
 class Conductor:

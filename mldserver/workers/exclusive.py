@@ -47,6 +47,13 @@ class Exclusive:
             if self._waiting or self._waiting_alone:
                 self._wake()
 
+    def enter_now(self) -> int | None:
+        """Come in with others if nobody is to be waited for; return as ``enter`` does, None: it must be called."""
+        if self._alone or self._waiting_alone:
+            return None
+        self._inside += 1
+        return self._round
+
     async def enter(self, *, alone: bool) -> int:
         """Come in, once it is this request's turn; return what to ``leave`` with."""
         queue = self._waiting_alone if alone else self._waiting

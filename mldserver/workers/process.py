@@ -258,6 +258,17 @@ class WorkerProcess:
         ``files`` are closed here; the line's room at ``offset`` is free once it is answered. Raises WorkerGone, and the
         error that the worker answered with. When the caller is cancelled the worker is told so; it answers all the same.
         """
+        future = self.post(message, files, offset=offset)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self.cancel(message.id)
+            raise
+
+    def post(
+        self, message: wire.Request, files: tuple[int, ...] = (), *, offset: int | None = None
+    ) -> asyncio.Future[Any]:
+        """Do as ``ask`` does, but return what will hold the answer; whoever does not want it any more cancels the request."""
         if self._closed or not self.is_open:
             for each in files:
                 os.close(each)
@@ -265,12 +276,12 @@ class WorkerProcess:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._requests[message.id] = message.shard, future, offset
         self._channel.send(message, files)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            if message.id in self._requests and not self._closed:
-                self._channel.send(wire.Cancel(message.id))
-            raise
+        return future
+
+    def cancel(self, request_id: int) -> None:
+        """Tell the worker that nobody wants a request's answer any more."""
+        if request_id in self._requests and not self._closed:
+            self._channel.send(wire.Cancel(request_id))
 
     def _end(self, garbled: str | None) -> None:
         if garbled is not None:

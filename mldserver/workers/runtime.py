@@ -30,7 +30,7 @@ from mldserver.runtime.plan import BatchPlan, Facts, Step
 from mldserver.workers import wire
 from mldserver.workers.assignment import place, spread
 from mldserver.workers.process import Unopened, WorkerGone, WorkerProcess
-from mldserver.workers.shared_memory import Held
+from mldserver.workers.shared_memory import NEAR_BYTES, Held
 from mldserver.workers.spares import Spares
 from mldserver.workers.worker import Worker
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from mldserver.base.clock import Clock
     from mldserver.handler.spec import HandlerSpec
     from mldserver.records import Sequence, Shard
-    from mldserver.runtime.interface import BatchOutcome, Delivery
+    from mldserver.runtime.interface import BatchOutcome, Begun, Delivery
     from mldserver.workers.worker import Limits
 
 __all__ = ["WorkerRuntime"]
@@ -197,15 +197,72 @@ class WorkerRuntime:
         with contextlib.suppress(WorkerGone):
             await process.ask(wire.Forget(next(process.ids), shard_id))
 
-    def begin(self, delivery: Delivery) -> Coroutine[None, None, BatchOutcome]:
-        """Return what is to be awaited: nothing of it is done in this process."""
-        return self.process(delivery)
+    def begin(self, delivery: Delivery) -> Begun:
+        """Send a batch where nothing is to be waited for (see ``Runtime.begin``): nobody is woken before it is done."""
+        shard_id = delivery.shard_id
+        worker, held = self._worker(shard_id), Held(delivery.payload)
+        process = worker.ready
+        if (
+            process is None
+            or worker.opened.get(shard_id) != worker.generation
+            or held.length > NEAR_BYTES
+            or self._policy.parks
+        ):
+            return self.process(delivery)
+        inline = bytes(held.line) if held.length <= INLINE_BYTES else None
+        offset = None if inline is not None else process.arena.put_short(held.line)
+        pass_ = worker.gate.enter_now() if inline is not None or offset is not None else None
+        if pass_ is None:
+            if offset is not None:
+                process.arena.give_back(offset)
+            return self.process(delivery)
+        message = _message(
+            process, delivery, held, inline, offset, part=delivery.part, condemned=delivery.condemned
+        )
+        answer = process.post(message, offset=offset)
+        outcome: asyncio.Future[BatchOutcome | Coroutine[None, None, BatchOutcome]]
+        outcome = asyncio.get_running_loop().create_future()
 
-    async def process(self, delivery: Delivery) -> BatchOutcome:
-        """Take a batch through the handler (see ``Runtime.process``), however many processes that takes."""
+        def given_up(done: asyncio.Future[Any]) -> None:
+            if done.cancelled():
+                process.cancel(message.id)
+                worker.gate.leave(pass_)
+
+        outcome.add_done_callback(given_up)
+        answer.add_done_callback(partial(self._answered, delivery, worker, pass_, outcome))
+        return outcome
+
+    def _answered(
+        self,
+        delivery: Delivery,
+        worker: Worker,
+        pass_: int,
+        outcome: asyncio.Future[Any],
+        answer: asyncio.Future[BatchOutcome],
+    ) -> None:
+        """Pass on what a batch came to that was sent by ``begin``; where its process has ended, how it goes on."""
+        error = answer.exception()
+        if outcome.cancelled():
+            return  # nobody wants it any more
+        worker.gate.leave(pass_)
+        if error is None:
+            result = answer.result()
+            (self._owing.add if result.owes else self._owing.discard)(delivery.shard_id)
+            outcome.set_result(result)
+        elif isinstance(error, WorkerGone):
+            self._evade(worker)
+            outcome.set_result(self.process(delivery, after=error))
+        else:
+            outcome.set_exception(error)
+
+    async def process(self, delivery: Delivery, *, after: WorkerGone | None = None) -> BatchOutcome:
+        """Take a batch through the handler (see ``Runtime.process``), however many processes that takes.
+
+        ``after``: how the first one has ended that it was sent to.
+        """
         held = Held(delivery.payload)
         try:
-            outcome = await self._tried(delivery, held, self._policy.attempts)
+            outcome = await self._tried(delivery, held, self._policy.attempts, after=after)
         except WorkerGone as gone:
             with self._worker(delivery.shard_id).searching():
                 outcome = await self._search(delivery, held, gone.died)
@@ -216,10 +273,18 @@ class WorkerRuntime:
         return outcome
 
     async def _tried(
-        self, delivery: Delivery, held: Held, times: int, *, part: range | None = None
+        self,
+        delivery: Delivery,
+        held: Held,
+        times: int,
+        *,
+        part: range | None = None,
+        after: WorkerGone | None = None,
     ) -> BatchOutcome:
         """Hand a batch, or a part of it, to one process after another. Raises WorkerGone once it has ended so many."""
-        guilt = 0.0
+        guilt = 0.0 if after is None else after.guilt
+        if after is not None and guilt >= times:
+            raise after
         while True:
             try:
                 return await self._once(delivery, held, part=part, alone=part is not None or guilt > 0)
@@ -304,19 +369,7 @@ class WorkerRuntime:
             inline = bytes(held.line)
         elif process.is_open:
             offset = await held.put(process.arena)
-        message = wire.Process(
-            next(process.ids),
-            delivery.shard_id,
-            held.form,
-            delivery.received_ms,
-            wire.packed(delivery.after),
-            inline,
-            offset,
-            held.length,
-            None if part is None else (part.start, part.stop),
-            condemned,
-            delivery.redriven,
-        )
+        message = _message(process, delivery, held, inline, offset, part=part, condemned=condemned)
         if inline is None and offset is None:
             async with process.files:
                 outcome: BatchOutcome = await process.ask(message, (await held.file(),))
@@ -442,6 +495,32 @@ class WorkerRuntime:
         for letter in outcome.dead_letters:
             if letter.partition_key is not None:
                 keys.setdefault(letter.partition_key, letter.parked_behind or letter.sequence)
+
+
+def _message(
+    process: WorkerProcess,
+    delivery: Delivery,
+    held: Held,
+    inline: bytes | None,
+    offset: int | None,
+    *,
+    part: range | None,
+    condemned: str | None,
+) -> wire.Process:
+    """Return what is sent of a batch, or of a part of it; its line is ``inline``, at ``offset``, or in a file."""
+    return wire.Process(
+        next(process.ids),
+        delivery.shard_id,
+        held.form,
+        delivery.received_ms,
+        wire.packed(delivery.after),
+        inline,
+        offset,
+        held.length,
+        None if part is None else (part.start, part.stop),
+        condemned,
+        delivery.redriven,
+    )
 
 
 def _part(step: Step) -> range:

@@ -118,12 +118,19 @@ class Arena:
 
         Then its room is taken until that has ended, whoever waits. New pages cost far more than the copy.
         """
+        if len(line) <= NEAR_BYTES:
+            return self.put_short(line)
         # A few long lines leave room for the short ones of others.
         offset = self.take(len(line)) if len(line) <= self.size // 4 else None
-        if offset is not None and len(line) <= NEAR_BYTES:
-            self._view[offset : offset + len(line)] = line
-        elif offset is not None:
+        if offset is not None:
             await self._put_beside(line, offset)
+        return offset
+
+    def put_short(self, line: Line) -> int | None:
+        """Do as ``put`` does for a line of NEAR_BYTES at most."""
+        offset = self.take(len(line)) if len(line) <= self.size // 4 else None
+        if offset is not None:
+            self._view[offset : offset + len(line)] = line
         return offset
 
     async def _put_beside(self, line: Line, offset: int) -> None:

@@ -157,6 +157,11 @@ class Worker:
         """Its process while that lives, be it to be replaced soon."""
         return self._process if self._process is not None and self._process.is_open else None
 
+    @property
+    def ready(self) -> WorkerProcess | None:
+        """Its process, if that takes requests and is not to be replaced."""
+        return None if self._retiring else self.present
+
     @contextlib.contextmanager
     def searching(self) -> Iterator[None]:
         """Look for a record that ends the process: meanwhile its deaths are progress."""
