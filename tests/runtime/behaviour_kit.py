@@ -18,7 +18,7 @@ from mldserver.protocol.messages import Version
 from mldserver.records import Sequence, Shard
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, OnKeyFailure, failure_rule
 from mldserver.runtime.inline import InlineRuntime
-from mldserver.runtime.interface import BatchOutcome, Delivery, MLDLine
+from mldserver.runtime.interface import Delivery, MLDLine, outcome_of
 from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.worker import Limits
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
 
     from mldserver.records import Hook
-    from mldserver.runtime.interface import Runtime
+    from mldserver.runtime.interface import BatchOutcome, Runtime
 
 KINDS: Final = ("inline", "at once", "workers")
 BY_RECORD: Final = ("ByRecord", "ByRecordAsync")
@@ -164,8 +164,7 @@ class Played:
     ) -> BatchOutcome:
         position = None if after is None else Sequence(after)
         delivery = Delivery(self.id, MLDLine(line, version), 9_000, position, **more)
-        begun = self.runtime.begin(delivery)
-        return begun if isinstance(begun, BatchOutcome) else await begun
+        return await outcome_of(self.runtime.begin(delivery))
 
     def record(self, number: int, payload: Any, key: str | None) -> dict[str, Any]:
         data = payload if isinstance(payload, bytes) else json.dumps(str(payload)).encode()

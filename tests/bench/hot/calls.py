@@ -35,15 +35,18 @@ _WARM: Final = 50
 _CLIENT: Final = ("bench", "asyncio/streams.py", "json/")
 
 
-async def calls_of_a_batch() -> dict[str, float]:
-    """Return the calls a batch by part of the server, and under ``ns a call`` what one costs here at the least."""
+async def calls_of_a_batch(workers: int | None = None) -> dict[str, float]:
+    """Return the calls a batch by part of the server, and under ``ns a call`` what one costs here at the least.
+
+    With ``workers``: those in the server's own process.
+    """
     found: Counter[str] = Counter()
 
     def count(frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
             found[_part(frame.f_code.co_filename)] += 1
 
-    async for connection in _served():
+    async for connection in _served(workers):
         line = SHAPES[0].line()
         for number in range(_WARM + _BATCHES):
             if number == _WARM:
@@ -54,8 +57,8 @@ async def calls_of_a_batch() -> dict[str, float]:
     return {**calls, "ns a call": _call_ns()}
 
 
-async def _served() -> AsyncIterator[Connection]:
-    """Give a connection to a server in this process that has no workers, so that one thread does it all."""
+async def _served(workers: int | None) -> AsyncIterator[Connection]:
+    """Give a connection to a server in this process."""
     with tempfile.TemporaryDirectory(prefix="hot-") as folder:
         path = Path(folder) / "socket"
         settings = Settings(
@@ -64,7 +67,7 @@ async def _served() -> AsyncIterator[Connection]:
             listen=UnixAddress(path),
             log_file=Path(folder) / "log",
             log_format="json",
-            workers=None,
+            workers=workers,
         )
         with logging_to(settings):
             server = Server(settings, engine=LocalEngine())
