@@ -219,7 +219,11 @@ class WorkerRuntime:
         message = _message(
             process, delivery, held, inline, offset, part=delivery.part, condemned=delivery.condemned
         )
-        answer = process.post(message, offset=offset)
+        try:
+            answer = process.post(message, offset=offset)
+        except WorkerGone:
+            worker.gate.leave(pass_)
+            return self.process(delivery)
         outcome: asyncio.Future[BatchOutcome | Coroutine[None, None, BatchOutcome]]
         outcome = asyncio.get_running_loop().create_future()
 
