@@ -33,6 +33,7 @@ from mldserver import tumbling
 at_work, let_go = threading.Event(), threading.Event()
 let_go.set()
 
+blocking = True
 schema = "{column} BIGINT NOT NULL, at TIMESTAMP"
 windows = tumbling("{size}", on="at")
 
