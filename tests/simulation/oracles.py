@@ -94,7 +94,8 @@ class WatchedLeases(LeaseTable):
 
 @dataclass
 class Memory:
-    """What servers buffer, watched where it grows: no more than their budget and, of each shard, one batch.
+    """What servers buffer, watched where it grows: no more than their budget and, of each shard, one batch, and one
+    portion of dead letters that run again.
 
     Whoever finds no room waits, behind the batch that it has brought.
     """
@@ -116,15 +117,18 @@ class WatchedBuffer(Buffer):
     def __init__(self, memory: Memory) -> None:
         super().__init__()
         self._memory = memory
-        self._largest: dict[str, int] = {}
+        self._largest: dict[tuple[str, bool], int] = {}
+        """Of each shard's batches, and of its dead letters that run again: these come between two batches."""
 
     def add(self, batch: BufferedBatch) -> int:
         memory, before = self._memory, self.bytes
         number, size = super().add(batch), _weigh(batch)
-        self._largest[batch.shard_id] = max(size, self._largest.get(batch.shard_id, 0))
-        held = list(self.snapshot().values())
+        source = batch.shard_id, bool(batch.redriven)
+        self._largest[source] = max(size, self._largest.get(source, 0))
+        held = list(self._batches.values())  # a snapshot would be a cycle to it
         taken = sum(map(_weigh, held))
-        room = memory.budget + sum(self._largest[shard] for shard in {each.shard_id for each in held})
+        sources = {(each.shard_id, bool(each.redriven)) for each in held}
+        room = memory.budget + sum(self._largest[source] for source in sources)
         memory.short += before <= memory.budget < taken
         if taken > room:
             memory.broken.append(f"{taken} bytes are buffered, more than {room}")
