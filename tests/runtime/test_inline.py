@@ -62,6 +62,25 @@ async def test_at_once_synchronous_hooks_run_on_the_loop_unless_they_may_wait(
     assert (threads == {threading.current_thread()}) is on_the_loop
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_a_value_with_an_equality_of_its_own_is_no_row_and_harms_no_other(
+    kit: Any, shard: Any, column: Any, at_once: bool
+) -> None:
+    class Odd:
+        def __eq__(self, other: object) -> bool:
+            raise SystemExit("compared")
+
+        __hash__ = None  # type: ignore[assignment]  # nobody asks for it
+
+    def process_records(batch: Any) -> list[Any]:
+        return [(1,), Odd(), None]
+
+    runtime = await kit.start(at_once=at_once, policy=ONE, schema=SCHEMA, process_records=process_records)
+    await runtime.open(shard)
+    outcome = await outcome_of(runtime.begin(kit.delivery(1, 2, 3)))
+    assert (column(outcome, "n"), kit.dead(outcome)) == ([1], [2])
+
+
 async def test_a_call_that_has_held_up_the_loop_for_too_long_is_told(
     kit: Any, shard: Any, logged: Any
 ) -> None:
