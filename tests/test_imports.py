@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # What knows nothing of ours but errors.
     "base": ("errors",),
     "children": (),
-    "protocol": ("errors", "records"),
+    "protocol": ("errors", "records", "base.backoff"),
     "handler": ("errors", "records", "windows"),
     "runtime": ("errors", "records", "windows", "base", "protocol", "handler", *_SETTINGS),
     "ledger": ("errors", "records", "windows", "base"),

@@ -1,1 +1,1 @@
-"""Child processes: how they are started, spoken with, read, restarted and ended. Knows nothing of what they do."""
+"""Child processes: how they are started, spoken with, read and ended. Knows nothing of what they do."""

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import App, Parameter
 
 from mldserver.base.aws import require_aws
+from mldserver.base.backoff import Backoff
 from mldserver.base.clock import SystemClock
 from mldserver.base.redaction import java_option
-from mldserver.children.backoff import Backoff
 from mldserver.cli.stdio import working_directory
 from mldserver.config import TcpAddress, resolve
 from mldserver.errors import ConfigError

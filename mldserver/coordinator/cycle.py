@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from mldserver.base.backoff import backoff
 from mldserver.errors import LedgerError, ServerBuried, told_of
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class Cycle:
             await self._after()
 
     async def _fail(self, failures: int, error: LedgerError | OSError) -> None:
-        delay = min(_LONGEST_SECONDS, 0.5 * 2.0 ** min(failures, 10))
+        delay = backoff(failures, 1.0, _LONGEST_SECONDS)
         log.error("flush.failed", attempt=failures, delay_seconds=delay, **told_of(error))
         self.failing = True
         await self._after()

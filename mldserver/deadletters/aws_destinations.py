@@ -17,6 +17,7 @@ import structlog
 from botocore.exceptions import BotoCoreError, ClientError
 
 from mldserver.base.aws import aws_client
+from mldserver.base.backoff import backoff
 from mldserver.deadletters.document import document, identity
 from mldserver.deadletters.files import file_content, file_name, grouped
 from mldserver.errors import LedgerError
@@ -164,7 +165,7 @@ class _Sending(AwsDestination):
                 left, why = await self._send(client, left)
                 if not left:
                     break
-                await self._clock.sleep((0.5 + self._jitter() / 2) * min(2.0, 0.1 * 2.0**turn))
+                await self._clock.sleep(backoff(turn + 1, 0.1, 2.0, self._jitter()))
             else:
                 raise self._out_of_reach(f"{len(left)} letters were not taken, {_SENDINGS} times ({why})")
         return too_large

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from mldserver.base.backoff import backoff
 from mldserver.base.clock import happens
 from mldserver.config.settings import WindowSettings
 from mldserver.errors import (
@@ -373,9 +374,10 @@ class WindowRunner:
             self._go.set()
 
     def _delay(self, failures: int) -> float:
-        doubled = self._policy.window_retry_base_seconds * 2.0 ** min(failures - 1, 60)
-        most = min(self._policy.window_retry_cap_seconds, doubled)
-        return most * (0.5 + self._random() / 2)
+        policy = self._policy
+        return backoff(
+            failures, policy.window_retry_base_seconds, policy.window_retry_cap_seconds, self._random()
+        )
 
 
 def _key(entry: WindowEntry) -> tuple[str, int]:

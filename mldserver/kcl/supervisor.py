@@ -28,8 +28,8 @@ from mldserver.kcl.java_log import ENDS_ITSELF, LogParser
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
+    from mldserver.base.backoff import Backoff
     from mldserver.base.clock import Clock
-    from mldserver.children.backoff import Backoff
     from mldserver.config import Address
     from mldserver.kcl.digest import Line
     from mldserver.kcl.java_log import LogEvent

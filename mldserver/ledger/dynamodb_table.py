@@ -27,6 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from mldserver.base.backoff import backoff
 from mldserver.errors import LedgerError
 from mldserver.ledger.dynamodb_faults import Verdict, judge, translate
 
@@ -138,7 +139,7 @@ class Table:
 
     async def pause(self, turn: int, *, base: float = 0.1, cap: float = 2.0) -> None:
         """Wait after the turn-th failure (from 0): longer each time, up to ``cap`` seconds, and each time otherwise."""
-        await self._clock.sleep(self._jitter() * min(cap, base * 2.0 ** min(turn, 20)))
+        await self._clock.sleep(self._jitter() * backoff(turn + 1, base, cap))
 
     async def send(
         self, operation: str, *, foreseen: Verdict | None = None, did: str = "", **request: Any

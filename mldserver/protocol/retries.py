@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from mldserver.base.backoff import backoff
 from mldserver.protocol.states import Input
 
 __all__ = ["BATCH_RETRIES", "CHECKPOINT_ERRORS", "END_RETRIES", "RetryPolicy"]
@@ -28,9 +29,7 @@ class RetryPolicy:
 
     def delay(self, failed: int, chance: float) -> float:
         """Return the pause in seconds after ``failed`` attempts; ``chance`` is from 0 to 1."""
-        # The exponent is bounded so that no number of attempts overflows a float.
-        full = min(self.cap_seconds, self.base_seconds * 2.0 ** min(failed - 1, 60))
-        return full * (0.5 + chance / 2)
+        return backoff(failed, self.base_seconds, self.cap_seconds, chance)
 
 
 BATCH_RETRIES: Final = RetryPolicy(attempts=6, base_seconds=0.25, cap_seconds=8.0)

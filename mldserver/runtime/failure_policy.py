@@ -17,6 +17,7 @@ import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from mldserver.base.backoff import backoff
 from mldserver.config.failures import FailureRule, OnFailure, OnKeyFailure, failure_rule
 from mldserver.config.settings import FailureSettings
 from mldserver.handler.failure import Failure, Wish
@@ -101,12 +102,8 @@ class FailurePolicy(FailureSettings):
         return replace(self, on_failure=OnFailure.DEAD_LETTER, failure_rules=rules)
 
     def delay(self, failures: int, random: float) -> float:
-        """Return the seconds to wait after so many ``failures`` in a row; ``random`` lies in [0, 1).
-
-        Doubles from the base to the cap; jitter takes away up to half, so that shards do not retry in step.
-        """
-        span = min(self.retry_cap_seconds, self.retry_base_seconds * 2.0 ** min(failures - 1, 60))
-        return span * (0.5 + random / 2)
+        """Return the seconds to wait after so many ``failures`` in a row; ``random`` lies in [0, 1)."""
+        return backoff(failures, self.retry_base_seconds, self.retry_cap_seconds, random)
 
     def ending(self, failure: Failure, *, calls: int, age_ms: int) -> Ending | None:
         """Return how a record ends whose ``calls`` so far have all failed, now with ``failure``; None: call it again."""

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from mldserver.base.backoff import Backoff
 from mldserver.base.clock import Clock, SystemClock, happens
-from mldserver.children.backoff import Backoff
 from mldserver.errors import DriverLost, HandlerInvalid, HandlerUnready, NotThereYet, OperatorError
 from mldserver.jobs.engine import PublishJob, WindowJob, WindowResult
 from mldserver.spark import archive

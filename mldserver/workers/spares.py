@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from mldserver.children.backoff import Backoff
+from mldserver.base.backoff import Backoff
 from mldserver.errors import HandlerError, HandlerInvalid
 from mldserver.workers.process import WorkerGone, WorkerProcess
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from mldserver.base.aio import first_of
-from mldserver.children.backoff import Backoff
+from mldserver.base.backoff import Backoff
 from mldserver.workers.exclusive import Exclusive
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mldserver.base.aws import aws_client
-from mldserver.children.backoff import Backoff
+from mldserver.base.backoff import Backoff
 from mldserver.config import TcpAddress, UnixAddress
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.kcl.java_log import ENDS_ITSELF

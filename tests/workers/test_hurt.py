@@ -16,7 +16,7 @@ import pytest
 from support.serving import quick, serving, until
 from workers.kit import Book, children, has_ended, named
 
-from mldserver.children.backoff import Backoff
+from mldserver.base.backoff import Backoff
 from mldserver.server import EXIT_FORCED, Server
 from mldserver.testing import FakeMLD, FakeStream, Habits, LocalEngine, VirtualClock
 

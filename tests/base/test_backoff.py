@@ -1,11 +1,11 @@
-"""How long it takes until a child is started again."""
+"""How long it takes until something is tried again."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.children.backoff import Backoff
+from mldserver.base.backoff import Backoff
 
 
 def test_waits_double_up_to_the_cap() -> None:
