@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from mldserver.sources.listing import MakeKinesis
     from mldserver.windows import WindowSpec
 
-__all__ = ["Parts", "Surroundings", "assemble", "claim_of", "ledger_of", "spark_of"]
-
 
 _NO_REDRIVE: Final = (
     "A record processor of amazon_kclpy keeps its shard's position itself: it cannot be given older records."

@@ -12,8 +12,6 @@ from setuptools.command.sdist import sdist
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["BuildPy", "Sdist"]
-
 _PACKAGE = Path(__file__).parent
 
 

@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     from mldserver.assembly import Parts
     from mldserver.coordinator.reports import CoordinatorStatus
 
-__all__ = ["Change", "Readiness"]
-
 
 class Change(NamedTuple):
     """Readiness turned."""

@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from mldserver.sources.intake import MakeSource
     from mldserver.sources.listing import MakeKinesis, ShardListing
 
-__all__ = ["EXIT_CLEAN", "EXIT_FAULT", "EXIT_FORCED", "EXIT_OPERATOR", "Server"]
-
 log = structlog.get_logger("mldserver")
 
 EXIT_CLEAN = 0

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["COMMIT_FILE", "commit_of"]
-
 COMMIT_FILE: Final = "commit.txt"
 """Written into wheels and source archives when they are built out of a clone (``build_hooks.py``)."""
 

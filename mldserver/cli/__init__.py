@@ -17,16 +17,6 @@ from mldserver.errors import MldserverError, leaves
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "EXIT_FAULT",
-    "EXIT_INTERRUPTED",
-    "EXIT_OPERATOR",
-    "EXIT_READER_GONE",
-    "command_line",
-    "main",
-    "run",
-]
-
 EXIT_FAULT: Final = 1
 EXIT_OPERATOR: Final = 2
 EXIT_INTERRUPTED: Final = 130

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from mldserver.ledger.contract import LedgerState
     from mldserver.output.store import OutputStore
 
-__all__ = ["backup_ledger", "restore_ledger"]
-
 _LEDGER: Final = "ledger.sqlite"
 _FILES: Final = "files"
 _TRIES: Final = 20

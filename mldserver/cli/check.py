@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from mldserver.runtime.trial import FailureClass, Report
 
-__all__ = ["EXIT_BROKEN", "app", "check", "failure_lines", "render", "row_lines"]
-
 EXIT_BROKEN: Final = 1
 
 _HELP = """

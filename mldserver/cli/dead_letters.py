@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from mldserver.ledger.operations import Ledger
     from mldserver.records import DeadLetter
 
-__all__ = ["app"]
-
 _HELP = """
 Show the records that failed for good, send them through the present handler, or delete them.
 

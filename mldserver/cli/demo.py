@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from mldserver.jobs.engine import Engine
     from mldserver.testing.simulation import Report, Simulation
 
-__all__ = ["app", "demo", "play"]
-
 HANDLER: Final = "handlers.departures_daily"
 SHARDS: Final = 3
 _PLAIN_SECONDS: Final = 5.0

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from mldserver.ledger.contract import LedgerState
     from mldserver.ledger.operations import Ledger
 
-__all__ = ["app"]
-
 _HELP = """
 Drain a pipeline: its servers take nothing more in, close and publish every open window, and exit with code 0.
 

@@ -14,8 +14,6 @@ import mldserver
 from mldserver.cli.ledger_tool import table, tell
 from mldserver.errors import OperatorError
 
-__all__ = ["app"]
-
 DOCS: Final = Path(mldserver.__file__).parent / "docs"
 _PROSE_WIDTH: Final = 110
 

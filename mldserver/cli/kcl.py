@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from mldserver.config import Settings
     from mldserver.kcl.launch import Files
 
-__all__ = ["app"]
-
 app = App(
     name="kcl",
     help="""Run Amazon's Java MultiLangDaemon and connect it to a server.

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from mldserver.ledger.contract import LedgerState, ShardState
     from mldserver.ledger.operations import Ledger
 
-__all__ = ["app", "create_ledger"]
-
 _HELP = """
 Show where shards and servers stand, reset shards, accept a gap, back up and restore. Servers that run are not disturbed.
 

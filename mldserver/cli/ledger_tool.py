@@ -36,23 +36,6 @@ if TYPE_CHECKING:
     from mldserver.ledger.contract import LedgerState
     from mldserver.ledger.operations import Ledger
 
-__all__ = [
-    "HERE",
-    "AsJson",
-    "Where",
-    "answer",
-    "as_operator_errors",
-    "at_ledger",
-    "details",
-    "moment",
-    "on_ledger",
-    "settings_at",
-    "table",
-    "tell",
-    "tell_bytes",
-    "tell_json",
-]
-
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _UNBOUNDED: Final = sys.maxsize
 """Columns where no terminal bounds them: a line stays a line for grep, and whole."""

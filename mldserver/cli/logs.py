@@ -25,8 +25,6 @@ from mldserver.windows import duration_ms
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["View", "app", "logs", "show_file", "since_time"]
-
 _HELP = """
 Show a server's log, and follow it.
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from mldserver.config import Settings
 
-__all__ = ["live"]
-
 log = structlog.get_logger("mldserver")
 
 _LAST_SECONDS: Final = 5.0

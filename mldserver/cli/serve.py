@@ -15,8 +15,6 @@ from mldserver.config import resolve, specs
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Config", "Handler", "app", "takes_settings"]
-
 _HELP = """
 Run a handler: listen for daemons, compute windows, checkpoint.
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from mldserver.runtime.trial import FailureClass
     from mldserver.testing.simulation import Report, Simulation
 
-__all__ = ["app", "sim"]
-
 _HELP = """
 Run a whole pipeline without AWS or Java, faults on request.
 

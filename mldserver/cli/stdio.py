@@ -11,8 +11,6 @@ from typing import Final
 
 from mldserver.errors import OperatorError
 
-__all__ = ["ReaderGone", "StandardOutput", "complain", "guard_output", "working_directory"]
-
 _STDOUT: Final = 1
 _STDERR: Final = 2
 _ESCAPED: Final = "backslashreplace"

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from mldserver.ledger.contract import Decision, LedgerState, Segment, WindowEntry
     from mldserver.ledger.operations import Ledger
 
-__all__ = ["app"]
-
 _HELP = """
 Show the windows of a pipeline, and decide about those whose job keeps failing. Servers that run go on running.
 

@@ -10,8 +10,6 @@ from mldserver.config.settings import specs
 if TYPE_CHECKING:
     from mldserver.config.settings import Spec
 
-__all__ = ["settings_page"]
-
 _INTRODUCTION: Final = """\
 # Settings
 

@@ -10,8 +10,6 @@ from typing import Final
 
 from mldserver.config import kinds
 
-__all__ = ["FailureRule", "OnFailure", "OnKeyFailure", "failure_rule", "failure_rules"]
-
 _IDENTIFIER: Final = r"[^\W\d]\w*"
 _CLASS_NAME = re.compile(rf"{_IDENTIFIER}(\.{_IDENTIFIER})*")
 _RETRY = re.compile(r"retry(?::(?P<attempts>[1-9]\d{0,8}))?")

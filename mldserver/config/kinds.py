@@ -19,28 +19,6 @@ from mldserver.base.uris import local_path
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = [
-    "Address",
-    "Kind",
-    "TcpAddress",
-    "UnixAddress",
-    "address",
-    "as_text",
-    "choice",
-    "count",
-    "dotted_path",
-    "duration_ms",
-    "duration_seconds",
-    "flag",
-    "folder",
-    "kind",
-    "name",
-    "optional",
-    "pairs",
-    "size",
-    "text",
-]
-
 T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"

@@ -18,21 +18,6 @@ from mldserver.spark.sinks.sink import SinkSpec
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = [
-    "DynamoPlace",
-    "LedgerPlace",
-    "LetterPlace",
-    "OutPlace",
-    "RemoteOut",
-    "SqlitePlace",
-    "cache_folder",
-    "dead_letters",
-    "ledger",
-    "out",
-    "sink",
-    "table_name",
-]
-
 _TABLE = re.compile(r"[A-Za-z0-9_.-]{3,255}")
 _OPTIONS = frozenset({"region", "endpoint_url"})
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from mldserver.spark.sinks.sink import SinkSpec
 
-__all__ = ["CONFIG_FILE", "CONFIG_VARIABLE", "home", "ledger_file", "resolve", "sink_of"]
-
 CONFIG_FILE: Final = "mldserver.toml"
 CONFIG_VARIABLE: Final = f"{ENV_PREFIX}CONFIG"
 

@@ -32,19 +32,6 @@ if TYPE_CHECKING:
 
     from mldserver.spark.sinks.sink import SinkSpec
 
-__all__ = [
-    "ENV_PREFIX",
-    "MAY_HOLD_SECRETS",
-    "FailureSettings",
-    "FlowSettings",
-    "Level",
-    "LogFormat",
-    "Settings",
-    "Spec",
-    "WindowSettings",
-    "specs",
-]
-
 ENV_PREFIX: Final = "MLDSERVER_"
 MAY_HOLD_SECRETS: Final = frozenset({"spark_conf", "sink_options"})
 """Settings that are pairs, some of whose values may be secret."""

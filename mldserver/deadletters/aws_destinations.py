@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from mldserver.base.clock import Clock
     from mldserver.records import DeadLetter
 
-__all__ = ["DESTINATIONS", "BucketDestination", "Message", "QueueDestination", "StreamDestination", "batches"]
-
 log = structlog.get_logger("mldserver")
 
 _MIB: Final = 1024 * 1024

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from mldserver.coordinator.redrive_intake import Destination
     from mldserver.records import DeadLetter
 
-__all__ = ["FolderDestination", "destination_of"]
-
 
 class FolderDestination:
     """A ``Destination``: one file for each shard of a flush."""

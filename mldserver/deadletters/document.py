@@ -19,8 +19,6 @@ from mldserver.records import DeadLetter, Sequence
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["FIELDS", "document", "from_document", "identity"]
-
 _TYPES: Final[Mapping[str, tuple[type, ...]]] = {
     "shard": (str,),
     "sequence": (str,),

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from mldserver.records import DeadLetter
 
-__all__ = ["FOLDER", "file_content", "file_name", "grouped", "read_letters"]
-
 FOLDER: Final = "_dead_letters"
 """In the output folder; its readers do not see it."""
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from mldserver.ledger.operations import Ledger
     from mldserver.records import Sequence
 
-__all__ = ["PAGE", "portions", "wanted_portions"]
-
 _T = TypeVar("_T")
 
 PAGE: Final = 500

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from mldserver.runtime.interface import BatchOutcome, Runtime
     from mldserver.sources.shard_claims import ShardOwners
 
-__all__ = ["Redriver"]
-
 log = structlog.get_logger("mldserver")
 
 _SECONDS: Final = 0.5

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
     from types import CodeType, TracebackType
 
-__all__ = ["Failure", "Wish", "bad_row", "describe", "printed"]
-
 _MESSAGE_LIMIT = 10_000
 _TRACEBACK_LIMIT = 20_000
 _REMEMBERED: Final = 1_000

@@ -20,8 +20,6 @@ from mldserver.handler.spec import Finding, HandlerKind, HandlerSpec, HookSpec, 
 from mldserver.records import Hook
 from mldserver.windows import WINDOW_COLUMNS, Batches, Tumbling, WindowSpec, batches, span_text
 
-__all__ = ["inspect_handler", "load_spec"]
-
 _RECORD_HOOKS: Final = tuple(hook.value for hook in RecordHook)
 _ARGUMENTS: Final = {
     "process_record": ("record",),

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from types import ModuleType
 
-__all__ = ["Loaded", "is_library", "load", "relative"]
-
 _DIGITS: Final = 12
 """Of the hash: enough to tell a handler's versions apart, short enough for a table."""
 _LIBRARIES: Final = (

@@ -21,8 +21,6 @@ import pyarrow as pa
 if TYPE_CHECKING:
     from sqlglot.errors import SqlglotError
 
-__all__ = ["RECORD_COLUMN", "Column", "Schema", "SchemaError", "parse_schema"]
-
 _SIMPLE: Final[dict[str, Any]] = {
     "BOOLEAN": pa.bool_(),
     "TINYINT": pa.int8(),

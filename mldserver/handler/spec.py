@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from mldserver.handler.schema import Schema
 
-__all__ = ["Finding", "HandlerKind", "HandlerSpec", "HookSpec", "RecordHook", "windows_text"]
-
 
 class HandlerKind(enum.StrEnum):
     """Whether a handler is shared or made anew for each shard."""

@@ -10,8 +10,6 @@ from typing import Protocol
 
 from mldserver.windows import Window  # noqa: TC001  # a job that crosses is read by its annotations
 
-__all__ = ["Engine", "PublishJob", "WindowJob", "WindowResult"]
-
 
 @dataclass(frozen=True, slots=True)
 class WindowJob:

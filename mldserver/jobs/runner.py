@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from mldserver.ledger.operations import Ledger
     from mldserver.output.store import OutputStore
 
-__all__ = ["WindowPolicy", "WindowRunner"]
-
 log = structlog.get_logger("mldserver")
 
 _DECIDED: Mapping[WindowState, Decision] = {

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from mldserver.output.store import OutputStore
     from mldserver.windows import Window
 
-__all__ = ["Committed", "WindowSteps"]
-
 log = structlog.get_logger("mldserver")
 
 _READING_MS = 5000

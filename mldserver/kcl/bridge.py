@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from mldserver.config import Address
     from mldserver.kcl.launch import Files
 
-__all__ = ["bridge_command", "compiled", "scripted"]
-
 COMPILERS: Final = ("cc", "gcc", "clang")
 COMPILE_SECONDS: Final = 30
 COMPILE: Final = 'folder=$(mktemp -d) && TMPDIR=$folder "$0" -O2 -o "$folder/bridge" "$1" && cat "$folder/bridge"; rm -rf "$folder"'

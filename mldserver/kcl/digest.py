@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from mldserver.kcl.java_log import LogEvent
 
-__all__ = ["FOLD_SECONDS", "Digest", "Line", "verbatim"]
-
 FOLD_SECONDS: Final = 60.0
 LONGEST_LINE: Final = 1000
 """Characters; the SDK's list of everything that has no credentials is 9,000."""

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["ENDS_ITSELF", "LOGBACK_XML", "LogEvent", "LogParser"]
-
 ENDS_ITSELF: Final = "Process terminated, will initiate shutdown."
 """What the daemon says when its JVM begins to exit: on SIGTERM, or because a connection to the server ended."""
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from mldserver.spark.java import Java
 
-__all__ = ["Files", "Launch", "deploy_file", "find_jars", "find_java", "prepare", "private_files"]
-
 MAIN_CLASS: Final = "software.amazon.kinesis.multilang.MultiLangDaemon"
 TETHER: Final = Path(parent_death.__file__)
 JVM_OPTIONS: Final = (

@@ -18,16 +18,6 @@ from mldserver.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = [
-    "RETRIEVAL",
-    "DaemonSettings",
-    "as_text",
-    "daemon_properties",
-    "parse_pairs",
-    "shutdown_seconds",
-    "start_of",
-]
-
 SHUTDOWN_GRACE_MS: Final = 30_000
 LARGEST_INT: Final = 2**31 - 1
 

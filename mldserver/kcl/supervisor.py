@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from mldserver.kcl.digest import Line
     from mldserver.kcl.java_log import LogEvent
 
-__all__ = ["EXIT_CLEAN", "EXIT_FAULT", "EXIT_FORCED", "Supervisor", "answers", "step_down"]
-
 log = structlog.get_logger("mldserver")
 
 EXIT_CLEAN: Final = 0

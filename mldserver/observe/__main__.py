@@ -10,8 +10,6 @@ from mldserver.observe import log_events
 if TYPE_CHECKING:
     from mldserver.observe.log_events import Event
 
-__all__ = ["events_page"]
-
 _INTRODUCTION: Final = """\
 # Events
 

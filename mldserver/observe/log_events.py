@@ -17,8 +17,6 @@ from __future__ import annotations
 import re
 from typing import Final, NamedTuple
 
-__all__ = ["COMMON_FIELDS", "EVENTS", "TABLE", "Event"]
-
 COMMON_FIELDS: Final = frozenset(
     "timestamp level event pipeline shard connection window exception error what did advice where".split()  # noqa: SIM905  # a line, not thirteen
 )

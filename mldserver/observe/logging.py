@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from mldserver.config import Level, LogFormat, Settings
     from mldserver.observe.writer import Lost
 
-__all__ = ["LibraryHandler", "Observer", "configure", "logging_to", "reopen"]
-
 _LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 
 _log = structlog.get_logger("mldserver")
@@ -142,6 +140,7 @@ class LibraryHandler(logging.Handler):
 
 @contextlib.contextmanager
 def libraries_through_us() -> Iterator[None]:
+    """Log what libraries log, from warnings on, for as long as the context lasts."""
     root = logging.getLogger()
     former, former_level = root.handlers[:], root.level
     root.handlers[:] = [LibraryHandler()]

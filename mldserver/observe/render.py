@@ -10,8 +10,6 @@ import orjson
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["as_json", "as_text", "harmless"]
-
 _FIRST: Final = ("timestamp", "level", "event")
 _WHERE: Final = ("pipeline", "connection", "shard", "window")
 _BLOCKS: Final = ("traceback", "exception")

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import TextIO
 
-__all__ = ["BURST", "LINES_A_SECOND", "CaughtStream", "Printed", "RateLimit", "caught_output"]
-
 log = structlog.get_logger("mldserver")
 
 _LONGEST_LINE = 65_536

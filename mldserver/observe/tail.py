@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["LEVELS", "FileFollower", "LineSplitter", "Selection", "parse_event"]
-
 LEVELS: Final = ("debug", "info", "warning", "error", "critical")
 
 _CHUNK = 1 << 20

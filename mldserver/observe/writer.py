@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-__all__ = ["CLOSE_SECONDS", "LogOutput", "LogWriter", "Lost"]
-
 ROOM: Final = 4 * 1024 * 1024
 """Bytes that wait at most: about ten thousand lines, a second of a very busy server's debugging."""
 

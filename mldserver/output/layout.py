@@ -31,31 +31,6 @@ import re
 
 from mldserver.ledger.contract import SegmentKind
 
-__all__ = [
-    "LATE",
-    "LEDGER",
-    "OUTPUTS",
-    "OWNER",
-    "PRIVATE",
-    "PUBLISH_LOCK",
-    "QUARANTINE",
-    "SEGMENTS",
-    "SERVERS",
-    "SPARK",
-    "STAGING",
-    "attempt_number",
-    "attempt_path",
-    "clock_of",
-    "late_path",
-    "ledger_of",
-    "segment_path",
-    "server_tag",
-    "shape_of",
-    "tag_of",
-    "window_path",
-    "writer_tag",
-]
-
 PRIVATE = "_mldserver"
 LEDGER = f"{PRIVATE}/ledger.sqlite"
 OWNER = f"{PRIVATE}/owner.json"

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from mldserver.output.store import OutputStore
 
-__all__ = ["Output", "Publisher"]
-
 _LISTINGS = 5
 """How often manifests are listed while they are replaced under the reader."""
 

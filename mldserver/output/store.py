@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from mldserver.ledger.contract import Segment
 
-__all__ = ["Garbage", "OutputStore"]
-
 _DELETE_TRIES = 5
 
 _DELTA = {

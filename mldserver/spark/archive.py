@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from mldserver.spark.java import Java
 
-__all__ = ["archive_path", "default_cache", "discard", "is_there", "keep", "unfinished"]
-
 _KEPT = 3
 """Archives in the cache beyond which the oldest go: an upgrade leaves the file of the version before."""
 

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
     from mldserver.spark.sinks.sink import SinkSpec
 
-__all__ = ["SparkEngine"]
-
 log = structlog.get_logger("mldserver")
 
 _FIRST_STARTS = 3

@@ -52,8 +52,6 @@ from mldserver.windows import Window
 if TYPE_CHECKING:
     from mldserver.spark.jobs import Jobs
 
-__all__ = ["Driver", "main"]
-
 
 class Driver:
     """One driver's life: Start, jobs, Stop."""

@@ -14,28 +14,6 @@ from mldserver.children import channel
 from mldserver.jobs.engine import PublishJob, WindowJob  # noqa: TC001  # msgspec reads them
 from mldserver.spark.sinks.sink import SinkSpec  # noqa: TC001  # msgspec reads it
 
-__all__ = [
-    "Cancel",
-    "Done",
-    "DoneGroup",
-    "FailedJob",
-    "FromDriver",
-    "FromServer",
-    "JvmGone",
-    "Log",
-    "Message",
-    "Output",
-    "Progress",
-    "Publish",
-    "Run",
-    "RunGroup",
-    "Start",
-    "StartFailed",
-    "Started",
-    "Stop",
-    "Warm",
-]
-
 
 class Start(channel.Message, frozen=True):
     """Make the session. The first message, sent once."""

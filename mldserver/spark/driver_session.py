@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from mldserver.children.channel import Descriptors
     from mldserver.jobs.engine import PublishJob, WindowJob
 
-__all__ = ["Life", "driver_command"]
-
 log = structlog.get_logger("mldserver")
 
 _LAST_LINES = 20

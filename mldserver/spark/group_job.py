@@ -16,7 +16,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mldserver.spark.window_job import Attempt, Output, check_written, inspect_output, write
+from mldserver.spark.driver_messages import Output
+from mldserver.spark.window_job import Attempt, check_written, inspect_output, write
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
     from mldserver.jobs.engine import WindowJob
     from mldserver.spark.handler import Pipeline
-
-__all__ = ["free_name", "run_group"]
 
 _TOGETHER = "_together"
 """Where a group is written, in the first one's staging directory: gone with it, whatever happens."""

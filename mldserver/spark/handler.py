@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     OnWindow = Callable[[DataFrame, Window], object]
 
-__all__ = ["Pipeline", "pipeline_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:

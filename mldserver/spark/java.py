@@ -18,8 +18,6 @@ from mldserver.errors import JavaError, NotThereYet
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["MINIMUM_JAVA", "Java", "java_command", "judge", "parse_version", "probe"]
-
 MINIMUM_JAVA = 17
 """The oldest Java that Spark 4 runs on."""
 

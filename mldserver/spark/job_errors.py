@@ -13,8 +13,6 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Fault", "describe", "lost_connection", "message", "user_traceback"]
-
 _LIMIT = 20_000
 """Characters of a message or a traceback: a query plan in an error can have megabytes."""
 

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from mldserver.spark.session import Session
     from mldserver.spark.sinks.sink import SinkSpec
 
-__all__ = ["Jobs"]
-
 _PROGRESS_SECONDS = 0.5
 
 _CLOSED = "[INVALID_HANDLE.SESSION_"

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from mldserver.spark.driver_messages import Start
 
-__all__ = ["Session", "defaults", "environment", "is_connect", "is_local", "jvm_options", "open_session"]
-
 _EVERYWHERE = {
     # Event times are instants; text and hours derived from them must not depend on where the server stands.
     "spark.sql.session.timeZone": "UTC",

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 import orjson
 
-__all__ = ["Entry", "parse"]
-
 # Spark calls an error what it goes on to retry, and every error of the user's code. What those come to is told by the
 # server's own events (window.failed, spark.lost), at the level that they deserve.
 _LEVELS = {

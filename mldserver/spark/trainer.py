@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from mldserver.base.clock import Clock
     from mldserver.spark.driver_messages import Start
 
-__all__ = ["train"]
-
 log = structlog.get_logger("mldserver")
 
 _LIMIT_SECONDS = 900

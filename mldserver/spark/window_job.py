@@ -31,19 +31,6 @@ if TYPE_CHECKING:
     from mldserver.jobs.engine import WindowJob
     from mldserver.windows import Window
 
-__all__ = [
-    "META_DDL",
-    "Attempt",
-    "CountsDiffer",
-    "Output",
-    "check_written",
-    "inspect_output",
-    "partitions",
-    "run_window",
-    "warm_up",
-    "write",
-]
-
 META_DDL = (
     "_time BIGINT, _clock BIGINT, _shard STRING, _sequence STRING, _sub_sequence BIGINT, _arrival TIMESTAMP"
 )

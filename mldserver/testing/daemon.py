@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from mldserver.testing.fake_stream import StreamRecord
 
-__all__ = ["DaemonShard", "Hang", "JvmExit", "Misuse", "NoServer"]
-
 _CHECKPOINTABLE: Final = frozenset({"processRecords", "shutdownRequested", "shardEnded", "shutdown"})
 _FINAL: Final = frozenset({"leaseLost", "shardEnded", "shutdown"})
 _AFTER: Final = {

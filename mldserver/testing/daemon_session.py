@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from mldserver.testing.fake_stream import FakeStream
     from mldserver.testing.leases import LeaseTable
 
-__all__ = ["DaemonHangs", "Habits", "ShardSession", "finishes_within"]
-
 _READ_BYTES: Final = 1 << 16
 
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from mldserver.base.clock import Clock
     from mldserver.testing.fake_stream import FakeStream
 
-__all__ = ["EXIT_FAULT", "EXIT_KILLED", "EXIT_TERMINATED", "Exit", "FakeMLD", "Line"]
-
 EXIT_FAULT: Final = 1
 """``System.exit(1)``: one shard's child failed."""
 EXIT_KILLED: Final = 137

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from mldserver.testing.leases import Place
 
-__all__ = ["FakeStream", "StreamRecord", "StreamShard"]
-
 _HASH_KEYS: Final = 2**128
 """Partition keys are spread over MD5's range (Kinesis)."""
 _DIGIT_BORDER: Final = 10**55

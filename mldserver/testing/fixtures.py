@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from mldserver.testing.local_engine import LocalEngine
     from mldserver.testing.manual_clock import VirtualClock
 
-__all__ = ["fake_stream", "local_engine", "virtual_clock"]
-
 
 @pytest.fixture
 def virtual_clock() -> VirtualClock:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from mldserver.testing.fake_stream import StreamRecord
     from mldserver.testing.leases import Place
 
-__all__ = ["AskCheckpoint", "Form", "Ignored", "NullMessage", "Reply", "Said", "Unreadable", "read_reply"]
-
 
 class Form(enum.StrEnum):
     """Which generation of the daemon speaks."""

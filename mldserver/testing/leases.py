@@ -14,16 +14,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = [
-    "SHARD_END",
-    "TRIM_HORIZON",
-    "JavaThrow",
-    "LeaseTable",
-    "Place",
-    "ShardCheckpointer",
-    "WorkerMistake",
-]
-
 _BELOW_ALL: Final = {"AT_TIMESTAMP": -3, "TRIM_HORIZON": -2, "LATEST": -1}
 
 

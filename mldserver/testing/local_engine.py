@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     OnTable = Callable[[pa.Table, Window], pa.Table]
 
-__all__ = ["LocalEngine", "publish_into"]
-
 _ORDER: Final = ("_time", "_clock")
 
 

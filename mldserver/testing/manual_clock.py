@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-__all__ = ["VirtualClock"]
-
 _NS_PER_MS = 1_000_000
 _SETTLE_PASSES = 25
 """Turns of the event loop after each wake-up: enough for a chain of awaits that many links long."""

@@ -29,18 +29,6 @@ if TYPE_CHECKING:
     from mldserver.jobs.engine import Engine
     from mldserver.records import DeadLetter
 
-__all__ = [
-    "DEPARTURES",
-    "arrival_times",
-    "dead_letters",
-    "fresh_folder",
-    "play_settings",
-    "quick_spark",
-    "read_lines",
-    "told_failures",
-    "window_rows",
-]
-
 DEPARTURES: Final = "flights-2013-01.jsonl.gz"
 """The bundled input: 27,004 departures from New York's airports in January 2013."""
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from mldserver.coordinator.reports import CoordinatorStatus
     from mldserver.jobs.engine import Engine
 
-__all__ = ["Faults", "Report", "Simulation", "build_stream"]
-
 _RESTART_SECONDS: Final = 0.5
 _LEASE_BACK_SECONDS: Final = 0.5
 _TICK_SECONDS: Final = 0.25

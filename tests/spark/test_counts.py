@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from pyspark.sql import DataFrame
 
+    from mldserver.spark.driver_messages import Output
     from mldserver.spark.session import Session
-    from mldserver.spark.window_job import Output
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

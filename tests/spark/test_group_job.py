@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from mldserver.jobs.engine import WindowJob
+from mldserver.spark.driver_messages import Output
 from mldserver.spark.group_job import free_name, run_group
 from mldserver.spark.handler import Pipeline
-from mldserver.spark.window_job import Output
 from mldserver.windows import Window
 
 if TYPE_CHECKING:

@@ -29,8 +29,6 @@ from mldserver.handler.kclpy.standin import PACKAGE
 if TYPE_CHECKING:
     from mldserver.records import Batch, Sequence, Shard
 
-__all__ = ["HOOKS", "Processor", "ProcessorClass", "accepts", "problems", "recognised", "written"]
-
 HOOKS: Final = ("initialize", "process_records", "lease_lost", "shard_ended", "shutdown_requested")
 """The hooks of ``Processor``, which are the server's own."""
 _METHODS: Final = {

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from mldserver.records import Sequence
 
-__all__ = ["CheckpointError", "CheckpointRefused", "Checkpointer", "Overdue", "Progress"]
-
 _REMIND_MS = 10 * 60_000
 _MAX_DIGITS = 129  # AWS limit
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from types import ModuleType
 
-__all__ = ["PACKAGE", "checkpoint_error", "standing_in"]
-
 PACKAGE = "amazon_kclpy"
 
 

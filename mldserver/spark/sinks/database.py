@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from mldserver.spark.sinks.sink import SinkSpec
 
-__all__ = ["Database", "connected", "suffixed"]
-
 _OF_SPARK: Final = frozenset(
     {
         "batchsize",

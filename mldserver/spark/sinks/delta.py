@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from mldserver.jobs.engine import PublishJob
     from mldserver.spark.sinks.sink import SinkSpec
 
-__all__ = ["check", "check_settings", "parse", "publish"]
-
 _NO_TABLE: Final = frozenset(
     {
         "DELTA_MISSING_DELTA_TABLE",

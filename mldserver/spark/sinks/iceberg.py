@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from mldserver.jobs.engine import PublishJob
     from mldserver.spark.sinks.sink import SinkSpec
 
-__all__ = ["check", "check_settings", "parse", "publish"]
-
 _TABLE = re.compile(r"(?:\w+|`[^`]+`)(?:\.(?:\w+|`[^`]+`)){2,}")
 _PIPELINE: Final = "mldserver.pipeline"
 _WINDOW: Final = "mldserver.window"

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from mldserver.spark.sinks.database import Database
     from mldserver.spark.sinks.sink import SinkSpec
 
-__all__ = ["Try", "check", "check_settings", "claim", "clear", "fill", "move", "parse", "publish"]
-
 _URL = re.compile(r"[A-Za-z0-9]+:\S.*")
 _NONE: Final = "none"
 """Stage of a window that has none. (Not an empty text: Oracle takes that for NULL.)"""

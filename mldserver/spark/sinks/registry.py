@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from mldserver.jobs.engine import PublishJob
     from mldserver.spark.sinks.sink import SinkSpec
 
-__all__ = ["GROUP", "SINKS", "Sink", "find"]
-
 GROUP: Final = "mldserver.sinks"
 """The group of entry points by which a package registers its sinks."""
 

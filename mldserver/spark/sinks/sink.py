@@ -16,19 +16,6 @@ if TYPE_CHECKING:
 
     from mldserver.jobs.engine import PublishJob
 
-__all__ = [
-    "REVISION",
-    "WINDOW",
-    "SinkSpec",
-    "check_made_here",
-    "check_result",
-    "condition",
-    "escaped",
-    "existing",
-    "refuse_table",
-    "staged",
-]
-
 WINDOW: Final = "_window"
 """Column of the window's id, text."""
 
