@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 from mldserver.base.uris import SCHEMES, local_path, redacted
 from mldserver.config.kinds import as_text, kind
 from mldserver.errors import ConfigError
-from mldserver.spark.sinks.registry import SINKS, find
+from mldserver.spark.sinks import SINKS, find
 from mldserver.spark.sinks.sink import SinkSpec
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ _SQL_NAME = re.compile(rf"{_SQL_PART}(?:\.{_SQL_PART})*")
     metavar="SINK",
 )
 def sink(raw: object) -> SinkSpec | None:
-    """``parquet`` (None), or ``NAME:PLACE`` of a sink that is registered (``spark/sinks/registry.py``)."""
+    """``parquet`` (None), or ``NAME:PLACE`` of a sink that is registered (``spark/sinks/__init__.py``)."""
     if raw is None or isinstance(raw, SinkSpec):
         return raw
     word, colon, target = as_text(raw).partition(":")

@@ -16,7 +16,7 @@ from mldserver.config.failures import OnKeyFailure
 from mldserver.config.locations import LEDGER_FILE, SqlitePlace, cache_folder
 from mldserver.config.settings import ENV_PREFIX, MAY_HOLD_SECRETS, Settings, specs
 from mldserver.errors import ConfigError
-from mldserver.spark.sinks.registry import find
+from mldserver.spark.sinks import find
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping

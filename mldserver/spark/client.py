@@ -19,18 +19,17 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import structlog
 
 from mldserver.base.backoff import Backoff
 from mldserver.base.clock import Clock, SystemClock, happens
 from mldserver.errors import DriverLost, HandlerInvalid, HandlerUnready, NotThereYet, OperatorError
 from mldserver.jobs.engine import PublishJob, WindowJob, WindowResult
-from mldserver.spark import archive
-from mldserver.spark.driver_messages import Start, StartFailed
+from mldserver.spark.driver_messages import Start
 from mldserver.spark.driver_session import Life, driver_command
-from mldserver.spark.java import Java, probe
+from mldserver.spark.java import Java, archive_path, discard, is_there, probe
 from mldserver.spark.session import environment, is_connect, is_local
-from mldserver.spark.trainer import train
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -43,6 +42,9 @@ _FIRST_STARTS = 3
 """Starts of a local Spark that may fail, before the first success, until the settings are held to be wrong.
 
 A driver that was killed has said nothing of the settings, and does not count."""
+
+_TRAIN_SECONDS = 900
+"""Beyond it the machine has no time to spare, and the class archive is not worth it."""
 
 _SCRATCH = "spark-"
 """How the names of the drivers' scratch directories begin."""
@@ -82,30 +84,33 @@ class SparkEngine:
         ``work_dir`` too can be warmed up there.
         ``python_path``: folders that are importable in the driver and in Spark's workers; default: the working
         directory. ``job_deadline``: what a window's job may take; None: for ever. ``quick``: see ``session.py``.
-        ``archive_after``: how long the driver must have been ready until a class archive is made where none is yet;
+        ``cache_dir``: where class archives lie; None: none is used. ``archive_after``: how long the driver must have been ready until a class archive is made where none is yet;
         None: never. ``command``: what is started instead of our driver. ``sink``: the table to publish into, if any.
-        ``group_limit``: how many windows share one Spark job at most; on Spark Connect always 1 (``group_job.py``), and
+        ``group_limit``: how many windows share one Spark job at most; on Spark Connect always 1 (``window_job.py``), and
         it must be 1 where staging is not on a local file system.
         """
-        self._handler = handler_path
-        self._schema = schema_ddl
-        self._master = master
-        self._conf = dict(conf or {})
-        self._ui = ui
+        self._setup = Start(
+            handler_path,
+            schema_ddl,
+            master,
+            scratch="",
+            conf=dict(conf or {}),
+            python_path=tuple(python_path) if python_path is not None else (str(Path.cwd()),),
+            ui=ui,
+            quick=quick,
+            concurrency=concurrency,
+            sink=sink,
+        )
         self._java_home = java_home
-        self._cache = Path(cache_dir) if cache_dir is not None else archive.default_cache(os.environ)
+        self._cache = Path(cache_dir) if cache_dir is not None else None
         self._work = Path(work_dir).absolute() if work_dir is not None else None
-        self._python_path = tuple(python_path) if python_path is not None else (str(Path.cwd()),)
-        self._concurrency = concurrency
         self._job_deadline = job_deadline
         self._start_deadline = start_deadline
         self._cancel_grace = cancel_grace
         self._stop_grace = stop_grace
-        self._quick = quick
         self._archive_after = archive_after
         self._clock: Clock = clock or SystemClock()
         self._command = list(command) if command is not None else driver_command()
-        self._sink = sink
         self._group_limit = 1 if is_connect(master) else group_limit
         self._slots = asyncio.Semaphore(concurrency)
         self._changed = asyncio.Event()
@@ -146,7 +151,7 @@ class SparkEngine:
         self._running = True
         over = "The engine is closed."
         try:
-            java = None if is_connect(self._master) else await probe(self._java_home, os.environ)
+            java = None if is_connect(self._setup.master) else await probe(self._java_home, os.environ)
             await asyncio.to_thread(self._sweep)
             await self._keep_alive(java)
         except BaseException as error:
@@ -162,26 +167,25 @@ class SparkEngine:
         """Return when a job would start at once. Raises DriverLost when the engine has ended."""
         await self._ready()
 
-    async def compute(self, job: WindowJob) -> WindowResult:
-        """Run one attempt, waiting for a driver and for a free slot first. See ``Engine.compute``."""
-        began = time.monotonic()
-        async with self._slots:
-            life = await self._ready()
-            done = await life.compute(job, self._job_deadline)
-        return WindowResult(done.files, done.rows, time.monotonic() - began)
-
     @property
     def group_limit(self) -> int:
         """As many as the settings say; 1 on Spark Connect."""
         return self._group_limit
 
+    async def compute(self, job: WindowJob) -> WindowResult:
+        """Run one attempt. See ``Engine.compute``."""
+        return (await self.compute_group((job,)))[0]
+
     async def compute_group(self, jobs: tuple[WindowJob, ...]) -> tuple[WindowResult, ...]:
-        """Run attempts as one Spark job, which may take as long as all of them. See ``Engine.compute_group``."""
+        """Run attempts as one Spark job, which may take as long as all of them; wait for a driver and a free slot first.
+
+        See ``Engine.compute_group``.
+        """
         began = time.monotonic()
         deadline = None if self._job_deadline is None else self._job_deadline * len(jobs)
         async with self._slots:
             life = await self._ready()
-            outputs = await life.compute_group(jobs, deadline)
+            outputs = await life.compute(jobs, deadline)
         seconds = time.monotonic() - began
         return tuple(WindowResult(output.files, output.rows, seconds) for output in outputs)
 
@@ -242,15 +246,23 @@ class SparkEngine:
 
     def _give_up(self, life: Life) -> None:
         """Raise when another start cannot end better than the last."""
-        failed = life.failed
+        failed, master = life.failed, self._setup.master
         if self._was_ready or failed is None:
             return
         if failed.fault == "handler":
-            kind = HandlerUnready if failed.error == HandlerUnready.__name__ else HandlerInvalid
-            raise kind(failed.message, handler=self._handler, traceback=failed.traceback)
+            of_handler = HandlerUnready if failed.error == HandlerUnready.__name__ else HandlerInvalid
+            raise of_handler(failed.message, handler=self._setup.handler, traceback=failed.traceback)
         self._failed_starts += 1
-        if failed.fault == "operator" or (is_local(self._master) and self._failed_starts >= _FIRST_STARTS):
-            raise _cannot_start(failed, self._master)
+        if failed.fault != "operator" and not (is_local(master) and self._failed_starts >= _FIRST_STARTS):
+            return
+        if failed.error == OperatorError.__name__:
+            raise OperatorError(failed.message)  # it has said all there is, and what to do
+        advice = "Look at the settings spark_master and spark_conf."
+        if failed.error == "PySparkImportError" or "grpc" in failed.message:
+            advice = "Spark Connect needs more packages: pip install 'mldserver[connect]'."
+        # What the settings say of Spark itself is all right; its database, or memory, may be back by the next start.
+        kind = OperatorError if failed.fault == "operator" else NotThereYet
+        raise kind(f"Spark cannot start on {master}: {failed.error}: {failed.message}", advice=advice)
 
     async def _one_life(self, java: Java | None) -> Life:
         """Start a driver and see it through to its end. Raises OSError when there is none to start."""
@@ -258,7 +270,10 @@ class SparkEngine:
         began = time.monotonic()
         start, wanted = await asyncio.to_thread(self._plan, java)
         log.info(
-            "spark.starting", master=self._master, java=java.version if java else None, start=self._starts
+            "spark.starting",
+            master=self._setup.master,
+            java=java.version if java else None,
+            start=self._starts,
         )
         try:
             self._life = life = await Life.begin(
@@ -296,11 +311,9 @@ class SparkEngine:
             spark_version=started.spark_version if started else None,
             ui=started.ui if started else None,
         )
-        if wanted is not None and self._archive_after is not None:
-            await self._clock.sleep(self._archive_after)
-            await self._train(wanted, java)
-
-    async def _train(self, wanted: Path, java: Java | None) -> None:
+        if wanted is None or self._archive_after is None:
+            return
+        await self._clock.sleep(self._archive_after)
         try:
             start = await asyncio.to_thread(self._start, str(wanted), train=True)
         except OSError as error:  # a full disk is no reason to end a driver that works
@@ -310,32 +323,21 @@ class SparkEngine:
 
     def _plan(self, java: Java | None) -> tuple[Start, Path | None]:
         """Return how to start a driver, and the class archive that is wanted but not there yet."""
-        path = (
-            None
-            if java is None
-            else archive.archive_path(self._cache, java, self._conf, os.environ, quick=self._quick)
-        )
-        if path is not None and archive.is_there(path):
+        if java is None or self._cache is None:
+            return self._start(None, train=False), None
+        path = archive_path(self._cache, java, self._setup.conf, os.environ, quick=self._setup.quick)
+        if is_there(path):
             return self._start(str(path), train=False), None
         return self._start(None, train=False), path
 
     def _start(self, archived: str | None, *, train: bool) -> Start:
         if self._work is not None:
             self._work.mkdir(parents=True, exist_ok=True)
-        return Start(
-            handler="" if train else self._handler,
-            schema=self._schema,
-            master="local[1]" if train else self._master,
-            scratch=tempfile.mkdtemp(prefix=_SCRATCH, dir=self._work),
-            conf=self._conf,
-            python_path=self._python_path,
-            ui=self._ui and not train,
-            quick=self._quick,
-            archive=archived,
-            train=train,
-            concurrency=self._concurrency,
-            sink=None if train else self._sink,
-        )
+        scratch = tempfile.mkdtemp(prefix=_SCRATCH, dir=self._work)
+        start = msgspec.structs.replace(self._setup, scratch=scratch, archive=archived)
+        if not train:
+            return start
+        return msgspec.structs.replace(start, train=True, handler="", master="local[1]", ui=False, sink=None)
 
     def _environment(self, start: Start, java: Java | None) -> dict[str, str]:
         return environment(start, os.environ, java_home=java.home if java else None)
@@ -347,12 +349,31 @@ class SparkEngine:
                 shutil.rmtree(left, ignore_errors=True)
 
 
-def _cannot_start(failed: StartFailed, master: str) -> OperatorError:
-    if failed.error == OperatorError.__name__:
-        return OperatorError(failed.message)  # it has said all there is, and what to do
-    advice = "Look at the settings spark_master and spark_conf."
-    if failed.error == "PySparkImportError" or "grpc" in failed.message:
-        advice = "Spark Connect needs more packages: pip install 'mldserver[connect]'."
-    # What the settings say of Spark itself is all right; its database, or memory, may be back by the next start.
-    kind = OperatorError if failed.fault == "operator" else NotThereYet
-    return kind(f"Spark cannot start on {master}: {failed.error}: {failed.message}", advice=advice)
+async def train(start: Start, command: Sequence[str], environment: Mapping[str, str], clock: Clock) -> None:
+    """Make the class archive ``start.archive``: a driver of its own starts, warms up, and exits.
+
+    Whatever goes wrong is logged only: nothing needs the file.
+    """
+    assert start.archive is not None
+    wanted = Path(start.archive)
+    said = "The time allowed for it was over."
+    try:
+        async with asyncio.timeout(_TRAIN_SECONDS):
+            await asyncio.to_thread(discard, wanted)
+            life = await Life.begin(command, environment, start, clock, cancel_grace=0)
+            async with asyncio.TaskGroup() as tasks:
+                stopper = tasks.create_task(life.stop_when_warm())
+                await life.live(_TRAIN_SECONDS)
+                stopper.cancel()
+            said = life.reason()
+    except (OSError, TimeoutError) as error:
+        said = str(error) or said
+    finally:
+        await asyncio.to_thread(shutil.rmtree, start.scratch, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            await asyncio.to_thread(discard, wanted)
+    if await asyncio.to_thread(is_there, wanted):
+        said = f"Spark's classes are archived in {wanted}: later starts take about half the time."
+        log.info("spark.log", logger=__name__, text=said)
+    else:
+        log.warning("spark.log", logger=__name__, text=f"No class archive was made. {said}")

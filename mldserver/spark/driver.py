@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING
 from mldserver.children.channel import WireError, receive_now, send_now
 from mldserver.errors import HandlerError, MldserverError
 from mldserver.jobs.engine import WindowJob
-from mldserver.spark import archive
 from mldserver.spark.driver_messages import (
     Cancel,
     FromServer,
@@ -35,21 +34,22 @@ from mldserver.spark.driver_messages import (
     Message,
     Publish,
     Run,
-    RunGroup,
     Start,
     Started,
     StartFailed,
     Stop,
     Warm,
+    describe,
 )
-from mldserver.spark.handler import Pipeline, pipeline_of
-from mldserver.spark.job_errors import describe
+from mldserver.spark.java import keep
 from mldserver.spark.session import Session, is_local, open_session
-from mldserver.spark.sinks.registry import find
+from mldserver.spark.sinks import find
 from mldserver.spark.sinks.sink import check_result
 from mldserver.windows import Window
 
 if TYPE_CHECKING:
+    from subprocess import Popen
+
     from mldserver.spark.jobs import Jobs
 
 
@@ -84,7 +84,7 @@ class Driver:
             case Start():
                 self._start = message
                 threading.Thread(target=self._open, args=(message,), name="start", daemon=True).start()
-            case Run() | RunGroup() | Publish() if self._jobs is not None:
+            case Run() | Publish() if self._jobs is not None:
                 self._jobs.start(message)
             case Cancel() if self._jobs is not None:
                 # In a thread: py4j waits for the JVM's answer, and this thread must go on reading.
@@ -99,33 +99,44 @@ class Driver:
 
     def _open(self, start: Start) -> None:
         try:
-            jobs = self._make_ready(start)
+            session, jobs = self._make_ready(start)
         except BaseException as error:  # noqa: BLE001  # importing the user's module may raise anything
-            self._start_failed(error)
+            fault = describe(error)
+            if isinstance(error, HandlerError):
+                whose, told = "handler", str(error.where.get("traceback", fault.traceback))
+            else:
+                whose = "operator" if isinstance(error, (ImportError, MldserverError)) else "spark"
+                told = fault.traceback
+            self.send(StartFailed(whose, fault.error, fault.message, told))
             self.die()
         self._jobs = jobs
         self.send(Warm())
-        if not self._session_of().connect:
+        if not session.connect:
             jobs.watch()
 
-    def _make_ready(self, start: Start) -> Jobs:
+    def _make_ready(self, start: Start) -> tuple[Session, Jobs]:
         """Load the handler, make the session, warm it up. The handler comes first: its errors are the quickest."""
-        from mldserver.spark.jobs import Jobs  # noqa: PLC0415  # imports belong to what may fail
+        from mldserver.handler.loader import load  # noqa: PLC0415  # imports belong to what may fail
 
         sys.path[:0] = [entry for entry in start.python_path if entry not in sys.path]
         if start.train:
             os.nice(19)
-        pipeline = _load(start)
+        directory = start.python_path[0] if start.python_path else None
+        handler = load(start.handler, directory=directory).target if start.handler else None
+        from mldserver.spark.jobs import Jobs  # noqa: PLC0415  # pyspark, behind the handler
+        from mldserver.spark.window_job import pipeline_of  # noqa: PLC0415  # see above
+
+        pipeline = pipeline_of(handler)
         if start.sink is not None:
             pipeline = replace(pipeline, check=check_result)
         session = self._session = open_session(start)
         if session.jvm is not None:
-            threading.Thread(target=self._watch_jvm, args=(session,), name="jvm", daemon=True).start()
+            threading.Thread(target=self._watch_jvm, args=(session.jvm,), name="jvm", daemon=True).start()
         self.send(Started(session.spark.version, session.ui))
         self._warm_up(session, start)
         if start.sink is not None:
             find(start.sink.format).check(session.spark, start.sink)
-        return Jobs(
+        return session, Jobs(
             session,
             start.schema,
             pipeline,
@@ -150,22 +161,8 @@ class Driver:
             self.send(Log("warning", f"The warm-up in {place} failed: {describe(error).message}"))
         shutil.rmtree(place, ignore_errors=True)
 
-    def _start_failed(self, error: BaseException) -> None:
-        fault = describe(error)
-        if isinstance(error, HandlerError):
-            whose, told = "handler", str(error.where.get("traceback", fault.traceback))
-        else:
-            whose = "operator" if isinstance(error, (ImportError, MldserverError)) else "spark"
-            told = fault.traceback
-        self.send(StartFailed(whose, fault.error, fault.message, told))
-
-    def _session_of(self) -> Session:
-        assert self._session is not None
-        return self._session
-
-    def _watch_jvm(self, session: Session) -> None:
-        assert session.jvm is not None
-        code = session.jvm.wait()
+    def _watch_jvm(self, jvm: Popen[bytes]) -> None:
+        code = jvm.wait()
         if not self._stopping:
             self.send(JvmGone(code))
             self.die()
@@ -186,11 +183,11 @@ class Driver:
             session.stop()
             code = 0 if session.jvm is None else session.jvm.wait()
             if start.train and start.archive is not None and code == 0:
-                archive.keep(Path(start.archive))
+                keep(Path(start.archive))
         except Exception as error:  # noqa: BLE001  # whatever it is, the process ends now, and all of its group
             self.send(Log("warning", f"Spark did not stop in good order: {describe(error).message}"))
             self.die()
-        self._leave(0)
+        self._leave()
 
     def die(self) -> None:
         """End at once, with the JVM and all else in the process group. Does not return."""
@@ -202,25 +199,16 @@ class Driver:
             os.killpg(0, signal.SIGKILL)
         os._exit(1)
 
-    def _leave(self, code: int) -> None:
+    def _leave(self) -> None:
         self._tidy()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # whatever the user's code has made of it, this process ends
                 stream.flush()
-        os._exit(code)  # threads of cancelled jobs may still hang in user code
+        os._exit(0)  # threads of cancelled jobs may still hang in user code
 
     def _tidy(self) -> None:
         if self._start is not None:
             shutil.rmtree(self._start.scratch, ignore_errors=True)
-
-
-def _load(start: Start) -> Pipeline:
-    from mldserver.handler.loader import load  # noqa: PLC0415  # imports belong to what may fail
-
-    if not start.handler:
-        return Pipeline(None)
-    directory = start.python_path[0] if start.python_path else None
-    return pipeline_of(load(start.handler, directory=directory).target)
 
 
 def main() -> None:

@@ -1,13 +1,20 @@
-"""One driver's life as the server sees it: from Start to the end of its socket, and every job's answer in between."""
+"""One driver's life as the server sees it: from Start to the end of its socket, and every job's answer in between.
+
+Its standard output and error become events of the log. Spark writes JSON there, by the log4j settings that ``session.py``
+gives it, unless the user gave it others; Java, Python and the user's code write whatever they like.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import sys
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import orjson
 import structlog
 
 from mldserver.base.clock import happens
@@ -16,20 +23,16 @@ from mldserver.children.channel import Channel
 from mldserver.children.process import ChildProcess, ending
 from mldserver.errors import DriverLost, WindowFailed
 from mldserver.observe.stdout_capture import Printed
-from mldserver.spark import spark_log
 from mldserver.spark.driver_messages import (
     Cancel,
     Done,
-    DoneGroup,
     FailedJob,
     FromDriver,
     JvmGone,
     Log,
-    Output,
     Progress,
     Publish,
     Run,
-    RunGroup,
     Start,
     Started,
     StartFailed,
@@ -38,11 +41,12 @@ from mldserver.spark.driver_messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from mldserver.base.clock import Clock
     from mldserver.children.channel import Descriptors
     from mldserver.jobs.engine import PublishJob, WindowJob
+    from mldserver.spark.driver_messages import Output
 
 log = structlog.get_logger("mldserver")
 
@@ -73,7 +77,7 @@ class Life:
         self._hung_up = asyncio.Event()
         """Set when no message can come any more."""
         self._ids = itertools.count(1)
-        self._waiting: dict[int, tuple[Run | RunGroup | Publish, asyncio.Future[Done | DoneGroup]]] = {}
+        self._waiting: dict[int, tuple[Run | Publish, asyncio.Future[tuple[Output, ...]]]] = {}
         self._cancelling: dict[int, asyncio.Event] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
@@ -153,7 +157,9 @@ class Life:
             self._over = True
             await self._child.close()
             self._channel.close()
-            self._lose_jobs()
+            for _, answer in self._waiting.values():
+                if not answer.done():
+                    answer.set_exception(self._lost())
             self._stdout.tell()
             self._stderr.tell()
 
@@ -171,35 +177,28 @@ class Life:
         """Ask the driver to stop in good order."""
         self._channel.send(Stop())
 
-    async def compute(self, job: WindowJob, deadline: float | None) -> Done:
-        """Run a job and return its answer.
+    async def stop_when_warm(self) -> None:
+        """Do so: that is all a driver is for that writes the class archive."""
+        await self.warm.wait()
+        self.stop()
+
+    async def compute(self, jobs: tuple[WindowJob, ...], deadline: float | None) -> tuple[Output, ...]:
+        """Run windows as one job and return their outputs.
 
         Raises WindowFailed when it fails or takes longer than ``deadline`` seconds, DriverLost when the driver dies.
         Cancelling this call cancels the job; a job that goes on all the same costs the driver its life.
         """
-        done = await self._ask(lambda job_id: Run(job_id, job), deadline)
-        assert isinstance(done, Done), "what a driver answers to a Run"
-        return done
-
-    async def compute_group(self, jobs: tuple[WindowJob, ...], deadline: float | None) -> tuple[Output, ...]:
-        """Run several jobs as one and return their outputs; ``deadline`` is for all. Else as ``compute``."""
-        done = await self._ask(lambda job_id: RunGroup(job_id, jobs), deadline)
-        assert isinstance(done, DoneGroup), "what a driver answers to a RunGroup"
-        return done.outputs
+        return await self._ask(Run(next(self._ids), jobs), deadline)
 
     async def publish(self, job: PublishJob, deadline: float | None) -> None:
         """Write an output into the table. Raises as ``compute`` does, and is cancelled as it."""
-        await self._ask(lambda job_id: Publish(job_id, job), deadline)
+        await self._ask(Publish(next(self._ids), job), deadline)
 
-    async def _ask(
-        self, make: Callable[[int], Run | RunGroup | Publish], deadline: float | None
-    ) -> Done | DoneGroup:
+    async def _ask(self, asked: Run | Publish, deadline: float | None) -> tuple[Output, ...]:
         if self._over:
             raise self._lost()
-        job_id = next(self._ids)
-        asked = make(job_id)
-        answer: asyncio.Future[Done | DoneGroup] = asyncio.get_running_loop().create_future()
-        self._waiting[job_id] = (asked, answer)
+        answer: asyncio.Future[tuple[Output, ...]] = asyncio.get_running_loop().create_future()
+        self._waiting[asked.id] = (asked, answer)
         try:
             self._channel.send(asked)
             kill_point("sink.writing" if isinstance(asked, Publish) else "job.running")
@@ -208,17 +207,17 @@ class Life:
         except TimeoutError:
             if not limit.expired():
                 raise
-            self._cancel(job_id)
+            self._cancel(asked.id)
             raise WindowFailed(
                 f"The job ran longer than its deadline of {deadline:g} seconds.",
                 did="It was cancelled.",
                 **_window_of(asked),
             ) from None
         except asyncio.CancelledError:
-            self._cancel(job_id)
+            self._cancel(asked.id)
             raise
         finally:
-            self._waiting.pop(job_id, None)
+            self._waiting.pop(asked.id, None)
 
     def _cancel(self, job_id: int) -> None:
         if self._over or self._tasks is None:
@@ -255,7 +254,7 @@ class Life:
                 self.warm.set()
             case StartFailed():
                 self.failed = message
-            case Done() | DoneGroup() | FailedJob():
+            case Done() | FailedJob():
                 self._answer(message)
             case Progress() if message.id in self._waiting:
                 asked = self._waiting[message.id][0]
@@ -273,9 +272,9 @@ class Life:
                 self.jvm_exit_code = message.exit_code
             case Log():
                 self._last_lines.append(message.text[:_LINE_CHARACTERS])
-                self._log(spark_log.Entry(message.level, message.text, "mldserver.spark.driver"))
+                self._log(Entry(message.level, message.text, "mldserver.spark.driver"))
 
-    def _answer(self, message: Done | DoneGroup | FailedJob) -> None:
+    def _answer(self, message: Done | FailedJob) -> None:
         if message.id in self._cancelling:
             self._cancelling.pop(message.id).set()
         asked, answer = self._waiting.get(message.id, (None, None))
@@ -283,7 +282,7 @@ class Life:
             return
         if not isinstance(message, FailedJob):
             self.jobs_done += 1
-            answer.set_result(message)
+            answer.set_result(message.outputs)
             return
         answer.set_exception(
             WindowFailed(
@@ -296,11 +295,6 @@ class Life:
     def _lost(self) -> DriverLost:
         return DriverLost(f"The Spark driver is gone. {self.reason()}", did="A fresh one starts.")
 
-    def _lose_jobs(self) -> None:
-        for _, answer in self._waiting.values():
-            if not answer.done():
-                answer.set_exception(self._lost())
-
     def _take_stdout(self, lines: list[str]) -> bool:
         """Log lines, or count them; return whether all were logged."""
         if self.started is None:  # a crash at start is told on standard output
@@ -312,18 +306,92 @@ class Life:
 
     def _take_stderr(self, lines: list[str]) -> bool:
         """Log what lines say, or count them; return whether all were logged."""
-        entries = [spark_log.parse(line) for line in lines]
+        entries = [parse(line) for line in lines]
         self._last_lines += [entry.text[:_LINE_CHARACTERS] for entry in entries if entry.level != "debug"]
         passed = [self._stderr.passes() for _ in lines]
         for entry in itertools.compress(entries, passed):
             self._log(entry)
         return all(passed)
 
-    def _log(self, entry: spark_log.Entry) -> None:
+    def _log(self, entry: Entry) -> None:
         told = {"logger": entry.logger, "text": entry.text, "exception": entry.exception}
         getattr(log, entry.level)("spark.log", **{name: value for name, value in told.items() if value})
 
 
-def _window_of(asked: Run | RunGroup | Publish) -> dict[str, str]:
+def _window_of(asked: Run | Publish) -> dict[str, str]:
     """Return the window that an error is about; of a group nobody knows which it is."""
-    return {} if isinstance(asked, RunGroup) else {"window": asked.job.window.id}
+    return {} if isinstance(asked, Run) and asked.jobs[1:] else {"window": asked.job.window.id}
+
+
+# Spark calls an error what it goes on to retry, and every error of the user's code. What those come to is told by the
+# server's own events (window.failed, spark.lost), at the level that they deserve.
+_LEVELS = {
+    "TRACE": "debug",
+    "DEBUG": "debug",
+    "INFO": "info",
+    "WARN": "warning",
+    "ERROR": "warning",
+    "FATAL": "error",
+}
+
+_PLAIN = re.compile(r"\d\d/\d\d/\d\d \d\d:\d\d:\d\d (TRACE|DEBUG|INFO|WARN|ERROR|FATAL) ([\w.$]+): (.*)")
+"""``26/11/21 02:53:02 WARN NativeCodeLoader: …``: Spark's own pattern, for users who bring it back."""
+
+_ALWAYS_SAID = re.compile(
+    r"WARNING: Using incubator modules|Using Spark's default log4j profile|Setting default log level to"
+    r"|To adjust logging level use|NOTE: SPARK_\w+ is|Unable to load native-hadoop library"
+)
+"""Said at every start, about nothing that a person could or should change."""
+
+_SAID_TWICE = frozenset(
+    {
+        "DataFrameQueryContextLogger",
+        "org.apache.spark.sql.execution.datasources.FileFormatWriter",
+        "org.apache.spark.util.Utils",
+    }
+)
+"""Loggers that repeat a job's error, which comes back with the job's answer anyway."""
+
+_FRAMES = 40
+"""Lines of a Java stack that are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One event: ``spark.log``, or ``handler.output`` when the user's code printed it."""
+
+    level: str
+    text: str
+    logger: str = ""
+    exception: str = ""
+
+
+def parse(line: str) -> Entry:
+    """Return what a line of the driver's standard error says."""
+    if line.startswith("{") and (entry := _structured(line)) is not None:
+        return entry
+    if plain := _PLAIN.match(line):
+        return Entry(_level(plain[1], plain[3]), plain[3], plain[2])
+    return Entry("debug" if _ALWAYS_SAID.search(line) else "info", line)
+
+
+def _level(name: str, text: str) -> str:
+    return "debug" if _ALWAYS_SAID.search(text) else _LEVELS.get(name, "info")
+
+
+def _structured(line: str) -> Entry | None:
+    try:
+        fields = orjson.loads(line)
+    except ValueError:
+        return None
+    if "level" not in fields or "msg" not in fields:
+        return None
+    logger, text = str(fields.get("logger", "")), str(fields["msg"])
+    level = "debug" if logger in _SAID_TWICE else _level(str(fields["level"]), text)
+    exception = fields.get("exception")
+    if isinstance(exception, dict):  # pyspark's own logger, in Python
+        return Entry(level, text, logger, f"{exception.get('class')}: {exception.get('msg')}")
+    stack = str(exception or "").splitlines()
+    if len(stack) > _FRAMES:
+        stack[_FRAMES:] = [f"\t… {len(stack) - _FRAMES} more"]
+    return Entry(level, text, logger, "\n".join(stack))

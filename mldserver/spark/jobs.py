@@ -15,25 +15,23 @@ from typing import TYPE_CHECKING
 
 from mldserver.spark.driver_messages import (
     Done,
-    DoneGroup,
     FailedJob,
     Message,
     Progress,
     Publish,
     Run,
-    RunGroup,
+    describe,
+    lost_connection,
 )
-from mldserver.spark.group_job import run_group
-from mldserver.spark.job_errors import describe, lost_connection
-from mldserver.spark.sinks.registry import find
-from mldserver.spark.window_job import run_window
+from mldserver.spark.sinks import find
+from mldserver.spark.window_job import run_windows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mldserver.spark.handler import Pipeline
     from mldserver.spark.session import Session
     from mldserver.spark.sinks.sink import SinkSpec
+    from mldserver.spark.window_job import Pipeline
 
 _PROGRESS_SECONDS = 0.5
 
@@ -46,7 +44,7 @@ _DEATH_SECONDS = 5
 
 @dataclass(slots=True)
 class _Job:
-    run: Run | RunGroup | Publish
+    run: Run | Publish
     group: str
     """Never used twice: Spark remembers cancelled groups and refuses their later jobs."""
     cancelled: bool = False
@@ -83,7 +81,7 @@ class Jobs:
         self._lock = threading.Lock()
         self._jobs: dict[int, _Job] = {}
 
-    def start(self, run: Run | RunGroup | Publish) -> None:
+    def start(self, run: Run | Publish) -> None:
         """Take a job; it begins when a thread is free."""
         job = _Job(run, f"mldserver-{run.id}-{run.job.window.id}")
         with self._lock:
@@ -129,13 +127,10 @@ class Jobs:
         with self._lock:
             del self._jobs[job.run.id]
         self._send(answer)
-        if closed or self._is_stopped():
-            self._stopped()
-
-    def _is_stopped(self) -> bool:
         with contextlib.suppress(Exception):  # of a JVM that is going: whoever watches it sees to that
-            return self._session.is_stopped
-        return False
+            closed = closed or self._session.is_stopped
+        if closed:
+            self._stopped()
 
     def _jvm_is_gone(self, error: BaseException) -> bool:
         """Whether an error came from a dead JVM. Its calls fail a moment before its end can be seen."""
@@ -148,31 +143,27 @@ class Jobs:
             return False
         return True
 
-    def _compute(self, job: _Job) -> Done | DoneGroup:
+    def _compute(self, job: _Job) -> Done:
         spark, window = self._session.spark, job.run.job.window
         if self._session.connect:
             spark.addTag(job.group)
         else:
             # No interruption of threads on cancelling: HDFS marks nodes as dead when it is interrupted.
-            others = f" and {len(job.run.jobs) - 1} more" if isinstance(job.run, RunGroup) else ""
+            others = (
+                f" and {len(job.run.jobs) - 1} more" if isinstance(job.run, Run) and job.run.jobs[1:] else ""
+            )
             spark.sparkContext.setJobGroup(job.group, f"window {window.id}{others}", interruptOnCancel=False)
         try:
-            return self._do(job.run)
+            if isinstance(job.run, Run):
+                schema, cores = self._schema, self._session.cores
+                return Done(job.run.id, run_windows(spark, schema, self._pipeline, job.run.jobs, cores))
+            if self._sink is None:
+                raise ValueError("no table was named to publish into")
+            find(self._sink.format).publish(spark, self._sink, job.run.job)
+            return Done(job.run.id, ())
         finally:
             if self._session.connect:
                 spark.removeTag(job.group)
-
-    def _do(self, run: Run | RunGroup | Publish) -> Done | DoneGroup:
-        spark, cores = self._session.spark, self._session.cores
-        if isinstance(run, RunGroup):
-            return DoneGroup(run.id, run_group(spark, self._schema, self._pipeline, run.jobs, cores))
-        if isinstance(run, Run):
-            output = run_window(spark, self._schema, self._pipeline, run.job, cores)
-            return Done(run.id, output.files, output.rows)
-        if self._sink is None:
-            raise ValueError("no table was named to publish into")
-        find(self._sink.format).publish(spark, self._sink, run.job)
-        return Done(run.id, (), run.job.rows)
 
     def watch(self) -> None:
         """Send the progress of running jobs whenever it changes; for a thread of its own, never returns."""

@@ -1,7 +1,7 @@
 """The Spark session: every default, with its reason, and how the session is made. Runs in the driver's process.
 
 Whatever the user configures wins. The defaults fit what a window is: small data, often, on a session that lives as
-long as the server. Where the start's seconds go, and what halves them, is told in ``archive.py``.
+long as the server. Where the start's seconds go, and what halves them, is told in ``java.py``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mldserver.spark.archive import unfinished
+from mldserver.spark.java import unfinished
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

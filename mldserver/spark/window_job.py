@@ -1,32 +1,46 @@
-"""One window's job: read its segments, run ``on_window``, write the result into the attempt's own directory.
+"""A job in the driver's process: read windows' segments, run ``on_window``, write each result into its attempt's directory.
 
-Runs in the driver's process. The directory is written by this attempt alone and counts only when the ledger says so;
-so Spark needs no clever committer, and what an attempt leaves behind when it fails is nobody's concern here.
+The directory is written by this attempt alone and counts only when the ledger says so; so Spark needs no clever committer,
+and what an attempt leaves behind when it fails is nobody's concern here.
 
 Rows are counted on their way in and on their way out: an executor that does not see the output folder reads nothing, or
 writes to its own disk, and Spark says that all went well.
+
+Several small windows cost about as much as one, as one job: their results are written together, then sorted into each
+one's own directory. ``on_window`` is called for every window before any is computed; where it fails, and where the job
+fails, all of them have failed: the server then runs each alone. Files are renamed from one directory to another, so that
+staging must be on a local file system; and plans must be fixed once the hook has returned, as they are in classic Spark:
+on Spark Connect a temporary view that the next call of the hook replaces would change what the last one returned.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import inspect
 import itertools
 import math
+import shutil
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet as pq
 from pyarrow import fs
+from pyspark.sql import DataFrame, Observation
+from pyspark.sql import functions as F  # noqa: N812  # its usual name
 
 from mldserver.base.uris import reach
+from mldserver.errors import HandlerInvalid
 from mldserver.spark.driver_messages import Output
-from mldserver.spark.handler import Pipeline
 from mldserver.spark.sinks.sink import escaped
+from mldserver.windows import WINDOW_COLUMNS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import SparkSession
 
     from mldserver.jobs.engine import WindowJob
     from mldserver.windows import Window
@@ -48,6 +62,61 @@ _FILE_BYTES = 128 * 1024 * 1024
 """What a task and a file have at most, as Spark itself reads (spark.sql.files.maxPartitionBytes)."""
 
 
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """What becomes of a window's rows."""
+
+    on_window: Callable[[DataFrame, Window], object] | None
+    """None: rows are written as they are."""
+    check: Callable[[Iterable[str]], None] | None = None
+    """Called with the names of the output's columns; what it raises fails the window."""
+    window_columns: tuple[str, str] | None = WINDOW_COLUMNS
+    """The columns of the output that hold its window's start and end; None: it gets none."""
+    writes_for_itself: bool = False
+    """Whether ``on_window`` may return None, having written the window somewhere itself."""
+
+    def apply(self, rows: DataFrame, window: Window) -> DataFrame | None:
+        """Return the window's result; None when the pipeline wrote for itself.
+
+        An ``async`` hook runs on an event loop of its own in this very thread, as py4j binds threads. Raises what
+        the hook raises, and HandlerInvalid when it returns anything else than a DataFrame: None too, unless the
+        handler says that it writes for itself.
+        """
+        result: object = rows if self.on_window is None else self.on_window(rows, window)
+        if inspect.isawaitable(result):
+
+            async def finish(awaitable: Awaitable[object]) -> object:
+                return await awaitable
+
+            result = asyncio.run(finish(result))
+        if result is None and self.writes_for_itself:
+            return None
+        if isinstance(result, DataFrame):
+            if self.check is not None:
+                self.check((*result.columns, *(self.window_columns or ())))
+            return result
+        name = type(result).__name__
+        returned = "nothing" if result is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+        raise HandlerInvalid(
+            f"on_window returned {returned}, not a Spark DataFrame.",
+            advice="Return a DataFrame; or, where on_window writes the window somewhere itself, say so in the handler: "
+            "writes_for_itself = True.",
+        )
+
+
+def pipeline_of(handler: Any) -> Pipeline:
+    """Return the pipeline of a loaded handler: a module, an object, or a class, which is instantiated once."""
+    window_columns = getattr(handler, "window_columns", WINDOW_COLUMNS)
+    if getattr(handler, "on_window", None) is None:
+        return Pipeline(None, window_columns=window_columns)
+    target: Any = handler() if inspect.isclass(handler) else handler
+    return Pipeline(
+        target.on_window,
+        window_columns=window_columns,
+        writes_for_itself=getattr(handler, "writes_for_itself", None) is True,
+    )
+
+
 class CountsDiffer(Exception):
     """Rows were lost between the ledger and Spark, or between Spark and the output's files."""
 
@@ -57,9 +126,6 @@ class Count:
 
     def __init__(self, frame: DataFrame) -> None:
         """Count the rows of ``frame`` through ``self.frame``."""
-        from pyspark.sql import Observation  # noqa: PLC0415  # only the driver's process pays for pyspark
-        from pyspark.sql import functions as F  # noqa: N812, PLC0415  # see above
-
         self._observation = Observation()
         self.frame = frame.observe(self._observation, F.count(F.lit(1)).alias("rows"))
 
@@ -120,8 +186,6 @@ def _read(spark: SparkSession, schema: str, paths: Iterable[str]) -> DataFrame:
 
 def _aligned(spark: SparkSession, rows: DataFrame, schema: str) -> DataFrame:
     """Return rows of an older schema with the present one's columns, which hold all their values."""
-    from pyspark.sql import functions as F  # noqa: N812, PLC0415  # its usual name; only the driver pays for pyspark
-
     columns = spark.createDataFrame([], columns_ddl(schema)).schema
     quoted = {name: "`" + name.replace("`", "``") + "`" for name in rows.columns}
     values = (F.col(quoted[column.name]) if column.name in quoted else F.lit(None) for column in columns)
@@ -184,8 +248,6 @@ def with_bounds(
 
     ``tag``: the column that holds ``w`` and the number of the row's window, where there are several.
     """
-    from pyspark.sql import functions as F  # noqa: N812, PLC0415  # its usual name; only the driver pays for pyspark
-
     taken = {column.lower() for column in frame.columns}
     starts, ends = [window.start for window in windows], [window.end for window in windows]
     for name, bounds in zip(names or (), (starts, ends), strict=False):
@@ -242,16 +304,76 @@ def inspect_output(staging: str, out: str = "") -> Output:
     return Output(tuple(files), rows)
 
 
-def run_window(spark: SparkSession, schema: str, pipeline: Pipeline, job: WindowJob, cores: int) -> Output:
-    """Compute one attempt. Raises CountsDiffer, and what Spark or the user's ``on_window`` raises."""
-    attempt = Attempt(spark, schema, pipeline, job, cores)
-    if attempt.result is None:
-        return Output((), 0)
-    written = write(attempt.result, job.staging, [job], pipeline.window_columns, cores)
-    attempt.check_read()
-    output = inspect_output(job.staging, job.out)
-    check_written(written, [output], job.staging)
-    return output
+def run_windows(
+    spark: SparkSession, schema: str, pipeline: Pipeline, jobs: Sequence[WindowJob], cores: int
+) -> tuple[Output, ...]:
+    """Compute an attempt at each window; outputs in the order of ``jobs``.
+
+    Raises CountsDiffer, and what Spark or the user's ``on_window`` raises.
+    """
+    attempts = [Attempt(spark, schema, pipeline, job, cores) for job in jobs]
+    alike: dict[str, list[tuple[DataFrame, Attempt]]] = {}
+    for attempt in attempts:
+        if attempt.result is not None:
+            columns = attempt.result.schema.json() if len(jobs) > 1 else ""
+            alike.setdefault(columns, []).append((attempt.result, attempt))
+    outputs: dict[str, Output] = {}
+    for members in alike.values():
+        members_jobs = [attempt.job for _, attempt in members]
+        staging = members_jobs[0].staging
+        if len(members) == 1:
+            written = write(members[0][0], staging, members_jobs, pipeline.window_columns, cores)
+        else:
+            results = [result for result, _ in members]
+            written = _write_together(results, members_jobs, pipeline.window_columns, cores)
+            staging = str(Path(staging).parent.parent)
+        for _, attempt in members:
+            attempt.check_read()
+        output_of = {job.window.id: inspect_output(job.staging, job.out) for job in members_jobs}
+        check_written(written, list(output_of.values()), staging)
+        outputs |= output_of
+    return tuple(outputs.get(job.window.id, Output((), 0)) for job in jobs)
+
+
+def _write_together(
+    results: Sequence[DataFrame],
+    jobs: Sequence[WindowJob],
+    window_columns: tuple[str, str] | None,
+    cores: int,
+) -> int:
+    tag = free_name([*results[0].columns, *(window_columns or ())])
+    # Texts, which generated code refers to, where it would hold a number: it is compiled once, not for each window.
+    tagged = [result.withColumn(tag, F.lit(f"w{number}")) for number, result in enumerate(results)]
+    union = functools.reduce(lambda left, right: left.unionAll(right), tagged)
+    place = Path(jobs[0].staging) / "_together"  # gone with that directory, whatever happens
+    written = write(union, str(place), jobs, window_columns, cores, tag)
+    empty: list[WindowJob] = []
+    for number, job in enumerate(jobs):
+        folder = place / f"{tag}=w{number}"
+        files = [file for file in folder.glob("*") if not file.name.startswith(("_", "."))]
+        if files:
+            Path(job.staging).mkdir(parents=True, exist_ok=True)
+        else:
+            empty.append(job)
+        for file in files:
+            file.rename(Path(job.staging) / file.name)
+    shutil.rmtree(place)
+    if empty:
+        # Windows without rows get a file that has the columns, as they have it when they run alone.
+        first = empty[0]
+        if Path(first.staging).exists():
+            Path(first.staging).rmdir()  # it held the group
+        write(results[jobs.index(first)].limit(0), first.staging, [first], window_columns, cores)
+    for job in empty[1:]:
+        shutil.copytree(first.staging, job.staging)
+    return written
+
+
+def free_name(columns: Iterable[str]) -> str:
+    """Return a name that none of these columns has: Spark's names do not tell capitals from small letters."""
+    taken = {column.lower() for column in columns}
+    names = (f"_window{number or ''}" for number in itertools.count())
+    return next(name for name in names if name not in taken)
 
 
 def warm_up(spark: SparkSession, schema: str, job: WindowJob, cores: int) -> None:
@@ -259,9 +381,8 @@ def warm_up(spark: SparkSession, schema: str, job: WindowJob, cores: int) -> Non
 
     The user's ``on_window`` is not called: it may write to places where a made-up row must not appear.
     """
-    from pyspark.sql import functions as F  # noqa: N812, PLC0415  # its usual name; only the driver pays for pyspark
-
     columns = spark.createDataFrame([], columns_ddl(schema)).schema
     row = spark.range(1).select(*(F.lit(None).cast(c.dataType).alias(c.name) for c in columns))
     row.write.parquet(job.segments[0])
-    run_window(spark, schema, Pipeline(lambda rows, _window: rows.groupBy("_shard").count()), job, cores)
+    pipeline = Pipeline(lambda rows, _window: rows.groupBy("_shard").count())
+    run_windows(spark, schema, pipeline, (job,), cores)

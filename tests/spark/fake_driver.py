@@ -34,10 +34,10 @@ class FakeDriver:
         match message:
             case driver_messages.Start():
                 self.begin(message)
+            case driver_messages.Run() if message.jobs[1:]:
+                self.run_group(message)
             case driver_messages.Run():
                 self.run(message)
-            case driver_messages.RunGroup():
-                self.run_group(message)
             case driver_messages.Cancel() if self.script != "deaf":
                 self.send(driver_messages.FailedJob(message.id, "Cancelled", "cancelled", cancelled=True))
             case driver_messages.Stop() if self.script == "trains":
@@ -82,7 +82,7 @@ class FakeDriver:
         elif name == "floods":
             for stream in (sys.stdout, sys.stderr):
                 print(*range(5000), sep="\n", file=stream, flush=True)
-            self.send(driver_messages.Done(run.id, (), 0))
+            self.send(driver_messages.Done(run.id, (driver_messages.Output((), 0),)))
         elif name.startswith("forks"):
             self.fork(leave=name == "forks away")
         elif name == "jvm dies":
@@ -103,11 +103,11 @@ class FakeDriver:
             print("no line end", file=sys.stderr, end="")
             os.close(1)
             os.close(2)
-            self.send(driver_messages.Done(run.id, (), 0))
+            self.send(driver_messages.Done(run.id, (driver_messages.Output((), 0),)))
         elif name != "hangs":
             self.send(
-                driver_messages.Done(999, (), 0),
-                driver_messages.Done(run.id, (f"{name}.parquet",), run.job.rows),
+                driver_messages.Done(999, ()),
+                driver_messages.Done(run.id, (driver_messages.Output((f"{name}.parquet",), run.job.rows),)),
             )
 
     def fork(self, *, leave: bool) -> None:
@@ -124,7 +124,7 @@ class FakeDriver:
             print(f"away {child}", flush=True)
         os._exit(9)
 
-    def run_group(self, run: driver_messages.RunGroup) -> None:
+    def run_group(self, run: driver_messages.Run) -> None:
         names = {job.window.id for job in run.jobs}
         if "fails" in names:
             self.send(driver_messages.FailedJob(run.id, "ValueError", "no good", "File my.py"))
@@ -134,7 +134,7 @@ class FakeDriver:
             outputs = tuple(
                 driver_messages.Output((f"{job.window.id}.parquet",), job.rows) for job in run.jobs
             )
-            self.send(driver_messages.DoneGroup(run.id, outputs))
+            self.send(driver_messages.Done(run.id, outputs))
 
 
 if __name__ == "__main__":

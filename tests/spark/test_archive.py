@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mldserver.spark import archive
+from mldserver.spark import java as archive
 from mldserver.spark.java import Java
 
 JAVA = Java("/usr/bin/java", None, 17, 'openjdk version "17.0.1"')
@@ -19,13 +19,6 @@ def path(
     quick: bool = False,
 ) -> Path:
     return archive.archive_path(Path("/cache"), java, conf or {}, environment or {}, quick=quick)
-
-
-def test_the_cache_follows_the_xdg_rules() -> None:
-    assert archive.default_cache({"XDG_CACHE_HOME": "/c", "HOME": "/h"}) == Path("/c/mldserver")
-    assert archive.default_cache({"XDG_CACHE_HOME": "relative", "HOME": "/h"}) == Path("/h/.cache/mldserver")
-    assert archive.default_cache({"HOME": "/h"}) == Path("/h/.cache/mldserver")
-    assert archive.default_cache({}).is_absolute()
 
 
 def test_each_java_spark_and_shape_of_the_jvm_has_an_archive_of_its_own() -> None:

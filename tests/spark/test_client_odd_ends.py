@@ -83,7 +83,7 @@ async def test_a_job_may_end_in_the_very_moment_in_which_it_is_cancelled(tmp_pat
         (job_id,) = alive._waiting
         call.cancel()
         # Behind the call's own step in the loop's queue, and before any that this brings about.
-        asyncio.get_running_loop().call_soon(alive._answer, driver_messages.Done(job_id, (), 0))
+        asyncio.get_running_loop().call_soon(alive._answer, driver_messages.Done(job_id, ()))
         with pytest.raises(asyncio.CancelledError):
             await call
         assert (await it.engine.compute(job("w"))).files == ("w.parquet",)

@@ -14,10 +14,8 @@ import pytest
 from pyspark.sql import functions as F  # noqa: N812  # its usual name
 
 from mldserver.jobs.engine import WindowJob
-from mldserver.spark import group_job, window_job
-from mldserver.spark.group_job import run_group
-from mldserver.spark.handler import Pipeline
-from mldserver.spark.window_job import CountsDiffer, inspect_output, run_window
+from mldserver.spark import window_job
+from mldserver.spark.window_job import CountsDiffer, Pipeline, inspect_output, run_windows
 from mldserver.windows import Window
 
 if TYPE_CHECKING:
@@ -58,7 +56,7 @@ class World:
         """Return the output, and how many Spark jobs that took."""
         context, group = self.session.spark.sparkContext, f"counts-{next(self.numbers)}"
         context.setJobGroup(group, "a window")
-        output = run_window(self.session.spark, SCHEMA, Pipeline(on_window, **pipeline), job, 2)
+        (output,) = run_windows(self.session.spark, SCHEMA, Pipeline(on_window, **pipeline), (job,), 2)
         return output, len(context.statusTracker().getJobIdsForGroup(group))
 
 
@@ -185,11 +183,11 @@ def test_files_that_executors_wrote_elsewhere_fail_the_window_with_both_numbers(
 
 def test_a_group_fails_as_its_windows_do(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def group(*jobs: WindowJob) -> tuple[Output, ...]:
-        return run_group(world.session.spark, SCHEMA, Pipeline(None), jobs, 2)
+        return run_windows(world.session.spark, SCHEMA, Pipeline(None), jobs, 2)
 
     with pytest.raises(CountsDiffer, match=f"reads {ROWS} rows of window b, but the ledger has registered 7"):
         group(world.job("a"), world.job("b", registered=7), world.job("c"))
-    monkeypatch.setattr(group_job, "inspect_output", losing(0))
+    monkeypatch.setattr(window_job, "inspect_output", losing(0))
     with pytest.raises(CountsDiffer, match=f"Spark wrote {2 * ROWS} rows, but 0 files"):
         group(world.job("a"), world.job("b"))
 
@@ -202,7 +200,7 @@ def bounds(
 
 def test_each_output_row_tells_its_windows_start_and_end_in_a_group_too(world: World) -> None:
     jobs = [world.job(name) for name in ("a", "b", "c")]
-    run_group(world.session.spark, SCHEMA, Pipeline(lambda rows, _: rows.groupBy("name").count()), jobs, 2)
+    run_windows(world.session.spark, SCHEMA, Pipeline(lambda rows, _: rows.groupBy("name").count()), jobs, 2)
     alone = world.job("d")
     world.run(alone, lambda rows, _: rows.groupBy("name").count())
     for job in (*jobs, alone):

@@ -24,5 +24,5 @@ def test_a_driver_leaves_though_a_hook_has_closed_a_standard_stream(
     monkeypatch.setattr(sys, name, closed)
     here, there = socket.socketpair()
     with closing(here), closing(there):
-        Driver(here)._leave(0)
+        Driver(here)._leave()
     assert left == [0]

@@ -11,8 +11,7 @@ import pytest
 
 from mldserver.jobs.engine import WindowJob
 from mldserver.spark.driver_messages import Output
-from mldserver.spark.group_job import free_name, run_group
-from mldserver.spark.handler import Pipeline
+from mldserver.spark.window_job import Pipeline, free_name, run_windows
 from mldserver.windows import Window
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class World:
         context = self.session.spark.sparkContext
         self.groups += 1
         context.setJobGroup(f"group-{self.groups}", "a group")
-        outputs = run_group(self.session.spark, SCHEMA, Pipeline(on_window, **pipeline), jobs, 2)
+        outputs = run_windows(self.session.spark, SCHEMA, Pipeline(on_window, **pipeline), jobs, 2)
         return outputs, len(context.statusTracker().getJobIdsForGroup(f"group-{self.groups}"))
 
 
@@ -137,7 +136,7 @@ def test_segments_are_read_by_the_schema_that_they_were_written_under(world: Wor
     def kept(rows: DataFrame, _window: Window) -> DataFrame:
         return rows.select("name", "number", "extra").orderBy("_clock")
 
-    run_group(
+    run_windows(
         world.session.spark,
         f"{SCHEMA}, extra DOUBLE",
         Pipeline(kept),

@@ -8,7 +8,7 @@ import pytest
 from pyspark.sql import DataFrame
 
 from mldserver.errors import HandlerInvalid
-from mldserver.spark.handler import Pipeline, pipeline_of
+from mldserver.spark.window_job import Pipeline, pipeline_of
 from mldserver.windows import Window
 
 WINDOW = Window("w", None, None)

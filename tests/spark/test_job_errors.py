@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Never
 import py4j.protocol
 import pytest
 
-from mldserver.spark.job_errors import describe, lost_connection, message, user_traceback
+from mldserver.spark.driver_messages import describe, lost_connection, message, user_traceback
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,9 +11,9 @@ from spark.bench import job
 
 from mldserver.children.channel import encode
 from mldserver.spark import driver_messages
-from mldserver.spark.handler import Pipeline
 from mldserver.spark.jobs import Jobs
 from mldserver.spark.session import Session
+from mldserver.spark.window_job import Pipeline
 
 STOPPED = "the session is stopped"
 
@@ -43,8 +43,8 @@ def said(spark: Any, *, connect: bool = True) -> list[Any]:
     told: queue.Queue[Any] = queue.Queue()
     session = Session(spark, connect=connect, cores=1, jvm=None)
     jobs = Jobs(session, "", Pipeline(None), told.put, concurrency=1, stopped=lambda: told.put(STOPPED))
-    jobs.start(driver_messages.Run(1, job("first")))
-    jobs.start(driver_messages.Run(2, job("second")))
+    jobs.start(driver_messages.Run(1, (job("first"),)))
+    jobs.start(driver_messages.Run(2, (job("second"),)))
     heard = [told.get(timeout=60)]
     while getattr(heard[-1], "id", None) != 2:
         heard.append(told.get(timeout=60))

@@ -14,9 +14,8 @@ import pytest
 
 from mldserver.errors import OperatorError
 from mldserver.jobs.engine import PublishJob
-from mldserver.spark.sinks import jdbc
-from mldserver.spark.sinks.database import connected
-from mldserver.spark.sinks.registry import find
+from mldserver.spark.sinks import find, jdbc
+from mldserver.spark.sinks.jdbc import connected
 from mldserver.spark.sinks.sink import SinkSpec, staged
 from mldserver.windows import Window
 

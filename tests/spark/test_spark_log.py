@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mldserver.spark.spark_log import Entry, parse
+from mldserver.spark.driver_session import Entry, parse
 
 
 def line(**told: Any) -> str:

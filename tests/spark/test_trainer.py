@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mldserver.base.clock import SystemClock
+from mldserver.spark.client import train
 from mldserver.spark.driver_messages import Start
-from mldserver.spark.trainer import train
 
 FAKE = Path(__file__).with_name("fake_driver.py")
 
@@ -28,7 +28,7 @@ def start(tmp_path: Path, wanted: Path) -> Start:
 
 def told(logged: list[dict[str, Any]]) -> dict[str, str]:
     return {
-        event["text"]: event["level"] for event in logged if event.get("logger") == "mldserver.spark.trainer"
+        event["text"]: event["level"] for event in logged if event.get("logger") == "mldserver.spark.client"
     }
 
 

@@ -89,7 +89,9 @@ class FailingDriver:
                 except WindowFailed as error:
                     self.send(driver_messages.FailedJob(run.id, type(error).__name__, str(error)))
                 else:
-                    self.send(driver_messages.Done(run.id, (_file(run.job),), rows))
+                    self.send(
+                        driver_messages.Done(run.id, (driver_messages.Output((_file(run.job),), rows),))
+                    )
 
 
 if __name__ == "__main__":

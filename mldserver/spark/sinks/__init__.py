@@ -1,1 +1,70 @@
-"""Table sinks: what ``sink = delta:…``, ``iceberg:…`` and ``jdbc:…`` do with a window's committed output."""
+"""The sinks by name: ours, and what installed packages register.
+
+The staged files that the ledger counts are the truth. A sink publishes them, in the driver's process, in one atomic step
+that may be repeated any number of times, by any server. A revision replaces what lower ones of the window wrote, and is
+never replaced by them.
+
+A package registers a sink by an entry point of the group ``mldserver.sinks``: its name is the word before the colon in
+the setting ``sink``, its value a module (or an object) that has what ``Sink`` lists. The server imports it too, to read
+its settings: import pyspark inside ``check`` and ``publish``.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Final, Protocol
+
+from mldserver.spark.sinks import delta, iceberg, jdbc
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pyspark.sql import SparkSession
+
+    from mldserver.jobs.engine import PublishJob
+    from mldserver.spark.sinks.sink import SinkSpec
+
+GROUP: Final = "mldserver.sinks"
+"""The group of entry points by which a package registers its sinks."""
+
+
+class Sink(Protocol):
+    """What a sink is: its module has these functions."""
+
+    def parse(self, target: str, /) -> str:
+        """Return the place that the text after ``NAME:`` means. Raises ValueError."""
+
+    def check_settings(self, sink: SinkSpec, /) -> None:
+        """Raise ValueError where the table and the options do not go with the place. Nothing is started yet."""
+
+    def check(self, spark: SparkSession, sink: SinkSpec, /) -> None:
+        """Find out at the start what a window would fail on. Raises OperatorError, and what Spark raises."""
+
+    def publish(self, spark: SparkSession, sink: SinkSpec, job: PublishJob, /) -> None:
+        """Write a committed output; repeatable. Raises what Spark or the sink raises: it is then tried again."""
+
+
+SINKS: Final[Mapping[str, tuple[Sink, str]]] = {
+    "delta": (delta, "delta:PATH or delta:URI"),
+    "iceberg": (iceberg, "iceberg:CATALOG.DATABASE.TABLE"),
+    "jdbc": (jdbc, "a JDBC URL (jdbc:…)"),
+}
+"""By name: the sink, and how the setting is written, as help and messages show it."""
+
+_PARTS: Final = ("parse", "check_settings", "check", "publish")
+
+
+def find(name: str) -> Sink:
+    """Return the sink of this name. Raises ValueError when there is none, or a package's is none."""
+    if name in SINKS:
+        return SINKS[name][0]
+    for entry in entry_points(group=GROUP, name=name):
+        where = f"{entry.value}, which an installed package registers as {name},"
+        try:
+            sink: Sink = entry.load()
+        except Exception as error:  # a stranger's module may raise anything
+            raise ValueError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
+        if missing := [part for part in _PARTS if not hasattr(sink, part)]:
+            raise ValueError(f"{where} lacks {', '.join(missing)}")
+        return sink
+    raise ValueError("it names no sink of ours or of an installed package")
