@@ -8,7 +8,7 @@ import socket
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast
 
 from mldserver.base.aio import aside
 from mldserver.base.aws import aws_client
@@ -17,7 +17,7 @@ from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
 from mldserver.coordinator.core.peers import DRAIN
 from mldserver.coordinator.core.shape import Column, Shape
 from mldserver.coordinator.server_locks import ServerLocks
-from mldserver.deadletters.destinations import destination_of
+from mldserver.deadletters.destinations import FOLDER, FolderDestination
 from mldserver.deadletters.redriver import Redriver
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.handler.inspection import load_spec
@@ -243,6 +243,38 @@ async def _assembled(settings: Settings, around: Surroundings, runtime: Runtime,
         engine,
         runner,
         polling,
+    )
+
+
+def destination_of(
+    settings: Settings, store: OutputStore, clock: Clock, jitter: Callable[[], float]
+) -> Destination | None:
+    """Return where dead letters go; None for the ledger. Blocking. Raises OperatorError for a URI that leads nowhere."""
+    place, pipeline = settings.dead_letters, settings.pipeline
+    if place is None:
+        return None
+    if place.kind in {"jsonl", "parquet"}:
+        kind = cast("Literal['jsonl', 'parquet']", place.kind)
+        if not place.target:
+            return FolderDestination(store, FOLDER, pipeline=pipeline, kind=kind)
+        try:
+            other = OutputStore(place.target)
+        except (OSError, ValueError, NotImplementedError) as error:
+            raise (NotThereYet if isinstance(error, OSError) else OperatorError)(
+                f"dead_letters = {place} cannot be reached: {error}.",
+                advice="Check the URI: its name, and the options after the question mark.",
+            ) from error
+        # Another pipeline on the same stream, with files of the same names, may have the same place.
+        return FolderDestination(other, pipeline, pipeline=pipeline, kind=kind)
+    from mldserver.deadletters.aws_destinations import DESTINATIONS  # noqa: PLC0415  # most servers never need AWS's client
+
+    return DESTINATIONS[place.kind](
+        place.target,
+        pipeline=pipeline,
+        clock=clock,
+        jitter=jitter,
+        region=settings.region,
+        endpoint_url=settings.endpoint_url,
     )
 
 

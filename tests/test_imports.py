@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # setting is read, and imports pyspark only in the driver.
     "config": ("errors", "windows", "base", "spark.sinks"),
     "deadletters": (
-        *("errors", "records", "base", "protocol", "runtime", "ledger", "output", "config"),
+        *("errors", "records", "base", "protocol", "runtime", "ledger", "output"),
         *("sources", "coordinator.redrive_intake"),
     ),
     "observe": ("errors", "config"),

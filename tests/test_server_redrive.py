@@ -16,7 +16,7 @@ from support.store import SqliteStore
 from mldserver import cli
 from mldserver.config.failures import OnKeyFailure
 from mldserver.config.locations import LetterPlace
-from mldserver.deadletters.files import FOLDER
+from mldserver.deadletters.destinations import FOLDER
 from mldserver.output.layout import LEDGER
 from mldserver.testing import FakeMLD, FakeStream
 

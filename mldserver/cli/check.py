@@ -11,7 +11,7 @@ from cyclopts.validators import Number
 
 from mldserver.cli.stdio import working_directory
 from mldserver.errors import ConfigError
-from mldserver.observe.render import harmless
+from mldserver.observe.log_lines import harmless
 from mldserver.windows import duration_ms
 
 if TYPE_CHECKING:

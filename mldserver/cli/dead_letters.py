@@ -309,7 +309,7 @@ async def _take_in(ledger: Ledger, held: LedgerState, places: list[str], pipelin
     All files are read before the first letter is put in. One that lies behind its shard's position was written by a
     server that died before it could move the position: its record comes again from the daemon.
     """
-    from mldserver.deadletters.files import read_letters  # noqa: PLC0415  # pyarrow, which the others do not need
+    from mldserver.deadletters.destinations import read_letters  # noqa: PLC0415  # pyarrow, which the others do not need
 
     letters: dict[str, DeadLetter] = {}
     for place in places:
@@ -333,7 +333,7 @@ def _age(letter_id: str) -> tuple[int, ...]:
 
 
 def _document(stored: StoredLetter, pipeline: str) -> dict[str, Any]:
-    from mldserver.deadletters.document import document  # noqa: PLC0415  # `--help` must not wait for it
+    from mldserver.deadletters.destinations import document  # noqa: PLC0415  # `--help` must not wait for it
 
     return {"letter": stored.id, "wanted": stored.wanted, **document(stored.letter, pipeline)}
 

@@ -22,8 +22,7 @@ from mldserver.base.redaction import java_option
 from mldserver.cli.stdio import working_directory
 from mldserver.config import TcpAddress, resolve
 from mldserver.errors import ConfigError
-from mldserver.kcl.bridge import bridge_command
-from mldserver.kcl.launch import find_jars, find_java, prepare, private_files
+from mldserver.kcl.launch import bridge_command, find_jars, find_java, prepare, private_files
 from mldserver.kcl.properties import (
     DaemonSettings,
     daemon_properties,

@@ -25,7 +25,7 @@ from mldserver.cli.stdio import ReaderGone, working_directory
 from mldserver.config import SqlitePlace, ledger_file, resolve
 from mldserver.errors import ConfigError, LedgerError, OperatorError
 from mldserver.ledger.sqlite_file import pipeline_of
-from mldserver.observe.render import harmless
+from mldserver.observe.log_lines import harmless
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence

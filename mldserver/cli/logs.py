@@ -18,8 +18,7 @@ from cyclopts.validators import Number
 from mldserver.cli.stdio import ReaderGone
 from mldserver.config.settings import Level  # noqa: TC001  # cyclopts reads the annotations
 from mldserver.errors import ConfigError, OperatorError
-from mldserver.observe.render import as_text, harmless
-from mldserver.observe.tail import FileFollower, LineSplitter, Selection, parse_event
+from mldserver.observe.log_lines import FileFollower, LineSplitter, Selection, as_text, harmless, parse_event
 from mldserver.windows import duration_ms
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from mldserver.base.aws import aws_client
 from mldserver.base.backoff import backoff
-from mldserver.deadletters.document import document, identity
-from mldserver.deadletters.files import file_content, file_name, grouped
+from mldserver.deadletters.destinations import document, file_content, file_name, grouped, identity
 from mldserver.errors import LedgerError
 
 if TYPE_CHECKING:

@@ -1,21 +1,215 @@
-"""From the setting ``dead_letters`` to a ``Destination``: files in a folder, or a place in AWS."""
+"""Dead letters outside the ledger: as JSON documents, and in files.
+
+A document is the same in files, queues and streams, and in what the command line tells:
+
+    {"id": "trips/shardId-000000000001/49590…/0", "pipeline": "trips", "shard": "shardId-000000000001",
+     "sequence": "49590…", "sub_sequence": 0, "partition_key": "k", "arrival_ms": 1700000000000, "attempts": 3,
+     "error": "ValueError: no", "traceback": "…", "handler": "handlers.trips", "handler_version": "7",
+     "at_ms": 1700000000500, "parked_behind": null, "data": "<base64>"}
+
+``id`` names the record: a letter that was written twice, since a server died in between, has it twice. Files hold JSON
+lines, or Parquet.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Literal, cast
+import base64
+import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from mldserver.deadletters.files import FOLDER, file_content, file_name, grouped
-from mldserver.errors import NotThereYet, OperatorError
-from mldserver.output.store import OutputStore
+import orjson
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+
+from mldserver.base.uris import opened
+from mldserver.errors import OperatorError
+from mldserver.ledger.contract import storable
+from mldserver.records import DeadLetter, Sequence
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator, Mapping
 
-    from mldserver.base.clock import Clock
-    from mldserver.config import Settings
-    from mldserver.coordinator.redrive_intake import Destination
-    from mldserver.records import DeadLetter
+    from mldserver.output.store import OutputStore
+
+
+_TYPES: Final[Mapping[str, tuple[type, ...]]] = {
+    "shard": (str,),
+    "sequence": (str,),
+    "sub_sequence": (int,),
+    "partition_key": (str, type(None)),
+    "arrival_ms": (int, type(None)),
+    "attempts": (int,),
+    "error": (str,),
+    "traceback": (str,),
+    "handler": (str,),
+    "handler_version": (str,),
+    "at_ms": (int,),
+    "parked_behind": (str, type(None)),
+    "data": (str,),
+}
+"""What must be in a document that is to become a letter again."""
+
+FIELDS: Final = ("id", "pipeline", *_TYPES)
+
+
+def identity(letter: DeadLetter, pipeline: str) -> str:
+    """Return what names a letter's record among all pipelines: ``pipeline/shard/sequence/sub-sequence``."""
+    return f"{pipeline}/{letter.record}"
+
+
+def document(letter: DeadLetter, pipeline: str) -> dict[str, Any]:
+    """Return a letter as plain values; lone surrogates, which user code can make, are escaped."""
+    key = letter.partition_key
+    return {
+        "id": identity(letter, pipeline),
+        "pipeline": pipeline,
+        "shard": letter.shard_id,
+        "sequence": str(letter.sequence.number),
+        "sub_sequence": letter.sequence.sub,
+        "partition_key": None if key is None else storable(key),
+        "arrival_ms": letter.arrival_ms,
+        "attempts": letter.attempts,
+        "error": storable(letter.error),
+        "traceback": storable(letter.traceback),
+        "handler": storable(letter.handler),
+        "handler_version": storable(letter.handler_version),
+        "at_ms": letter.at_ms,
+        "parked_behind": None if letter.parked_behind is None else str(letter.parked_behind),
+        "data": base64.b64encode(letter.data).decode(),
+    }
+
+
+def from_document(fields: Any) -> DeadLetter:
+    """Return the letter of a document. Raises ValueError for what is none."""
+    if not isinstance(fields, dict):
+        raise ValueError(f"{type(fields).__name__} is no dead letter")  # noqa: TRY004  # damaged text
+    for name, types in _TYPES.items():
+        if name not in fields or type(fields[name]) not in types:
+            raise ValueError(f"{name} is missing or of another type")
+    behind = fields["parked_behind"]
+    return DeadLetter(
+        shard_id=fields["shard"],
+        sequence=_sequence(fields["sequence"], fields["sub_sequence"]),
+        partition_key=fields["partition_key"],
+        data=base64.b64decode(fields["data"], validate=True),
+        arrival_ms=fields["arrival_ms"],
+        attempts=fields["attempts"],
+        error=fields["error"],
+        traceback=fields["traceback"],
+        handler=fields["handler"],
+        at_ms=fields["at_ms"],
+        parked_behind=None if behind is None else _position(behind),
+        handler_version=fields["handler_version"],
+    )
+
+
+def _position(text: str) -> Sequence:
+    number, _, sub = text.partition("/")
+    return _sequence(number, int(sub or 0))
+
+
+def _sequence(number: str, sub: int) -> Sequence:
+    if not (number.isascii() and number.isdigit()):
+        raise ValueError(f"{number!r} is no sequence number")
+    return Sequence(int(number), sub)
+
+
+FOLDER: Final = "_dead_letters"
+"""In the output folder; its readers do not see it."""
+
+_NUMBERS: Final = ("sub_sequence", "arrival_ms", "attempts", "at_ms")
+_SCHEMA: Final = pa.schema(
+    [
+        (name, pa.int64() if name in _NUMBERS else pa.binary() if name == "data" else pa.string())
+        for name in FIELDS
+    ]
+)
+
+
+def grouped(letters: tuple[DeadLetter, ...]) -> Iterator[tuple[DeadLetter, ...]]:
+    """Yield the letters of each shard, which share a file."""
+    shards: dict[str, list[DeadLetter]] = {}
+    for letter in letters:
+        shards.setdefault(letter.shard_id, []).append(letter)
+    for group in shards.values():
+        yield tuple(group)
+
+
+def file_name(letters: tuple[DeadLetter, ...], suffix: str) -> str:
+    """Return the path of a file of one shard's letters: ``<shard>/<sequence>-<sub>.<suffix>`` of the first.
+
+    A flush that is repeated begins with the same letter, so that its file is written over. It may then hold fewer:
+    those it lacks have not moved the position, and come again.
+    """
+    first = letters[0]
+    shard = first.shard_id.replace("/", "_")
+    return f"{shard}/{first.sequence.number}-{first.sequence.sub}.{suffix}"
+
+
+def file_content(letters: tuple[DeadLetter, ...], pipeline: str, kind: Literal["jsonl", "parquet"]) -> bytes:
+    """Return the bytes of a file of letters."""
+    if kind == "jsonl":
+        return b"".join(orjson.dumps(document(letter, pipeline)) + b"\n" for letter in letters)
+    rows = [{**document(letter, pipeline), "data": letter.data} for letter in letters]
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), sink, compression="zstd")
+    return bytes(sink.getvalue())
+
+
+def read_letters(place: str, pipeline: str) -> list[DeadLetter]:
+    """Return the letters of the files that a path or URI names; ``*`` in its last part stands for any name.
+
+    Blocking. Raises OperatorError for files that are not there, cannot be read, or hold letters of another pipeline.
+    """
+    try:
+        fs, path = opened(place) if "://" in place else (pafs.LocalFileSystem(), str(Path(place).absolute()))
+        names = _matching(fs, path)
+        letters = [letter for name in names for letter in _read(fs, name, pipeline)]
+    except (OSError, ValueError, NotImplementedError, pa.ArrowException) as error:
+        raise OperatorError(
+            f"{place} cannot be read as dead letters: {error}.",
+            did="Nothing was put into the ledger.",
+            advice="Name .jsonl or .parquet files as `dead_letters` writes them.",
+            path=place,
+        ) from error
+    if not names:
+        raise OperatorError(f"There are no files of dead letters at {place}.", path=place)
+    return letters
+
+
+def _matching(fs: pafs.FileSystem, path: str) -> list[str]:
+    """Return the files that a path names: itself, all below it, or those that its last part matches."""
+    folder, _, pattern = path.rpartition("/")
+    if "*" not in pattern:
+        info = fs.get_file_info(path)
+        if info.type == pafs.FileType.File:
+            return [path]
+        folder, pattern = path, "*"
+    selector = pafs.FileSelector(folder, allow_not_found=True, recursive=True)
+    return sorted(
+        info.path
+        for info in fs.get_file_info(selector)
+        if info.type == pafs.FileType.File
+        and info.path.endswith((".jsonl", ".parquet"))
+        and fnmatch.fnmatch(info.base_name, pattern)
+    )
+
+
+def _read(fs: pafs.FileSystem, name: str, pipeline: str) -> Iterator[DeadLetter]:
+    documents: list[Any]
+    with fs.open_input_file(name) as file:
+        if name.endswith(".parquet"):
+            rows = pq.read_table(file).to_pylist()
+            documents = [{**row, "data": base64.b64encode(row.get("data") or b"").decode()} for row in rows]
+        else:
+            documents = [orjson.loads(line) for line in bytes(file.read()).splitlines()]
+    for fields in documents:
+        if isinstance(fields, dict) and fields.get("pipeline") != pipeline:
+            raise ValueError(f"{name} holds letters of the pipeline {fields.get('pipeline')!r}")
+        yield from_document(fields)
 
 
 class FolderDestination:
@@ -50,35 +244,3 @@ class FolderDestination:
 
     async def close(self) -> None:
         """Do nothing."""
-
-
-def destination_of(
-    settings: Settings, store: OutputStore, clock: Clock, jitter: Callable[[], float]
-) -> Destination | None:
-    """Return where dead letters go; None for the ledger. Blocking. Raises OperatorError for a URI that leads nowhere."""
-    place, pipeline = settings.dead_letters, settings.pipeline
-    if place is None:
-        return None
-    if place.kind in {"jsonl", "parquet"}:
-        kind = cast("Literal['jsonl', 'parquet']", place.kind)
-        if not place.target:
-            return FolderDestination(store, FOLDER, pipeline=pipeline, kind=kind)
-        try:
-            other = OutputStore(place.target)
-        except (OSError, ValueError, NotImplementedError) as error:
-            raise (NotThereYet if isinstance(error, OSError) else OperatorError)(
-                f"dead_letters = {place} cannot be reached: {error}.",
-                advice="Check the URI: its name, and the options after the question mark.",
-            ) from error
-        # Another pipeline on the same stream, with files of the same names, may have the same place.
-        return FolderDestination(other, pipeline, pipeline=pipeline, kind=kind)
-    from mldserver.deadletters.aws_destinations import DESTINATIONS  # noqa: PLC0415  # most servers never need AWS's client
-
-    return DESTINATIONS[place.kind](
-        place.target,
-        pipeline=pipeline,
-        clock=clock,
-        jitter=jitter,
-        region=settings.region,
-        endpoint_url=settings.endpoint_url,
-    )

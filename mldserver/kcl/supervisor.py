@@ -22,8 +22,7 @@ from mldserver.base.aws import aws_client
 from mldserver.children.process import ChildProcess
 from mldserver.config import UnixAddress
 from mldserver.errors import NotThereYet, OperatorError
-from mldserver.kcl.digest import Digest, verbatim
-from mldserver.kcl.java_log import ENDS_ITSELF, LogParser
+from mldserver.kcl.digest import ENDS_ITSELF, Digest, LogParser, verbatim
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -31,8 +30,7 @@ if TYPE_CHECKING:
     from mldserver.base.backoff import Backoff
     from mldserver.base.clock import Clock
     from mldserver.config import Address
-    from mldserver.kcl.digest import Line
-    from mldserver.kcl.java_log import LogEvent
+    from mldserver.kcl.digest import Line, LogEvent
 
 log = structlog.get_logger("mldserver")
 

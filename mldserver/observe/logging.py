@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import structlog
 
 from mldserver.errors import OperatorError
-from mldserver.observe.render import as_json, as_text
+from mldserver.observe.log_lines import as_json, as_text
 from mldserver.observe.stdout_capture import caught_output
 from mldserver.observe.writer import LogOutput, LogWriter
 

@@ -17,7 +17,7 @@ import pytest
 from support.store import SqliteStore
 
 from mldserver import cli
-from mldserver.deadletters.files import file_content
+from mldserver.deadletters.destinations import file_content
 from mldserver.ledger.contract import Flush, PositionUpdate
 from mldserver.output.layout import LEDGER
 from mldserver.records import DeadLetter, Sequence

@@ -13,7 +13,7 @@ import pytest
 
 from mldserver.cli import logs, run
 from mldserver.errors import ConfigError
-from mldserver.observe.tail import Selection
+from mldserver.observe.log_lines import Selection
 
 if TYPE_CHECKING:
     from pathlib import Path

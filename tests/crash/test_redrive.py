@@ -22,7 +22,7 @@ from support.store import SqliteStore
 from mldserver import cli
 from mldserver.config.kinds import UnixAddress
 from mldserver.config.locations import LetterPlace
-from mldserver.deadletters.files import FOLDER, read_letters
+from mldserver.deadletters.destinations import FOLDER, read_letters
 from mldserver.errors import LedgerError, OperatorError
 from mldserver.output.layout import LEDGER
 from mldserver.testing import FakeMLD, FakeStream, Habits

@@ -20,7 +20,7 @@ from mldserver.deadletters.aws_destinations import (
     StreamDestination,
     batches,
 )
-from mldserver.deadletters.document import from_document, identity
+from mldserver.deadletters.destinations import from_document, identity
 from mldserver.errors import LedgerError
 from tests.ledger.samples import letter
 

@@ -12,11 +12,11 @@ from coordinator.writing import Writing
 from msgspec import structs
 from support.serving import quick
 
+from mldserver.assembly import destination_of
 from mldserver.config import resolve
 from mldserver.config.locations import LetterPlace, dead_letters
 from mldserver.deadletters import aws_destinations
-from mldserver.deadletters.destinations import FolderDestination, destination_of
-from mldserver.deadletters.files import FOLDER, read_letters
+from mldserver.deadletters.destinations import FOLDER, FolderDestination, read_letters
 from mldserver.errors import ConfigError, LedgerError, OperatorError
 from mldserver.output.store import OutputStore
 from mldserver.testing import VirtualClock

@@ -7,8 +7,14 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from mldserver.deadletters.document import document, from_document
-from mldserver.deadletters.files import file_content, file_name, grouped, read_letters
+from mldserver.deadletters.destinations import (
+    document,
+    file_content,
+    file_name,
+    from_document,
+    grouped,
+    read_letters,
+)
 from mldserver.errors import OperatorError
 from mldserver.records import Sequence
 from tests.ledger.samples import DIGITS_56, HUGE, letter

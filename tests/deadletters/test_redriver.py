@@ -13,9 +13,8 @@ from support.store import SqliteStore
 
 from mldserver.coordinator.core.buffer import Buffer
 from mldserver.coordinator.redrive_intake import RedriveIntake
-from mldserver.deadletters import redrive_queue as wanted
-from mldserver.deadletters.redrive_queue import portions, wanted_portions
-from mldserver.deadletters.redriver import Redriver
+from mldserver.deadletters import redriver as wanted
+from mldserver.deadletters.redriver import Redriver, portions, wanted_portions
 from mldserver.errors import HandlerHalted, InternalError, LedgerError
 from mldserver.ledger.contract import LETTERS_AT_ONCE, LedgerState, ShardState, StoredLetter
 from mldserver.protocol.batch_decoder import BatchDecoder

@@ -18,7 +18,7 @@ import pytest
 
 from mldserver.config import TcpAddress, UnixAddress
 from mldserver.errors import ConfigError
-from mldserver.kcl import bridge
+from mldserver.kcl import launch as bridge
 from mldserver.kcl.launch import deploy_file, private_files
 
 if TYPE_CHECKING:

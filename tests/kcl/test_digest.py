@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mldserver.kcl.digest import LONGEST_LINE, Digest, Line
-from mldserver.kcl.java_log import LogEvent
+from mldserver.kcl.digest import LONGEST_LINE, Digest, Line, LogEvent
 
 KCL = "software.amazon.kinesis."
 SHARD = "shardId-000000000000"

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 
-from mldserver.kcl.java_log import LINE_END, LOGBACK_XML, LogEvent, LogParser
+from mldserver.kcl.digest import LINE_END, LOGBACK_XML, LogEvent, LogParser
 
 
 def test_a_line_of_logback_is_one_event() -> None:

@@ -15,7 +15,7 @@ from mldserver.base.aws import aws_client
 from mldserver.base.backoff import Backoff
 from mldserver.config import TcpAddress, UnixAddress
 from mldserver.errors import NotThereYet, OperatorError
-from mldserver.kcl.java_log import ENDS_ITSELF
+from mldserver.kcl.digest import ENDS_ITSELF
 from mldserver.kcl.supervisor import COUNTS_SECONDS, Supervisor, answers, step_down
 from mldserver.testing import VirtualClock
 from tests.ledger.dynamodb_emulator import Emulator

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.observe.render import as_json, as_text, harmless
+from mldserver.observe.log_lines import as_json, as_text, harmless
 from mldserver.records import Sequence
 
 ANYTHING = st.recursive(

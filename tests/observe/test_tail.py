@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mldserver.errors import ConfigError
-from mldserver.observe.tail import FileFollower, LineSplitter, Selection, parse_event
+from mldserver.observe.log_lines import FileFollower, LineSplitter, Selection, parse_event
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
