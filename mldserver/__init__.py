@@ -12,8 +12,7 @@ is that engine; ``coordinator`` merges shards, cuts windows and moves positions;
 together; ``testing`` is a daemon to test against.
 """
 
-from mldserver.handler.control import BatchResult, Discard, Fatal, Retry
-from mldserver.records import Batch, Record, Sequence, Shard
+from mldserver.records import Batch, BatchResult, Discard, Fatal, Record, Retry, Sequence, Shard
 from mldserver.windows import Window, batches, tumbling
 
 __all__ = [

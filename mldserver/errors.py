@@ -19,36 +19,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-__all__ = [
-    "ConfigError",
-    "DecodeError",
-    "DriverLost",
-    "FramingError",
-    "GapRefused",
-    "HandlerError",
-    "HandlerHalted",
-    "HandlerInvalid",
-    "HandlerNotFound",
-    "HandlerUnready",
-    "InternalError",
-    "JavaError",
-    "LedgerError",
-    "LedgerUnusable",
-    "LedgerVersionError",
-    "MldserverError",
-    "NotThereYet",
-    "OperatorError",
-    "PeerError",
-    "PeerTimeout",
-    "ProtocolViolation",
-    "ServerBuried",
-    "SparkError",
-    "WindowFailed",
-    "folder_error",
-    "leaves",
-    "told_of",
-]
-
 
 class MldserverError(Exception):
     """The root: a sentence for people, and fields for the log."""

@@ -19,22 +19,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import NDArray
 
-__all__ = [
-    "WINDOW_COLUMNS",
-    "Batches",
-    "Tumbling",
-    "Window",
-    "WindowSpec",
-    "as_window",
-    "batches",
-    "duration_ms",
-    "milliseconds",
-    "span_text",
-    "tumbling",
-    "tumbling_id",
-    "tumbling_starts",
-]
-
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MS = timedelta(milliseconds=1)

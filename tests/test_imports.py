@@ -17,7 +17,7 @@ _SETTINGS = ("config.settings", "config.failures")
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # What users and all parts name.
-    "": ("records", "windows", "handler.control"),
+    "": ("records", "windows"),
     "errors": (),
     "records": (),
     "windows": (),

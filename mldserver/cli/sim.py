@@ -49,8 +49,7 @@ def sim(
     /,
     *,
     input: Annotated[  # noqa: A002  # the option's name
-        Path | None,
-        Parameter(help="One record a line; .gz is unpacked. [default: the bundled departures]"),
+        Path | None, Parameter(help="One record a line; .gz is unpacked. [default: the bundled departures]")
     ] = None,
     limit: Annotated[
         int | None, Parameter(help="Play this many lines at most.", validator=Number(gte=1))
@@ -63,8 +62,7 @@ def sim(
     seed: Annotated[int, Parameter(help="Decides sequence numbers, batch borders, splits and faults.")] = 0,
     batch: Annotated[int, Parameter(help="Most records in one batch.", validator=Number(gte=1))] = 1000,
     rate: Annotated[
-        float,
-        Parameter(help="Records a second, in arrival times.", validator=Number(gt=0)),
+        float, Parameter(help="Records a second, in arrival times.", validator=Number(gt=0))
     ] = 1000.0,
     time_field: Annotated[
         str | None,

@@ -147,8 +147,7 @@ def _parsed(name: str, raw: _Raw) -> Any:
         if name in MAY_HOLD_SECRETS:
             shown = ""  # what is wrong with pairs is in the error; the others may be secrets
         raise ConfigError(
-            f"{name}{shown} ({raw.origin}) is not possible: {error}.",
-            advice=f"Allowed is {kind.allowed}.",
+            f"{name}{shown} ({raw.origin}) is not possible: {error}.", advice=f"Allowed is {kind.allowed}."
         ) from error
 
 

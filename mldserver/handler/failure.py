@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
-from mldserver.handler.control import Discard, Fatal, Retry, Verdict
+from mldserver.records import Discard, Fatal, Retry, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator

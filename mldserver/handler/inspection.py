@@ -15,8 +15,17 @@ from mldserver.errors import HandlerInvalid
 from mldserver.handler.kclpy.processor import ProcessorClass, accepts, problems, recognised, written
 from mldserver.handler.kclpy.standin import PACKAGE, checkpoint_error
 from mldserver.handler.loader import Loaded, load, relative
-from mldserver.handler.schema import RECORD_COLUMN, Schema, SchemaError, parse_schema
-from mldserver.handler.spec import Finding, HandlerKind, HandlerSpec, HookSpec, RecordHook
+from mldserver.handler.spec import (
+    RECORD_COLUMN,
+    Finding,
+    HandlerKind,
+    HandlerSpec,
+    HookSpec,
+    RecordHook,
+    Schema,
+    SchemaError,
+    parse_schema,
+)
 from mldserver.records import Hook
 from mldserver.windows import WINDOW_COLUMNS, Batches, Tumbling, WindowSpec, batches, span_text
 
@@ -209,8 +218,7 @@ class _Inspection:
         if isinstance(windows, Batches):
             return windows
         self._find(
-            f"windows is {_a(windows)}; write tumbling('1 hour') or batches(max_rows=100_000)",
-            "windows",
+            f"windows is {_a(windows)}; write tumbling('1 hour') or batches(max_rows=100_000)", "windows"
         )
         return None
 

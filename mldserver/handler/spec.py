@@ -1,17 +1,34 @@
-"""What a handler is, once it was found and checked: its hooks, its schema, its windows."""
+"""What a handler is, once it was found and checked: its hooks, its schema, its windows. Synchronous.
+
+The schema is Spark DDL, made into columns and Arrow types without Spark or Java. sqlglot's Spark dialect parses the text
+as the columns of a table; plain names with simple types are read without it, since its import is a fifth of the start of
+every server, worker and driver. What cannot be carried from a Python value through Parquet to Spark without a change of
+meaning is refused here, by name:
+
+* CHAR and VARCHAR: their lengths are enforced nowhere on the way; STRING says what really happens.
+* NOT NULL inside STRUCTs: only whole columns are checked.
+* INTERVAL, VARIANT, DEFAULT values, generated columns, keys: they have no meaning for rows that a handler returns.
+"""
 
 from __future__ import annotations
 
+import difflib
 import enum
+import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
 
 from mldserver.windows import WINDOW_COLUMNS, Batches, WindowSpec, span_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from mldserver.handler.schema import Schema
+    from sqlglot.errors import SqlglotError
+
+RECORD_COLUMN = "record"
+"""The column of a returned table that says which record of the input each row comes from."""
 
 
 class HandlerKind(enum.StrEnum):
@@ -102,3 +119,252 @@ def windows_text(windows: WindowSpec | None) -> str:
         return f"batches of at most {windows.max_rows} rows, each open for at most {span_text(windows.max_age_ms)}"
     late = f", open for {span_text(windows.lateness_ms)} after their end" if windows.lateness_ms else ""
     return f"tumbling, {span_text(windows.size_ms)} of {windows.on or 'arrival time'}{late}"
+
+
+_SIMPLE: Final[dict[str, Any]] = {
+    "BOOLEAN": pa.bool_(),
+    "TINYINT": pa.int8(),
+    "SMALLINT": pa.int16(),
+    "INT": pa.int32(),
+    "BIGINT": pa.int64(),
+    "FLOAT": pa.float32(),
+    "DOUBLE": pa.float64(),
+    "STRING": pa.string(),
+    "BINARY": pa.binary(),
+    "DATE": pa.date32(),
+    "TIMESTAMP": pa.timestamp("us", tz="UTC"),
+    "TIMESTAMP_NTZ": pa.timestamp("us"),
+}
+_KNOWN: Final = (*_SIMPLE, "DECIMAL", "ARRAY", "MAP", "STRUCT")
+_PLAIN: Final = re.compile(
+    rf"\s*(?:([A-Za-z_]\w*)|`([\w -]+)`)\s+({'|'.join(_SIMPLE)})(\s+NOT\s+NULL)?\s*", re.ASCII | re.IGNORECASE
+)
+_SQLGLOT_NAMES: Final = {
+    "TEXT": "STRING",
+    # Spark's TIMESTAMP is a point in time: sqlglot says so by TIMESTAMPTZ.
+    "TIMESTAMPTZ": "TIMESTAMP",
+    "TIMESTAMPLTZ": "TIMESTAMP",
+    "TIMESTAMPNTZ": "TIMESTAMP_NTZ",
+}
+"""What sqlglot calls otherwise than Spark."""
+_DEFAULT_PRECISION: Final = 10
+_MAX_PRECISION: Final = 38
+_PAIR: Final = 2
+
+
+class SchemaError(ValueError):
+    """A schema cannot be used; ``problems`` lists every reason found, one sentence each."""
+
+    def __init__(self, problems: list[str]) -> None:
+        """Keep every sentence of ``problems``."""
+        super().__init__("; ".join(problems))
+        self.problems = tuple(problems)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of a handler's rows."""
+
+    name: str
+    sql: str
+    """Its type as Spark writes it, e.g. ``DECIMAL(10,2)``."""
+    type: Any
+    """Its Arrow type (``pyarrow.DataType``)."""
+    nullable: bool = True
+    comment: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """The columns of a handler's rows, in order."""
+
+    columns: tuple[Column, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns' names, in order."""
+        return tuple(column.name for column in self.columns)
+
+    @property
+    def arrow(self) -> Any:
+        """The Arrow schema (``pyarrow.Schema``) of the handler's own columns."""
+        return pa.schema([pa.field(c.name, c.type, nullable=c.nullable) for c in self.columns])
+
+    @property
+    def ddl(self) -> str:
+        """The schema as DDL that Spark reads back as the same columns, names quoted."""
+        return ", ".join(_column_ddl(column) for column in self.columns)
+
+    def column(self, name: str) -> Column | None:
+        """Return the column called exactly ``name``, or None."""
+        return next((column for column in self.columns if column.name == name), None)
+
+
+def parse_schema(ddl: str) -> Schema:
+    """Parse Spark DDL such as ``"carrier STRING NOT NULL, delay DOUBLE"``.
+
+    Raises SchemaError with every problem found.
+    """
+    problems: list[str] = []
+    columns = _plain_columns(ddl)
+    for definition in [] if columns else _definitions(ddl):
+        try:
+            columns.append(_column(definition))
+        except SchemaError as error:
+            problems += error.problems
+    problems += _naming_problems([column.name for column in columns])
+    if problems:
+        raise SchemaError(problems)
+    return Schema(tuple(columns))
+
+
+def _plain_columns(ddl: str) -> list[Column]:
+    """Return the columns, where all are plain names with simple types; else none."""
+    found = [_PLAIN.fullmatch(text) for text in ddl.split(",")]
+    plain = [(each[1] or each[2], each[3].upper(), each[4]) for each in found if each]
+    if len(plain) < len(found):
+        return []
+    return [Column(name, sql, _SIMPLE[sql], nullable=not not_null) for name, sql, not_null in plain]
+
+
+def _definitions(ddl: str) -> list[Any]:
+    """Parse the columns. Nodes are told apart by their ``key``, so that nothing else needs sqlglot's classes."""
+    if not ddl.strip():
+        raise SchemaError(["it is empty; a schema has at least one column, as in 'carrier STRING'"])
+    from sqlglot import parse_one  # noqa: PLC0415  # see above
+    from sqlglot.errors import SqlglotError  # noqa: PLC0415  # see above
+
+    try:
+        create = parse_one(f"CREATE TABLE t ({ddl}\n)", dialect="spark")
+    except SqlglotError as error:
+        raise SchemaError([_syntax_problem(error)]) from None
+    except RecursionError:
+        raise SchemaError(["its types are nested too deeply"]) from None
+    extra = [key for key, value in create.args.items() if value and key not in {"this", "kind"}]
+    if create.key != "create" or extra or create.this.key != "schema":
+        raise SchemaError(["it is not a list of columns such as 'carrier STRING, delay DOUBLE'"])
+    return list(create.this.expressions)
+
+
+def _syntax_problem(error: SqlglotError) -> str:
+    found = getattr(error, "errors", None) or [{}]
+    word = found[0].get("highlight") or ""
+    if not word:
+        return "it is not Spark DDL such as 'carrier STRING, delay DOUBLE'"
+    close = difflib.get_close_matches(word.upper(), _KNOWN, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"types are {', '.join(_KNOWN)}"
+    return (
+        f"it cannot be read at {word!r}; {hint}" if word.isidentifier() else f"it cannot be read at {word!r}"
+    )
+
+
+def _column(definition: Any) -> Column:
+    if definition.key == "identifier":
+        raise SchemaError([f"column {definition.name} has no type (write: {definition.name} STRING)"])
+    if definition.key != "columndef" or definition.this.key != "identifier":
+        raise SchemaError([f"{definition.sql('spark')!r} is not a column (write: name TYPE)"])
+    name = definition.name
+    try:
+        sql, type_ = _type(definition.args.get("kind"))
+        nullable, comment = _constraints(definition)
+    except SchemaError as error:
+        raise SchemaError([f"column {name}: {problem}" for problem in error.problems]) from None
+    return Column(name, sql, type_, nullable, comment)
+
+
+def _constraints(definition: Any) -> tuple[bool, str | None]:
+    nullable, comment = True, None
+    for constraint in definition.args.get("constraints") or ():
+        kind = constraint.kind
+        if kind.key == "notnullcolumnconstraint":
+            nullable = bool(kind.args.get("allow_null"))
+        elif kind.key == "commentcolumnconstraint":
+            comment = kind.name
+        else:
+            raise SchemaError([f"{constraint.sql('spark')} has no meaning in a handler's schema"])
+    return nullable, comment
+
+
+def _type(kind: Any) -> tuple[str, Any]:
+    """Return a type as (Spark's text, Arrow's type)."""
+    if kind is None or kind.key != "datatype":
+        raise SchemaError(["it has no type"])
+    name = getattr(kind.this, "name", "")
+    name = _SQLGLOT_NAMES.get(name, name)
+    if name in _SIMPLE:
+        return name, _SIMPLE[name]
+    nested = _NESTED.get(name)
+    if nested is not None:
+        return nested(kind.expressions)  # type: ignore[no-any-return]  # Arrow has no type information
+    text = kind.sql("spark")
+    if name in {"CHAR", "VARCHAR"}:
+        raise SchemaError([f"{text}: lengths are not enforced, write STRING"])
+    raise SchemaError([f"{text} is not supported; types are {', '.join(_KNOWN)}"])
+
+
+def _decimal(parameters: list[Any]) -> tuple[str, Any]:
+    texts = [parameter.name for parameter in parameters]
+    if not all(text.isdecimal() for text in texts) or len(texts) > _PAIR:
+        raise SchemaError([f"DECIMAL({', '.join(texts)}) is not DECIMAL(precision, scale)"])
+    numbers = [int(text) for text in texts]
+    precision, scale = [*numbers, *(_DEFAULT_PRECISION, 0)[len(numbers) :]]
+    if not 1 <= precision <= _MAX_PRECISION or scale > precision:
+        raise SchemaError(
+            [f"DECIMAL({precision},{scale}): precision is 1 to 38, scale at most the precision"]
+        )
+    return f"DECIMAL({precision},{scale})", pa.decimal128(precision, scale)
+
+
+def _array(parameters: list[Any]) -> tuple[str, Any]:
+    if len(parameters) != 1:
+        raise SchemaError(["ARRAY needs one element type, as in ARRAY<STRING>"])
+    sql, element = _type(parameters[0])
+    return f"ARRAY<{sql}>", pa.list_(element)
+
+
+def _map(parameters: list[Any]) -> tuple[str, Any]:
+    if len(parameters) != _PAIR:
+        raise SchemaError(["MAP needs a key type and a value type, as in MAP<STRING, DOUBLE>"])
+    (key_sql, key), (value_sql, value) = map(_type, parameters)
+    return f"MAP<{key_sql}, {value_sql}>", pa.map_(key, value)
+
+
+def _struct(parameters: list[Any]) -> tuple[str, Any]:
+    fields = [_column(parameter) for parameter in parameters]
+    problems = [f"field {f.name}: only whole columns can be NOT NULL" for f in fields if not f.nullable]
+    problems += [f"field {name} is there twice" for name in _twice([f.name for f in fields])]
+    if not fields:
+        problems = ["STRUCT needs fields, as in STRUCT<street: STRING, number: INT>"]
+    if problems:
+        raise SchemaError(problems)
+    sql = ", ".join(f"{_quoted(f.name)}: {f.sql}" for f in fields)
+    return f"STRUCT<{sql}>", pa.struct([pa.field(f.name, f.type) for f in fields])
+
+
+_NESTED: Final[dict[str, Any]] = {"DECIMAL": _decimal, "ARRAY": _array, "MAP": _map, "STRUCT": _struct}
+
+
+def _naming_problems(names: list[str]) -> list[str]:
+    reserved = [f"column {name}: names that begin with an underscore are the server's own" for name in names
+                if name.startswith("_")]  # fmt: skip
+    twice = [f"column {name} is there twice (Spark does not tell case apart)" for name in _twice(names)]
+    return reserved + twice
+
+
+def _twice(names: list[str]) -> list[str]:
+    folded = [name.casefold() for name in names]
+    return [name for place, name in enumerate(names) if name.casefold() in folded[:place]]
+
+
+def _quoted(name: str) -> str:
+    return "`" + name.replace("`", "``") + "`"
+
+
+def _column_ddl(column: Column) -> str:
+    not_null = "" if column.nullable else " NOT NULL"
+    comment = ""
+    if column.comment is not None:
+        from sqlglot import exp  # noqa: PLC0415  # read by it, so imported
+
+        comment = " COMMENT " + exp.Literal.string(column.comment).sql("spark")
+    return f"{_quoted(column.name)} {column.sql}{not_null}{comment}"

@@ -19,14 +19,7 @@ import structlog
 from mldserver.base.backoff import backoff
 from mldserver.base.clock import happens
 from mldserver.config.settings import WindowSettings
-from mldserver.errors import (
-    DriverLost,
-    LedgerError,
-    MldserverError,
-    OperatorError,
-    SparkError,
-    WindowFailed,
-)
+from mldserver.errors import DriverLost, LedgerError, MldserverError, OperatorError, SparkError, WindowFailed
 from mldserver.jobs.steps import Committed, WindowSteps
 from mldserver.ledger.contract import WindowState
 
@@ -41,10 +34,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("mldserver")
 
-_DECIDED: Mapping[WindowState, Decision] = {
-    WindowState.SET_ASIDE: "set_aside",
-    WindowState.PUBLISHED: "skip",
-}
+_DECIDED: Mapping[WindowState, Decision] = {WindowState.SET_ASIDE: "set_aside", WindowState.PUBLISHED: "skip"}
 
 _FAULTS = (SparkError, LedgerError, OperatorError, OSError)
 """What a window is tried again after; all else is a bug."""

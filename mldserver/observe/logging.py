@@ -108,11 +108,7 @@ def configure(
     writer = LogWriter(output, render_lost)
     logger = _LineLogger(writer, render)
     structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            *([observe] if observers else ()),
-            _finish,
-        ],
+        processors=[structlog.contextvars.merge_contextvars, *([observe] if observers else ()), _finish],
         wrapper_class=structlog.make_filtering_bound_logger(0 if observers else lowest),
         logger_factory=lambda *_names: logger,
         # Proxies at module level must follow when tests configure again; a log call costs microseconds either way.

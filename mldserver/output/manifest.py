@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from pyarrow.fs import FileSystem
 
-__all__ = ["CurrentFiles", "Manifest", "current_files", "latest", "manifest_path"]
-
 MANIFESTS: Final = "_mldserver/manifest"
 FORMAT: Final = 1
 _TRIES: Final = 10

@@ -17,10 +17,9 @@ import pyarrow as pa
 import structlog
 from msgspec import structs
 
-from mldserver.handler.control import BatchResult
 from mldserver.handler.failure import Failure, bad_row, describe, printed
 from mldserver.handler.spec import HandlerSpec, RecordHook
-from mldserver.records import Batch
+from mldserver.records import Batch, BatchResult
 from mldserver.runtime.calls import BoundHook
 from mldserver.runtime.plan import Step
 from mldserver.runtime.results import failed_records, named_places

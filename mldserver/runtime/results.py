@@ -14,7 +14,7 @@ from mldserver.runtime.values import shown
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from mldserver.handler.control import BatchResult
+    from mldserver.records import BatchResult
 
 __all__ = ["failed_records", "named_places"]
 

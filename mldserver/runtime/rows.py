@@ -20,7 +20,7 @@ from mldserver.runtime.values import converter, holds_more, owned, settled, show
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from mldserver.handler.schema import Column, Schema
+    from mldserver.handler.spec import Column, Schema
     from mldserver.runtime.values import Converter
 
 __all__ = ["BadRow", "Built", "RowBuilder", "unknown_columns"]

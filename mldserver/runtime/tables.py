@@ -8,14 +8,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
-from mldserver.handler.schema import RECORD_COLUMN
+from mldserver.handler.spec import RECORD_COLUMN
 from mldserver.runtime.rows import Built, unknown_columns
 from mldserver.runtime.values import shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mldserver.handler.schema import Column, Schema
+    from mldserver.handler.spec import Column, Schema
 
 __all__ = ["TableMismatch", "take_table"]
 

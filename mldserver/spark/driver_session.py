@@ -286,9 +286,7 @@ class Life:
             return
         answer.set_exception(
             WindowFailed(
-                f"{message.error}: {message.message}",
-                traceback=message.traceback,
-                **_window_of(asked),
+                f"{message.error}: {message.message}", traceback=message.traceback, **_window_of(asked)
             )
         )
 

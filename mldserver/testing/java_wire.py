@@ -122,10 +122,7 @@ Reply = Said | AskCheckpoint | NullMessage | Unreadable | Ignored
 
 _KEYS: Final = {
     Form.V1: {"status": {"responseFor"}, "checkpoint": {"checkpoint", "error"}},
-    Form.V2: {
-        "status": {"responseFor"},
-        "checkpoint": {"sequenceNumber", "subSequenceNumber", "error"},
-    },
+    Form.V2: {"status": {"responseFor"}, "checkpoint": {"sequenceNumber", "subSequenceNumber", "error"}},
 }
 """The properties that the Java classes have. Jackson refuses any other key, and cares for case."""
 

@@ -19,8 +19,7 @@ import pyarrow as pa
 from mldserver import errors
 from mldserver.children.channel import Message
 from mldserver.errors import InternalError, MldserverError
-from mldserver.handler.schema import parse_schema
-from mldserver.handler.spec import Finding, HandlerKind, HandlerSpec, HookSpec, RecordHook
+from mldserver.handler.spec import Finding, HandlerKind, HandlerSpec, HookSpec, RecordHook, parse_schema
 from mldserver.records import DeadLetter, Sequence
 from mldserver.runtime.failure_policy import FailurePolicy  # noqa: TC001  # msgspec reads it
 from mldserver.runtime.interface import BatchOutcome, BatchOutline

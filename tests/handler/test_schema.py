@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from mldserver.handler.schema import SchemaError, _plain_columns, parse_schema
+from mldserver.handler.spec import SchemaError, _plain_columns, parse_schema
 
 UTC_TIME = pa.timestamp("us", tz="UTC")
 
@@ -62,7 +62,7 @@ def test_plain_columns_are_what_the_parser_makes_of_them(null: str) -> None:
 
 
 def test_only_what_is_not_plain_needs_the_parser() -> None:
-    script = "import sys\nfrom mldserver.handler.schema import parse_schema\n"
+    script = "import sys\nfrom mldserver.handler.spec import parse_schema\n"
     for ddl in ("parse_schema('a INT, b DATE').ddl", "'a INTEGER'"):
         script += f"parse_schema({ddl}); print('sqlglot' in sys.modules)\n"
     assert subprocess.check_output([sys.executable, "-c", script], text=True).split() == ["False", "True"]

@@ -17,8 +17,8 @@ import msgspec
 import pytest
 
 from mldserver import Discard, Fatal, Retry
-from mldserver.handler.control import Verdict
 from mldserver.handler.failure import Wish, bad_row, describe
+from mldserver.records import Verdict
 from mldserver.runtime.failure_policy import (
     Ending,
     FailureNotices,

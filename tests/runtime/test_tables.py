@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from mldserver.handler.schema import parse_schema
+from mldserver.handler.spec import parse_schema
 from mldserver.runtime.tables import TableMismatch, take_table
 
 SCHEMA = parse_schema("name STRING NOT NULL, value DOUBLE")

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.handler.schema import parse_schema
+from mldserver.handler.spec import parse_schema
 from mldserver.runtime.values import converter, shown
 
 

@@ -13,7 +13,9 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from mldserver.handler.kclpy.inputs import (
+from mldserver.handler.kclpy.progress import Checkpointer, Overdue, Progress
+from mldserver.handler.kclpy.standin import (
+    PACKAGE,
     DictRecord,
     InitializeInput,
     LeaseLostInput,
@@ -23,8 +25,6 @@ from mldserver.handler.kclpy.inputs import (
     ShutdownInput,
     ShutdownRequestedInput,
 )
-from mldserver.handler.kclpy.progress import Checkpointer, Overdue, Progress
-from mldserver.handler.kclpy.standin import PACKAGE
 
 if TYPE_CHECKING:
     from mldserver.records import Batch, Sequence, Shard
@@ -34,13 +34,7 @@ HOOKS: Final = ("initialize", "process_records", "lease_lost", "shard_ended", "s
 _METHODS: Final = {
     1: {"initialize": 1, "process_records": 2, "shutdown": 2, "shutdown_requested": 1},
     2: {"initialize": 1, "process_records": 1, "shutdown": 1, "shutdown_requested": 1},
-    3: {
-        "initialize": 1,
-        "process_records": 1,
-        "lease_lost": 1,
-        "shard_ended": 1,
-        "shutdown_requested": 1,
-    },
+    3: {"initialize": 1, "process_records": 1, "lease_lost": 1, "shard_ended": 1, "shutdown_requested": 1},
 }
 """For each version its methods, and how many arguments they are called with beside the instance."""
 _BEFORE_V3: Final = {"lease_lost": "shutdown", "shard_ended": "shutdown"}
