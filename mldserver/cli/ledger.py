@@ -45,7 +45,7 @@ mldserver ledger restore /backups/departures-monday --out out/departures
 mldserver ledger create --ledger 'dynamodb://mldserver?region=eu-central-1'
 ```
 
-In a folder the ledger is the SQLite file `_mldserver/ledger.sqlite`; `mldserver/ledger/sqlite_schema.py` documents its format.
+In a folder the ledger is the SQLite file `_mldserver/ledger.sqlite`; `mldserver/ledger/sqlite_file.py` documents its format.
 
 Exit codes: 0 done, 2 there is no such shard or ledger, or it cannot be read.
 """

@@ -27,8 +27,6 @@ __all__ = [
     "Draft",
     "LetterItem",
     "Overlay",
-    "ServerRow",
-    "ShardRow",
     "Totals",
     "segment_bytes",
     "segments_of",
@@ -45,32 +43,16 @@ class Totals:
     """What there is once in a ledger."""
 
     clock: int = 0
-    batch_progress: BatchProgress = field(default_factory=BatchProgress)
     dead_letters: int = 0
     lives: int = 0
     """How often a server has registered."""
     cut_below_ms: int | None = None
+    batch_progress: BatchProgress = field(default_factory=BatchProgress)
     ledger_id: str = ""
     folder: str | None = None
     claims: int = 0
     shape: str = ""
     draining: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ShardRow:
-    """A shard, and when it ended (ms)."""
-
-    state: ShardState
-    ended_ms: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ServerRow:
-    """A server, and which registration it is: who finds another, or no row, was buried."""
-
-    state: ServerState
-    life: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +78,9 @@ class Changes:
     """What one transaction writes: the new row by its key, None for one that goes."""
 
     totals: Totals | None = None
-    shards: Mapping[str, ShardRow | None] = field(default_factory=dict)
+    shards: Mapping[str, ShardState | None] = field(default_factory=dict)
     windows: Mapping[str, WindowEntry | None] = field(default_factory=dict)
-    servers: Mapping[str, ServerRow | None] = field(default_factory=dict)
+    servers: Mapping[str, ServerState | None] = field(default_factory=dict)
     late: Mapping[str, Segment | None] = field(default_factory=dict)
     """Files of the late dataset that may not be visible yet, by path, in order of registration."""
     letters: Mapping[str, LetterItem | None] = field(default_factory=dict)
@@ -140,9 +122,9 @@ class Book:
         self.news_from = 0
         """Who has read less than this version must read everything: of older changes not all are known."""
         self.totals = Totals()
-        self.shards: dict[str, ShardRow] = {}
+        self.shards: dict[str, ShardState] = {}
         self.windows: dict[str, WindowEntry] = {}
-        self.servers: dict[str, ServerRow] = {}
+        self.servers: dict[str, ServerState] = {}
         self.late: dict[str, Segment] = {}
         self.letters: dict[str, LetterItem] = {}
         self.shapes: dict[str, str] = {}
@@ -228,14 +210,14 @@ class Book:
                 if entry.retained or entry.state is not WindowState.PUBLISHED
             }
         return LedgerState(
-            shards={shard_id: row.state for shard_id, row in self.shards.items()},
+            shards=self.shards.copy(),
             windows=windows,
             late_segments=tuple(self.late.values()),
             clock=self.totals.clock,
             batch_progress=self.totals.batch_progress,
             dead_letters=self.totals.dead_letters,
             redrives=self.redrives,
-            servers={server_id: row.state for server_id, row in self.servers.items()},
+            servers=self.servers.copy(),
             cut_below_ms=self.totals.cut_below_ms,
             ledger_id=self.totals.ledger_id,
             folder=self.totals.folder,

@@ -63,13 +63,19 @@ class ShardState:
     """Effective time of the last durable record; floors the shard's next records and its children's."""
     event_ms: int | None = None
     """Latest event time among durable rows: where the shard's watermark goes on after a restart."""
-    ended: bool = False
+    ended_ms: int | None = None
+    """When it ended; None: it has not."""
     parents: tuple[str, ...] = ()
     """Parent shards where they are known (ListShards)."""
     owner: str | None = None
     """The server whose connection holds it; None after its lease was lost, or its server buried."""
     gap_accepted: bool = False
     """The operator accepts that the next opening starts beyond the position; the opening clears it."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is read to its end."""
+        return self.ended_ms is not None
 
 
 class SegmentKind(enum.StrEnum):
@@ -99,6 +105,8 @@ class ServerState:
     reason: str = ""
     shape: str = ""
     """Of its rows, as it declared it; empty before. No beat changes it."""
+    life: int = field(default=0, compare=False)
+    """Which registration it is: who finds another, or no row, was buried. No beat changes it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ Cost: a transaction writes 2 or 3 items, each 2 write units while it takes less 
 files: 0.6 KB), and reads the news first. A partition takes 1,000 write units a second: some 200 transactions.
 
 Throttling, lost connections and conflicts are retried with jittered pauses on the injected clock; then LedgerError. One
-request is sent at most 6 times (some 5 s of refusals; half a minute of silence), one decision is taken at most 40
+request is sent at most 6 times (1.5 to 3.1 s of refusals; half a minute of silence), one decision is taken at most 40
 times. After a LedgerError, and after a cancellation, a transaction may have taken place: epochs, ``previous`` and
 attempts keep a repetition from counting twice.
 
@@ -35,7 +35,7 @@ import structlog
 
 from mldserver.base.aws import aws_client
 from mldserver.errors import InternalError, LedgerError
-from mldserver.ledger import letter_rules
+from mldserver.ledger import row_rules
 from mldserver.ledger.book import Draft
 from mldserver.ledger.dynamodb_journal import Journal
 from mldserver.ledger.dynamodb_snapshot import Compaction
@@ -114,29 +114,29 @@ class DynamoLedger(Ledger):
 
     async def _connect(self, *, create: bool) -> None:
         async with self._taking_turns():
-            if self._journal is None:
-                await self._load(create=create)
-
-    async def _load(self, *, create: bool) -> None:
-        table = await self._reach()
-        journal = Journal(table, self._pipeline, self._former)
-        if create and self._make:
-            await table.create()
-        if create and self._former is None:
-            await journal.create(self._clock.now_ms())
-        if not await journal.load():
-            name = self._former or self._pipeline
-            missing = f"There is no ledger of the pipeline {name} in the table {self._name}."
-            raise LedgerError(missing, advice="Name a pipeline that ran, and its table.", table=self._name)
-        self._journal = journal
-        self._compaction = Compaction(
-            journal,
-            table,
-            server_id=self.server_id,
-            at_least=self._compact_bytes,
-            turn=self._turn,
-            clock=self._clock,
-        )
+            if self._journal is not None:
+                return
+            table = await self._reach()
+            journal = Journal(table, self._pipeline, self._former)
+            if create and self._make:
+                await table.create()
+            if create and self._former is None:
+                await journal.create(self._clock.now_ms())
+            if not await journal.load():
+                name = self._former or self._pipeline
+                missing = f"There is no ledger of the pipeline {name} in the table {self._name}."
+                raise LedgerError(
+                    missing, advice="Name a pipeline that ran, and its table.", table=self._name
+                )
+            self._journal = journal
+            self._compaction = Compaction(
+                journal=journal,
+                table=table,
+                server_id=self.server_id,
+                at_least=self._compact_bytes,
+                turn=self._turn,
+                clock=self._clock,
+            )
 
     async def _reach(self) -> Table:
         if self._table is None:
@@ -146,9 +146,9 @@ class DynamoLedger(Ledger):
                 aws_client("dynamodb", connect_timeout=3, read_timeout=5, retries=once, **self._where)
             )
             self._table = Table(
-                client,
-                self._name,
-                self._pipeline,
+                client=client,
+                name=self._name,
+                partition=self._pipeline,
                 clock=self._clock,
                 jitter=self._jitter,
                 unique=self._unique,
@@ -182,13 +182,13 @@ class DynamoLedger(Ledger):
         """Decide on the latest version and write what that changes, until nobody else was faster."""
         async with self._taking_turns():
             journal = self._reached()
-            for turn in range(_DECISIONS):
+            for failures in range(1, _DECISIONS + 1):
                 await journal.refresh()
                 draft = Draft(journal.book)
                 result = transaction.run(draft)
                 if not draft.changes() or await journal.append(draft):
                     return result, read(journal.book)
-                await journal.table.pause(turn, base=0.02, cap=0.5)
+                await journal.table.pause(failures, base=0.02, cap=0.5)
         raise LedgerError(
             f"Other servers were faster {_DECISIONS} times.",
             did="Nothing was written.",
@@ -217,9 +217,9 @@ class DynamoLedger(Ledger):
         """Return a page of letters in order of storage."""
         letters: list[StoredLetter] = []
         async with self._up_to_date() as journal:
-            for version, places in tuple(letter_rules.page(journal.book, after, limit, wanted=wanted)):
+            for version, places in tuple(row_rules.page(journal.book, after, limit, wanted=wanted)):
                 if (item := await journal.letters(version)) is not None:
-                    letters += [letter_rules.stored(journal.book, version, n, item[n]) for n in places]
+                    letters += [row_rules.stored(journal.book, version, n, item[n]) for n in places]
         return tuple(letters)
 
     async def parked_keys(self, shard_id: str) -> dict[str, Sequence]:

@@ -30,23 +30,13 @@ class Verdict(enum.Enum):
 
 
 _AGAIN: Final = frozenset(
-    {
-        "InternalServerError",
-        "LimitExceededException",
-        "ProvisionedThroughputExceeded",
-        "ProvisionedThroughputExceededException",
-        "RequestLimitExceeded",
-        "RequestTimeout",
-        "RequestTimeoutException",
-        "ServiceUnavailable",
-        "ThrottledException",
-        "Throttling",
-        "ThrottlingError",
-        "ThrottlingException",
-        "TransactionConflict",
-        "TransactionConflictException",
-        "TransactionInProgressException",
-    }
+    [
+        *("InternalServerError", "ServiceUnavailable", "RequestTimeout", "RequestTimeoutException"),
+        *("ProvisionedThroughputExceeded", "ProvisionedThroughputExceededException"),
+        *("LimitExceededException", "RequestLimitExceeded"),
+        *("ThrottledException", "Throttling", "ThrottlingError", "ThrottlingException"),
+        *("TransactionConflict", "TransactionConflictException", "TransactionInProgressException"),
+    ]
 )
 """Codes of errors, and of a cancelled transaction's reasons, that pass (DynamoDB: "Error handling")."""
 
@@ -76,29 +66,20 @@ def judge(error: Exception) -> Verdict:
     """Return what an error of a call means."""
     if not isinstance(error, ClientError):
         return Verdict.AGAIN if isinstance(error, _WIRE) else Verdict.FATAL
-    reasons = {reason.get("Code", "None") for reason in error.response.get("CancellationReasons", ())} - {
-        "None"
-    }
-    verdicts = {_VERDICTS.get(code, Verdict.FATAL) for code in reasons or {_code(error)}}
-    if _status(error) >= _SERVER_FAULT:
+    answer: dict[str, Any] = error.response.get("ResponseMetadata", {})
+    if int(answer.get("HTTPStatusCode", 0)) >= _SERVER_FAULT:
         return Verdict.AGAIN
+    reasons = {reason.get("Code", "None") for reason in error.response.get("CancellationReasons", ())}
+    codes = reasons - {"None"} or {_code(error)}
+    verdicts = {_VERDICTS.get(code, Verdict.FATAL) for code in codes}
     # One condition that does not hold decides, whatever else was in the way.
-    return (
-        Verdict.CONDITION
-        if Verdict.CONDITION in verdicts
-        else max(verdicts, key=lambda verdict: verdict.value)
-    )
+    return Verdict.CONDITION if Verdict.CONDITION in verdicts else max(verdicts, key=lambda v: v.value)
 
 
 def _code(error: Exception) -> str:
     if isinstance(error, ClientError):
         return str(error.response.get("Error", {}).get("Code", ""))
     return type(error).__name__
-
-
-def _status(error: ClientError) -> int:
-    answer: dict[str, Any] = error.response.get("ResponseMetadata", {})
-    return int(answer.get("HTTPStatusCode", 0))
 
 
 def translate(error: Exception, table: str, *, did: str) -> LedgerError:
@@ -111,14 +92,10 @@ def translate(error: Exception, table: str, *, did: str) -> LedgerError:
             advice="Create it with `mldserver ledger create`, or check its name and the region.",
             table=table,
         )
-    unset = _code(error) in {"NoCredentialsError", "NoRegionError"}
-    advice = "It is tried again by itself; look at AWS and the network when it lasts."
+    code, again = _code(error), verdict is Verdict.AGAIN
+    what = f"DynamoDB is out of reach: {error}." if again else f"DynamoDB refused: {error}."
+    lasts = "It is tried again by itself; look at AWS and the network when it lasts."
+    unset = code in {"NoCredentialsError", "NoRegionError"}
     return (LedgerUnusable if unset else LedgerError)(
-        f"DynamoDB refused: {error}."
-        if verdict is not Verdict.AGAIN
-        else f"DynamoDB is out of reach: {error}.",
-        did=did,
-        advice=advice if verdict is Verdict.AGAIN else _ADVICE.get(_code(error), ""),
-        table=table,
-        aws=_code(error),
+        what, did=did, advice=lasts if again else _ADVICE.get(code, ""), table=table, aws=code
     )

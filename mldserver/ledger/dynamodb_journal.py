@@ -106,14 +106,15 @@ class Journal:
     async def create(self, now_ms: int) -> None:
         """Note that the pipeline has a ledger, unless it has one."""
         numbers = {"format": FORMAT, "version": 0, "created_ms": now_ms}
-        await self.table.put_new("meta", {name: {"N": str(number)} for name, number in numbers.items()})
+        fields = {name: {"N": str(number)} for name, number in numbers.items()}
+        await self.table.write("meta", fields, "attribute_not_exists(pipeline)")
 
     async def load(self) -> bool:
         """Read everything; False when there is no ledger.
 
         Raises LedgerVersionError for one of another format, LedgerError for a damaged one.
         """
-        for turn in range(_READINGS):
+        for failures in range(1, _READINGS + 1):
             meta = await self._meta()
             if meta is None:
                 return False
@@ -122,7 +123,7 @@ class Journal:
                 self._doubtful = False
                 return True
             # A snapshot was put in force, or a transaction is half visible, between two reads.
-            await self.table.pause(turn)
+            await self.table.pause(failures)
         raise self._damaged("its snapshot or its log has holes")
 
     async def _meta(self) -> Item | None:
@@ -356,12 +357,12 @@ class Journal:
             if "keys" in item:
                 packed.append((str(number), bytes(item["keys"]["B"])))
             if "keys" not in item or len(packed) == _AT_ONCE:
-                for unpacked in await asyncio.to_thread(_unpacked, packed):
+                for unpacked in await asyncio.to_thread(_unpack_all, packed):
                     yield unpacked
                 packed = []
             if "keys" not in item:
                 yield str(number), keys_of(await self._letters_if_there(number) or ())
-        for unpacked in await asyncio.to_thread(_unpacked, packed):
+        for unpacked in await asyncio.to_thread(_unpack_all, packed):
             yield unpacked
 
     async def letters(self, version: int) -> tuple[DeadLetter, ...] | None:
@@ -406,5 +407,5 @@ class Journal:
         )
 
 
-def _unpacked(packed: list[tuple[str, bytes]]) -> list[tuple[str, LetterKeys]]:
+def _unpack_all(packed: list[tuple[str, bytes]]) -> list[tuple[str, LetterKeys]]:
     return [(version, unpack_keys(keys)) for version, keys in packed]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from mldserver.ledger.dynamodb_table import INLINE_BYTES, Snapshot, Value, version_key
@@ -50,44 +51,36 @@ class _Copy:
         self.snapshot = Snapshot(version, len(data), self.value)
 
 
+@dataclass(kw_only=True, eq=False, slots=True)
 class Compaction:
-    """Keeps the log of one pipeline short, for one server. Transactions take ``turn``; it does so only now and then."""
+    """Keeps the log of one pipeline short, for one server."""
 
-    def __init__(
-        self,
-        journal: Journal,
-        table: Table,
-        *,
-        server_id: str,
-        at_least: int,
-        turn: asyncio.Lock,
-        clock: Clock,
-    ) -> None:
-        """``at_least``: bytes of log that are never worth a snapshot."""
-        self._journal = journal
-        self._table = table
-        self._at_least = at_least
-        self._patience = 1.0 + _SPREAD * (zlib.crc32(server_id.encode()) % 1000) / 1000
-        self._turn = turn
-        self._clock = clock
-        self._busy = asyncio.Lock()
-        self._closing = False
-        self._copy: _Copy | None = None
-        self._not_before_ms = 0
+    journal: Journal
+    table: Table
+    server_id: str
+    at_least: int
+    """Bytes of log that are never worth a snapshot."""
+    turn: asyncio.Lock
+    """Transactions take it; a compaction does so only now and then."""
+    clock: Clock
+    _busy: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
+    _closing: bool = field(init=False, default=False)
+    _copy: _Copy | None = field(init=False, default=None)
+    _not_before_ms: int = field(init=False, default=0)
 
     def due(self) -> bool:
         """Whether there is something to do, and nobody does it."""
-        if self._busy.locked() or self._clock.steady_ms() < self._not_before_ms:
+        if self._busy.locked() or self.clock.steady_ms() < self._not_before_ms:
             return False
         return self._copy is not None or self._is_long()
 
     def put_off(self) -> None:
         """Have nothing to do for a while: it has failed just now."""
-        self._not_before_ms = self._clock.steady_ms() + _PAUSE_MS
+        self._not_before_ms = self.clock.steady_ms() + _PAUSE_MS
 
     def _is_long(self) -> bool:
-        least = max(self._at_least, self._journal.snapshot.bytes)
-        return self._journal.tail.bytes > least * self._patience
+        patience = 1.0 + _SPREAD * (zlib.crc32(self.server_id.encode()) % 1000) / 1000
+        return self.journal.tail.bytes > max(self.at_least, self.journal.snapshot.bytes) * patience
 
     async def run(self) -> None:
         """Write a snapshot, or the rest of one, put it in force, and delete what no reader needs any more.
@@ -98,7 +91,7 @@ class Compaction:
             copy = await self._begin()
             if copy is None or not await self._write(copy):
                 return
-            waste = {value.blob for value in await self._table.waste()} - {copy.value.blob}
+            waste = {value.blob for value in await self.table.waste()} - {copy.value.blob}
             before = await self._put_in_force(copy)
             if before is not None:
                 await self._sweep(waste, before.version)
@@ -111,63 +104,63 @@ class Compaction:
 
     async def _begin(self) -> _Copy | None:
         """Return what is to be written; None when the log is short after all, or the ledger is being closed."""
-        async with self._turn:
+        async with self.turn:
             if self._closing:
                 return None
-            await self._journal.refresh()
+            await self.journal.refresh()
             if self._copy is not None or not self._is_long():
                 return self._copy
-            version, everything = self._journal.book.version, self._journal.book.everything()
+            version, everything = self.journal.book.version, self.journal.book.everything()
         data = await asyncio.to_thread(pack_changes, everything, {})
-        copy = _Copy(version, data, f"{self._table.unique()}-s")
-        await self._table.put_waste(copy.value)
+        copy = _Copy(version, data, f"{self.table.unique()}-s")
+        await self.table.put_waste(copy.value)
         self._copy = copy
         return copy
 
     async def _write(self, copy: _Copy) -> bool:
         """Write the parts that are left; False when that was ended, or is in vain."""
         while copy.left and not self._closing:
-            if not await self._table.is_waste(copy.value):
+            if not await self.table.is_waste(copy.value):
                 await self._give_up(copy)
                 return False
-            await self._table.put_part(copy.value, *copy.left[0])
+            await self.table.put_part(copy.value, *copy.left[0])
             copy.left.popleft()
         return not self._closing
 
     async def _put_in_force(self, copy: _Copy) -> Snapshot | None:
         """Return the snapshot before it; None when it is not in force, be it not yet or never."""
-        for turn in range(_NAMINGS):
+        for failures in range(1, _NAMINGS + 1):
             if self._closing:
                 break
-            async with self._turn:
-                await self._journal.refresh()
-                before = self._journal.snapshot
-                if before.version < copy.snapshot.version and await self._journal.put_in_force(copy.snapshot):
+            async with self.turn:
+                await self.journal.refresh()
+                before = self.journal.snapshot
+                if before.version < copy.snapshot.version and await self.journal.put_in_force(copy.snapshot):
                     self._copy = None
                     return before
-            if before.version >= copy.snapshot.version or not await self._table.is_waste(copy.value):
+            if before.version >= copy.snapshot.version or not await self.table.is_waste(copy.value):
                 await self._give_up(copy)
                 return None
-            await self._table.pause(turn, base=0.02, cap=0.5)
+            await self.table.pause(failures, base=0.02, cap=0.5)
         return None
 
     async def _give_up(self, copy: _Copy) -> None:
         """Delete a snapshot that nobody needs: another is in force, or a sweep has taken it. Nobody else can name it."""
-        async with self._turn:
-            await self._journal.refresh()
-            in_force = self._journal.snapshot.value
+        async with self.turn:
+            await self.journal.refresh()
+            in_force = self.journal.snapshot.value
         self._copy = None
         # It is in force itself when the answer to that transaction was lost.
         if in_force is None or in_force.blob != copy.value.blob:
-            await self._table.delete_value(copy.value)
+            await self.table.delete_value(copy.value)
 
     async def _sweep(self, listed: set[str | None], before: int) -> None:
         """Delete what was waste before the version moved and is waste still, and the log before the last snapshot."""
-        for value in await self._table.waste():
+        for value in await self.table.waste():
             if value.blob in listed:
-                await self._table.discard(value)
+                await self.table.discard(value)
         last = version_key("log", max(before - 1, 0))
-        old = [item async for item in self._table.between("log#", last, names=("item", "blob", "parts"))]
+        old = [item async for item in self.table.between("log#", last, names=("item", "blob", "parts"))]
         for value in (Value.of(item) for item in old if "blob" in item):
-            await self._table.delete_value(value)
-        await self._table.delete_items([item["item"]["S"] for item in old])
+            await self.table.delete_value(value)
+        await self.table.delete_items([item["item"]["S"] for item in old])

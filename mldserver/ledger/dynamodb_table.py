@@ -45,8 +45,8 @@ _BATCH: Final = 25
 """Requests in one BatchWriteItem (AWS limit)."""
 
 _SENDINGS: Final = 6
-"""How often a request is sent before its failure is the caller's: with the pauses, some 5 s of throttling, and up to
-half a minute when every sending runs into the client's time-out."""
+"""How often a request is sent before its failure is the caller's: the pauses come to 1.5 to 3.1 s of throttling, and
+to half a minute where every sending runs into the client's time-out."""
 
 _TAKEN: Final = "taken"
 
@@ -112,41 +112,31 @@ def version_key(prefix: str, version: int) -> str:
     return f"{prefix}#{version:020d}"
 
 
+@dataclass(kw_only=True, eq=False, slots=True)
 class Table:
     """One pipeline's partition. Every read is strongly consistent. Raises LedgerError once retrying has not helped."""
 
-    def __init__(
-        self,
-        client: Any,
-        name: str,
-        pipeline: str,
-        *,
-        clock: Clock,
-        jitter: Callable[[], float],
-        unique: Callable[[], str],
-    ) -> None:
-        """Use an aioboto3 DynamoDB client that does not retry by itself.
+    client: Any
+    """An aioboto3 DynamoDB client that does not retry by itself."""
+    name: str
+    partition: str
+    """Of its ledger: the name that the pipeline had first."""
+    clock: Clock
+    jitter: Callable[[], float]
+    """Gives numbers from [0, 1)."""
+    unique: Callable[[], str]
+    """Gives a new id (at most 36 characters) at each call."""
 
-        ``jitter`` gives numbers from [0, 1), ``unique`` a new id (at most 36 characters) at each call.
-        """
-        self.unique = unique
-        self._client = client
-        self._name = name
-        self.partition = pipeline
-        """Of its ledger: the name that the pipeline had first."""
-        self._clock = clock
-        self._jitter = jitter
-
-    async def pause(self, turn: int, *, base: float = 0.1, cap: float = 2.0) -> None:
-        """Wait after the turn-th failure (from 0): longer each time, up to ``cap`` seconds, and each time otherwise."""
-        await self._clock.sleep(self._jitter() * backoff(turn + 1, base, cap))
+    async def pause(self, failures: int, *, base: float = 0.1, cap: float = 2.0) -> None:
+        """Wait after so many failures (from 1): longer each time, up to ``cap`` seconds, and each time otherwise."""
+        await self.clock.sleep(backoff(failures, base, cap, self.jitter()))
 
     async def send(
         self, operation: str, *, foreseen: Verdict | None = None, did: str = "", **request: Any
     ) -> dict[str, Any] | None:
         """Send a request, again while that may help; return the answer, or None for the error that is foreseen."""
-        call = getattr(self._client, operation)
-        turn = 0
+        call = getattr(self.client, operation)
+        failures = 0
         while True:
             try:
                 answer: dict[str, Any] = await call(**request)
@@ -154,12 +144,12 @@ class Table:
                 verdict = judge(error)
                 if verdict is foreseen:
                     return None
-                turn += 1
-                if verdict is not Verdict.AGAIN or turn == _SENDINGS:
-                    raise translate(error, self._name, did=did) from error
+                failures += 1
+                if verdict is not Verdict.AGAIN or failures == _SENDINGS:
+                    raise translate(error, self.name, did=did) from error
             else:
                 return answer
-            await self.pause(turn - 1)
+            await self.pause(failures)
 
     async def _ask(self, operation: str, **request: Any) -> dict[str, Any]:
         """Send a request that cannot but have an answer."""
@@ -172,7 +162,7 @@ class Table:
         await self.send(
             "create_table",
             foreseen=Verdict.EXISTS,
-            TableName=self._name,
+            TableName=self.name,
             BillingMode="PAY_PER_REQUEST",
             AttributeDefinitions=[
                 {"AttributeName": "pipeline", "AttributeType": "S"},
@@ -185,14 +175,14 @@ class Table:
         )
         for _ in range(_WAITS):
             # For a moment AWS does not know the table that it has just agreed to make.
-            answer = await self.send("describe_table", foreseen=Verdict.ABSENT, TableName=self._name)
+            answer = await self.send("describe_table", foreseen=Verdict.ABSENT, TableName=self.name)
             if answer is not None and answer["Table"]["TableStatus"] == "ACTIVE":
                 return
-            await self._clock.sleep(1.0)
+            await self.clock.sleep(1.0)
         raise LedgerError(
-            f"The DynamoDB table {self._name} is not active after {_WAITS} s.",
+            f"The DynamoDB table {self.name} is not active after {_WAITS} s.",
             advice="Look at it in the AWS console, and try again.",
-            table=self._name,
+            table=self.name,
         )
 
     def key(self, item: str) -> Item:
@@ -201,15 +191,15 @@ class Table:
 
     def put(self, item: str, attributes: Item, **condition: Any) -> dict[str, Any]:
         """Return a Put of a transaction."""
-        return {"Put": {"TableName": self._name, "Item": self.key(item) | attributes, **condition}}
+        return {"Put": {"TableName": self.name, "Item": self.key(item) | attributes, **condition}}
 
     def update(self, item: str, **how: Any) -> dict[str, Any]:
         """Return an Update of a transaction."""
-        return {"Update": {"TableName": self._name, "Key": self.key(item), **how}}
+        return {"Update": {"TableName": self.name, "Key": self.key(item), **how}}
 
     def delete(self, item: str) -> dict[str, Any]:
         """Return a Delete of a transaction."""
-        return {"Delete": {"TableName": self._name, "Key": self.key(item)}}
+        return {"Delete": {"TableName": self.name, "Key": self.key(item)}}
 
     async def transact(self, operations: list[dict[str, Any]], *, token: str) -> bool:
         """Write all or nothing; False when a condition does not hold.
@@ -227,25 +217,21 @@ class Table:
 
     async def get(self, item: str) -> Item | None:
         """Return an item; None when it is not there."""
-        answer = await self._ask("get_item", TableName=self._name, Key=self.key(item), ConsistentRead=True)
+        answer = await self._ask("get_item", TableName=self.name, Key=self.key(item), ConsistentRead=True)
         found: Item | None = answer.get("Item")
         return found
 
-    async def put_new(self, item: str, attributes: Item) -> bool:
-        """Put an item that is not there; False when it is."""
-        answer = await self.send(
-            "put_item",
-            foreseen=Verdict.CONDITION,
-            TableName=self._name,
-            Item=self.key(item) | attributes,
-            ConditionExpression="attribute_not_exists(pipeline)",
-        )
-        return answer is not None
+    async def write(self, item: str, attributes: Item, condition: str | None = None) -> bool:
+        """Write an item, whole; False when the condition on the one in its place does not hold."""
+        request: dict[str, Any] = {"TableName": self.name, "Item": self.key(item) | attributes}
+        if condition is not None:
+            request["ConditionExpression"] = condition
+        return await self.send("put_item", foreseen=Verdict.CONDITION, **request) is not None
 
     async def between(self, first: str, last: str, *, names: Iterable[str] = ()) -> AsyncIterator[Item]:
         """Yield the items from one sort key to another, in order; ``names``: only these attributes."""
         request: dict[str, Any] = {
-            "TableName": self._name,
+            "TableName": self.name,
             "KeyConditionExpression": "pipeline = :p AND #item BETWEEN :first AND :last",
             "ExpressionAttributeNames": {"#item": "item"} | {f"#{name}": name for name in names},
             "ExpressionAttributeValues": {
@@ -278,15 +264,12 @@ class Table:
 
     async def put_waste(self, value: Value) -> None:
         """Note that nothing names a value, before its first part is written."""
-        await self._put(f"waste#{value.blob}", {"parts": {"N": str(value.parts)}})
+        await self.write(f"waste#{value.blob}", {"parts": {"N": str(value.parts)}})
 
     async def put_part(self, value: Value, part: int, piece: bytes) -> None:
         """Write a part of a value."""
         assert value.blob is not None, "it is kept apart"
-        await self._put(_part_key(value.blob, part), {"data": {"B": piece}})
-
-    async def _put(self, item: str, attributes: Item) -> None:
-        await self._ask("put_item", TableName=self._name, Item=self.key(item) | attributes)
+        await self.write(_part_key(value.blob, part), {"data": {"B": piece}})
 
     def named(self, *values: Value | None) -> list[dict[str, Any]]:
         """Return what a transaction that names these values must do: they are no waste any more."""
@@ -328,14 +311,8 @@ class Table:
 
     async def discard(self, value: Value) -> None:
         """Delete a value if it is waste. From the first step on no transaction can name it any more."""
-        answer = await self.send(
-            "put_item",
-            foreseen=Verdict.CONDITION,
-            TableName=self._name,
-            Item=self.key(f"waste#{value.blob}") | {"parts": {"N": str(value.parts)}, _TAKEN: {"N": "1"}},
-            ConditionExpression="attribute_exists(pipeline)",
-        )
-        if answer is not None:
+        taken = {"parts": {"N": str(value.parts)}, _TAKEN: {"N": "1"}}
+        if await self.write(f"waste#{value.blob}", taken, "attribute_exists(pipeline)"):
             await self.delete_value(value)
 
     async def delete_value(self, value: Value) -> None:
@@ -348,21 +325,21 @@ class Table:
         """Delete items; those that are gone do not matter. LedgerError when some are left: nothing relies on it."""
         for at in range(0, len(items), _BATCH):
             left = [{"DeleteRequest": {"Key": self.key(item)}} for item in items[at : at + _BATCH]]
-            turn = 0
+            failures = 0
             while True:
-                answer = await self._ask("batch_write_item", RequestItems={self._name: left})
-                left = answer.get("UnprocessedItems", {}).get(self._name, [])
+                answer = await self._ask("batch_write_item", RequestItems={self.name: left})
+                left = answer.get("UnprocessedItems", {}).get(self.name, [])
                 if not left:
                     break
                 # Throttled in part.
-                turn += 1
-                if turn == _SENDINGS:
+                failures += 1
+                if failures == _SENDINGS:
                     raise LedgerError(
-                        f"DynamoDB does not delete items of the table {self._name}: it is throttled.",
+                        f"DynamoDB does not delete items of the table {self.name}: it is throttled.",
                         did="The next sweep goes on with it.",
-                        table=self._name,
+                        table=self.name,
                     )
-                await self.pause(turn)
+                await self.pause(failures)
 
 
 def _part_key(blob: str, part: int) -> str:

@@ -9,11 +9,12 @@ version before held, then these, so that a flush into a window of a thousand seg
 from __future__ import annotations
 
 import zlib
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import orjson
 
-from mldserver.ledger.book import Changes, LetterItem, ServerRow, ShardRow, Totals, segments_of
+from mldserver.ledger.book import Changes, LetterItem, Totals, segments_of
 from mldserver.ledger.contract import (
     BatchProgress,
     Segment,
@@ -61,6 +62,18 @@ _LENGTH: Final = 4
 _DATA: Final = 4
 """Where the payload is in a letter's row."""
 
+_TOTALS: Final = attrgetter("clock", "dead_letters", "lives", "cut_below_ms")
+_PROGRESS: Final = attrgetter("number", "rows", "opened_ms")
+_PIPELINE: Final = attrgetter("ledger_id", "folder", "claims", "shape", "draining")
+_SHARD: Final = attrgetter("effective_ms", "event_ms", "ended_ms", "parents", "owner", "gap_accepted")
+_SERVER: Final = attrgetter("life", "beat_ms", "watermark_ms", "idle", "held_by", "reason", "shape")
+_LATE: Final = attrgetter("window_id", "rows", "bytes", "start_ms", "end_ms")
+_WINDOW: Final = attrgetter(
+    *("state", "start_ms", "end_ms", "revision", "attempt", "owner", "retained", "published_ms"),
+    *("staging", "files", "rows_in", "rows_out", "error"),
+)
+_SEGMENT: Final = attrgetter("path", "kind", "revision", "rows", "bytes")
+
 
 def rows_of(changes: Changes, windows: Mapping[str, WindowEntry]) -> Rows:
     """Return changes as rows; ``windows`` are those of the version before."""
@@ -70,13 +83,13 @@ def rows_of(changes: Changes, windows: Mapping[str, WindowEntry]) -> Rows:
             key: None if entry is None else _window_row(entry, windows.get(key))
             for key, entry in changes.windows.items()
         },
-        "servers": _pack(changes.servers, _server_row),
-        "late": _pack(changes.late, lambda s: [s.window_id, s.rows, s.bytes, s.start_ms, s.end_ms]),
+        "servers": _pack(changes.servers, lambda server: [*_SERVER(server)]),
+        "late": _pack(changes.late, lambda segment: [*_LATE(segment)]),
         "letters": _pack(changes.letters, lambda item: [item.count, f"{item.wanted:x}", f"{item.gone:x}"]),
         "shapes": _pack(changes.shapes, lambda text: [text]),
     }
-    if changes.totals is not None:
-        rows["totals"] = _totals_row(changes.totals)
+    if (totals := changes.totals) is not None:
+        rows["totals"] = [*_TOTALS(totals), [*_PROGRESS(totals.batch_progress)], *_PIPELINE(totals)]
     return rows
 
 
@@ -122,26 +135,10 @@ def _unpack(rows: dict[str, Any], unpack: Callable[[str, list[Any]], _T]) -> dic
     return {key: None if row is None else unpack(key, row) for key, row in rows.items()}
 
 
-def _totals_row(totals: Totals) -> list[Any]:
-    progress = totals.batch_progress
-    return [
-        totals.clock,
-        totals.dead_letters,
-        totals.lives,
-        totals.cut_below_ms,
-        [progress.number, progress.rows, progress.opened_ms],
-        totals.ledger_id,
-        totals.folder,
-        totals.claims,
-        totals.shape,
-        int(totals.draining),
-    ]
-
-
 def _totals(row: list[Any]) -> Totals:
-    clock, dead_letters, lives, cut_below_ms, progress, ledger_id, folder, claims, shape, draining = row
-    counts = (clock, BatchProgress(*progress), dead_letters, lives, cut_below_ms)
-    return Totals(*counts, ledger_id, folder, claims, shape, draining=bool(draining))
+    *counts, progress, ledger_id, folder, claims, shape, draining = row
+    known = (*counts, BatchProgress(*progress), ledger_id, folder, claims, shape, bool(draining))
+    return Totals(*known)
 
 
 def _sequence_row(sequence: Sequence | None) -> list[Any] | None:
@@ -152,45 +149,19 @@ def _sequence(row: list[Any]) -> Sequence:
     return Sequence(int(row[0]), row[1])
 
 
-def _shard_row(row: ShardRow) -> list[Any]:
-    state = row.state
-    return [
-        state.epoch,
-        _sequence_row(state.position),
-        state.effective_ms,
-        state.event_ms,
-        row.ended_ms,
-        state.parents,
-        state.owner,
-        int(state.gap_accepted),
-    ]
+def _shard_row(shard: ShardState) -> list[Any]:
+    return [shard.epoch, _sequence_row(shard.position), *_SHARD(shard)]
 
 
-def _shard(shard_id: str, row: list[Any]) -> ShardRow:
+def _shard(shard_id: str, row: list[Any]) -> ShardState:
     epoch, position, effective_ms, event_ms, ended_ms, parents, owner, gap_accepted = row
-    state = ShardState(
-        shard_id,
-        epoch,
-        None if position is None else _sequence(position),
-        effective_ms,
-        event_ms,
-        ended=ended_ms is not None,
-        parents=tuple(parents),
-        owner=owner,
-        gap_accepted=bool(gap_accepted),
-    )
-    return ShardRow(state, ended_ms)
+    known = (None if position is None else _sequence(position), effective_ms, event_ms, ended_ms)
+    return ShardState(shard_id, epoch, *known, tuple(parents), owner, gap_accepted=bool(gap_accepted))
 
 
-def _server_row(row: ServerRow) -> list[Any]:
-    state = row.state
-    beat = [state.beat_ms, state.watermark_ms, int(state.idle), state.held_by, state.reason, state.shape]
-    return [row.life, *beat]
-
-
-def _server(server_id: str, row: list[Any]) -> ServerRow:
-    life, beat_ms, watermark_ms, idle, *words = row
-    return ServerRow(ServerState(server_id, beat_ms, watermark_ms, bool(idle), *words), life)
+def _server(server_id: str, row: list[Any]) -> ServerState:
+    life, beat_ms, watermark_ms, idle, held_by, reason, shape = row
+    return ServerState(server_id, beat_ms, watermark_ms, bool(idle), held_by, reason, shape, life)
 
 
 def _late(path: str, row: list[Any]) -> Segment:
@@ -204,28 +175,7 @@ def _window_row(entry: WindowEntry, before: WindowEntry | None) -> list[Any]:
     if now[:kept] != known:
         pairs = enumerate(zip(now, known, strict=False))
         kept = next((number for number, (new, old) in pairs if new != old), min(len(now), len(known)))
-    return [
-        entry.state.value,
-        entry.start_ms,
-        entry.end_ms,
-        entry.revision,
-        entry.attempt,
-        entry.owner,
-        int(entry.retained),
-        entry.published_ms,
-        entry.staging,
-        entry.files,
-        entry.rows_in,
-        entry.rows_out,
-        entry.error,
-        [
-            kept,
-            [
-                [segment.path, segment.kind.value, segment.revision, segment.rows, segment.bytes]
-                for segment in now[kept:]
-            ],
-        ],
-    ]
+    return [*_WINDOW(entry), [kept, [_SEGMENT(segment) for segment in now[kept:]]]]
 
 
 def _window(window_id: str, row: list[Any], before: WindowEntry | None) -> WindowEntry:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from mldserver.errors import InternalError, ServerBuried
 from mldserver.ledger import window_rules
-from mldserver.ledger.book import ServerRow, ShardRow
 from mldserver.ledger.contract import ServerState, ShardState, storable
 
 if TYPE_CHECKING:
@@ -37,11 +36,11 @@ __all__ = [
 
 def enter(draft: Draft, server_id: str, now_ms: int) -> int:
     """Register a server, burying who had its id before; return the life that it begins."""
-    _release(draft, server_id)
-    ledger_id = draft.totals.ledger_id or _new_ledger_id()
-    draft.totals = replace(draft.totals, lives=draft.totals.lives + 1, ledger_id=ledger_id)
-    draft.servers.put(server_id, ServerRow(ServerState(server_id, now_ms), draft.totals.lives))
-    return draft.totals.lives
+    _remove(draft, server_id)
+    life, ledger_id = draft.totals.lives + 1, draft.totals.ledger_id or _new_ledger_id()
+    draft.totals = replace(draft.totals, lives=life, ledger_id=ledger_id)
+    draft.servers.put(server_id, ServerState(server_id, now_ms, life=life))
+    return life
 
 
 def _new_ledger_id() -> str:
@@ -50,8 +49,8 @@ def _new_ledger_id() -> str:
 
 
 def _lives(draft: Draft, server_id: str, life: int) -> bool:
-    row = draft.servers.get(server_id)
-    return row is not None and row.life == life
+    server = draft.servers.get(server_id)
+    return server is not None and server.life == life
 
 
 def require(draft: Draft, server_id: str, life: int) -> None:
@@ -70,16 +69,11 @@ def beat(draft: Draft, state: ServerState, server_id: str) -> None:
     """Keep what a server tells of itself. Raises InternalError when it tells of another."""
     if state.server_id != server_id:
         raise InternalError(f"Server {server_id} told of {state.server_id}.", server=server_id)
-    row = _row(draft, server_id)
+    known = draft.servers.get(server_id)
+    assert known is not None, "only registered servers come here"
     held_by = None if state.held_by is None else storable(state.held_by)
-    state = replace(state, held_by=held_by, reason=storable(state.reason), shape=row.state.shape)
-    draft.servers.put(server_id, replace(row, state=state))
-
-
-def _row(draft: Draft, server_id: str) -> ServerRow:
-    row = draft.servers.get(server_id)
-    assert row is not None, "only registered servers come here"
-    return row
+    state = replace(state, held_by=held_by, reason=storable(state.reason))
+    draft.servers.put(server_id, replace(state, shape=known.shape, life=known.life))
 
 
 def declare(draft: Draft, server_id: str, change: ShapeChange, version: int, now_ms: int) -> bool:
@@ -87,12 +81,13 @@ def declare(draft: Draft, server_id: str, change: ShapeChange, version: int, now
     if change.fingerprint != draft.totals.shape and draft.book.version != version:
         return False
     draft.declares = True
-    row = _row(draft, server_id)
-    draft.servers.put(server_id, replace(row, state=replace(row.state, shape=change.fingerprint)))
+    own = draft.servers.get(server_id)
+    assert own is not None, "only registered servers come here"
+    draft.servers.put(server_id, replace(own, shape=change.fingerprint))
     if draft.shapes.get(change.fingerprint) is None:
         draft.shapes.put(change.fingerprint, change.text)
     # A drain is over once nobody is left who ran before: others that are just starting, too, have declared nothing.
-    others = (row.state for name, row in draft.book.servers.items() if name != server_id)
+    others = [server for name, server in draft.book.servers.items() if name != server_id]
     draining = draft.totals.draining and any(other.shape for other in others)
     known = change.fingerprint == draft.totals.shape
     draft.totals = replace(draft.totals, shape=change.fingerprint, draining=draining)
@@ -103,7 +98,7 @@ def declare(draft: Draft, server_id: str, change: ShapeChange, version: int, now
         window_rules.begin_anew(draft, change.window_ms, now_ms)
     if change.forget_event_times:
         for shard_id, shard in draft.book.shards.items():
-            draft.shards.put(shard_id, replace(shard, state=replace(shard.state, event_ms=None)))
+            draft.shards.put(shard_id, replace(shard, event_ms=None))
     return True
 
 
@@ -119,11 +114,9 @@ def bury(draft: Draft, seen: Mapping[str, int], server_id: str) -> frozenset[str
     """
     gone = set()
     for other_id in sorted(seen.keys() - {server_id}):
-        row = draft.servers.get(other_id)
-        if row is not None and row.state.beat_ms == seen[other_id]:
+        other = draft.servers.get(other_id)
+        if other is None or other.beat_ms == seen[other_id]:
             _remove(draft, other_id)
-            row = None
-        if row is None:
             gone.add(other_id)
     return frozenset(gone)
 
@@ -145,51 +138,38 @@ def leave(draft: Draft, server_id: str, life: int) -> None:
 
 
 def _remove(draft: Draft, server_id: str) -> None:
+    """Take a server's row out, if it has one, and let go what it holds."""
     draft.servers.drop(server_id)
-    _release(draft, server_id)
-
-
-def _release(draft: Draft, server_id: str) -> None:
-    """Let go what a server holds."""
-    for shard_id, row in draft.book.shards.items():
-        if row.state.owner == server_id:
-            draft.shards.put(shard_id, replace(row, state=replace(row.state, owner=None)))
+    for shard_id, shard in draft.book.shards.items():
+        if shard.owner == server_id:
+            draft.shards.put(shard_id, replace(shard, owner=None))
     for window_id in draft.book.unfinished:
         entry = draft.book.windows[window_id]
         if entry.owner == server_id:
             draft.windows.put(window_id, replace(entry, owner=None))
 
 
-def _know(draft: Draft, shard_id: str, parents: tuple[str, ...]) -> ShardRow:
-    """Return a shard, which is new or stays as it was, but for parents where they are named."""
-    row = draft.shards.get(shard_id) or ShardRow(ShardState(shard_id, epoch=0))
-    if parents:
-        row = replace(row, state=replace(row.state, parents=parents))
-    draft.shards.put(shard_id, row)
-    return row
-
-
 def open_shard(draft: Draft, shard_id: str, parents: tuple[str, ...], server_id: str) -> ShardState:
     """Raise the shard's epoch and own it; return its state with the gap that was accepted until now."""
-    row = _know(draft, shard_id, parents)
-    opened = replace(row.state, epoch=row.state.epoch + 1, owner=server_id)
-    draft.shards.put(shard_id, replace(row, state=replace(opened, gap_accepted=False)))
+    shard = draft.shards.get(shard_id) or ShardState(shard_id, epoch=0)
+    opened = replace(shard, epoch=shard.epoch + 1, owner=server_id, parents=parents or shard.parents)
+    draft.shards.put(shard_id, replace(opened, gap_accepted=False))
     return opened
 
 
 def release_shard(draft: Draft, shard_id: str, epoch: int) -> None:
     """Give a shard up, unless it was opened again since."""
-    row = draft.shards.get(shard_id)
-    if row is not None and row.state.epoch == epoch:
-        draft.shards.put(shard_id, replace(row, state=replace(row.state, owner=None)))
+    shard = draft.shards.get(shard_id)
+    if shard is not None and shard.epoch == epoch:
+        draft.shards.put(shard_id, replace(shard, owner=None))
 
 
 def end_shards(draft: Draft, shard_ids: Iterable[str], now_ms: int) -> None:
     """Mark shards as ended; when one ended first stays. Those that nobody knew are noted as ended."""
     for shard_id in shard_ids:
-        row = _know(draft, shard_id, ())
-        if row.ended_ms is None:
-            draft.shards.put(shard_id, ShardRow(replace(row.state, ended=True), now_ms))
+        shard = draft.shards.get(shard_id) or ShardState(shard_id, epoch=0)
+        if not shard.ended:
+            draft.shards.put(shard_id, replace(shard, ended_ms=now_ms))
 
 
 def prune(
@@ -199,8 +179,8 @@ def prune(
     over = window_rules.prune(draft, before_ms=windows_before_ms, limit=limit)
     gone = [
         shard_id
-        for shard_id, row in draft.book.shards.items()
-        if row.ended_ms is not None and row.ended_ms < shards_before_ms and shard_id not in keep_shards
+        for shard_id, shard in draft.book.shards.items()
+        if shard.ended_ms is not None and shard.ended_ms < shards_before_ms and shard_id not in keep_shards
     ]
     for shard_id in gone:
         draft.shards.drop(shard_id)
@@ -209,21 +189,19 @@ def prune(
 
 def accept_gap(draft: Draft, shard_id: str) -> bool:
     """Let the next opening start beyond the position; False when there is no such shard."""
-    row = draft.shards.get(shard_id)
-    if row is None:
-        return False
-    draft.shards.put(shard_id, replace(row, state=replace(row.state, gap_accepted=True)))
-    return True
+    shard = draft.shards.get(shard_id)
+    if shard is not None:
+        draft.shards.put(shard_id, replace(shard, gap_accepted=True))
+    return shard is not None
 
 
 def reset(draft: Draft, shard_ids: Iterable[str]) -> frozenset[str]:
     """Forget where shards without an owner stand; the epoch is raised against what is still under way."""
     forgotten = set()
     for shard_id in shard_ids:
-        row = draft.shards.get(shard_id)
-        if row is not None and row.state.owner is None:
-            state = replace(row.state, epoch=row.state.epoch + 1, position=None, ended=False)
-            state = replace(state, effective_ms=None, event_ms=None)
-            draft.shards.put(shard_id, ShardRow(state))
+        shard = draft.shards.get(shard_id)
+        if shard is not None and shard.owner is None:
+            shard = replace(shard, epoch=shard.epoch + 1, position=None, ended_ms=None)
+            draft.shards.put(shard_id, replace(shard, effective_ms=None, event_ms=None))
             forgotten.add(shard_id)
     return frozenset(forgotten)

@@ -4,7 +4,7 @@ It is the only place that decides what counts. Rows count when the transaction t
 registers their segment; a window's output counts when the transaction that commits it succeeds. Every method of
 ``Ledger`` is one transaction: it happens wholly or not at all, whatever dies.
 
-A transaction is a *rule* (``member_rules.py``, ``flush_rules.py``, ``window_rules.py``, ``letter_rules.py``): plain code that reads and
+A transaction is a *rule* (``member_rules.py``, ``row_rules.py``, ``window_rules.py``): plain code that reads and
 changes a draft of the ledger's next version (``book.py``). A store (``sqlite.py``, for servers of one host; ``dynamodb.py``)
 keeps a book up to date with what other servers write, and writes down what a draft changes.
 
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from mldserver.errors import InternalError
-from mldserver.ledger import flush_rules, letter_rules, member_rules, window_rules
+from mldserver.ledger import member_rules, row_rules, window_rules
 from mldserver.ledger.book import Book
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ class Ledger(abc.ABC):
         position would go down, a path is registered twice, a segment's bounds are not those of its window, or a
         RECOMPUTE segment's window is OPEN.
         """
-        return await self._member(flush_rules.register, flush, self._clock.now_ms())
+        return await self._member(row_rules.register, flush, self._clock.now_ms())
 
     async def late_published(self, paths: tuple[str, ...]) -> None:
         """Note that files of the late dataset are visible."""
@@ -357,15 +357,15 @@ class Ledger(abc.ABC):
 
     async def redrive(self, ids: tuple[str, ...], *, wanted: bool = True) -> frozenset[str]:
         """Mark letters to be redriven, or (``wanted=False``) take the mark away; return those that are there."""
-        return await self._tool(letter_rules.mark, ids, wanted=wanted)
+        return await self._tool(row_rules.mark, ids, wanted=wanted)
 
     async def purge(self, ids: tuple[str, ...]) -> frozenset[str]:
         """Delete letters for good, at most LETTERS_AT_ONCE; return those that were there."""
-        return await self._tool(letter_rules.remove, ids)
+        return await self._tool(row_rules.remove, ids)
 
     async def add_letters(self, new: tuple[DeadLetter, ...], *, wanted: bool = False) -> None:
         """Store letters that come from elsewhere, marked or not."""
-        await self._tool(letter_rules.store, new, wanted=wanted)
+        await self._tool(row_rules.store, new, wanted=wanted)
 
     # Who may.
 

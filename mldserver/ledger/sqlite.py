@@ -19,11 +19,11 @@ import orjson
 
 from mldserver.base.kill_points import kill_point
 from mldserver.errors import InternalError
-from mldserver.ledger import letter_rules, member_rules, sqlite_file
+from mldserver.ledger import member_rules, row_rules, sqlite_file
 from mldserver.ledger.book import Book, Draft, segments_of
 from mldserver.ledger.format import changes_of, letter_of, letter_row, rows_of
 from mldserver.ledger.operations import Ledger, Transaction
-from mldserver.ledger.sqlite_schema import JSON_COLUMNS, TABLES
+from mldserver.ledger.sqlite_file import JSON_COLUMNS, TABLES
 from mldserver.records import Sequence
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class SqliteStore:
         for key, item in changes.letters.items():
             before = self.book.letters.get(key)
             gone = (item.gone if item else -1) & before.there if before else 0
-            _drop(db, "dead_letters WHERE version = ? AND place", list(letter_rules.places(gone)), int(key))
+            _drop(db, "dead_letters WHERE version = ? AND place", list(row_rules.places(gone)), int(key))
         fresh = enumerate(draft.dead_letters)
         _put(db, "dead_letters", [(version, place, *letter_row(letter)) for place, letter in fresh])
 
@@ -186,7 +186,7 @@ class SqliteStore:
         """Return a page of letters in order of storage."""
         letters: list[StoredLetter] = []
         with self._transaction("BEGIN") as db:
-            for version, places in letter_rules.page(self.book, after, limit, wanted=wanted):
+            for version, places in row_rules.page(self.book, after, limit, wanted=wanted):
                 for first in range(0, len(places), _AT_ONCE):
                     some = places[first : first + _AT_ONCE]
                     rows = db.execute(
@@ -195,8 +195,7 @@ class SqliteStore:
                         (version, *some),
                     )
                     letters += [
-                        letter_rules.stored(self.book, version, place, letter_of(row))
-                        for _, place, *row in rows
+                        row_rules.stored(self.book, version, place, letter_of(row)) for _, place, *row in rows
                     ]
         return tuple(letters)
 

@@ -24,7 +24,7 @@ class Ledger:
         self.shards: dict[str, ShardState] = {}
 
     def own(self, shard_id: str, owner: str | None, epoch: int = 1, *, ended: bool = False) -> None:
-        self.shards[shard_id] = ShardState(shard_id, epoch, owner=owner, ended=ended)
+        self.shards[shard_id] = ShardState(shard_id, epoch, owner=owner, ended_ms=5 if ended else None)
 
     def look(self, now_ms: int = 0) -> Peers:
         servers = {

@@ -247,7 +247,7 @@ async def test_another_servers_shard_is_left_to_it(house: House) -> None:
     house.redriving.learn(LedgerState(shards=shards, redrives=3))
     await house.redriver().round()
     assert (house.handler.calls, house.redriving.wanted) == ([], 3)
-    house.redriving.learn(LedgerState(shards={"a": replace(shards["a"], ended=True)}))
+    house.redriving.learn(LedgerState(shards={"a": replace(shards["a"], ended_ms=5)}))
     await house.redriver().round()
     assert house.left() == []
 

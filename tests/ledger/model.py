@@ -36,7 +36,6 @@ class Content:
     servers: dict[str, ServerState] = field(default_factory=dict)
     lives: dict[str, int] = field(default_factory=dict)
     shards: dict[str, ShardState] = field(default_factory=dict)
-    ended_ms: dict[str, int] = field(default_factory=dict)
     windows: dict[str, WindowEntry] = field(default_factory=dict)
     late: list[Segment] = field(default_factory=list)
     paths: set[str] = field(default_factory=set)
@@ -91,8 +90,8 @@ class Content:
         self.shard(shard_id, **({"parents": parents} if parents else {}))
 
     def end(self, shard_id: str, now_ms: int) -> None:
-        self.shard(shard_id, ended=True)
-        self.ended_ms.setdefault(shard_id, now_ms)
+        if shard_id not in self.shards or not self.shards[shard_id].ended:
+            self.shard(shard_id, ended_ms=now_ms)
 
 
 class ModelServer:
@@ -213,8 +212,9 @@ class ModelServer:
         )
         for shard_id in gone:
             epoch = content.shards[shard_id].epoch + 1
-            content.shard(shard_id, epoch=epoch, position=None, effective_ms=None, event_ms=None, ended=False)
-            content.ended_ms.pop(shard_id, None)
+            content.shard(
+                shard_id, epoch=epoch, position=None, effective_ms=None, event_ms=None, ended_ms=None
+            )
         return gone
 
     def register(self, flush: Flush, *, now_ms: int) -> FlushResult:
@@ -479,13 +479,15 @@ class ModelServer:
             and (each.end_ms is None or each.end_ms <= windows_before_ms)
         ]
         old = sorted(old, key=lambda each: (each.published_ms, each.window_id))[:limit]
-        ended = {each for each, ms in content.ended_ms.items() if ms < shards_before_ms}
-        gone = ended - keep_shards
+        ended = {
+            each.shard_id: each.ended_ms for each in content.shards.values() if each.ended_ms is not None
+        }
+        gone = {each for each, ms in ended.items() if ms < shards_before_ms} - keep_shards
         for each in old:
             del content.windows[each.window_id]
             self.go_behind(each)
             if each.end_ms is not None:
                 content.cut_below = max(content.cut_below or 0, each.end_ms)
         for shard_id in gone:
-            del content.shards[shard_id], content.ended_ms[shard_id]
+            del content.shards[shard_id]
         return len(old) + len(gone)

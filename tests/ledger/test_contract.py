@@ -54,7 +54,7 @@ async def test_an_opening_touches_no_position_and_no_other_shard(ledger_factory:
         await ledger.open_shard("b", ("a",))
         await ledger.open_shard("a")
     assert (await held(ledger_factory)).shards == {
-        "a": ShardState("a", 2, HUGE, 5, 4, ended=True, owner="one"),
+        "a": ShardState("a", 2, HUGE, 5, 4, ended_ms=1_000, owner="one"),
         "b": ShardState("b", 1, parents=("a",), owner="one"),
     }
 

@@ -19,7 +19,7 @@ from mldserver.ledger.contract import (
     WindowEntry,
     WindowState,
 )
-from mldserver.ledger.flush_rules import register
+from mldserver.ledger.row_rules import register
 from mldserver.records import Sequence
 from tests.ledger.samples import BATCH, HUGE, W1, late, more, move, seg
 
@@ -117,7 +117,7 @@ def test_a_burial_lets_shards_and_windows_go(steps: Steps) -> None:
         steps(member_rules.open_shard, shard, (), server)
     assert steps(member_rules.reset, {"a", "z"}) == frozenset()
     steps(member_rules.leave, "one", steps.life)
-    assert {name: row.state.owner for name, row in steps.book.shards.items()} == {"a": None, "b": "two"}
+    assert {name: shard.owner for name, shard in steps.book.shards.items()} == {"a": None, "b": "two"}
     assert steps(member_rules.reset, {"a"}) == {"a"}
     assert [entry.owner for entry in steps(window_rules.adopt, "two")] == ["two"]
     assert steps(window_rules.adopt, "three") == ()

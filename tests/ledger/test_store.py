@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mldserver.errors import InternalError, LedgerError
-from mldserver.ledger import sqlite_schema
+from mldserver.ledger import sqlite_file
 from mldserver.ledger.contract import Flush, LedgerState, ServerState
 from mldserver.ledger.format import FORMAT
 from mldserver.records import DeadLetter
@@ -48,7 +48,7 @@ def state_of(path: Path) -> LedgerState:
 def test_the_file_is_what_its_documentation_says(store: SqliteStore, path: Path) -> None:
     store.register(Flush((), dead_letters=(letter(1),)), now_ms=7)
     with closing(sqlite3.connect(path)) as db:
-        assert db.execute("PRAGMA application_id").fetchone() == (sqlite_schema.APPLICATION_ID,)
+        assert db.execute("PRAGMA application_id").fetchone() == (sqlite_file._APPLICATION_ID,)
         assert db.execute("SELECT * FROM meta").fetchall() == [(1, FORMAT, "p", 5)]
         assert db.execute("SELECT position FROM shards").fetchone() == (f'["{10**55 + 7}",3]',)
         assert db.execute("SELECT typeof(data), typeof(sequence) FROM dead_letters").fetchone() == (
@@ -56,12 +56,12 @@ def test_the_file_is_what_its_documentation_says(store: SqliteStore, path: Path)
             "text",
         )
         tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        described = (sqlite_schema.__doc__ or "").replace("``", " ").split()
+        described = (sqlite_file.__doc__ or "").replace("``", " ").split()
         columns = {each[1] for name in tables for each in db.execute(f"PRAGMA table_info({name})")}
         # What a column of this name is, another table says, or the classes of the book.
         told_elsewhere = {"id", "server_id", "shard_id", "window_id", "fingerprint", "rows", "bytes", "path"}
     documented = {
-        line.split()[0].strip("`,") for line in (sqlite_schema.__doc__ or "").splitlines() if line[:2] == "``"
+        line.split()[0].strip("`,") for line in (sqlite_file.__doc__ or "").splitlines() if line[:2] == "``"
     }
     assert tables == documented
     assert {each.strip(",.:") for each in described} >= columns - told_elsewhere - set(

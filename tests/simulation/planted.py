@@ -55,7 +55,7 @@ class Unfenced(SqliteStore):
     def transact(self, transaction: Transaction[Any], read: Callable[[Book], Any]) -> Any:
         if transaction.rule.__name__ == "register":
             flush, *others = transaction.args
-            known = self.look(lambda book: {name: row.state for name, row in book.shards.items()})
+            known = self.look(lambda book: book.shards.copy())
             positions = tuple(
                 replace(each, epoch=known[each.shard_id].epoch, previous=known[each.shard_id].position)
                 for each in flush.positions

@@ -1,0 +1,251 @@
+"""Rules of rows and dead letters over a draft. They mean what ``Ledger`` says.
+
+A flush is weighed as a whole, then written as a whole.
+
+The letters of one transaction are one item, which is never changed: the book says which of them are marked and which
+are gone, and the item goes with the last. A letter's id is the item's version and its place in there: ``17.0``.
+
+A letter that is to be *redriven* is marked, by a tool. A server finds the mark, runs the handler, and registers what that
+gave together with the letter's end, in one flush (``Flush.redriven``): two servers that take the same letter, or one that
+dies in between, count it once. What fails again is a new letter of the same flush.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from mldserver.errors import InternalError
+from mldserver.ledger.book import LetterItem
+from mldserver.ledger.contract import (
+    FlushResult,
+    SegmentKind,
+    ShardState,
+    StoredLetter,
+    WindowEntry,
+    WindowState,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from mldserver.ledger.book import Book, Draft
+    from mldserver.ledger.contract import Flush, PositionUpdate, Segment
+    from mldserver.records import DeadLetter
+
+__all__ = ["mark", "page", "places", "register", "remove", "store", "stored"]
+
+
+def register(draft: Draft, flush: Flush, now_ms: int) -> FlushResult:
+    """Register a flush, or refuse it with every reason; InternalError for what the contract forbids."""
+    stands = draft.totals.batch_progress
+    progress = stands.moved_on(flush.batches) if flush.batches is not None else stands
+    result = FlushResult(
+        lost_shards=frozenset(update.shard_id for update in flush.positions if not _goes_on(draft, update)),
+        cut_windows=frozenset(
+            segment.window_id
+            for segment in flush.segments
+            if segment.kind is SegmentKind.WINDOW and _closed(draft, segment)
+        ),
+        expired_windows=frozenset(
+            segment.window_id
+            for segment in flush.segments
+            if segment.kind is SegmentKind.RECOMPUTE and not _retained(draft, segment)
+        ),
+        gone_letters=_missing(draft, flush.redriven),
+        batch_progress=stands if progress is None else None,
+    )
+    if progress is None or not result.registered:
+        return result
+    for update in flush.positions:
+        _move(draft, update, now_ms)
+    by_window: defaultdict[tuple[SegmentKind, str], list[Segment]] = defaultdict(list)
+    for segment in flush.segments:
+        if segment.kind is not SegmentKind.LATE:
+            by_window[segment.kind, segment.window_id].append(segment)
+        elif draft.late.get(segment.path) is None:
+            draft.late.put(segment.path, replace(segment, revision=0))
+        else:
+            raise _bug(f"The segment {segment.path} is registered already.", window=segment.window_id)
+    for (kind, window_id), segments in by_window.items():
+        _add(draft, kind, window_id, segments)
+    remove(draft, flush.redriven)
+    store(draft, flush.dead_letters)
+    clock = max(draft.totals.clock, flush.clock)
+    draft.totals = replace(draft.totals, clock=clock, batch_progress=progress)
+    return result
+
+
+def _goes_on(draft: Draft, update: PositionUpdate) -> bool:
+    """Whether an update comes from the shard's latest epoch and goes on from where the shard stands."""
+    shard = draft.shards.get(update.shard_id)
+    return shard is not None and shard.epoch == update.epoch and shard.position == update.previous
+
+
+def _closed(draft: Draft, segment: Segment) -> bool:
+    """Whether a window takes no more rows. Its own entry says so; without one, what was pruned does."""
+    entry, below = draft.windows.get(segment.window_id), draft.totals.cut_below_ms
+    if entry is not None:
+        return entry.state is not WindowState.OPEN
+    return segment.end_ms is not None and below is not None and segment.end_ms <= below
+
+
+def _retained(draft: Draft, segment: Segment) -> bool:
+    """Whether a window takes late rows for a next revision: one that was skipped does not."""
+    entry = draft.windows.get(segment.window_id)
+    return entry is not None and entry.retained and not entry.is_skipped
+
+
+def _move(draft: Draft, update: PositionUpdate, now_ms: int) -> None:
+    shard = draft.shards.get(update.shard_id)
+    assert shard is not None, "a flush with an unknown shard is refused"
+    stored, position = shard.position, update.position
+    if stored is not None and (position is None or position < stored):
+        what = f"The position of shard {update.shard_id} would go back from {stored} to {position}."
+        raise _bug(what, shard=update.shard_id)
+    # Not ``replace``, which takes four times as long: this is every shard of every flush.
+    moved = ShardState(
+        update.shard_id,
+        shard.epoch,
+        position,
+        _latest(shard.effective_ms, update.effective_ms),
+        _latest(shard.event_ms, update.event_ms),
+        now_ms if update.ended and not shard.ended else shard.ended_ms,
+        shard.parents,
+        shard.owner,
+        shard.gap_accepted,
+    )
+    draft.shards.put(update.shard_id, moved)
+
+
+def _latest(stored: int | None, update: int | None) -> int | None:
+    if stored is None or update is None:
+        return update if stored is None else stored
+    return max(stored, update)
+
+
+def _add(draft: Draft, kind: SegmentKind, window_id: str, segments: list[Segment]) -> None:
+    """Add segments to an open window, which comes into being with its first, or to what waits for a cut one's next revision."""
+    entry, first = draft.windows.get(window_id), segments[0]
+    if kind is SegmentKind.WINDOW and entry is None:
+        entry = WindowEntry(window_id, WindowState.OPEN, first.start_ms, first.end_ms)
+    assert entry is not None, "a flush with such a segment is refused"
+    if kind is SegmentKind.RECOMPUTE and entry.state is WindowState.OPEN:
+        what = f"Window {window_id} is open: {first.path} is no segment for a later revision."
+        raise _bug(what, window=window_id)
+    for segment in segments:
+        if segment.path in draft.book.paths or segment.path in draft.paths:
+            raise _bug(f"The segment {segment.path} is registered already.", window=window_id)
+        draft.paths.add(segment.path)
+        if (entry.start_ms, entry.end_ms) != (segment.start_ms, segment.end_ms):
+            raise InternalError(
+                f"Window {window_id} has other bounds than those of {segment.path}.",
+                did="The flush was rolled back.",
+                advice="A changed window size needs an output folder of its own.",
+                window=window_id,
+            )
+    fresh = tuple(replace(segment, revision=0) if segment.revision else segment for segment in segments)
+    if kind is SegmentKind.RECOMPUTE:
+        entry = replace(entry, pending=entry.pending + fresh)
+    else:
+        rows = sum(segment.rows for segment in fresh)
+        entry = replace(entry, segments=entry.segments + fresh, rows_in=entry.rows_in + rows)
+    draft.windows.put(window_id, entry)
+
+
+def _bug(what: str, **where: str) -> InternalError:
+    advice = "Report this with the log: it is a bug."
+    return InternalError(what, did="The flush was rolled back.", advice=advice, **where)
+
+
+def store(draft: Draft, letters: tuple[DeadLetter, ...], *, wanted: bool = False) -> None:
+    """Add letters, once a draft."""
+    if not letters:
+        return
+    draft.dead_letters = letters
+    item = LetterItem(len(letters))
+    draft.letters.put(str(draft.book.version + 1), replace(item, wanted=item.there) if wanted else item)
+    draft.totals = replace(draft.totals, dead_letters=draft.totals.dead_letters + len(letters))
+
+
+def mark(draft: Draft, ids: Iterable[str], *, wanted: bool) -> frozenset[str]:
+    """Mark letters, or take the mark away; return those that are there."""
+    marked = set()
+    for letter_id in ids:
+        if (place := _find(draft, letter_id)) is not None:
+            key, item, bit = place
+            draft.letters.put(key, replace(item, wanted=item.wanted | bit if wanted else item.wanted & ~bit))
+            marked.add(letter_id)
+    return frozenset(marked)
+
+
+def _missing(draft: Draft, ids: Iterable[str]) -> frozenset[str]:
+    """Return the letters that are not there any more, or not to be redriven."""
+    letters = {letter_id: _find(draft, letter_id) for letter_id in ids}
+    return frozenset(
+        letter_id for letter_id, place in letters.items() if place is None or not place[1].wanted & place[2]
+    )
+
+
+def remove(draft: Draft, ids: Iterable[str]) -> frozenset[str]:
+    """Delete letters; return those that were there."""
+    gone = set()
+    for letter_id in ids:
+        if (place := _find(draft, letter_id)) is None:
+            continue
+        key, item, bit = place
+        item = replace(item, wanted=item.wanted & ~bit, gone=item.gone | bit)
+        if item.there:
+            draft.letters.put(key, item)
+        else:
+            draft.letters.drop(key)
+            draft.spent.append(int(key))
+        gone.add(letter_id)
+    if gone:
+        draft.totals = replace(draft.totals, dead_letters=draft.totals.dead_letters - len(gone))
+    return frozenset(gone)
+
+
+def page(book: Book, after: str | None, limit: int, *, wanted: bool) -> Iterator[tuple[int, list[int]]]:
+    """Yield a page of letters in order of storage: items by their version, and the places in each.
+
+    ``after``: those behind this id. ``wanted``: only marked ones.
+    """
+    version, _, place = (after or "0.0").partition(".")
+    behind = (int(version), int(place)) if after and version.isdigit() and place.isdigit() else (0, -1)
+    for number in sorted(int(key) for key in book.letters):
+        if number < behind[0] or limit <= 0:
+            continue
+        item = book.letters[str(number)]
+        first = behind[1] + 1 if number == behind[0] else 0
+        selected = list(islice(places(item.wanted if wanted else item.there, first), limit))
+        limit -= len(selected)
+        if selected:
+            yield number, selected
+
+
+def places(bits: int, first: int = 0) -> Iterator[int]:
+    """Yield the places of an item whose bits are set, from one on."""
+    bits = bits >> first << first
+    while bits:
+        lowest = bits & -bits
+        yield lowest.bit_length() - 1
+        bits ^= lowest
+
+
+def stored(book: Book, version: int, place: int, letter: DeadLetter) -> StoredLetter:
+    """Return a letter as the book tells of it."""
+    wanted = book.letters[str(version)].wanted >> place & 1
+    return StoredLetter(f"{version}.{place}", letter, wanted=bool(wanted))
+
+
+def _find(draft: Draft, letter_id: str) -> tuple[str, LetterItem, int] | None:
+    """Return a letter's item with its key, and its bit there; None when it is gone, or never was."""
+    key, _, place = letter_id.partition(".")
+    item = draft.letters.get(key)
+    if item is None or not (place.isascii() and place.isdigit()):
+        return None
+    bit = 1 << int(place) if int(place) < item.count else 0
+    return (key, item, bit) if item.there & bit else None
