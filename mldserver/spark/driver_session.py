@@ -207,17 +207,14 @@ class Life:
         except TimeoutError:
             if not limit.expired():
                 raise
-            self._cancel(asked.id)
             raise WindowFailed(
                 f"The job ran longer than its deadline of {deadline:g} seconds.",
                 did="It was cancelled.",
                 **_window_of(asked),
             ) from None
-        except asyncio.CancelledError:
-            self._cancel(asked.id)
-            raise
         finally:
-            self._waiting.pop(asked.id, None)
+            if self._waiting.pop(asked.id, None):  # no answer has come
+                self._cancel(asked.id)
 
     def _cancel(self, job_id: int) -> None:
         if self._over or self._tasks is None:
@@ -277,7 +274,7 @@ class Life:
     def _answer(self, message: Done | FailedJob) -> None:
         if message.id in self._cancelling:
             self._cancelling.pop(message.id).set()
-        asked, answer = self._waiting.get(message.id, (None, None))
+        asked, answer = self._waiting.pop(message.id, (None, None))
         if asked is None or answer is None or answer.done():
             return
         if not isinstance(message, FailedJob):

@@ -72,7 +72,8 @@ async def test_a_job_waits_for_the_next_driver_while_what_the_last_one_left_is_c
         assert (await call).files == ("w.parquet",)
 
 
-async def test_a_job_may_end_in_the_very_moment_in_which_it_is_cancelled(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", ["the answer", "the cancelling"])
+async def test_a_job_may_end_in_the_very_moment_in_which_it_is_cancelled(tmp_path: Path, first: str) -> None:
     it = Bench(tmp_path, "good")
     async with it.running():
         await it.engine.ready()
@@ -81,11 +82,15 @@ async def test_a_job_may_end_in_the_very_moment_in_which_it_is_cancelled(tmp_pat
         call = asyncio.ensure_future(it.engine.compute(job("hangs")))
         await until(lambda: bool(alive._waiting))
         (job_id,) = alive._waiting
-        call.cancel()
+        if first == "the cancelling":
+            call.cancel()
         # Behind the call's own step in the loop's queue, and before any that this brings about.
         asyncio.get_running_loop().call_soon(alive._answer, driver_messages.Done(job_id, ()))
+        if first == "the answer":
+            asyncio.get_running_loop().call_soon(call.cancel)
         with pytest.raises(asyncio.CancelledError):
             await call
+        assert not alive._cancelling, "nobody waits for an end that has been, and kills the driver for it"
         assert (await it.engine.compute(job("w"))).files == ("w.parquet",)
     assert len(it.lives) == 1
 
