@@ -51,6 +51,8 @@ _ARRAY: Final = struct.Struct(">BI")
 _ARRAY_TAG: Final = 0xDD
 """MessagePack's array of up to 2³² elements."""
 _IN_FILE: Final = b"\x00"
+_DRAINED_FRAMES: Final = 1024
+"""A socket holds fewer; somebody else who has it may write on and on."""
 
 
 class WireError(ValueError):
@@ -207,8 +209,11 @@ class Channel(Generic[M]):
                 self._socket.send(data)
         except (BlockingIOError, InterruptedError):
             return False
-        except OSError:
+        except (BrokenPipeError, ConnectionResetError):
             _close(files)  # the reader learns of the end
+        except OSError as error:  # it is too long for this socket, say: it is lost
+            _close(files)
+            self._loop.call_soon(self._fail, f"a message cannot be sent: {error}")
         return True
 
     def _writable(self) -> None:
@@ -218,32 +223,43 @@ class Channel(Generic[M]):
             self._waiting.popleft()
         self._loop.remove_writer(self._socket)
 
-    def _readable(self) -> None:
-        # One frame at a time: looking whether there is another costs more than being called again when there is.
-        try:
-            frame, files = _read(self._socket, self._buffer)
-        except (BlockingIOError, InterruptedError):
-            return
+    def drain(self) -> None:
+        """Receive what is there already: what the other side sent before it ended, say."""
+        for _ in range(_DRAINED_FRAMES):
+            if not self._open or not self._readable():
+                return
+
+    def _readable(self) -> bool:
+        """Receive a frame; return whether there was one."""
+        # One at a time: looking whether there is another costs more than being called again when there is.
+        files: Descriptors = []
         wrong: str | None = None
         try:
-            if frame is not None:
+            frame, files = _read(self._socket, self._buffer)
+            if frame is None:
+                return False
+            if frame:
                 for message in _decoded(self._decoder, frame):
                     self._receive(message, files)
                     if not self._open:
                         break
-                return
+                return True
         except WireError as error:
             wrong = str(error)
+        except Exception as error:  # noqa: BLE001  # the message is lost: whoever waits for it must learn that
+            wrong = f"a message cannot be taken: {type(error).__name__}: {error}"
         finally:
             _close(files)
         self._fail(wrong)
+        return False
 
     def _is_closed(self) -> bool:
         return not self._open
 
     def _fail(self, what: str | None) -> None:
-        self.close()
-        self._ended(what)
+        if self._open:
+            self.close()
+            self._ended(what)
 
 
 def send_now(end: socket.socket, message: Message, *, wait_seconds: float = 0.0) -> bool:
@@ -259,7 +275,9 @@ def send_now(end: socket.socket, message: Message, *, wait_seconds: float = 0.0)
             except (BlockingIOError, InterruptedError):
                 if not wait:
                     return False
-                select.select([], [end], [], wait)
+                room = select.poll()  # not select(), which knows 1,024 descriptors
+                room.register(end, select.POLLOUT)
+                room.poll(wait * 1000)
             else:
                 return True
     finally:
@@ -271,7 +289,7 @@ def receive_now(end: socket.socket, kinds: Any) -> list[Any]:
     """Wait for the next frame and return its messages; none at the end. Blocking. Raises WireError."""
     frame, files = _read(end, memoryview(bytearray(FRAME_BYTES + 1)))
     _close(files)
-    return [] if frame is None else decode(kinds, frame)
+    return decode(kinds, frame) if frame else []
 
 
 def _framed(parts: list[bytes], files: Descriptors) -> tuple[bytes, Descriptors]:
@@ -280,26 +298,38 @@ def _framed(parts: list[bytes], files: Descriptors) -> tuple[bytes, Descriptors]
     if len(data) <= FRAME_BYTES:
         return data, files
     file = os.memfd_create("mldserver-frame", os.MFD_CLOEXEC)
-    with os.fdopen(os.dup(file), "wb") as writer:
-        writer.write(data)
+    try:
+        with os.fdopen(file, "wb", closefd=False) as writer:
+            writer.write(data)
+    except BaseException:
+        os.close(file)
+        raise
     return _IN_FILE, [file, *files]
 
 
 def _read(end: socket.socket, buffer: memoryview) -> tuple[bytes | memoryview | None, Descriptors]:
-    """Return a frame, None at the end, and what came beside it. Raises BlockingIOError when nothing is there now."""
+    """Return a frame, and what came beside it: nothing at the end, None when nothing is there now.
+
+    Raises WireError when it does not come whole.
+    """
     try:
-        size, beside, flags, _ = end.recvmsg_into([buffer], _ROOM_BESIDE, socket.MSG_CMSG_CLOEXEC)
+        try:
+            size, beside, flags, _ = end.recvmsg_into([buffer], _ROOM_BESIDE, socket.MSG_CMSG_CLOEXEC)
+        except ConnectionResetError:
+            # It ended before it had read all. That is told once, and first: its last frames are still to come.
+            size, beside, flags, _ = end.recvmsg_into([buffer], _ROOM_BESIDE, socket.MSG_CMSG_CLOEXEC)
     except (BlockingIOError, InterruptedError):
-        raise
-    except OSError:
         return None, []
+    except OSError:
+        return b"", []
     files = array.array("i")
     for level, kind, data in beside:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             files.frombytes(data[: len(data) - len(data) % files.itemsize])
     descriptors = list(files)
-    if not size or flags & _CUT:
-        return None, descriptors
+    if flags & _CUT:
+        _close(descriptors)
+        raise WireError("a frame is cut off: it is too long, or there is no descriptor left for its files")
     if size == 1 and descriptors:
         file = descriptors.pop(0)
         try:

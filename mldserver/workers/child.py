@@ -73,9 +73,7 @@ class Child:
         """What still works on such requests, by shard: its hooks may take their time to end."""
         self._runtime: InlineRuntime | None = None
         self._arena: memoryview = memoryview(b"")
-        self._channel = Channel[Any](
-            end, wire.FromServer, receive=self._receive, ended=lambda _: self._over.set()
-        )
+        self._channel = Channel[Any](end, wire.FromServer, receive=self._receive, ended=self._hung_up)
 
     async def run(self) -> None:
         """Serve until the socket ends."""
@@ -85,6 +83,11 @@ class Child:
             await first_of(asyncio.wait({serving}), self._over.wait())
             # A thread that is in the handler's hands cannot be ended; the process can.
             leave(serving)
+
+    def _hung_up(self, wrong: str | None) -> None:
+        if wrong is not None:
+            os.write(2, f"The server's messages cannot be taken: {wrong}\n".encode())
+        self._over.set()
 
     async def _serve(self) -> None:
         start = await self._start

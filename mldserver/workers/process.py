@@ -199,10 +199,12 @@ class WorkerProcess:
 
     async def loaded(self) -> wire.Loaded:
         """Return what it found in the handler. Raises HandlerError, and WorkerGone when it ended meanwhile."""
-        await first_of(asyncio.wait({self._loaded}), self._gone.wait())
+        # Its socket alone does not tell: another process, which the handler's module has started, may hold it.
+        await first_of(asyncio.wait({self._loaded}), self._gone.wait(), self._child.wait())
+        if not self._loaded.done():
+            await self.close()
         if self._loaded.done():
             return self._loaded.result()
-        await self.close()
         raise WorkerGone(await self.ending(), alone=True)
 
     async def run(self) -> None:
@@ -216,6 +218,7 @@ class WorkerProcess:
     async def close(self) -> None:
         """Kill it, wait for its end, and let go of what is shared. Closing again does nothing."""
         await self._child.close()
+        self._channel.drain()
         ended = await self.ending()
         alone = len(self._requests) == 1 and self.is_busy
         if not self._closed:
@@ -302,23 +305,27 @@ class WorkerProcess:
                 self.beat = message
                 self._beat_ms = self._clock.steady_ms()
             case wire.LogLine() if message.event != "handler.loaded" or not self.again:
-                getattr(log, message.level)(message.event, **message.fields)
+                with contextlib.suppress(Exception):  # fields may have any name: a line is not worth a worker
+                    getattr(log, message.level)(message.event, **message.fields)
 
     def _answered(self, message: wire.Done | wire.Finished | wire.Failed, files: Descriptors) -> None:
         """Raises WireError when it is no answer to what was asked."""
-        _, future, offset = self._requests.pop(message.id)
-        if offset is not None:
-            self.arena.give_back(offset)
+        _, future, offset = self._requests[message.id]
         if future.done():
             if isinstance(message, wire.Done) and message.rows_bytes:
                 os.close(files.pop(0))
         elif isinstance(message, wire.Failed):
             future.set_exception(wire.error_of(message))
         elif isinstance(message, wire.Done):
-            self.done += 1
             try:
-                future.set_result(wire.outcome_of(message, files))
+                outcome = wire.outcome_of(message, files)
             except (pa.ArrowInvalid, IndexError, OSError) as error:
                 raise WireError(f"the rows of an answer cannot be read: {error}") from None
+            self.done += 1
+            future.set_result(outcome)
         else:
             future.set_result(message)
+        # Only now: until it is answered, whoever waits learns of the end of the process.
+        del self._requests[message.id]
+        if offset is not None:
+            self.arena.give_back(offset)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -158,19 +159,68 @@ async def test_what_can_neither_go_as_it_is_nor_in_a_file_ends_the_channel(
     assert ends.received == []
 
 
-async def test_what_the_receiver_refuses_ends_the_channel() -> None:
+async def test_a_frame_that_the_kernel_refuses_ends_the_channel(ends: Ends) -> None:
+    ends.here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4608)
+    ends.send(b"x" * 20_000, b"beside")
+    ends.sender.flush()
+    ends.send(b"behind it")
+    await ends.over()
+    assert ends.ended[0] == "a message cannot be sent: [Errno 90] Message too long"
+
+
+async def test_what_a_side_sent_last_comes_though_it_had_not_read_all_when_it_ended(ends: Ends) -> None:
+    ends.sender.close()
+    here, there = pair()
+    ends.receiver.close()
+    ends.receiver = Channel[Text](there, Text, receive=ends._receive, ended=ends.ended.append)
+    ends.receiver.send(Text(b"never read"))
+    ends.receiver.flush()
+    send_now(here, Text(b"one"))
+    send_now(here, Text(b"two"))
+    here.close()
+    await ends.over()
+    assert (ends.received, ends.ended) == ([(b"one", []), (b"two", [])], [None])
+
+
+async def test_what_is_there_can_be_received_at_once(ends: Ends) -> None:
+    for data in (b"one", b"two"):
+        ends.send(data)
+        ends.sender.flush()
+    ends.receiver.drain()
+    assert ends.received == [(b"one", []), (b"two", [])]
+    ends.receiver.close()
+    ends.receiver.drain()
+
+
+async def test_whoever_sends_without_an_end_holds_up_nobody() -> None:
+    here, there = pair()
+    send_now(here, Text(b"x"))
+    channel = Channel[Text](there, Text, receive=lambda *_: send_now(here, Text(b"x")), ended=print)
+    channel.drain()
+    channel.close()
+    here.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (WireError("it was not asked for"), "it was not asked for"),
+        (KeyError(7), "a message cannot be taken: KeyError: 7"),
+    ],
+)
+async def test_what_the_receiver_refuses_or_cannot_take_ends_the_channel(error: Exception, told: str) -> None:
     here, there = pair()
     ended: list[str | None] = []
 
     def refuse(*_: object) -> None:
-        raise WireError("it was not asked for")
+        raise error
 
     channel = Channel[Text](there, Text, receive=refuse, ended=ended.append)
     send_now(here, Text(b"x"))
     async with asyncio.timeout(10):
         while not ended:  # noqa: ASYNC110  # see come
             await asyncio.sleep(0)
-    assert ended == ["it was not asked for"]
+    assert ended == [told]
     channel.close()
     here.close()
 
@@ -203,6 +253,7 @@ async def test_a_thread_is_told_that_nobody_is_there(ends: Ends) -> None:
 def test_a_datagram_that_is_too_long_is_no_frame() -> None:
     here, there = pair()
     here.send(b"x" * (FRAME_BYTES + 2))
-    assert receive_now(there, Text) == []
+    with pytest.raises(WireError, match="cut off"):
+        receive_now(there, Text)
     for end in (here, there):
         end.close()

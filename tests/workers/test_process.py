@@ -6,19 +6,23 @@ import asyncio
 import os
 import socket
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from support.serving import until
-from workers.kit import START
+from workers.kit import START, named
 
-from mldserver.children.channel import send_now
+from mldserver.children.channel import pair, send_now
+from mldserver.errors import HandlerInvalid
 from mldserver.testing import VirtualClock
 from mldserver.workers import wire
-from mldserver.workers.process import WorkerGone, WorkerProcess
+from mldserver.workers.process import WorkerGone, WorkerProcess, _Printed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
+
+    from mldserver.children.channel import Message
+    from mldserver.children.process import ChildProcess
 
 
 @pytest.fixture
@@ -57,6 +61,101 @@ async def test_an_answer_of_a_process_that_was_closed_reaches_nobody_whatever_ha
     await new.close()
     for end in workers_ends:
         end.close()
+
+
+class Child:
+    """A process that ends when it is told to, or killed; what it has sent is read when somebody looks."""
+
+    pid = 7
+    exit_code = -9
+
+    def __init__(self) -> None:
+        self.end, self.own = pair()
+        self.over = asyncio.Event()
+
+    def says(self, *messages: Message) -> None:
+        for message in messages:
+            send_now(self.own, message)
+
+    async def wait(self) -> int:
+        await self.over.wait()
+        return self.exit_code
+
+    async def close(self) -> None:
+        self.over.set()
+
+
+@pytest.fixture
+async def child() -> AsyncIterator[Child]:
+    child = Child()
+    yield child
+    child.own.close()
+
+
+@pytest.fixture
+async def process(child: Child) -> AsyncIterator[WorkerProcess]:
+    process = WorkerProcess(cast("ChildProcess", child), _Printed(), START, VirtualClock())
+    yield process
+    await process.close()
+
+
+def done(number: int, **fields: Any) -> wire.Done:
+    return wire.Done(number, 1, 0, None, None, None, None, **fields)
+
+
+async def test_when_the_rows_of_an_answer_cannot_be_read_nobody_waits_for_ever(
+    process: WorkerProcess, child: Child, logged: list[dict[str, Any]]
+) -> None:
+    asked = [asyncio.create_task(process.ask(wire.Forget(number, "s"))) for number in (1, 2)]
+    await until(lambda: process.in_hand == 2)
+    child.says(done(1, rows=b"not arrow"))
+    await process.run()
+    for request in asked:
+        with pytest.raises(WorkerGone):
+            await request
+    assert "the rows of an answer cannot be read" in named(logged, "worker.garbled")[0]["what"]
+
+
+async def test_an_answer_that_nobody_asked_for_is_the_end_of_a_process(
+    process: WorkerProcess, child: Child, logged: list[dict[str, Any]]
+) -> None:
+    child.says(wire.Finished(5))
+    await process.run()
+    assert named(logged, "worker.garbled")[0]["what"] == "a message cannot be taken: KeyError: 5"
+
+
+async def test_what_a_process_said_last_is_heard(
+    process: WorkerProcess, child: Child, logged: list[dict[str, Any]]
+) -> None:
+    answer = process.post(wire.Forget(1, "s"))
+    child.says(wire.LogLine("info", "handler.output", {"text": "x"}), wire.Finished(1))
+    await process.close()
+    assert await answer == wire.Finished(1)
+    assert (process.lost, len(named(logged, "handler.output"))) == (frozenset(), 1)
+
+
+async def test_a_process_that_ends_while_it_loads_is_not_waited_for_though_another_holds_its_socket(
+    process: WorkerProcess, child: Child
+) -> None:
+    loading = asyncio.create_task(process.loaded())
+    child.over.set()
+    with pytest.raises(WorkerGone):
+        await loading
+
+
+async def test_why_a_handler_cannot_be_loaded_is_told_though_the_process_has_ended(
+    process: WorkerProcess, child: Child
+) -> None:
+    child.says(wire.failed(0, HandlerInvalid("No.", advice="Mend it.")))
+    await process.close()
+    with pytest.raises(HandlerInvalid):
+        await process.loaded()
+
+
+async def test_a_line_that_cannot_be_logged_costs_nothing_else(process: WorkerProcess, child: Child) -> None:
+    answer = process.post(wire.Forget(1, "s"))
+    child.says(wire.LogLine("info", "handler.output", {"event": "twice"}), wire.Finished(1))
+    assert await answer == wire.Finished(1)
 
 
 def _sent(send: Callable[[], bool]) -> bool:
