@@ -17,20 +17,17 @@ _T = TypeVar("_T")
 class Flag:
     """As ``asyncio.Event``, in 100 bytes."""
 
-    __slots__ = ("_set", "_waiters")
+    __slots__ = ("_waiters", "up")
 
     def __init__(self) -> None:
         """Begin unset."""
-        self._set = False
-        self._waiters: list[asyncio.Future[None]] | None = None
-
-    def is_set(self) -> bool:
+        self.up = False
         """Whether it is set."""
-        return self._set
+        self._waiters: list[asyncio.Future[None]] | None = None
 
     def set(self) -> None:
         """Set it, and wake whoever waits."""
-        self._set = True
+        self.up = True
         waiters, self._waiters = self._waiters, None
         for each in waiters or ():
             if not each.done():
@@ -38,11 +35,11 @@ class Flag:
 
     def clear(self) -> None:
         """Unset it."""
-        self._set = False
+        self.up = False
 
     async def wait(self) -> None:
         """Return once it is set, or was for a moment."""
-        if self._set:
+        if self.up:
             return
         if self._waiters is None:
             self._waiters = []

@@ -25,7 +25,6 @@ from mldserver.protocol.messages import (
     Shutdown,
     ShutdownReason,
     ShutdownRequested,
-    Status,
     Version,
 )
 
@@ -71,11 +70,9 @@ def decode(line: Line) -> PeerMessage:
     return reader(message)
 
 
-def encode(message: Status | CheckpointRequest) -> bytes:
-    """Return the line for one of our messages, LF included."""
+def encode(message: CheckpointRequest) -> bytes:
+    """Return the line that asks for a checkpoint, LF included."""
     keys: dict[str, Any]
-    if isinstance(message, Status):
-        return _status(message.response_for)
     if message.version is Version.V1:
         keys = {"action": "checkpoint", "checkpoint": message.sequence_number}
     else:
@@ -88,7 +85,8 @@ def encode(message: Status | CheckpointRequest) -> bytes:
 
 
 @functools.lru_cache(maxsize=16)  # there are seven actions
-def _status(response_for: str) -> bytes:
+def encode_status(response_for: str) -> bytes:
+    """Return the line that answers an action, LF included: sent exactly once for each request."""
     keys = {"action": "status", "responseFor": response_for}
     return orjson.dumps(keys, option=orjson.OPT_APPEND_NEWLINE)
 

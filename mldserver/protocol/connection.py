@@ -7,13 +7,13 @@ The shell feeds ``receive_data``, ``receive_eof`` and ``timer_fired``, gives com
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final, cast
 
 import msgspec
 
 from mldserver.errors import InternalError, PeerError, PeerTimeout, ProtocolViolation
 from mldserver.protocol import events as ev
-from mldserver.protocol.codec import decode, encode
+from mldserver.protocol.codec import decode, encode, encode_status
 from mldserver.protocol.events import CloseReason, Timer
 from mldserver.protocol.fields import excerpt
 from mldserver.protocol.framing import LineFramer
@@ -27,7 +27,6 @@ from mldserver.protocol.messages import (
     Shutdown,
     ShutdownReason,
     ShutdownRequested,
-    Status,
     Version,
 )
 from mldserver.protocol.retries import BATCH_RETRIES, CHECKPOINT_ERRORS, END_RETRIES, RetryPolicy
@@ -94,30 +93,22 @@ class MLDConnection:
         self._limits = limits
         self._random = random
         self._framer = LineFramer(limits.line_limit)
-        self._state = State.AWAITING_INITIALIZE
+        self.state = State.AWAITING_INITIALIZE
+        """Where the connection is; read only."""
         self._version = Version.V2
         self._request: RequestMessage | None = None
         self._response_for = ""
         self._position: Sequence | None = None
         self._attempts = 0
         self._error_name = ""
-        self._gone = False
+        self.checkpoints_stopped = False
+        """Whether the daemon said that the lease is gone; read only."""
         self._begun = 0
         """Bytes of the incomplete line when its timer was started last."""
         self._timers: set[Timer] = set()
         self._out: list[bytes] = []
         self._events: list[ev.Event] = []
         self._start(Timer.INITIALIZE, limits.initialize_timeout_seconds)
-
-    @property
-    def state(self) -> State:
-        """Where the connection is."""
-        return self._state
-
-    @property
-    def checkpoints_stopped(self) -> bool:
-        """Whether the daemon said that the lease is gone."""
-        return self._gone
 
     def data_to_send(self) -> list[bytes]:
         """Return what must be written, in order, and forget it."""
@@ -135,10 +126,10 @@ class MLDConnection:
         Returns how many bytes of an incomplete line are held now. Never raises: what is wrong with them ends this
         connection, with Failed.
         """
-        if self._state is State.CLOSED:
+        if self.state is State.CLOSED:
             return self._framer.pending
         lines = self._framer.feed(data, size)
-        if lines:
+        if lines and self._timers:
             self._cancel(Timer.PARTIAL_LINE)
         for line in lines:
             self._receive_line(line)
@@ -149,7 +140,7 @@ class MLDConnection:
 
     def receive_eof(self) -> None:
         """Take the end of the peer's data. A line without its end is reported and dropped."""
-        if self._state is not State.CLOSED:
+        if self.state is not State.CLOSED:
             self._step(Input.EOF)
 
     def timer_fired(self, name: Timer, *, patient: bool = True) -> None:
@@ -181,7 +172,7 @@ class MLDConnection:
 
         Raises InternalError when none is outstanding, or a checkpoint is, or a shard's end is not checkpointed.
         """
-        self._step(Input.ANSWER_GONE if self._gone else Input.ANSWER)
+        self._step(Input.ANSWER_GONE if self.checkpoints_stopped else Input.ANSWER)
 
     def checkpoint(self, position: Sequence | None) -> None:
         """Ask for a checkpoint at ``position``; None: at everything delivered, which at a shard's end is SHARD_END.
@@ -190,10 +181,10 @@ class MLDConnection:
         sent: a position inside an aggregate is then the caller's error. Raises InternalError where the daemon would
         refuse a checkpoint, and for a position at a shard's end.
         """
-        if self._state is State.ENDING and position is not None:
+        if self.state is State.ENDING and position is not None:
             raise InternalError(f"A shard's end is checkpointed as a whole, not at {position}.")
-        command = Input.CHECKPOINT_GONE if self._gone else Input.CHECKPOINT
-        if command in TABLE[self._state]:
+        command = Input.CHECKPOINT_GONE if self.checkpoints_stopped else Input.CHECKPOINT
+        if command in TABLE[self.state]:
             self._position, self._attempts = position, 0
         self._step(command)
 
@@ -210,7 +201,7 @@ class MLDConnection:
         self._step(Input.CLOSE)
 
     def _receive_line(self, line: Line) -> None:
-        if self._state is State.CLOSED:  # an earlier line of the same bytes ended it
+        if self.state is State.CLOSED:  # an earlier line of the same bytes ended it
             return
         try:
             message = decode(line)
@@ -218,13 +209,13 @@ class MLDConnection:
             self._fault(error)
             return
         action = ""
-        if isinstance(message, CheckpointReply):
+        if (known := _REQUESTS.get(type(message))) is not None:
+            happened, action = known
+        elif isinstance(message, CheckpointReply):
             happened = self._classify(message)
-        elif isinstance(message, Shutdown):
-            happened, action = _SHUTDOWNS[message.reason], "shutdown"
         else:
-            happened, action = _REQUESTS[type(message)]
-        if happened not in TABLE[self._state]:
+            happened, action = _SHUTDOWNS[cast("Shutdown", message).reason], "shutdown"
+        if happened not in TABLE[self.state]:
             self._violation(happened, line)
             return
         if not isinstance(message, CheckpointReply):
@@ -236,9 +227,9 @@ class MLDConnection:
             return Input.STORED
         self._error_name = reply.error
         kind = CHECKPOINT_ERRORS.get(reply.error, Input.REFUSED)
-        row = TABLE[self._state].get(kind)
+        row = TABLE[self.state].get(kind)
         again = row is not None and Action.RETRY_LATER in row.actions
-        if again and self._attempts >= self._policy(self._state).attempts:
+        if again and self._attempts >= self._policy(self.state).attempts:
             return Input.EXHAUSTED
         return kind
 
@@ -246,8 +237,8 @@ class MLDConnection:
         return self._limits.end_retries if asked_in is State.ENDING_CHECKPOINT else self._limits.retries
 
     def _violation(self, happened: Input, line: Line) -> None:
-        if self._state in _TURNS:
-            what = f"{happened} came in state {self._state}, where it is not allowed."
+        if self.state in _TURNS:
+            what = f"{happened} came in state {self.state}, where it is not allowed."
         else:
             what = f"{happened} came while {self._response_for} was not answered yet."
         self._fault(ProtocolViolation(what, did=_CLOSED_IT, excerpt=excerpt(line)))
@@ -257,13 +248,13 @@ class MLDConnection:
 
     def _check_partial(self) -> None:
         """Judge what is left of the bytes: an incomplete line, or one that is too long already."""
-        if self._state is State.CLOSED:
+        if self.state is State.CLOSED:
             return
         if self._framer.error is not None:
             self._fault(self._framer.error)
         elif self._framer.pending == 0:
             self._cancel(Timer.PARTIAL_LINE)
-        elif self._state in WORKING and not self._framer.pending_blank:
+        elif self.state in WORKING and not self._framer.pending_blank:
             # The daemon speaks only when it is its turn, so nothing of it needs to be buffered in ours.
             self._fault(
                 ProtocolViolation(
@@ -291,11 +282,11 @@ class MLDConnection:
 
     def _step(self, happened: Input, error: MldserverError | None = None) -> None:
         """Take the row of the table. Raises InternalError when there is none: only our own side asks unseen."""
-        before = self._state
+        before = self.state
         row = TABLE[before].get(happened)
         if row is None:
             raise InternalError(f"{happened} is not possible in state {before}.", state=str(before))
-        self._state = row.to
+        self.state = row.to
         if row.to is not before:
             self._events.append(ev.StateChanged(before, row.to, happened))
         step = _Step(before, happened, error)
@@ -312,7 +303,7 @@ class MLDConnection:
         self._request = None  # a batch's line may be large, and is no longer ours
 
     def _send_status(self, _step: _Step) -> None:
-        self._out.append(encode(Status(self._response_for)))
+        self._out.append(encode_status(self._response_for))
 
     def _send_checkpoint(self, _step: _Step) -> None:
         self._attempts += 1
@@ -324,7 +315,7 @@ class MLDConnection:
         self._events.append(ev.CheckpointStored(self._position, self._attempts))
 
     def _tell_stopped(self, _step: _Step) -> None:
-        self._gone = True
+        self.checkpoints_stopped = True
         self._events.append(ev.CheckpointsStopped(self._position))
 
     def _tell_failed(self, _step: _Step) -> None:

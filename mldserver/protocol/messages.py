@@ -22,7 +22,6 @@ __all__ = [
     "Shutdown",
     "ShutdownReason",
     "ShutdownRequested",
-    "Status",
     "Version",
 ]
 
@@ -99,13 +98,6 @@ RequestMessage = Initialize | ProcessRecords | LeaseLost | ShardEnded | Shutdown
 
 PeerMessage = RequestMessage | CheckpointReply
 """What the daemon can send."""
-
-
-class Status(msgspec.Struct, frozen=True):
-    """Our answer to a request, sent exactly once."""
-
-    response_for: str
-    """The action answered: ``initialize``, ``processRecords``, ``shutdown`` …"""
 
 
 class CheckpointRequest(msgspec.Struct, frozen=True):

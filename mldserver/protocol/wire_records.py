@@ -44,8 +44,8 @@ _NAMES: Final = {
 _FEW: Final = 16
 """Records for which numpy costs more than it saves."""
 _ZERO: Final = np.uint8(ord("0"))
-_NINE: Final = 9
-_LF: Final = ord("\n")
+_NINE: Final = np.uint8(ord("9"))
+_LF: Final = np.uint8(ord("\n"))
 _Arrival = Annotated[int, msgspec.Meta(ge=0, le=MAX_ARRIVAL_MS)]
 _Long = Annotated[int, msgspec.Meta(ge=0, le=MAX_LONG)]
 
@@ -124,27 +124,25 @@ class FastDecoder:
         if self._last is not None and type(self._last._text) is bytes:  # noqa: SLF001  # of this module
             self._reads, self._last = True, None
         lazy = self._large and not self._reads
+        decoder = (self._lazy if lazy else self._eager) or self._made(lazy=lazy)
         try:
-            message = self._decoder(lazy).decode(line)
+            message = decoder.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
         records = message.records
         if records:
             self._large = len(line) > LARGE_RECORD * len(records)
-            if not _rising([record.sequence_text for record in records], records):
+            if not (is_sequence(records[0].sequence_text) if len(records) == 1 else _rising(records)):
                 return None
             if lazy:
                 self._last = records[-1]
         return DecodedBatch(records, message.millisBehindLatest)
 
-    def _decoder(self, lazy: bool) -> msgspec.json.Decoder[Any]:  # noqa: FBT001  # private
-        decoder = self._lazy if lazy else self._eager
-        if decoder is None:
-            decoder = _decoder_of(_LazyRecord if lazy else _EagerRecord, self._shard_id)
-            if lazy:
-                self._lazy = decoder
-            else:
-                self._eager = decoder
+    def _made(self, *, lazy: bool) -> msgspec.json.Decoder[Any]:
+        if lazy:
+            decoder = self._lazy = _decoder_of(_LazyRecord, self._shard_id)
+        else:
+            decoder = self._eager = _decoder_of(_EagerRecord, self._shard_id)
         return decoder
 
 
@@ -163,29 +161,39 @@ def _decoder_of(base: type[msgspec.Struct], shard_id: str) -> msgspec.json.Decod
     return msgspec.json.Decoder(message)
 
 
-def _rising(numbers: list[str], records: list[Any]) -> bool:
-    """Whether all are sequence numbers, and in order."""
-    if not _are_digits_of_one_width(numbers):
+def _rising(records: list[Any]) -> bool:
+    """Whether all have sequence numbers, and are in order."""
+    numbers = [record.sequence_text for record in records]
+    rising = _as_one_table(numbers)
+    if rising is None:
         if not all(map(is_sequence, numbers)):
             return False
         numbers = [number.rjust(MAX_SEQUENCE_DIGITS, "0") for number in numbers]
-    if all(map(lt, numbers, islice(numbers, 1, None))):
+        rising = all(map(lt, numbers, islice(numbers, 1, None)))
+    if rising:
         return True
     places = list(zip(numbers, [record.sub_sequence_number for record in records], strict=True))
     return all(map(le, places, islice(places, 1, None)))
 
 
-def _are_digits_of_one_width(numbers: list[str]) -> bool:
-    """Whether each is a text of as many ASCII digits, 1 to 129: looked at as one array of bytes, not one by one.
+def _as_one_table(numbers: list[str]) -> bool | None:
+    """Return whether each is above the one before it, if each is a text of as many ASCII digits, 1 to 129; else None.
 
-    Of few records it says no, since then it is quicker to look at each.
+    They are looked at as one array of bytes, not one by one. Of few records it says None: each is quicker to look at.
     """
-    if len(numbers) < _FEW:
-        return False
     width = len(numbers[0])
-    table = np.frombuffer(("\n".join(numbers) + "\n").encode(), np.uint8)
-    if 0 < width <= MAX_SEQUENCE_DIGITS and len(table) == len(numbers) * (width + 1):
-        table = table.reshape(len(numbers), width + 1)
-        # Line ends in the last column, and only there: all are of this width. What is below "0" wraps around.
-        return bool((table[:, :-1] - _ZERO <= _NINE).all() and (table[:, -1] == _LF).all())
-    return False
+    if len(numbers) < _FEW or not 0 < width <= MAX_SEQUENCE_DIGITS:
+        return None
+    lines = ("\n".join(numbers) + "\n").encode()
+    if len(lines) != len(numbers) * (width + 1):
+        return None
+    table = np.frombuffer(lines, np.uint8)
+    # Line ends in the last column, and only there: all are of this width.
+    if (
+        np.count_nonzero(table < _ZERO) != len(numbers)
+        or table.max() > _NINE
+        or (table[width :: width + 1] != _LF).any()
+    ):
+        return None
+    texts = np.frombuffer(lines, f"S{width + 1}")
+    return bool((texts[1:] > texts[:-1]).all())

@@ -209,12 +209,12 @@ class Lane:
             self._settle_each(step, returned)
         else:
             self._hear(step, partial(self._judge, step, returned))
-        if self.returned and self.plan.idle:
+        if self.returned and (self.plan.idle or step.halved):
             # Rows of single calls are built once: a table for what stands between two failures would cost far more.
             made, self.returned = self.returned, []
             indices = made[0][0] if len(made) == 1 else [index for each, _ in made for index in each]
             pairs = itertools.chain.from_iterable([zip(each, values, strict=True) for each, values in made])
-            self._hear(Step(indices), lambda: _came(self.tools.rows.build(pairs)))
+            self._hear(Step(indices, halved=step.halved), lambda: _came(self.tools.rows.build(pairs)))
 
     def _hear(self, step: Step, judge: Callable[[], _Came]) -> None:
         """Let the plan hear what came of a step.

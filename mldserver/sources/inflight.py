@@ -144,7 +144,8 @@ class UnderWay(Generic[_T]):
         self._has_room = has_room
         self._early = early
         self._clock = clock
-        self._batches: list[Batch[_T]] = []
+        self.batches: list[Batch[_T]] = []
+        """In order; read only."""
         self._come = Flag()
         self._idle = Flag()
         self._idle.set()
@@ -153,16 +154,15 @@ class UnderWay(Generic[_T]):
         self.incomplete = False
         """Whether something of what was submitted was not taken, and will not be: none of what follows it may be."""
 
-    def __len__(self) -> int:
-        return len(self._batches)
-
     @property
     def bytes(self) -> int:
         """What the lines of all batches take."""
-        return sum(batch.size for batch in self._batches)
+        return sum(batch.size for batch in self.batches)
 
-    async def submit(self, line: Line, *, late: bool = False) -> _T | None:
+    async def submit(self, line: Line, received_ms: int, *, late: bool = False) -> _T | None:
         """Work on a batch behind those before it; ``late``: it has taken too long already.
+
+        ``received_ms``: when it came, by steady time.
 
         Returns what the work came to, or None when the daemon is to be answered while it goes on. Raises what the
         work raises, and RuntimeError after ``drop`` and after a failure.
@@ -170,8 +170,8 @@ class UnderWay(Generic[_T]):
         if self._over:
             self._freed(len(line))
             raise RuntimeError("batches were given up, or have failed: none may follow them")
-        batch: Batch[_T] = Batch(line, self._clock.steady_ms(), asyncio.get_running_loop().create_future())
-        self._batches.append(batch)
+        batch: Batch[_T] = Batch(line, received_ms, asyncio.get_running_loop().create_future())
+        self.batches.append(batch)
         self._idle.clear()
         self._come.set()
         if late:
@@ -199,7 +199,7 @@ class UnderWay(Generic[_T]):
     def answer_early(self) -> None:
         """Answer the last batch while the work on it goes on; not while its shard is held back."""
         batch = self._unanswered()
-        if batch is not None and not self._batches[0].handled and self._has_room():
+        if batch is not None and not self.batches[0].handled and self._has_room():
             batch.answer.set_result(None)
 
     async def idle(self) -> None:
@@ -220,7 +220,7 @@ class UnderWay(Generic[_T]):
             self._freed(batch.size)
 
     def _give_up(self, error: Exception | None = None) -> int:
-        given_up, self._batches = self._batches, []
+        given_up, self.batches = self.batches, []
         self._over = True
         self.incomplete |= bool(given_up)
         for batch in given_up:
@@ -233,9 +233,9 @@ class UnderWay(Generic[_T]):
     async def _work_on(self) -> None:
         while not self._over:
             await self._come.wait()
-            while self._batches:
-                await self._see_to(self._batches[0])
-                del self._batches[:1]
+            while self.batches:
+                await self._see_to(self.batches[0])
+                del self.batches[:1]
             self._come.clear()
             self._idle.set()
 
@@ -254,5 +254,5 @@ class UnderWay(Generic[_T]):
                 batch.answer.set_result(result)
 
     def _unanswered(self) -> Batch[_T] | None:
-        last = self._batches[-1] if self._batches else None
+        last = self.batches[-1] if self.batches else None
         return None if last is None or last.answered else last

@@ -20,6 +20,7 @@ from mldserver.protocol import events as ev
 from mldserver.protocol.connection import MLDConnection
 from mldserver.protocol.events import CloseReason, Timer
 from mldserver.protocol.messages import Initialize, ProcessRecords
+from mldserver.protocol.states import State
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from mldserver.errors import MldserverError
     from mldserver.protocol.connection import ConnectionLimits
     from mldserver.protocol.messages import Line, RequestMessage
-    from mldserver.protocol.states import State
     from mldserver.records import Sequence
     from mldserver.sources.unread import ReadBudget
 
@@ -88,10 +88,13 @@ class Link(asyncio.BufferedProtocol):
         """Bytes of the batches that are worked on."""
         self._state_before: State | None = None
         self._asked_at = 0.0
-        self.closed = False
-        """Whether the protocol is over."""
         self._closed = Flag()
         self._gone = Flag()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the protocol is over."""
+        return self._core.state is State.CLOSED
 
     # The loop's side.
 
@@ -165,15 +168,13 @@ class Link(asyncio.BufferedProtocol):
 
     def answer(self) -> None:
         """Send the status for the outstanding request."""
-        if not self.closed:
+        if self._core.state is not State.CLOSED:
             self._core.answer()
             self._pump()
 
     def processed(self, size: int) -> None:
         """Note that the line of a batch, of ``size`` bytes, is no longer held."""
-        self._held -= size
-        if not self._gone.is_set():
-            self._budget.set_whole(self, self._held)
+        self.hold(-size)
 
     def has_room(self) -> bool:
         """Whether more lines may be held while those that are there are worked on."""
@@ -227,7 +228,9 @@ class Link(asyncio.BufferedProtocol):
             for data in self._core.data_to_send():
                 self._transport.write(data)
         for event in happened:
-            if type(event) is not ev.StateChanged:
+            if type(event) is ev.Request:
+                self._deliver(event.message)
+            elif type(event) is not ev.StateChanged:
                 self._carry_out(event)
             else:
                 self._state_before = event.from_state
@@ -238,8 +241,6 @@ class Link(asyncio.BufferedProtocol):
 
     def _carry_out(self, event: ev.Event) -> None:  # noqa: C901  # one case for each kind of event
         match event:
-            case ev.Request(message):
-                self._deliver(message)
             case ev.CheckpointStored(position):
                 seconds = self._loop.time() - self._asked_at
                 self.log.debug("checkpoint.done", sequence=_shown(position), seconds=seconds)
@@ -271,11 +272,13 @@ class Link(asyncio.BufferedProtocol):
                     timer.cancel()
 
     def _deliver(self, message: RequestMessage) -> None:
-        if isinstance(message, Initialize):
+        if isinstance(message, ProcessRecords):
+            # What came behind it may have ended the connection already.
+            if self.closed or (self.at_once is not None and self.at_once(message.line)):
+                return
+        elif isinstance(message, Initialize):
             self._initialized = True
             self.log = self.log.bind(shard=message.shard_id)
-        elif isinstance(message, ProcessRecords) and self.at_once is not None and self.at_once(message.line):
-            return
         self.wake(message)
 
     def wake(self, message: RequestMessage) -> None:
@@ -287,7 +290,8 @@ class Link(asyncio.BufferedProtocol):
     def hold(self, size: int) -> None:
         """Note that the line of a batch, of ``size`` bytes, is held while it is worked on."""
         self._held += size
-        self._budget.set_whole(self, self._held)
+        if not self._gone.up:
+            self._budget.set_whole(self, self._held)
 
     def _resolve(self, outcome: CheckpointOutcome) -> None:
         if self._reply is not None and not self._reply.done():
@@ -320,7 +324,6 @@ class Link(asyncio.BufferedProtocol):
         elif cut_off and reason in _BY_PEER:
             what = f"The peer closed inside a line; its {cut_off} bytes were dropped."
             self.log.warning("connection.failed", reason=str(reason), peer=self.peer, what=what)
-        self.closed = True
         self._closed.set()
         self._resolve(CheckpointOutcome.CLOSED)
         self._requests.put(None)

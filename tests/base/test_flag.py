@@ -13,11 +13,11 @@ async def test_a_flag_wakes_all_who_wait_and_lets_later_ones_pass_until_it_is_cl
     flag = Flag()
     waiting = [asyncio.create_task(flag.wait()) for _ in range(3)]
     await asyncio.sleep(0)
-    assert not flag.is_set()
+    assert not flag.up
     flag.set()
     await asyncio.gather(*waiting)
     await flag.wait()
-    assert flag.is_set()
+    assert flag.up
     flag.clear()
     late = asyncio.create_task(flag.wait())
     await asyncio.sleep(0)

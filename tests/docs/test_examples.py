@@ -17,8 +17,8 @@ from support.pages import PAGES, ROOT, Example, examples
 
 from mldserver.cli import command_line, demo
 from mldserver.config import resolve
-from mldserver.protocol.codec import decode, encode
-from mldserver.protocol.messages import CheckpointRequest, Status, Version
+from mldserver.protocol.codec import decode, encode, encode_status
+from mldserver.protocol.messages import CheckpointRequest, Version
 from mldserver.runtime.trial_child import report
 from mldserver.testing.playground import read_lines
 
@@ -149,7 +149,7 @@ def test_messages_are_read_and_written_as_they_stand(example: Example) -> None:
         for line in example.text.splitlines():
             assert decode(line.encode())
         return
-    written = [encode(Status("initialize")), encode(CheckpointRequest("7", 0, Version.V2))]
+    written = [encode_status("initialize"), encode(CheckpointRequest("7", 0, Version.V2))]
     assert [json.loads(line) for line in written] == [json.loads(line) for line in example.text.splitlines()]
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mldserver.errors import DecodeError
-from mldserver.protocol.codec import CONTROL_LIMIT, decode, encode
+from mldserver.protocol.codec import CONTROL_LIMIT, decode, encode, encode_status
 from mldserver.protocol.messages import (
     CheckpointReply,
     CheckpointRequest,
@@ -22,7 +22,6 @@ from mldserver.protocol.messages import (
     Shutdown,
     ShutdownReason,
     ShutdownRequested,
-    Status,
     Version,
 )
 
@@ -146,7 +145,7 @@ def test_no_values_raise_anything_but_a_decode_error(action: str, fields: dict[s
 
 @pytest.mark.parametrize("action", ["initialize", "processRecords", "shutdown"])
 def test_a_status_has_exactly_its_two_keys_in_compact_json(action: str) -> None:
-    assert encode(Status(action)) == b'{"action":"status","responseFor":"%s"}\n' % action.encode()
+    assert encode_status(action) == b'{"action":"status","responseFor":"%s"}\n' % action.encode()
 
 
 def test_a_checkpoint_has_the_keys_of_its_version() -> None:

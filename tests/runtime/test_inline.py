@@ -13,6 +13,7 @@ from mldserver.records import Sequence, Shard
 from mldserver.runtime.calls import Caller
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
 from mldserver.runtime.interface import BatchOutcome, outcome_of
+from mldserver.runtime.values import Converter
 
 ONE = FailurePolicy(attempts=1)
 HALT = FailurePolicy(on_failure=OnFailure.HALT)
@@ -79,6 +80,30 @@ async def test_a_value_with_an_equality_of_its_own_is_no_row_and_harms_no_other(
     await runtime.open(shard)
     outcome = await outcome_of(runtime.begin(kit.delivery(1, 2, 3)))
     assert (column(outcome, "n"), kit.dead(outcome)) == ([1], [2])
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_rows_that_cannot_be_built_together_are_built_one_by_one(
+    kit: Any, shard: Any, column: Any, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array, called = Converter.array, []
+
+    def too_much(self: Converter, values: Any) -> Any:
+        if len(values) > 1:
+            raise MemoryError
+        return array(self, values)
+
+    monkeypatch.setattr(Converter, "array", too_much)
+
+    def process_record(record: Any) -> tuple[int]:
+        called.append(record)
+        return (record.sequence_number,)
+
+    runtime = await kit.start(at_once=at_once, policy=ONE, schema=SCHEMA, process_record=process_record)
+    await runtime.open(shard)
+    outcome = await outcome_of(runtime.begin(kit.delivery(1, 2, 3)))
+    assert (column(outcome, "n"), kit.dead(outcome)) == ([1, 2, 3], [])
+    assert len(called) <= 9  # all, then by halves
 
 
 async def test_a_call_that_has_held_up_the_loop_for_too_long_is_told(

@@ -335,3 +335,50 @@ async def test_batches_are_told_together_and_unusual_ones_by_themselves(
     assert "rows" not in line
     levels = [(each["level"], each["attempts"]) for each in named(logged, "batch.done")]
     assert levels == [("debug", 1), ("info", 3), ("debug", 1)]
+
+
+@pytest.mark.parametrize("behind", [b"x", b'{"action":"leaseLost"}\n'])
+async def test_what_comes_behind_a_batch_that_is_not_answered_ends_the_connection(
+    lazily: House, behind: bytes
+) -> None:
+    runtime = AtOnce(lazily)
+    daemon = await lazily.connect()
+    await daemon.initialize()
+    await daemon.send(b'{"action":"processRecords","records":[],"millisBehindLatest":0}\n' + behind)
+    assert await daemon.reader.read() == b""
+    await daemon.close()
+    await lazily.listener.drain()
+    assert (runtime.begun, lazily.listener.connections) == (0, 0)
+    assert lazily.intake.shards[0].calls == ["disconnected"]
+
+
+async def test_a_visitor_whose_turn_has_come_is_not_overtaken_by_a_batch(lazily: House) -> None:
+    claim = lazily.listener.owners.take("shard")
+    claim.hold()
+
+    async def visit() -> None:
+        async with claim.visit():
+            assert not claim.free
+
+    visitor = asyncio.create_task(visit())
+    await asyncio.sleep(0)
+    claim.let_go()
+    assert not claim.lock.locked()
+    assert not claim.free
+    await visitor
+    assert claim.free
+
+
+async def test_its_deadline_goes_on_when_it_goes_over_to_the_connections_task() -> None:
+    clock = VirtualClock()
+    async with serving(clock=clock, answer_deadline=20) as house:
+        house.intake.prepare = lambda shard: setattr(shard, "eager", False)
+        runtime = AtOnce(house)
+        daemon, future = await posted(house, runtime)
+        await clock.advance(19)
+        future.set_result(runtime.rest(1))
+        await asyncio.sleep(0.01)
+        await clock.advance(2)
+        await daemon.answered("processRecords")
+        assert house.intake.shards[0].calls == ["began"]
+        runtime.go_on.set()

@@ -65,7 +65,7 @@ class Bench:
     async def submit(self, *lines: str) -> None:
         """Do as a daemon does: the next batch comes when the last is answered."""
         for line in lines:
-            self.note("answer", await self.under_way.submit(line.encode()))
+            self.note("answer", await self.under_way.submit(line.encode(), self.clock.steady_ms()))
 
 
 def play(act: Act, *, deadline: float | None = 20) -> Bench:
@@ -173,7 +173,7 @@ def test_after_a_failure_nothing_is_worked_on_that_was_answered_already() -> Non
 def test_each_line_is_given_back_once_however_its_batch_leaves() -> None:
     async def act(bench: Bench) -> None:
         await bench.submit("1", "50")
-        bench.under_way.free(bench.under_way._batches[0])
+        bench.under_way.free(bench.under_way.batches[0])
         await bench.submit("600")
         await bench.under_way.drop()
         assert bench.under_way.incomplete
@@ -184,12 +184,12 @@ def test_each_line_is_given_back_once_however_its_batch_leaves() -> None:
 def test_what_is_under_way_can_be_dropped_and_then_none_may_follow() -> None:
     async def act(bench: Bench) -> None:
         await bench.submit("100", "1")
-        assert (len(bench.under_way), bench.under_way.bytes) == (2, 4)
+        assert (len(bench.under_way.batches), bench.under_way.bytes) == (2, 4)
         assert await bench.under_way.drop() == 2
-        assert (bench.seconds(), bench.working, len(bench.under_way)) == (40, 0, 0)
+        assert (bench.seconds(), bench.working, len(bench.under_way.batches)) == (40, 0, 0)
         await bench.under_way.idle()
         with pytest.raises(RuntimeError, match="none may follow"):
-            await bench.under_way.submit(b"1")
+            await bench.under_way.submit(b"1", 0)
 
     assert [each[1:] for each in play(act).told] == [("answer", None), ("answer", None)]
 

@@ -247,3 +247,10 @@ async def test_a_connection_that_the_server_cuts_is_not_blamed_on_the_daemon(log
     told = [event["what"] for event in logged if event["event"] == "connection.failed"]
     assert len(told) == 1
     assert told[0].startswith("The server stops and cut the connection")
+
+
+async def test_a_batch_that_goes_over_to_the_task_of_a_connection_that_is_gone_is_not_counted() -> None:
+    link, _ = initialized()
+    link.connection_lost(None)
+    link.wake(ProcessRecords(BATCH))
+    assert link._budget.held == 0
