@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast
 
 from mldserver.base.aio import aside
 from mldserver.base.aws import aws_client
-from mldserver.config import RemoteOut, SqlitePlace, UnixAddress, home, ledger_file, sink_of
+from mldserver.config.kinds import UnixAddress
+from mldserver.config.locations import RemoteOut, SqlitePlace
+from mldserver.config.resolve import home, ledger_file, sink_of
 from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
 from mldserver.coordinator.core.peers import DRAIN
 from mldserver.coordinator.core.shape import Column, Shape
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mldserver.base.clock import Clock
-    from mldserver.config import Settings
+    from mldserver.config.settings import Settings
     from mldserver.coordinator.redrive_intake import Destination
     from mldserver.handler.spec import HandlerSpec
     from mldserver.jobs.engine import Engine

@@ -80,6 +80,7 @@ def test_exit_code_2_is_for_what_the_next_start_would_meet_again() -> None:
         "HandlerError",
         "HandlerHalted",
         "HandlerInvalid",
+        "HandlerLost",
         "HandlerNotFound",
         "JavaError",
         "LedgerUnusable",

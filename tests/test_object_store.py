@@ -17,7 +17,8 @@ from support.serving import serving, until
 
 from mldserver.cli.ledger import create_ledger
 from mldserver.cli.ledger_tool import Where
-from mldserver.config import RemoteOut, resolve
+from mldserver.config.locations import RemoteOut
+from mldserver.config.resolve import resolve
 from mldserver.output.layout import OUTPUTS, SEGMENTS
 from mldserver.output.manifest import MANIFESTS, current_files
 from mldserver.output.store import OutputStore
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from mldserver.config import Settings
+    from mldserver.config.settings import Settings
 
 HANDLER = '''
 """One row for each record; ten-second windows over the record's own time."""
@@ -47,7 +48,7 @@ def process_record(record):
 CHILD = """
 import asyncio, json, sys
 from pathlib import Path
-from mldserver.config import resolve
+from mldserver.config.resolve import resolve
 from mldserver.observe.logging import logging_to
 from mldserver.server import Server
 from mldserver.testing import LocalEngine

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from support.serving import quick, serving, until
 
-from mldserver.config import ledger_file
+from mldserver.config.resolve import ledger_file
 from mldserver.testing import FakeMLD, FakeStream, Habits
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ import pyarrow.dataset as ds
 import pytest
 from support.serving import connect, no_aws, quick, serving, until
 
-from mldserver.config import TcpAddress, UnixAddress, ledger_file
+from mldserver.config.kinds import TcpAddress, UnixAddress
+from mldserver.config.resolve import ledger_file
 from mldserver.errors import WindowFailed
 from mldserver.ledger.sqlite import SqliteLedger
 from mldserver.server import EXIT_FAULT, EXIT_FORCED, EXIT_OPERATOR, Server

@@ -87,8 +87,8 @@ def command_line(arguments: Sequence[str]) -> App:
     )
     called = next(iter(arguments), None)
     for name, text in _COMMANDS.items():
-        module = name.replace("-", "_")
-        app.command(f"mldserver.cli.{module}:app", name=name, help=None if name == called else text)
+        where = "serve:drain_app" if name == "drain" else f"{name.replace('-', '_')}:app"
+        app.command(f"mldserver.cli.{where}", name=name, help=None if name == called else text)
     return app
 
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Final
 
 from mldserver.base.disk import make_folder, sync
 from mldserver.cli.ledger_tool import HERE, AsJson, Where, answer, as_operator_errors, details, settings_at
-from mldserver.config import RemoteOut, SqlitePlace, home, ledger_file
+from mldserver.config.locations import RemoteOut, SqlitePlace
+from mldserver.config.resolve import home, ledger_file
 from mldserver.errors import OperatorError
 from mldserver.ledger.book import Book
 from mldserver.ledger.sqlite import SqliteStore, go_on_from
@@ -23,7 +24,7 @@ from mldserver.ledger.sqlite_file import copy_whole, pipeline_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from mldserver.config import Settings
+    from mldserver.config.settings import Settings
     from mldserver.ledger.contract import LedgerState
     from mldserver.output.store import OutputStore
 

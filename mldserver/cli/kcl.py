@@ -20,7 +20,8 @@ from mldserver.base.backoff import Backoff
 from mldserver.base.clock import SystemClock
 from mldserver.base.redaction import java_option
 from mldserver.cli.stdio import working_directory
-from mldserver.config import TcpAddress, resolve
+from mldserver.config.kinds import TcpAddress
+from mldserver.config.resolve import resolve
 from mldserver.errors import ConfigError
 from mldserver.kcl.launch import bridge_command, find_jars, find_java, prepare, private_files
 from mldserver.kcl.properties import (
@@ -34,7 +35,7 @@ from mldserver.kcl.supervisor import Supervisor, answers, step_down
 from mldserver.observe.logging import logging_to, reopen
 
 if TYPE_CHECKING:
-    from mldserver.config import Settings
+    from mldserver.config.settings import Settings
     from mldserver.kcl.launch import Files
 
 app = App(

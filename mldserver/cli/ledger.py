@@ -22,7 +22,7 @@ from mldserver.cli.ledger_tool import (
     tell,
     tell_json,
 )
-from mldserver.config import SqlitePlace
+from mldserver.config.locations import SqlitePlace
 from mldserver.errors import ConfigError, OperatorError
 from mldserver.ledger.contract import WindowState
 

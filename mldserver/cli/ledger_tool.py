@@ -22,7 +22,8 @@ from rich.text import Text
 
 from mldserver.base.clock import SystemClock
 from mldserver.cli.stdio import ReaderGone, working_directory
-from mldserver.config import SqlitePlace, ledger_file, resolve
+from mldserver.config.locations import SqlitePlace
+from mldserver.config.resolve import ledger_file, resolve
 from mldserver.errors import ConfigError, LedgerError, OperatorError
 from mldserver.ledger.sqlite_file import pipeline_of
 from mldserver.observe.log_lines import harmless
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from mldserver.config import Settings
+    from mldserver.config.settings import Settings
     from mldserver.ledger.contract import LedgerState
     from mldserver.ledger.operations import Ledger
 

@@ -19,7 +19,7 @@ from mldserver.server import EXIT_FORCED, Server
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mldserver.config import Settings
+    from mldserver.config.settings import Settings
 
 log = structlog.get_logger("mldserver")
 

@@ -1,4 +1,4 @@
-"""``mldserver serve``: every setting as an option, then the server until it stops."""
+"""``mldserver serve`` and ``drain``: every setting as an option, then the server until it stops."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Group, Parameter
 
 from mldserver.cli.stdio import working_directory
-from mldserver.config import resolve, specs
+from mldserver.config.resolve import resolve
+from mldserver.config.settings import specs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from mldserver.config.settings import Settings
+    from mldserver.ledger.contract import LedgerState
+    from mldserver.ledger.operations import Ledger
 
 _HELP = """
 Run a handler: listen for daemons, compute windows, checkpoint.
@@ -82,12 +87,15 @@ def settings_parameters(
 
 def serve(handler: Handler = None, /, *, config: Config = None, **given: object) -> int:
     """Run the server and return its exit code. ``given`` are raw settings by name."""
-    settings = resolve(
-        {"handler": handler, **given}, environ=os.environ, folder=working_directory(), config=config
-    )
+    settings = _settings(handler, config, given)
     from mldserver.cli.run_server import live  # noqa: PLC0415  # `--help` and wrong settings must not wait for its imports
 
     return live(settings)
+
+
+def _settings(handler: str | None, config: Path | None, given: dict[str, object]) -> Settings:
+    folder = working_directory()
+    return resolve({"handler": handler, **given}, environ=os.environ, folder=folder, config=config)
 
 
 def takes_settings(app: App, command: Callable[..., int]) -> None:
@@ -113,3 +121,44 @@ def takes_settings(app: App, command: Callable[..., int]) -> None:
 
 
 takes_settings(app, serve)
+
+_DRAIN_HELP = """
+Drain a pipeline: its servers take nothing more in, close and publish every open window, and exit with code 0.
+
+```
+mldserver drain handlers.departures --out out/departures
+```
+
+Give it the settings of the servers, and the handler as they run it. It waits until all others have left, on whatever host,
+and closes and publishes what they leave; what stays are the positions. After it the pipeline can be started with another
+window size, schema or name: `mldserver help operations` has the procedure for each change.
+
+Windows that are open are closed before their time: rows that come for them later are late. A signal ends the drain by
+force, without loss; the next one goes on, and a start without any change just serves again.
+
+Exit codes: 0 everything is published; 2 there is no such ledger; else as for `mldserver serve`.
+"""
+
+drain_app = App(
+    name="drain", help=_DRAIN_HELP, help_format="markdown", usage="Usage: mldserver drain HANDLER [OPTIONS]"
+)
+
+
+def drain(handler: Handler = None, /, *, config: Config = None, **given: object) -> int:
+    """Drain the pipeline and return the exit code. ``given`` are raw settings by name.
+
+    Raises OperatorError when there is no ledger to drain: none is made.
+    """
+    settings = _settings(handler, config, given)
+    from mldserver.cli.ledger_tool import at_ledger  # noqa: PLC0415  # `--help` and wrong settings must not wait for its imports
+
+    async def can_be_read(_ledger: Ledger, _held: LedgerState) -> None:
+        """Then it can be drained."""
+
+    at_ledger(settings, can_be_read)
+    from mldserver.cli.run_server import live  # noqa: PLC0415  # see above
+
+    return live(settings, drain=True)
+
+
+takes_settings(drain_app, drain)

@@ -29,7 +29,7 @@ from mldserver.spark.java import probe
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from mldserver.config import Address
+    from mldserver.config.kinds import Address
     from mldserver.spark.java import Java
 
 MAIN_CLASS: Final = "software.amazon.kinesis.multilang.MultiLangDaemon"

@@ -20,7 +20,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from mldserver.base.aio import first_of
 from mldserver.base.aws import aws_client
 from mldserver.children.process import ChildProcess
-from mldserver.config import UnixAddress
+from mldserver.config.kinds import UnixAddress
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.kcl.digest import ENDS_ITSELF, Digest, LogParser, verbatim
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from mldserver.base.backoff import Backoff
     from mldserver.base.clock import Clock
-    from mldserver.config import Address
+    from mldserver.config.kinds import Address
     from mldserver.kcl.digest import Line, LogEvent
 
 log = structlog.get_logger("mldserver")

@@ -24,7 +24,7 @@ from mldserver.observe.writer import LogOutput, LogWriter
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 
-    from mldserver.config import Level, LogFormat, Settings
+    from mldserver.config.settings import Level, LogFormat, Settings
     from mldserver.observe.writer import Lost
 
 _LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from mldserver.config import RemoteOut, home, locations, resolve
+from mldserver.config import locations
+from mldserver.config.locations import RemoteOut
+from mldserver.config.resolve import home, resolve
 from mldserver.errors import ConfigError
 from mldserver.handler.inspection import load_spec
 from mldserver.output.layout import SPARK
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-    from mldserver.config import Settings
+    from mldserver.config.settings import Settings
     from mldserver.jobs.engine import Engine
     from mldserver.records import DeadLetter
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mldserver.base.clock import Clock
-    from mldserver.config import Settings
+    from mldserver.config.settings import Settings
     from mldserver.coordinator.reports import CoordinatorStatus
     from mldserver.jobs.engine import Engine
 

@@ -12,7 +12,7 @@ from support.serving import KEEP_EVERYTHING, no_aws, quick
 
 from mldserver import assembly
 from mldserver.base.aws import aws_client, require_aws
-from mldserver.config import DynamoPlace
+from mldserver.config.locations import DynamoPlace
 from mldserver.errors import ConfigError
 from mldserver.testing import LocalEngine, VirtualClock
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mldserver.base import kill_points
-from mldserver.config import resolve
+from mldserver.config.resolve import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,7 +15,7 @@ from support.store import SqliteStore
 import mldserver
 from mldserver import cli
 from mldserver.cli import serve
-from mldserver.config import Settings, specs
+from mldserver.config.settings import Settings, specs
 from mldserver.errors import (
     ConfigError,
     HandlerNotFound,

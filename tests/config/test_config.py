@@ -8,13 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from mldserver.config import (
-    Settings,
-    resolve,
-    specs,
-)
 from mldserver.config.__main__ import settings_page
 from mldserver.config.locations import cache_folder
+from mldserver.config.resolve import resolve
+from mldserver.config.settings import Settings, specs
 from mldserver.coordinator.core.rules import CoordinatorRules
 from mldserver.errors import ConfigError
 from mldserver.protocol.connection import ConnectionLimits

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mldserver.assembly import _failure_policy
-from mldserver.config import Settings, resolve
 from mldserver.config.failures import failure_rules
+from mldserver.config.resolve import resolve
+from mldserver.config.settings import Settings
 from mldserver.errors import ConfigError
 from mldserver.runtime.failure_policy import FailurePolicy, FailureRule, OnFailure, OnKeyFailure
 

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mldserver.assembly import _locks, ledger_of
-from mldserver.config import DynamoPlace, RemoteOut, Settings, SqlitePlace, home, ledger_file, resolve
-from mldserver.config.locations import LEDGER_FILE, ledger, out
+from mldserver.config.locations import LEDGER_FILE, DynamoPlace, RemoteOut, SqlitePlace, ledger, out
+from mldserver.config.resolve import home, ledger_file, resolve
+from mldserver.config.settings import Settings
 from mldserver.errors import ConfigError
 from mldserver.ledger.sqlite import SqliteLedger
 from mldserver.output.layout import LEDGER, SERVERS
 from mldserver.testing import VirtualClock
 
 if TYPE_CHECKING:
-    from mldserver.config import LedgerPlace, OutPlace
+    from mldserver.config.locations import LedgerPlace, OutPlace
 
 
 @pytest.mark.parametrize(

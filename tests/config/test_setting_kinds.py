@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.config import TcpAddress, UnixAddress, kinds, locations
-from mldserver.config.kinds import show_duration, show_size
+from mldserver.config import kinds, locations
+from mldserver.config.kinds import TcpAddress, UnixAddress, show_duration, show_size
 
 
 @pytest.mark.parametrize(

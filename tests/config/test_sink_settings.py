@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mldserver.config import Settings, resolve
+from mldserver.config.resolve import resolve
 from mldserver.errors import ConfigError
 from mldserver.spark.sinks.sink import SinkSpec
+
+if TYPE_CHECKING:
+    from mldserver.config.settings import Settings
 
 URL = "jdbc:postgresql://db/flights"
 

@@ -17,7 +17,7 @@ from mldserver.ledger.dynamodb import DynamoLedger
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from mldserver.config import DynamoPlace
+    from mldserver.config.locations import DynamoPlace
 
 _PLENTY = 1_000_000
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from crash.stories import Story
     from crash.world import Toll
 
-    from mldserver.config import DynamoPlace
+    from mldserver.config.locations import DynamoPlace
     from mldserver.testing import FakeStream
     from mldserver.testing.leases import Place
 

@@ -20,7 +20,7 @@ from crash.world import Death, Toll, play_all
 
 from mldserver.base.clock import SystemClock
 from mldserver.base.kill_points import STEPS
-from mldserver.config import DynamoPlace
+from mldserver.config.locations import DynamoPlace
 from mldserver.ledger.dynamodb import DynamoLedger
 
 if TYPE_CHECKING:

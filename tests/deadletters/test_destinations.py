@@ -13,8 +13,8 @@ from msgspec import structs
 from support.serving import quick
 
 from mldserver.assembly import destination_of
-from mldserver.config import resolve
 from mldserver.config.locations import LetterPlace, dead_letters
+from mldserver.config.resolve import resolve
 from mldserver.deadletters import aws_destinations
 from mldserver.deadletters.destinations import FOLDER, FolderDestination, read_letters
 from mldserver.errors import ConfigError, LedgerError, OperatorError

@@ -16,7 +16,7 @@ import pytest
 from support.pages import PAGES, ROOT, Example, examples
 
 from mldserver.cli import command_line, demo
-from mldserver.config import resolve
+from mldserver.config.resolve import resolve
 from mldserver.protocol.codec import decode, encode, encode_status
 from mldserver.protocol.messages import CheckpointRequest, Version
 from mldserver.runtime.trial_child import report

@@ -16,7 +16,7 @@ from support.pages import DOCS, PAGES, ROOT, prose
 from mldserver import Window
 from mldserver.base.kill_points import STEPS
 from mldserver.cli import run
-from mldserver.config import specs
+from mldserver.config.settings import specs
 from mldserver.handler.spec import HandlerSpec
 from mldserver.observe.log_events import EVENTS
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mldserver.config import TcpAddress, UnixAddress
+from mldserver.config.kinds import TcpAddress, UnixAddress
 from mldserver.errors import ConfigError
 from mldserver.kcl import launch as bridge
 from mldserver.kcl.launch import deploy_file, private_files

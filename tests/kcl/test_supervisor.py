@@ -13,7 +13,7 @@ import pytest
 
 from mldserver.base.aws import aws_client
 from mldserver.base.backoff import Backoff
-from mldserver.config import TcpAddress, UnixAddress
+from mldserver.config.kinds import TcpAddress, UnixAddress
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.kcl.digest import ENDS_ITSELF
 from mldserver.kcl.supervisor import COUNTS_SECONDS, Supervisor, answers, step_down

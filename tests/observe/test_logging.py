@@ -16,7 +16,7 @@ import orjson
 import pytest
 import structlog
 
-from mldserver.config import Settings
+from mldserver.config.settings import Settings
 from mldserver.errors import OperatorError
 from mldserver.observe.log_events import EVENTS
 from mldserver.observe.logging import LibraryHandler, configure, logging_to, reopen
@@ -251,7 +251,7 @@ def test_without_a_file_the_log_is_standard_output(capfd: pytest.CaptureFixture[
 
 SCRIPT = """
 import os, sys, structlog
-from mldserver.config import Settings
+from mldserver.config.settings import Settings
 from mldserver.observe.logging import logging_to, reopen
 log = structlog.get_logger("mldserver")
 with logging_to(Settings(handler="a.b")):
@@ -281,7 +281,7 @@ def test_standard_output_stays_pure_whoever_writes_to_it() -> None:
 
 STALLED = """
 import asyncio, os, sys, time, structlog
-from mldserver.config import Settings
+from mldserver.config.settings import Settings
 from mldserver.observe.logging import logging_to
 log = structlog.get_logger("mldserver")
 

@@ -10,7 +10,7 @@ import pytest
 from coordinator.pipeline import Pipeline, named
 
 from mldserver.assembly import claim_of
-from mldserver.config import resolve
+from mldserver.config.resolve import resolve
 from mldserver.errors import OperatorError, ServerBuried
 from mldserver.ledger.contract import Flush, Segment, SegmentKind, ServerState
 from mldserver.ledger.sqlite import SqliteLedger

@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mldserver.config import Settings
+from mldserver.config.settings import Settings
 from mldserver.errors import InternalError
 from mldserver.protocol import events as ev
 from mldserver.protocol.connection import ConnectionLimits, MLDConnection

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mldserver.config import Settings
+from mldserver.config.settings import Settings
 from mldserver.protocol import events as ev
 from mldserver.protocol.batch_decoder import decode_records
 from mldserver.protocol.connection import ConnectionLimits, MLDConnection

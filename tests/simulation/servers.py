@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from simulation.plan import Plan
     from support.virtual_loop import LoopClock
 
-    from mldserver.config import Settings
+    from mldserver.config.settings import Settings
     from mldserver.testing import FakeStream
 
 _WATCH_SECONDS = 0.5

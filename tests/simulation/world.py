@@ -40,7 +40,7 @@ from support.virtual_process import VirtualExecutor, VirtualWorker, stand_ins
 
 from mldserver.assembly import ledger_of
 from mldserver.base.threads import WorkerThread
-from mldserver.config import resolve
+from mldserver.config.resolve import resolve
 from mldserver.coordinator.core.buffer import Buffer
 from mldserver.output.store import OutputStore
 from mldserver.testing import FakeMLD, Habits
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from simulation.plan import Plan
 
-    from mldserver.config import Settings
+    from mldserver.config.settings import Settings
     from mldserver.testing.daemon_session import ShardSession
 
 LONGEST_SECONDS = 2 * 3600.0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mldserver import assembly
-from mldserver.config import resolve
+from mldserver.config.resolve import resolve
 from mldserver.handler.inspection import load_spec
 
 if TYPE_CHECKING:

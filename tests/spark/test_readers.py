@@ -15,7 +15,7 @@ from py4j.protocol import Py4JJavaError
 from pyspark.errors import PySparkException
 from support.serving import quick, serving, until
 
-from mldserver.config import UnixAddress
+from mldserver.config.kinds import UnixAddress
 from mldserver.testing import FakeMLD, FakeStream, Habits
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mldserver.config import resolve, sink_of
+from mldserver.config.resolve import resolve, sink_of
 from mldserver.errors import ConfigError, OperatorError, WindowFailed
 from mldserver.jobs.engine import PublishJob, WindowJob
 from mldserver.spark.client import SparkEngine

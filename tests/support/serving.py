@@ -7,7 +7,7 @@ import contextlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from mldserver.config import TcpAddress
+from mldserver.config.kinds import TcpAddress
 from mldserver.config.settings import Settings, specs
 from mldserver.server import Server
 from mldserver.testing import LocalEngine
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from mldserver.config import OutPlace
+    from mldserver.config.locations import OutPlace
     from mldserver.jobs.engine import Engine
     from mldserver.sources.intake import MakeSource
     from mldserver.sources.listing import MakeKinesis

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mldserver.config import Settings, SqlitePlace, specs
+from mldserver.config.locations import SqlitePlace
+from mldserver.config.settings import Settings, specs
 from mldserver.errors import ConfigError
 from mldserver.spark.client import SparkEngine
 from mldserver.testing.playground import (

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import pyarrow.dataset as ds
 import pytest
 
-from mldserver.config import Settings, TcpAddress
 from mldserver.config.failures import OnFailure
+from mldserver.config.kinds import TcpAddress
+from mldserver.config.settings import Settings
 from mldserver.testing import FakeStream, Form, LocalEngine
 from mldserver.testing.playground import read_lines
 from mldserver.testing.simulation import Faults, Simulation, build_stream
