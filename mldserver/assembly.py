@@ -24,7 +24,8 @@ from mldserver.deadletters.redriver import Redriver
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.handler.inspection import load_spec
 from mldserver.handler.spec import HandlerKind
-from mldserver.jobs.runner import WindowPolicy, WindowRunner
+from mldserver.jobs.runner import WindowRunner
+from mldserver.jobs.steps import WindowSteps
 from mldserver.ledger.sqlite import SqliteLedger
 from mldserver.output.layout import SERVERS, SPARK, server_tag
 from mldserver.output.owner import FolderClaim
@@ -195,17 +196,17 @@ async def _assembled(settings: Settings, around: Surroundings, runtime: Runtime,
     else:
         work_dir = home(settings) / SPARK / server_tag(server_id)
         engine = engine or spark_of(settings, spec, work_dir=work_dir, clock=clock)
-        runner = WindowRunner(
+        steps = WindowSteps(
             pipeline=settings.pipeline,
-            policy=settings.part(WindowPolicy, recompute=settings.late == "recompute"),
             ledger=ledger,
             store=store,
             engine=engine,
             clock=clock,
-            random=rng,
+            retain=settings.late == "recompute",
             freed=freed,
             table=_table(settings),
         )
+        runner = WindowRunner(steps, settings, random=rng)
     letters = await aside(partial(destination_of, settings, store, clock, rng), name="mldserver-letters")
     polling = _polling(settings, around.kinesis, clock)
     coordinator = Coordinator(

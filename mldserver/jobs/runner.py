@@ -18,19 +18,15 @@ import structlog
 
 from mldserver.base.backoff import backoff
 from mldserver.base.clock import happens
-from mldserver.config.settings import WindowSettings
 from mldserver.errors import DriverLost, LedgerError, MldserverError, OperatorError, SparkError, WindowFailed
-from mldserver.jobs.steps import Committed, WindowSteps
 from mldserver.ledger.contract import WindowState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from mldserver.base.clock import Clock
-    from mldserver.jobs.engine import Engine
+    from mldserver.config.settings import WindowSettings
+    from mldserver.jobs.steps import Committed, WindowSteps
     from mldserver.ledger.contract import Decision, LedgerState, WindowEntry
-    from mldserver.ledger.operations import Ledger
-    from mldserver.output.store import OutputStore
 
 log = structlog.get_logger("mldserver")
 
@@ -43,20 +39,6 @@ _NUMBERS = re.compile(r"\d+")
 
 _GROUP_BYTES = 64 * 1024 * 1024
 """A group takes no more windows once its segments have so many bytes; so at most its last window is a large one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WindowPolicy(WindowSettings):
-    """How often a window's job is run (in one life of the server), and what then.
-
-    What fails beside jobs, the ledger or the disk, is tried again however often; as many failures of those in their turn
-    halt the others. ``halt``: the window is tried again for ever, at the longest wait, and all others wait for it, unless
-    an operator decides otherwise (``Ledger.decide``); ``dead_letter``: it is set aside with its segments and the others go
-    on.
-    """
-
-    recompute: bool = True
-    """Whether a window's segments are kept after it is published, so that late rows can make a next revision."""
 
 
 @dataclass(slots=True)
@@ -90,43 +72,22 @@ class _Halt:
 
 
 class WindowRunner:
-    """Takes cut windows and sees them through, oldest first."""
+    """Takes cut windows and sees them through, oldest first.
 
-    def __init__(
-        self,
-        *,
-        pipeline: str,
-        policy: WindowPolicy,
-        ledger: Ledger,
-        store: OutputStore,
-        engine: Engine,
-        clock: Clock,
-        random: Callable[[], float],
-        freed: Callable[[int], None],
-        table: str | None = None,
-    ) -> None:
-        """``random`` gives [0, 1) for jitter; ``freed`` is told the bytes of deleted segments.
+    The policy says how often a window's job is run (in one life of the server), and what then. What fails beside jobs, the
+    ledger or the disk, is tried again however often; as many failures of those in their turn halt the others. ``halt``:
+    the window is tried again for ever, at the longest wait, and all others wait for it, unless an operator decides
+    otherwise (``Ledger.decide``); ``dead_letter``: it is set aside with its segments and the others go on.
+    """
 
-        ``table``: what a log calls the table that the engine publishes into; None: outputs are published as files.
-        """
-        self.recompute = policy.recompute
-        self._pipeline = pipeline
+    def __init__(self, steps: WindowSteps, policy: WindowSettings, *, random: Callable[[], float]) -> None:
+        """Take the steps one by one; ``random`` gives [0, 1) for jitter."""
+        self.recompute = steps.retain
+        self.publisher = steps.publisher
+        self._steps = steps
         self._policy = policy
-        self._ledger = ledger
-        self._engine = engine
-        self._clock = clock
         self._random = random
-        self._steps = WindowSteps(
-            pipeline=pipeline,
-            ledger=ledger,
-            store=store,
-            engine=engine,
-            clock=clock,
-            retain=policy.recompute,
-            freed=freed,
-            table=table,
-        )
-        self.publisher = self._steps.publisher
+        self._ledger, self._engine, self._clock = steps.ledger, steps.engine, steps.clock
         self._queue: asyncio.Queue[WindowEntry] = asyncio.Queue()
         self._unfinished: dict[tuple[str, int], int] = {}
         """When each window and revision was submitted (ms)."""
@@ -303,7 +264,7 @@ class WindowRunner:
             raise WindowFailed(
                 f"An attempt at window {entry.window_id} lost its claim before it could commit.",
                 did="Its output was thrown away.",
-                pipeline=self._pipeline,
+                pipeline=self._steps.pipeline,
             )
         return done[0]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import structlog
@@ -61,40 +61,32 @@ class Committed:
     began_ms: int
 
 
+@dataclass(kw_only=True)
 class WindowSteps:
     """What is done with windows, without any thought of failures: ``WindowRunner`` decides what follows those."""
 
-    def __init__(
-        self,
-        *,
-        pipeline: str,
-        ledger: Ledger,
-        store: OutputStore,
-        engine: Engine,
-        clock: Clock,
-        retain: bool,
-        freed: Callable[[int], None],
-        table: str | None = None,
-    ) -> None:
-        """``retain``: whether segments are kept for late rows; ``freed`` is told the bytes of deleted ones.
+    pipeline: str
+    ledger: Ledger
+    store: OutputStore
+    engine: Engine
+    clock: Clock
+    retain: bool
+    """Whether a window's segments are kept after it is published, so that late rows can make a next revision."""
+    freed: Callable[[int], None]
+    """It is told the bytes of deleted segments."""
+    table: str | None = None
+    """What a log calls the table that the engine publishes into; None: outputs are published as files."""
+    ledger_id: str = ""
+    """Of the ledger that attempts are made for."""
+    older: Mapping[str, str] = field(default_factory=dict)
+    """The DDL of segments of other columns than the handler's, by the fingerprint of their shape."""
+    _freeing: dict[str, Segment] = field(default_factory=dict)
+    """Segments that the ledger names no more and that are not deleted yet."""
+    _replaced: asyncio.Queue[tuple[int, Output]] = field(default_factory=asyncio.Queue)
 
-        ``table``: what a log calls the table that the engine publishes into; None: outputs are published as files.
-        """
-        self.publisher = Publisher(store, table)
-        self._pipeline = pipeline
-        self._ledger = ledger
-        self._store = store
-        self._engine = engine
-        self._clock = clock
-        self._retain = retain
-        self._freed = freed
-        self.ledger_id = ""
-        """Of the ledger that attempts are made for."""
-        self.older: Mapping[str, str] = {}
-        """The DDL of segments of other columns than the handler's, by the fingerprint of their shape."""
-        self._freeing: dict[str, Segment] = {}
-        """Segments that the ledger names no more and that are not deleted yet."""
-        self._replaced: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
+    def __post_init__(self) -> None:
+        """Make what publishes into the output folder."""
+        self.publisher = Publisher(self.store, self.table)
 
     @property
     def garbage_bytes(self) -> int:
@@ -112,9 +104,9 @@ class WindowSteps:
             return None
         jobs = tuple(self._job(attempt) for attempt in begun)
         if len(jobs) == 1:
-            results: tuple[WindowResult, ...] = (await self._engine.compute(jobs[0]),)
+            results: tuple[WindowResult, ...] = (await self.engine.compute(jobs[0]),)
         else:
-            results = await self._engine.compute_group(jobs)
+            results = await self.engine.compute_group(jobs)
         kill_point("attempt.computed")
         await asyncio.to_thread(self._settle, begun, results)
         kill_point("attempt.staged")
@@ -122,7 +114,7 @@ class WindowSteps:
             Commit(attempt.entry.window_id, attempt.attempt, attempt.staging, result.files, result.rows)
             for attempt, result in zip(begun, results, strict=True)
         )
-        counted = await self._ledger.commit(commits)
+        counted = await self.ledger.commit(commits)
         kill_point("window.committed")
         return tuple(
             Committed(
@@ -137,9 +129,9 @@ class WindowSteps:
         )
 
     async def _begin(self, entries: Sequence[WindowEntry]) -> tuple[_Begun, ...]:
-        began_ms = self._clock.steady_ms()
-        attempts = await self._ledger.begin_attempts(tuple(entry.window_id for entry in entries))
-        tag = writer_tag(self.ledger_id, self._ledger.server_id)
+        began_ms = self.clock.steady_ms()
+        attempts = await self.ledger.begin_attempts(tuple(entry.window_id for entry in entries))
+        tag = writer_tag(self.ledger_id, self.ledger.server_id)
         begun = []
         for entry in entries:
             number = attempts.get(entry.window_id)
@@ -153,8 +145,8 @@ class WindowSteps:
         def make_room() -> None:
             for attempt in begun:
                 # What an earlier life left under the same number is not this attempt's.
-                self._store.delete(attempt.staging)
-            self._store.prepare(*(attempt.staging.rpartition("/")[0] for attempt in begun))
+                self.store.delete(attempt.staging)
+            self.store.prepare(*(attempt.staging.rpartition("/")[0] for attempt in begun))
 
         await asyncio.to_thread(make_room)
         return tuple(begun)
@@ -164,44 +156,44 @@ class WindowSteps:
         older: dict[str, tuple[str, ...]] = {}
         for path in (segment.path for segment in entry.segments if shape_of(segment.path) in self.older):
             ddl = self.older[shape_of(path)]
-            older[ddl] = (*older.get(ddl, ()), self._store.uri(path))
+            older[ddl] = (*older.get(ddl, ()), self.store.uri(path))
         return WindowJob(
             self._window(entry),
             begun.attempt,
-            tuple(self._store.uri(segment.path) for segment in entry.segments),
-            self._store.uri(begun.staging),
+            tuple(self.store.uri(segment.path) for segment in entry.segments),
+            self.store.uri(begun.staging),
             sum(segment.rows for segment in entry.segments),
             sum(segment.bytes for segment in entry.segments),
-            self._store.place,
+            self.store.place,
             older,
         )
 
     def _window(self, entry: WindowEntry) -> Window:
         return as_window(
-            entry.window_id, entry.start_ms, entry.end_ms, revision=entry.revision, pipeline=self._pipeline
+            entry.window_id, entry.start_ms, entry.end_ms, revision=entry.revision, pipeline=self.pipeline
         )
 
     def _settle(self, begun: Sequence[_Begun], results: Sequence[WindowResult]) -> None:
         """Force outputs to disk: once committed they must not be lost."""
-        if not self._store.local:
+        if not self.store.local:
             return
         # An attempt without output leaves an empty folder, which publishing a revision without output goes by.
         empty = (attempt for attempt, result in zip(begun, results, strict=True) if not result.files)
-        self._store.prepare(*(attempt.staging for attempt in empty))
-        self._store.sync_all(attempt.staging for attempt in begun)
+        self.store.prepare(*(attempt.staging for attempt in empty))
+        self.store.sync_all(attempt.staging for attempt in begun)
 
     async def find_committed(self, entry: WindowEntry) -> Committed | None:
         """Return a window that counts and is this server's to publish; None when it is not, or not any more.
 
         So it is after a commit whose answer was lost, after a crash, and after another server's death.
         """
-        now = next(iter(await self._ledger.find((entry.window_id,))), None)
-        ours = (WindowState.COMMITTED, self._ledger.server_id, entry.revision)
+        now = next(iter(await self.ledger.find((entry.window_id,))), None)
+        ours = (WindowState.COMMITTED, self.ledger.server_id, entry.revision)
         if now is None or now.staging is None or (now.state, now.owner, now.revision) != ours:
             log.debug("window.dropped", window=entry.window_id, revision=entry.revision)
             return None
         commit = Commit(now.window_id, now.attempt, now.staging, now.files, now.rows_out)
-        return Committed(now, now.attempt, output_of(now, commit), 0.0, self._clock.steady_ms())
+        return Committed(now, now.attempt, output_of(now, commit), 0.0, self.clock.steady_ms())
 
     async def publish(self, committed: Sequence[Committed]) -> None:
         """Make committed windows visible, and free what is not needed any more. Repeatable.
@@ -209,18 +201,22 @@ class WindowSteps:
         Raises OSError and LedgerError; for a table also what the engine raises.
         """
         outputs = tuple(window.output for window in committed)
-        if self.publisher.table is None:
+        table = self.publisher.table is not None
+        if not table:
             await asyncio.to_thread(self.publisher.publish, outputs)
-        else:
-            await self._into_table(committed)
+        for entry, output in ((window.entry, window.output) for window in committed if table):
+            await asyncio.to_thread(self.publisher.require, output)
+            window, staging = self._window(entry), self.store.uri(output.staging)
+            await self.engine.publish(
+                PublishJob(window, staging, output.files, output.rows, self.store.place)
+            )
         kill_point("window.visible")
         # By attempt: this may be a repetition, when the window has gone on to another server's revision.
-        free = await self._ledger.published(
-            {window.entry.window_id: window.attempt for window in committed}, retain=self._retain
+        free = await self.ledger.published(
+            {window.entry.window_id: window.attempt for window in committed}, retain=self.retain
         )
         kill_point("window.published")
         # Readers of a table do not read files that a revision replaces.
-        table = self.publisher.table is not None
         at_once = tuple(output for output in outputs if output.revision == 1 or table)
         # The ledger tells them once: when they cannot be deleted now, publishing is tried again and deletes them then.
         self._freeing |= {segment.path: segment for segment in free}
@@ -230,32 +226,24 @@ class WindowSteps:
             self.publisher.clean(at_once)
             kill_point("window.cleaning")
             for segment in freed:
-                self._store.delete(segment.path)
+                self.store.delete(segment.path)
             for window_id in {segment.window_id for segment in freed}:
-                self._store.drop_empty(f"{SEGMENTS}/{window_id}")
+                self.store.drop_empty(f"{SEGMENTS}/{window_id}")
 
         await asyncio.to_thread(clean)
         for segment in freed:
             self._freeing.pop(segment.path, None)
         for output in outputs:
             if output not in at_once:
-                self._replaced.put_nowait((self._clock.steady_ms() + _READING_MS, output))
+                self._replaced.put_nowait((self.clock.steady_ms() + _READING_MS, output))
         kill_point("window.cleaned")
-        self._freed(sum(segment.bytes for segment in freed))
-
-    async def _into_table(self, committed: Sequence[Committed]) -> None:
-        for each in committed:
-            output, window = each.output, self._window(each.entry)
-            await asyncio.to_thread(self.publisher.require, output)
-            staging = self._store.uri(output.staging)
-            job = PublishJob(window, staging, output.files, output.rows, self._store.place)
-            await self._engine.publish(job)
+        self.freed(sum(segment.bytes for segment in freed))
 
     async def clean_up(self) -> None:
         """Delete what revisions have replaced, each a while after that, until cancelled."""
         while True:
             due_ms, output = await self._replaced.get()
-            await self._clock.sleep(max(0, due_ms - self._clock.steady_ms()) / 1000)
+            await self.clock.sleep(max(0, due_ms - self.clock.steady_ms()) / 1000)
             # A disk that fails must not stop this: a later start finds what is left.
             with contextlib.suppress(OSError):
                 await asyncio.to_thread(self.publisher.clean, [output])

@@ -9,9 +9,11 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mldserver.config.settings import WindowSettings
 from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
 from mldserver.coordinator.core.shape import Shape
-from mldserver.jobs.runner import WindowPolicy, WindowRunner
+from mldserver.jobs.runner import WindowRunner
+from mldserver.jobs.steps import WindowSteps
 from mldserver.ledger.sqlite import SqliteLedger
 from mldserver.output.layout import LEDGER
 from mldserver.output.owner import FolderClaim
@@ -61,16 +63,16 @@ async def living(
     names = itertools.count()
     store = OutputStore(str(out))
     ledger = SqliteLedger(out / LEDGER, pipeline="bench", server_id="bench", clock=clock)
-    runner = WindowRunner(
+    steps = WindowSteps(
         pipeline="bench",
-        policy=WindowPolicy(),
         ledger=ledger,
         store=store,
         engine=engine,
         clock=clock,
-        random=random.Random(0).random,
+        retain=True,
         freed=lambda freed: coordinator.freed(freed),  # noqa: PLW0108  # made below
     )
+    runner = WindowRunner(steps, WindowSettings(), random=random.Random(0).random)
     coordinator = Coordinator(
         claim=FolderClaim(store, pipeline="bench", ledger=None),
         rules=rules,

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 from support.virtual_loop import VirtualLoop
 
+from mldserver.config.settings import WindowSettings
 from mldserver.errors import WindowFailed
-from mldserver.jobs.runner import WindowPolicy
 from mldserver.ledger.contract import WindowState
 from mldserver.testing import LocalEngine, VirtualClock
 from mldserver.windows import Tumbling, batches
@@ -84,7 +84,7 @@ class MachineBase(RuleBasedStateMachine):
             on_arrival=on_arrival,
             disorder_ms=0 if on_arrival else 1000,
         )
-        policy = WindowPolicy(
+        policy = WindowSettings(
             window_attempts=2,
             window_retry_base_seconds=0.1,
             window_retry_cap_seconds=1,

@@ -16,11 +16,13 @@ import pyarrow.parquet as pq
 from coordinator.outcomes import dead_letter, outcome
 from support.store import SqliteStore
 
+from mldserver.config.settings import WindowSettings
 from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
 from mldserver.coordinator.core.shape import Column, Shape
 from mldserver.coordinator.server_locks import ServerLocks
 from mldserver.errors import LedgerError
-from mldserver.jobs.runner import WindowPolicy, WindowRunner
+from mldserver.jobs.runner import WindowRunner
+from mldserver.jobs.steps import WindowSteps
 from mldserver.output.layout import LEDGER, SERVERS
 from mldserver.output.owner import FolderClaim
 from mldserver.output.store import OutputStore
@@ -150,7 +152,7 @@ class Pipeline:
         *,
         spec: WindowSpec | None = None,
         rules: CoordinatorRules = RULES,
-        policy: WindowPolicy | None = None,
+        policy: WindowSettings | None = None,
         engine: Callable[[], LocalEngine] = LocalEngine,
         without_rows: bool = False,
         recompute: bool = False,
@@ -168,8 +170,8 @@ class Pipeline:
         self.rules = replace(
             rules, late="recompute" if recompute else "separate", recompute_delay_ms=delay_ms
         )
-        policy = policy or WindowPolicy(window_retry_base_seconds=0.1, window_retry_cap_seconds=1)
-        self.policy = replace(policy, recompute=recompute)
+        self.policy = policy or WindowSettings(window_retry_base_seconds=0.1, window_retry_cap_seconds=1)
+        self.recompute = recompute
         self.make_engine = engine
         self.server_id = server_id
         self.locks = ServerLocks(out / SERVERS) if locks else None
@@ -190,16 +192,16 @@ class Pipeline:
         self.engine = self.make_engine()
         self.runner = None
         if self.spec is not None:
-            self.runner = WindowRunner(
+            steps = WindowSteps(
                 pipeline="test",
-                policy=self.policy,
                 ledger=self.ledger,
                 store=store,
                 engine=self.engine,
                 clock=self.clock,
-                random=random.Random(0).random,
+                retain=self.recompute,
                 freed=lambda freed: self.coordinator.freed(freed),  # noqa: PLW0108  # made below
             )
+            self.runner = WindowRunner(steps, self.policy, random=random.Random(0).random)
         self.coordinator = Coordinator(
             rules=self.rules,
             spec=self.spec,

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pytest
 from coordinator.pipeline import RULES, Pipeline
 
+from mldserver.config.settings import WindowSettings
 from mldserver.errors import WindowFailed
-from mldserver.jobs.runner import WindowPolicy
 from mldserver.output.layout import SEGMENTS
 from mldserver.testing import LocalEngine
 from mldserver.windows import Tumbling
@@ -138,7 +138,7 @@ async def test_a_catch_up_of_ten_times_the_budgets_ends_within_them(tmp_path: Pa
 async def test_while_windows_fail_the_disk_fills_no_further_and_later_all_is_read(tmp_path: Path) -> None:
     engine = LocalEngine(fail=lambda _: WindowFailed("Spark is away.") if away else None)
     away = True
-    policy = WindowPolicy(window_attempts=2, window_retry_base_seconds=1, window_retry_cap_seconds=5)
+    policy = WindowSettings(window_attempts=2, window_retry_base_seconds=1, window_retry_cap_seconds=5)
     caught = catching(tmp_path, batches=40, engine=lambda: engine, policy=policy)
     async with caught.pipeline.life() as coordinator, asyncio.TaskGroup() as group:
         reading = group.create_task(caught.all())

@@ -60,7 +60,7 @@ def stream() -> Daemon:
 def assert_tidy(pipeline: Pipeline) -> None:
     """No file is left that the ledger does not name; without recomputing none at all."""
     assert pipeline.nameless_files() == []
-    if not pipeline.policy.recompute:
+    if not pipeline.recompute:
         assert pipeline.private_files() == []
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from coordinator.pipeline import Pipeline, named
 from support.sqlite_table import read_table
 
+from mldserver.config.settings import WindowSettings
 from mldserver.errors import DriverLost, WindowFailed
-from mldserver.jobs.runner import WindowPolicy
 from mldserver.ledger.contract import WindowState
 from mldserver.testing import LocalEngine
 from mldserver.windows import Tumbling, tumbling_id
@@ -43,7 +43,7 @@ class Tables(Pipeline):
         super().__init__(
             root / "out",
             spec=Tumbling(10_000),
-            policy=WindowPolicy(
+            policy=WindowSettings(
                 window_retry_base_seconds=1.0, **{f"window_{name}": value for name, value in policy.items()}
             ),
             engine=lambda: Failing(self.table, errors or []),

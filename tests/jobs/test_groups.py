@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from mldserver.config.settings import WindowSettings
     from mldserver.jobs.engine import WindowJob
-    from mldserver.jobs.runner import WindowPolicy
     from mldserver.ledger.book import Draft
 
 
@@ -195,7 +195,7 @@ async def test_output_that_somebody_else_has_published_and_replaced_is_let_go(tm
 # Revisions.
 
 
-def again(tmp_path: Path, *, limit: int = 1, policy: WindowPolicy | None = None) -> Pipeline:
+def again(tmp_path: Path, *, limit: int = 1, policy: WindowSettings | None = None) -> Pipeline:
     return Pipeline(
         tmp_path,
         spec=Tumbling(10_000, "at"),

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from coordinator.pipeline import Crash, Pipeline, named
 
+from mldserver.config.settings import WindowSettings
 from mldserver.errors import DriverLost, LedgerError, WindowFailed
 from mldserver.jobs.engine import WindowResult
-from mldserver.jobs.runner import WindowPolicy
 from mldserver.ledger.contract import WindowState
 from mldserver.output.layout import writer_tag
 from mldserver.testing import LocalEngine
@@ -37,7 +37,7 @@ def make(
     return Pipeline(
         tmp_path,
         spec=Tumbling(10_000),
-        policy=WindowPolicy(**{f"window_{name}": value for name, value in values.items()}),
+        policy=WindowSettings(**{f"window_{name}": value for name, value in values.items()}),
         engine=engine or (lambda: LocalEngine(fail=fail)),
         recompute=recompute,
     )

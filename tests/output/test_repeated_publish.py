@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from coordinator.outcomes import dead_letter, outcome
 from coordinator.pipeline import Pipeline
 
+from mldserver.config.settings import WindowSettings
 from mldserver.errors import LedgerError
-from mldserver.jobs.runner import WindowPolicy
 from mldserver.ledger.contract import WindowState
 from mldserver.testing import VirtualClock
 from mldserver.windows import tumbling_id
@@ -41,7 +41,7 @@ async def test_it_shows_nothing_of_the_revision_that_another_server_has_committe
     tmp_path: Path,
 ) -> None:
     clock = VirtualClock(1_000_000)
-    policy = WindowPolicy(window_retry_base_seconds=30, window_retry_cap_seconds=30)
+    policy = WindowSettings(window_retry_base_seconds=30, window_retry_cap_seconds=30)
 
     def server(server_id: str) -> Pipeline:
         return Pipeline(
