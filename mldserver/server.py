@@ -27,7 +27,7 @@ import signal
 import uuid
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import structlog
 
@@ -41,7 +41,7 @@ from mldserver.observe.logging import reopen
 from mldserver.readiness import Readiness
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator, Mapping
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 
     from mldserver.base.clock import Clock
     from mldserver.config.settings import Settings
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from mldserver.sources.listing import MakeKinesis, ShardListing
 
 log = structlog.get_logger("mldserver")
+
+T = TypeVar("T")
 
 EXIT_CLEAN = 0
 EXIT_FAULT = 1
@@ -150,15 +152,9 @@ class Server:
 
     async def _started(self) -> Parts | None:
         """Start; return None when a stop came first, and what had begun was given up."""
-        async with asyncio.TaskGroup() as group:
-            starting = group.create_task(self._start(), name="start")
-            stopped = group.create_task(self._stop.wait(), name="stop")
-            telling = group.create_task(self._tell_waiting(lambda: {"start": self._step}), name="waiting")
-            await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        async with self._until(self._stop, self._start(), lambda: {"start": self._step}) as starting:
             if not starting.done():
                 log.info("server.stopping", reason=self._reason or "forced", connections=0)
-            for task in (starting, stopped, telling):
-                task.cancel()
         return self._parts if self._built.is_set() else None
 
     async def _start(self) -> None:
@@ -256,14 +252,8 @@ class Server:
 
     async def _end(self, part: str, close: Callable[[], Coroutine[None, None, None]]) -> None:
         """Wait until a part is closed; once the stop is forced, not for long."""
-        async with asyncio.TaskGroup() as group:
-            closing = group.create_task(close(), name=f"end of {part}")
-            forced = group.create_task(self._forced.wait(), name="forced")
-            telling = group.create_task(self._tell_waiting(lambda: {"end": part}), name="waiting")
-            await asyncio.wait({closing, forced}, return_when=asyncio.FIRST_COMPLETED)
+        async with self._until(self._forced, close(), lambda: {"end": part}) as closing:
             await asyncio.wait({closing}, timeout=_LET_GO_SECONDS)
-            for task in (closing, forced, telling):
-                task.cancel()
 
     # Stopping.
 
@@ -289,14 +279,9 @@ class Server:
         redriving.cancel()  # the next start goes on with it; no shard's last request waits for it
         began_ms = self._clock.steady_ms()
         log.info("server.stopping", reason=self._reason or "forced", connections=parts.source.connections)
-        async with asyncio.TaskGroup() as group:
-            orderly = group.create_task(self._finish(parts, began_ms), name="stopping")
-            forced = group.create_task(self._forced.wait(), name="forced")
-            telling = group.create_task(self._tell_waiting(partial(self._unfinished, parts)), name="waiting")
-            await asyncio.wait({orderly, forced}, return_when=asyncio.FIRST_COMPLETED)
+        work = self._finish(parts, began_ms)
+        async with self._until(self._forced, work, partial(self._unfinished, parts)) as orderly:
             durable = orderly.done() and orderly.result()
-            for task in (orderly, forced, telling):
-                task.cancel()
         return EXIT_CLEAN if durable else EXIT_FORCED
 
     async def _finish(self, parts: Parts, began_ms: int) -> bool:
@@ -351,6 +336,26 @@ class Server:
             "windows": status.windows_waiting,
         }
         return waiting_for | ({"servers": status.servers - 1} if self._drain else {})
+
+    @contextlib.asynccontextmanager
+    async def _until(
+        self,
+        event: asyncio.Event,
+        work: Coroutine[None, None, T],
+        waiting_for: Callable[[], dict[str, object]],
+    ) -> AsyncIterator[asyncio.Task[T]]:
+        """Begin ``work`` and wait until it is done or the event is set, telling what is waited for.
+
+        What is still at it when the context ends is cancelled.
+        """
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(work)
+            waiting = group.create_task(event.wait())
+            telling = group.create_task(self._tell_waiting(waiting_for))
+            await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            yield task
+            for each in (task, waiting, telling):
+                each.cancel()
 
     async def _tell_waiting(self, waiting_for: Callable[[], dict[str, object]]) -> None:
         began_ms = self._clock.steady_ms()

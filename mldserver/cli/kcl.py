@@ -178,7 +178,7 @@ async def _run(
         environment=os.environ,
     )
     supervisor = Supervisor(
-        launch.tethered,
+        command=launch.tethered,
         environment=launch.environment,
         backoff=Backoff(base=1.0, cap=60.0),
         grace=shutdown_seconds(properties) + settings.close_timeout_seconds,

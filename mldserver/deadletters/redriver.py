@@ -14,7 +14,7 @@ keeping their payloads, and then read again in their shards' order.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -57,59 +57,50 @@ def _record(letter: DeadLetter) -> Record:
     )
 
 
+@dataclass(kw_only=True)
 class Redriver:
     """Looks for wanted letters, and takes those that are this server's."""
 
-    def __init__(
-        self,
-        *,
-        ledger: Ledger,
-        runtime: Runtime,
-        owners: ShardOwners,
-        redriving: RedriveIntake,
-        clock: Clock,
-        parks: bool = False,
-        why_not: str = "",
-    ) -> None:
-        """``parks``: whether keys are parked; ``why_not``: why letters cannot run again with this handler, if so."""
-        self._ledger = ledger
-        self._runtime = runtime
-        self._owners = owners
-        self._redriving = redriving
-        self._clock = clock
-        self._parks = parks
-        self._why_not = why_not
-        self._asking: dict[str, set[str]] = {}
-        """Keys of shards that go on once the ledger says that no letter of theirs is left: it may be out of reach."""
+    ledger: Ledger
+    runtime: Runtime
+    owners: ShardOwners
+    redriving: RedriveIntake
+    clock: Clock
+    parks: bool = False
+    """Whether keys are parked."""
+    why_not: str = ""
+    """Why letters cannot run again with this handler, if so."""
+    _asking: dict[str, set[str]] = field(default_factory=dict)
+    """Keys of shards that go on once the ledger says that no letter of theirs is left: it may be out of reach."""
 
     async def run(self) -> None:
         """Redrive letters for ever."""
         while True:
-            await self._clock.sleep(_SECONDS)
-            if not self._redriving.wanted and not self._asking:
+            await self.clock.sleep(_SECONDS)
+            if not self.redriving.wanted and not self._asking:
                 continue
             try:
                 await self.round()
             except LedgerError as error:
                 log.error("redrive.failed", **error.told())
-                await self._clock.sleep(10 * _SECONDS)
+                await self.clock.sleep(10 * _SECONDS)
 
     async def round(self) -> None:
         """Take every wanted letter that may be taken here, once. Raises LedgerError."""
         await self._ask_again()
-        async with contextlib.aclosing(wanted_portions(self._ledger)) as wanted:
+        async with contextlib.aclosing(wanted_portions(self.ledger)) as wanted:
             async for portion in wanted:
                 await self._take(portion[0].letter.shard_id, portion)
 
     async def _take(self, shard_id: str, letters: tuple[StoredLetter, ...]) -> None:
         try:
-            if self._why_not:
-                await self._refuse(letters, PeerError(self._why_not))
-            elif (claim := self._owners.current(shard_id)) is not None:
+            if self.why_not:
+                await self._refuse(letters, PeerError(self.why_not))
+            elif (claim := self.owners.current(shard_id)) is not None:
                 if claim.opened:
                     async with claim.visit():
                         await self._run(shard_id, letters)
-            elif not self._redriving.is_elsewhere(shard_id):
+            elif not self.redriving.is_elsewhere(shard_id):
                 await self._take_unowned(shard_id, letters)
         except Superseded:
             return  # a connection has the shard now, or lets it go: the next round takes its letters there
@@ -119,19 +110,19 @@ class Redriver:
             await self._refuse(letters, error)
 
     async def _take_unowned(self, shard_id: str, letters: tuple[StoredLetter, ...]) -> None:
-        claim = self._owners.take(shard_id)
+        claim = self.owners.take(shard_id)
         try:
             async with claim.work():
-                await self._runtime.open(Shard(shard_id, None))
+                await self.runtime.open(Shard(shard_id, None))
                 try:
                     await self._run(shard_id, letters)
                 finally:
-                    await self._runtime.forget(shard_id)
+                    await self.runtime.forget(shard_id)
         finally:
-            self._owners.release(shard_id, claim)
+            self.owners.release(shard_id, claim)
 
     async def _run(self, shard_id: str, letters: tuple[StoredLetter, ...]) -> None:
-        began_ms = self._clock.steady_ms()
+        began_ms = self.clock.steady_ms()
         letters = await self._in_turn(shard_id, letters)
         if not letters:
             return
@@ -144,9 +135,9 @@ class Redriver:
             after=None,
             redriven=True,
         )
-        outcome = _with_history(await self._runtime.process(delivery), letters)
+        outcome = _with_history(await self.runtime.process(delivery), letters)
         kill_point("redrive.handled")
-        await self._redriving.register(shard_id, outcome, tuple(stored.id for stored in letters))
+        await self.redriving.register(shard_id, outcome, tuple(stored.id for stored in letters))
         kill_point("redrive.done")
         await self._unpark(shard_id, (stored.letter.partition_key for stored in letters))
         log.info(
@@ -155,7 +146,7 @@ class Redriver:
             letters=len(letters),
             rows=0 if outcome.rows is None else outcome.rows.num_rows,
             dead_letters=len(outcome.dead_letters),
-            seconds=(self._clock.steady_ms() - began_ms) / 1000,
+            seconds=(self.clock.steady_ms() - began_ms) / 1000,
         )
 
     async def _in_turn(self, shard_id: str, letters: tuple[StoredLetter, ...]) -> tuple[StoredLetter, ...]:
@@ -163,9 +154,9 @@ class Redriver:
 
         That one has failed again, perhaps a moment ago, or was never wanted: they stay where they are, whoever takes them.
         """
-        if not self._parks:
+        if not self.parks:
             return letters
-        first = await self._ledger.parked_keys(shard_id)
+        first = await self.ledger.parked_keys(shard_id)
         here = {(stored.letter.partition_key, stored.letter.sequence) for stored in letters}
         behind = tuple(stored for stored in letters if _is_behind(stored.letter, first, here))
         if behind:
@@ -179,19 +170,19 @@ class Redriver:
 
     async def _unpark(self, shard_id: str, keys: Iterable[str | None]) -> None:
         """Let those keys go on of which no letter is left. No batch of the shard is under way, and all letters are stored."""
-        if not self._parks:
+        if not self.parks:
             return
         asking = self._asking.setdefault(shard_id, set())
         asking.update(key for key in keys if key is not None)
-        parked = await self._ledger.parked_keys(shard_id)
+        parked = await self.ledger.parked_keys(shard_id)
         for key in asking.difference(parked):
-            await self._runtime.unpark(shard_id, key)
+            await self.runtime.unpark(shard_id, key)
         del self._asking[shard_id]
 
     async def _ask_again(self) -> None:
         """Do what a ledger out of reach has left undone. A shard that is opened meanwhile learns its keys anew."""
         for shard_id in tuple(self._asking):
-            claim = self._owners.current(shard_id)
+            claim = self.owners.current(shard_id)
             if claim is None or not claim.opened:
                 del self._asking[shard_id]
                 continue
@@ -201,7 +192,7 @@ class Redriver:
 
     async def _refuse(self, letters: tuple[StoredLetter, ...], error: MldserverError) -> None:
         log.error("redrive.failed", shard=letters[0].letter.shard_id, **error.told())
-        await self._ledger.redrive(tuple(stored.id for stored in letters), wanted=False)
+        await self.ledger.redrive(tuple(stored.id for stored in letters), wanted=False)
 
 
 def _is_behind(

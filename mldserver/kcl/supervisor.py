@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -61,48 +62,36 @@ HEALTHY_SECONDS: Final = 120.0
 """A run of this length counts as good: a start takes the KCL up to a minute, so shorter ones say little."""
 
 
+@dataclass(kw_only=True)
 class Supervisor:
     """One daemon, again and again, until it is told to stop."""
 
-    def __init__(
-        self,
-        command: Callable[[], Sequence[str]],
-        *,
-        environment: Mapping[str, str],
-        backoff: Backoff,
-        grace: float,
-        clock: Clock,
-        chance: Callable[[], float],
-        server: Address,
-        answers: Callable[[], Awaitable[bool]],
-        step_down: Callable[[], Awaitable[None]],
-        told: Mapping[str, Any],
-    ) -> None:
-        """``command`` gives the daemon's command line, ``grace`` (seconds) is what its end may take after SIGTERM.
-
-        ``chance`` gives numbers from 0 to 1; ``answers`` says whether the ``server`` can be connected to now;
-        ``step_down`` gives up the lead of a daemon that is gone; ``told`` are the fields of the event ``kcl.starting``.
-        """
-        self._command = command
-        self._environment = environment
-        self._backoff = backoff
-        self._grace = grace
-        self._clock = clock
-        self._chance = chance
-        self._server = server
-        self._answers = answers
-        self._step_down = step_down
-        self._told = told
-        self._digest = Digest()
-        self._parser = LogParser()
-        self._joining: asyncio.TimerHandle | None = None
-        self._stopping = asyncio.Event()
-        self._forced = asyncio.Event()
-        self._doomed = asyncio.Event()
-        """The daemon that runs now has begun to end itself, unasked."""
-        self._killed = False
-        """The last daemon was killed by this supervisor."""
-        self._starts = 0
+    command: Callable[[], Sequence[str]]
+    """Gives the daemon's command line."""
+    environment: Mapping[str, str]
+    backoff: Backoff
+    grace: float
+    """What its end may take after SIGTERM (seconds)."""
+    clock: Clock
+    chance: Callable[[], float]
+    """Gives numbers from 0 to 1."""
+    server: Address
+    answers: Callable[[], Awaitable[bool]]
+    """Whether the server can be connected to now."""
+    step_down: Callable[[], Awaitable[None]]
+    """Gives up the lead of a daemon that is gone."""
+    told: Mapping[str, Any]
+    """The fields of the event ``kcl.starting``."""
+    _digest: Digest = field(default_factory=Digest)
+    _parser: LogParser = field(default_factory=LogParser)
+    _joining: asyncio.TimerHandle | None = None
+    _stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    _forced: asyncio.Event = field(default_factory=asyncio.Event)
+    _doomed: asyncio.Event = field(default_factory=asyncio.Event)
+    """The daemon that runs now has begun to end itself, unasked."""
+    _killed: bool = False
+    """The last daemon was killed by this supervisor."""
+    _starts: int = 0
 
     def stop(self) -> None:
         """Ask for the end: the daemon gets SIGTERM and its grace; asked again, it is killed."""
@@ -127,14 +116,14 @@ class Supervisor:
     async def _tell_counts(self) -> None:
         """Tell how often lines came again, however quiet the log is."""
         while True:
-            await self._clock.sleep(COUNTS_SECONDS)
-            _write(self._digest.due(self._clock.steady_ms() / 1000))
+            await self.clock.sleep(COUNTS_SECONDS)
+            _write(self._digest.due(self.clock.steady_ms() / 1000))
 
     async def _again_and_again(self) -> int:
         while await self._server_is_there():
-            began = self._clock.steady_ms()
+            began = self.clock.steady_ms()
             code = await self._once()
-            ran = (self._clock.steady_ms() - began) / 1000
+            ran = (self.clock.steady_ms() - began) / 1000
             if self._stopping.is_set():
                 if self._killed or code in ENDS_IN_ORDER:
                     log.info("kcl.exited", exit_code=code, seconds=ran)
@@ -149,27 +138,27 @@ class Supervisor:
                 )
                 return EXIT_FAULT
             if ran >= HEALTHY_SECONDS:
-                self._backoff.worked()
-            delay = self._backoff.failed(self._chance())
+                self.backoff.worked()
+            delay = self.backoff.failed(self.chance())
             log.warning("kcl.exited", exit_code=code, seconds=ran, delay_seconds=round(delay, 3))
-            await first_of(self._stopping.wait(), self._clock.sleep(delay))
+            await first_of(self._stopping.wait(), self.clock.sleep(delay))
         return EXIT_CLEAN
 
     async def _server_is_there(self) -> bool:
         """Return True once the server answers, False when told to stop first."""
-        began = tell_at = self._clock.steady_ms()
+        began = tell_at = self.clock.steady_ms()
         leads = self._starts > 0
         while not self._stopping.is_set():
-            if await self._answers():
+            if await self.answers():
                 return True
-            now = self._clock.steady_ms()
+            now = self.clock.steady_ms()
             if now >= tell_at:
                 tell_at = now + round(TELL_SECONDS * 1000)
-                log.warning("kcl.waiting", address=str(self._server), seconds=(now - began) / 1000)
+                log.warning("kcl.waiting", address=str(self.server), seconds=(now - began) / 1000)
             if leads and now - began >= LEAD_SECONDS * 1000:
                 leads = False
-                await first_of(self._stopping.wait(), self._step_down())
-            await first_of(self._stopping.wait(), self._clock.sleep(ASK_SECONDS))
+                await first_of(self._stopping.wait(), self.step_down())
+            await first_of(self._stopping.wait(), self.clock.sleep(ASK_SECONDS))
         return False
 
     async def _once(self) -> int:
@@ -177,10 +166,10 @@ class Supervisor:
         self._starts += 1
         self._doomed.clear()
         self._killed = False
-        log.info("kcl.starting", start=self._starts, **self._told)
-        command = self._command()
+        log.info("kcl.starting", start=self._starts, **self.told)
+        command = self.command()
         try:
-            child = await ChildProcess.start(command, environment=self._environment, output=[self._pass_on])
+            child = await ChildProcess.start(command, environment=self.environment, output=[self._pass_on])
         except OSError as error:
             lasting = isinstance(error, FileNotFoundError | PermissionError)
             raise (OperatorError if lasting else NotThereYet)(
@@ -201,7 +190,7 @@ class Supervisor:
         """End the daemon: in order when told to stop, without its grace when it ends itself."""
         await first_of(self._stopping.wait(), self._doomed.wait())
         if self._doomed.is_set():
-            there = await self._answers()
+            there = await self.answers()
             log.warning(
                 "kcl.cut_short",
                 what="A connection to the server ended, which ends the daemon.",
@@ -210,11 +199,11 @@ class Supervisor:
                 else "The server is gone too: the daemon was killed.",
             )
             if there:
-                await first_of(self._forced.wait(), self._clock.sleep(LAST_SECONDS))
+                await first_of(self._forced.wait(), self.clock.sleep(LAST_SECONDS))
         else:
             if not self._forced.is_set():
                 child.signal(signal.SIGTERM)
-                await first_of(self._forced.wait(), self._clock.sleep(self._grace))
+                await first_of(self._forced.wait(), self.clock.sleep(self.grace))
             self._forced.set()
         self._killed = True
         child.kill()
@@ -235,7 +224,7 @@ class Supervisor:
         self._log(events)
 
     def _log(self, events: Iterable[LogEvent]) -> None:
-        now = self._clock.steady_ms() / 1000
+        now = self.clock.steady_ms() / 1000
         for event in events:
             # What a daemon says while it falls is the same fault again, from each of its shards.
             _write([verbatim(event)] if self._doomed.is_set() else self._digest.take(event, now))

@@ -137,10 +137,10 @@ class Driver:
         if start.sink is not None:
             find(start.sink.format).check(session.spark, start.sink)
         return session, Jobs(
-            session,
-            start.schema,
-            pipeline,
-            self.send,
+            session=session,
+            schema=start.schema,
+            pipeline=pipeline,
+            send=self.send,
             concurrency=start.concurrency,
             stopped=self._session_stopped,
             sink=start.sink,

@@ -10,7 +10,7 @@ import contextlib
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mldserver.spark.driver_messages import (
@@ -53,33 +53,26 @@ class _Job:
     """As it was sent last."""
 
 
+@dataclass(kw_only=True)
 class Jobs:
     """Runs what the server asks for, ``concurrency`` at a time, and answers each Run exactly once."""
 
-    def __init__(
-        self,
-        session: Session,
-        schema: str,
-        pipeline: Pipeline,
-        send: Callable[[Message], None],
-        *,
-        concurrency: int,
-        stopped: Callable[[], None],
-        sink: SinkSpec | None = None,
-    ) -> None:
-        """Use ``send`` from any thread. ``sink``: where outputs are published, if that is a table.
+    session: Session
+    schema: str
+    pipeline: Pipeline
+    send: Callable[[Message], None]
+    """Called from any thread."""
+    concurrency: int
+    stopped: Callable[[], None]
+    """Called from any thread when a job has left, or found, a session on which no other can run."""
+    sink: SinkSpec | None = None
+    """Where outputs are published, if that is a table."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _jobs: dict[int, _Job] = field(default_factory=dict)
 
-        ``stopped`` is called from any thread when a job has left, or found, a session on which no other can run.
-        """
-        self._session = session
-        self._stopped = stopped
-        self._schema = schema
-        self._pipeline = pipeline
-        self._send = send
-        self._sink = sink
-        self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="window")
-        self._lock = threading.Lock()
-        self._jobs: dict[int, _Job] = {}
+    def __post_init__(self) -> None:
+        """Make the threads."""
+        self._pool = ThreadPoolExecutor(self.concurrency, thread_name_prefix="window")
 
     def start(self, run: Run | Publish) -> None:
         """Take a job; it begins when a thread is free."""
@@ -98,8 +91,8 @@ class Jobs:
             running = job.running
         if not running:
             return
-        spark = self._session.spark
-        if self._session.connect:
+        spark = self.session.spark
+        if self.session.connect:
             spark.interruptTag(job.group)
         else:
             # Also what the thread submits after this moment: a plain cancelJobGroup before a submission is lost.
@@ -120,21 +113,21 @@ class Jobs:
             if self._jvm_is_gone(error):
                 return  # not the job's failure: whoever watches the JVM ends this process, and so the job
             fault = describe(error)
-            closed = self._session.connect and _CLOSED in fault.message
+            closed = self.session.connect and _CLOSED in fault.message
             answer = FailedJob(
                 job.run.id, fault.error, fault.message, fault.traceback, cancelled=job.cancelled
             )
         with self._lock:
             del self._jobs[job.run.id]
-        self._send(answer)
+        self.send(answer)
         with contextlib.suppress(Exception):  # of a JVM that is going: whoever watches it sees to that
-            closed = closed or self._session.is_stopped
+            closed = closed or self.session.is_stopped
         if closed:
-            self._stopped()
+            self.stopped()
 
     def _jvm_is_gone(self, error: BaseException) -> bool:
         """Whether an error came from a dead JVM. Its calls fail a moment before its end can be seen."""
-        jvm = self._session.jvm
+        jvm = self.session.jvm
         if jvm is None or not lost_connection(error):
             return False
         try:
@@ -144,8 +137,8 @@ class Jobs:
         return True
 
     def _compute(self, job: _Job) -> Done:
-        spark, window = self._session.spark, job.run.job.window
-        if self._session.connect:
+        spark, window = self.session.spark, job.run.job.window
+        if self.session.connect:
             spark.addTag(job.group)
         else:
             # No interruption of threads on cancelling: HDFS marks nodes as dead when it is interrupted.
@@ -155,14 +148,14 @@ class Jobs:
             spark.sparkContext.setJobGroup(job.group, f"window {window.id}{others}", interruptOnCancel=False)
         try:
             if isinstance(job.run, Run):
-                schema, cores = self._schema, self._session.cores
-                return Done(job.run.id, run_windows(spark, schema, self._pipeline, job.run.jobs, cores))
-            if self._sink is None:
+                schema, cores = self.schema, self.session.cores
+                return Done(job.run.id, run_windows(spark, schema, self.pipeline, job.run.jobs, cores))
+            if self.sink is None:
                 raise ValueError("no table was named to publish into")
-            find(self._sink.format).publish(spark, self._sink, job.run.job)
+            find(self.sink.format).publish(spark, self.sink, job.run.job)
             return Done(job.run.id, ())
         finally:
-            if self._session.connect:
+            if self.session.connect:
                 spark.removeTag(job.group)
 
     def watch(self) -> None:
@@ -176,10 +169,10 @@ class Jobs:
                     progress = self._tasks(job.group)
                     if progress[0] and progress != job.progress:
                         job.progress = progress
-                        self._send(Progress(job.run.id, *progress))
+                        self.send(Progress(job.run.id, *progress))
 
     def _tasks(self, group: str) -> tuple[int, int, int]:
-        tracker = self._session.spark.sparkContext.statusTracker()
+        tracker = self.session.spark.sparkContext.statusTracker()
         stage_ids: list[int] = []
         for job_id in tracker.getJobIdsForGroup(group):
             info = tracker.getJobInfo(job_id)

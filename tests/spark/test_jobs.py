@@ -42,7 +42,14 @@ def said(spark: Any, *, connect: bool = True) -> list[Any]:
     """Run a job to its end, and a second one for which the first must have made room; return what is told."""
     told: queue.Queue[Any] = queue.Queue()
     session = Session(spark, connect=connect, cores=1, jvm=None)
-    jobs = Jobs(session, "", Pipeline(None), told.put, concurrency=1, stopped=lambda: told.put(STOPPED))
+    jobs = Jobs(
+        session=session,
+        schema="",
+        pipeline=Pipeline(None),
+        send=told.put,
+        concurrency=1,
+        stopped=lambda: told.put(STOPPED),
+    )
     jobs.start(driver_messages.Run(1, (job("first"),)))
     jobs.start(driver_messages.Run(2, (job("second"),)))
     heard = [told.get(timeout=60)]
