@@ -15,10 +15,11 @@ from mldserver.base.aws import aws_client
 from mldserver.config.kinds import UnixAddress
 from mldserver.config.locations import RemoteOut, SqlitePlace
 from mldserver.config.resolve import home, ledger_file, sink_of
-from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
-from mldserver.coordinator.core.peers import DRAIN
+from mldserver.coordinator.coordinator import Coordinator
+from mldserver.coordinator.core.lineage import DRAIN
 from mldserver.coordinator.core.shape import Column, Shape
-from mldserver.coordinator.server_locks import ServerLocks
+from mldserver.coordinator.core.windows import CoordinatorRules
+from mldserver.coordinator.membership import ServerLocks
 from mldserver.deadletters.destinations import FOLDER, FolderDestination
 from mldserver.deadletters.redriver import Redriver
 from mldserver.errors import NotThereYet, OperatorError
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
     from mldserver.base.clock import Clock
     from mldserver.config.settings import Settings
-    from mldserver.coordinator.redrive_intake import Destination
+    from mldserver.coordinator.flusher import Destination
     from mldserver.handler.spec import HandlerSpec
     from mldserver.jobs.engine import Engine
     from mldserver.ledger.operations import Ledger

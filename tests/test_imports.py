@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "config": ("errors", "windows", "base", "spark.sinks"),
     "deadletters": (
         *("errors", "records", "base", "protocol", "runtime", "ledger", "output"),
-        *("sources", "coordinator.redrive_intake"),
+        *("sources", "coordinator.shards"),
     ),
     "observe": ("errors", "config"),
     # The handler's process: an inline runtime behind a socket, whose log goes to the server's.

@@ -123,7 +123,8 @@ class Toy:
         delivery = Delivery(shard_id, Records(records, 0), self.parts.clock.now_ms(), shard.after)
         outcome = await self.parts.runtime.process(delivery)
         self.told += [letter.error for letter in outcome.dead_letters]
-        await shard.accept(outcome)
+        if not shard.take(outcome, self.parts.clock.steady_ms()):
+            await shard.admitted()
 
     def _checkpoint(self, shard_id: str, shard: ShardIntake) -> None:
         if (due := shard.checkpoint_due()) is not None:

@@ -89,7 +89,7 @@ def restore_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fa
         What `mldserver ledger backup` has made.
     """
     from mldserver.assembly import claim_of  # noqa: PLC0415  # `--help` must not wait for it
-    from mldserver.coordinator.server_locks import ServerLocks  # noqa: PLC0415  # see above
+    from mldserver.coordinator.membership import ServerLocks  # noqa: PLC0415  # see above
     from mldserver.output.layout import PRIVATE, SERVERS  # noqa: PLC0415  # see above
 
     with _told_as_the_operators():

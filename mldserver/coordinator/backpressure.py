@@ -14,19 +14,20 @@ ahead of it wait.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from mldserver.base.clock import Clock
     from mldserver.coordinator.core.buffer import Buffer
-    from mldserver.coordinator.core.open_windows import SegmentUsage
-    from mldserver.coordinator.core.rules import CoordinatorRules
     from mldserver.coordinator.core.sessions import Session
     from mldserver.coordinator.core.watermark import Watermark
-
-__all__ = ["Backpressure", "Load", "shards_to_hold"]
+    from mldserver.coordinator.core.windows import CoordinatorRules
+    from mldserver.ledger.contract import LedgerState
 
 log = structlog.get_logger("mldserver")
 
@@ -34,74 +35,62 @@ _SHORT: Final = 0.75
 """The share of the memory from which on those wait that are ahead; the rest is for whoever holds the watermark."""
 
 
-class Load(NamedTuple):
-    """How far a shard is."""
-
-    shard_id: str
-    ahead_ms: int | None
-    """Its own watermark; None when it has shown nothing (it is then the furthest behind)."""
-
-
-def shards_to_hold(loads: list[Load], *, holder: str | None) -> frozenset[str]:
+def shards_to_hold(reached_ms: Mapping[str, int | None], *, holder: str | None) -> frozenset[str]:
     """Return the shards that are ahead of ``holder``, which holds the watermark; without one, all.
 
-    Shards that are level with the holder, or behind it, are not held.
+    ``reached_ms``: each shard's own watermark; None: it has shown nothing, and is the furthest behind. Shards that are
+    level with the holder, or behind it, are not held.
     """
     if holder is None:
-        return frozenset(load.shard_id for load in loads)
-    reached = next((load.ahead_ms for load in loads if load.shard_id == holder), None)
+        return frozenset(reached_ms)
+    least = reached_ms.get(holder)
     return frozenset(
-        load.shard_id
-        for load in loads
-        if load.shard_id != holder
-        and load.ahead_ms is not None
-        and (reached is None or load.ahead_ms > reached)
+        shard_id
+        for shard_id, ms in reached_ms.items()
+        if shard_id != holder and ms is not None and (least is None or ms > least)
     )
 
 
+@dataclass(kw_only=True, eq=False, slots=True)
 class Backpressure:
     """Which shards wait now, and how long those that ask must."""
 
-    def __init__(
-        self, *, rules: CoordinatorRules, buffer: Buffer, watermark: Watermark, clock: Clock
-    ) -> None:
-        """Hold nobody; ``buffer`` says how much there is, ``watermark`` who is how far ahead."""
-        self._rules = rules
-        self._buffer = buffer
-        self._watermark = watermark
-        self._clock = clock
-        self._held: frozenset[str] = frozenset()
-        self._changed = asyncio.Condition()
-        self.segment_bytes = 0
-        """What the segments on disk take."""
-        self.settled_bytes = 0
-        """What those of them take whose windows are not open: closing windows frees none of it."""
-        self.computing = False
-        """Whether a window is being computed, or waits for that."""
-        self.holder: str | None = None
-        """The shard that holds the watermark."""
+    rules: CoordinatorRules
+    buffer: Buffer
+    """Says how much there is in memory."""
+    watermark: Watermark
+    """Says who is how far ahead."""
+    clock: Clock
+    segment_bytes: int = field(init=False, default=0)
+    """What the segments on disk take."""
+    settled_bytes: int = field(init=False, default=0)
+    """What those of them take whose windows are not open: closing windows frees none of it."""
+    computing: bool = field(init=False, default=False)
+    """Whether a window is being computed, or waits for that."""
+    holder: str | None = field(init=False, default=None)
+    """The shard that holds the watermark."""
+    _held: frozenset[str] = field(init=False, default=frozenset())
+    _changed: asyncio.Condition = field(init=False, default_factory=asyncio.Condition)
 
-    def count(self, usage: SegmentUsage, garbage_bytes: int) -> None:
+    def count(self, state: LedgerState, garbage_bytes: int) -> None:
         """Count what is on disk anew: other servers write and delete segments too."""
-        self.segment_bytes = usage.segment_bytes + garbage_bytes
-        self.settled_bytes = self.segment_bytes - usage.open_bytes
-        self.computing = bool(usage.under_way)
+        self.segment_bytes = state.segment_bytes + garbage_bytes
+        self.settled_bytes = self.segment_bytes - state.open_bytes
+        self.computing = bool(state.under_way)
 
     def weigh(self) -> None:
         """Decide anew who waits."""
         # Asked with every batch: while there is room it must not take longer the more shards there are.
-        memory, most = self._buffer.bytes, self._rules.buffer_bytes
-        disk_is_full = self.segment_bytes > self._rules.segment_disk_bytes
+        memory, most = self.buffer.bytes, self.rules.buffer_bytes
+        disk_is_full = self.segment_bytes > self.rules.segment_disk_bytes
         if memory <= most * _SHORT and not disk_is_full:
             self._held = frozenset()
             return
-        in_vain = self.computing or self.settled_bytes > self._rules.segment_disk_bytes
+        in_vain = self.computing or self.settled_bytes > self.rules.segment_disk_bytes
         everyone = memory > most or (disk_is_full and in_vain)
         # Whoever may give rows: also a stale connection whose shard was ended elsewhere, which has not been heard here.
-        loads = [
-            Load(shard_id, self._watermark.shard_ms(shard_id)) for shard_id in self._watermark.connected()
-        ]
-        self._held = shards_to_hold(loads, holder=None if everyone else self.holder)
+        reached_ms = {shard_id: self.watermark.shard_ms(shard_id) for shard_id in self.watermark.connected()}
+        self._held = shards_to_hold(reached_ms, holder=None if everyone else self.holder)
 
     @property
     def waits_for_watermark(self) -> bool:
@@ -109,7 +98,7 @@ class Backpressure:
         return (
             bool(self._held)
             and self.holder is not None
-            and self.segment_bytes > self._rules.segment_disk_bytes
+            and self.segment_bytes > self.rules.segment_disk_bytes
         )
 
     def is_held(self, session: Session) -> bool:
@@ -119,22 +108,20 @@ class Backpressure:
 
     async def wait(self, session: Session) -> None:
         """Wait while the session's shard is held back."""
-        began_ms = self._clock.steady_ms()
-        memory = self._buffer.bytes > self._rules.buffer_bytes * _SHORT
+        began_ms = self.clock.steady_ms()
+        memory = self.buffer.bytes > self.rules.buffer_bytes * _SHORT
         log.info(
             "shard.held",
             shard=session.shard_id,
             short_of="memory" if memory else "disk",
-            used_bytes=self._buffer.bytes if memory else self.segment_bytes,
-            budget_bytes=self._rules.buffer_bytes if memory else self._rules.segment_disk_bytes,
+            used_bytes=self.buffer.bytes if memory else self.segment_bytes,
+            budget_bytes=self.rules.buffer_bytes if memory else self.rules.segment_disk_bytes,
         )
         async with self._changed:
             await self._changed.wait_for(
                 lambda: not session.alive or session.finishing or session.shard_id not in self._held
             )
-        log.info(
-            "shard.released", shard=session.shard_id, seconds=(self._clock.steady_ms() - began_ms) / 1000
-        )
+        log.info("shard.released", shard=session.shard_id, seconds=(self.clock.steady_ms() - began_ms) / 1000)
 
     async def release(self) -> None:
         """Decide anew, and let those go on that need not wait."""

@@ -16,26 +16,25 @@ cycle did without hearing of it (the ledger's answer was lost) is seen by the sy
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from mldserver.base.backoff import backoff
 from mldserver.base.kill_points import kill_point
 from mldserver.coordinator.backpressure import Backpressure
 from mldserver.coordinator.core.buffer import Buffer
 from mldserver.coordinator.core.lineage import Lineage
-from mldserver.coordinator.core.open_windows import OpenWindows, SegmentUsage
-from mldserver.coordinator.core.rules import CoordinatorRules
 from mldserver.coordinator.core.sessions import Sessions
 from mldserver.coordinator.core.watermark import View, Watermark
-from mldserver.coordinator.cycle import Cycle
 from mldserver.coordinator.flusher import Flusher
 from mldserver.coordinator.membership import Membership
 from mldserver.coordinator.recovery import recover, take_over
-from mldserver.coordinator.redrive_intake import RedriveIntake
 from mldserver.coordinator.reports import AheadRows, CoordinatorStatus, MissingShards, Reports
 from mldserver.coordinator.retention import Retention
-from mldserver.coordinator.shards import Shards
+from mldserver.coordinator.shards import RedriveIntake, Shards
+from mldserver.errors import LedgerError, ServerBuried, told_of
 from mldserver.output.layout import PRIVATE, SEGMENTS, STAGING
 
 if TYPE_CHECKING:
@@ -44,8 +43,9 @@ if TYPE_CHECKING:
     from mldserver.base.clock import Clock
     from mldserver.coordinator.core.flush import BufferedBatch
     from mldserver.coordinator.core.shape import Shape
-    from mldserver.coordinator.redrive_intake import Destination
-    from mldserver.coordinator.server_locks import ServerLocks
+    from mldserver.coordinator.core.windows import CoordinatorRules
+    from mldserver.coordinator.flusher import Destination
+    from mldserver.coordinator.membership import ServerLocks
     from mldserver.jobs.runner import WindowRunner
     from mldserver.ledger.contract import LedgerState
     from mldserver.ledger.operations import Ledger
@@ -53,9 +53,10 @@ if TYPE_CHECKING:
     from mldserver.output.store import OutputStore
     from mldserver.windows import WindowSpec
 
-__all__ = ["Coordinator", "CoordinatorRules"]
-
 log = structlog.get_logger("mldserver")
+
+_LONGEST_SECONDS: Final = 30.0
+"""The longest pause before a cycle that keeps failing is tried again."""
 
 
 class Coordinator:
@@ -98,7 +99,6 @@ class Coordinator:
             lineage=self.lineage,
             watermark=self.watermark,
             buffer=self.buffer,
-            max_ahead_ms=rules.max_ahead_ms,
         )
         self._flusher = Flusher(
             spec=spec,
@@ -110,7 +110,6 @@ class Coordinator:
             rules=rules,
             letters=letters,
         )
-        self._usage = SegmentUsage()
         self._view = self.watermark.view(now_ms)
         # A shard that is missing is left out after its limit: what holds the watermark for longer needs a person.
         self._reports = Reports(self._view, now_ms, limit_ms=rules.missing_limit_ms + rules.idle_time_ms)
@@ -122,7 +121,7 @@ class Coordinator:
             garbage=self._flusher.garbage,
             lineage=self.lineage,
             clock=clock,
-            named=ask_stream is not None,
+            listed=frozenset() if ask_stream is None else None,
         )
         self._membership = Membership(
             ledger=ledger,
@@ -166,7 +165,8 @@ class Coordinator:
             membership=self._membership,
             retention=self._retention,
             ahead=self._ahead,
-            cycle=self._cycle,
+            flush=self.flush,
+            soon=self._cycle.soon,
             ask_stream=ask_stream,
         )
         self.draining = asyncio.Event()  # set once the ledger asks all servers to drain
@@ -187,8 +187,7 @@ class Coordinator:
             await self._claim.renamed()
             if self._runner is not None:
                 self._runner.know_older(self._shape.older(state))
-            open_windows = OpenWindows(self._spec, state.batch_progress) if self._spec else None
-            self._flusher.restore(state, open_windows)
+            self._flusher.learn(state)
             self._learn(state)
             await recover(state, self._ledger, self._store, self._runner)
             self._company = (state.claims, frozenset(state.servers))
@@ -235,7 +234,11 @@ class Coordinator:
         )
         self._reports.note(view, now_ms, waiting=waiting)
         await self._cut(view)
-        await self._let_go()
+        freed, shards, more = await self._retention.step(self._backpressure.segment_bytes)
+        self._backpressure.segment_bytes -= freed
+        self._sessions.forget(shards)
+        if more:
+            self._cycle.soon()
 
     async def _sync(self) -> None:
         """Beat, learn what the ledger holds, and take over what dead servers left."""
@@ -251,15 +254,15 @@ class Coordinator:
         inherit = company != self._company
         if self._runner is not None:
             self._runner.learn(state)
-            under_way = self._usage.under_way
-            await take_over(under_way, working, self._ledger, self._store, self._runner, inherit=inherit)
+            await take_over(
+                state.under_way, working, self._ledger, self._store, self._runner, inherit=inherit
+            )
         self._company = company
 
     def _learn(self, state: LedgerState) -> None:
-        self._usage.learn(state)
         self.redriving.learn(state)
-        doomed = 0 if self._runner is None else self._runner.garbage_bytes
-        self._backpressure.count(self._usage, self._flusher.garbage_bytes + doomed)
+        garbage = 0 if self._runner is None else self._runner.garbage_bytes
+        self._backpressure.count(state, self._flusher.garbage_bytes + garbage)
 
     async def _flush(self, batches: dict[int, BufferedBatch], reason: str) -> bool:
         """Make what is buffered durable. False: rows were left out that the watermark may still count on."""
@@ -290,18 +293,6 @@ class Coordinator:
             log.info("stream.ended", shards=len(self.lineage))
             self._ended.set()
 
-    async def _let_go(self) -> None:
-        step = await self._retention.step(self._backpressure.segment_bytes)
-        self._backpressure.segment_bytes -= step.bytes
-        self._sessions.forget(step.shards)
-        if step.more:
-            self._cycle.soon()
-
-    @property
-    def is_drained(self) -> bool:
-        """Whether no window is open, and none waits for its next revision."""
-        return not self._flusher.open_windows and not self._flusher.recomputing
-
     def freed(self, freed_bytes: int) -> None:
         """Note that segments were deleted."""
         self._backpressure.segment_bytes -= freed_bytes
@@ -310,7 +301,8 @@ class Coordinator:
     @property
     def is_over(self) -> bool:
         """Whether every known shard has ended and every window is cut: no more when a shard comes, or rows."""
-        return self._view.over and self.lineage.all_ended() and not self.buffer and self.is_drained
+        is_drained = not self._flusher.open_windows and not self._flusher.cut_windows.waiting
+        return self._view.over and self.lineage.all_ended() and not self.buffer and is_drained
 
     async def over(self) -> None:
         """Return when the stream is over, however often it seemed to be before."""
@@ -345,3 +337,67 @@ class Coordinator:
             stream_ended=self.is_over,
             flush_failing=self._cycle.failing,
         )
+
+
+@dataclass(eq=False, slots=True)
+class Cycle:
+    """When the cycle runs: at every interval, at once when something asks for it, and after a while when it failed."""
+
+    cycle: Callable[[str], Awaitable[None]]
+    """Takes the reason for which it runs. Never called twice at once."""
+    after: Callable[[], Awaitable[None]]
+    """Awaited after each, whether or not it failed."""
+    interval_ms: int
+    clock: Clock
+    failing: bool = False
+    """Whether the latest has failed."""
+    _asked: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _waiters: list[tuple[str, asyncio.Future[None]]] = field(init=False, default_factory=list)
+
+    def soon(self) -> None:
+        """Let a cycle follow at once."""
+        self._asked.set()
+
+    async def whole(self, reason: str) -> None:
+        """Return when a whole cycle that began after this call is done."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append((reason, waiter))
+        self._asked.set()
+        await waiter
+
+    async def run(self) -> None:
+        """Take turns until cancelled. Raises ServerBuried, and whatever else of a cycle is not worth another try."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._tick(), name="ticks")
+            group.create_task(self._cycles(), name="cycles")
+
+    async def _tick(self) -> None:
+        while True:
+            await self.clock.sleep(self.interval_ms / 1000)
+            self._asked.set()
+
+    async def _cycles(self) -> None:
+        failures = 0
+        while True:
+            await self._asked.wait()
+            self._asked.clear()
+            waiters, self._waiters = self._waiters, []
+            try:
+                await self.cycle(waiters[0][0] if waiters else "interval")
+            except ServerBuried:
+                raise
+            except (LedgerError, OSError) as error:
+                # Rows stay in memory, positions stay where they are: nothing is lost while this is tried again.
+                failures, self.failing = failures + 1, True
+                self._waiters = waiters + self._waiters
+                delay = backoff(failures, 1.0, _LONGEST_SECONDS)
+                log.error("flush.failed", attempt=failures, delay_seconds=delay, **told_of(error))
+                await self.after()
+                await self.clock.sleep(delay)
+                self._asked.set()
+                continue
+            failures, self.failing = 0, False
+            for _, waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+            await self.after()

@@ -6,16 +6,14 @@ Also cuts: both change which windows are open, so both live here and only the co
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
 from mldserver.base.kill_points import kill_point
 from mldserver.coordinator.core.flush import BufferedBatch, FlushPlan, plan
-from mldserver.coordinator.core.late import CutWindows
-from mldserver.coordinator.core.open_windows import OpenWindows, WindowKey
-from mldserver.coordinator.core.rules import CoordinatorRules
+from mldserver.coordinator.core.windows import CutWindows, OpenWindows, WindowKey
 from mldserver.coordinator.recovery import publish_late
 from mldserver.errors import LedgerError
 from mldserver.ledger.contract import (
@@ -35,14 +33,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from mldserver.base.clock import Clock
-    from mldserver.coordinator.redrive_intake import Destination
+    from mldserver.coordinator.core.windows import CoordinatorRules
     from mldserver.ledger.contract import FlushResult, LedgerState, WindowEntry
     from mldserver.ledger.operations import Ledger
     from mldserver.output.store import OutputStore
     from mldserver.records import DeadLetter, Sequence
     from mldserver.windows import WindowSpec
-
-__all__ = ["Flushed", "Flusher"]
 
 log = structlog.get_logger("mldserver")
 
@@ -64,65 +60,65 @@ class Flushed:
     """Shards whose rows were left out: they are owned elsewhere, or were opened again."""
 
 
+class Destination(Protocol):
+    """Keeps letters durably, before the positions of their records move.
+
+    A server that dies between the two has written them, and writes them again when their records come again: the id
+    of a letter's document (``document.py``) is the same both times.
+    """
+
+    async def store(self, letters: tuple[DeadLetter, ...]) -> tuple[DeadLetter, ...]:
+        """Return when the letters are durable; return those that are too large for the place: the ledger keeps them.
+
+        Raises OSError or LedgerError when the place is out of reach, also after some were written: all are given again.
+        """
+
+    async def close(self) -> None:
+        """Let go of connections; no call may follow."""
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
 class Flusher:
     """The writing side of the cycle. Not re-entrant: the coordinator calls it from one task."""
 
-    def __init__(
-        self,
-        *,
-        spec: WindowSpec | None,
-        shape: str,
-        ledger: Ledger,
-        store: OutputStore,
-        clock: Clock,
-        unique: Callable[[], str],
-        rules: CoordinatorRules | None = None,
-        letters: Destination | None = None,
-    ) -> None:
-        """``shape``: the fingerprint of the rows'. ``unique`` gives a name part that no other file of this server has.
+    spec: WindowSpec | None
+    shape: str
+    """The fingerprint of the rows'."""
+    ledger: Ledger
+    store: OutputStore
+    clock: Clock
+    unique: Callable[[], str]
+    """Gives a name part that no other file of this server has."""
+    rules: CoordinatorRules
+    letters: Destination | None = None
+    """Where dead letters go; None: they stay in the ledger."""
+    open_windows: OpenWindows | None = field(init=False)
+    """None for a handler without rows."""
+    cut_windows: CutWindows = field(init=False)
+    garbage: Garbage = field(init=False)
+    rows_durable: int = field(init=False, default=0)
+    rows_late: int = field(init=False, default=0)
+    dead_letters: int = field(init=False, default=0)
+    _tag: str = field(init=False, default="")
+    _merge_clock: int = field(init=False, default=0)
+    _late: tuple[Segment, ...] = field(init=False, default=())
+    _doubtful: tuple[Segment, ...] = field(init=False, default=())
 
-        ``letters``: None for the ledger.
-        """
-        self._spec = spec
-        self._shape = shape
-        self._ledger = ledger
-        self._store = store
-        self._clock = clock
-        self._unique = unique
-        self._letters = letters
-        self._rules = rules or CoordinatorRules()
-        self._tag = ""
-        self._merge_clock = 0
-        self.cut_windows = CutWindows(self._rules)
-        self._late: tuple[Segment, ...] = ()
-        self._doubtful: tuple[Segment, ...] = ()
-        self.garbage = Garbage(store)
-        self.open_windows: OpenWindows | None = None
-        self.rows_durable = 0
-        self.rows_late = 0
-        self.dead_letters = 0
+    def __post_init__(self) -> None:
+        self.open_windows = None if self.spec is None else OpenWindows(self.spec)
+        self.cut_windows, self.garbage = CutWindows(self.rules), Garbage(self.store)
 
     @property
     def garbage_bytes(self) -> int:
         """What files take on disk that are of no use, and could not be deleted yet."""
         return self.garbage.bytes + sum(segment.bytes for segment in self._doubtful)
 
-    @property
-    def recomputing(self) -> int:
-        """How many windows have late rows that wait for their next revision."""
-        return self.cut_windows.waiting
-
-    def restore(self, state: LedgerState, open_windows: OpenWindows | None) -> None:
-        """Go on from what the ledger holds, whose shape goes with the handler's."""
-        self.open_windows = open_windows
-        self.learn(state)
-
     def learn(self, state: LedgerState) -> None:
         """Take over what the ledger holds now, of other servers too. Never while a flush or a cut is under way.
 
         The clock above all: a shard that comes from another server goes on behind the rows that it has there.
         """
-        self._tag = writer_tag(state.ledger_id, self._ledger.server_id)
+        self._tag = writer_tag(state.ledger_id, self.ledger.server_id)
         self._merge_clock = max(self._merge_clock, state.clock)
         # Also those of a registration whose answer was lost.
         self._late = tuple(segment for segment in state.late_segments if tag_of(segment.path) == self._tag)
@@ -135,7 +131,7 @@ class Flusher:
                 self.open_windows.opened([WindowKey(entry.window_id, entry.start_ms, entry.end_ms)])
             else:
                 self.open_windows.cut([entry.window_id])
-        self.cut_windows.learn(state, self._clock.steady_ms())
+        self.cut_windows.learn(state, self.clock.steady_ms())
 
     def _kind(self, key: WindowKey) -> SegmentKind:
         if self.open_windows is not None and key.id in self.open_windows:
@@ -150,7 +146,7 @@ class Flusher:
         ``durable``: the shards' positions in the ledger, as far as this server knows; a shard that has another one
         there (an earlier flush whose answer was lost, or another server) is lost.
         """
-        began_ms = self._clock.steady_ms()
+        began_ms = self.clock.steady_ms()
         lost: frozenset[str] = frozenset()
         gone: frozenset[str] = frozenset()
         crowded = 0
@@ -186,7 +182,7 @@ class Flusher:
             bytes=sum(segment.bytes for segment in segments),
             shards=len(planned.positions),
             dead_letters=len(planned.dead_letters),
-            seconds=(self._clock.steady_ms() - began_ms) / 1000,
+            seconds=(self.clock.steady_ms() - began_ms) / 1000,
             reason=reason,
         )
         waiting = sum(segment.bytes for segment in segments if segment.kind is not SegmentKind.LATE)
@@ -199,7 +195,7 @@ class Flusher:
         that stays away would fill the disk with files that nobody names.
         """
         if self._doubtful:
-            state = await self._ledger.peek()
+            state = await self.ledger.peek()
             named = {segment.path for segment in state.late_segments}
             for entry in state.windows.values():
                 named.update(segment.path for segment in (*entry.segments, *entry.pending))
@@ -216,7 +212,7 @@ class Flusher:
             step = BatchStep(windows.progress, planned.progress, windows.spec.max_rows)
         kill_point("flush.registering")
         try:
-            return await self._ledger.register(
+            return await self.ledger.register(
                 Flush(planned.positions, segments, letters, planned.clock, step, planned.redriven)
             )
         except LedgerError:
@@ -232,7 +228,7 @@ class Flusher:
             begin = BatchProgress(windows.progress.number + (windows.progress.rows > 0))
             until = BatchProgress(begin.number + -(-rows // windows.spec.max_rows))
             step = BatchStep(windows.progress, until, windows.spec.max_rows)
-            result = await self._ledger.register(Flush((), batches=step))
+            result = await self.ledger.register(Flush((), batches=step))
             if result.batch_progress is None:
                 windows.progress = until
                 return begin
@@ -261,10 +257,10 @@ class Flusher:
         stands = self.open_windows.progress if self.open_windows is not None else BatchProgress()
         return plan(
             batches,
-            spec=self._spec,
+            spec=self.spec,
             clock=self._merge_clock,
             progress=own or stands,
-            now_ms=self._clock.now_ms(),
+            now_ms=self.clock.now_ms(),
             durable=durable,
             kind=self._kind,
         )
@@ -274,10 +270,10 @@ class Flusher:
         for file in planned.files:
             key = file.key
             path = segment_path(
-                key.id, self._merge_clock, self._unique(), kind=file.kind, tag=self._tag, shape=self._shape
+                key.id, self._merge_clock, self.unique(), kind=file.kind, tag=self._tag, shape=self.shape
             )
             try:
-                size = await asyncio.to_thread(self._store.write, path, file.rows)
+                size = await asyncio.to_thread(self.store.write, path, file.rows)
             except OSError:
                 # A full disk must not fill further with what no ledger entry will ever name.
                 self.garbage.add_unfinished(path)
@@ -291,10 +287,10 @@ class Flusher:
         self, planned: FlushPlan, segments: tuple[Segment, ...]
     ) -> tuple[DeadLetter, ...]:
         """Make dead letters durable where they go; return those that the ledger is to keep."""
-        if self._letters is None or not planned.dead_letters:
+        if self.letters is None or not planned.dead_letters:
             return planned.dead_letters + planned.failed_again
         try:
-            left = await self._letters.store(planned.dead_letters)
+            left = await self.letters.store(planned.dead_letters)
         except (OSError, LedgerError):
             await self._discard(segments)
             raise
@@ -321,12 +317,12 @@ class Flusher:
             log.warning("window.late", window=segment.window_id, rows=segment.rows, kind=str(segment.kind))
         self._late += tuple(segment for segment in late if segment.kind is SegmentKind.LATE)
         again = [segment.window_id for segment in late if segment.kind is SegmentKind.RECOMPUTE]
-        self.cut_windows.registered(again, self._clock.steady_ms())
+        self.cut_windows.registered(again, self.clock.steady_ms())
 
     async def publish_late(self) -> None:
         """Make registered late rows visible. Raises OSError or LedgerError; repeatable."""
         if self._late:
-            await publish_late(self._late, self._ledger, self._store)
+            await publish_late(self._late, self.ledger, self.store)
             self._late = ()
 
     async def cut(
@@ -339,15 +335,15 @@ class Flusher:
         """
         if self.open_windows is None:
             return ()
-        now_ms = self._clock.steady_ms()
+        now_ms = self.clock.steady_ms()
         closable = self.open_windows.closable(
-            watermark_ms=watermark_ms, now_ms=now_ms, wall_ms=self._clock.now_ms(), close_all=close_all
+            watermark_ms=watermark_ms, now_ms=now_ms, wall_ms=self.clock.now_ms(), close_all=close_all
         )
         due = self.cut_windows.due(now_ms, at_once=close_all and not gather)
         if not closable and not due:
             return ()
         kill_point("revision.cutting" if due else "window.cutting")
-        entries = await self._ledger.cut((*closable, *due))
+        entries = await self.ledger.cut((*closable, *due))
         kill_point("revision.cut" if due else "window.cut")
         self.open_windows.cut(closable)
         self.cut_windows.cut((*closable, *(entry.window_id for entry in entries)))

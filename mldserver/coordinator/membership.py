@@ -3,71 +3,74 @@
 What a server tells holds for others only once everything that it counted on is registered. So a cycle's own view is
 told with the next beat, if its flush was complete and no shard was opened since: a shard that came meanwhile may stand
 far behind what the view says.
+
+Each server also holds a lock on a file of its own, which dies with its process: so one that crashed is buried by the next
+at once, instead of after its beats have stopped for long. Where the lock cannot tell (the file lies on another host's
+disk, or the file system knows no locks), the beats decide.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import replace
-from typing import TYPE_CHECKING
+import fcntl
+import os
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
 from mldserver.base.kill_points import kill_point
-from mldserver.coordinator.core.lineage import Presence
-from mldserver.coordinator.core.peers import Peers
-from mldserver.errors import LedgerError, ServerBuried
+from mldserver.coordinator.core.lineage import Peers, Presence
+from mldserver.errors import LedgerError, NotThereYet, ServerBuried
 from mldserver.ledger.contract import ServerState
+from mldserver.output.layout import server_tag
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
+    from pathlib import Path
 
     from mldserver.base.clock import Clock
     from mldserver.coordinator.core.lineage import Lineage
     from mldserver.coordinator.core.shape import Shape
     from mldserver.coordinator.core.watermark import View, Watermark
-    from mldserver.coordinator.server_locks import ServerLocks
     from mldserver.ledger.contract import LedgerState, ShardState
     from mldserver.ledger.operations import Ledger
 
-__all__ = ["Membership"]
-
 log = structlog.get_logger("mldserver")
 
+_LOCK_TRIES: Final = 20
 
+
+@dataclass(kw_only=True, eq=False, slots=True)
 class Membership:
     """The servers on one ledger, seen from one of them."""
 
-    def __init__(
-        self,
-        *,
-        ledger: Ledger,
-        lineage: Lineage,
-        watermark: Watermark,
-        clock: Clock,
-        timeout_ms: int,
-        locks: ServerLocks | None,
-    ) -> None:
-        """``timeout_ms``: how long a server may be silent; ``locks`` show at once which are dead, where they can."""
-        self.peers = Peers(ledger.server_id, timeout_ms=timeout_ms)
-        self._ledger = ledger
-        self._lineage = lineage
-        self._watermark = watermark
-        self._clock = clock
-        self._timeout_ms = timeout_ms
-        self._locks = locks
-        self._statement: tuple[View, int] | None = None
-        """The view that beats tell, and how many openings it counted on."""
-        self._openings = 0
-        self._opening = 0
-        self._beat_ms = 0
-        """The latest beat, as others see it."""
-        self._beat_at_ms = clock.steady_ms()
-        self._joined = False
-        self._version = 0
-        """Of the ledger's state that was learned last: beats ask for what happened since."""
-        self._released: dict[str, int] = {}
+    ledger: Ledger
+    lineage: Lineage
+    watermark: Watermark
+    clock: Clock
+    timeout_ms: int
+    """How long a server may be silent."""
+    locks: ServerLocks | None
+    """Show at once which servers are dead, where they can."""
+    peers: Peers = field(init=False)
+    _statement: tuple[View, int] | None = field(init=False, default=None)
+    """The view that beats tell, and how many openings it counted on."""
+    _openings: int = field(init=False, default=0)
+    _opening: int = field(init=False, default=0)
+    _beat_ms: int = field(init=False, default=0)
+    """The latest beat, as others see it."""
+    _beat_at_ms: int = field(init=False)
+    _joined: bool = field(init=False, default=False)
+    _version: int = field(init=False, default=0)
+    """Of the ledger's state that was learned last: beats ask for what happened since."""
+    _released: dict[str, int] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.peers = Peers(self.ledger.server_id, timeout_ms=self.timeout_ms)
+        self._beat_at_ms = self.clock.steady_ms()
 
     # What others learn.
 
@@ -91,8 +94,8 @@ class Membership:
 
     def _state(self) -> ServerState:
         # Two beats are never the same, whatever the clock does: by that others see that this server lives.
-        self._beat_ms = max(self._clock.now_ms(), self._beat_ms + 1)
-        self._beat_at_ms = self._clock.steady_ms()
+        self._beat_ms = max(self.clock.now_ms(), self._beat_ms + 1)
+        self._beat_at_ms = self.clock.steady_ms()
         server_id = self.peers.server_id
         if self._statement is None or self._statement[1] != self._openings:
             return ServerState(server_id, self._beat_ms, reason="settling")
@@ -104,15 +107,15 @@ class Membership:
 
     async def join(self) -> LedgerState:
         """Open the ledger, bury the dead, and return what it holds. Raises LedgerError, and OSError for the lock."""
-        if self._locks is not None:
+        if self.locks is not None:
             # Before the ledger knows this server: nobody may take it for dead.
-            await asyncio.to_thread(self._locks.hold, self.peers.server_id)
-        state = await self._ledger.open()
+            await asyncio.to_thread(self.locks.hold, self.peers.server_id)
+        state = await self.ledger.open()
         self._joined = True
         kill_point("server.joined")
         self.learn(state)
         if await self.bury():
-            state = await self._ledger.sync(self._state())
+            state = await self.ledger.sync(self._state())
             self.learn(state)
         return state
 
@@ -122,36 +125,36 @@ class Membership:
         A server that runs with another forbids it. It may be dead, or about to stop: it is waited for until it would be
         buried. Between servers that come together the ledger's version decides. Raises OperatorError, LedgerError.
         """
-        until_ms = self._clock.steady_ms() + self._timeout_ms + self._timeout_ms // 4
+        until_ms = self.clock.steady_ms() + self.timeout_ms + self.timeout_ms // 4
         while True:
             change, rival = shape.change(state), shape.rival(state, self.peers.server_id)
             if rival is None:
-                declared = await self._ledger.declare(change, version=state.version)
-                state = await self._ledger.peek()
+                declared = await self.ledger.declare(change, version=state.version)
+                state = await self.ledger.peek()
                 if declared:
                     self.learn(state)
                     return state
                 continue
-            if self._clock.steady_ms() >= until_ms:
+            if self.clock.steady_ms() >= until_ms:
                 raise rival
-            await self._clock.sleep(self._timeout_ms / 4000)
+            await self.clock.sleep(self.timeout_ms / 4000)
             # Idle: this server holds nothing up meanwhile.
-            self.learn(await self._ledger.sync(replace(self._state(), idle=True)))
+            self.learn(await self.ledger.sync(replace(self._state(), idle=True)))
             await self.bury()
-            state = await self._ledger.peek()
+            state = await self.ledger.peek()
 
     async def sync(self) -> LedgerState:
         """Beat, and return what the ledger holds; of windows the news since the state that was learned last.
 
         Raises LedgerError, and ServerBuried when this server was buried.
         """
-        return await self._ledger.sync(self._state(), self._version)
+        return await self.ledger.sync(self._state(), self._version)
 
     async def beat(self) -> None:
         """Beat for ever whenever nothing else has for a while: a cycle may take long. Raises ServerBuried."""
         while True:
-            await self._clock.sleep(self._timeout_ms / 4000)
-            if self._clock.steady_ms() - self._beat_at_ms < self._timeout_ms // 4:
+            await self.clock.sleep(self.timeout_ms / 4000)
+            if self.clock.steady_ms() - self._beat_at_ms < self.timeout_ms // 4:
                 continue
             try:
                 await self.sync()
@@ -176,8 +179,8 @@ class Membership:
         """Take this server out of the ledger, if it can be reached: others need not wait for its beats to stop."""
         try:
             if self._joined:
-                async with asyncio.timeout(self._timeout_ms / 1000):
-                    await self._ledger.leave()
+                async with asyncio.timeout(self.timeout_ms / 1000):
+                    await self.ledger.leave()
                     kill_point("server.left")
         except (LedgerError, TimeoutError) as error:
             fields = (
@@ -185,35 +188,35 @@ class Membership:
             )
             log.warning("server.beat_failed", **fields)
         finally:
-            if self._locks is not None:
-                await asyncio.to_thread(self._locks.release)
+            if self.locks is not None:
+                await asyncio.to_thread(self.locks.release)
 
     # What is learned of others.
 
     def learn(self, state: LedgerState) -> bool:
         """Take in the shards and servers of a ledger; True when it named a shard, or a shard's end, that is news."""
-        now_ms = self._clock.steady_ms()
+        now_ms = self.clock.steady_ms()
         self._version = state.version
         self.peers.learn(state.servers, state.shards, now_ms)
         news = [self._learn_shard(shard, now_ms) for shard in state.shards.values()]
         for shard_id, shard in state.shards.items():
-            self._watermark.arrived(shard.effective_ms, now_ms)
-            self._lineage.elsewhere(shard_id, now_ms, read=self.peers.counts(shard_id))
+            self.watermark.arrived(shard.effective_ms, now_ms)
+            self.lineage.elsewhere(shard_id, now_ms, read=self.peers.counts(shard_id))
         if any(news):
-            self._watermark.settle(now_ms)
+            self.watermark.settle(now_ms)
         return any(news)
 
     def _learn_shard(self, shard: ShardState, now_ms: int) -> bool:
         shard_id = shard.shard_id
-        new = self._lineage.know(
+        new = self.lineage.know(
             shard_id, now_ms, parents=shard.parents, ended=shard.ended, effective_ms=shard.effective_ms
         )
-        if new or self._lineage[shard_id].presence is Presence.CONNECTED:
+        if new or self.lineage[shard_id].presence is Presence.CONNECTED:
             return new and not shard.ended
-        self._lineage.reach(shard_id, shard.effective_ms)
-        ends = shard.ended and self._lineage[shard_id].presence is not Presence.ENDED
+        self.lineage.reach(shard_id, shard.effective_ms)
+        ends = shard.ended and self.lineage[shard_id].presence is not Presence.ENDED
         if ends:
-            self._lineage.end(shard_id, now_ms)
+            self.lineage.end(shard_id, now_ms)
         return ends
 
     async def learn_ancestors(self, shard: ShardState) -> None:
@@ -223,7 +226,7 @@ class Membership:
         """
         if shard.effective_ms is not None or not shard.parents:
             return
-        state, now_ms = await self.sync(), self._clock.steady_ms()
+        state, now_ms = await self.sync(), self.clock.steady_ms()
         seen, queue = set(shard.parents), list(shard.parents)
         while queue:
             ancestor = state.shards.get(queue.pop())
@@ -231,7 +234,7 @@ class Membership:
                 continue
             self._learn_shard(ancestor, now_ms)
             # Also of one whose connection here is dead, which this server has not heard yet.
-            self._lineage.reach(ancestor.shard_id, ancestor.effective_ms)
+            self.lineage.reach(ancestor.shard_id, ancestor.effective_ms)
             if ancestor.effective_ms is None:
                 queue.extend(parent for parent in ancestor.parents if parent not in seen)
                 seen.update(ancestor.parents)
@@ -242,7 +245,7 @@ class Membership:
         """Bury the servers that are dead, or silent for too long, and return them. Raises LedgerError."""
         buried: frozenset[str] = frozenset()
         dead = {peer.server_id: peer for peer in self.peers.overdue()}
-        if (locks := self._locks) is not None and self.peers:
+        if (locks := self.locks) is not None and self.peers:
             dead |= await asyncio.to_thread(
                 lambda: {
                     peer.server_id: peer for peer in self.peers.states() if locks.is_dead(peer.server_id)
@@ -250,13 +253,13 @@ class Membership:
             )
         for server_id, peer in dead.items():
             kill_point("server.burying")
-            gone = await self._ledger.bury({server_id: peer.beat_ms})
+            gone = await self.ledger.bury({server_id: peer.beat_ms})
             kill_point("server.buried")
             buried |= gone
             if gone:
                 log.warning("server.buried", server=server_id, seconds=self.peers.silent_ms(server_id) / 1000)
-            if gone and self._locks is not None:
-                await asyncio.to_thread(self._locks.forget, server_id)
+            if gone and self.locks is not None:
+                await asyncio.to_thread(self.locks.forget, server_id)
         return buried
 
     def let_go(self, shard_id: str, epoch: int) -> None:
@@ -266,7 +269,84 @@ class Membership:
     async def release(self) -> None:
         """Give up the shards that were let go, in the ledger too. Raises LedgerError; repeatable."""
         for shard_id, epoch in tuple(self._released.items()):
-            await self._ledger.release_shard(shard_id, epoch)
+            await self.ledger.release_shard(shard_id, epoch)
             kill_point("shard.released")
             if self._released.get(shard_id) == epoch:
                 del self._released[shard_id]
+
+
+class ServerLocks:
+    """Which servers are dead for sure: a folder with a locked file for each that lives. Blocking, for moments."""
+
+    def __init__(self, folder: Path) -> None:
+        """Name the folder; nothing is touched yet."""
+        self._folder = folder
+        self._held: tuple[Path, int] | None = None
+
+    def _path(self, server_id: str) -> Path:
+        return self._folder / f"{server_tag(server_id)}.lock"
+
+    def hold(self, server_id: str) -> None:
+        """Show that a server lives, until ``release`` or the process's end.
+
+        Raises OperatorError when another process shows it of this name, OSError when the folder cannot be written.
+        Where the file system knows no locks, nothing is shown.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._path(server_id)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        for _ in range(_LOCK_TRIES):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                # Another server may just be looking whether this one is dead.
+                time.sleep(0.01)
+                continue
+            except OSError:
+                pass  # a file system that knows no locks
+            self._held = (path, descriptor)
+            return
+        os.close(descriptor)
+        raise NotThereYet(
+            f"Another server runs under the name {server_id}.",
+            advice="Stop it first, or give each server on the ledger a server_id of its own.",
+            server=server_id,
+        )
+
+    def is_dead(self, server_id: str) -> bool:
+        """Whether a server held its file and holds it no more; False also when that cannot be told."""
+        return self._is_free(self._path(server_id))
+
+    def held(self) -> tuple[Path, ...]:
+        """Return the files of servers that live, or of which it cannot be told."""
+        return tuple(path for path in sorted(self._folder.glob("*.lock")) if not self._is_free(path))
+
+    def forget(self, server_id: str) -> None:
+        """Take away the file of a server that was buried."""
+        self._path(server_id).unlink(missing_ok=True)
+
+    def release(self) -> None:
+        """Let the own file go, and take it away: the server has left the ledger."""
+        if self._held is not None:
+            self._held[0].unlink(missing_ok=True)
+        self.drop()
+
+    def drop(self) -> None:
+        """Let the own file go as the process's end does; without effect when none is held."""
+        if self._held is not None:
+            os.close(self._held[1])
+            self._held = None
+
+    @staticmethod
+    def _is_free(path: Path) -> bool:
+        try:
+            descriptor = os.open(path, os.O_RDWR)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
+        return True

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from mldserver.ledger.operations import Ledger
     from mldserver.output.store import OutputStore
 
-__all__ = ["publish_late", "recover", "take_over"]
-
 log = structlog.get_logger("mldserver")
 
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from mldserver.coordinator.core.lineage import Lineage
     from mldserver.coordinator.core.watermark import View
 
-__all__ = ["AheadRows", "CoordinatorStatus", "MissingShards", "Reports"]
-
 log = structlog.get_logger("mldserver")
 
 _MINUTE_MS: Final = 60_000

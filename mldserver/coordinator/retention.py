@@ -11,7 +11,7 @@ named its own listing decides, which names a shard for exactly that long; where 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -20,13 +20,10 @@ from mldserver.base.kill_points import kill_point
 
 if TYPE_CHECKING:
     from mldserver.base.clock import Clock
-    from mldserver.coordinator.core.late import CutWindows
     from mldserver.coordinator.core.lineage import Lineage
-    from mldserver.coordinator.core.rules import CoordinatorRules
+    from mldserver.coordinator.core.windows import CoordinatorRules, CutWindows
     from mldserver.ledger.operations import Ledger
     from mldserver.output.store import Garbage
-
-__all__ = ["LetGo", "Retention"]
 
 log = structlog.get_logger("mldserver")
 
@@ -47,85 +44,69 @@ _HEARD_MS: Final = 600_000
 not read the whole ledger anew because news of it are gone."""
 
 
-@dataclass(frozen=True, slots=True)
-class LetGo:
-    """What one step came to."""
-
-    bytes: int
-    """Of files deleted."""
-    shards: tuple[str, ...]
-    """Ended shards that were forgotten."""
-    more: bool
-    """Whether the next step should follow at once."""
-
-
+@dataclass(kw_only=True, eq=False, slots=True)
 class Retention:
-    """When what was let go of last."""
+    """When what was let go of last. Nothing is forgotten within the first hour."""
 
-    def __init__(
-        self,
-        *,
-        rules: CoordinatorRules,
-        ledger: Ledger,
-        cut_windows: CutWindows,
-        garbage: Garbage,
-        lineage: Lineage,
-        clock: Clock,
-        named: bool,
-    ) -> None:
-        """Forget nothing within the first hour; where the stream is ``named``, no shard before it was listed."""
-        self._rules = rules
-        self._ledger = ledger
-        self._cut_windows = cut_windows
-        self._garbage = garbage
-        self._lineage = lineage
-        self._clock = clock
-        self._expired_ms = self._pruned_ms = clock.steady_ms()
-        self._expiring = self._pruning = False
-        """Whether more windows may have to expire now, or be forgotten."""
-        self.listed: frozenset[str] | None = None if named else frozenset()
-        """The shards that the stream still lists; None before it has, and empty where it is not named."""
+    rules: CoordinatorRules
+    ledger: Ledger
+    cut_windows: CutWindows
+    garbage: Garbage
+    lineage: Lineage
+    clock: Clock
+    listed: frozenset[str] | None
+    """The shards that the stream still lists; None before it has, and empty where it is not named."""
+    _expired_ms: int = field(init=False)
+    _pruned_ms: int = field(init=False)
+    _expiring: bool = field(init=False, default=False)
+    """Whether more windows may have to expire now."""
+    _pruning: bool = field(init=False, default=False)
+    """Whether more may have to be forgotten."""
 
-    async def step(self, held_bytes: int) -> LetGo:
+    def __post_init__(self) -> None:
+        self._expired_ms = self._pruned_ms = self.clock.steady_ms()
+
+    async def step(self, held_bytes: int) -> tuple[int, tuple[str, ...], bool]:
         """Let go of what is past its retention. ``held_bytes``: what all segments take.
 
-        Raises LedgerError and OSError; repeatable.
+        Returns the bytes of files deleted, the ended shards that were forgotten, and whether the next step should follow
+        at once. Raises LedgerError and OSError; repeatable.
         """
         # The ledger keeps times of day; what only this server remembers goes by its steady time.
-        wall_ms, now_ms = self._clock.now_ms(), self._clock.steady_ms()
-        deleted = await self.expire(wall_ms - self._rules.retention_ms, held_bytes)
+        wall_ms, now_ms = self.clock.now_ms(), self.clock.steady_ms()
+        deleted = await self.expire(wall_ms - self.rules.retention_ms, held_bytes)
         shards: tuple[str, ...] = ()
         if self._pruning or now_ms - self._pruned_ms >= _PRUNE_MS:
-            keep, ended_ms = self.listed or frozenset(), self._rules.shard_retention_ms
-            pruned = await self._ledger.prune(
-                windows_before_ms=wall_ms - self._rules.retention_ms - _HEARD_MS,
+            keep, ended_ms = self.listed or frozenset(), self.rules.shard_retention_ms
+            pruned = await self.ledger.prune(
+                windows_before_ms=wall_ms - self.rules.retention_ms - _HEARD_MS,
                 shards_before_ms=0 if self.listed is None else wall_ms - ended_ms,
                 keep_shards=keep,
                 limit=_PRUNED,
             )
             self._pruning, self._pruned_ms = pruned >= _PRUNED, now_ms
             if self.listed is not None:
-                shards = self._lineage.forget_ended(now_ms - ended_ms, keep=keep)
-        return LetGo(deleted, shards, self._expiring or self._pruning)
+                shards = self.lineage.forget_ended(now_ms - ended_ms, keep=keep)
+        return deleted, shards, self._expiring or self._pruning
 
     async def expire(self, published_before_ms: int, held_bytes: int) -> int:
         """Stop retaining windows that are too old, or too large together; return the bytes of files deleted.
 
         ``held_bytes``: what all segments take. Asks the ledger only now and then while that is little.
         """
-        now_ms = self._clock.steady_ms()
-        soon = held_bytes > self._rules.retained_bytes or self._expiring
+        now_ms = self.clock.steady_ms()
+        soon = held_bytes > self.rules.retained_bytes or self._expiring
         if not soon and now_ms - self._expired_ms < _EXPIRE_MS:
-            return await self._garbage.delete()
+            return await self.garbage.delete()
         self._expired_ms = now_ms
-        free = await self._ledger.expire(
-            published_before_ms=published_before_ms, keep_bytes=self._rules.retained_bytes, limit=_EXPIRED
+        free = await self.ledger.expire(
+            published_before_ms=published_before_ms, keep_bytes=self.rules.retained_bytes, limit=_EXPIRED
         )
         kill_point("window.expired")
         windows = dict.fromkeys(segment.window_id for segment in free)
         self._expiring = len(windows) >= _EXPIRED
-        self._cut_windows.expired(windows)
+        self.cut_windows.expired(windows)
         if free:
             log.debug("window.expired", windows=len(windows), segments=len(free))
-        self._garbage.add(free)
-        return await self._garbage.delete()
+        self.garbage.add(free)
+        return await self.garbage.delete()

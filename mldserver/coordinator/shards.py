@@ -5,13 +5,14 @@ A source asks ``Shards`` for a shard and gets a ``ShardSession``: one shard unde
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import structlog
 from msgspec.structs import replace
 
-from mldserver.coordinator.core.flush import buffered, moved, shard_end
-from mldserver.coordinator.core.positions import ShardPosition, Start, judge_start
+from mldserver.coordinator.core.flush import buffered, moved, redriven, shard_end
+from mldserver.coordinator.core.sessions import ShardPosition, skips_records
 from mldserver.errors import GapRefused
 
 if TYPE_CHECKING:
@@ -21,80 +22,59 @@ if TYPE_CHECKING:
     from mldserver.coordinator.backpressure import Backpressure
     from mldserver.coordinator.core.buffer import Buffer
     from mldserver.coordinator.core.lineage import Lineage
-    from mldserver.coordinator.core.rules import CoordinatorRules
     from mldserver.coordinator.core.sessions import Sessions
     from mldserver.coordinator.core.watermark import Watermark
-    from mldserver.coordinator.cycle import Cycle
+    from mldserver.coordinator.core.windows import CoordinatorRules
     from mldserver.coordinator.membership import Membership
     from mldserver.coordinator.reports import AheadRows
     from mldserver.coordinator.retention import Retention
-    from mldserver.ledger.contract import ShardState
+    from mldserver.ledger.contract import LedgerState, ShardState
     from mldserver.ledger.operations import Ledger
     from mldserver.records import Sequence
     from mldserver.runtime.interface import BatchOutcome
     from mldserver.sources.intake import ShardOpening
     from mldserver.windows import WindowSpec
 
-__all__ = ["ShardSession", "Shards"]
-
 log = structlog.get_logger("mldserver")
 
 
+@dataclass(kw_only=True, eq=False, slots=True)
 class Shards:
-    """An ``Intake``: what sources ask of the coordinator, and what their sessions do."""
+    """An ``Intake``: what sources ask of the coordinator. It shares the coordinator's parts."""
 
-    def __init__(
-        self,
-        *,
-        rules: CoordinatorRules,
-        spec: WindowSpec | None,
-        ledger: Ledger,
-        clock: Clock,
-        buffer: Buffer,
-        lineage: Lineage,
-        watermark: Watermark,
-        sessions: Sessions,
-        backpressure: Backpressure,
-        membership: Membership,
-        retention: Retention,
-        ahead: AheadRows,
-        cycle: Cycle,
-        ask_stream: Callable[[], Awaitable[None]] | None,
-    ) -> None:
-        """Share the coordinator's parts; see ``Coordinator`` for ``ask_stream``."""
-        self.rules = rules
-        self.clock = clock
-        self.buffer = buffer
-        self.lineage = lineage
-        self.watermark = watermark
-        self.backpressure = backpressure
-        self.rows_accepted = 0
-        self._spec = spec
-        self._ledger = ledger
-        self._sessions = sessions
-        self._membership = membership
-        self._retention = retention
-        self._ahead = ahead
-        self._cycle = cycle
-        self._ask_stream = ask_stream
-
-    async def flush(self, reason: str) -> None:
-        """Return when a whole cycle that began after this call is done."""
-        await self._cycle.whole(reason)
+    rules: CoordinatorRules
+    spec: WindowSpec | None
+    ledger: Ledger
+    clock: Clock
+    buffer: Buffer
+    lineage: Lineage
+    watermark: Watermark
+    sessions: Sessions
+    backpressure: Backpressure
+    membership: Membership
+    retention: Retention
+    ahead: AheadRows
+    flush: Callable[[str], Awaitable[None]]
+    """Returns when a whole cycle that began after the call is done."""
+    soon: Callable[[], None]
+    """Lets a cycle follow at once."""
+    ask_stream: Callable[[], Awaitable[None]] | None
+    """See ``Coordinator``."""
+    rows_accepted: int = field(init=False, default=0)
 
     async def check(self, opening: ShardOpening) -> None:
         """Raise GapRefused when a shard that has a live connection would start beyond its position."""
-        live = self._sessions.live(opening.shard_id)
-        if live is None or self.rules.accept_gap or not _is_gap(opening, live.position.durable):
+        live = self.sessions.live(opening.shard_id)
+        if live is None or self.rules.accept_gap or not skips_records(opening.start, live.position.durable):
             return
         # Another server may have read it on since this one heard of it: the ledger knows.
-        state = (await self._ledger.peek()).shards.get(opening.shard_id)
+        state = (await self.ledger.peek()).shards.get(opening.shard_id)
         if state is not None and not state.gap_accepted:
             _refuse_gap(opening, state.position, ended=state.ended, accepted=False)
 
     def abandon(self, shard_id: str) -> None:
         """Let go of a shard that its connection has lost to one that could not open it: it is missing from now on."""
-        live = self._sessions.live(shard_id)
+        live = self.sessions.live(shard_id)
         if live is not None:
             live.disconnected()
 
@@ -102,34 +82,34 @@ class Shards:
         """Take a shard in under a new epoch. Raises GapRefused when it starts beyond the ledger's position."""
         # Before the epoch is raised: a connection that is refused must not cost the live one its shard.
         await self.check(opening)
-        with self._membership.opening():
+        with self.membership.opening():
             # It counts from now on: however long the stream and the ledger take to answer, no window closes without it.
             now_ms = self.clock.steady_ms()
             new = self.lineage.know(opening.shard_id, now_ms, parents=opening.parents)
             if new:
                 self.watermark.settle(now_ms)
-            if new and self._ask_stream is not None and not opening.parents:
-                await self._ask_stream()
+            if new and self.ask_stream is not None and not opening.parents:
+                await self.ask_stream()
             return await self._open(opening, new=new)
 
     async def _open(self, opening: ShardOpening, *, new: bool) -> ShardSession:
         shard_id = opening.shard_id
         # Parents that only ListShards names are kept with the shard: after a restart they order it all the same.
         parents = opening.parents or self.parents(shard_id)
-        state = await self._ledger.open_shard(shard_id, parents)
+        state = await self.ledger.open_shard(shard_id, parents)
         accepted = state.gap_accepted or self.rules.accept_gap
         _refuse_gap(opening, state.position, ended=state.ended, accepted=accepted)
         # Under the new epoch: what an older one has not stored by now is delivered again.
-        parked = await self._ledger.parked_keys(shard_id) if self.rules.parks else {}
-        await self._membership.learn_ancestors(state)
+        parked = await self.ledger.parked_keys(shard_id) if self.rules.parks else {}
+        await self.membership.learn_ancestors(state)
         now_ms = self.clock.steady_ms()
         self.lineage.know(shard_id, now_ms, parents=state.parents)
         proved = self.lineage.proved_ended(shard_id)
         if proved:
-            await self._ledger.end_shards(frozenset(proved))
+            await self.ledger.end_shards(frozenset(proved))
         # No await from here on: a cycle must not see the shard half taken in.
         session = ShardSession(self, shard_id, state, parked, within_aggregates=opening.within_aggregates)
-        if not self._sessions.take_in(session, state, self.clock.steady_ms(), tells_lag=opening.tells_lag):
+        if not self.sessions.take_in(session, state, self.clock.steady_ms(), tells_lag=opening.tells_lag):
             return session
         if new or proved:
             self.watermark.settle(now_ms)
@@ -145,7 +125,7 @@ class Shards:
     def know(self, listing: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
         """Learn the shards that the stream lists, with their parents; return the new ones."""
         now_ms = self.clock.steady_ms()
-        self._retention.listed = frozenset(listing)
+        self.retention.listed = frozenset(listing)
         new = tuple(
             shard for shard, parents in listing.items() if self.lineage.know(shard, now_ms, parents=parents)
         )
@@ -156,8 +136,6 @@ class Shards:
     def parents(self, shard_id: str) -> tuple[str, ...]:
         """Return a shard's parents, as far as they are known."""
         return self.lineage[shard_id].parents if shard_id in self.lineage else ()
-
-    # What shard sessions ask.
 
     def take(
         self, session: ShardSession, outcome: BatchOutcome, now_ms: int, received_ms: int | None
@@ -170,14 +148,14 @@ class Shards:
             session.epoch,
             outcome,
             floor_ms=self.lineage.floor_ms(shard_id) if node.effective_ms is None else node.effective_ms,
-            spec=self._spec,
+            spec=self.spec,
             max_ahead_ms=self.rules.max_ahead_ms,
         )
         last = session.settle(outcome)
         if last != batch.last:
             batch = replace(batch, last=last)
         if batch.ahead is not None:
-            self._ahead.note(shard_id, batch.ahead)
+            self.ahead.note(shard_id, batch.ahead)
         if batch.effective_ms is not None:
             node.effective_ms = batch.effective_ms
         fresh = outline.records > outline.duplicates
@@ -194,32 +172,11 @@ class Shards:
             self.buffer.add(batch)
             self.rows_accepted += 0 if batch.rows is None else len(batch.rows)
         if self.buffer.bytes >= self.rules.flush_bytes:
-            self._cycle.soon()
+            self.soon()
         if self.backpressure.is_held(session):
             return False
         self.watermark.answered(shard_id, now_ms)
         return True
-
-    async def admit(self, session: ShardSession) -> None:
-        """Wait while the session's shard is held back."""
-        if self.backpressure.is_held(session):
-            self._cycle.soon()
-            await self.backpressure.wait(session)
-
-    def end(self, session: ShardSession) -> None:
-        """Buffer a shard's end, so that the next flush marks it durably."""
-        self.buffer.add(shard_end(session.shard_id, session.epoch, session.position.accepted))
-
-    def ended(self, session: ShardSession) -> None:
-        """Let go of a shard whose end is durable."""
-        self._sessions.end(session, self.clock.steady_ms())
-        log.info("shard.ended", shard=session.shard_id, position=str(session.position.durable))
-
-    def disconnected(self, session: ShardSession) -> None:
-        """Let go of a shard without its end: it is missing from now on."""
-        if self._sessions.let_go(session, self.clock.steady_ms()):
-            self._membership.let_go(session.shard_id, session.epoch)
-            self._cycle.soon()
 
 
 class ShardSession:
@@ -260,14 +217,12 @@ class ShardSession:
 
     async def admitted(self) -> None:
         """Wait while the shard is held back; from then on its silence counts."""
-        if self.alive:
-            await self._shards.admit(self)
-            self._answered()
-
-    async def accept(self, outcome: BatchOutcome) -> None:
-        """Take a batch's rows; returns when the daemon may be answered."""
-        if not self.take(outcome, self._shards.clock.steady_ms()):
-            await self.admitted()
+        if not self.alive:
+            return
+        if self._shards.backpressure.is_held(self):
+            self._shards.soon()
+            await self._shards.backpressure.wait(self)
+        self._answered()
 
     def settle(self, outcome: BatchOutcome) -> Sequence | None:
         """Count a batch as accepted; return how far the shard's position moves with it, None: it stays."""
@@ -295,41 +250,38 @@ class ShardSession:
 
     async def drain(self) -> None:
         """Flush what was accepted."""
-        if self.alive:
-            self._leaving()
-            await self._shards.flush("shutdown_requested")
+        if self.alive and await self._flushed("shutdown_requested"):
             self._answered()
 
     async def end(self) -> bool:
         """Flush, and mark the shard ended durably. False: it is owned elsewhere."""
         if not self.alive:
             return False
-        self._leaving()
-        self._shards.end(self)
-        await self._shards.flush("shard_ended")
-        if self._replaced():
+        shards = self._shards
+        shards.buffer.add(shard_end(self.shard_id, self.epoch, self.position.accepted))
+        if not await self._flushed("shard_ended"):
             return False
         self.alive = False
-        self._shards.ended(self)
+        shards.sessions.end(self, shards.clock.steady_ms())
+        log.info("shard.ended", shard=self.shard_id, position=str(self.position.durable))
         return True
 
-    def _leaving(self) -> None:
+    async def _flushed(self, reason: str) -> bool:
+        """Return, once a flush is done, whether the session has its shard still."""
         # While the ledger is out of reach nothing more comes: taken for idle, the shard would let windows close whose rows
         # its children have, or its next owner.
         self._shards.watermark.leaving(self.shard_id)
+        await self._shards.flush(reason)
+        return self.alive
 
     def _answered(self) -> None:
         if self.alive:
             self._shards.watermark.answered(self.shard_id, self._shards.clock.steady_ms())
 
-    def _replaced(self) -> bool:
-        return not self.alive
-
     async def lost(self) -> None:
         """Flush what was accepted, then let go."""
         if self.alive:
-            self._leaving()
-            await self._shards.flush("lease_lost")
+            await self._flushed("lease_lost")
         self.disconnected()
 
     async def finish(self) -> None:
@@ -338,20 +290,18 @@ class ShardSession:
         await self._shards.backpressure.release()
 
     def disconnected(self) -> None:
-        """Let go without an ending; what is buffered is still flushed."""
-        if self.alive:
-            self.alive = False
-            self._shards.disconnected(self)
-
-
-def _is_gap(opening: ShardOpening, position: Sequence | None, *, ended: bool = False) -> bool:
-    """Tell whether a daemon that starts so would skip records behind a position."""
-    return judge_start(opening.start, position, ended=ended) is Start.BEYOND
+        """Let go without an ending: the shard is missing from now on; what is buffered is still flushed."""
+        if not self.alive:
+            return
+        self.alive, shards = False, self._shards
+        if shards.sessions.let_go(self, shards.clock.steady_ms()):
+            shards.membership.let_go(self.shard_id, self.epoch)
+            shards.soon()
 
 
 def _refuse_gap(opening: ShardOpening, position: Sequence | None, *, ended: bool, accepted: bool) -> None:
     """Raise GapRefused when a daemon starts where records would be skipped; log it when that is accepted."""
-    if not _is_gap(opening, position, ended=ended):
+    if not skips_records(opening.start, position, ended=ended):
         return
     if accepted:
         log.error(
@@ -369,3 +319,39 @@ def _refuse_gap(opening: ShardOpening, position: Sequence | None, *, ended: bool
         "to read again, or accept the loss once with --accept-gap.",
         shard=opening.shard_id,
     )
+
+
+@dataclass(eq=False, slots=True)
+class RedriveIntake:
+    """Takes outcomes of dead letters in beside those of shards."""
+
+    server_id: str
+    spec: WindowSpec | None
+    buffer: Buffer
+    flush: Callable[[str], Awaitable[None]]
+    """Returns when a whole cycle that began after the call is done."""
+    wanted: int = 0
+    """How many letters the ledger says are to be redriven."""
+    elsewhere: frozenset[str] = frozenset()
+    """Shards that another server has: their letters are taken there."""
+
+    def learn(self, state: LedgerState) -> None:
+        """Take over what the ledger holds now."""
+        self.wanted = state.redrives
+        self.elsewhere = frozenset(
+            shard.shard_id
+            for shard in state.shards.values()
+            if shard.owner not in {None, self.server_id} and not shard.ended
+        )
+
+    async def register(self, shard_id: str, outcome: BatchOutcome, ids: tuple[str, ...]) -> None:
+        """Return when what letters gave is registered together with their end, or is left out: they were gone already.
+
+        Whatever a shard had accepted before is durable too by then.
+        """
+        number = self.buffer.add(redriven(shard_id, outcome, ids, spec=self.spec))
+        try:
+            await self.flush("redrive")
+        finally:
+            # Given up: the letters are taken again, and must not be in one flush twice.
+            self.buffer.remove([number])

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from mldserver.base.clock import Clock
-    from mldserver.coordinator.redrive_intake import RedriveIntake
+    from mldserver.coordinator.shards import RedriveIntake
     from mldserver.ledger.contract import StoredLetter
     from mldserver.ledger.operations import Ledger
     from mldserver.records import DeadLetter, Sequence
@@ -100,7 +100,7 @@ class Redriver:
                 if claim.opened:
                     async with claim.visit():
                         await self._run(shard_id, letters)
-            elif not self.redriving.is_elsewhere(shard_id):
+            elif shard_id not in self.redriving.elsewhere:
                 await self._take_unowned(shard_id, letters)
         except Superseded:
             return  # a connection has the shard now, or lets it go: the next round takes its letters there

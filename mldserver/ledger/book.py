@@ -20,18 +20,6 @@ if TYPE_CHECKING:
     from mldserver.ledger.contract import Segment, ServerState, ShardState, WindowEntry
     from mldserver.records import DeadLetter
 
-__all__ = [
-    "KINDS",
-    "Book",
-    "Changes",
-    "Draft",
-    "LetterItem",
-    "Overlay",
-    "Totals",
-    "segment_bytes",
-    "segments_of",
-]
-
 _T = TypeVar("_T")
 
 KINDS: Final = ("shards", "windows", "servers", "late", "letters", "shapes")
@@ -138,8 +126,8 @@ class Book:
         """Of every segment of every window."""
         self.unfinished: set[str] = set()
         """Windows that are cut or committed: the few that change owners, among a day of retained ones."""
-        self.retained_bytes = 0
-        """Bytes of the segments of all windows that are published and retained."""
+        self.segment_bytes = self.open_bytes = self.retained_bytes = 0
+        """Bytes of the segments of all windows; of those that are open; of those that are published and retained."""
         self.redrives = 0
         """Letters that are to be redriven."""
 
@@ -180,15 +168,22 @@ class Book:
         self.paths.update(segment.path for segment in new[len(old) :])
         if before is not None:
             self.unfinished.discard(before.window_id)
+            self._count(before, -segment_bytes(before))
             if before.state is WindowState.PUBLISHED:
                 (self.retained if before.retained else self.over).drop(before)
-                self.retained_bytes -= segment_bytes(before) if before.retained else 0
         if entry is not None:
+            self._count(entry, segment_bytes(entry))
             if entry.state in {WindowState.CUT, WindowState.COMMITTED}:
                 self.unfinished.add(entry.window_id)
             if entry.state is WindowState.PUBLISHED:
                 (self.retained if entry.retained else self.over).add(entry)
-                self.retained_bytes += segment_bytes(entry) if entry.retained else 0
+
+    def _count(self, entry: WindowEntry, size: int) -> None:
+        self.segment_bytes += size
+        if entry.state is WindowState.OPEN:
+            self.open_bytes += size
+        elif entry.state is WindowState.PUBLISHED and entry.retained:
+            self.retained_bytes += size
 
     def everything(self) -> Changes:
         """Return the changes that make this book from an empty one."""
@@ -227,6 +222,9 @@ class Book:
             draining=self.totals.draining,
             version=self.version,
             since=since,
+            segment_bytes=self.segment_bytes,
+            open_bytes=self.open_bytes,
+            under_way={window_id: self.windows[window_id] for window_id in self.unfinished},
         )
 
 

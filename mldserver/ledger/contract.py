@@ -15,29 +15,6 @@ if TYPE_CHECKING:
 
     from mldserver.records import DeadLetter, Sequence
 
-__all__ = [
-    "LETTERS_AT_ONCE",
-    "BatchProgress",
-    "BatchStep",
-    "Commit",
-    "Decision",
-    "Flush",
-    "FlushResult",
-    "LedgerState",
-    "PositionUpdate",
-    "Segment",
-    "SegmentKind",
-    "ServerState",
-    "ShapeChange",
-    "ShardState",
-    "StoredLetter",
-    "WindowEntry",
-    "WindowState",
-    "batch_id",
-    "batch_number",
-    "storable",
-]
-
 LETTERS_AT_ONCE: Final = 40
 """How many letters one transaction may take out: each may be two of the 100 operations of DynamoDB's (AWS limit)."""
 
@@ -343,6 +320,12 @@ class LedgerState:
     since: int = field(default=0, compare=False)
     """0: ``windows`` is complete. Else it holds only those that changed after this version, also those that are
     published and not retained since; all others are as they were then, or gone after having been told of so."""
+    segment_bytes: int = field(default=0, compare=False)
+    """What all segments take that windows wait for, or retain, those of windows that are not told of too."""
+    open_bytes: int = field(default=0, compare=False)
+    """What those take whose windows are open."""
+    under_way: dict[str, WindowEntry] = field(default_factory=dict, compare=False)
+    """All windows that are cut or committed, whatever ``since`` is."""
 
 
 @dataclass(frozen=True, slots=True)

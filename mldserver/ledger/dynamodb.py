@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from mldserver.ledger.operations import Transaction
     from mldserver.records import Sequence
 
-__all__ = ["DynamoLedger"]
-
 log = structlog.get_logger("mldserver")
 
 _T = TypeVar("_T")

@@ -11,8 +11,6 @@ from botocore.parsers import ResponseParserError
 
 from mldserver.errors import LedgerError, LedgerUnusable
 
-__all__ = ["Verdict", "judge", "translate"]
-
 
 class Verdict(enum.Enum):
     """What an error means for the request that met it."""

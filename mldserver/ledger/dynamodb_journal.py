@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from mldserver.ledger.format import LetterKeys
     from mldserver.records import DeadLetter, Sequence
 
-__all__ = ["Journal"]
-
 _READINGS: Final = 20
 """How often a ledger is read that changes under the reader, before it counts as damaged."""
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from mldserver.ledger.dynamodb_journal import Journal
     from mldserver.ledger.dynamodb_table import Table
 
-__all__ = ["Compaction"]
-
 _NAMINGS: Final = 20
 """How often one call tries to put a snapshot in force while others are faster; the next call goes on."""
 

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from mldserver.base.clock import Clock
 
-__all__ = ["INLINE_BYTES", "Item", "Snapshot", "Table", "Value", "version_key"]
-
 INLINE_BYTES: Final = 350_000
 """An item holds 400 KB with the names and values of its attributes (AWS limit): this leaves 50 KB for the others."""
 

@@ -30,22 +30,6 @@ from mldserver.records import DeadLetter, Sequence
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-__all__ = [
-    "FORMAT",
-    "LetterKeys",
-    "changes_of",
-    "keys_of",
-    "letter_of",
-    "letter_row",
-    "pack_changes",
-    "pack_keys",
-    "pack_letters",
-    "rows_of",
-    "unpack_changes",
-    "unpack_keys",
-    "unpack_letters",
-]
-
 FORMAT: Final = 6
 
 Rows = dict[str, Any]

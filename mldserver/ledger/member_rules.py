@@ -16,23 +16,6 @@ if TYPE_CHECKING:
     from mldserver.ledger.book import Draft
     from mldserver.ledger.contract import ShapeChange
 
-__all__ = [
-    "accept_gap",
-    "beat",
-    "bury",
-    "claim",
-    "declare",
-    "drain",
-    "end_shards",
-    "enter",
-    "leave",
-    "open_shard",
-    "prune",
-    "release_shard",
-    "require",
-    "reset",
-]
-
 
 def enter(draft: Draft, server_id: str, now_ms: int) -> int:
     """Register a server, burying who had its id before; return the life that it begins."""

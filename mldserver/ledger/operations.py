@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     )
     from mldserver.records import DeadLetter, Sequence
 
-__all__ = ["Ledger", "Transaction"]
-
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _S = TypeVar("_S")

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from mldserver.ledger.contract import Flush, PositionUpdate, Segment
     from mldserver.records import DeadLetter
 
-__all__ = ["mark", "page", "places", "register", "remove", "store", "stored"]
-
 
 def register(draft: Draft, flush: Flush, now_ms: int) -> FlushResult:
     """Register a flush, or refuse it with every reason; InternalError for what the contract forbids."""

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from mldserver.ledger.book import Changes
     from mldserver.ledger.contract import StoredLetter
 
-__all__ = ["SqliteLedger", "SqliteStore", "go_on_from"]
-
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _S = TypeVar("_S")

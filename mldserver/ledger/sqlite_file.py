@@ -71,8 +71,6 @@ from mldserver.ledger.format import FORMAT
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["JSON_COLUMNS", "TABLES", "connect", "copy_whole", "damaged", "pipeline_of", "translate"]
-
 _APPLICATION_ID: Final = int.from_bytes(b"MLDS", "big")
 """Stands in the database's header: what tells a ledger from any other SQLite file."""
 

@@ -15,22 +15,6 @@ if TYPE_CHECKING:
     from mldserver.ledger.book import Draft
     from mldserver.ledger.contract import Commit, Decision, Segment, WindowEntry
 
-__all__ = [
-    "adopt",
-    "begin_anew",
-    "begin_attempts",
-    "commit",
-    "cut",
-    "decide",
-    "expire",
-    "halt",
-    "late_published",
-    "let_go",
-    "prune",
-    "published",
-    "set_aside",
-]
-
 _UNDER_WAY: Final = frozenset({WindowState.CUT, WindowState.COMMITTED})
 
 

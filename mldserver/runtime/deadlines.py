@@ -16,8 +16,6 @@ import structlog
 if TYPE_CHECKING:
     from mldserver.base.clock import Clock
 
-__all__ = ["Deadlines", "Watch"]
-
 log = structlog.get_logger("mldserver")
 
 

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from mldserver import records
     from mldserver.runtime.failure_policy import FailurePolicy
 
-__all__ = ["Again", "BatchPlan", "End", "Facts", "Step"]
-
 
 class Facts(Protocol):
     """What a plan must know of a batch's records, by their index; asked only when something failed."""

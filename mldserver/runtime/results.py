@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from mldserver.records import BatchResult
 
-__all__ = ["failed_records", "named_places"]
-
 
 def failed_records(result: BatchResult, records: Sequence[Record]) -> dict[int, Failure]:
     """Return the records of a call that a result names, by their place in it, with why.

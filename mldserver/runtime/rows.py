@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from mldserver.handler.spec import Column, Schema
     from mldserver.runtime.values import Converter
 
-__all__ = ["BadRow", "Built", "RowBuilder", "unknown_columns"]
-
 
 @dataclass(slots=True)
 class Built:

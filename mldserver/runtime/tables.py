@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from mldserver.handler.spec import Column, Schema
 
-__all__ = ["TableMismatch", "take_table"]
-
 
 _ANY_INTEGER: Final = pa.decimal128(20, 0)
 

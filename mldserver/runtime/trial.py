@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from mldserver.records import DeadLetter
 
-__all__ = ["FailureClass", "Report", "Trial", "by_class", "check_handler", "first_rows"]
-
 _DUMP_SECONDS: Final = 5.0
 """How long a hanging process may take to dump where it hangs."""
 _FRAME: Final = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in ', re.MULTILINE)

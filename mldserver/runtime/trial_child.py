@@ -30,8 +30,6 @@ from mldserver.runtime.trial import Trial, by_class, first_rows
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["main", "report"]
-
 _BATCH: Final = 500
 
 

@@ -21,8 +21,6 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import types
 
-__all__ = ["Converter", "converter", "holds_more", "owned", "settled", "shown"]
-
 _FLOAT_MAX: Final = float(np.finfo(np.float32).max)
 _NULLS: Final = frozenset({"NAType", "NaTType"})
 """The types of pandas' missing values, known by name: handlers that do not use pandas never load it."""

@@ -18,9 +18,10 @@ import numpy as np
 import pyarrow as pa
 from bench.memory import resident_bytes
 from bench.pipelines import Pipeline, living
+from support.shards import accept
 
 from mldserver.base.clock import SystemClock
-from mldserver.coordinator.coordinator import CoordinatorRules
+from mldserver.coordinator.core.windows import CoordinatorRules
 from mldserver.output.layout import SEGMENTS
 from mldserver.records import Sequence
 from mldserver.runtime.interface import BatchOutcome, BatchOutline
@@ -119,7 +120,7 @@ async def _read(running: Pipeline, shard: str, batches: int) -> None:
     pause, span = _SHARDS[shard]
     for number in range(batches):
         session.began()
-        await session.accept(_batch(shard, number, span, dice))
+        await accept(session, _batch(shard, number, span, dice))
         await asyncio.sleep(pause)
     await session.end()
 

@@ -9,8 +9,10 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from support.shards import accept
+
 from mldserver.config.settings import WindowSettings
-from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
+from mldserver.coordinator.coordinator import Coordinator
 from mldserver.coordinator.core.shape import Shape
 from mldserver.jobs.runner import WindowRunner
 from mldserver.jobs.steps import WindowSteps
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from bench.deliveries import Delivered
 
     from mldserver.base.clock import Clock
+    from mldserver.coordinator.core.windows import CoordinatorRules
     from mldserver.coordinator.shards import ShardSession
     from mldserver.jobs.engine import Engine
     from mldserver.windows import WindowSpec
@@ -46,7 +49,7 @@ class Pipeline:
         """Deliver a batch as a source does, and return when the daemon would be answered."""
         session = self.sessions[delivered.shard_id]
         session.began()
-        await session.accept(delivered.outcome)
+        await accept(session, delivered.outcome)
 
 
 @contextlib.asynccontextmanager

@@ -17,7 +17,7 @@ from bench.pipelines import living
 from bench.rounds import in_turn
 
 from mldserver.base.clock import SystemClock
-from mldserver.coordinator.coordinator import CoordinatorRules
+from mldserver.coordinator.core.windows import CoordinatorRules
 from mldserver.windows import Tumbling
 
 if TYPE_CHECKING:

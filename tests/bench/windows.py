@@ -23,7 +23,7 @@ from bench.pipelines import Pipeline, living
 from bench.rounds import in_turn, medians
 
 from mldserver.base.clock import SystemClock
-from mldserver.coordinator.coordinator import CoordinatorRules
+from mldserver.coordinator.core.windows import CoordinatorRules
 from mldserver.jobs.engine import WindowJob
 from mldserver.windows import Tumbling, Window, tumbling_id
 

@@ -12,7 +12,7 @@ from mldserver.config.__main__ import settings_page
 from mldserver.config.locations import cache_folder
 from mldserver.config.resolve import resolve
 from mldserver.config.settings import Settings, specs
-from mldserver.coordinator.core.rules import CoordinatorRules
+from mldserver.coordinator.core.windows import CoordinatorRules
 from mldserver.errors import ConfigError
 from mldserver.protocol.connection import ConnectionLimits
 

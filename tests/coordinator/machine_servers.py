@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from coordinator.outcomes import dead_letter, outcome
 from coordinator.pipeline import Crash, Faults, Pipeline
+from support.shards import accept
 
 from mldserver.errors import LedgerError, ServerBuried
 from mldserver.records import Sequence
@@ -198,7 +199,7 @@ class Connection:
         self.host.largest = max(self.host.largest, size_of(made))
         for _ in range(turns):
             await asyncio.sleep(0)
-        await session.accept(made)
+        await accept(session, made)
 
     async def end(self, stream: Stream) -> None:
         """The shard's end: its checkpoint is taken from the connection that has the lease."""

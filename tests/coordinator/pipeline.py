@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from coordinator.outcomes import dead_letter, outcome
+from support.shards import accept
 from support.store import SqliteStore
 
 from mldserver.config.settings import WindowSettings
-from mldserver.coordinator.coordinator import Coordinator, CoordinatorRules
+from mldserver.coordinator.coordinator import Coordinator
 from mldserver.coordinator.core.shape import Column, Shape
-from mldserver.coordinator.server_locks import ServerLocks
+from mldserver.coordinator.core.windows import CoordinatorRules
+from mldserver.coordinator.membership import ServerLocks
 from mldserver.errors import LedgerError
 from mldserver.jobs.runner import WindowRunner
 from mldserver.jobs.steps import WindowSteps
@@ -253,7 +255,7 @@ class Pipeline:
     async def give(self, session: ShardSession, records: Records, **changes: Any) -> None:
         """Deliver a batch as a source does."""
         session.began()
-        await session.accept(outcome(session.shard_id, records, after=session.after, **changes))
+        await accept(session, outcome(session.shard_id, records, after=session.after, **changes))
 
     # What came out.
 

@@ -1,16 +1,21 @@
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.coordinator.backpressure import Load, shards_to_hold
+from mldserver.coordinator.backpressure import shards_to_hold
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
-def hold(loads: list[Load], holder: str | None = None) -> set[str]:
-    return set(shards_to_hold(loads, holder=holder))
+def hold(reached_ms: Mapping[str, int | None], holder: str | None = None) -> set[str]:
+    return set(shards_to_hold(reached_ms, holder=holder))
 
 
-LOADS = [Load("far", 300), Load("mid", 200), Load("low", 100)]
+LOADS: dict[str, int | None] = {"far": 300, "mid": 200, "low": 100}
 
 
 def test_those_ahead_of_the_holder_of_the_watermark_are_held() -> None:
@@ -18,21 +23,21 @@ def test_those_ahead_of_the_holder_of_the_watermark_are_held() -> None:
 
 
 def test_shards_level_with_the_holder_or_behind_it_are_not_held() -> None:
-    assert hold([Load("a", 100), Load("b", 100), Load("c", 101), Load("d", 99)], "a") == {"c"}
+    assert hold({"a": 100, "b": 100, "c": 101, "d": 99}, "a") == {"c"}
 
 
 def test_a_shard_that_has_shown_nothing_is_the_furthest_behind() -> None:
-    assert hold([Load("new", None), Load("old", 5)], "new") == {"old"}
-    assert hold([Load("new", None), Load("also", None)], "new") == set()
-    assert hold([Load("new", None), Load("old", 5)], "old") == set()
+    assert hold({"new": None, "old": 5}, "new") == {"old"}
+    assert hold({"new": None, "also": None}, "new") == set()
+    assert hold({"new": None, "old": 5}, "old") == set()
 
 
 def test_a_holder_that_is_not_connected_here_holds_all_who_have_shown_something() -> None:
-    assert hold([*LOADS, Load("new", None)], "gone") == {"far", "mid", "low"}
+    assert hold(LOADS | {"new": None}, "gone") == {"far", "mid", "low"}
 
 
 def test_times_before_1970_are_behind_and_not_unknown() -> None:
-    loads = [Load("new", None), Load("ancient", -5), Load("epoch", 0)]
+    loads = {"new": None, "ancient": -5, "epoch": 0}
     assert hold(loads, "new") == {"epoch", "ancient"}
     assert hold(loads, "ancient") == {"epoch"}
 
@@ -43,7 +48,6 @@ def test_without_a_holder_everyone_waits() -> None:
 
 @given(st.lists(st.none() | st.integers(-3, 3), min_size=1, max_size=6))
 def test_whoever_is_furthest_behind_goes_on(reached: list[int | None]) -> None:
-    loads = [Load(f"s{number}", each) for number, each in enumerate(reached)]
-    holder = min(loads, key=lambda load: (load.ahead_ms is not None, load.ahead_ms or 0))
-    held = hold(loads, holder.shard_id)
-    assert all((load.shard_id in held) == (load.ahead_ms != holder.ahead_ms) for load in loads)
+    loads = {f"s{number}": each for number, each in enumerate(reached)}
+    holder, least = min(loads.items(), key=lambda load: (load[1] is not None, load[1] or 0))
+    assert hold(loads, holder) == {shard for shard, ms in loads.items() if ms != least}

@@ -155,7 +155,7 @@ async def test_of_two_openings_at_once_the_later_one_owns_the_shard(pipeline: Pi
                     await pipeline.clock.sleep(5)
                 real(shards, now_ms=0)
 
-        ledger, coordinator.shards._ledger = coordinator._ledger, Slow()
+        ledger, coordinator.shards.ledger = coordinator._ledger, Slow()
         first.append(asyncio.get_running_loop().create_task(pipeline.open("a")))
         await waiting.wait()
         second = await pipeline.open("a")

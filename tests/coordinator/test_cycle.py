@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mldserver.coordinator.cycle import Cycle
+from mldserver.coordinator.coordinator import Cycle
 from mldserver.errors import LedgerError, ServerBuried
 from mldserver.testing import VirtualClock
 

@@ -9,7 +9,7 @@ import pytest
 from coordinator.writing import W, Writing, publish, zero
 from support.store import SqliteStore
 
-from mldserver.coordinator.core.rules import CoordinatorRules
+from mldserver.coordinator.core.windows import CoordinatorRules
 from mldserver.ledger.contract import (
     Flush,
     PositionUpdate,
@@ -61,7 +61,7 @@ async def test_late_rows_of_a_retained_window_wait_for_its_next_revision(
     assert [
         (event["window"], event["rows"], event["kind"]) for event in logged if event["event"] == "window.late"
     ] == [(W[0], 1, "recompute")]
-    assert (again.flusher.rows_late, again.flusher.recomputing) == (1, 1)
+    assert (again.flusher.rows_late, again.flusher.cut_windows.waiting) == (1, 1)
 
 
 async def test_a_window_is_cut_again_once_its_late_rows_have_been_gathered_for_the_delay(
@@ -75,7 +75,7 @@ async def test_a_window_is_cut_again_once_its_late_rows_have_been_gathered_for_t
     await again.clock.advance(0.1)
     (entry,) = await again.flusher.cut(10_000, close_all=False)
     assert (entry.window_id, entry.revision, len(entry.segments), entry.pending) == (W[0], 2, 3, ())
-    assert again.flusher.recomputing == 0
+    assert again.flusher.cut_windows.waiting == 0
 
 
 async def test_when_every_window_closes_late_rows_do_not_wait(again: Writing) -> None:
@@ -93,7 +93,7 @@ async def test_a_window_that_is_still_being_computed_is_cut_again_after_it_is_pu
     await again.flusher.cut(10_000, close_all=False)
     await again.flush([again.batch(shard, (2, 2000))])
     assert await again.flusher.cut(None, close_all=True) == ()
-    assert again.flusher.recomputing == 1
+    assert again.flusher.cut_windows.waiting == 1
     await publish(again, W[0], retain=True)
     (entry,) = await again.flusher.cut(None, close_all=True)
     assert entry.revision == 2
@@ -134,7 +134,7 @@ async def test_windows_expire_by_age_and_their_files_are_deleted(
 async def test_windows_expire_at_once_when_segments_take_more_than_their_share(again: Writing) -> None:
     await published_window(again)
     assert await again.retention.expire(0, 1_000_001) == 0, "there is room for what is retained itself"
-    again.retention._rules = CoordinatorRules(retention_bytes=0)
+    again.retention.rules = CoordinatorRules(retention_bytes=0)
     assert await again.retention.expire(0, 1_000_001) > 0
     assert again.files() == {}
 
@@ -154,7 +154,7 @@ async def test_what_other_servers_did_is_learned(again: Writing) -> None:
     assert other.register(far, now_ms=0).registered
     told = ServerState("one", again.clock.now_ms())
     again.flusher.learn(await again.ledger.sync(told))
-    assert again.flusher.recomputing == 1
+    assert again.flusher.cut_windows.waiting == 1
     entries = await again.flusher.cut(None, close_all=True)
     assert [(entry.window_id, entry.revision) for entry in entries] == [(W[3], 1), (W[0], 2)]
     await again.flush([again.batch(shard, (2, 50_000))])
@@ -172,7 +172,7 @@ async def test_rows_come_to_rest_in_one_flush_for_however_many_windows_that_are_
     await again.flusher.cut(40_000, close_all=False)
     for window in W:
         await publish(again, window)
-    monkeypatch.setattr("mldserver.coordinator.core.late._REMEMBERED", 3)
+    monkeypatch.setattr("mldserver.coordinator.core.windows._REMEMBERED", 3)
     again.restore(await again.ledger.sync(ServerState("one", 1)))
     async with asyncio.timeout(5):
         await again.flush([again.batch(shard, *((4 + n, ms) for n, ms in rows))])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from coordinator.outcomes import outcome
 from coordinator.pipeline import RULES, Pipeline, named
+from support.shards import accept
 
 from mldserver.records import Sequence
 from mldserver.testing import VirtualClock
@@ -29,7 +30,7 @@ async def give(pipeline: Pipeline, session: ShardSession, number: int, event_ms:
         "at": pa.array([event_ms], pa.timestamp("ms", tz="UTC")),
     }
     arrived = [(number, pipeline.clock.now_ms())]
-    await session.accept(outcome(session.shard_id, arrived, after=session.after, columns=columns))
+    await accept(session, outcome(session.shard_id, arrived, after=session.after, columns=columns))
 
 
 FUTURE = replace(RULES, retention_ms=60_000, on_arrival=False)

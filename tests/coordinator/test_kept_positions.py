@@ -8,6 +8,7 @@ import pytest
 from coordinator.outcomes import dead_letter, outcome
 from coordinator.pipeline import Pipeline
 from msgspec.structs import replace
+from support.shards import accept
 
 from mldserver.coordinator.core.flush import moved, plan
 from mldserver.ledger.contract import BatchProgress, PositionUpdate, SegmentKind
@@ -39,9 +40,8 @@ async def give(
         letters=letters,
     )
     session.began()
-    await session.accept(
-        replace(made, keeps_position=True, position=None if position is None else S(position))
-    )
+    kept = replace(made, keeps_position=True, position=None if position is None else S(position))
+    await accept(session, kept)
 
 
 async def test_what_is_not_checkpointed_is_accepted_but_not_durable(pipeline: Pipeline) -> None:

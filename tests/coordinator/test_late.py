@@ -1,10 +1,10 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from mldserver.coordinator.core.late import _REMEMBERED, CutWindows
-from mldserver.coordinator.core.open_windows import WindowKey
-from mldserver.coordinator.core.rules import CoordinatorRules
+from mldserver.coordinator.core.windows import _REMEMBERED, CoordinatorRules, CutWindows, WindowKey
 from mldserver.ledger.contract import (
     FlushResult,
     LedgerState,
@@ -13,6 +13,7 @@ from mldserver.ledger.contract import (
     WindowEntry,
     WindowState,
 )
+from tests.support.operations import counting_python
 
 A, B = WindowKey("a", 0, 10), WindowKey("b", 10, 20)
 WAITING = (Segment("late", "a", 1, 1, 0, 10, SegmentKind.RECOMPUTE),)
@@ -136,3 +137,15 @@ def test_rows_that_are_found_at_a_start_wait_for_the_delay() -> None:
     windows.learn(ledger(WindowEntry("a", WindowState.PUBLISHED, pending=WAITING)), 1000)
     assert windows.due(1099, at_once=False) == ()
     assert windows.due(1100, at_once=False) == ("a",)
+
+
+def test_news_cost_no_more_however_many_windows_are_known() -> None:
+    counts = []
+    for known in (100, 5_000):
+        windows = cut_windows()
+        windows.learn(ledger(*(WindowEntry(f"w{n}", WindowState.PUBLISHED) for n in range(known))), 0)
+        news = replace(ledger(WindowEntry("w3", WindowState.PUBLISHED, pending=WAITING)), since=7)
+        with counting_python() as operations:
+            windows.learn(news, 0)
+        counts.append(operations.count)
+    assert counts[0] == counts[1]

@@ -105,7 +105,6 @@ def memory(coordinator: Coordinator) -> dict[str, int]:
     return {
         "lineage": len(coordinator.lineage),
         "sessions": len(coordinator._sessions),
-        "usage": len(coordinator._usage._bytes),
     }
 
 

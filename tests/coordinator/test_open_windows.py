@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.coordinator.core.open_windows import OpenWindows, WindowKey, assign
+from mldserver.coordinator.core.windows import OpenWindows, WindowKey, assign
 from mldserver.ledger.contract import BatchProgress, batch_id
 from mldserver.windows import (
     Tumbling,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mldserver.coordinator.core.peers import DRAIN, Peers
+from mldserver.coordinator.core.lineage import DRAIN, Peers
 from mldserver.ledger.contract import ServerState, ShardState
 
 OWN = "own"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.coordinator.core.positions import ShardPosition, Start, judge_start
+from mldserver.coordinator.core.sessions import ShardPosition, skips_records
 from mldserver.errors import InternalError
 from mldserver.records import Sequence
 
@@ -14,31 +14,31 @@ S = Sequence
 
 
 @pytest.mark.parametrize(
-    ("start", "position", "ended", "expected"),
+    ("start", "position", "ended", "skips"),
     [
-        (S(5), S(5), False, Start.BEHIND),
-        (S(4), S(5), False, Start.BEHIND),
-        (S(5, 1), S(5, 2), False, Start.BEHIND),
-        (S(5, 3), S(5, 2), False, Start.BEYOND),
-        (S(6), S(5), False, Start.BEYOND),
-        (S(10**50), S(9 * 10**49), False, Start.BEYOND),
-        (S(6), None, False, Start.BEYOND),
-        ("TRIM_HORIZON", S(5), False, Start.BEHIND),
-        ("TRIM_HORIZON", None, False, Start.FRESH),
-        ("LATEST", None, False, Start.FRESH),
-        ("LATEST", S(5), False, Start.BEYOND),
-        ("AT_TIMESTAMP", S(5), False, Start.UNKNOWN),
-        (None, S(5), False, Start.UNKNOWN),
-        ("SHARD_END", S(5), False, Start.BEYOND),
-        ("SHARD_END", S(5), True, Start.BEHIND),
-        (S(6), S(5), True, Start.BEHIND),
-        ("LATEST", S(5), True, Start.BEHIND),
+        (S(5), S(5), False, False),
+        (S(4), S(5), False, False),
+        (S(5, 1), S(5, 2), False, False),
+        (S(5, 3), S(5, 2), False, True),
+        (S(6), S(5), False, True),
+        (S(10**50), S(9 * 10**49), False, True),
+        (S(6), None, False, True),
+        ("TRIM_HORIZON", S(5), False, False),
+        ("TRIM_HORIZON", None, False, False),
+        ("LATEST", None, False, False),
+        ("LATEST", S(5), False, True),
+        ("AT_TIMESTAMP", S(5), False, False),
+        (None, S(5), False, False),
+        ("SHARD_END", S(5), False, True),
+        ("SHARD_END", S(5), True, False),
+        (S(6), S(5), True, False),
+        ("LATEST", S(5), True, False),
     ],
 )
-def test_a_start_is_judged_against_the_position(
-    start: Sequence | str | None, position: Sequence | None, ended: bool, expected: Start
+def test_a_start_beyond_the_position_skips_records(
+    start: Sequence | str | None, position: Sequence | None, ended: bool, skips: bool
 ) -> None:
-    assert judge_start(start, position, ended=ended) is expected
+    assert skips_records(start, position, ended=ended) is skips
 
 
 def test_what_the_ledger_holds_was_accepted_before() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mldserver.coordinator.server_locks import ServerLocks
+from mldserver.coordinator.membership import ServerLocks
 from mldserver.errors import OperatorError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 CHILD = """
 import sys
 from pathlib import Path
-from mldserver.coordinator.server_locks import ServerLocks
+from mldserver.coordinator.membership import ServerLocks
 ServerLocks(Path(sys.argv[1])).hold("child")
 print("held", flush=True)
 sys.stdin.read()

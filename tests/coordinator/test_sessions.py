@@ -9,10 +9,9 @@ import pytest
 from mldserver.coordinator.core.buffer import Buffer
 from mldserver.coordinator.core.flush import moved
 from mldserver.coordinator.core.lineage import Lineage, Presence
-from mldserver.coordinator.core.positions import ShardPosition
-from mldserver.coordinator.core.rules import CoordinatorRules
-from mldserver.coordinator.core.sessions import Sessions
+from mldserver.coordinator.core.sessions import Sessions, ShardPosition
 from mldserver.coordinator.core.watermark import Watermark
+from mldserver.coordinator.core.windows import CoordinatorRules
 from mldserver.ledger.contract import PositionUpdate, ShardState
 from mldserver.records import Sequence
 
@@ -42,11 +41,11 @@ class Around:
     buffer: Buffer = field(default_factory=Buffer)
 
     def __post_init__(self) -> None:
-        rules = CoordinatorRules(on_arrival=self.on_arrival, settle_time_ms=1000)
-        self.watermark = Watermark(rules, self.lineage, 0)
-        self.sessions = Sessions(
-            lineage=self.lineage, watermark=self.watermark, buffer=self.buffer, max_ahead_ms=self.max_ahead_ms
+        rules = CoordinatorRules(
+            on_arrival=self.on_arrival, settle_time_ms=1000, max_ahead_ms=self.max_ahead_ms
         )
+        self.watermark = Watermark(rules, self.lineage, 0)
+        self.sessions = Sessions(lineage=self.lineage, watermark=self.watermark, buffer=self.buffer)
 
     def open(self, state: ShardState, *, now_ms: int = 0) -> Stub:
         self.lineage.know(state.shard_id, now_ms, parents=state.parents)

@@ -12,8 +12,8 @@ from coordinator.outcomes import outcome
 from mldserver.coordinator.core import flush
 from mldserver.coordinator.core.flush import BufferedBatch, buffered, plan, shard_end
 from mldserver.coordinator.core.lineage import Lineage
-from mldserver.coordinator.core.rules import CoordinatorRules
 from mldserver.coordinator.core.watermark import Watermark
+from mldserver.coordinator.core.windows import CoordinatorRules
 from mldserver.coordinator.membership import Membership
 from mldserver.ledger.contract import BatchProgress, PositionUpdate, SegmentKind
 from mldserver.records import Sequence
@@ -147,7 +147,7 @@ async def test_a_newer_release_is_not_forgotten() -> None:
 async def test_a_newer_release_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     async def forgetful(membership: Membership) -> None:
         for shard_id, epoch in tuple(membership._released.items()):
-            await membership._ledger.release_shard(shard_id, epoch)
+            await membership.ledger.release_shard(shard_id, epoch)
             membership._released.pop(shard_id, None)
 
     monkeypatch.setattr(Membership, "release", forgetful)

@@ -13,8 +13,7 @@ from support.store import SqliteStore
 
 from mldserver.coordinator.core.flush import BufferedBatch, buffered
 from mldserver.coordinator.core.lineage import Lineage
-from mldserver.coordinator.core.open_windows import OpenWindows
-from mldserver.coordinator.core.rules import CoordinatorRules
+from mldserver.coordinator.core.windows import CoordinatorRules
 from mldserver.coordinator.flusher import Flushed, Flusher
 from mldserver.coordinator.retention import Retention
 from mldserver.ledger.contract import (
@@ -69,14 +68,14 @@ class Writing:
             garbage=flusher.garbage,
             lineage=Lineage(),
             clock=clock,
-            named=False,
+            listed=frozenset(),
         )
         writing = cls(out, spec, clock, faults, ledger, flusher, retention)
         writing.restore(await ledger.open())
         return writing
 
     def restore(self, state: LedgerState) -> None:
-        self.flusher.restore(state, OpenWindows(self.spec, state.batch_progress) if self.spec else None)
+        self.flusher.learn(state)
 
     async def flush(self, batches: list[BufferedBatch], reason: str = "interval") -> Flushed:
         flushed = await self.flusher.flush(batches, reason, self.durable)

@@ -52,7 +52,7 @@ def files(folder: Path) -> list[str]:
 
 async def writing_to(place: Place, out: Path) -> Writing:
     writing = await Writing.begin(out, None)
-    writing.flusher._letters = place
+    writing.flusher.letters = place
     return writing
 
 

@@ -12,7 +12,7 @@ from coordinator.outcomes import outcome
 from support.store import SqliteStore
 
 from mldserver.coordinator.core.buffer import Buffer
-from mldserver.coordinator.redrive_intake import RedriveIntake
+from mldserver.coordinator.shards import RedriveIntake
 from mldserver.deadletters import redriver as wanted
 from mldserver.deadletters.redriver import Redriver, portions, wanted_portions
 from mldserver.errors import HandlerHalted, InternalError, LedgerError
@@ -288,7 +288,7 @@ async def test_a_key_goes_on_also_when_the_ledger_was_away_as_its_last_letter_we
 
     claim = house.owners.take("a")
     claim.opened = True
-    house.redriving._flush = flush
+    house.redriving.flush = flush
     house.redriving.learn(LedgerState(redrives=3))
     async with asyncio.TaskGroup() as group:
         running = group.create_task(house.redriver(parks=True).run())

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from mldserver.coordinator.core.flush import BufferedBatch
     from mldserver.records import Sequence
 
-__all__ = ["Buffer"]
-
 
 class Buffer:
     """An ordered multiset of batches that knows which are of which shard."""

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from mldserver.coordinator.core.open_windows import WindowKey, assign
+from mldserver.coordinator.core.windows import WindowKey, assign
 from mldserver.ledger.contract import BatchProgress, PositionUpdate, SegmentKind
 from mldserver.windows import Tumbling, WindowSpec, milliseconds
 
@@ -32,20 +32,6 @@ if TYPE_CHECKING:
 
     from mldserver.records import DeadLetter, Sequence
     from mldserver.runtime.interface import BatchOutcome
-
-__all__ = [
-    "Ahead",
-    "BufferedBatch",
-    "FlushPlan",
-    "WindowRows",
-    "buffered",
-    "effective_times",
-    "merge_order",
-    "moved",
-    "plan",
-    "redriven",
-    "shard_end",
-]
 
 _NO_TIMES = np.empty(0, np.int64)
 

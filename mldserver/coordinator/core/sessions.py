@@ -1,12 +1,24 @@
-"""The sessions of this server: who has each shard, and what becomes of it in the ledger. A synchronous core.
+"""The sessions of this server: who has each shard, how far it is, and what becomes of it in the ledger. A synchronous core.
 
 A shard's newest session has it, which its epoch tells. What an older one delivered and is not durable comes again from
 the daemon's checkpoint.
+
+Of a session's position it holds always: checkpointed <= durable <= accepted. What is checkpointed is also never beyond
+what this connection delivered: after a lost lease or a replay the ledger is ahead of the daemon, which refuses a
+checkpoint at a record that it has not delivered yet (KCL 3.1.3: IllegalArgumentException). A position covers a complete
+prefix of the shard's records: batches are accepted in shard order, and a batch is accepted only when every record of it
+has its rows buffered or its dead letter made.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Final, Protocol
+
+from mldserver.errors import InternalError
+from mldserver.records import Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -15,12 +27,103 @@ if TYPE_CHECKING:
     from mldserver.coordinator.core.buffer import Buffer
     from mldserver.coordinator.core.flush import BufferedBatch
     from mldserver.coordinator.core.lineage import Lineage
-    from mldserver.coordinator.core.positions import ShardPosition
     from mldserver.coordinator.core.watermark import Watermark
     from mldserver.ledger.contract import PositionUpdate, ShardState
-    from mldserver.records import Sequence
 
-__all__ = ["Session", "Sessions"]
+_MOST_ENDS: Final = 1024
+"""Of batches that are remembered where aggregates must be whole; an even number."""
+
+
+def skips_records(start: Sequence | str | None, position: Sequence | None, *, ended: bool = False) -> bool:
+    """Whether a daemon that starts so would skip records behind the ledger's position of the shard.
+
+    ``start``: the sequence after which records follow, one of the KCL's sentinels, or None for a daemon that does not say
+    (V1): of that nothing can be told, nor of a time. ``ended``: the ledger has the shard's end, so that nothing is left
+    to skip. ``LATEST`` with a position skips: the daemon has no checkpoint, and goes to the stream's tip.
+    """
+    if ended:
+        return False
+    if isinstance(start, Sequence):
+        return position is None or start > position
+    return start == "SHARD_END" or (start == "LATEST" and position is not None)
+
+
+class ShardPosition:
+    """One shard's progress under one connection."""
+
+    __slots__ = ("_ends", "_whole", "accepted", "checkpointed", "claimed", "delivered", "durable")
+
+    def __init__(self, durable: Sequence | None, *, within_aggregates: bool = True) -> None:
+        """Start from the ledger's position: all before it was accepted in an earlier life.
+
+        ``within_aggregates``: whether a checkpoint says how far it goes into a KPL aggregate. V1's says its sequence
+        number only, and covers all of it: there only the ends of batches are checkpointed, which no aggregate crosses.
+        """
+        self.accepted = durable
+        self.claimed = durable
+        self.delivered: Sequence | None = None
+        self.durable = durable
+        self.checkpointed: Sequence | None = None
+        self._whole: Sequence | None = None
+        """The last end of a batch that was passed; all aggregates are whole there."""
+        self._ends: deque[Sequence] | None = None if within_aggregates else deque()
+        """The ends of the batches behind it."""
+
+    def deliver(self, last: Sequence | None) -> None:
+        """Note that the daemon delivered every record up to ``last``, perhaps again; None: an empty batch."""
+        if last is None or (self.delivered is not None and last <= self.delivered):
+            return
+        self.delivered = last
+        if self._ends is not None:
+            self._ends.append(last)
+            if len(self._ends) > _MOST_ENDS:
+                # A handler that does not checkpoint. Every other one will do; of an odd number that is the last one too.
+                self._ends = deque(islice(self._ends, 0, None, 2))
+
+    def accept(self, last: Sequence | None) -> None:
+        """Note that every record up to ``last`` is taken care of; None (an empty batch) changes nothing."""
+        if last is not None and (self.accepted is None or last > self.accepted):
+            self.accepted = last
+
+    def claim(self, position: Sequence | None) -> Sequence | None:
+        """Return how far the durable position is to move, now that a handler is done with all up to ``position``.
+
+        For handlers that keep their position: accepted records wait in no buffer here, but are not done before the
+        handler says so. Never beyond what was accepted; None: no further than what was claimed before.
+        """
+        if position is None or self.accepted is None:
+            return None
+        position = min(position, self.accepted)
+        if self.claimed is not None and position <= self.claimed:
+            return None
+        self.claimed = position
+        return position
+
+    def register(self, position: Sequence | None) -> None:
+        """Note that the ledger moved the position. Raises InternalError when it is beyond what was accepted."""
+        if position is None or (self.durable is not None and position <= self.durable):
+            return
+        if self.accepted is None or position > self.accepted:
+            raise InternalError(f"position {position} would pass what was accepted, {self.accepted}")
+        self.durable = position
+
+    def due(self) -> Sequence | None:
+        """Return what may be checkpointed now: the durable prefix of what was delivered, unless it is stored."""
+        if self.durable is None or self.delivered is None:
+            return None
+        while self._ends and self._ends[0] <= min(self.durable, self.delivered):
+            self._whole = self._ends.popleft()
+        due = self._whole if self._ends is not None else min(self.durable, self.delivered)
+        if due is None or (self.checkpointed is not None and due <= self.checkpointed):
+            return None
+        return due
+
+    def store(self, position: Sequence) -> None:
+        """Note that the daemon stored a checkpoint. Raises InternalError when it is beyond the durable position."""
+        if self.durable is None or position > self.durable:
+            raise InternalError(f"checkpoint {position} is ahead of the durable position {self.durable}")
+        if self.checkpointed is None or position > self.checkpointed:
+            self.checkpointed = position
 
 
 class Session(Protocol):
@@ -39,21 +142,15 @@ class Session(Protocol):
         ...
 
 
+@dataclass(kw_only=True, eq=False, slots=True)
 class Sessions:
     """The latest session of each shard that was opened here, alive or not."""
 
-    def __init__(
-        self, *, lineage: Lineage, watermark: Watermark, buffer: Buffer, max_ahead_ms: int | None = None
-    ) -> None:
-        """Start with none; ``lineage`` and ``watermark`` are told who connects, and ``buffer`` holds what they gave.
-
-        ``max_ahead_ms``: how far beyond its latest arrival time the ledger's event time of a shard may lie.
-        """
-        self._max_ahead_ms = max_ahead_ms
-        self._lineage = lineage
-        self._watermark = watermark
-        self._buffer = buffer
-        self._sessions: dict[str, Session] = {}
+    lineage: Lineage
+    watermark: Watermark
+    buffer: Buffer
+    """Holds what they gave."""
+    _sessions: dict[str, Session] = field(init=False, default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -78,11 +175,11 @@ class Sessions:
             return False
         if old is not None:
             old.alive = False
-        self._buffer.drop_shard(shard_id)
+        self.buffer.drop_shard(shard_id)
         self._sessions[shard_id] = session
-        self._lineage[shard_id].effective_ms = state.effective_ms
-        self._lineage.connect(shard_id, now_ms)
-        self._watermark.connect(
+        self.lineage[shard_id].effective_ms = state.effective_ms
+        self.lineage.connect(shard_id, now_ms)
+        self.watermark.connect(
             shard_id,
             now_ms,
             tells_lag=tells_lag,
@@ -92,27 +189,28 @@ class Sessions:
         return True
 
     def _first_event_ms(self, state: ShardState) -> int | None:
-        if state.event_ms is None and self._watermark.rules.on_arrival:
-            return self._lineage.floor_ms(state.shard_id)
-        if state.event_ms is None or state.effective_ms is None or self._max_ahead_ms is None:
+        rules = self.watermark.rules
+        if state.event_ms is None and rules.on_arrival:
+            return self.lineage.floor_ms(state.shard_id)
+        if state.event_ms is None or state.effective_ms is None or rules.max_ahead_ms is None:
             return state.event_ms
         # A row from the future was counted before there was a bound, or while it was wider. Where the shard really is,
         # its next row tells.
-        return state.event_ms if state.event_ms - state.effective_ms <= self._max_ahead_ms else None
+        return state.event_ms if state.event_ms - state.effective_ms <= rules.max_ahead_ms else None
 
     def let_go(self, session: Session, now_ms: int) -> bool:
         """Note that a session let go of its shard without its end: it is missing. False: a newer one has it."""
         if not self.has(session):
             return False
-        self._lineage.disconnect(session.shard_id, now_ms)
-        self._watermark.disconnect(session.shard_id)
+        self.lineage.disconnect(session.shard_id, now_ms)
+        self.watermark.disconnect(session.shard_id)
         return True
 
     def end(self, session: Session, now_ms: int) -> None:
         """Note that a session's shard has ended durably."""
-        self._lineage.end(session.shard_id, now_ms)
-        self._watermark.disconnect(session.shard_id)
-        self._watermark.settle(now_ms)
+        self.lineage.end(session.shard_id, now_ms)
+        self.watermark.disconnect(session.shard_id)
+        self.watermark.settle(now_ms)
 
     def forget(self, shard_ids: Iterable[str]) -> None:
         """Forget the sessions of shards that are forgotten."""
@@ -137,7 +235,7 @@ class Sessions:
                 continue
             session.position.register(shard.position)
             if shard.position is not None:
-                self._buffer.drop_durable(shard.shard_id, shard.epoch, shard.position)
+                self.buffer.drop_durable(shard.shard_id, shard.epoch, shard.position)
 
     def registered(self, updates: Iterable[PositionUpdate]) -> None:
         """Note the positions that a flush has moved."""

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from mldserver.ledger.contract import LedgerState, WindowEntry
     from mldserver.windows import WindowSpec
 
-__all__ = ["Column", "Shape"]
-
 _DIGITS: Final = {"TINYINT": 3, "SMALLINT": 5, "INT": 10, "BIGINT": 19}
 """Decimal digits of whole numbers, narrow to wide."""
 _EXACT: Final = {"FLOAT": ("TINYINT", "SMALLINT"), "DOUBLE": ("TINYINT", "SMALLINT", "INT", "FLOAT")}

@@ -42,10 +42,8 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from mldserver.coordinator.core.lineage import Lineage
-    from mldserver.coordinator.core.rules import CoordinatorRules
+    from mldserver.coordinator.core.windows import CoordinatorRules
     from mldserver.ledger.contract import ServerState
-
-__all__ = ["PREFETCH", "Holder", "View", "Watermark"]
 
 PREFETCH = 5
 """Four batches in the daemon's queue and one being put there."""
@@ -274,7 +272,9 @@ class Watermark:
         idle = 0
         delay_ms = None if self.rules.on_arrival else self._delay()
         for shard_id, clock in self._shards.items():
-            self._advance_silent(clock, now_ms)
+            if not self._proved_caught_up(clock) and self._caught_up(clock, now_ms):
+                # Without empty batches it is carried with time, an idle time behind it.
+                clock.advance(self._aws_ms(now_ms - self.rules.idle_time_ms))
             if not self.rules.on_arrival and self._idle(clock, now_ms, delay_ms):
                 idle += 1
                 continue
@@ -285,7 +285,8 @@ class Watermark:
         if values:
             return self._least(values)
         if idle:
-            quiet = self._quiet(now_ms)
+            last_ms = max(clock.last_row_ms for clock in self._shards.values())
+            quiet = now_ms - last_ms >= self.rules.quiet_time_ms
             return View(self._watermark_ms, Holder(None, "quiet" if quiet else "idle"), quiet=quiet)
         if self._lineage.all_ended():
             return View(self._watermark_ms, Holder(None, "ended"), over=True)
@@ -294,8 +295,7 @@ class Watermark:
     def commit(self, view: View) -> None:
         """Make a view binding: later ones are never less."""
         if view.watermark_ms is not None:
-            known = self._watermark_ms
-            self._watermark_ms = view.watermark_ms if known is None else max(view.watermark_ms, known)
+            self._watermark_ms = self._reached(view.watermark_ms)
 
     def _least(self, values: Sequence[tuple[int | None, Holder]]) -> View:
         unknown = next((holder for value, holder in values if value is None), None)
@@ -337,16 +337,13 @@ class Watermark:
     def _proved_caught_up(clock: _ShardClock) -> bool:
         return clock.empty and clock.lag_ms == 0
 
-    def _silent_ms(self, clock: _ShardClock, now_ms: int) -> int:
-        return 0 if clock.in_request else now_ms - clock.answered_ms
-
     def _caught_up(self, clock: _ShardClock, now_ms: int) -> bool:
         if self._proved_caught_up(clock):
             return True
         # V1 daemons, and daemons that are not asked for empty batches: an idle shard just falls silent. One that said
         # that it lags is not idle, its next fetch is only slow.
-        may_be = not clock.tells_lag or not clock.lag_ms
-        return may_be and self._silent_ms(clock, now_ms) >= self.rules.idle_time_ms
+        silent_ms = 0 if clock.in_request else now_ms - clock.answered_ms
+        return not (clock.tells_lag and clock.lag_ms) and silent_ms >= self.rules.idle_time_ms
 
     def _idle(self, clock: _ShardClock, now_ms: int, delay_ms: int | None) -> bool:
         """Whether a shard that keeps up has given no row for the idle time."""
@@ -381,15 +378,6 @@ class Watermark:
             return value
         carried = clock.arrival_ms - delay_ms - self.rules.idle_time_ms
         return carried if value is None else max(value, carried)
-
-    def _advance_silent(self, clock: _ShardClock, now_ms: int) -> None:
-        """Carry a shard without empty batches with time, an idle time behind it."""
-        if not self._proved_caught_up(clock) and self._caught_up(clock, now_ms):
-            clock.advance(self._aws_ms(now_ms - self.rules.idle_time_ms))
-
-    def _quiet(self, now_ms: int) -> bool:
-        last = max(clock.last_row_ms for clock in self._shards.values())
-        return now_ms - last >= self.rules.quiet_time_ms
 
 
 def _holder(shard_id: str, value: int | None) -> Holder:

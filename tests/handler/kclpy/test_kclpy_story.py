@@ -13,7 +13,7 @@ from handler.kclpy.wire import SHARD, InstantClock, delivery
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mldserver.coordinator.core.positions import ShardPosition
+from mldserver.coordinator.core.sessions import ShardPosition
 from mldserver.handler.inspection import inspect_handler
 from mldserver.handler.loader import Loaded
 from mldserver.records import Hook

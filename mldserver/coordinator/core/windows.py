@@ -1,0 +1,250 @@
+"""What a coordinator goes by, and its windows: which a row belongs to, which are open, which are cut. A synchronous core.
+
+A row that comes for a window that is cut is late. By policy it waits for the window's next revision, as long as the
+ledger retains the window's segments, or it goes to the late dataset. Only the ledger knows for certain what is cut and
+what is retained (another server may have done either): what is held here is a picture of it, corrected by refusals.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mldserver.config.settings import FlowSettings
+from mldserver.ledger.contract import BatchProgress, SegmentKind, WindowState, batch_id, batch_number
+from mldserver.windows import Batches, Tumbling, WindowSpec, tumbling_id, tumbling_starts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
+    from mldserver.ledger.contract import FlushResult, LedgerState
+
+_REMEMBERED = 10_000
+"""How many windows that the ledger does not tell of any more are known to be cut, from one look at it to the next. For one
+that is forgotten the ledger refuses the late rows, which are then planned again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorRules(FlowSettings):
+    """The settings, and what the handler says of its windows."""
+
+    on_arrival: bool = True
+    """Windows are cut on arrival time (False: on a column)."""
+    disorder_ms: int = 0
+    parks: bool = False
+    """Whether records wait behind dead letters of their partition key."""
+
+    @property
+    def recompute(self) -> bool:
+        """Whether late rows make a new revision of their window; False: they go to the late dataset."""
+        return self.late == "recompute"
+
+    @property
+    def retained_bytes(self) -> int:
+        """Segments of published windows that are kept at most: what waits for its first output must find room."""
+        return min(self.retention_bytes, self.segment_disk_bytes // 2)
+
+
+@dataclass(frozen=True, slots=True)
+class WindowKey:
+    """A window's identity and bounds (ms; None for ``batches``)."""
+
+    id: str
+    start_ms: int | None = None
+    end_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Which window each row of a flush belongs to."""
+
+    index: NDArray[np.int64]
+    """For each row, the place of its window in ``keys``."""
+    keys: tuple[WindowKey, ...]
+    """The windows touched, in order of their start or number."""
+    progress: BatchProgress
+    """Where ``batches`` windows stand afterwards."""
+
+
+def assign(
+    spec: WindowSpec, event_ms: NDArray[np.int64], *, progress: BatchProgress, now_ms: int
+) -> Assignment:
+    """Assign rows, given in merge order, to windows. Pure: a flush that was refused is simply assigned again.
+
+    Tumbling windows look at the event times only; ``batches`` count rows on from ``progress``.
+    """
+    if isinstance(spec, Tumbling):
+        starts, index = np.unique(tumbling_starts(event_ms, spec), return_inverse=True)
+        keys = tuple(WindowKey(tumbling_id(start), start, start + spec.size_ms) for start in starts.tolist())
+        return Assignment(index.astype(np.int64, copy=False), keys, progress)
+    rows = len(event_ms)
+    if rows == 0:
+        return Assignment(np.empty(0, np.int64), (), progress)
+    if progress.rows >= spec.max_rows:
+        # The bound was lowered since: the open one is full.
+        progress = BatchProgress(progress.number + 1)
+    full, inside = divmod(progress.rows + rows, spec.max_rows)
+    index = (np.arange(rows, dtype=np.int64) + progress.rows) // spec.max_rows
+    keys = tuple(WindowKey(batch_id(progress.number + i)) for i in range(int(index[-1]) + 1))
+    if inside == 0:
+        return Assignment(index, keys, BatchProgress(progress.number + full))
+    opened = progress.opened_ms if full == 0 and progress.rows else now_ms
+    return Assignment(index, keys, BatchProgress(progress.number + full, inside, opened))
+
+
+class OpenWindows:
+    """The windows that have durable rows and are not cut yet, and which of them may close."""
+
+    def __init__(self, spec: WindowSpec, progress: BatchProgress | None = None) -> None:
+        """Start with none open; ``progress`` is what the ledger knows of ``batches``."""
+        self.spec = spec
+        self.progress = progress or BatchProgress()
+        self._open: dict[str, WindowKey] = {}
+        self._aging: tuple[int, int] | None = None
+        """The ``batches`` window in progress, and since when it is open by this server's steady time."""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __contains__(self, window_id: str) -> bool:
+        return window_id in self._open
+
+    def opened(self, keys: Iterable[WindowKey]) -> None:
+        """Note windows that have a registered segment."""
+        for key in keys:
+            self._open.setdefault(key.id, key)
+
+    def cut(self, window_ids: Iterable[str]) -> None:
+        """Note windows that were cut. Cutting the ``batches`` window in progress starts the next one."""
+        for window_id in window_ids:
+            self._open.pop(window_id, None)
+            if isinstance(self.spec, Batches):
+                self.progress = self.progress.behind([window_id])
+
+    def overdue(self, wall_ms: int) -> bool:
+        """Whether a window is open that ends before ``wall_ms``, lateness included; those from the future are not."""
+        if isinstance(self.spec, Batches):
+            return False
+        ends = (key.end_ms for key in self._open.values() if key.end_ms is not None)
+        return min(ends, default=wall_ms) + self.spec.lateness_ms < wall_ms
+
+    def closable(
+        self, *, watermark_ms: int | None, now_ms: int, wall_ms: int, close_all: bool = False
+    ) -> tuple[str, ...]:
+        """Return the ids of the open windows that may be cut, oldest first.
+
+        Tumbling: the watermark has reached end + lateness. Batches: full, or open for longer than the maximal age, by
+        the steady time ``now_ms``; the time of day says only how old one is that is seen for the first time.
+        ``close_all``: every one (the stream is over, or quiet).
+        """
+        keys = sorted(self._open.values(), key=lambda key: (key.start_ms or 0, key.id))
+        if close_all:
+            return tuple(key.id for key in keys)
+        if isinstance(self.spec, Tumbling):
+            if watermark_ms is None:
+                return ()
+            reached = watermark_ms - self.spec.lateness_ms
+            return tuple(key.id for key in keys if key.end_ms is not None and key.end_ms <= reached)
+        return tuple(key.id for key in keys if self._batch_done(key, self.spec, now_ms, wall_ms))
+
+    def _batch_done(self, key: WindowKey, spec: Batches, now_ms: int, wall_ms: int) -> bool:
+        number = batch_number(key.id)
+        if number is not None and number < self.progress.number:
+            return True
+        opened = self.progress.opened_ms
+        if opened is None:
+            return False
+        if self._aging is None or self._aging[0] != self.progress.number:
+            self._aging = self.progress.number, now_ms - max(0, wall_ms - opened)
+        return now_ms - self._aging[1] >= spec.max_age_ms
+
+
+class CutWindows:
+    """Which windows are cut, which of them are retained, and which have late rows waiting."""
+
+    def __init__(self, rules: CoordinatorRules) -> None:
+        """Know of none yet."""
+        self._rules = rules
+        self._retained: dict[str, None] = {}
+        """Windows known to be cut whose late rows still lead to a revision."""
+        self._over: dict[str, None] = {}
+        """Windows known to be cut that are not retained any more, those known longest first."""
+        self._cut_below_ms: int | None = None
+        self._due_ms: dict[str, int] = {}
+        """Windows with rows that wait for the next revision, and when they shall be computed again."""
+
+    @property
+    def waiting(self) -> int:
+        """How many windows have rows that wait for the next revision."""
+        return len(self._due_ms)
+
+    def learn(self, state: LedgerState, now_ms: int) -> None:
+        """Take over what the ledger holds now: all of it, or the news since the last time."""
+        self._cut_below_ms = state.cut_below_ms
+        if not state.since:
+            # Windows that were published and are not retained are not told, but rows may come for them still.
+            known = self._retained | dict.fromkeys(self._due_ms)
+            self.expired([window_id for window_id in known if window_id not in state.windows])
+        for entry in state.windows.values():
+            if entry.state is WindowState.OPEN:
+                continue
+            if not entry.retained or entry.is_skipped:
+                self.expired([entry.window_id])
+                continue
+            self._retained[entry.window_id] = None
+            # A window that was set aside waits for a person, and its late rows with it.
+            if entry.pending and entry.state is not WindowState.SET_ASIDE:
+                self.registered([entry.window_id], now_ms)
+            else:
+                self._due_ms.pop(entry.window_id, None)
+        # Not where refusals are noted: a flush must not forget of one window what it has to know of another.
+        for window_id in list(itertools.islice(self._over, max(0, len(self._over) - _REMEMBERED))):
+            del self._over[window_id]
+
+    def kind(self, key: WindowKey) -> SegmentKind:
+        """Return what rows for a window that is not known to be open are for."""
+        if key.id in self._retained and self._rules.recompute:
+            return SegmentKind.RECOMPUTE
+        if key.id in self._retained or key.id in self._over:
+            return SegmentKind.LATE
+        below = self._cut_below_ms
+        forgotten = below is not None and key.end_ms is not None and key.end_ms <= below
+        return SegmentKind.LATE if forgotten else SegmentKind.WINDOW
+
+    def cut(self, window_ids: Iterable[str]) -> None:
+        """Note windows that were cut: they take up what waited for them."""
+        for window_id in window_ids:
+            self._note(window_id)
+            self._due_ms.pop(window_id, None)
+
+    def _note(self, window_id: str) -> None:
+        if window_id not in self._over:
+            self._retained[window_id] = None
+
+    def refused(self, result: FlushResult) -> None:
+        """Note what a refusal of the ledger says of windows."""
+        for window_id in result.cut_windows:
+            self._note(window_id)
+        self.expired(result.expired_windows)
+
+    def expired(self, window_ids: Iterable[str]) -> None:
+        """Note windows that are not retained any more."""
+        for window_id in window_ids:
+            self._retained.pop(window_id, None)
+            self._due_ms.pop(window_id, None)
+            self._over[window_id] = None
+
+    def registered(self, window_ids: Iterable[str], now_ms: int) -> None:
+        """Note windows that have rows in the ledger for their next revision."""
+        for window_id in window_ids:
+            self._due_ms.setdefault(window_id, now_ms + self._rules.recompute_delay_ms)
+
+    def due(self, now_ms: int, *, at_once: bool) -> tuple[str, ...]:
+        """Return the windows that shall be cut again now, those that waited longest first."""
+        waiting = sorted(self._due_ms.items(), key=lambda item: (item[1], item[0]))
+        return tuple(window_id for window_id, due_ms in waiting if at_once or due_ms <= now_ms)
