@@ -72,6 +72,10 @@ class LogEvent:
     """The message; a stack trace follows on further lines."""
 
 
+JOINED_LINES: Final = 500
+"""Of the JVM's own that are held back at most."""
+
+
 class LogParser:
     """Lines in, events out. The JVM's own lines wait for those that belong to them; ``flush`` ends the wait."""
 
@@ -102,7 +106,7 @@ class LogParser:
             return [*self.flush(), LogEvent(LEVELS.get(fields[1], "warning"), fields[2], text)]
         if not line.strip():
             return []
-        if self._raw and (_CONTINUES.match(line) or self._raw[0].startswith("#")):
+        if 0 < len(self._raw) < JOINED_LINES and (_CONTINUES.match(line) or self._raw[0].startswith("#")):
             self._raw.append(line)
             return []
         events = self.flush()

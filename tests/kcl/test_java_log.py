@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 
-from mldserver.kcl.digest import LINE_END, LOGBACK_XML, LogEvent, LogParser
+from mldserver.kcl.digest import JOINED_LINES, LINE_END, LOGBACK_XML, LogEvent, LogParser
 
 
 def test_a_line_of_logback_is_one_event() -> None:
@@ -51,6 +51,13 @@ def test_the_report_of_a_crashed_jvm_stays_together() -> None:
     parser = LogParser()
     assert parser.feed(["#", "# A fatal error has been detected", "SIGSEGV"]) == []
     assert parser.flush() == [LogEvent("error", "jvm", "#\n# A fatal error has been detected\nSIGSEGV")]
+
+
+def test_lines_without_end_that_go_on_are_not_kept_without_end() -> None:
+    parser = LogParser()
+    events = parser.feed(["# A fatal error", *(" at x" for _ in range(3 * JOINED_LINES))])
+    assert [event.text.count("\n") + 1 for event in events] == [JOINED_LINES] * 3
+    assert [event.text for event in parser.flush()] == [" at x"]
 
 
 def test_logbacks_settings_are_xml_with_the_pattern_that_is_parsed() -> None:
