@@ -65,9 +65,11 @@ class Driver:
         self._stopping = False
 
     def send(self, message: Message) -> None:
-        """Send from any thread. When the server is gone, the main thread sees it too and acts."""
-        with contextlib.suppress(OSError):
+        """Send from any thread. A driver that cannot, as the server is gone, say, is of no use."""
+        try:
             send_now(self._sock, message)
+        except OSError:
+            self.die()
 
     def run(self) -> None:
         """Read messages until the process ends."""
@@ -75,9 +77,10 @@ class Driver:
             while messages := receive_now(self._sock, FromServer):
                 for message in messages:
                     self._take(message)
-        except WireError as error:
-            print(f"the server's messages cannot be read: {error}", file=sys.stderr)  # noqa: T201  # the log's way out
-        self.die()
+        except Exception as error:  # noqa: BLE001  # bytes that are no message, or no thread for a job
+            print(f"the server's messages cannot be taken: {error}", file=sys.stderr)  # noqa: T201  # the log's way out
+        finally:
+            self.die()
 
     def _take(self, message: FromServer) -> None:
         match message:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mldserver.spark.window_job import Pipeline
 
 _PROGRESS_SECONDS = 0.5
+_CANCEL_AGAIN_SECONDS = 0.5
 
 _CLOSED = "[INVALID_HANDLE.SESSION_"
 """What a Spark Connect server's errors name when it has let go of a session: after an hour without a job, say."""
@@ -49,6 +50,7 @@ class _Job:
     """Never used twice: Spark remembers cancelled groups and refuses their later jobs."""
     cancelled: bool = False
     running: bool = False
+    ended: threading.Event = field(default_factory=threading.Event)
     progress: tuple[int, int, int] | None = None
     """As it was sent last."""
 
@@ -82,7 +84,7 @@ class Jobs:
         self._pool.submit(self._run, job)
 
     def cancel(self, job_id: int) -> None:
-        """End a job. One that is not there any more has been answered already."""
+        """End a job, and return when it has ended. One that is not there any more has been answered already."""
         with self._lock:
             job = self._jobs.get(job_id)
             if job is None or job.cancelled:
@@ -92,11 +94,14 @@ class Jobs:
         if not running:
             return
         spark = self.session.spark
-        if self.session.connect:
-            spark.interruptTag(job.group)
-        else:
-            # Also what the thread submits after this moment: a plain cancelJobGroup before a submission is lost.
-            spark.sparkContext._jsc.sc().cancelJobGroupAndFutureJobs(job.group)  # noqa: SLF001  # no Python face yet
+        while True:
+            if self.session.connect:
+                spark.interruptTag(job.group)
+            else:
+                spark.sparkContext._jsc.sc().cancelJobGroupAndFutureJobs(job.group)  # noqa: SLF001  # no Python face yet
+            # Again: of a cancelled group Spark refuses later jobs, but not the stages that a plan begins with.
+            if job.ended.wait(_CANCEL_AGAIN_SECONDS):
+                return
 
     def _run(self, job: _Job) -> None:
         with self._lock:
@@ -119,6 +124,7 @@ class Jobs:
             )
         with self._lock:
             del self._jobs[job.run.id]
+        job.ended.set()
         self.send(answer)
         with contextlib.suppress(Exception):  # of a JVM that is going: whoever watches it sees to that
             closed = closed or self.session.is_stopped

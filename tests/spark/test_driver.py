@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import socket
 import sys
 from contextlib import closing
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import pytest
+from spark.bench import job
 
+from mldserver.children.channel import FRAME_BYTES, pair, send_now
 from mldserver.spark.driver import Driver
+from mldserver.spark.driver_messages import Log, Run
+
+if TYPE_CHECKING:
+    from mldserver.spark.jobs import Jobs
 
 
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
@@ -26,3 +35,41 @@ def test_a_driver_leaves_though_a_hook_has_closed_a_standard_stream(
     with closing(here), closing(there):
         Driver(here)._leave()
     assert left == [0]
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[Driver]:
+    """Notes the drivers that end at once, instead of this process."""
+    drivers: list[Driver] = []
+    monkeypatch.setattr(Driver, "die", lambda driver: drivers.append(driver))  # noqa: PLW0108  # it is to be bound
+    return drivers
+
+
+def test_a_driver_that_can_take_no_job_ends_at_once(
+    ended: list[Driver], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    here, there = pair()
+    with closing(here), closing(there):
+        driver = Driver(there)
+        driver._jobs = cast("Jobs", SimpleNamespace(start=refuse))
+        send_now(here, Run(1, (job("w"),)))
+        driver.run()
+    assert ended == [driver]
+    assert capsys.readouterr().err == "the server's messages cannot be taken: can't start new thread\n"
+
+
+def test_a_driver_that_cannot_answer_ends_at_once(
+    ended: list[Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", full)
+    here, there = pair()
+    with closing(here), closing(there):
+        driver = Driver(here)
+        driver.send(Log("warning", "x" * FRAME_BYTES))
+    assert ended == [driver]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,3 +112,37 @@ def test_a_session_of_ones_own_is_stopped_by_python_or_by_spark_itself(
     assert Session(spark, connect=False, cores=1, jvm=None).is_stopped is stopped
     # Nothing can be asked of a JVM that is gone, and whoever watches it tells.
     assert STOPPED not in said(SimpleNamespace(), connect=False)
+
+
+@pytest.mark.parametrize("connect", [False, True])
+def test_a_job_is_cancelled_until_it_ends(monkeypatch: pytest.MonkeyPatch, *, connect: bool) -> None:
+    cancels, begun, cancelled_twice = [], threading.Event(), threading.Event()
+
+    def cancel(group: str) -> None:
+        cancels.append(group)
+        if len(cancels) > 1:
+            cancelled_twice.set()
+
+    def run(*_: object) -> None:
+        begun.set()
+        cancelled_twice.wait(20)
+        raise ValueError("cancelled")
+
+    java = SimpleNamespace(sc=lambda: SimpleNamespace(cancelJobGroupAndFutureJobs=cancel))
+    context = SimpleNamespace(setJobGroup=lambda *_, **__: None, _jsc=java)
+    spark: Any = SimpleNamespace(
+        sparkContext=context, is_stopped=False, addTag=str, removeTag=str, interruptTag=cancel
+    )
+    monkeypatch.setattr("mldserver.spark.jobs.run_windows", run)
+    monkeypatch.setattr("mldserver.spark.jobs._CANCEL_AGAIN_SECONDS", 0)
+    told: queue.Queue[Any] = queue.Queue()
+    session = Session(spark, connect=connect, cores=1, jvm=None)
+    jobs = Jobs(
+        session=session, schema="", pipeline=Pipeline(None), send=told.put, concurrency=1, stopped=list
+    )
+    jobs.start(driver_messages.Run(1, (job("w"),)))
+    assert begun.wait(20)
+    jobs.cancel(1)
+    assert told.get(timeout=20).cancelled
+    assert len(cancels) > 1, "Spark has forgotten the first"
+    jobs.cancel(1)
