@@ -97,6 +97,8 @@ class ChildProcess:
 
     def kill(self) -> None:
         """Kill it and what is left of its group, at once, without waiting."""
+        if self._closed:
+            return  # its number may be another's by now
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self.signal(signal.SIGKILL)  # it may have left its group

@@ -190,7 +190,7 @@ class Child:
         except asyncio.CancelledError as error:
             if request not in self._cancelled:
                 self._mark.add(1)  # it is the handler's doing, though none of its calls may be running
-                abandon()
+                abandon("The handler ended the event loop, or cancelled tasks that are not its own.")
             answer = wire.failed(request, error), ()
         except Exception as error:  # noqa: BLE001  # told to the server, as the error that it is
             answer = wire.failed(request, error), ()
@@ -211,7 +211,11 @@ class Child:
         runtime = self._ready()
         threads = runtime.threads(message.shard)
         try:
-            return await _answer_of(message.id, await runtime.process(delivery))
+            outcome = await runtime.process(delivery)
+            try:
+                return await _answer_of(message.id, outcome)
+            except OSError as error:
+                abandon(f"The rows of a batch cannot be handed over: {error}.")
         except asyncio.CancelledError:
             # The answer gives the line's room back, which a thread may still read.
             for thread in threads:
@@ -265,12 +269,12 @@ def leave(serving: asyncio.Task[None]) -> None:
     os._exit(0)
 
 
-def abandon() -> NoReturn:
-    """End the process: the handler has ended its loop, or cancelled what was not its own.
+def abandon(why: str) -> NoReturn:
+    """End the process, which cannot do its work any more: the handler has ended its loop, or used up its descriptors.
 
     No request has failed by that. They are all made again, and whose record it was is found as for any other death.
     """
-    os.write(2, b"The handler ended the event loop, or cancelled tasks that are not its own.\n")
+    os.write(2, f"{why}\n".encode())
     os._exit(1)
 
 

@@ -120,13 +120,13 @@ class _Printed:
 class WorkerProcess:
     """A process that has begun; ``run`` is the rest of its life."""
 
-    def __init__(self, child: ChildProcess, printed: _Printed, start: wire.Start, clock: Clock) -> None:
-        """Own a process, and let it load the handler."""
+    def __init__(self, child: ChildProcess, printed: _Printed, arena: Arena, clock: Clock) -> None:
+        """Own a process, and the memory that it shares."""
         assert child.end is not None, "workers are started with a socket"
         self._child = child
         self._printed = printed
         self._clock = clock
-        self.arena = Arena(start.arena_bytes)
+        self.arena = arena
         self.ids = itertools.count(1)
         """What requests are numbered with."""
         self._requests: dict[int, tuple[str, asyncio.Future[Any], int | None]] = {}
@@ -151,21 +151,29 @@ class WorkerProcess:
         self._channel = Channel[wire.Loaded](
             child.end, wire.FromWorker, receive=self._receive, ended=self._end
         )
-        self._channel.send(start, (os.dup(self.arena.fd),))
 
     @classmethod
     async def start(cls, start: wire.Start, clock: Clock) -> WorkerProcess:
-        """Start a process. Raises OSError."""
+        """Start a process, and let it load the handler. Raises OSError."""
         printed = _Printed()
         # The worker finds this package wherever the server was started.
         paths = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))
-        child = await ChildProcess.start(
-            [sys.executable, "-m", "mldserver.workers.child"],
-            environment={**os.environ, "PYTHONPATH": paths},
-            output=[printed.take],
-            talks=True,
-        )
-        return cls(child, printed, start, clock)
+        with contextlib.ExitStack() as undo:
+            # Before there is a process: nothing can fail any more then.
+            arena = Arena(start.arena_bytes)
+            undo.callback(arena.close)
+            shared = os.dup(arena.fd)
+            undo.callback(os.close, shared)
+            child = await ChildProcess.start(
+                [sys.executable, "-m", "mldserver.workers.child"],
+                environment={**os.environ, "PYTHONPATH": paths},
+                output=[printed.take],
+                talks=True,
+            )
+            undo.pop_all()
+        process = cls(child, printed, arena, clock)
+        process._channel.send(start, (shared,))
+        return process
 
     @property
     def pid(self) -> int:
@@ -233,6 +241,10 @@ class WorkerProcess:
             if not future.done():
                 future.set_exception(WorkerGone(ended, alone=alone))
         self._requests.clear()
+
+    def drain(self) -> None:
+        """Take in what it has sent already: its beats wait behind a loop that has stood still."""
+        self._channel.drain()
 
     def kill(self) -> None:
         """Kill it and whatever it has started, if it lives."""

@@ -37,6 +37,7 @@ __all__ = [
     "rows_bytes",
     "rows_file",
     "rows_from",
+    "rows_in",
 ]
 
 _T = TypeVar("_T")
@@ -44,6 +45,9 @@ _T = TypeVar("_T")
 CHUNK_BYTES: Final = 4 << 20
 NEAR_BYTES: Final = 1 << 20
 """Of a line that is copied on the loop."""
+COPIED_BYTES: Final = 1 << 19
+"""Of rows that are read from their file, which is cheaper then than mapping it (µs for 67 KB, 560 KB, 2.2 MB: 31, 92, 620
+against 89, 128, 250)."""
 _ALIGN: Final = 64
 _MARK: Final = struct.Struct("=q")
 
@@ -71,8 +75,12 @@ class Arena:
         """Make the memory; pages cost nothing before they are touched."""
         self.size = size
         self.fd = os.memfd_create("mldserver-lines", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, size)
-        self._map = mmap.mmap(self.fd, size)
+        try:
+            os.ftruncate(self.fd, size)
+            self._map = mmap.mmap(self.fd, size)
+        except BaseException:
+            os.close(self.fd)
+            raise
         self._view = memoryview(self._map)
         self._free: list[tuple[int, int]] = [(_ALIGN, size - _ALIGN)]
         """Ranges (offset, length), in order, never adjacent; the mark is before them."""
@@ -120,21 +128,12 @@ class Arena:
         """
         if len(line) <= NEAR_BYTES:
             return self.put_short(line)
+        file = os.dup(self.fd)  # the arena may be closed meanwhile
         # A few long lines leave room for the short ones of others.
         offset = self.take(len(line)) if len(line) <= self.size // 4 else None
-        if offset is not None:
-            await self._put_beside(line, offset)
-        return offset
-
-    def put_short(self, line: Line) -> int | None:
-        """Do as ``put`` does for a line of NEAR_BYTES at most."""
-        offset = self.take(len(line)) if len(line) <= self.size // 4 else None
-        if offset is not None:
-            self._view[offset : offset + len(line)] = line
-        return offset
-
-    async def _put_beside(self, line: Line, offset: int) -> None:
-        file = os.dup(self.fd)  # the arena may be closed meanwhile
+        if offset is None:
+            os.close(file)
+            return None
 
         def write() -> None:
             try:
@@ -149,6 +148,14 @@ class Arena:
         except BaseException:
             writing.add_done_callback(lambda _: self.give_back(offset))
             raise
+        return offset
+
+    def put_short(self, line: Line) -> int | None:
+        """Do as ``put`` does for a line of NEAR_BYTES at most."""
+        offset = self.take(len(line)) if len(line) <= self.size // 4 else None
+        if offset is not None:
+            self._view[offset : offset + len(line)] = line
+        return offset
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -253,7 +260,18 @@ def rows_bytes(rows: pa.Table) -> bytes:
     return bytes(sink.getvalue())
 
 
-def rows_from(source: bytes | mmap.mmap) -> pa.Table:
+def rows_from(source: bytes | pa.NativeFile) -> pa.Table:
     """Return the rows of an Arrow stream; they lie where it lies. Raises pyarrow.ArrowInvalid for anything else."""
-    with pa.ipc.open_stream(pa.py_buffer(source)) as reader:
+    with pa.ipc.open_stream(source) as reader:
         return reader.read_all()
+
+
+def rows_in(file: int, size: int) -> pa.Table:
+    """Return the rows of a file of ``size`` bytes, which may be closed: they hold no descriptor, however many are kept.
+
+    Raises as ``rows_from`` does.
+    """
+    if size <= COPIED_BYTES:
+        return rows_from(os.pread(file, size, 0))
+    with pa.memory_map(f"/proc/self/fd/{file}") as source:  # Python's mmap keeps a descriptor
+        return rows_from(source)

@@ -24,7 +24,7 @@ from mldserver.records import DeadLetter, Sequence
 from mldserver.runtime.failure_policy import FailurePolicy  # noqa: TC001  # msgspec reads it
 from mldserver.runtime.interface import BatchOutcome, BatchOutline
 from mldserver.windows import Batches, Tumbling
-from mldserver.workers.shared_memory import mapped, rows_from
+from mldserver.workers.shared_memory import rows_from, rows_in
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -305,7 +305,7 @@ def outcome_of(done: Done, files: Descriptors) -> BatchOutcome:
     if done.rows_bytes:
         file = files.pop(0)
         try:
-            rows = rows_from(mapped(file, done.rows_bytes))
+            rows = rows_in(file, done.rows_bytes)
         finally:
             os.close(file)
     first, last = unpacked(done.first), unpacked(done.last)

@@ -203,7 +203,7 @@ class Worker:
         async with asyncio.TaskGroup() as group:
             life = group.create_task(process.run())
             while not life.done():
-                cause = judge(process.beat, process.silent_ms, self._limits)
+                cause = self._judged(process)
                 if cause is Cause.GROWN and not await self._retire(process):
                     continue
                 if cause is not None:
@@ -212,6 +212,10 @@ class Worker:
                     return cause, stacks
                 await first_of(asyncio.wait({life}), self._clock.sleep(_LOOK_SECONDS))
         return None, ""
+
+    def _judged(self, process: WorkerProcess) -> Cause | None:
+        process.drain()
+        return judge(process.beat, process.silent_ms, self._limits)
 
     async def _retire(self, process: WorkerProcess) -> bool:
         """Let it finish what it has in hand, unless that only waits to be tried again, which may be far off.
@@ -223,7 +227,7 @@ class Worker:
         while (
             process.in_hand and process.is_open and (process.is_busy or self._clock.steady_ms() < latest_ms)
         ):
-            if judge(process.beat, process.silent_ms, self._limits) is not Cause.GROWN:
+            if self._judged(process) is not Cause.GROWN:
                 self._retiring = False
                 self._there.set()
                 return False

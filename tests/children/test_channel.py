@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import os
+import resource
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -159,6 +161,18 @@ async def test_what_can_neither_go_as_it_is_nor_in_a_file_ends_the_channel(
     assert ends.received == []
 
 
+async def test_a_file_that_cannot_be_filled_is_not_left_open(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(os, "fdopen", full)
+    ends.send(b"x" * FRAME_BYTES)
+    await ends.over()
+    assert ends.ended[0] == "a message cannot be sent: [Errno 12] Cannot allocate memory"
+
+
 async def test_a_frame_that_the_kernel_refuses_ends_the_channel(ends: Ends) -> None:
     ends.here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4608)
     ends.send(b"x" * 20_000, b"beside")
@@ -242,6 +256,23 @@ async def test_a_thread_sends_past_the_loop_while_there_is_room(ends: Ends) -> N
     assert await asyncio.to_thread(send_now, ends.here, Text(b"z" * 50_000), wait_seconds=1)
     await ends.come(sent + 1)
     assert ends.received[-1] == (b"z" * 50_000, [])
+
+
+def test_a_thread_waits_for_room_whatever_number_its_socket_has() -> None:
+    here, there = pair()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard))
+    try:
+        far = socket.socket(fileno=fcntl.fcntl(here, fcntl.F_DUPFD_CLOEXEC, 1500))
+        far.setblocking(False)
+        while send_now(far, Text(b"x" * 20_000)):
+            pass
+        assert not send_now(far, Text(b"y"), wait_seconds=0.001)
+        far.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        here.close()
+        there.close()
 
 
 async def test_a_thread_is_told_that_nobody_is_there(ends: Ends) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import errno
 import json
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -21,7 +22,17 @@ if TYPE_CHECKING:
 
     from mldserver.workers.runtime import WorkerRuntime
 
-__all__ = ["START", "Book", "children", "delivery", "has_ended", "named", "running"]
+__all__ = [
+    "START",
+    "Book",
+    "children",
+    "delivery",
+    "descriptors",
+    "has_ended",
+    "named",
+    "no_descriptor",
+    "running",
+]
 
 START = wire.Start(
     handler="mine",
@@ -78,6 +89,16 @@ def children(process: int) -> set[int]:
         with contextlib.suppress(FileNotFoundError):  # a thread that has ended meanwhile
             found += (task / "children").read_text().split()
     return set(map(int, found))
+
+
+def descriptors() -> int:
+    """Return how many descriptors this process has open."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def no_descriptor(*_: object) -> int:
+    """Do as ``os.dup`` does when all descriptors are in use."""
+    raise OSError(errno.EMFILE, "Too many open files")
 
 
 def has_ended(process: int) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.serving import until
-from workers.kit import delivery, running
+from workers.kit import delivery, named, running
 
 from mldserver.errors import InternalError
 from mldserver.records import Shard
@@ -31,6 +31,25 @@ def process_record(record):
     pathlib.Path(record.text()).touch()
     while record.text() == "long" and not pathlib.Path("go").exists():
         time.sleep(0.01)
+"""
+
+
+DESCRIPTORS_GONE = """
+import os, pathlib, resource
+
+schema = "text STRING"
+kept = []
+
+def process_record(record):
+    if record.text() == "all" and not pathlib.Path("once").exists():
+        pathlib.Path("once").touch()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        try:
+            while True:
+                kept.append(os.open("/dev/null", os.O_RDONLY))
+        except OSError:
+            pass
+    return ("x" * 20_000,)
 """
 
 
@@ -100,3 +119,17 @@ async def test_what_cannot_go_at_once_is_to_be_awaited(runtime: WorkerRuntime) -
         assert asyncio.iscoroutine(waits)
         gate.leave(pass_)
         assert (await waits).outline.records == 1
+
+
+async def test_a_process_whose_descriptors_are_used_up_leaves_its_batch_to_the_next(
+    runtime: WorkerRuntime, tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    (tmp_path / "mine.py").write_text(DESCRIPTORS_GONE)
+    async with running(runtime), asyncio.timeout(60):
+        await runtime.open(Shard("a"))
+        for text in ("with what is imported late", "all"):
+            outcome = await runtime.process(delivery("a", text))
+        assert outcome.rows is not None
+        assert outcome.rows.num_rows == 1
+    (lost,) = named(logged, "worker.lost")
+    assert "The rows of a batch cannot be handed over" in lost["stacks"]

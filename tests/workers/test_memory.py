@@ -6,10 +6,10 @@ import asyncio
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from workers.kit import descriptors, no_descriptor
 
 from mldserver.protocol.messages import Version
 from mldserver.runtime.interface import MLDLine
@@ -25,14 +25,11 @@ from mldserver.workers.shared_memory import (
     rows_bytes,
     rows_file,
     rows_from,
+    rows_in,
 )
 
 SIZE = 1 << 16
 ROWS = pa.table({"id": [1, 2, None], "name": ["a", "b", "ç"]})
-
-
-def descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 async def test_lines_are_seen_on_the_other_side_as_they_were_put_in_near_or_beside_the_loop(
@@ -76,6 +73,17 @@ async def test_a_line_that_is_copied_beside_the_loop_keeps_its_room_until_that_h
     assert descriptors() == before
 
 
+async def test_a_line_that_cannot_be_copied_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "NEAR_BYTES", 0)
+    arena = Arena(SIZE)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "dup", no_descriptor)
+        with pytest.raises(OSError, match="Too many"):
+            await arena.put(b"x")
+    assert arena.lines == 0
+    arena.close()
+
+
 def test_the_mark_outlives_its_writer_and_counts_calls_that_overlap() -> None:
     arena = Arena(SIZE)
     assert not arena.marked
@@ -103,15 +111,19 @@ def test_a_line_of_its_own_file_is_whole_there_and_gone_here(size: int) -> None:
     os.close(file)
 
 
-def test_rows_come_back_from_a_file_without_a_copy_and_stay_when_it_is_closed() -> None:
+@pytest.mark.parametrize("copied", [0, 1 << 20], ids=["mapped", "read"])
+def test_rows_come_back_from_a_file_and_hold_no_descriptor_when_it_is_closed(
+    monkeypatch: pytest.MonkeyPatch, copied: int
+) -> None:
+    monkeypatch.setattr(shared_memory, "COPIED_BYTES", copied)
+    open_before, allocated = descriptors(), pa.total_allocated_bytes()
     file, size = rows_file(ROWS)
     with pytest.raises(PermissionError):
         os.ftruncate(file, 0)
-    rows = rows_from(mapped(file, size))
+    rows = rows_in(file, size)
     os.close(file)
-    before = pa.total_allocated_bytes()
     assert rows == ROWS
-    assert pa.total_allocated_bytes() == before
+    assert (descriptors(), pa.total_allocated_bytes()) == (open_before, allocated)
 
 
 def test_rows_come_back_from_a_message() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 import socket
 import sys
@@ -10,23 +11,24 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from support.serving import until
-from workers.kit import START, named
+from workers.kit import START, descriptors, named, no_descriptor
 
 from mldserver.children.channel import pair, send_now
 from mldserver.errors import HandlerInvalid
 from mldserver.testing import VirtualClock
 from mldserver.workers import wire
 from mldserver.workers.process import WorkerGone, WorkerProcess, _Printed
+from mldserver.workers.shared_memory import Arena
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterator
 
     from mldserver.children.channel import Message
     from mldserver.children.process import ChildProcess
 
 
 @pytest.fixture
-def workers_ends(monkeypatch: pytest.MonkeyPatch) -> list[socket.socket]:
+def workers_ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[socket.socket]]:
     """The workers' ends of the sockets, one for each process: the processes themselves only sleep."""
     ends: list[socket.socket] = []
     spawn = asyncio.create_subprocess_exec
@@ -36,7 +38,9 @@ def workers_ends(monkeypatch: pytest.MonkeyPatch) -> list[socket.socket]:
         return await spawn(sys.executable, "-c", "import time; time.sleep(600)", **options)
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", asleep)
-    return ends
+    yield ends
+    for end in ends:
+        end.close()
 
 
 async def test_an_answer_of_a_process_that_was_closed_reaches_nobody_whatever_has_the_same_number_now(
@@ -59,8 +63,30 @@ async def test_an_answer_of_a_process_that_was_closed_reaches_nobody_whatever_ha
     assert _sent(lambda: send_now(present, answer)) is True
     assert await asked == wire.Finished(1)
     await new.close()
-    for end in workers_ends:
-        end.close()
+
+
+@pytest.mark.usefixtures("workers_ends")
+async def test_what_has_a_processs_number_after_its_end_is_not_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process = await WorkerProcess.start(START, VirtualClock())
+    await process.close()
+    killed: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda group, _: killed.append(group))
+    process._child.kill()
+    assert killed == []
+
+
+async def test_without_descriptors_no_process_is_started_and_none_is_left_open(
+    workers_ends: list[socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = descriptors()
+    for module, name in ((os, "dup"), (mmap, "mmap"), (os, "pipe")):
+        with monkeypatch.context() as patched:
+            patched.setattr(module, name, no_descriptor)
+            with pytest.raises(OSError, match="Too many"):
+                await WorkerProcess.start(START, VirtualClock())
+    assert (workers_ends, descriptors()) == ([], before)
 
 
 class Child:
@@ -94,7 +120,7 @@ async def child() -> AsyncIterator[Child]:
 
 @pytest.fixture
 async def process(child: Child) -> AsyncIterator[WorkerProcess]:
-    process = WorkerProcess(cast("ChildProcess", child), _Printed(), START, VirtualClock())
+    process = WorkerProcess(cast("ChildProcess", child), _Printed(), Arena(1 << 16), VirtualClock())
     yield process
     await process.close()
 

@@ -25,6 +25,7 @@ class Process:
         self.pid = pid
         self.beat: Beat | None = Beat(0, 0, 10)
         self.silent_ms = 0
+        self.beats_wait = False
         self.in_hand = 0
         self.is_busy = True
         self.done = 0
@@ -53,6 +54,9 @@ class Process:
     async def close(self) -> None:
         self.kill()
         self.closed = True
+
+    def drain(self) -> None:
+        self.silent_ms = 0 if self.beats_wait else self.silent_ms
 
     async def stacks(self) -> str:
         return "File handler.py, line 7"
@@ -266,3 +270,11 @@ async def test_deaths_while_a_culprit_is_looked_for_are_no_reason_to_wait(
     assert {lost["delay_seconds"] for lost in named(logged, "worker.lost")} == {0}
     assert not stage.worker.failed
     assert not stage.worker.restless
+
+
+async def test_a_process_is_not_taken_for_silent_whose_beats_wait_behind_a_loop_that_stood_still(
+    stage: Stage,
+) -> None:
+    stage.process.silent_ms, stage.process.beats_wait = 6_000, True
+    await stage.later()
+    assert (stage.worker.generation, stage.worker.present) == (1, stage.process)
