@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import structlog
-from msgspec.structs import replace
 
-from mldserver.coordinator.core.flush import buffered, moved, redriven, shard_end
+from mldserver.coordinator.core.flush import buffered, last_effective_ms, redriven, shard_end
 from mldserver.coordinator.core.sessions import ShardPosition, skips_records
 from mldserver.errors import GapRefused
+from mldserver.windows import Tumbling
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -60,7 +60,13 @@ class Shards:
     """Lets a cycle follow at once."""
     ask_stream: Callable[[], Awaitable[None]] | None
     """See ``Coordinator``."""
+    by_event_time: bool = field(init=False)
+    """Whether rows have times of their own, so that records without rows say nothing of them."""
     rows_accepted: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        """See what the windows are cut by."""
+        self.by_event_time = isinstance(self.spec, Tumbling) and self.spec.on is not None
 
     async def check(self, opening: ShardOpening) -> None:
         """Raise GapRefused when a shard that has a live connection would start beyond its position."""
@@ -137,46 +143,6 @@ class Shards:
         """Return a shard's parents, as far as they are known."""
         return self.lineage[shard_id].parents if shard_id in self.lineage else ()
 
-    def take(
-        self, session: ShardSession, outcome: BatchOutcome, now_ms: int, received_ms: int | None
-    ) -> bool:
-        """Buffer a batch of a live session; return whether its daemon may be answered: its shard is not held back."""
-        shard_id, outline = session.shard_id, outcome.outline
-        node = self.lineage[shard_id]
-        batch = buffered(
-            shard_id,
-            session.epoch,
-            outcome,
-            floor_ms=self.lineage.floor_ms(shard_id) if node.effective_ms is None else node.effective_ms,
-            spec=self.spec,
-            max_ahead_ms=self.rules.max_ahead_ms,
-        )
-        last = session.settle(outcome)
-        if last != batch.last:
-            batch = replace(batch, last=last)
-        if batch.ahead is not None:
-            self.ahead.note(shard_id, batch.ahead)
-        if batch.effective_ms is not None:
-            node.effective_ms = batch.effective_ms
-        fresh = outline.records > outline.duplicates
-        self.watermark.observed(
-            shard_id,
-            now_ms,
-            records=outline.records,
-            lag_ms=outline.millis_behind_latest,
-            event_ms=batch.latest_event_ms if fresh else None,
-            arrival_ms=batch.effective_ms,
-            received_ms=received_ms,
-        )
-        if fresh or batch.last is not None:
-            self.buffer.add(batch)
-            self.rows_accepted += 0 if batch.rows is None else len(batch.rows)
-        if self.buffer.bytes >= self.rules.flush_bytes:
-            self.soon()
-        if self.backpressure.is_held(session):
-            return False
-        self.watermark.answered(shard_id, now_ms)
-        return True
 
 
 class ShardSession:
@@ -213,7 +179,56 @@ class ShardSession:
 
     def take(self, outcome: BatchOutcome, now_ms: int, received_ms: int | None = None) -> bool:
         """Take a batch's rows; return whether the daemon may be answered, or is to wait until it is ``admitted``."""
-        return not self.alive or self._shards.take(self, outcome, now_ms, received_ms)
+        if not self.alive:
+            return True
+        shards, shard_id, outline = self._shards, self.shard_id, outcome.outline
+        node = shards.lineage[shard_id]
+        floor_ms = shards.lineage.floor_ms(shard_id) if node.effective_ms is None else node.effective_ms
+        fresh = outline.records > outline.duplicates
+        position, last = self.position, outline.last
+        if last is not None:
+            position.deliver(last)
+            if fresh:
+                position.accept(last)
+        last = position.claim(outcome.position if outcome.keeps_position else last)
+        if outcome.rows is None and not outcome.dead_letters:
+            # As most batches of quiet shards: a position moves, and nothing else.
+            effective_ms = last_effective_ms(outline, floor_ms)
+            event_ms = None if shards.by_event_time else effective_ms
+            if fresh or last is not None:
+                shards.buffer.move(shard_id, self.epoch, last, effective_ms, event_ms)
+        else:
+            batch = buffered(
+                shard_id,
+                self.epoch,
+                outcome,
+                floor_ms=floor_ms,
+                spec=shards.spec,
+                max_ahead_ms=shards.rules.max_ahead_ms,
+            )
+            batch.last = last
+            if batch.ahead is not None:
+                shards.ahead.note(shard_id, batch.ahead)
+            shards.buffer.add(batch)
+            shards.rows_accepted += 0 if batch.rows is None else len(batch.rows)
+            effective_ms, event_ms = batch.effective_ms, batch.latest_event_ms
+        if effective_ms is not None:
+            node.effective_ms = effective_ms
+        shards.watermark.observed(
+            shard_id,
+            now_ms,
+            records=outline.records,
+            lag_ms=outline.millis_behind_latest,
+            event_ms=event_ms if fresh else None,
+            arrival_ms=effective_ms,
+            received_ms=received_ms,
+        )
+        if shards.buffer.bytes >= shards.rules.flush_bytes:
+            shards.soon()
+        if shards.backpressure.is_held(self):
+            return False
+        shards.watermark.answered(shard_id, now_ms)
+        return True
 
     async def admitted(self) -> None:
         """Wait while the shard is held back; from then on its silence counts."""
@@ -224,21 +239,11 @@ class ShardSession:
             await self._shards.backpressure.wait(self)
         self._answered()
 
-    def settle(self, outcome: BatchOutcome) -> Sequence | None:
-        """Count a batch as accepted; return how far the shard's position moves with it, None: it stays."""
-        outline, position = outcome.outline, self.position
-        last = outline.last
-        if last is not None:
-            position.deliver(last)
-            if outline.records > outline.duplicates:
-                position.accept(last)
-        return position.claim(outcome.position if outcome.keeps_position else last)
-
     def advance(self, position: Sequence) -> None:
         """Note that a handler which keeps its position has checkpointed so far in a hook of its own."""
         last = self.position.claim(position) if self.alive else None
         if last is not None:
-            self._shards.buffer.add(moved(self.shard_id, self.epoch, last))
+            self._shards.buffer.move(self.shard_id, self.epoch, last)
 
     def checkpoint_due(self) -> Sequence | None:
         """Return the durable position when it is ahead of the last checkpoint, else None."""

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -105,7 +107,7 @@ def test_what_the_ledger_has_already_is_dropped_up_to_its_position_but_not_a_sha
 class LookedAt:
     """A batch that counts how often anyone asks whose it is."""
 
-    epoch, bytes, last, ends_shard, moves_only = 1, 10, Sequence(3), False, False
+    epoch, bytes, last, ends_shard = 1, 10, Sequence(3), False
 
     def __init__(self, shard_id: str) -> None:
         self._shard_id = shard_id
@@ -130,45 +132,55 @@ def test_however_many_shards_there_are_each_ones_batches_are_found_without_a_loo
     assert sum(each.looks for each in batches) <= added + 10 * len(batches)
 
 
-def moving(
-    shard: str, last: int | None, *, effective: int | None = None, event: int | None = None, epoch: int = 1
-) -> BufferedBatch:
-    sequence = None if last is None else Sequence(last)
-    return BufferedBatch(shard, epoch, None, NONE, sequence, effective, event, 0)
+def moving(last: int | None, effective: int | None = None, event: int | None = None) -> Any:
+    return None if last is None else Sequence(last), effective, event
+
+
+def held(buffer: Buffer) -> list[Any]:
+    return [
+        (each.shard_id, each.epoch, each.last, each.effective_ms, each.latest_event_ms)
+        for each in buffer.snapshot().values()
+    ]
 
 
 def test_of_batches_without_rows_one_is_kept_that_says_what_all_did() -> None:
     buffer = Buffer()
-    for each in (
-        moving("a", 3, effective=30, event=9),
-        moving("b", 1),
-        moving("a", None),
-        moving("a", 5, event=7),
-    ):
-        buffer.add(each)
-    assert list(buffer.snapshot().values()) == [moving("a", 5, effective=30, event=9), moving("b", 1)]
+    buffer.move("a", 1, *moving(3, 30, 9))
+    buffer.move("b", 1, *moving(1))
+    buffer.move("a", 1, *moving(None))
+    buffer.move("a", 1, *moving(5, None, 7))
+    buffer.move("b", 1, *moving(None, 4, 4))
+    buffer.move("b", 1, *moving(None, None, 6))
+    assert held(buffer) == [("a", 1, Sequence(5), 30, 9), ("b", 1, Sequence(1), 4, 6)]
 
 
 def test_what_a_cycle_has_seen_stays_as_it_was() -> None:
     buffer = Buffer()
-    buffer.add(moving("a", 3))
+    buffer.move("a", 1, Sequence(3))
     seen = buffer.snapshot()
-    buffer.add(moving("a", 5))
+    buffer.move("a", 1, Sequence(5))
+    assert [each.last for each in seen.values()] == [Sequence(3)]
     buffer.remove(seen)
-    assert list(buffer.snapshot().values()) == [moving("a", 5)]
+    assert [each.last for each in buffer.snapshot().values()] == [Sequence(5)]
 
 
 def test_a_position_does_not_move_past_rows_that_came_before_it_nor_into_another_epoch() -> None:
     buffer, rows = Buffer(), batch("a")
-    given = [moving("a", 1), rows, moving("a", 3), moving("a", 4, epoch=2)]
-    for each in given:
-        buffer.add(each)
-    assert list(buffer.snapshot().values()) == given
+    buffer.move("a", 1, Sequence(1))
+    buffer.add(rows)
+    buffer.move("a", 1, Sequence(3))
+    buffer.move("a", 2, Sequence(4))
+    assert [(place, last) for _, place, last, *_ in held(buffer)] == [
+        (1, Sequence(1)),
+        (1, None),
+        (1, Sequence(3)),
+        (2, Sequence(4)),
+    ]
 
 
 def test_what_was_dropped_is_not_added_to() -> None:
     buffer = Buffer()
-    buffer.add(moving("a", 3))
+    buffer.move("a", 1, Sequence(3))
     buffer.drop_shard("a")
-    buffer.add(moving("a", 5))
-    assert list(buffer.snapshot().values()) == [moving("a", 5)]
+    buffer.move("a", 1, Sequence(5))
+    assert [last for _, _, last, *_ in held(buffer)] == [Sequence(5)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
+from mldserver.coordinator.core.flush import moved
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -31,22 +31,40 @@ class Buffer:
         return len(self._batches)
 
     def add(self, batch: BufferedBatch) -> int:
-        """Take a batch in; return its number.
-
-        Of batches that only move their shard's position one is kept: each takes in what the one before it said.
-        """
-        number, before = self._next, self._moves.pop(batch.shard_id, None)
-        if batch.moves_only:
-            if before is not None and (known := self._batches[before]).epoch == batch.epoch:
-                self._batches[before] = _further(known, batch)
-                self._moves[batch.shard_id] = before
-                return before
-            self._moves[batch.shard_id] = number
+        """Take a batch in; return its number."""
+        number = self._next
+        self._moves.pop(batch.shard_id, None)
         self._batches[number] = batch
         self._next += 1
         self._numbers.setdefault(batch.shard_id, {})[number] = None
         self.bytes += batch.bytes
         return number
+
+    def move(
+        self,
+        shard_id: str,
+        epoch: int,
+        position: Sequence | None,
+        effective_ms: int | None = None,
+        latest_event_ms: int | None = None,
+    ) -> None:
+        """Move a shard's position without rows (see ``moved``), and its times; None: that stays where it is.
+
+        Until a cycle has seen it, one such batch takes in what the next ones say: thousands of quiet shards have no others.
+        """
+        number = self._moves.get(shard_id)
+        if number is None or (batch := self._batches[number]).epoch != epoch:
+            batch = moved(shard_id, epoch, position, effective_ms, latest_event_ms)
+            self._moves[shard_id] = self.add(batch)
+            return
+        if position is not None:
+            batch.last = position
+        if effective_ms is not None:
+            batch.effective_ms = effective_ms
+        if latest_event_ms is not None and (
+            batch.latest_event_ms is None or latest_event_ms > batch.latest_event_ms
+        ):
+            batch.latest_event_ms = latest_event_ms
 
     def __contains__(self, number: int) -> bool:
         return number in self._batches
@@ -89,14 +107,3 @@ class Buffer:
                 and batch.last <= position
             ]
         )
-
-
-def _further(known: BufferedBatch, batch: BufferedBatch) -> BufferedBatch:
-    """Return what two batches without rows come to, one behind the other."""
-    events = [ms for ms in (known.latest_event_ms, batch.latest_event_ms) if ms is not None]
-    return replace(
-        batch,
-        last=known.last if batch.last is None else batch.last,
-        effective_ms=known.effective_ms if batch.effective_ms is None else batch.effective_ms,
-        latest_event_ms=max(events, default=None),
-    )

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from mldserver.records import DeadLetter, Sequence
-    from mldserver.runtime.interface import BatchOutcome
+    from mldserver.runtime.interface import BatchOutcome, BatchOutline
 
 _NO_TIMES = np.empty(0, np.int64)
 
@@ -46,8 +46,8 @@ class Ahead(msgspec.Struct, frozen=True):
     """By how much it is."""
 
 
-class BufferedBatch(msgspec.Struct, frozen=True):
-    """An accepted batch that is not durable yet."""
+class BufferedBatch(msgspec.Struct):
+    """An accepted batch that is not durable yet. Only ``Buffer.move`` changes one, and only what no cycle has seen."""
 
     shard_id: str
     epoch: int
@@ -67,11 +67,6 @@ class BufferedBatch(msgspec.Struct, frozen=True):
     redriven: tuple[str, ...] = ()
     """Ids of the dead letters that it is made of. Then it moves no position, and is of no epoch (0)."""
     ahead: Ahead | None = None
-
-    @property
-    def moves_only(self) -> bool:
-        """Whether a position is all that there is to it."""
-        return self.rows is None and not (self.bytes or self.dead_letters or self.ends_shard or self.redriven)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +117,14 @@ def merge_order(runs: SequenceABC[NDArray[np.int64]]) -> NDArray[np.intp] | None
     return np.argsort(times, kind="stable")
 
 
+def last_effective_ms(outline: BatchOutline, floor_ms: int | None) -> int | None:
+    """Return the effective time of a batch's last record; None: it has none."""
+    if not outline.records:
+        return None
+    arrival_ms = outline.latest_arrival_ms
+    return floor_ms if arrival_ms is None or (floor_ms is not None and floor_ms > arrival_ms) else arrival_ms
+
+
 def buffered(
     shard_id: str,
     epoch: int,
@@ -136,10 +139,7 @@ def buffered(
     Rows whose event time runs more than ``max_ahead_ms`` (None: any) ahead of their records' arrival say nothing of how
     far the shard is: a clock is wrong, and would make every row after them late.
     """
-    outline = outcome.outline
-    effective = outline.latest_arrival_ms
-    if effective is None or (floor_ms is not None and floor_ms > effective):
-        effective = floor_ms
+    effective = last_effective_ms(outcome.outline, floor_ms)
     rows, event, latest, ahead = outcome.rows, _NO_TIMES, None, None
     if rows is not None and len(rows):
         times = effective_times(rows.column("_time").to_numpy(), floor_ms)
@@ -152,7 +152,7 @@ def buffered(
     else:
         rows = None
     if not (isinstance(spec, Tumbling) and spec.on is not None):
-        latest = effective if outline.records else None
+        latest = effective
     size = 0 if rows is None else rows.nbytes
     if outcome.dead_letters:
         size += sum(len(letter.data) + len(letter.traceback) for letter in outcome.dead_letters)
@@ -161,8 +161,8 @@ def buffered(
         epoch,
         rows,
         event,
-        outline.last,
-        effective if outline.records else None,
+        outcome.outline.last,
+        effective,
         latest,
         size,
         outcome.dead_letters,
@@ -197,9 +197,15 @@ def shard_end(shard_id: str, epoch: int, last: Sequence | None) -> BufferedBatch
     return BufferedBatch(shard_id, epoch, None, _NO_TIMES, last, None, None, 0, ends_shard=True)
 
 
-def moved(shard_id: str, epoch: int, position: Sequence) -> BufferedBatch:
-    """Return what moves a shard's position, without records: a handler's checkpoint between two batches."""
-    return BufferedBatch(shard_id, epoch, None, _NO_TIMES, position, None, None, 0)
+def moved(
+    shard_id: str,
+    epoch: int,
+    position: Sequence | None,
+    effective_ms: int | None = None,
+    latest_event_ms: int | None = None,
+) -> BufferedBatch:
+    """Return what moves a shard's position, without rows: a batch of which none came, or a checkpoint of the handler's."""
+    return BufferedBatch(shard_id, epoch, None, _NO_TIMES, position, effective_ms, latest_event_ms, 0)
 
 
 def plan(
