@@ -166,7 +166,7 @@ class InlineRuntime:
         """Do as ``process`` does, at once as far as it goes (see ``Runtime.begin``)."""
         if not self._at_once or delivery.redriven:
             return self.process(delivery)
-        opened = self._opened(delivery.shard_id)
+        opened = self._shards.get(delivery.shard_id) or self._opened(delivery.shard_id)
         hook = opened.hooks[opened.tools.spec.record_hook]
         return BatchWork(opened.tools, hook, delivery, opened.decoder).begin()
 

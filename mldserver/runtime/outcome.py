@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
+from mldserver.errors import InternalError, MldserverError
 from mldserver.handler.failure import describe
 from mldserver.records import DeadLetter
 from mldserver.runtime.interface import BatchOutline
@@ -55,38 +56,42 @@ class Taken(msgspec.Struct, frozen=True):
 
 
 def take(delivery: Delivery, decoder: BatchDecoder) -> Taken:
-    """Decode a batch and drop what was accepted earlier. Raises PeerError for a payload that is none."""
-    batch = delivery.payload.decode(decoder)
-    records = batch.records
-    if not records:
-        return Taken((), BatchOutline(0, 0, None, None, None, batch.millis_behind_latest), ())
-    first, after = records[0].sequence, delivery.after
-    duplicates = 0
-    if after is not None and first <= after:
-        duplicates = bisect_right(records, after, key=lambda record: record.sequence)
-    arrivals, latest_ms = _arrivals(records, delivery.received_ms)
-    outline = BatchOutline(
-        records=len(records),
-        duplicates=duplicates,
-        first=first,
-        last=records[-1].sequence,
-        latest_arrival_ms=latest_ms,
-        millis_behind_latest=batch.millis_behind_latest,
-    )
-    return Taken(records[duplicates:] if duplicates else records, outline, arrivals)
+    """Decode a batch and drop what was accepted earlier.
 
-
-def _arrivals(records: Sequence[Record], received_ms: int) -> tuple[list[int], int]:
-    """Return when each record arrived, and the latest of these times."""
-    told: list[Any] = [record.arrival_ms for record in records]
+    Raises PeerError for a payload that is none, InternalError for what nobody foresaw in it.
+    """
     try:
-        latest_ms = max(told)
-    except TypeError:  # some have none: cheaper than to look for that first, as they all have one but in V1
-        latest_ms = None
-    if latest_ms is None:
-        told = [received_ms if arrival is None else arrival for arrival in told]
-        latest_ms = max(told)
-    return told, latest_ms
+        batch = delivery.payload.decode(decoder)
+        records = batch.records
+        if not records:
+            return Taken((), BatchOutline(0, 0, None, None, None, batch.millis_behind_latest), ())
+        first, after = records[0].sequence, delivery.after
+        duplicates = 0
+        if after is not None and first <= after:
+            duplicates = bisect_right(records, after, key=lambda record: record.sequence)
+        arrivals: list[Any] = [record.arrival_ms for record in records]
+        try:
+            latest_ms = max(arrivals)
+        except (
+            TypeError
+        ):  # some have none: cheaper than to look for that first, as they all have one but in V1
+            latest_ms = None
+        if latest_ms is None:
+            arrivals = [delivery.received_ms if arrival is None else arrival for arrival in arrivals]
+            latest_ms = max(arrivals)
+        outline = BatchOutline(
+            records=len(records),
+            duplicates=duplicates,
+            first=first,
+            last=first if len(records) == 1 else records[-1].sequence,
+            latest_arrival_ms=latest_ms,
+            millis_behind_latest=batch.millis_behind_latest,
+        )
+    except MldserverError:
+        raise
+    except Exception as error:
+        raise InternalError(f"A batch cannot be decoded: {describe(error).error}.") from error
+    return Taken(records[duplicates:] if duplicates else records, outline, arrivals)
 
 
 def damaged(records: Sequence[Record]) -> dict[int, Failure]:

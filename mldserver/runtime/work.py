@@ -61,10 +61,10 @@ class BatchWork:
     hook: BoundHook
     delivery: Delivery
     decoder: BatchDecoder
-    parked: Mapping[str, records.Sequence] = field(default_factory=dict)
+    parked: Mapping[str, records.Sequence] | None = None
     """The shard's keys with dead letters, and the sequence of one: their records are dead letters at once."""
     taken: Taken = field(init=False)
-    lanes: list[Lane] = field(default_factory=list)
+    lanes: Sequence[Lane] = ()
     rows: Any = None
     done: bool = False
     """Whether the first run of calls was all that there was to do."""
@@ -79,6 +79,8 @@ class BatchWork:
                 step = caller.here(partial(self._go_on, returned), self.hook, shard=self.delivery.shard_id)
             elif (took_ms := clock.steady_ms() - began_ms) >= caller.deadlines.limit_ms:
                 caller.deadlines.tell_blocked(Watch(self.hook.name, self.delivery.shard_id), took_ms)
+            if self.done:
+                return BatchOutcome(self.taken.outline, self.rows)
             return self._outcome() if step is None else self.run(step=step)
         except (Exception, SystemExit) as error:
             if isinstance(error, MldserverError) or self.delivery.condemned is not None:
@@ -115,7 +117,7 @@ class BatchWork:
         Returns what the hook has returned, None when it was not called yet.
         """
         self.done = False
-        self._decode()
+        self.taken = take(self.delivery, self.decoder)
         fresh, tools, delivery = self.taken.fresh, self.tools, self.delivery
         if (
             not self.hook.plainly
@@ -279,16 +281,8 @@ class BatchWork:
             await self.tools.caller.on_thread(function, self.hook, shard=self.delivery.shard_id)
 
     def _take(self, _watch: Watch) -> None:
-        self._decode()
+        self.taken = take(self.delivery, self.decoder)
         self._plan()
-
-    def _decode(self) -> None:
-        try:
-            self.taken = take(self.delivery, self.decoder)
-        except MldserverError:
-            raise
-        except Exception as error:
-            raise InternalError(f"A batch cannot be decoded: {describe(error).error}.") from error
 
     def _plan(self) -> None:
         """Plan one call for all records, or one a lane."""
@@ -296,9 +290,9 @@ class BatchWork:
         self.lanes = [self._lane(place, indices) for place, indices in self._split()]
         if self.tools.spec.record_hook is RecordHook.TABLE and (faults := damaged(self.taken.fresh)):
             self.lanes[0].plan.condemn(faults, self.tools.clock.now_ms())
-        if self.parked:
+        if parked := self.parked:
             for lane in self.lanes:
-                lane.plan.park(self.parked)
+                lane.plan.park(parked)
         if (condemned := self.delivery.condemned) is not None:
             self._condemn(Failure(condemned))
 

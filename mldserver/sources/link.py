@@ -274,7 +274,7 @@ class Link(asyncio.BufferedProtocol):
     def _deliver(self, message: RequestMessage) -> None:
         if isinstance(message, ProcessRecords):
             # What came behind it may have ended the connection already.
-            if self.closed or (self.at_once is not None and self.at_once(message.line)):
+            if self._core.state is State.CLOSED or (self.at_once is not None and self.at_once(message.line)):
                 return
         elif isinstance(message, Initialize):
             self._initialized = True

@@ -11,6 +11,7 @@ import pytest
 
 from mldserver import tumbling
 from mldserver.errors import HandlerHalted, InternalError
+from mldserver.protocol.batch_decoder import BatchDecoder
 from mldserver.records import Batch
 from mldserver.runtime import work
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, failure_rule
@@ -192,7 +193,7 @@ async def test_a_line_that_the_decoder_fails_on_is_none_of_the_handlers_doing(
     def fail(*_: Any) -> None:
         raise RuntimeError("odd")
 
-    monkeypatch.setattr(work, "take", fail)
+    monkeypatch.setattr(BatchDecoder, "decode", fail)
     with pytest.raises(InternalError, match="RuntimeError: odd"):
         await kit.run(1, schema=SCHEMA, process_record=number)
 
