@@ -144,7 +144,6 @@ class Shards:
         return self.lineage[shard_id].parents if shard_id in self.lineage else ()
 
 
-
 class ShardSession:
     """A ``ShardIntake``. It dies when the shard is opened again, or its owner lets go; then it does nothing."""
 
