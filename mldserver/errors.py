@@ -39,32 +39,15 @@ class MldserverError(Exception):
         """The stable name under which the error is logged: its class name."""
         return type(self).__name__
 
-    def fields(self) -> dict[str, Any]:
-        """Return the error as fields of a log event."""
-        fields = {"error": self.name, "what": self.what, "did": self.did, "advice": self.advice, **self.where}
-        return {key: value for key, value in fields.items() if value is not None and value != ""}
+    def told(self, flat: Collection[str] = ("traceback",)) -> dict[str, Any]:
+        """Return the error as fields of a log event; where it was is one field, ``where``, but for what is ``flat``.
 
-    def fields_for(self, known: Collection[str]) -> dict[str, Any]:
-        """Return the error as fields of an event that has ``known`` fields; where else it was is in ``where``."""
-        fields = self.fields()
-        others = {key: fields.pop(key) for key in tuple(fields) if key not in known}
-        return fields | ({"where": others} if others else {})
-
-    def told(self) -> dict[str, Any]:
-        """Return the error as fields that any event may carry; where it was is one field, ``where``.
-
-        A traceback is a field of its own, ``traceback``: readers of the log show it as a block.
+        A traceback is a field of its own in any event: readers of the log show it as a block.
         """
-        where = {key: value for key, value in self.where.items() if value is not None}
-        traceback = where.pop("traceback", None)
-        fields: dict[str, Any] = {
-            "error": self.name,
-            "what": self.what,
-            "did": self.did,
-            "advice": self.advice,
-        }
-        fields |= {"where": where, "traceback": traceback}
-        return {key: value for key, value in fields.items() if value}
+        where = {key: value for key, value in self.where.items() if value is not None and value != ""}
+        own = {key: where.pop(key) for key in tuple(where) if key in flat}
+        said = {"error": self.name, "what": self.what, "did": self.did, "advice": self.advice, "where": where}
+        return {key: value for key, value in said.items() if value} | own
 
     def __str__(self) -> str:
         """Return one paragraph: what happened, what was done, what to do."""

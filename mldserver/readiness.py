@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from mldserver.assembly import Parts
-    from mldserver.coordinator.reports import CoordinatorStatus
 
 
 class Change(NamedTuple):
@@ -37,46 +36,37 @@ class Readiness:
 
     def look(self, parts: Parts) -> Change | None:
         """Look at the parts; return a change, if there is one worth telling."""
-        red = _reason(parts)
+        red = _red(parts)
         if red is None:
-            if self._green.is_set():
-                return None
+            was_green = self._green.is_set()
             self._green.set()
             self._told_broken = False
-            return Change(ready=True, reason="")
+            return None if was_green else Change(ready=True, reason="")
         # Spark that is still starting is no news; what is broken is, also where it breaks while Spark starts again.
-        news = self._green.is_set() or (red.broken and not self._told_broken)
+        reason, broken = red
+        news = self._green.is_set() or (broken and not self._told_broken)
         self._green.clear()
         if not news:
             return None
-        self._told_broken = red.broken
-        return Change(ready=False, reason=red.reason)
+        self._told_broken = broken
+        return Change(ready=False, reason=reason)
 
 
-class _Red(NamedTuple):
-    reason: str
-    broken: bool
-    """Whether it is more than a part that has not started yet."""
-
-
-def _reason(parts: Parts) -> _Red | None:
+def _red(parts: Parts) -> tuple[str, bool] | None:
+    """Return why it is red, and whether that is more than a part that has not started yet; None: it is green."""
     if parts.source.waits_for is not None:
-        return _Red(parts.source.waits_for, broken=False)
-    trouble = _trouble(parts.coordinator.status()) or parts.runtime.trouble
-    if trouble is not None:
-        return _Red(trouble, broken=True)
-    if parts.engine is not None and not parts.engine.is_ready:
-        return _Red("Spark is not running: windows wait for it, rows go on being stored", broken=False)
-    return None
-
-
-def _trouble(status: CoordinatorStatus) -> str | None:
+        return parts.source.waits_for, False
+    status, trouble = parts.coordinator.status(), parts.runtime.trouble
     if status.windows_halted:
-        return f"window {status.windows_halted[0]} keeps failing and every other waits for it"
-    if status.flush_failing:
-        return "rows cannot be made durable: see the latest flush.failed"
-    if status.stuck:
+        trouble = f"window {status.windows_halted[0]} keeps failing and every other waits for it"
+    elif status.flush_failing:
+        trouble = "rows cannot be made durable: see the latest flush.failed"
+    elif status.stuck:
         who = "the watermark" if status.held_by is None else f"shard {status.held_by}"
         where = "" if status.held_by_server is None else f" at server {status.held_by_server}"
-        return f"{who}{where} stands still ({status.reason}), and windows that are due wait for it"
+        trouble = f"{who}{where} stands still ({status.reason}), and windows that are due wait for it"
+    if trouble is not None:
+        return trouble, True
+    if parts.engine is not None and not parts.engine.is_ready:
+        return "Spark is not running: windows wait for it, rows go on being stored", False
     return None

@@ -32,7 +32,7 @@ def test_what_is_not_said_leaves_no_gap() -> None:
 
 def test_an_errors_fields_go_into_the_log_without_the_empty_ones() -> None:
     error = FramingError("Too long.", did="Closed.", shard="s1", pipeline=None, sequence="", attempt=0)
-    assert error.fields() == {
+    assert error.told(("shard", "attempt")) == {
         "error": "FramingError",
         "what": "Too long.",
         "did": "Closed.",
@@ -42,7 +42,7 @@ def test_an_errors_fields_go_into_the_log_without_the_empty_ones() -> None:
 
 
 def test_fields_may_hold_what_cannot_be_hashed() -> None:
-    assert FramingError("x", shards=["a"], counts={"a": 1}).fields()["shards"] == ["a"]
+    assert FramingError("x", shards=["a"], counts={"a": 1}).told(("shards",))["shards"] == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_an_error_of_the_disk_is_told_with_what_to_do() -> None:
 
 def test_an_error_fits_an_event_whatever_it_carries() -> None:
     error = PeerError("x", shard="s", server="one", excerpt="e")
-    told = error.fields_for({"error", "what", "shard", "excerpt"})
+    told = error.told({"error", "what", "shard", "excerpt"})
     assert told == {
         "error": "PeerError",
         "what": "x",
@@ -126,4 +126,4 @@ def test_an_error_fits_an_event_whatever_it_carries() -> None:
         "excerpt": "e",
         "where": {"server": "one"},
     }
-    assert "where" not in PeerError("x").fields_for({"error", "what"})
+    assert "where" not in PeerError("x").told({"error", "what"})

@@ -109,7 +109,7 @@ def sim(
     from mldserver.observe.logging import logging_to  # noqa: PLC0415  # see above
     from mldserver.runtime.trial import by_class, first_rows  # noqa: PLC0415  # see above
     from mldserver.testing import playground  # noqa: PLC0415  # see above
-    from mldserver.testing.java_wire import Form  # noqa: PLC0415  # see above
+    from mldserver.testing.daemon import Form  # noqa: PLC0415  # see above
     from mldserver.testing.local_engine import LocalEngine  # noqa: PLC0415  # see above
     from mldserver.testing.simulation import Faults, Simulation, build_stream  # noqa: PLC0415  # see above
 

@@ -29,8 +29,7 @@ from mldserver.runtime.interface import Delivery, Records
 from mldserver.sources.shard_claims import Superseded
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
-    from collections.abc import Set as AbstractSet
+    from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 
     from mldserver.base.clock import Clock
     from mldserver.coordinator.shards import RedriveIntake
@@ -87,7 +86,15 @@ class Redriver:
 
     async def round(self) -> None:
         """Take every wanted letter that may be taken here, once. Raises LedgerError."""
-        await self._ask_again()
+        # What a ledger out of reach has left undone. A shard that is opened meanwhile learns its keys anew.
+        for shard_id in tuple(self._asking):
+            claim = self.owners.current(shard_id)
+            if claim is None or not claim.opened:
+                del self._asking[shard_id]
+                continue
+            with contextlib.suppress(Superseded):
+                async with claim.visit():
+                    await self._unpark(shard_id, ())
         async with contextlib.aclosing(wanted_portions(self.ledger)) as wanted:
             async for portion in wanted:
                 await self._take(portion[0].letter.shard_id, portion)
@@ -158,14 +165,19 @@ class Redriver:
             return letters
         first = await self.ledger.parked_keys(shard_id)
         here = {(stored.letter.partition_key, stored.letter.sequence) for stored in letters}
-        behind = tuple(stored for stored in letters if _is_behind(stored.letter, first, here))
+        behind = []
+        for stored in letters:
+            key, sequence = stored.letter.partition_key, stored.letter.sequence
+            oldest = sequence if key is None else first.get(key, sequence)
+            if oldest < sequence and (key, oldest) not in here:
+                behind.append(stored)
         if behind:
             overtaking = HandlerError(
                 "An earlier letter of their partition key is not redriven, or failed again.",
                 did="They stay behind it, and are not wanted any more.",
                 advice="Redrive them together with it.",
             )
-            await self._refuse(behind, overtaking)
+            await self._refuse(tuple(behind), overtaking)
         return tuple(stored for stored in letters if stored not in behind)
 
     async def _unpark(self, shard_id: str, keys: Iterable[str | None]) -> None:
@@ -179,29 +191,9 @@ class Redriver:
             await self.runtime.unpark(shard_id, key)
         del self._asking[shard_id]
 
-    async def _ask_again(self) -> None:
-        """Do what a ledger out of reach has left undone. A shard that is opened meanwhile learns its keys anew."""
-        for shard_id in tuple(self._asking):
-            claim = self.owners.current(shard_id)
-            if claim is None or not claim.opened:
-                del self._asking[shard_id]
-                continue
-            with contextlib.suppress(Superseded):
-                async with claim.visit():
-                    await self._unpark(shard_id, ())
-
     async def _refuse(self, letters: tuple[StoredLetter, ...], error: MldserverError) -> None:
         log.error("redrive.failed", shard=letters[0].letter.shard_id, **error.told())
         await self.ledger.redrive(tuple(stored.id for stored in letters), wanted=False)
-
-
-def _is_behind(
-    letter: DeadLetter, first: Mapping[str, Sequence], here: AbstractSet[tuple[str | None, Sequence]]
-) -> bool:
-    """Whether the ``first`` letter of its key comes before it and is not ``here``."""
-    key = letter.partition_key
-    oldest = letter.sequence if key is None else first.get(key, letter.sequence)
-    return oldest < letter.sequence and (key, oldest) not in here
 
 
 def _with_history(outcome: BatchOutcome, letters: tuple[StoredLetter, ...]) -> BatchOutcome:

@@ -212,6 +212,6 @@ def reopen() -> None:
     try:
         _current.reopen()
     except OperatorError as error:
-        _log.error("log.reopen_failed", **error.fields())
+        _log.error("log.reopen_failed", **error.told())
     else:
         _log.info("log.reopened", path=str(path))

@@ -306,7 +306,7 @@ class Link(asyncio.BufferedProtocol):
             "state": str(self._state_before or self._core.state),
             "peer": self.peer,
             "did": _CLOSED,
-        } | error.fields_for(_FLAT_FIELDS)
+        } | error.told(_FLAT_FIELDS)
         if not self._initialized and isinstance(error, DecodeError):
             told.setdefault("advice", _STRANGER)
         getattr(self.log, level)("connection.failed", exc_info=trace, **told)

@@ -131,17 +131,6 @@ class SparkEngine:
         """Whether a job would start at once."""
         return self._ready_life is not None and not self._ready_life.is_over
 
-    @property
-    def phase(self) -> str:
-        """``starting``, ``warming``, ``ready``, ``restarting`` or ``closed``: what there is to wait for."""
-        if self._over is not None:
-            return "closed"
-        if self.is_ready:
-            return "ready"
-        if self._life is None or self._life.is_over:
-            return "restarting" if self._starts else "starting"
-        return "starting" if self._life.started is None else "warming"
-
     async def run(self) -> None:
         """Live until closed or cancelled.
 

@@ -11,11 +11,10 @@ import importlib
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from mldserver.testing.daemon import DaemonShard, Hang, JvmExit, NoServer
+    from mldserver.testing.daemon import DaemonShard, Form, Hang, JvmExit, NoServer
     from mldserver.testing.daemon_session import DaemonHangs, Habits
     from mldserver.testing.fake_mld import FakeMLD
     from mldserver.testing.fake_stream import FakeStream, StreamRecord
-    from mldserver.testing.java_wire import Form
     from mldserver.testing.leases import JavaThrow, LeaseTable, Place
     from mldserver.testing.local_engine import LocalEngine
     from mldserver.testing.manual_clock import VirtualClock
@@ -39,11 +38,10 @@ __all__ = [
 ]
 
 _HOMES: Final = {
-    "daemon": ("DaemonShard", "Hang", "JvmExit", "NoServer"),
+    "daemon": ("DaemonShard", "Form", "Hang", "JvmExit", "NoServer"),
     "daemon_session": ("DaemonHangs", "Habits"),
     "fake_mld": ("FakeMLD",),
     "fake_stream": ("FakeStream", "StreamRecord"),
-    "java_wire": ("Form",),
     "leases": ("JavaThrow", "LeaseTable", "Place"),
     "local_engine": ("LocalEngine",),
     "manual_clock": ("VirtualClock",),

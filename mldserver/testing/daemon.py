@@ -10,23 +10,174 @@ Three things can go wrong, and the difference matters to whoever debugs a server
 * A line that the Java cannot read is skipped and the Java goes on waiting: ``hang`` tells which line and why.
 * A wrong or missing answer makes the process exit, with every shard in it: ``JvmExit`` is raised.
 * What goes through but is a mistake all the same is in ``violations``.
+
+What the Java writes, and how it reads what it is sent, are JSON lines in the forms of three generations. They are written
+from the facts about the MultiLangDaemon and from captures, on purpose without ``mldserver.protocol``: this must be able to
+catch that code's mistakes.
 """
 
 from __future__ import annotations
 
+import base64
 import codecs
+import enum
+import json
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from mldserver.testing import java_wire
-from mldserver.testing.java_wire import AskCheckpoint, Form, Ignored, NullMessage, Unreadable
 from mldserver.testing.leases import SHARD_END, JavaThrow, Place, ShardCheckpointer, WorkerMistake
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mldserver.testing.fake_stream import StreamRecord
+
+
+class Form(enum.StrEnum):
+    """Which generation of the daemon speaks."""
+
+    V1 = "v1"
+    """KCL < 1.7.1: the old checkpoint form, KPL aggregates undone by the worker."""
+    V2 = "v2"
+    """KCL 1.7.1 to 1.x: sub-sequences and arrival times, the ending is ``shutdown`` with a reason."""
+    KCL3 = "kcl3"
+    """KCL 2 and 3: V2 messages with ``leaseLost`` and ``shardEnded``."""
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+
+
+def initialize_line(form: Form, shard_id: str, place: Place) -> bytes:
+    """Return the ``initialize`` line."""
+    message: dict[str, Any] = {"action": "initialize", "shardId": shard_id}
+    if form is not Form.V1:
+        message |= {"sequenceNumber": place.number, "subSequenceNumber": place.sub}
+    return _line(message)
+
+
+def _record(form: Form, record: StreamRecord) -> dict[str, Any]:
+    data = None if record.data is None else base64.b64encode(record.data).decode()
+    known: dict[str, Any] = {
+        "data": data,
+        "partitionKey": record.partition_key,
+        "sequenceNumber": record.sequence_number,
+    }
+    if form is Form.V1:
+        return known
+    # KCL 1.x knows sub-sequences of KPL records only; KCL 2 and 3 number plain records 0.
+    sub = record.sub_sequence_number if record.aggregated or form is Form.KCL3 else None
+    return known | {
+        "approximateArrivalTimestamp": record.arrival_ms,
+        "subSequenceNumber": sub,
+        "action": "record",
+    }
+
+
+def process_records_line(form: Form, records: Sequence[StreamRecord], millis_behind: int | None) -> bytes:
+    """Return a ``processRecords`` line; ``millis_behind`` in milliseconds, unknown to V1."""
+    message: dict[str, Any] = {
+        "action": "processRecords",
+        "records": [_record(form, record) for record in records],
+    }
+    if form is not Form.V1:
+        message["millisBehindLatest"] = millis_behind
+    return _line(message)
+
+
+def ending_line(action: str, reason: str | None = None) -> bytes:
+    """Return ``leaseLost``, ``shardEnded``, ``shutdownRequested``, or KCL 1.x's ``shutdown`` with its reason."""
+    return _line({"action": action} if reason is None else {"action": action, "reason": reason})
+
+
+def checkpoint_reply(form: Form, number: str | None, sub: int | None, error: str | None) -> bytes:
+    """Return the answer to a checkpoint: the echo of what was asked, and the error's simple class name."""
+    if form is Form.V1:
+        return _line({"action": "checkpoint", "checkpoint": number, "error": error})
+    return _line({"action": "checkpoint", "sequenceNumber": number, "subSequenceNumber": sub, "error": error})
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A status."""
+
+    response_for: str | None
+    trailing: str = ""
+    """What stood behind the message on its line: the Java never sees it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskCheckpoint:
+    """A checkpoint; None means everything delivered."""
+
+    number: str | None
+    sub: int | None
+    trailing: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NullMessage:
+    """A literal ``null``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A line that the Java skips, and why."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """A line without text: skipped without a word."""
+
+
+Reply = Said | AskCheckpoint | NullMessage | Unreadable | Ignored
+
+_KEYS: Final = {
+    Form.V1: {"status": {"responseFor"}, "checkpoint": {"checkpoint", "error"}},
+    Form.V2: {"status": {"responseFor"}, "checkpoint": {"sequenceNumber", "subSequenceNumber", "error"}},
+}
+"""The properties that the Java classes have. Jackson refuses any other key, and cares for case."""
+
+
+def read_reply(form: Form, line: str) -> Reply:
+    """Read one line as Jackson reads it: the first JSON value counts, unknown properties make it unreadable."""
+    text = line.strip(" \t\r\n\x0b\x0c")
+    if not text:
+        return Ignored()
+    try:
+        value, end = json.JSONDecoder(parse_constant=_refuse_constant).raw_decode(text)
+    except (ValueError, RecursionError) as error:
+        return Unreadable(f"not JSON ({error})")
+    if value is None:
+        return NullMessage()
+    return _read_message(form, value, text[end:].strip())
+
+
+def _read_message(form: Form, value: Any, trailing: str) -> Reply:
+    if not isinstance(value, dict):
+        return Unreadable("not a JSON object")
+    action = value.pop("action", None)
+    known = _KEYS[Form.V1 if form is Form.V1 else Form.V2].get(action) if isinstance(action, str) else None
+    if known is None:
+        return Unreadable(f"action {action!r} is none that a worker may send")
+    if strange := sorted(value.keys() - known):
+        return Unreadable(f"{action} has no property {', '.join(strange)} in form {form.value}")
+    if action == "status":
+        response_for = value.get("responseFor")
+        return Said(response_for if isinstance(response_for, str) else None, trailing)
+    number = value.get("checkpoint" if form is Form.V1 else "sequenceNumber")
+    sub = value.get("subSequenceNumber")
+    if not isinstance(number, str | None) or isinstance(sub, bool) or not isinstance(sub, int | None):
+        return Unreadable("a sequence number is text, a sub-sequence number an integer")
+    return AskCheckpoint(number, sub, trailing)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
 
 _CHECKPOINTABLE: Final = frozenset({"processRecords", "shutdownRequested", "shardEnded", "shutdown"})
 _FINAL: Final = frozenset({"leaseLost", "shardEnded", "shutdown"})
@@ -111,19 +262,19 @@ class DaemonShard:
 
     def initialize(self) -> None:
         """Send ``initialize``."""
-        self._request("initialize", java_wire.initialize(self.form, self.shard_id, self._start))
+        self._request("initialize", initialize_line(self.form, self.shard_id, self._start))
 
     def process_records(self, records: Sequence[StreamRecord], millis_behind: int | None = None) -> None:
         """Send a batch, perhaps an empty one; ``millis_behind`` in milliseconds."""
         for record in records:
             self.checkpointer.delivered(Place(record.sequence_number, record.sub_sequence_number))
-        self._request("processRecords", java_wire.process_records(self.form, records, millis_behind))
+        self._request("processRecords", process_records_line(self.form, records, millis_behind))
 
     def shutdown_requested(self) -> None:
         """Send ``shutdownRequested``: one last chance to checkpoint (KCL 1.7.6 and later)."""
         if self.form is Form.V1:
             raise Misuse("KCL < 1.7.6 knows no shutdownRequested")
-        self._request("shutdownRequested", java_wire.ending("shutdownRequested"))
+        self._request("shutdownRequested", ending_line("shutdownRequested"))
 
     def lease_lost(self) -> None:
         """Tell that the lease is gone: ``leaseLost``, or ``shutdown`` with ``ZOMBIE`` in KCL 1.x."""
@@ -166,9 +317,9 @@ class DaemonShard:
     def _end(self, action: str, reason: str) -> None:
         self._reason = reason
         if self.form is Form.KCL3:
-            self._request(action, java_wire.ending(action))
+            self._request(action, ending_line(action))
         else:
-            self._request("shutdown", java_wire.ending("shutdown", reason))
+            self._request("shutdown", ending_line("shutdown", reason))
 
     def _request(self, action: str, line: bytes) -> None:
         if self.outstanding is not None:
@@ -180,13 +331,13 @@ class DaemonShard:
         self._read()
 
     def _note_early(self, what: str, line: str) -> None:
-        if not isinstance(java_wire.read_reply(self.form, line), Ignored):
+        if not isinstance(read_reply(self.form, line), Ignored):
             self._violation(f"{what}; the daemon takes it for the next answer", line)
 
     def _read(self) -> None:
         while self._lines and self.outstanding is not None:
             line = self._lines.popleft()
-            match java_wire.read_reply(self.form, line):
+            match read_reply(self.form, line):
                 case Ignored():
                     pass
                 case Unreadable(why):
@@ -235,7 +386,7 @@ class DaemonShard:
             self._lease_gone |= error == "ShutdownException"
             if isinstance(thrown, WorkerMistake):
                 self._violation(f"a checkpoint that cannot be: {thrown}", line)
-        self._send(java_wire.checkpoint_reply(self.form, number, sub, error))
+        self._send(checkpoint_reply(self.form, number, sub, error))
 
     def _send(self, line: bytes) -> None:
         self._out += line

@@ -10,8 +10,7 @@ import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from mldserver.testing.daemon import DaemonShard, NoServer
-from mldserver.testing.java_wire import Form
+from mldserver.testing.daemon import DaemonShard, Form, NoServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

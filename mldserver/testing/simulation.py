@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Final
 
 from mldserver.base.clock import SystemClock
 from mldserver.server import EXIT_FAULT, EXIT_OPERATOR, Server
-from mldserver.testing.daemon import NoServer
+from mldserver.testing.daemon import Form, NoServer
 from mldserver.testing.daemon_session import DaemonHangs, Habits, finishes_within
 from mldserver.testing.fake_mld import EXIT_KILLED, FakeMLD
 from mldserver.testing.fake_stream import FakeStream
-from mldserver.testing.java_wire import Form
 from mldserver.testing.leases import LeaseTable
 
 if TYPE_CHECKING:

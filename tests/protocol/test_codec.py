@@ -109,7 +109,7 @@ def test_what_is_no_message_is_a_decode_error_with_an_excerpt_that_is_short(line
     with pytest.raises(DecodeError) as caught:
         decode(line)
     assert len(str(caught.value)) < 400
-    assert len(str(caught.value.fields())) < 1000
+    assert len(str(caught.value.told())) < 1000
 
 
 @given(st.binary(max_size=200))

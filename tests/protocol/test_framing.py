@@ -62,7 +62,7 @@ def test_an_incomplete_line_above_the_limit_is_an_error_before_its_end() -> None
     assert framer.error is None
     assert framer.feed(b"cde") == []
     assert framer.error is not None
-    assert framer.error.fields()["excerpt"] == "abcde"
+    assert framer.error.where["excerpt"] == "abcde"
     assert framer.pending == 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from mldserver.testing.java_wire import Form
+from mldserver.testing.daemon import Form
 
 HANDLERS = ("Arrival", "Column", "Runs")
 

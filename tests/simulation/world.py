@@ -44,7 +44,7 @@ from mldserver.config.resolve import resolve
 from mldserver.coordinator.core.buffer import Buffer
 from mldserver.output.store import OutputStore
 from mldserver.testing import FakeMLD, Habits
-from mldserver.testing.java_wire import Form
+from mldserver.testing.daemon import Form
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -36,13 +36,13 @@ async def test_a_job_comes_back_with_its_files(
     bench: Callable[..., Bench], logged: list[dict[str, Any]]
 ) -> None:
     it = bench()
-    assert it.engine.phase == "starting"
+    assert not it.engine.is_ready
     async with it.running():
         await it.engine.ready()
-        assert it.engine.phase == "ready"
+        assert it.engine.is_ready
         result = await it.engine.compute(job("w", rows=7))
         assert result == WindowResult(("w.parquet",), 7, result.seconds)
-    assert it.engine.phase == "closed"
+    assert not it.engine.is_ready
     assert events(logged, "spark.ready")[0]["ui"] == "http://ui"
     assert events(logged, "handler.output")[-1]["text"] == "stopping in order"
     assert not events(logged, "spark.lost")
@@ -182,7 +182,7 @@ async def test_closing_does_not_wait_for_the_back_off(bench: Callable[..., Bench
     it = bench("dies at once")
     async with it.running():
         await it.clock.sleeps.get()
-        assert it.engine.phase == "restarting"
+        assert not it.engine.is_ready
 
 
 async def test_a_driver_that_never_gets_warm_is_replaced(

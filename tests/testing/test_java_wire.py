@@ -2,8 +2,9 @@ import json
 
 import pytest
 
-from mldserver.testing import Form, Place, StreamRecord, java_wire
-from mldserver.testing.java_wire import AskCheckpoint, Ignored, NullMessage, Said, Unreadable, read_reply
+from mldserver.testing import Form, Place, StreamRecord
+from mldserver.testing import daemon as java_wire
+from mldserver.testing.daemon import AskCheckpoint, Ignored, NullMessage, Said, Unreadable, read_reply
 
 PLAIN = StreamRecord("12", "é".encode(), "schlüssel", 99)
 NULLS = StreamRecord("13", None, None, 100)
@@ -12,10 +13,10 @@ AGGREGATED = StreamRecord("14", b"x", "k", 101, 3, aggregated=True)
 
 def test_v1_sends_bare_records_and_no_lag() -> None:
     assert (
-        java_wire.initialize(Form.V1, "s", Place("TRIM_HORIZON"))
+        java_wire.initialize_line(Form.V1, "s", Place("TRIM_HORIZON"))
         == b'{"action":"initialize","shardId":"s"}\n'
     )
-    assert java_wire.process_records(Form.V1, [PLAIN], 0).decode() == (
+    assert java_wire.process_records_line(Form.V1, [PLAIN], 0).decode() == (
         '{"action":"processRecords","records":[{"data":"w6k=","partitionKey":"schlüssel","sequenceNumber":"12"}]}\n'
     )
     assert java_wire.checkpoint_reply(Form.V1, "12", None, None) == (
@@ -24,18 +25,18 @@ def test_v1_sends_bare_records_and_no_lag() -> None:
 
 
 def test_kcl_1_numbers_only_aggregated_records() -> None:
-    records = json.loads(java_wire.process_records(Form.V2, [PLAIN, NULLS, AGGREGATED], None))["records"]
+    records = json.loads(java_wire.process_records_line(Form.V2, [PLAIN, NULLS, AGGREGATED], None))["records"]
     assert [record["subSequenceNumber"] for record in records] == [None, None, 3]
     assert [record["data"] for record in records] == ["w6k=", None, "eA=="]
 
 
 def test_kcl_3_writes_action_first_in_messages_and_last_in_records() -> None:
-    assert java_wire.process_records(Form.KCL3, [NULLS], 5) == (
+    assert java_wire.process_records_line(Form.KCL3, [NULLS], 5) == (
         b'{"action":"processRecords","records":[{"data":null,"partitionKey":null,"sequenceNumber":"13",'
         b'"approximateArrivalTimestamp":100,"subSequenceNumber":0,"action":"record"}],"millisBehindLatest":5}\n'
     )
-    assert java_wire.ending("leaseLost") == b'{"action":"leaseLost"}\n'
-    assert java_wire.ending("shutdown", "ZOMBIE") == b'{"action":"shutdown","reason":"ZOMBIE"}\n'
+    assert java_wire.ending_line("leaseLost") == b'{"action":"leaseLost"}\n'
+    assert java_wire.ending_line("shutdown", "ZOMBIE") == b'{"action":"shutdown","reason":"ZOMBIE"}\n'
 
 
 @pytest.mark.parametrize("form", list(Form))

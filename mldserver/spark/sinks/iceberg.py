@@ -9,7 +9,6 @@ that is published again after its snapshot is gone replaces the same rows by the
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from mldserver.errors import OperatorError
@@ -34,16 +33,6 @@ _ADVICE: Final = (
     "spark.sql.catalog.{catalog}=org.apache.iceberg.spark.SparkCatalog, and that catalog's own properties, such as "
     "spark.sql.catalog.{catalog}.type."
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """What the table's history tells."""
-
-    last: int | None
-    """The id of the last snapshot; None: there is none."""
-    revision: int
-    """The highest revision of the window that was written; 0: none."""
 
 
 def parse(target: str) -> str:
@@ -76,31 +65,26 @@ def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:
     """
     from pyspark.sql import functions as F  # noqa: N812, PLC0415  # its usual name; only the driver pays for pyspark
 
-    table = _table(spark, sink)
-    seen = _Seen(None, 0) if table is None else _history(spark, sink, job)
-    if seen.revision >= job.window.revision or (table is None and not job.files):
+    window, table = job.window, _table(spark, sink)
+    summary = {_PIPELINE: window.pipeline, _WINDOW: window.id, _REVISION: str(window.revision)}
+    last, written = (None, 0) if table is None else _history(spark, sink, job)
+    if written >= window.revision or (table is None and not job.files):
         return
     rows = staged(spark, job) if job.files or table is None else table.limit(0)
     writer = rows.writeTo(sink.target).options(**sink.options)
-    for name, value in _summary(job).items():
+    for name, value in summary.items():
         writer = writer.option(f"snapshot-property.{name}", value)
     if table is None:
         writer.using("iceberg").partitionedBy(F.col(WINDOW)).create()
         return
-    if seen.last is not None:
+    if last is not None:
         writer = writer.option("isolation-level", "serializable")
-        writer = writer.option("validate-from-snapshot-id", str(seen.last))
-    writer.overwrite(F.col(WINDOW) == F.lit(job.window.id))
+        writer = writer.option("validate-from-snapshot-id", str(last))
+    writer.overwrite(F.col(WINDOW) == F.lit(window.id))
 
 
-def _summary(job: PublishJob) -> dict[str, str]:
-    """Return what a snapshot's summary says of what it wrote."""
-    window = job.window
-    return {_PIPELINE: window.pipeline, _WINDOW: window.id, _REVISION: str(window.revision)}
-
-
-def _history(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> _Seen:
-    """Read the table's snapshots: their metadata only."""
+def _history(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> tuple[int | None, int]:
+    """Return the last snapshot's id (None: there is none) and the window's highest revision (0: none), from metadata only."""
     snapshots = spark.table(f"{sink.target}.snapshots").select("committed_at", "snapshot_id", "summary")
     last, revision = None, 0
     for row in sorted(snapshots.collect(), key=lambda snapshot: snapshot["committed_at"]):
@@ -108,7 +92,7 @@ def _history(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> _Seen:
         summary = row["summary"] or {}
         if (summary.get(_PIPELINE), summary.get(_WINDOW)) == (job.window.pipeline, job.window.id):
             revision = max(revision, int(summary.get(_REVISION) or 0))
-    return _Seen(last, revision)
+    return last, revision
 
 
 def _table(spark: SparkSession, sink: SinkSpec) -> DataFrame | None:
