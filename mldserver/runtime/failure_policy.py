@@ -25,17 +25,7 @@ from mldserver.handler.failure import Failure, Wish
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
 
-__all__ = [
-    "REPEATING",
-    "Ending",
-    "FailureNotices",
-    "FailurePolicy",
-    "FailureRule",
-    "OnFailure",
-    "OnKeyFailure",
-    "failure_rule",
-]
-
+__all__ = ["FailureRule", "OnFailure", "OnKeyFailure", "failure_rule"]  # what a policy is made of
 
 REPEATING: Final = frozenset(
     {
@@ -75,17 +65,6 @@ class FailurePolicy(FailureSettings):
 
     max_ahead_ms: int | None = None
     """A row whose time runs further ahead of its record's arrival is a bad one; None: none is because of that."""
-
-    def __post_init__(self) -> None:
-        """Refuse impossible values with ValueError."""
-        if self.attempts < 1:
-            raise ValueError("attempts must be at least 1")
-        if not 0 <= self.retry_base_seconds <= self.retry_cap_seconds:
-            raise ValueError("the back-off's base must lie between 0 and its cap")
-        if self.max_age_ms is not None and self.max_age_ms < 1:
-            raise ValueError("the maximal age must be at least 1 ms")
-        if len({rule.name for rule in self.failure_rules}) < len(self.failure_rules):
-            raise ValueError("a class must not have two rules")
 
     @property
     def parks(self) -> bool:

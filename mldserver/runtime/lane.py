@@ -22,8 +22,7 @@ from mldserver.handler.spec import HandlerSpec, RecordHook
 from mldserver.records import Batch, BatchResult
 from mldserver.runtime.calls import BoundHook
 from mldserver.runtime.plan import Step
-from mldserver.runtime.results import failed_records, named_places
-from mldserver.runtime.rows import Built
+from mldserver.runtime.rows import Built, failed_records, named_places
 from mldserver.runtime.tables import take_table
 from mldserver.runtime.values import shown
 from mldserver.windows import milliseconds

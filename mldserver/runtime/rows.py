@@ -1,4 +1,4 @@
-"""What a handler returns, as an Arrow table. Synchronous, no I/O.
+"""What a handler returns: rows, as an Arrow table, and the records that it names as failed. Synchronous, no I/O.
 
 A value for a record is a tuple in the order of the schema, a dict by column name, a list of these, or None. What
 ``process_record`` returns is taken call by call (``RowBuilder.take``): a handler may use one dict again and again. Whole
@@ -13,14 +13,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import pyarrow as pa
 
+from mldserver.handler.failure import Failure, describe, printed
+from mldserver.records import Record
 from mldserver.runtime.values import converter, holds_more, owned, settled, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from mldserver.handler.spec import Column, Schema
+    from mldserver.records import BatchResult
     from mldserver.runtime.values import Converter
 
 
@@ -229,3 +233,41 @@ def unknown_columns(unknown: Sequence[Any], known: Sequence[str]) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def failed_records(result: BatchResult, records: Sequence[Record]) -> dict[int, Failure]:
+    """Return the records of a call that a result names, by their place in it, with why.
+
+    Raises ValueError when a name is none of the call's records.
+    """
+    failed = result.failed
+    told = failed if isinstance(failed, Mapping) else dict.fromkeys(failed)
+    places = named_places(told, records)
+    return {place: _failure(reason) for place, reason in zip(places, told.values(), strict=True)}
+
+
+def named_places(named: Iterable[Any], records: Sequence[Record]) -> list[int]:
+    """Return the place in the call of each record that is named, as a record or as its place.
+
+    Raises ValueError when a name is none of the call's records.
+    """
+    places = []
+    by_sequence = None
+    for name in named:
+        place: int | None = None
+        if isinstance(name, Record):
+            by_sequence = by_sequence or {record.sequence: place for place, record in enumerate(records)}
+            place = by_sequence.get(name.sequence)
+        elif isinstance(name, int | np.integer) and not isinstance(name, bool) and 0 <= name < len(records):
+            place = int(name)
+        if place is None:
+            raise ValueError(f"{shown(name)} was named as failed, but is none of the {len(records)} records")
+        places.append(place)
+    return places
+
+
+def _failure(reason: object) -> Failure:
+    if isinstance(reason, BaseException):
+        return describe(reason)
+    text = "the handler named it" if reason is None else printed(reason)
+    return Failure(f"Failed: {text}", names=("Failed",))

@@ -151,15 +151,12 @@ def _is_list(type_: Any) -> bool:
 
 def _other_meaning(held: Any, wanted: Any) -> bool:
     """Whether one of two simple types is a time, a date, or a truth value, and the other is none."""
-    if types.is_null(held) or _is_text(held) or types.is_string(wanted):
+    is_text = types.is_string(held) or types.is_large_string(held) or types.is_string_view(held)
+    if types.is_null(held) or is_text or types.is_string(wanted):
         return False
     if types.is_boolean(wanted):
         return not types.is_boolean(held)
     return any(test(held) != test(wanted) for test in (types.is_timestamp, types.is_date, types.is_temporal))
-
-
-def _is_text(type_: Any) -> bool:
-    return bool(types.is_string(type_) or types.is_large_string(type_) or types.is_string_view(type_))
 
 
 def _whole(held: Any, column: Column, time_column: str | None) -> Any:

@@ -9,11 +9,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
-import orjson
+import msgspec
 
 from mldserver.handler.loader import is_library, relative
 from mldserver.handler.spec import Finding
@@ -160,17 +160,10 @@ def check_handler(
             code = _run(arguments, output, timeout)
         text = printed.read_text("utf-8", "replace")
         if result.exists():
-            told = orjson.loads(result.read_bytes())
-            findings = tuple(Finding(**finding) for finding in told["findings"])
-            summary = tuple((name, line) for name, line in told["summary"])
-            trial = told["trial"] and _trial(told["trial"])
-            return Report(findings, summary, told["traceback"], text[-_OUTPUT_LIMIT:], trial)
-    return Report((_unfinished(code, text, timeout, doing),), output=text[-_OUTPUT_LIMIT:])
-
-
-def _trial(told: dict[str, Any]) -> Trial:
-    failures = tuple(FailureClass(**each) for each in told["failures"])
-    return Trial(told["records"], told["rows"], tuple(map(tuple, told["first"])), failures)
+            report = msgspec.json.decode(result.read_bytes(), type=Report)
+        else:
+            report = Report((_unfinished(code, text, timeout, doing),))
+    return replace(report, output=text[-_OUTPUT_LIMIT:])
 
 
 def _run(arguments: list[str], output: IO[bytes], timeout: float) -> int | None:

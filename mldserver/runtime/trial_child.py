@@ -7,13 +7,12 @@ output, and the parent (``trial.py``) makes sense of its absence.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-import orjson
+import msgspec
 import structlog
 
 from mldserver.base.clock import SystemClock
@@ -25,7 +24,7 @@ from mldserver.records import Record, Shard
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.runtime.interface import Delivery, Records
-from mldserver.runtime.trial import Trial, by_class, first_rows
+from mldserver.runtime.trial import Report, Trial, by_class, first_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,31 +32,21 @@ if TYPE_CHECKING:
 _BATCH: Final = 500
 
 
-def report(path: str, retention_ms: int | None, lines: Sequence[bytes] = ()) -> dict[str, Any]:
-    """Import and check the handler at ``path``, run records through it; return plain values for ``check.Report``."""
+def report(path: str, retention_ms: int | None, lines: Sequence[bytes] = ()) -> Report:
+    """Import and check the handler at ``path``, and run records through it."""
     tried = None
     try:
         spec, findings = inspect_handler(load(path), retention_ms=retention_ms)
         if spec and lines and not any(finding.is_error for finding in findings):
-            tried = dataclasses.asdict(asyncio.run(_try(spec, lines)))
+            tried = asyncio.run(_try(spec, lines))
     except HandlerError as error:
         where = error.where
         text = " ".join(part for part in (error.what, error.advice) if part)
         file, line = where.get("file") or "", where.get("line") or 0
         text = text.removeprefix(f"{relative(file)}:{line}: ")
         found = Finding(text, relative(file) if file else "", line)
-        return {
-            "findings": [_plain(found)],
-            "summary": [],
-            "traceback": where.get("traceback", ""),
-            "trial": None,
-        }
-    return {
-        "findings": [_plain(finding) for finding in findings],
-        "summary": _summary(spec) if spec else [],
-        "traceback": "",
-        "trial": tried,
-    }
+        return Report((found,), traceback=where.get("traceback", ""))
+    return Report(tuple(findings), _summary(spec) if spec else (), trial=tried)
 
 
 async def _try(spec: HandlerSpec, lines: Sequence[bytes]) -> Trial:
@@ -101,11 +90,7 @@ def _records(lines: Sequence[bytes], shard_id: str, number: int, now_ms: int) ->
     )
 
 
-def _plain(finding: Finding) -> dict[str, Any]:
-    return {"text": finding.text, "file": finding.file, "line": finding.line, "is_error": finding.is_error}
-
-
-def _summary(spec: HandlerSpec) -> list[tuple[str, str]]:
+def _summary(spec: HandlerSpec) -> tuple[tuple[str, str], ...]:
     """Return what was found, as (name, text) lines."""
     hooks = [f"async {hook.name}" if hook.is_async else hook.name for hook in spec.hooks.values()]
     lines = [("kind", _kind(spec)), ("hooks", ", ".join(hooks))]
@@ -114,11 +99,11 @@ def _summary(spec: HandlerSpec) -> list[tuple[str, str]]:
             ("concurrency", f"{spec.concurrency} records of a batch at a time, in order for each key")
         )
     if spec.schema is None:
-        return [*lines, ("schema", "none: it has only side effects")]
+        return (*lines, ("schema", "none: it has only side effects"))
     for place, column in enumerate(spec.schema.columns):
         null = "" if column.nullable else " NOT NULL"
         lines.append(("" if place else "schema", f"{column.name} {column.sql}{null}"))
-    return [*lines, ("windows", windows_text(spec.windows))]
+    return (*lines, ("windows", windows_text(spec.windows)))
 
 
 def _kind(spec: HandlerSpec) -> str:
@@ -146,7 +131,7 @@ def main(arguments: list[str]) -> None:
     told = report(path, int(retention) if retention else None, lines)
     sys.stdout.flush()
     sys.stderr.flush()
-    Path(result).write_bytes(orjson.dumps(told))
+    Path(result).write_bytes(msgspec.json.encode(told))
     os._exit(0)
 
 

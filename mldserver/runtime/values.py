@@ -133,7 +133,7 @@ def _fitting(type_: Any) -> Callable[[Any], bool]:
     if types.is_list(type_):
         element = _fitting(type_.value_type)
         return lambda value: type(value) is list and all(map(element, value))
-    only = next((kind for test, kind in _ONLY if test(type_)), None)
+    only = next((kind for test, _, _, kind in _SCALARS if test(type_)), None)
     return lambda value: type(value) is only
 
 
@@ -146,7 +146,7 @@ def _choose(type_: Any) -> tuple[Iterable[type], Callable[[Any], Any]]:
         return (), _map_of(converter("", type_.key_type), converter("", type_.item_type))
     if types.is_struct(type_):
         return (), _struct_of({field.name: converter("", field.type) for field in type_})
-    return next((plain, normal) for test, plain, normal in _SCALARS if test(type_))
+    return next((plain, normal) for test, plain, normal, _ in _SCALARS if test(type_))
 
 
 def _refuse(_: Any) -> Any:
@@ -272,20 +272,15 @@ def _struct_of(fields: dict[str, Converter]) -> Callable[[Any], Any]:
     return normal
 
 
-_SCALARS: Final[tuple[tuple[Callable[[Any], bool], tuple[type, ...], Callable[[Any], Any]], ...]] = (
-    (types.is_boolean, (bool,), _refuse),
-    (types.is_integer, (int,), _integer),
-    (types.is_float64, (float, int), _double),
-    (types.is_float32, (), _single),
-    (types.is_string, (str,), _text),
-    (types.is_binary, (bytes,), _bytes),
-    (types.is_decimal, (Decimal, int), _decimal),
-    (types.is_date32, (date,), _date),
+_Scalar = tuple[Callable[[Any], bool], tuple[type, ...], Callable[[Any], Any], type | None]
+_SCALARS: Final[tuple[_Scalar, ...]] = (
+    (types.is_boolean, (bool,), _refuse, bool),
+    (types.is_integer, (int,), _integer, None),
+    (types.is_float64, (float, int), _double, float),
+    (types.is_float32, (), _single, None),
+    (types.is_string, (str,), _text, None),
+    (types.is_binary, (bytes,), _bytes, bytes),
+    (types.is_decimal, (Decimal, int), _decimal, None),
+    (types.is_date32, (date,), _date, date),
 )
-_ONLY: Final[tuple[tuple[Callable[[Any], bool], type], ...]] = (
-    (types.is_boolean, bool),
-    (types.is_float64, float),
-    (types.is_binary, bytes),
-    (types.is_date32, date),
-)
-"""Types of which every value can be in the column."""
+"""For each test of a column's type: its plain types, the function for all others, and the type of which every value fits."""

@@ -72,8 +72,7 @@ def test_a_handler_passes_the_check_and_makes_rows(
     monkeypatch.syspath_prepend(tmp_path)
     path = f"{module}:Clicks" if "class Clicks" in example.text else module
     found = report(path, None, [json.dumps(RECORD).encode()])
-    assert [finding["text"] for finding in found["findings"]] == []
-    assert (found["trial"]["rows"], found["trial"]["failures"]) == (1, ())
+    assert (found.findings, found.trial and (found.trial.rows, found.trial.failures)) == ((), (1, ()))
 
 
 @each("python", "async def test_")

@@ -147,11 +147,11 @@ def test_the_child_reports_plain_values(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     told = report("handlers.audit", None)
-    assert told["findings"] == []
-    assert told["summary"][-1] == ("schema", "none: it has only side effects")
+    assert told.findings == ()
+    assert told.summary[-1] == ("schema", "none: it has only side effects")
     missing = report("handlers.nothing", None)
-    assert missing["findings"][0]["text"].startswith("There is no module 'handlers.nothing'.")
-    assert missing["summary"] == []
+    assert missing.findings[0].text.startswith("There is no module 'handlers.nothing'.")
+    assert missing.summary == ()
 
 
 def test_a_handler_that_cannot_be_opened_is_told_before_any_record(check: Any) -> None:
@@ -198,4 +198,4 @@ def test_the_summary_tells_of_records_at_the_same_time(
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     told = ("concurrency", "4 records of a batch at a time, in order for each key")
-    assert told in report("in_lanes", None)["summary"]
+    assert told in report("in_lanes", None).summary

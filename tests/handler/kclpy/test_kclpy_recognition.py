@@ -139,14 +139,16 @@ def application(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest
 
 def test_a_check_tells_the_version_and_what_is_missing(application: str) -> None:
     told = report(f"{application}:Mine", None)
-    assert told["summary"][:2] == [
+    assert told.summary[:2] == (
         ("kind", "record processor of amazon_kclpy, version 3, made once per shard"),
         ("hooks", "initialize, process_records, shard_ended"),
-    ]
-    ((place, text, is_error),) = [
-        (finding["line"], finding["text"], finding["is_error"]) for finding in told["findings"]
-    ]
-    assert (place, text, is_error) == (7, "it has no lease_lost: nothing is called then", False)
+    )
+    (finding,) = told.findings
+    assert (finding.line, finding.text, finding.is_error) == (
+        7,
+        "it has no lease_lost: nothing is called then",
+        False,
+    )
 
 
 def test_it_loads_as_a_handler_without_rows(application: str) -> None:
@@ -159,10 +161,10 @@ def test_it_loads_as_a_handler_without_rows(application: str) -> None:
 @pytest.mark.parametrize("application", [", config"], indirect=True)
 def test_a_processor_that_wants_arguments_cannot_be_made(application: str) -> None:
     told = report(f"{application}:Mine", None)
-    assert told["summary"] == []
-    assert "without arguments" in told["findings"][0]["text"]
+    assert told.summary == ()
+    assert "without arguments" in told.findings[0].text
 
 
 def test_a_module_alone_gets_its_class_suggested_and_not_the_base(application: str) -> None:
-    (finding,) = (each["text"] for each in report(application, None)["findings"] if each["is_error"])
+    (finding,) = (each.text for each in report(application, None).findings if each.is_error)
     assert finding.endswith(f"its class Mine has one: write {application}:Mine")
