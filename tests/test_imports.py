@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "mldserver"
 ABOVE_ALL = ("assembly", "readiness", "server", "testing", "cli")
 """Rooms that put the others together, from the ground up: each may import all that is below it."""
 
-_SETTINGS = ("config.settings", "config.failures")
+_SETTINGS = ("config.settings", "config.kinds")
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # What users and all parts name.

@@ -14,7 +14,7 @@ from support.serving import quick, serving, until
 from support.store import SqliteStore
 
 from mldserver import cli
-from mldserver.config.failures import OnKeyFailure
+from mldserver.config.kinds import OnKeyFailure
 from mldserver.config.locations import LetterPlace
 from mldserver.deadletters.destinations import FOLDER
 from mldserver.output.layout import LEDGER

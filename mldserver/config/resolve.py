@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mldserver.base import redaction
 from mldserver.base.kill_points import KILL_VARIABLE
-from mldserver.config.failures import OnKeyFailure
+from mldserver.config.kinds import OnKeyFailure
 from mldserver.config.locations import LEDGER_FILE, SqlitePlace, cache_folder
 from mldserver.config.settings import ENV_PREFIX, MAY_HOLD_SECRETS, Settings, specs
 from mldserver.errors import ConfigError

@@ -21,8 +21,15 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, Type
 
 from mldserver.base import redaction
 from mldserver.config import kinds, locations
-from mldserver.config.failures import FailureRule, OnFailure, OnKeyFailure, failure_rules
-from mldserver.config.kinds import Address, Kind, TcpAddress
+from mldserver.config.kinds import (
+    Address,
+    FailureRule,
+    Kind,
+    OnFailure,
+    OnKeyFailure,
+    TcpAddress,
+    failure_rules,
+)
 from mldserver.config.kinds import duration_ms as ms
 from mldserver.config.kinds import duration_seconds as seconds
 from mldserver.config.locations import LedgerPlace, LetterPlace, OutPlace, SqlitePlace

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from mldserver.base.backoff import backoff
-from mldserver.config.failures import FailureRule, OnFailure, OnKeyFailure, failure_rule
+from mldserver.config.kinds import FailureRule, OnFailure, OnKeyFailure, failure_rule
 from mldserver.config.settings import FailureSettings
 from mldserver.handler.failure import Failure, Wish
 

@@ -84,8 +84,8 @@ class SparkEngine:
         ``work_dir`` too can be warmed up there.
         ``python_path``: folders that are importable in the driver and in Spark's workers; default: the working
         directory. ``job_deadline``: what a window's job may take; None: for ever. ``quick``: see ``session.py``.
-        ``cache_dir``: where class archives lie; None: none is used. ``archive_after``: how long the driver must have been ready until a class archive is made where none is yet;
-        None: never. ``command``: what is started instead of our driver. ``sink``: the table to publish into, if any.
+        ``cache_dir``: where class archives lie; None: none is used. ``archive_after``: how long the driver must have been
+        ready until one is made where none is yet; None: never. ``command``: what is started instead of our driver. ``sink``: the table to publish into, if any.
         ``group_limit``: how many windows share one Spark job at most; on Spark Connect always 1 (``window_job.py``), and
         it must be 1 where staging is not on a local file system.
         """
@@ -111,7 +111,8 @@ class SparkEngine:
         self._archive_after = archive_after
         self._clock: Clock = clock or SystemClock()
         self._command = list(command) if command is not None else driver_command()
-        self._group_limit = 1 if is_connect(master) else group_limit
+        self.group_limit = 1 if is_connect(master) else group_limit
+        """As many as the settings say; 1 on Spark Connect."""
         self._slots = asyncio.Semaphore(concurrency)
         self._changed = asyncio.Event()
         """Set and replaced at each change of ``_ready_life`` or ``_over``."""
@@ -155,11 +156,6 @@ class SparkEngine:
     async def ready(self) -> None:
         """Return when a job would start at once. Raises DriverLost when the engine has ended."""
         await self._ready()
-
-    @property
-    def group_limit(self) -> int:
-        """As many as the settings say; 1 on Spark Connect."""
-        return self._group_limit
 
     async def compute(self, job: WindowJob) -> WindowResult:
         """Run one attempt. See ``Engine.compute``."""

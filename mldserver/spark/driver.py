@@ -26,21 +26,7 @@ from typing import TYPE_CHECKING
 from mldserver.children.channel import WireError, receive_now, send_now
 from mldserver.errors import HandlerError, MldserverError
 from mldserver.jobs.engine import WindowJob
-from mldserver.spark.driver_messages import (
-    Cancel,
-    FromServer,
-    JvmGone,
-    Log,
-    Message,
-    Publish,
-    Run,
-    Start,
-    Started,
-    StartFailed,
-    Stop,
-    Warm,
-    describe,
-)
+from mldserver.spark import driver_messages as wire
 from mldserver.spark.java import keep
 from mldserver.spark.session import Session, is_local, open_session
 from mldserver.spark.sinks import find
@@ -59,12 +45,12 @@ class Driver:
     def __init__(self, sock: socket.socket) -> None:
         """Speak over ``sock``."""
         self._sock = sock
-        self._start: Start | None = None
+        self._start: wire.Start | None = None
         self._session: Session | None = None
         self._jobs: Jobs | None = None
         self._stopping = False
 
-    def send(self, message: Message) -> None:
+    def send(self, message: wire.Message) -> None:
         """Send from any thread. A driver that cannot, as the server is gone, say, is of no use."""
         try:
             send_now(self._sock, message)
@@ -74,7 +60,7 @@ class Driver:
     def run(self) -> None:
         """Read messages until the process ends."""
         try:
-            while messages := receive_now(self._sock, FromServer):
+            while messages := receive_now(self._sock, wire.FromServer):
                 for message in messages:
                     self._take(message)
         except Exception as error:  # noqa: BLE001  # bytes that are no message, or no thread for a job
@@ -82,42 +68,42 @@ class Driver:
         finally:
             self.die()
 
-    def _take(self, message: FromServer) -> None:
+    def _take(self, message: wire.FromServer) -> None:
         match message:
-            case Start():
+            case wire.Start():
                 self._start = message
                 threading.Thread(target=self._open, args=(message,), name="start", daemon=True).start()
-            case Run() | Publish() if self._jobs is not None:
+            case wire.Run() | wire.Publish() if self._jobs is not None:
                 self._jobs.start(message)
-            case Cancel() if self._jobs is not None:
+            case wire.Cancel() if self._jobs is not None:
                 # In a thread: py4j waits for the JVM's answer, and this thread must go on reading.
                 threading.Thread(
                     target=self._jobs.cancel, args=(message.id,), name="cancel", daemon=True
                 ).start()
-            case Stop():
+            case wire.Stop():
                 self._stopping = True
                 threading.Thread(target=self._stop, name="stop", daemon=True).start()
             case _:
                 raise WireError(f"{type(message).__name__} does not come now")
 
-    def _open(self, start: Start) -> None:
+    def _open(self, start: wire.Start) -> None:
         try:
             session, jobs = self._make_ready(start)
         except BaseException as error:  # noqa: BLE001  # importing the user's module may raise anything
-            fault = describe(error)
+            fault = wire.describe(error)
             if isinstance(error, HandlerError):
                 whose, told = "handler", str(error.where.get("traceback", fault.traceback))
             else:
                 whose = "operator" if isinstance(error, (ImportError, MldserverError)) else "spark"
                 told = fault.traceback
-            self.send(StartFailed(whose, fault.error, fault.message, told))
+            self.send(wire.StartFailed(whose, fault.error, fault.message, told))
             self.die()
         self._jobs = jobs
-        self.send(Warm())
+        self.send(wire.Warm())
         if not session.connect:
             jobs.watch()
 
-    def _make_ready(self, start: Start) -> tuple[Session, Jobs]:
+    def _make_ready(self, start: wire.Start) -> tuple[Session, Jobs]:
         """Load the handler, make the session, warm it up. The handler comes first: its errors are the quickest."""
         from mldserver.handler.loader import load  # noqa: PLC0415  # imports belong to what may fail
 
@@ -135,7 +121,7 @@ class Driver:
         session = self._session = open_session(start)
         if session.jvm is not None:
             threading.Thread(target=self._watch_jvm, args=(session.jvm,), name="jvm", daemon=True).start()
-        self.send(Started(session.spark.version, session.ui))
+        self.send(wire.Started(session.spark.version, session.ui))
         self._warm_up(session, start)
         if start.sink is not None:
             find(start.sink.format).check(session.spark, start.sink)
@@ -149,7 +135,7 @@ class Driver:
             sink=start.sink,
         )
 
-    def _warm_up(self, session: Session, start: Start) -> None:
+    def _warm_up(self, session: Session, start: wire.Start) -> None:
         from mldserver.spark.window_job import warm_up  # noqa: PLC0415  # imports belong to what may fail
 
         place = Path(start.scratch) / "warm-up"
@@ -161,18 +147,18 @@ class Driver:
             if is_local(start.master):
                 raise
             # A cluster need not share this folder; whether it sees the segments' storage, the first window will tell.
-            self.send(Log("warning", f"The warm-up in {place} failed: {describe(error).message}"))
+            self.send(wire.Log("warning", f"The warm-up in {place} failed: {wire.describe(error).message}"))
         shutil.rmtree(place, ignore_errors=True)
 
     def _watch_jvm(self, jvm: Popen[bytes]) -> None:
         code = jvm.wait()
         if not self._stopping:
-            self.send(JvmGone(code))
+            self.send(wire.JvmGone(code))
             self.die()
 
     def _session_stopped(self) -> None:
         if not self._stopping:
-            self.send(Log("warning", "The Spark session is stopped, and no job can run on it any more."))
+            self.send(wire.Log("warning", "The Spark session is stopped, and no job can run on it any more."))
             self.die()
 
     def _stop(self) -> None:
@@ -188,7 +174,9 @@ class Driver:
             if start.train and start.archive is not None and code == 0:
                 keep(Path(start.archive))
         except Exception as error:  # noqa: BLE001  # whatever it is, the process ends now, and all of its group
-            self.send(Log("warning", f"Spark did not stop in good order: {describe(error).message}"))
+            self.send(
+                wire.Log("warning", f"Spark did not stop in good order: {wire.describe(error).message}")
+            )
             self.die()
         self._leave()
 

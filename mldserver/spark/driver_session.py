@@ -23,22 +23,7 @@ from mldserver.children.channel import Channel
 from mldserver.children.process import ChildProcess, ending
 from mldserver.errors import DriverLost, WindowFailed
 from mldserver.observe.stdout_capture import Printed
-from mldserver.spark.driver_messages import (
-    Cancel,
-    Done,
-    FailedJob,
-    FromDriver,
-    JvmGone,
-    Log,
-    Progress,
-    Publish,
-    Run,
-    Start,
-    Started,
-    StartFailed,
-    Stop,
-    Warm,
-)
+from mldserver.spark import driver_messages as wire
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,7 +31,6 @@ if TYPE_CHECKING:
     from mldserver.base.clock import Clock
     from mldserver.children.channel import Descriptors
     from mldserver.jobs.engine import PublishJob, WindowJob
-    from mldserver.spark.driver_messages import Output
 
 log = structlog.get_logger("mldserver")
 
@@ -67,17 +51,17 @@ def driver_command() -> list[str]:
 class Life:
     """Reads one driver until it ends; whoever waits for a job then gets DriverLost."""
 
-    def __init__(self, start: Start, clock: Clock, *, cancel_grace: float) -> None:
+    def __init__(self, start: wire.Start, clock: Clock, *, cancel_grace: float) -> None:
         """Prepare; ``cancel_grace``: seconds that a cancelled job may take to end."""
         self._start = start
         self._clock = clock
         self._cancel_grace = cancel_grace
         self._child: ChildProcess
-        self._channel: Channel[FromDriver]
+        self._channel: Channel[wire.FromDriver]
         self._hung_up = asyncio.Event()
         """Set when no message can come any more."""
         self._ids = itertools.count(1)
-        self._waiting: dict[int, tuple[Run | Publish, asyncio.Future[tuple[Output, ...]]]] = {}
+        self._waiting: dict[int, tuple[wire.Run | wire.Publish, asyncio.Future[tuple[wire.Output, ...]]]] = {}
         self._cancelling: dict[int, asyncio.Event] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
@@ -86,8 +70,8 @@ class Life:
         self._over = False
         self.warm = asyncio.Event()
         """Set when the driver is warm."""
-        self.started: Started | None = None
-        self.failed: StartFailed | None = None
+        self.started: wire.Started | None = None
+        self.failed: wire.StartFailed | None = None
         """Why there was no session, when the driver said so."""
         self.jobs_done = 0
         self.jvm_exit_code: int | None = None
@@ -98,7 +82,7 @@ class Life:
         cls,
         command: Sequence[str],
         environment: Mapping[str, str],
-        start: Start,
+        start: wire.Start,
         clock: Clock,
         *,
         cancel_grace: float,
@@ -109,7 +93,7 @@ class Life:
             command, environment=environment, output=[self._take_stdout, self._take_stderr], talks=True
         )
         assert child.end is not None, "it was started with a socket"
-        self._channel = Channel(child.end, FromDriver, receive=self._take, ended=self._end)
+        self._channel = Channel(child.end, wire.FromDriver, receive=self._take, ended=self._end)
         return self
 
     @property
@@ -175,33 +159,33 @@ class Life:
 
     def stop(self) -> None:
         """Ask the driver to stop in good order."""
-        self._channel.send(Stop())
+        self._channel.send(wire.Stop())
 
     async def stop_when_warm(self) -> None:
         """Do so: that is all a driver is for that writes the class archive."""
         await self.warm.wait()
         self.stop()
 
-    async def compute(self, jobs: tuple[WindowJob, ...], deadline: float | None) -> tuple[Output, ...]:
+    async def compute(self, jobs: tuple[WindowJob, ...], deadline: float | None) -> tuple[wire.Output, ...]:
         """Run windows as one job and return their outputs.
 
         Raises WindowFailed when it fails or takes longer than ``deadline`` seconds, DriverLost when the driver dies.
         Cancelling this call cancels the job; a job that goes on all the same costs the driver its life.
         """
-        return await self._ask(Run(next(self._ids), jobs), deadline)
+        return await self._ask(wire.Run(next(self._ids), jobs), deadline)
 
     async def publish(self, job: PublishJob, deadline: float | None) -> None:
         """Write an output into the table. Raises as ``compute`` does, and is cancelled as it."""
-        await self._ask(Publish(next(self._ids), job), deadline)
+        await self._ask(wire.Publish(next(self._ids), job), deadline)
 
-    async def _ask(self, asked: Run | Publish, deadline: float | None) -> tuple[Output, ...]:
+    async def _ask(self, asked: wire.Run | wire.Publish, deadline: float | None) -> tuple[wire.Output, ...]:
         if self._over:
             raise self._lost()
-        answer: asyncio.Future[tuple[Output, ...]] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[tuple[wire.Output, ...]] = asyncio.get_running_loop().create_future()
         self._waiting[asked.id] = (asked, answer)
         try:
             self._channel.send(asked)
-            kill_point("sink.writing" if isinstance(asked, Publish) else "job.running")
+            kill_point("sink.writing" if isinstance(asked, wire.Publish) else "job.running")
             async with asyncio.timeout(deadline) as limit:
                 return await answer
         except TimeoutError:
@@ -220,7 +204,7 @@ class Life:
         if self._over or self._tasks is None:
             return
         ended = self._cancelling[job_id] = asyncio.Event()
-        self._channel.send(Cancel(job_id))
+        self._channel.send(wire.Cancel(job_id))
         self._tasks.create_task(self._see_it_end(ended))
 
     async def _see_it_end(self, ended: asyncio.Event) -> None:
@@ -243,17 +227,17 @@ class Life:
         await asyncio.sleep(_DRAIN_SECONDS)
         self._hung_up.set()
 
-    def _take(self, message: FromDriver, _files: Descriptors) -> None:
+    def _take(self, message: wire.FromDriver, _files: Descriptors) -> None:
         match message:
-            case Started():
+            case wire.Started():
                 self.started = message
-            case Warm():
+            case wire.Warm():
                 self.warm.set()
-            case StartFailed():
+            case wire.StartFailed():
                 self.failed = message
-            case Done() | FailedJob():
+            case wire.Done() | wire.FailedJob():
                 self._answer(message)
-            case Progress() if message.id in self._waiting:
+            case wire.Progress() if message.id in self._waiting:
                 asked = self._waiting[message.id][0]
                 log.debug(
                     "spark.progress",
@@ -263,21 +247,21 @@ class Life:
                     tasks=message.tasks,
                     tasks_done=message.tasks_done,
                 )
-            case Progress():
+            case wire.Progress():
                 pass  # the last words of a job that nobody waits for
-            case JvmGone():
+            case wire.JvmGone():
                 self.jvm_exit_code = message.exit_code
-            case Log():
+            case wire.Log():
                 self._last_lines.append(message.text[:_LINE_CHARACTERS])
                 self._log(Entry(message.level, message.text, "mldserver.spark.driver"))
 
-    def _answer(self, message: Done | FailedJob) -> None:
+    def _answer(self, message: wire.Done | wire.FailedJob) -> None:
         if message.id in self._cancelling:
             self._cancelling.pop(message.id).set()
         asked, answer = self._waiting.pop(message.id, (None, None))
         if asked is None or answer is None or answer.done():
             return
-        if not isinstance(message, FailedJob):
+        if not isinstance(message, wire.FailedJob):
             self.jobs_done += 1
             answer.set_result(message.outputs)
             return
@@ -313,9 +297,9 @@ class Life:
         getattr(log, entry.level)("spark.log", **{name: value for name, value in told.items() if value})
 
 
-def _window_of(asked: Run | Publish) -> dict[str, str]:
+def _window_of(asked: wire.Run | wire.Publish) -> dict[str, str]:
     """Return the window that an error is about; of a group nobody knows which it is."""
-    return {} if isinstance(asked, Run) and asked.jobs[1:] else {"window": asked.job.window.id}
+    return {} if isinstance(asked, wire.Run) and asked.jobs[1:] else {"window": asked.job.window.id}
 
 
 # Spark calls an error what it goes on to retry, and every error of the user's code. What those come to is told by the

@@ -13,16 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mldserver.spark.driver_messages import (
-    Done,
-    FailedJob,
-    Message,
-    Progress,
-    Publish,
-    Run,
-    describe,
-    lost_connection,
-)
+from mldserver.spark import driver_messages as wire
 from mldserver.spark.sinks import find
 from mldserver.spark.window_job import run_windows
 
@@ -45,7 +36,7 @@ _DEATH_SECONDS = 5
 
 @dataclass(slots=True)
 class _Job:
-    run: Run | Publish
+    run: wire.Run | wire.Publish
     group: str
     """Never used twice: Spark remembers cancelled groups and refuses their later jobs."""
     cancelled: bool = False
@@ -62,7 +53,7 @@ class Jobs:
     session: Session
     schema: str
     pipeline: Pipeline
-    send: Callable[[Message], None]
+    send: Callable[[wire.Message], None]
     """Called from any thread."""
     concurrency: int
     stopped: Callable[[], None]
@@ -76,7 +67,7 @@ class Jobs:
         """Make the threads."""
         self._pool = ThreadPoolExecutor(self.concurrency, thread_name_prefix="window")
 
-    def start(self, run: Run | Publish) -> None:
+    def start(self, run: wire.Run | wire.Publish) -> None:
         """Take a job; it begins when a thread is free."""
         job = _Job(run, f"mldserver-{run.id}-{run.job.window.id}")
         with self._lock:
@@ -106,10 +97,10 @@ class Jobs:
     def _run(self, job: _Job) -> None:
         with self._lock:
             job.running = not job.cancelled
-        answer: Message
+        answer: wire.Message
         closed = False
         try:
-            answer = FailedJob(
+            answer = wire.FailedJob(
                 job.run.id, "Cancelled", "The job was cancelled before it began.", cancelled=True
             )
             if job.running:
@@ -117,9 +108,9 @@ class Jobs:
         except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit included
             if self._jvm_is_gone(error):
                 return  # not the job's failure: whoever watches the JVM ends this process, and so the job
-            fault = describe(error)
+            fault = wire.describe(error)
             closed = self.session.connect and _CLOSED in fault.message
-            answer = FailedJob(
+            answer = wire.FailedJob(
                 job.run.id, fault.error, fault.message, fault.traceback, cancelled=job.cancelled
             )
         with self._lock:
@@ -134,7 +125,7 @@ class Jobs:
     def _jvm_is_gone(self, error: BaseException) -> bool:
         """Whether an error came from a dead JVM. Its calls fail a moment before its end can be seen."""
         jvm = self.session.jvm
-        if jvm is None or not lost_connection(error):
+        if jvm is None or not wire.lost_connection(error):
             return False
         try:
             jvm.wait(_DEATH_SECONDS)
@@ -142,24 +133,23 @@ class Jobs:
             return False
         return True
 
-    def _compute(self, job: _Job) -> Done:
+    def _compute(self, job: _Job) -> wire.Done:
         spark, window = self.session.spark, job.run.job.window
         if self.session.connect:
             spark.addTag(job.group)
         else:
             # No interruption of threads on cancelling: HDFS marks nodes as dead when it is interrupted.
-            others = (
-                f" and {len(job.run.jobs) - 1} more" if isinstance(job.run, Run) and job.run.jobs[1:] else ""
-            )
+            count = len(job.run.jobs) if isinstance(job.run, wire.Run) else 1
+            others = f" and {count - 1} more" if count > 1 else ""
             spark.sparkContext.setJobGroup(job.group, f"window {window.id}{others}", interruptOnCancel=False)
         try:
-            if isinstance(job.run, Run):
+            if isinstance(job.run, wire.Run):
                 schema, cores = self.schema, self.session.cores
-                return Done(job.run.id, run_windows(spark, schema, self.pipeline, job.run.jobs, cores))
+                return wire.Done(job.run.id, run_windows(spark, schema, self.pipeline, job.run.jobs, cores))
             if self.sink is None:
                 raise ValueError("no table was named to publish into")
             find(self.sink.format).publish(spark, self.sink, job.run.job)
-            return Done(job.run.id, ())
+            return wire.Done(job.run.id, ())
         finally:
             if self.session.connect:
                 spark.removeTag(job.group)
@@ -175,7 +165,7 @@ class Jobs:
                     progress = self._tasks(job.group)
                     if progress[0] and progress != job.progress:
                         job.progress = progress
-                        self.send(Progress(job.run.id, *progress))
+                        self.send(wire.Progress(job.run.id, *progress))
 
     def _tasks(self, group: str) -> tuple[int, int, int]:
         tracker = self.session.spark.sparkContext.statusTracker()

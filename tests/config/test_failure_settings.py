@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mldserver.assembly import _failure_policy
-from mldserver.config.failures import failure_rules
+from mldserver.config.kinds import failure_rules
 from mldserver.config.resolve import resolve
 from mldserver.config.settings import Settings
 from mldserver.errors import ConfigError

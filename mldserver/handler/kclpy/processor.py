@@ -13,13 +13,15 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from mldserver.handler.kclpy.progress import Checkpointer, Overdue, Progress
-from mldserver.handler.kclpy.standin import (
+from mldserver.handler.kclpy.interface import (
     PACKAGE,
+    Checkpointer,
     DictRecord,
     InitializeInput,
     LeaseLostInput,
+    Overdue,
     ProcessRecordsInput,
+    Progress,
     Record,
     ShardEndedInput,
     ShutdownInput,

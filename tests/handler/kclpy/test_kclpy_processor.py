@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
+from mldserver.handler.kclpy.interface import CheckpointError, DictRecord
 from mldserver.handler.kclpy.processor import Processor, ProcessorClass
-from mldserver.handler.kclpy.progress import CheckpointError
-from mldserver.handler.kclpy.standin import DictRecord
 from mldserver.records import Batch, Record, Sequence, Shard
 
 SHARD = Shard("shardId-000000000007", "41", start_sub=2)

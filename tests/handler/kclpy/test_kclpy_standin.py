@@ -8,8 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from mldserver.handler.kclpy.progress import CheckpointError
-from mldserver.handler.kclpy.standin import checkpoint_error, standing_in
+from mldserver.handler.kclpy.interface import CheckpointError, checkpoint_error, standing_in
 
 ABSENT = pytest.mark.usefixtures("without_amazon_kclpy")
 
