@@ -80,8 +80,9 @@ class Coordinator:
     ) -> None:
         """``spec`` and ``runner`` are None for handlers without rows; ``shape`` is their rows'; ``unique`` names files apart.
 
-        ``claim``: on the output folder. ``locks`` show which other servers are dead, where they can tell. ``letters``: see ``Flusher``. ``ask_stream``
-        returns once ``know`` was told the stream's shards as they are now; None where no stream is named.
+        ``claim``: on the output folder. ``locks`` show which other servers are dead, where they can tell. ``letters``: see
+        ``Flusher``. ``ask_stream`` returns once ``know`` was told the stream's shards as they are now; None where no
+        stream is named.
         """
         now_ms = clock.steady_ms()
         self.rules = rules
@@ -95,11 +96,7 @@ class Coordinator:
         self._store = store
         self._claim = claim
         self._runner = runner
-        self._sessions = Sessions(
-            lineage=self.lineage,
-            watermark=self.watermark,
-            buffer=self.buffer,
-        )
+        self._sessions = Sessions(lineage=self.lineage, watermark=self.watermark, buffer=self.buffer)
         self._flusher = Flusher(
             spec=spec,
             shape=shape.fingerprint,
@@ -132,7 +129,7 @@ class Coordinator:
             locks=locks,
         )
         self._missing = MissingShards(
-            self.lineage,
+            lineage=self.lineage,
             # By then a lease has moved, and a server that died is buried.
             tell_ms=max(rules.settle_time_ms, rules.server_timeout_ms),
             limit_ms=rules.missing_limit_ms,

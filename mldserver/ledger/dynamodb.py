@@ -31,8 +31,6 @@ import random
 import uuid
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-import structlog
-
 from mldserver.base.aws import aws_client
 from mldserver.errors import InternalError, LedgerError
 from mldserver.ledger import row_rules
@@ -50,8 +48,6 @@ if TYPE_CHECKING:
     from mldserver.ledger.contract import LedgerState, ServerState, StoredLetter
     from mldserver.ledger.operations import Transaction
     from mldserver.records import Sequence
-
-log = structlog.get_logger("mldserver")
 
 _T = TypeVar("_T")
 _S = TypeVar("_S")
@@ -199,12 +195,7 @@ class DynamoLedger(Ledger):
         state, compaction = await super().sync(own, since), self._compaction
         if compaction is None or not compaction.due():
             return state
-        try:
-            await compaction.run()
-        except LedgerError as error:
-            # A long log costs the next start time, and nothing else: no row waits for it.
-            compaction.put_off()
-            log.warning("ledger.not_shortened", **error.told())
+        if not await compaction.run():
             return state
         async with self._turn:
             return self._reached().book.state(since)

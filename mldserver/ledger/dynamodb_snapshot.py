@@ -20,6 +20,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+import structlog
+
+from mldserver.errors import LedgerError
 from mldserver.ledger.dynamodb_table import INLINE_BYTES, Snapshot, Value, version_key
 from mldserver.ledger.format import pack_changes
 
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     from mldserver.base.clock import Clock
     from mldserver.ledger.dynamodb_journal import Journal
     from mldserver.ledger.dynamodb_table import Table
+
+log = structlog.get_logger("mldserver")
 
 _NAMINGS: Final = 20
 """How often one call tries to put a snapshot in force while others are faster; the next call goes on."""
@@ -72,27 +77,29 @@ class Compaction:
             return False
         return self._copy is not None or self._is_long()
 
-    def put_off(self) -> None:
-        """Have nothing to do for a while: it has failed just now."""
-        self._not_before_ms = self.clock.steady_ms() + _PAUSE_MS
-
     def _is_long(self) -> bool:
         patience = 1.0 + _SPREAD * (zlib.crc32(self.server_id.encode()) % 1000) / 1000
         return self.journal.tail.bytes > max(self.at_least, self.journal.snapshot.bytes) * patience
 
-    async def run(self) -> None:
+    async def run(self) -> bool:
         """Write a snapshot, or the rest of one, put it in force, and delete what no reader needs any more.
 
-        Raises LedgerError: what is written by then is of use to the next call.
+        False: the ledger failed, which is told. What is written by then is of use to the next call.
         """
-        async with self._busy:
-            copy = await self._begin()
-            if copy is None or not await self._write(copy):
-                return
-            waste = {value.blob for value in await self.table.waste()} - {copy.value.blob}
-            before = await self._put_in_force(copy)
-            if before is not None:
-                await self._sweep(waste, before.version)
+        try:
+            async with self._busy:
+                copy = await self._begin()
+                if copy is not None and await self._write(copy):
+                    waste = {value.blob for value in await self.table.waste()} - {copy.value.blob}
+                    before = await self._put_in_force(copy)
+                    if before is not None:
+                        await self._sweep(waste, before.version)
+        except LedgerError as error:
+            # A long log costs the next start time, and nothing else: no row waits for it.
+            self._not_before_ms = self.clock.steady_ms() + _PAUSE_MS
+            log.warning("ledger.not_shortened", **error.told())
+            return False
+        return True
 
     async def close(self) -> None:
         """End what is under way, soon. What is not in force by then is waste."""

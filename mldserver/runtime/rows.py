@@ -129,7 +129,9 @@ class RowBuilder:
             return Built(None, [], faults)
         arrays = self._arrays(rows)
         if arrays is None:
-            faults |= self._find_faults(rows, records)
+            for row, record in zip(rows, records, strict=True):
+                if fault := self._row_fault(row):
+                    faults.setdefault(record, fault)
             kept = [place for place, record in enumerate(records) if record not in faults]
             rows, records = [rows[place] for place in kept], [records[place] for place in kept]
             arrays = self._arrays(rows)
@@ -192,14 +194,6 @@ class RowBuilder:
                 return None
             arrays.append(array)
         return arrays
-
-    def _find_faults(self, rows: Sequence[tuple[Any, ...]], records: Sequence[int]) -> dict[int, str]:
-        faults: dict[int, str] = {}
-        for row, record in zip(rows, records, strict=True):
-            told = self._row_fault(row)
-            if told:
-                faults.setdefault(record, told)
-        return faults
 
     def _row_fault(self, row: tuple[Any, ...]) -> str:
         """Return what is wrong with a row; empty when nothing is."""

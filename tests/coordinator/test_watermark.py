@@ -101,6 +101,29 @@ class Stream:
         return self.now - ago_ms - -(-abs(known_ms - ago_ms) // 1000)
 
 
+def test_a_batch_that_is_told_of_when_it_is_taken_counts_from_when_it_came() -> None:
+    views: list[list[View]] = []
+    for told_before in (True, False):
+        stream, seen = Stream().connect("a").settled().arrived(), []
+        for _ in range(PREFETCH + 2):
+            received_ms = stream.now
+            if told_before:
+                stream.watermark.began("a", received_ms)
+            stream.wait(300).watermark.observed(
+                *("a", stream.now),
+                records=0,
+                lag_ms=0,
+                event_ms=None,
+                arrival_ms=None,
+                received_ms=None if told_before else received_ms,
+            )
+            seen.append(stream.view)
+            stream.watermark.answered("a", stream.wait(700).now)
+        views.append(seen)
+    assert views[0] == views[1]
+    assert views[0][-1].watermark_ms is not None
+
+
 def test_the_least_shard_holds_the_watermark() -> None:
     stream = Stream().connect("a", "b").batch("a", 500).batch("b", 300).settled()
     assert stream.view == View(300, Holder("b", "behind"))
