@@ -74,7 +74,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "children",
         "handler.loader",
         "jobs.engine",
-        "observe.stdout_capture",
+        "observe.logging",
     ),
     "spark.sinks": ("errors", "base", "jobs.engine"),
     "kcl": ("", "errors", "base", "children", "config", "spark.java"),

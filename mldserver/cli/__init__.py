@@ -62,6 +62,9 @@ _COMMANDS: Final = {
     "help": "Show a page of the documentation, or list the pages.",
 }
 
+_ELSEWHERE: Final = {"drain": "serve:drain_app", "sim": "play:app", "demo": "play:demo_app"}
+"""Commands whose module has another's name."""
+
 
 def _version() -> str:
     import mldserver  # noqa: PLC0415  # only --version asks
@@ -87,7 +90,7 @@ def command_line(arguments: Sequence[str]) -> App:
     )
     called = next(iter(arguments), None)
     for name, text in _COMMANDS.items():
-        where = "serve:drain_app" if name == "drain" else f"{name.replace('-', '_')}:app"
+        where = _ELSEWHERE.get(name, f"{name.replace('-', '_')}:app")
         app.command(f"mldserver.cli.{where}", name=name, help=None if name == called else text)
     return app
 

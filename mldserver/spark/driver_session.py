@@ -22,7 +22,7 @@ from mldserver.base.kill_points import kill_point
 from mldserver.children.channel import Channel
 from mldserver.children.process import ChildProcess, ending
 from mldserver.errors import DriverLost, WindowFailed
-from mldserver.observe.stdout_capture import Printed
+from mldserver.observe.logging import Printed
 from mldserver.spark import driver_messages as wire
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ import structlog
 
 from mldserver.children.channel import send_now
 from mldserver.observe.log_events import EVENTS
-from mldserver.observe.logging import libraries_through_us
-from mldserver.observe.stdout_capture import RateLimit, caught_output
+from mldserver.observe.logging import RateLimit, caught_output, libraries_through_us
 from mldserver.workers.wire import LogLine
 
 if TYPE_CHECKING:

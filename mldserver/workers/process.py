@@ -24,7 +24,7 @@ from mldserver.base.aio import first_of
 from mldserver.children.channel import Channel, WireError
 from mldserver.children.process import ChildProcess, ending
 from mldserver.errors import HandlerHalted
-from mldserver.observe.stdout_capture import Printed
+from mldserver.observe.logging import Printed
 from mldserver.records import Hook
 from mldserver.workers import wire
 from mldserver.workers.child import STACKS_SIGNAL

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pytest
 from rich.console import Console
 
-from mldserver.cli.demo import phase, play, read_windows, results
+from mldserver.cli.play import phase, play, read_windows, results
 from mldserver.testing import LocalEngine, playground
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.pages import PAGES, ROOT, Example, examples
 
-from mldserver.cli import command_line, demo
+from mldserver.cli import command_line, play
 from mldserver.config.resolve import resolve
 from mldserver.protocol.codec import decode, encode, encode_status
 from mldserver.protocol.messages import CheckpointRequest, Version
@@ -159,7 +159,7 @@ def test_the_demos_output_is_what_the_demo_says_of_these_flights() -> None:
     (shown,) = (
         one.text for one in EXAMPLES if one.page == "README.md" and "every window is published" in one.text
     )
-    source = inspect.getsource(demo)
+    source = inspect.getsource(play)
     doing = re.findall(r"^ +[\d.]+ s  (.+?)(?:  [\d,]+ rows durable, \d+ windows)?$", shown, re.MULTILINE)
     assert len(doing) == 5
     assert [each for each in doing if each not in source] == []

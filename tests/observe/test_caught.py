@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from mldserver.observe.stdout_capture import CaughtStream, caught_output
+from mldserver.observe.logging import CaughtStream, caught_output
 
 
 def test_lines_are_passed_on_when_they_are_whole() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mldserver.observe.stdout_capture import BURST, LINES_A_SECOND, Printed
+from mldserver.observe.logging import BURST, LINES_A_SECOND, Printed
 
 
 def lost(logged: list[dict[str, Any]]) -> list[int]:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from mldserver.observe.stdout_capture import BURST, LINES_A_SECOND, RateLimit
+from mldserver.observe.logging import BURST, LINES_A_SECOND, RateLimit
 
 
 def test_a_flood_gets_a_burst_and_then_so_many_a_second() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from spark.bench import Bench, job
 from support.serving import until
 
-from mldserver.observe.stdout_capture import BURST, Printed
+from mldserver.observe.logging import BURST, Printed
 from mldserver.spark import driver_session
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import pytest
 import structlog
 
 from mldserver.children.channel import pair, receive_now
-from mldserver.observe.stdout_capture import BURST
+from mldserver.observe.logging import BURST
 from mldserver.workers import wire
 from mldserver.workers.log_forwarder import LONGEST, _plain, telling_through
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from workers.kit import named
 
-from mldserver.observe.stdout_capture import BURST, Printed
+from mldserver.observe.logging import BURST, Printed
 from mldserver.workers.process import _Printed
 
 
