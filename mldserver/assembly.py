@@ -65,8 +65,6 @@ _NO_REDRIVE: Final = (
 class Parts:
     """One pipeline's parts, not started yet."""
 
-    spec: HandlerSpec
-    store: OutputStore
     ledger: Ledger
     runtime: Runtime
     coordinator: Coordinator
@@ -84,7 +82,8 @@ def claim_of(settings: Settings, store: OutputStore) -> FolderClaim:
     """Return the pipeline's claim on the output folder; nothing is touched yet."""
     place, former = settings.ledger, None
     if isinstance(place, SqlitePlace):
-        named = None if isinstance(settings.out, Path) and place.path is None else str(_absolute(place))
+        path = None if place.path is None else place.path.absolute()
+        named = None if isinstance(settings.out, Path) and path is None else str(SqlitePlace(path))
     else:
         # Not its region or address, which one server may take from its settings and another from its environment.
         named = f"dynamodb://{place.table}/{settings.pipeline}"
@@ -94,32 +93,17 @@ def claim_of(settings: Settings, store: OutputStore) -> FolderClaim:
     )
 
 
-def _absolute(place: SqlitePlace) -> SqlitePlace:
-    return place if place.path is None else SqlitePlace(place.path.absolute())
-
-
 def ledger_of(settings: Settings, *, server_id: str, clock: Clock) -> Ledger:
     """Return the ledger that the settings name; nothing is opened yet. Raises ConfigError where it cannot be."""
     place = settings.ledger
+    common: dict[str, Any] = {"pipeline": settings.pipeline, "rename_from": settings.rename_from}
+    common |= {"server_id": server_id, "clock": clock}
     if isinstance(place, SqlitePlace):
-        return SqliteLedger(
-            ledger_file(settings),
-            pipeline=settings.pipeline,
-            rename_from=settings.rename_from,
-            server_id=server_id,
-            clock=clock,
-        )
+        return SqliteLedger(ledger_file(settings), **common)
     from mldserver.ledger.dynamodb import DynamoLedger  # noqa: PLC0415  # most servers never need AWS's client
 
-    return DynamoLedger(
-        place.table,
-        pipeline=settings.pipeline,
-        rename_from=settings.rename_from,
-        server_id=server_id,
-        clock=clock,
-        region=place.region or settings.region,
-        endpoint_url=place.endpoint_url,
-    )
+    region = place.region or settings.region
+    return DynamoLedger(place.table, region=region, endpoint_url=place.endpoint_url, **common)
 
 
 class Surroundings(NamedTuple):
@@ -236,8 +220,6 @@ async def _assembled(settings: Settings, around: Surroundings, runtime: Runtime,
         why_not=_NO_REDRIVE if spec.kind is HandlerKind.PROCESSOR else "",
     )
     return Parts(
-        spec,
-        store,
         ledger,
         runtime,
         coordinator,
@@ -307,8 +289,9 @@ def _shape(settings: Settings, spec: HandlerSpec) -> Shape:
 def _polling(settings: Settings, kinesis: MakeKinesis | None, clock: Clock) -> ShardPolling | None:
     if settings.stream is None:
         return None
-    where = {"region": settings.region, "endpoint_url": settings.endpoint_url}
-    make = kinesis or partial(aws_client, "kinesis", **where)
+    make = kinesis or partial(
+        aws_client, "kinesis", region=settings.region, endpoint_url=settings.endpoint_url
+    )
     shards = StreamShards(settings.stream, make)
     return ShardPolling(shards, interval_seconds=settings.list_shards_interval_seconds, clock=clock)
 

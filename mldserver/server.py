@@ -172,7 +172,15 @@ class Server:
         )
         parts = self._parts = await assemble(self.settings, around, step=self._begin)
         await parts.runtime.start()
-        await self._open(parts)
+        self._begin("ledger and recovery")
+        try:
+            await parts.coordinator.start()
+        except OSError as error:
+            raise folder_error(error)(
+                f"The output folder {self.settings.out} cannot be used: {error.strerror or error}.",
+                advice="Check its path, its rights and the room on its disk, or name another with --out.",
+                path=str(error.filename or self.settings.out),
+            ) from error
         if self._drain:
             await parts.ledger.drain()
         self._built.set()
@@ -188,7 +196,10 @@ class Server:
             taking_in = group.create_task(self._take_in(parts), name="source")
             code = await self._until_stopped(parts, redriving=background["dead letters"])
             if parts.engine is not None and "windows" in background:
-                await self._stop_engine(parts.engine, background["windows"])
+                # The windows are given up, then Spark stops in order, while it still runs: cancelled, it would be killed.
+                background["windows"].cancel()
+                await asyncio.wait({background["windows"]}, timeout=_LET_GO_SECONDS)
+                await self._end("engine", parts.engine.close)
             runtime = background.pop("runtime")
             for task in (taking_in, *background.values()):
                 task.cancel()
@@ -209,23 +220,6 @@ class Server:
         await coordinator.draining.wait()
         if not self._stop.is_set():
             self.stop(_DRAIN)
-
-    async def _stop_engine(self, engine: Engine, windows: asyncio.Task[None]) -> None:
-        """Give the windows up, then stop Spark in order, while it still runs: cancelled, it would only be killed."""
-        windows.cancel()
-        await asyncio.wait({windows}, timeout=_LET_GO_SECONDS)
-        await self._end("engine", engine.close)
-
-    async def _open(self, parts: Parts) -> None:
-        try:
-            self._begin("ledger and recovery")
-            await parts.coordinator.start()
-        except OSError as error:
-            raise folder_error(error)(
-                f"The output folder {self.settings.out} cannot be used: {error.strerror or error}.",
-                advice="Check its path, its rights and the room on its disk, or name another with --out.",
-                path=str(error.filename or self.settings.out),
-            ) from error
 
     def _background(self, parts: Parts) -> Iterator[tuple[str, Coroutine[None, None, None]]]:
         yield "coordinator", parts.coordinator.run()
@@ -328,7 +322,6 @@ class Server:
         log.info("pipeline.drained", set_aside=[window.window_id for window in aside])
 
     def _unfinished(self, parts: Parts) -> dict[str, object]:
-        """Return what an orderly stop waits for."""
         status = parts.coordinator.status()
         waiting_for: dict[str, object] = {
             "connections": parts.source.connections,

@@ -114,17 +114,12 @@ def run(arguments: Sequence[str]) -> int:
     except MldserverError as error:
         return _told([error])
     except ExceptionGroup as group:  # out of a command's task group
-        return _told_of_group(group)
+        ours, others = group.split(MldserverError)
+        nobody_reads = group.split(ReaderGone)[1] is None
+        if not nobody_reads and others is not None:
+            raise
+        return EXIT_READER_GONE if nobody_reads or ours is None else _told(list(leaves(ours)))
     return result if isinstance(result, int) else 0
-
-
-def _told_of_group(group: ExceptionGroup[Exception]) -> int:
-    if group.split(ReaderGone)[1] is None:
-        return EXIT_READER_GONE
-    ours, others = group.split(MldserverError)
-    if ours is None or others is not None:
-        raise group
-    return _told(list(leaves(ours)))
 
 
 def _told(errors: list[MldserverError]) -> int:

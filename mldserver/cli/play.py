@@ -224,15 +224,13 @@ class _Teller:
 
     def result(self, report: Report, unwanted: int) -> None:
         text = f"{unwanted} records became dead letters" if unwanted else "ok"
-        self.line("result", text if report.ok else self._complaint(report))
-
-    @staticmethod
-    def _complaint(report: Report) -> str:
         if report.violations:
-            return "the daemon complained"
-        if not report.finished:
-            return "not every shard's end was checkpointed"
-        return f"the server ended with {report.server_exit}, or windows are left"
+            text = "the daemon complained"
+        elif not report.finished:
+            text = "not every shard's end was checkpointed"
+        elif not report.ok:
+            text = f"the server ended with {report.server_exit}, or windows are left"
+        self.line("result", text)
 
 
 HANDLER: Final = "handlers.departures_daily"

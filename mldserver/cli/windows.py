@@ -179,7 +179,6 @@ def _decide(
 
 
 def _choices(entry: WindowEntry) -> tuple[Decision, ...]:
-    """Return what can be decided about a window."""
     if entry.state is WindowState.SET_ASIDE:
         return "retry", "skip"
     if not entry.is_halted:

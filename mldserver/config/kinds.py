@@ -58,7 +58,6 @@ class UnixAddress(NamedTuple):
     path: Path
 
     def __str__(self) -> str:
-        """Return ``unix:PATH``."""
         return f"unix:{self.path}"
 
 

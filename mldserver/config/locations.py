@@ -49,7 +49,6 @@ class SqlitePlace(NamedTuple):
     """None: in the output folder."""
 
     def __str__(self) -> str:
-        """Return ``sqlite`` or ``sqlite:PATH``."""
         return "sqlite" if self.path is None else f"sqlite:{self.path}"
 
 
@@ -61,7 +60,6 @@ class DynamoPlace(NamedTuple):
     endpoint_url: str | None = None
 
     def __str__(self) -> str:
-        """Return ``dynamodb://TABLE?…``."""
         options = {"region": self.region, "endpoint_url": self.endpoint_url}
         query = urlencode({key: value for key, value in options.items() if value is not None}, safe=":/")
         return f"dynamodb://{self.table}" + (f"?{query}" if query else "")

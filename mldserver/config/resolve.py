@@ -186,7 +186,6 @@ def sink_of(settings: Settings) -> SinkSpec | None:
 
 
 def _check_sink(settings: Settings) -> None:
-    """Raise ConfigError where the settings of a sink do not fit together."""
     sink = sink_of(settings)
     if sink is None:
         for name in ("sink_table", "sink_options"):

@@ -299,7 +299,6 @@ class Settings(
     """For settings that were given: where, in words."""
 
     def __post_init__(self) -> None:
-        """Fill in what follows from the handler's name."""
         if not self.pipeline:
             object.__setattr__(self, "pipeline", re.split(r"[.:]", self.handler)[-1] or "pipeline")
         if self.out is _DERIVED:

@@ -218,7 +218,6 @@ class FolderDestination:
     def __init__(
         self, store: OutputStore, folder: str, *, pipeline: str, kind: Literal["jsonl", "parquet"]
     ) -> None:
-        """Write below ``folder`` of a store."""
         self._store = store
         self._folder = folder
         self._pipeline = pipeline

@@ -332,8 +332,15 @@ class _SourceMap:
                 return
             body, self._whole = inner.body, inner.lineno
         for statement in body:
-            for name in _defined(statement):
-                self._lines[name] = statement.lineno
+            if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                self._lines[statement.name] = statement.lineno
+            targets: list[ast.expr] = []
+            if isinstance(statement, ast.Assign):
+                targets = statement.targets
+            elif isinstance(statement, ast.AnnAssign):
+                targets = [statement.target]
+            names = (target.id for target in targets if isinstance(target, ast.Name))
+            self._lines |= dict.fromkeys(names, statement.lineno)
 
     def names(self) -> list[str]:
         """Return the names that the module or class itself defines, in order."""
@@ -376,14 +383,3 @@ def _never_returns_a_value(function: Any) -> bool:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
             nodes += ast.iter_child_nodes(node)
     return True
-
-
-def _defined(statement: ast.stmt) -> list[str]:
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return [statement.name]
-    targets: list[ast.expr] = []
-    if isinstance(statement, ast.Assign):
-        targets = statement.targets
-    elif isinstance(statement, ast.AnnAssign):
-        targets = [statement.target]
-    return [target.id for target in targets if isinstance(target, ast.Name)]

@@ -67,7 +67,6 @@ class Finding:
     """False: it runs, but probably not as meant."""
 
     def __str__(self) -> str:
-        """Return ``file:line: sentence``."""
         place = f"{self.file}:{self.line}: " if self.line else f"{self.file}: " if self.file else ""
         return f"{place}{'' if self.is_error else 'warning: '}{self.text}"
 
@@ -156,7 +155,6 @@ class SchemaError(ValueError):
     """A schema cannot be used; ``problems`` lists every reason found, one sentence each."""
 
     def __init__(self, problems: list[str]) -> None:
-        """Keep every sentence of ``problems``."""
         super().__init__("; ".join(problems))
         self.problems = tuple(problems)
 
@@ -212,7 +210,11 @@ def parse_schema(ddl: str) -> Schema:
             columns.append(_column(definition))
         except SchemaError as error:
             problems += error.problems
-    problems += _naming_problems([column.name for column in columns])
+    names = [column.name for column in columns]
+    reserved = "names that begin with an underscore are the server's own"
+    problems += [f"column {name}: {reserved}" for name in names if name.startswith("_")]
+    twice = "is there twice (Spark does not tell case apart)"
+    problems += [f"column {name} {twice}" for name in _twice(names)]
     if problems:
         raise SchemaError(problems)
     return Schema(tuple(columns))
@@ -266,23 +268,18 @@ def _column(definition: Any) -> Column:
     name = definition.name
     try:
         sql, type_ = _type(definition.args.get("kind"))
-        nullable, comment = _constraints(definition)
+        nullable, comment = True, None
+        for constraint in definition.args.get("constraints") or ():
+            kind = constraint.kind
+            if kind.key == "notnullcolumnconstraint":
+                nullable = bool(kind.args.get("allow_null"))
+            elif kind.key == "commentcolumnconstraint":
+                comment = kind.name
+            else:
+                raise SchemaError([f"{constraint.sql('spark')} has no meaning in a handler's schema"])  # noqa: TRY301  # told with its column
     except SchemaError as error:
         raise SchemaError([f"column {name}: {problem}" for problem in error.problems]) from None
     return Column(name, sql, type_, nullable, comment)
-
-
-def _constraints(definition: Any) -> tuple[bool, str | None]:
-    nullable, comment = True, None
-    for constraint in definition.args.get("constraints") or ():
-        kind = constraint.kind
-        if kind.key == "notnullcolumnconstraint":
-            nullable = bool(kind.args.get("allow_null"))
-        elif kind.key == "commentcolumnconstraint":
-            comment = kind.name
-        else:
-            raise SchemaError([f"{constraint.sql('spark')} has no meaning in a handler's schema"])
-    return nullable, comment
 
 
 def _type(kind: Any) -> tuple[str, Any]:
@@ -342,13 +339,6 @@ def _struct(parameters: list[Any]) -> tuple[str, Any]:
 
 
 _NESTED: Final[dict[str, Any]] = {"DECIMAL": _decimal, "ARRAY": _array, "MAP": _map, "STRUCT": _struct}
-
-
-def _naming_problems(names: list[str]) -> list[str]:
-    reserved = [f"column {name}: names that begin with an underscore are the server's own" for name in names
-                if name.startswith("_")]  # fmt: skip
-    twice = [f"column {name} is there twice (Spark does not tell case apart)" for name in _twice(names)]
-    return reserved + twice
 
 
 def _twice(names: list[str]) -> list[str]:

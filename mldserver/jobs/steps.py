@@ -85,7 +85,6 @@ class WindowSteps:
     _replaced: asyncio.Queue[tuple[int, Output]] = field(default_factory=asyncio.Queue)
 
     def __post_init__(self) -> None:
-        """Make what publishes into the output folder."""
         self.publisher = Publisher(self.store, self.table)
 
     @property

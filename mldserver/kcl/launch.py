@@ -238,7 +238,6 @@ def scripted(files: Files) -> tuple[str, ...]:
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[bytes]:
-    """Run a command to its end."""
     return subprocess.run(  # noqa: S603  # a compiler from PATH over our own source
         command,
         stdin=subprocess.DEVNULL,

@@ -34,7 +34,6 @@ class LineSplitter:
     """Makes lines of bytes of any chunking."""
 
     def __init__(self) -> None:
-        """Start with nothing."""
         self._started: list[bytes] = []
 
     def feed(self, data: bytes) -> list[bytes]:
@@ -126,12 +125,18 @@ class FileFollower:
         """
         if not self.opened and not self._open():
             return
-        if self._was_truncated():
-            yield from self._lines.finish()
-            os.lseek(self._fd, 0, os.SEEK_SET)
-            self._head = b""
+        if self._head:
+            # A file that was emptied may have grown beyond our place again since.
+            shrunk = os.fstat(self._fd).st_size < os.lseek(self._fd, 0, os.SEEK_CUR)
+            if shrunk or os.pread(self._fd, len(self._head), 0) != self._head:
+                yield from self._lines.finish()
+                os.lseek(self._fd, 0, os.SEEK_SET)
+                self._head = b""
         yield from self._read_on()
-        if self._was_replaced():
+        named, ours = None, os.fstat(self._fd)
+        with contextlib.suppress(FileNotFoundError):
+            named = self.path.stat()
+        if named is not None and (named.st_dev, named.st_ino) != (ours.st_dev, ours.st_ino):
             # Whoever wrote to the old file did so before it opened the new one: read the rest, then change over.
             yield from self._read_on()
             yield from self.finish()
@@ -166,19 +171,6 @@ class FileFollower:
             if self._regular and len(self._head) < _HEAD:
                 self._head += data[: _HEAD - len(self._head)]
             yield from self._lines.feed(data)
-
-    def _was_truncated(self) -> bool:
-        """Tell whether the file was emptied; it may have grown beyond our place again since."""
-        if not self._head:
-            return False
-        shrunk = os.fstat(self._fd).st_size < os.lseek(self._fd, 0, os.SEEK_CUR)
-        return shrunk or os.pread(self._fd, len(self._head), 0) != self._head
-
-    def _was_replaced(self) -> bool:
-        with contextlib.suppress(FileNotFoundError):
-            named, ours = self.path.stat(), os.fstat(self._fd)
-            return (named.st_dev, named.st_ino) != (ours.st_dev, ours.st_ino)
-        return False
 
 
 _FIRST: Final = ("timestamp", "level", "event")

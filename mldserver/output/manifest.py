@@ -106,7 +106,6 @@ def current_files(out: str, filesystem: FileSystem | None = None) -> CurrentFile
 
 
 def _named(filesystem: FileSystem, base: str) -> tuple[str, ...]:
-    """Return the files that manifests name."""
     tries = 0
     while True:
         tries += 1

@@ -168,7 +168,6 @@ class FolderClaim:
             await asyncio.to_thread(self._note, self._renamed)
 
     def _folder(self, state: LedgerState) -> str:
-        """Return the folder's id."""
         if state.folder is not None and self._owner.ledger_id is None and self._mine.ledger is None:
             # Somebody has deleted owner.json: the ledger, which lies in the folder, knows it still.
             return state.folder

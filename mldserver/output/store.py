@@ -289,7 +289,6 @@ class Garbage:
     """
 
     def __init__(self, store: OutputStore) -> None:
-        """``store``: where the files lie."""
         self._store = store
         self._files: dict[str, int] = {}
 

@@ -43,7 +43,6 @@ class Driver:
     """One driver's life: Start, jobs, Stop."""
 
     def __init__(self, sock: socket.socket) -> None:
-        """Speak over ``sock``."""
         self._sock = sock
         self._start: wire.Start | None = None
         self._session: Session | None = None

@@ -64,7 +64,6 @@ class Jobs:
     _jobs: dict[int, _Job] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Make the threads."""
         self._pool = ThreadPoolExecutor(self.concurrency, thread_name_prefix="window")
 
     def start(self, run: wire.Run | wire.Publish) -> None:

@@ -196,7 +196,6 @@ class JvmExit(Exception):
     """The Java calls System.exit: every shard of the host goes down with this one."""
 
     def __init__(self, reason: str, line: str | None = None) -> None:
-        """Say why, and which line did it."""
         super().__init__(reason if line is None else f"{reason}: {line!r}")
         self.reason = reason
         self.line = line

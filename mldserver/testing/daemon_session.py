@@ -65,7 +65,6 @@ class ShardSession:
     _writer: asyncio.StreamWriter | None = None
 
     def __post_init__(self) -> None:
-        """Make the protocol core, starting where the lease table says."""
         self.core = DaemonShard(
             self.shard_id,
             form=self.habits.form,

@@ -21,7 +21,6 @@ class JavaThrow(Exception):
     """An exception on the Java side, by its simple class name."""
 
     def __init__(self, simple_name: str, why: str) -> None:
-        """Name the Java class and say why it was thrown."""
         super().__init__(f"{simple_name}: {why}")
         self.simple_name = simple_name
 

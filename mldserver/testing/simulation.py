@@ -60,8 +60,8 @@ def build_stream(
 ) -> FakeStream:
     """Put each line as one record, over keys of their own, with splits and merges at random places in between.
 
-    Arrival times begin at ``start_ms`` (milliseconds since the epoch), unless ``arrivals`` has one for each line. The stream is ended after the last record. A
-    merge that finds no two open shards side by side is left out.
+    Arrival times begin at ``start_ms`` (milliseconds since the epoch), unless ``arrivals`` has one for each line. The
+    stream is ended after the last record. A merge that finds no two open shards side by side is left out.
     """
     stream = FakeStream(shards, seed=seed, start_ms=start_ms)
     dice = random.Random(f"{seed}/shape")  # noqa: S311  # repeatable, not secret

@@ -110,7 +110,6 @@ class Overdue:
     __slots__ = ("_position", "_since_ms", "_told_ms")
 
     def __init__(self) -> None:
-        """Start with nothing owed."""
         self._position: Sequence | None = None
         self._since_ms: int | None = None
         self._told_ms = 0
@@ -138,7 +137,6 @@ class CheckpointError(Exception):
     __module__ = "amazon_kclpy.checkpoint_error"
 
     def __init__(self, value: str) -> None:
-        """Name Java's exception."""
         super().__init__(value)
         self.value = value
 
@@ -178,7 +176,6 @@ class _Attributes:
     _wire: RecordMethods
 
     def __init__(self, record: RecordMethods) -> None:
-        """Wrap a record of the server."""
         self._wire = record
 
     @property
@@ -235,7 +232,6 @@ class DictRecord(dict[str, Any], _Attributes):
     """A record as processors of version 1 read it: a dict of the wire's fields, which has the attributes too."""
 
     def __init__(self, record: RecordMethods) -> None:
-        """Wrap a record of the server."""
         _Attributes.__init__(self, record)
         super().__init__(_fields(self))
 
@@ -321,7 +317,6 @@ class _KCLProcess:
     __module__ = f"{PACKAGE}.kcl"
 
     def __init__(self, record_processor: Any, *_: Any, **__: Any) -> None:
-        """Take what amazon_kclpy's takes."""
         self.record_processor = record_processor
 
     def run(self) -> None:

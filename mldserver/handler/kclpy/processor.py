@@ -61,7 +61,6 @@ class Processor:
     """A shard's record processor and what it has checkpointed."""
 
     def __init__(self, delegate: Any, version: int, error: type[Exception]) -> None:
-        """Wrap an instance of the user's class."""
         self.progress = Progress()
         self.overdue = Overdue()
         self._delegate = delegate
