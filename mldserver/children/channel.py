@@ -25,18 +25,6 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = [
-    "Channel",
-    "Descriptors",
-    "Message",
-    "WireError",
-    "decode",
-    "encode",
-    "pair",
-    "receive_now",
-    "send_now",
-]
-
 M = TypeVar("M")
 
 Descriptors = list[int]
@@ -142,28 +130,20 @@ class Channel(Generic[M]):
         self._loop.add_reader(end, self._readable)
         self._open = True
 
-    @property
-    def backlog(self) -> int:
-        """How many frames wait for the other side."""
-        return len(self._waiting)
-
     def send(self, message: Message, files: Sequence[int] = ()) -> None:
         """Send, at the end of this turn of the loop or when there is room.
 
         After the end it does nothing: the end itself is told of by ``ended``. Raises nothing.
         """
-        if self._is_closed():
-            _close(files)
-            return
         part = encode(message)
         if self._parts and (
             self._bytes + len(part) > FRAME_BYTES - _ARRAY.size
             or len(self._files) + len(files) >= _MOST_DESCRIPTORS
         ):
             self.flush()
-            if self._is_closed():
-                _close(files)
-                return
+        if not self._open:
+            _close(files)
+            return
         if not self._parts:
             self._loop.call_soon(self.flush)
         self._parts.append(part)
@@ -253,9 +233,6 @@ class Channel(Generic[M]):
         self._fail(wrong)
         return False
 
-    def _is_closed(self) -> bool:
-        return not self._open
-
     def _fail(self, what: str | None) -> None:
         if self._open:
             self.close()
@@ -286,9 +263,14 @@ def send_now(end: socket.socket, message: Message, *, wait_seconds: float = 0.0)
 
 
 def receive_now(end: socket.socket, kinds: Any) -> list[Any]:
-    """Wait for the next frame and return its messages; none at the end. Blocking. Raises WireError."""
+    """Wait for the next frame and return its messages; none at the end. Blocking.
+
+    Raises WireError, and BlockingIOError when there is no frame and the socket does not wait for one.
+    """
     frame, files = _read(end, memoryview(bytearray(FRAME_BYTES + 1)))
     _close(files)
+    if frame is None:
+        raise BlockingIOError
     return decode(kinds, frame) if frame else []
 
 

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["LONGEST_LINE", "Lines", "Output"]
-
 LONGEST_LINE: Final = 64 * 1024
 """Bytes of a line that are kept; a query plan, or a list of leases, can have megabytes."""
 _CUT: Final = " … cut"

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["ChildProcess", "ending"]
-
 
 class ChildProcess:
     """A process that has begun. ``close`` must be awaited in the end, whatever happens."""
@@ -49,8 +47,7 @@ class ChildProcess:
         ``output`` takes the lines of its standard output and standard error: each, or both together when it is one (see
         ``Output``). ``talks``: it gets one end of a socket pair, whose number is its last argument.
         """
-        async with contextlib.AsyncExitStack() as undo:
-            failed = undo.enter_context(contextlib.ExitStack())
+        with contextlib.ExitStack() as undo, contextlib.ExitStack() as failed:
             ours: socket.socket | None = None
             passed: tuple[int, ...] = ()
             if talks:

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-__all__ = ["place", "spread"]
-
 
 def place(plan: Mapping[str, int], workers: Collection[int]) -> int:
     """Return the worker for one more shard: one with the fewest. Raises ValueError when there is no worker."""

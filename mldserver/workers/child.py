@@ -37,13 +37,10 @@ from mldserver.workers.shared_memory import Mark, made, mapped, rows_bytes, rows
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
-    from mmap import mmap
 
     from mldserver.children.channel import Descriptors
     from mldserver.runtime.interface import BatchOutcome
     from mldserver.workers.log_forwarder import LogForwarder
-
-__all__ = ["Child", "main"]
 
 STACKS_SIGNAL: Final = signal.SIGUSR1
 """Makes the interpreter write where every thread is, even while one of them holds it."""
@@ -123,12 +120,7 @@ class Child:
     def _receive(self, message: Any, files: Descriptors) -> None:
         match message:
             case wire.Process():
-                own = None
-                if message.inline is None and message.offset is None:
-                    file = files.pop(0)
-                    own = mapped(file, message.length)
-                    os.close(file)
-                self._begin(message, self._process(message, own))
+                self._begin(message, self._process(message, self._line(message, files)))
             case wire.Open():
                 shard = Shard(message.shard, message.start, message.start_sub)
                 self._begin(message, self._ready().open(shard))
@@ -198,10 +190,10 @@ class Child:
         self._cancelled.discard(request)
         self._channel.send(*answer)
 
-    async def _process(self, message: wire.Process, own: mmap | None) -> _Answer:
+    async def _process(self, message: wire.Process, line: bytes | memoryview) -> _Answer:
         delivery = Delivery(
             message.shard,
-            unpacked(message.form, self._line(message, own), message.shard),
+            unpacked(message.form, line, message.shard),
             received_ms=message.received_ms,
             after=wire.unpacked(message.after),
             part=None if message.part is None else range(*message.part),
@@ -226,13 +218,17 @@ class Child:
         position = await self._ready().notify(message.shard, Hook(message.hook))
         return wire.Finished(message.id, wire.packed(position)), ()
 
-    def _line(self, message: wire.Process, own: mmap | None) -> Any:
+    def _line(self, message: wire.Process, files: Descriptors) -> bytes | memoryview:
+        """Return a batch's bytes, which lie in the message, in the arena, or in a file."""
         if message.inline is not None:
             return message.inline
         if message.offset is not None:
             return self._arena[message.offset : message.offset + message.length]
-        assert own is not None, "a line that is neither in the message nor in the arena comes as a file"
-        return memoryview(own)
+        file = files.pop(0)
+        try:
+            return memoryview(mapped(file, message.length))
+        finally:
+            os.close(file)
 
 
 async def _behind(

@@ -8,13 +8,12 @@ up others no more.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from bisect import insort
+from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-__all__ = ["Exclusive"]
 
 PATIENCE_SECONDS: Final = 2.5
 """How often it is looked, while somebody waits, whether those inside are worked on; twice in a row that must not be so:
@@ -34,46 +33,59 @@ class Exclusive:
         self._alone = False
         self._round = 0
         """Those of earlier rounds hold up nobody any more."""
-        self._waiting_alone: deque[asyncio.Future[int]] = deque()
-        self._waiting: deque[asyncio.Future[int]] = deque()
+        self._waiting: list[tuple[bool, asyncio.Future[int]]] = []
+        """Whether it goes with others, and its turn: suspects first, and else in the order in which they came."""
         self._look: asyncio.TimerHandle | None = None
         self._idled = False
+
+    def enter_now(self, *, alone: bool = False) -> int | None:
+        """Come in if nobody is to be waited for; return as ``enter`` does, None: it must be called."""
+        if self._waiting or self._alone or (alone and self._inside):
+            return None
+        self._inside += 1
+        self._alone = alone
+        return self._round
+
+    async def enter(self, *, alone: bool) -> int:
+        """Come in, once it is this request's turn; return what to ``leave`` with."""
+        pass_ = self.enter_now(alone=alone)
+        if pass_ is not None:
+            return pass_
+        turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        insort(self._waiting, (not alone, turn), key=itemgetter(0))
+        if self._look is None:
+            self._look_later()
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._let_in()  # it may have been the one that others wait for
+            else:
+                self.leave(turn.result())  # its turn came in the same moment
+            raise
 
     def leave(self, pass_: int) -> None:
         """Go out again, with what ``enter`` returned."""
         if pass_ == self._round:
             self._inside -= 1
             self._alone = self._idled = False
-            if self._waiting or self._waiting_alone:
-                self._wake()
+            if self._waiting:
+                self._let_in()
 
-    def enter_now(self) -> int | None:
-        """Come in with others if nobody is to be waited for; return as ``enter`` does, None: it must be called."""
-        if self._alone or self._waiting_alone:
-            return None
-        self._inside += 1
-        return self._round
-
-    async def enter(self, *, alone: bool) -> int:
-        """Come in, once it is this request's turn; return what to ``leave`` with."""
-        queue = self._waiting_alone if alone else self._waiting
-        if self._alone or self._waiting_alone or (alone and self._inside):
-            turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-            queue.append(turn)
-            if self._look is None:
-                self._look_later()
-            try:
-                return await turn
-            except asyncio.CancelledError:
-                if not turn.cancelled():
-                    self.leave(turn.result())  # its turn came in the same moment
-                elif turn in queue:
-                    queue.remove(turn)
-                    self._wake()
-                raise
-        self._inside += 1
-        self._alone = alone
-        return self._round
+    def _let_in(self) -> None:
+        """Let in whose turn it is now."""
+        self._waiting = [waits for waits in self._waiting if not waits[1].cancelled()]
+        while self._waiting and not self._alone and (self._waiting[0][0] or not self._inside):
+            together, turn = self._waiting.pop(0)
+            self._inside += 1
+            self._alone = not together
+            turn.set_result(self._round)
+        if self._look is not None:  # those that come in now get their time
+            self._look.cancel()
+            self._look = None
+        self._idled = False
+        if self._waiting:
+            self._look_later()
 
     def _look_later(self) -> None:
         self._look = asyncio.get_running_loop().call_later(self._patience_seconds, self._look_inside)
@@ -85,33 +97,6 @@ class Exclusive:
         if idled and self._idled:
             self._round += 1
             self._inside, self._alone = 0, False
-            self._wake()
-        elif self._waiting or self._waiting_alone:
+            self._let_in()
+        elif self._waiting:
             self._look_later()
-
-    def _wake(self) -> None:
-        """Let in whose turn it is now."""
-        if self._look is not None:  # those that come in now get their time
-            self._look.cancel()
-            self._look = None
-        self._idled = False
-        self._admit()
-        if self._waiting or self._waiting_alone:
-            self._look_later()
-
-    def _admit(self) -> None:
-        for queue in (self._waiting_alone, self._waiting):
-            while queue and queue[0].cancelled():
-                queue.popleft()
-        if self._alone:
-            return
-        if self._waiting_alone:
-            if not self._inside:
-                self._inside, self._alone = 1, True
-                self._waiting_alone.popleft().set_result(self._round)
-            return
-        for turn in self._waiting:
-            if not turn.cancelled():
-                self._inside += 1
-                turn.set_result(self._round)
-        self._waiting.clear()

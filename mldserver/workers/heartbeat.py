@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
-__all__ = ["BEAT_SECONDS", "Heartbeat"]
-
 BEAT_SECONDS: Final = 0.5
 _STATM: Final = Path("/proc/self/statm")
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Iterator, Mapping, MutableMapping
 
-__all__ = ["LogForwarder", "telling_through"]
-
 PRINTED: Final = "handler.output"
 OURS: Final = frozenset(EVENTS) - {PRINTED, "library.log"}
 """Events that are the runtime's own, of which there are never more than it makes calls."""
@@ -89,13 +87,9 @@ class LogForwarder:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that crosses: numbers beyond 64 bits do not, and texts are cut."""
-    if isinstance(value, str):
-        return _cut(value)
-    if isinstance(value, bool | float | None):
+    """Return a value whose texts are cut. What else cannot cross becomes text there (``channel.encode``)."""
+    if isinstance(value, int | float | None):
         return value
-    if isinstance(value, int):
-        return value if -(2**63) <= value < 2**63 else str(value)
     if isinstance(value, dict):
         return {_cut(str(key)): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

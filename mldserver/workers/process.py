@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from mldserver.base.clock import Clock
     from mldserver.children.channel import Descriptors
 
-__all__ = ["Unopened", "WorkerGone", "WorkerProcess"]
-
 log = structlog.get_logger("mldserver")
 
 _STACKS_SECONDS: Final = 1.0
@@ -129,8 +127,10 @@ class WorkerProcess:
         self.arena = arena
         self.ids = itertools.count(1)
         """What requests are numbered with."""
-        self._requests: dict[int, tuple[str, asyncio.Future[Any], int | None]] = {}
-        """By number: the shard, who waits, and where its line is in the arena; until it is answered, whoever waits."""
+        self._requests: dict[
+            int, tuple[str, asyncio.Future[Any], int | None, Callable[[WorkerGone], Any] | None]
+        ] = {}
+        """By number, until it is answered: the shard, the answer, where its line is in the arena, and see ``post``."""
         self.files = asyncio.Semaphore(_MOST_FILES)
         """For who sends a line in a file of its own."""
         self._loaded: asyncio.Future[wire.Loaded] = asyncio.get_running_loop().create_future()
@@ -236,10 +236,15 @@ class WorkerProcess:
             self._printed.end()
         self.is_open = False
         self._gone.set()
-        self.lost |= {shard for shard, _, _ in self._requests.values()}
-        for _, future, _ in self._requests.values():
-            if not future.done():
-                future.set_exception(WorkerGone(ended, alone=alone))
+        for shard_id, future, _, otherwise in self._requests.values():
+            self.lost |= {shard_id}
+            if future.done():
+                continue
+            gone = WorkerGone(ended, alone=alone)
+            if otherwise is None:
+                future.set_exception(gone)
+            else:
+                future.set_result(otherwise(gone))
         self._requests.clear()
 
     def drain(self) -> None:
@@ -281,15 +286,23 @@ class WorkerProcess:
             raise
 
     def post(
-        self, message: wire.Request, files: tuple[int, ...] = (), *, offset: int | None = None
+        self,
+        message: wire.Request,
+        files: tuple[int, ...] = (),
+        *,
+        offset: int | None = None,
+        otherwise: Callable[[WorkerGone], Any] | None = None,
     ) -> asyncio.Future[Any]:
-        """Do as ``ask`` does, but return what will hold the answer; whoever does not want it any more cancels the request."""
+        """Do as ``ask`` does, but return what will hold the answer; whoever does not want it any more cancels the request.
+
+        ``otherwise`` makes the answer when the process ends before it has one.
+        """
         if self._closed or not self.is_open:
             for each in files:
                 os.close(each)
             raise WorkerGone("it has ended", alone=False)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._requests[message.id] = message.shard, future, offset
+        self._requests[message.id] = message.shard, future, offset, otherwise
         self._channel.send(message, files)
         return future
 
@@ -322,7 +335,7 @@ class WorkerProcess:
 
     def _answered(self, message: wire.Done | wire.Finished | wire.Failed, files: Descriptors) -> None:
         """Raises WireError when it is no answer to what was asked."""
-        _, future, offset = self._requests[message.id]
+        _, future, offset, _ = self._requests[message.id]
         if future.done():
             if isinstance(message, wire.Done) and message.rows_bytes:
                 os.close(files.pop(0))

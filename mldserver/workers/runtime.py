@@ -20,13 +20,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import structlog
+from msgspec.structs import replace
 
 from mldserver.base.clock import SystemClock
 from mldserver.errors import HandlerLost, InternalError
 from mldserver.handler.failure import Failure
 from mldserver.records import Hook
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
-from mldserver.runtime.plan import BatchPlan, Facts, Step
+from mldserver.runtime.interface import BatchOutcome
+from mldserver.runtime.plan import BatchPlan, Facts
 from mldserver.workers import wire
 from mldserver.workers.assignment import place, spread
 from mldserver.workers.process import Unopened, WorkerGone, WorkerProcess
@@ -35,15 +37,13 @@ from mldserver.workers.spares import Spares
 from mldserver.workers.worker import Worker
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Mapping
+    from collections.abc import Awaitable, Callable, Mapping
 
     from mldserver.base.clock import Clock
     from mldserver.handler.spec import HandlerSpec
     from mldserver.records import Sequence, Shard
-    from mldserver.runtime.interface import BatchOutcome, Begun, Delivery
+    from mldserver.runtime.interface import Begun, Delivery
     from mldserver.workers.worker import Limits
-
-__all__ = ["WorkerRuntime"]
 
 log = structlog.get_logger("mldserver")
 
@@ -53,9 +53,9 @@ _ONCE: Final = FailurePolicy(attempts=1, on_failure=OnFailure.SKIP)
 """How parts of a batch are searched for records that end their process: as often as a record may be tried, the whole has."""
 ARENA_BYTES: Final = 64 << 20
 """Of address space; what is touched of it is as much as lines were in hand at a time."""
-_T = TypeVar("_T")
 INLINE_BYTES: Final = 4096
 """Shorter lines go inside their message: one copy more is cheaper there than keeping account of room."""
+_T = TypeVar("_T")
 
 
 class WorkerRuntime:
@@ -79,6 +79,7 @@ class WorkerRuntime:
         server's clock is.
         """
         self._policy = policy
+        self._parks = policy.parks
         clock = clock or SystemClock()
         start = wire.Start(
             handler=handler,
@@ -138,24 +139,21 @@ class WorkerRuntime:
             healthy = [worker.number for worker in self._workers if not worker.failed]
             self._plan[shard.id] = place(self._plan, healthy or range(len(self._workers)))
         self._worker(shard.id).opened.pop(shard.id, None)
-
-        async def opened(_: WorkerProcess) -> None:
-            pass
-
-        await self._with_process(shard.id, opened, alone=shard.id in self._worker(shard.id).suspects)
+        alone = shard.id in self._worker(shard.id).suspects
+        await self._with_process(shard.id, lambda _: asyncio.sleep(0), alone=alone)
 
     async def notify(self, shard_id: str, hook: Hook) -> Sequence | None:
         """Run a life-cycle hook (see ``Runtime.notify``)."""
         if hook is Hook.LEASE_LOST:
             self._owing.discard(shard_id)  # whoever has the lease now reads from the last checkpoint
-        guilt, suspect, what = 0.0, False, ""
+        guilt, what = 0.0, ""
         while guilt < self._policy.attempts:
             try:
                 answer = await self._ask(
-                    shard_id, lambda id_: wire.Notify(id_, shard_id, hook), alone=suspect
+                    shard_id, lambda id_: wire.Notify(id_, shard_id, hook), alone=bool(what)
                 )
             except WorkerGone as gone:
-                suspect, what = True, gone.died
+                what = gone.died
                 guilt += gone.guilt
             else:
                 return wire.unpacked(answer.position)
@@ -171,7 +169,7 @@ class WorkerRuntime:
 
     async def park(self, shard_id: str, keys: Mapping[str, Sequence]) -> None:
         """Let the later records of these keys of an open shard wait (see ``Runtime.park``)."""
-        if not self._policy.parks:
+        if not self._parks:
             return
         self._worker(shard_id)  # it is open, or nothing is kept of the keys
         self._parked.setdefault(shard_id, {}).update(keys)
@@ -190,12 +188,10 @@ class WorkerRuntime:
         self._owing.discard(shard_id)
         worker = self._workers[self._plan.pop(shard_id)]
         worker.opened.pop(shard_id, None)
-        process = worker.present
-        if process is None:
-            return
-        # Whether it is open there or not: an opening that was given up, or has failed, leaves something too.
-        with contextlib.suppress(WorkerGone):
-            await process.ask(wire.Forget(next(process.ids), shard_id))
+        if (process := worker.present) is not None:
+            # Whether it is open there or not: an opening that was given up, or has failed, leaves something too.
+            with contextlib.suppress(WorkerGone):
+                await process.ask(wire.Forget(next(process.ids), shard_id))
 
     def begin(self, delivery: Delivery) -> Begun:
         """Send a batch where nothing is to be waited for (see ``Runtime.begin``): nobody is woken before it is done."""
@@ -206,74 +202,44 @@ class WorkerRuntime:
             process is None
             or worker.opened.get(shard_id) != worker.generation
             or held.length > NEAR_BYTES
-            or self._policy.parks
+            or self._parks
+            or (pass_ := worker.gate.enter_now()) is None
         ):
             return self.process(delivery)
-        inline = bytes(held.line) if held.length <= INLINE_BYTES else None
-        offset = None if inline is not None else process.arena.put_short(held.line)
-        pass_ = worker.gate.enter_now() if inline is not None or offset is not None else None
-        if pass_ is None:
-            if offset is not None:
-                process.arena.give_back(offset)
-            return self.process(delivery)
-        message = _message(
-            process, delivery, held, inline, offset, part=delivery.part, condemned=delivery.condemned
-        )
-        try:
-            answer = process.post(message, offset=offset)
-        except WorkerGone:
+        offset = None
+        if held.length > INLINE_BYTES and (offset := process.arena.put_short(held.line)) is None:
             worker.gate.leave(pass_)
             return self.process(delivery)
-        outcome: asyncio.Future[BatchOutcome | Coroutine[None, None, BatchOutcome]]
-        outcome = asyncio.get_running_loop().create_future()
+        message = _message(process, delivery, held, offset)
 
-        def given_up(done: asyncio.Future[Any]) -> None:
-            if done.cancelled():
+        def ended(batch: asyncio.Future[Any]) -> None:
+            worker.gate.leave(pass_)
+            if batch.cancelled():
                 process.cancel(message.id)
-                worker.gate.leave(pass_)
+            elif batch.exception() is None and isinstance(batch.result(), BatchOutcome):
+                self._note(shard_id, batch.result())
 
-        outcome.add_done_callback(given_up)
-        answer.add_done_callback(partial(self._answered, delivery, worker, pass_, outcome))
-        return outcome
-
-    def _answered(
-        self,
-        delivery: Delivery,
-        worker: Worker,
-        pass_: int,
-        outcome: asyncio.Future[Any],
-        answer: asyncio.Future[BatchOutcome],
-    ) -> None:
-        """Pass on what a batch came to that was sent by ``begin``; where its process has ended, how it goes on."""
-        error = answer.exception()
-        if outcome.cancelled():
-            return  # nobody wants it any more
-        worker.gate.leave(pass_)
-        if error is None:
-            result = answer.result()
-            (self._owing.add if result.owes else self._owing.discard)(delivery.shard_id)
-            outcome.set_result(result)
-        elif isinstance(error, WorkerGone):
-            self._evade(worker)
-            outcome.set_result(self.process(delivery, after=error))
-        else:
-            outcome.set_exception(error)
+        begun = process.post(
+            message, offset=offset, otherwise=lambda gone: self.process(delivery, after=gone)
+        )
+        begun.add_done_callback(ended)
+        return begun
 
     async def process(self, delivery: Delivery, *, after: WorkerGone | None = None) -> BatchOutcome:
         """Take a batch through the handler (see ``Runtime.process``), however many processes that takes.
 
         ``after``: how the first one has ended that it was sent to.
         """
-        held = Held(delivery.payload)
+        shard_id, held = delivery.shard_id, Held(delivery.payload)
         try:
+            if after is not None:
+                self._evade(self._worker(shard_id))
             outcome = await self._tried(delivery, held, self._policy.attempts, after=after)
         except WorkerGone as gone:
-            with self._worker(delivery.shard_id).searching():
+            with self._worker(shard_id).searching():
                 outcome = await self._search(delivery, held, gone.died)
         finally:
             held.let_go()
-        if self._policy.parks:
-            self._note_parked(delivery.shard_id, outcome)
         return outcome
 
     async def _tried(
@@ -282,56 +248,50 @@ class WorkerRuntime:
         held: Held,
         times: int,
         *,
-        part: range | None = None,
         after: WorkerGone | None = None,
+        alone: bool = False,
     ) -> BatchOutcome:
-        """Hand a batch, or a part of it, to one process after another. Raises WorkerGone once it has ended so many."""
+        """Hand a batch to one process after another. Raises WorkerGone once it has ended so many."""
         guilt = 0.0 if after is None else after.guilt
-        if after is not None and guilt >= times:
-            raise after
-        while True:
+        while guilt < times:
             try:
-                return await self._once(delivery, held, part=part, alone=part is not None or guilt > 0)
+                return await self._once(delivery, held, alone=alone or guilt > 0)
             except WorkerGone as gone:
+                after = gone
                 guilt += gone.guilt
-                if guilt >= times:
-                    raise
+        assert after is not None, "who has no guilt is tried"
+        raise after
 
     async def _search(self, delivery: Delivery, held: Held, died: str) -> BatchOutcome:
         """Find the records that end their process: the death of a process is a call that failed, to the batch's plan.
 
         Those records have failed for good, the others are processed.
         """
-        parts = [await self._surely(delivery, held, range(0))]
+        parts = [await self._surely(replace(delivery, part=range(0)), held)]
         outline = parts[0].outline
         fresh = range(outline.records - outline.duplicates) if delivery.part is None else delivery.part
         # It asks nothing of the records: no age and no key makes a difference here.
         plan = BatchPlan(fresh, _ONCE, cast("Facts", None))
         while (step := plan.step()) is not None:
-            part = _part(step)
+            # Steps of halving never leave a record out.
+            part = replace(delivery, part=range(step.indices[0], step.indices[-1] + 1))
             if not died:  # the whole has failed already
                 try:
-                    parts.append(await self._tried(delivery, held, 1, part=part))
+                    parts.append(await self._tried(part, held, 1, alone=True))
                 except WorkerGone as gone:
                     died = gone.died
             if died:
                 plan.failed(step, Failure(died), 0)
-                if len(part) == 1:
-                    parts.append(await self._surely(delivery, held, part, condemned=died))
+                if len(step.indices) == 1:
+                    parts.append(await self._surely(replace(part, condemned=died), held))
             died = ""
-            if (
-                self._policy.parks
-            ):  # the next part may be another process's, which must know the keys that wait
-                self._note_parked(delivery.shard_id, parts[-1])
         return wire.joined(parts)
 
-    async def _surely(
-        self, delivery: Delivery, held: Held, part: range, *, condemned: str | None = None
-    ) -> BatchOutcome:
+    async def _surely(self, delivery: Delivery, held: Held) -> BatchOutcome:
         """Do what needs no handler, again while others kill the process. Raises HandlerLost when it is too much itself."""
         for _ in range(_SURELY):
             try:
-                return await self._once(delivery, held, part=part, condemned=condemned, alone=True)
+                return await self._once(delivery, held, alone=True)
             except WorkerGone as gone:
                 ending = gone.ending
         raise HandlerLost(
@@ -342,43 +302,10 @@ class WorkerRuntime:
             handler=self._spares.handler,
         )
 
-    async def _once(
-        self,
-        delivery: Delivery,
-        held: Held,
-        *,
-        part: range | None = None,
-        condemned: str | None = None,
-        alone: bool,
-    ) -> BatchOutcome:
-        """Hand a batch, or a part of it, to one process. Raises WorkerGone when that ends."""
-        part = delivery.part if part is None else part
-        condemned = delivery.condemned if condemned is None else condemned
-        send = partial(self._send, delivery, held, part, condemned)
-        outcome = await self._with_process(delivery.shard_id, send, alone=alone)
-        (self._owing.add if outcome.owes else self._owing.discard)(delivery.shard_id)
-        return outcome
-
-    async def _send(
-        self,
-        delivery: Delivery,
-        held: Held,
-        part: range | None,
-        condemned: str | None,
-        process: WorkerProcess,
-    ) -> BatchOutcome:
-        """Send a batch with its line: inside the message, in the arena, or in a file. Raises WorkerGone."""
-        inline, offset = None, None
-        if held.length <= INLINE_BYTES:
-            inline = bytes(held.line)
-        elif process.is_open:
-            offset = await held.put(process.arena)
-        message = _message(process, delivery, held, inline, offset, part=part, condemned=condemned)
-        if inline is None and offset is None:
-            async with process.files:
-                outcome: BatchOutcome = await process.ask(message, (await held.file(),))
-        else:
-            outcome = await process.ask(message, offset=offset)
+    async def _once(self, delivery: Delivery, held: Held, *, alone: bool) -> BatchOutcome:
+        """Hand a batch to one process. Raises WorkerGone when that ends."""
+        outcome = await self._with_process(delivery.shard_id, partial(_sent, delivery, held), alone=alone)
+        self._note(delivery.shard_id, outcome)
         return outcome
 
     async def _with_process(
@@ -396,21 +323,24 @@ class WorkerRuntime:
         """
         deaths = 0
         while True:
-            worker, process, pass_ = await self._enter(shard_id, alone=alone)
+            worker = self._worker(shard_id)
+            pass_ = await worker.gate.enter(alone=alone)
             try:
+                process = await worker.process()
+                if self._worker(shard_id) is not worker:
+                    continue  # it has moved on meanwhile
                 if worker.opened.get(shard_id) != worker.generation:
                     await self._ensure_open(worker, process, shard_id)
                 return await work(process)
             except WorkerGone as gone:
+                self._evade(worker)
                 if not patient or not isinstance(gone, Unopened):
-                    self._evade(worker)
                     raise
                 deaths += alone
                 if self._policy.on_failure is OnFailure.HALT and deaths >= self._policy.attempts:
                     halted = gone.halted(shard_id, self._spares.handler, deaths)
                     log.critical("handler.halted", **halted.where, what=gone.died)
                     raise halted from gone
-                self._evade(worker)
             finally:
                 worker.gate.leave(pass_)
             alone = alone or shard_id in self._worker(shard_id).suspects
@@ -438,32 +368,13 @@ class WorkerRuntime:
             raise Unopened(gone.ending, alone=False) from gone
         worker.opened[shard_id] = generation
 
-    async def _enter(self, shard_id: str, *, alone: bool) -> tuple[Worker, WorkerProcess, int]:
-        """Wait for the turn of a request at its shard's worker, which may become another one meanwhile.
-
-        Whoever called leaves the worker's gate again, with the last that is returned.
-        """
-        while True:
-            worker = self._worker(shard_id)
-            pass_ = await worker.gate.enter(alone=alone)
-            try:
-                process = await worker.process()
-                if self._worker(shard_id) is worker:
-                    return worker, process, pass_
-            except BaseException:
-                worker.gate.leave(pass_)
-                raise
-            worker.gate.leave(pass_)
-
     async def _ask(
         self, shard_id: str, message: Callable[[int], wire.Request], *, alone: bool = False
     ) -> Any:
         """Ask the shard's worker something, once it is open there; it answers Finished. Raises WorkerGone."""
-
-        async def ask(process: WorkerProcess) -> Any:
-            return await process.ask(message(next(process.ids)))
-
-        return await self._with_process(shard_id, ask, alone=alone, patient=False)
+        return await self._with_process(
+            shard_id, lambda process: process.ask(message(next(process.ids))), alone=alone, patient=False
+        )
 
     async def _until_done(self, shard_id: str, message: Callable[[int], wire.Request]) -> None:
         while True:
@@ -482,51 +393,56 @@ class WorkerRuntime:
         healthy = [each.number for each in self._workers if not each.failed]
         if not worker.failed or not healthy:
             return
-        staying = {
-            shard
+        # What it had in hand at its last death stays: it may be what it dies of.
+        able = {
+            shard: number
             for shard, number in self._plan.items()
-            if self._workers[number].failed and shard in self._workers[number].suspects
+            if number in healthy or shard not in self._workers[number].suspects
         }
-        able = {shard: number for shard, number in self._plan.items() if shard not in staying}
         for shard, number in spread(able, healthy).items():
             if number != self._plan[shard]:
                 # Should it ever come back there, it is opened anew: its state is elsewhere by then.
                 self._workers[self._plan[shard]].opened.pop(shard, None)
                 self._plan[shard] = number
 
-    def _note_parked(self, shard_id: str, outcome: BatchOutcome) -> None:
-        keys = self._parked.setdefault(shard_id, {})
-        for letter in outcome.dead_letters:
-            if letter.partition_key is not None:
-                keys.setdefault(letter.partition_key, letter.parked_behind or letter.sequence)
+    def _note(self, shard_id: str, outcome: BatchOutcome) -> None:
+        """Take note of what the next batch must know, which may be another process's."""
+        (self._owing.add if outcome.owes else self._owing.discard)(shard_id)
+        if self._parks:
+            keys = self._parked.setdefault(shard_id, {})
+            for letter in outcome.dead_letters:
+                if letter.partition_key is not None:
+                    keys.setdefault(letter.partition_key, letter.parked_behind or letter.sequence)
 
 
-def _message(
-    process: WorkerProcess,
-    delivery: Delivery,
-    held: Held,
-    inline: bytes | None,
-    offset: int | None,
-    *,
-    part: range | None,
-    condemned: str | None,
-) -> wire.Process:
-    """Return what is sent of a batch, or of a part of it; its line is ``inline``, at ``offset``, or in a file."""
+async def _sent(delivery: Delivery, held: Held, process: WorkerProcess) -> BatchOutcome:
+    """Return what becomes of a batch in a process. Raises WorkerGone."""
+    offset = None
+    if held.length > INLINE_BYTES and process.is_open:
+        offset = await held.put(process.arena)
+    message = _message(process, delivery, held, offset)
+    outcome: BatchOutcome
+    if message.inline is None and offset is None:
+        async with process.files:
+            outcome = await process.ask(message, (await held.file(),))
+    else:
+        outcome = await process.ask(message, offset=offset)
+    return outcome
+
+
+def _message(process: WorkerProcess, delivery: Delivery, held: Held, offset: int | None) -> wire.Process:
+    """Return what is sent of a batch; its line is inside if it is short, else at ``offset``, or in a file."""
+    part = delivery.part
     return wire.Process(
         next(process.ids),
         delivery.shard_id,
         held.form,
         delivery.received_ms,
         wire.packed(delivery.after),
-        inline,
+        bytes(held.line) if held.length <= INLINE_BYTES else None,
         offset,
         held.length,
         None if part is None else (part.start, part.stop),
-        condemned,
+        delivery.condemned,
         delivery.redriven,
     )
-
-
-def _part(step: Step) -> range:
-    """Return the records of a step of halving, which never leave one out."""
-    return range(step.indices[0], step.indices[-1] + 1)

@@ -26,20 +26,6 @@ if TYPE_CHECKING:
     from mldserver.protocol.messages import Line
     from mldserver.runtime.interface import Payload
 
-__all__ = [
-    "CHUNK_BYTES",
-    "Arena",
-    "Held",
-    "Mark",
-    "line_file",
-    "made",
-    "mapped",
-    "rows_bytes",
-    "rows_file",
-    "rows_from",
-    "rows_in",
-]
-
 _T = TypeVar("_T")
 
 CHUNK_BYTES: Final = 4 << 20

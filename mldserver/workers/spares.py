@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from mldserver.base.clock import Clock
     from mldserver.workers import wire
 
-__all__ = ["Spares"]
-
 log = structlog.get_logger("mldserver")
 
 _FIRST_STARTS: Final = 3
@@ -73,7 +71,7 @@ class Spares:
             process = await WorkerProcess.start(self._start, self._clock)
             process.again = False
             try:
-                loaded = await process.loaded()
+                return await self._load(process, None)
             except WorkerGone as gone:
                 killed += 1
                 if not process.was_killed or killed == _FIRST_STARTS:
@@ -83,12 +81,6 @@ class Spares:
                         traceback=process.last_words or None,
                     ) from gone
                 await self._pause(_loading(gone))
-            except BaseException:
-                await process.close()
-                raise
-            else:
-                self._keep(process)
-                return loaded
 
     async def take(self) -> WorkerProcess:
         """Return a process that has loaded the handler."""
@@ -134,28 +126,30 @@ class Spares:
                 self._changed.set()
 
     async def _make_one(self) -> None:
-        process: WorkerProcess | None = None
         try:
             process = await WorkerProcess.start(self._start, self._clock)
-            async with asyncio.timeout(_LOAD_SECONDS):
-                await process.loaded()
-        except BaseException as error:
-            if process is not None:
-                await process.close()
-            if not isinstance(error, (OSError, HandlerError, WorkerGone)):
-                raise
-            what = _loading(error) if isinstance(error, WorkerGone) else str(error)
-            if isinstance(error, TimeoutError):
-                what = f"Loading the handler took longer than {_LOAD_SECONDS:g} s."
-            await self._pause(what)
+            await self._load(process, _LOAD_SECONDS)
+        except TimeoutError:
+            await self._pause(f"Loading the handler took longer than {_LOAD_SECONDS:g} s.")
+        except WorkerGone as gone:
+            await self._pause(_loading(gone))
+        except (OSError, HandlerError) as error:
+            await self._pause(str(error))
         else:
             self._backoff.worked()
-            self._keep(process)
 
-    def _keep(self, process: WorkerProcess) -> None:
-        self._ready.append(process)
+    async def _load(self, process: WorkerProcess, seconds: float | None) -> wire.Loaded:
+        """Keep a process once it has loaded the handler, else close it. Raises TimeoutError, and as ``loaded`` does."""
+        try:
+            async with asyncio.timeout(seconds):
+                loaded = await process.loaded()
+        except BaseException:
+            await process.close()
+            raise
         process.on_end = self._changed.set
+        self._ready.append(process)
         self._changed.set()
+        return loaded
 
     def _ended(self) -> WorkerProcess | None:
         return next((process for process in self._ready if not process.is_open), None)

@@ -31,36 +31,6 @@ if TYPE_CHECKING:
 
     from mldserver.children.channel import Descriptors
 
-__all__ = [
-    "BeatMessage",
-    "Cancel",
-    "Done",
-    "Failed",
-    "Finished",
-    "Forget",
-    "FromServer",
-    "FromWorker",
-    "Loaded",
-    "LogLine",
-    "Notify",
-    "Open",
-    "Park",
-    "Process",
-    "Request",
-    "Start",
-    "Unpark",
-    "done_of",
-    "error_of",
-    "failed",
-    "joined",
-    "loaded_of",
-    "outcome_of",
-    "packed",
-    "packed_keys",
-    "spec_of",
-    "unpacked",
-]
-
 _SUB_BITS: Final = 64
 _SUB_MASK: Final = (1 << _SUB_BITS) - 1
 
@@ -80,11 +50,16 @@ class Start(Message, frozen=True):
     log_level: int
 
 
-class Process(Message, frozen=True):
-    """Take a batch through the handler. Its payload is in the message, in the arena, or in a file beside it."""
+class Request(Message, frozen=True):
+    """What is answered: by Done or Finished, or by Failed."""
 
     id: int
     shard: str
+
+
+class Process(Request, frozen=True):
+    """Take a batch through the handler. Its payload is in the message, in the arena, or in a file beside it."""
+
     form: int
     """As ``Payload.packed`` says."""
     received_ms: int
@@ -100,45 +75,34 @@ class Process(Message, frozen=True):
     redriven: bool = False
 
 
-class Open(Message, frozen=True):
+class Open(Request, frozen=True):
     """Open a shard."""
 
-    id: int
-    shard: str
     start: str | None
     start_sub: int
 
 
-class Notify(Message, frozen=True):
+class Notify(Request, frozen=True):
     """Run a life-cycle hook."""
 
-    id: int
-    shard: str
     hook: str
 
 
-class Park(Message, frozen=True):
+class Park(Request, frozen=True):
     """Let the later records of keys wait behind their dead letters."""
 
-    id: int
-    shard: str
     keys: dict[str, bytes]
     """Sequences by key."""
 
 
-class Unpark(Message, frozen=True):
+class Unpark(Request, frozen=True):
     """Let the later records of a key be processed again."""
 
-    id: int
-    shard: str
     key: str
 
 
-class Forget(Message, frozen=True):
+class Forget(Request, frozen=True):
     """Drop a shard's handler."""
-
-    id: int
-    shard: str
 
 
 class Cancel(Message, frozen=True):
@@ -220,7 +184,6 @@ class LogLine(Message, frozen=True):
     fields: dict[str, Any]
 
 
-Request = Process | Open | Notify | Park | Unpark | Forget
 FromServer = Start | Process | Open | Notify | Park | Unpark | Forget | Cancel
 FromWorker = Loaded | Done | Finished | Failed | BeatMessage | LogLine
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from mldserver.workers.process import WorkerProcess
     from mldserver.workers.wire import BeatMessage
 
-__all__ = ["Cause", "Deaths", "Limits", "Worker", "judge"]
-
 log = structlog.get_logger("mldserver")
 
 _LOOK_SECONDS: Final = 0.25

@@ -123,14 +123,14 @@ async def test_descriptors_go_along_with_their_messages_and_are_closed_here(ends
 
 async def test_what_the_socket_does_not_take_at_once_waits_with_its_descriptors(ends: Ends) -> None:
     number = 0
-    while not ends.sender.backlog:
+    while not ends.sender._waiting:
         ends.send(b"x" * 30_000)
         ends.sender.flush()
         number += 1
     ends.send(b"last", b"late")
     await ends.come(number + 1)
     assert ends.received[-1] == (b"last", [b"late"])
-    assert ends.sender.backlog == 0
+    assert not ends.sender._waiting
 
 
 async def test_the_end_is_told_once_and_sending_after_it_does_nothing(ends: Ends) -> None:
@@ -240,7 +240,7 @@ async def test_what_the_receiver_refuses_or_cannot_take_ends_the_channel(error: 
 
 
 async def test_what_waits_is_let_go_of_when_the_channel_is_closed(ends: Ends) -> None:
-    while not ends.sender.backlog:
+    while not ends.sender._waiting:
         ends.send(b"x" * 30_000, b"never")
         ends.sender.flush()
     ends.send(b"nor this", b"either")
