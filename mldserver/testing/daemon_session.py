@@ -10,6 +10,7 @@ import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from mldserver.base.aio import first_of
 from mldserver.testing.daemon import DaemonShard, Form, NoServer
 
 if TYPE_CHECKING:
@@ -184,14 +185,12 @@ class ShardSession:
 
 async def finishes_within(clock: Clock, seconds: float, work: Coroutine[object, object, None]) -> bool:
     """Run ``work`` for at most ``seconds`` of the clock; return whether it came to its end."""
-    job = asyncio.ensure_future(work)
-    timer = asyncio.ensure_future(clock.sleep(seconds))
-    try:
-        await asyncio.wait({job, timer}, return_when=asyncio.FIRST_COMPLETED)
-        if job.done():
-            job.result()
-        return job.done()
-    finally:
-        job.cancel()
-        timer.cancel()
-        await asyncio.gather(job, timer, return_exceptions=True)
+    finished = False
+
+    async def finish() -> None:
+        nonlocal finished
+        await work
+        finished = True
+
+    await first_of(finish(), clock.sleep(seconds))
+    return finished

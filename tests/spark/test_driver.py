@@ -19,7 +19,7 @@ from mldserver.spark.driver import Driver
 from mldserver.spark.driver_messages import Log, Run
 
 if TYPE_CHECKING:
-    from mldserver.spark.jobs import Jobs
+    from mldserver.spark.driver import Jobs
 
 
 @pytest.mark.parametrize("name", ["stdout", "stderr"])

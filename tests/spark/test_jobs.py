@@ -12,7 +12,7 @@ from spark.bench import job
 
 from mldserver.children.channel import encode
 from mldserver.spark import driver_messages
-from mldserver.spark.jobs import Jobs
+from mldserver.spark.driver import Jobs
 from mldserver.spark.session import Session
 from mldserver.spark.window_job import Pipeline
 
@@ -133,8 +133,8 @@ def test_a_job_is_cancelled_until_it_ends(monkeypatch: pytest.MonkeyPatch, *, co
     spark: Any = SimpleNamespace(
         sparkContext=context, is_stopped=False, addTag=str, removeTag=str, interruptTag=cancel
     )
-    monkeypatch.setattr("mldserver.spark.jobs.run_windows", run)
-    monkeypatch.setattr("mldserver.spark.jobs._CANCEL_AGAIN_SECONDS", 0)
+    monkeypatch.setattr("mldserver.spark.driver.run_windows", run)
+    monkeypatch.setattr("mldserver.spark.driver._CANCEL_AGAIN_SECONDS", 0)
     told: queue.Queue[Any] = queue.Queue()
     session = Session(spark, connect=connect, cores=1, jvm=None)
     jobs = Jobs(
