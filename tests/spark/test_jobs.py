@@ -133,7 +133,7 @@ def test_a_job_is_cancelled_until_it_ends(monkeypatch: pytest.MonkeyPatch, *, co
     spark: Any = SimpleNamespace(
         sparkContext=context, is_stopped=False, addTag=str, removeTag=str, interruptTag=cancel
     )
-    monkeypatch.setattr("mldserver.spark.driver.run_windows", run)
+    monkeypatch.setattr("mldserver.spark.window_job.run_windows", run)
     monkeypatch.setattr("mldserver.spark.driver._CANCEL_AGAIN_SECONDS", 0)
     told: queue.Queue[Any] = queue.Queue()
     session = Session(spark, connect=connect, cores=1, jvm=None)

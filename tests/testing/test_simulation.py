@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import pyarrow.dataset as ds
 import pytest
-from mldserver.config.failures import OnFailure
 
-from mldserver.config.kinds import TcpAddress
+from mldserver.config.kinds import OnFailure, TcpAddress
 from mldserver.config.settings import Settings
 from mldserver.testing import FakeStream, Form, LocalEngine
 from mldserver.testing.playground import read_lines
