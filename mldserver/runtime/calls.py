@@ -156,6 +156,9 @@ class Caller:
         """
         returned, function, now_ms = Returned(), hook.function, self._clock.steady_ms
         values, plain, take = returned.values, hook.plain, hook.take
+        # On the event loop too a synchronous hook may run a loop of its own (asyncio.run), as on a thread.
+        loop = asyncio._get_running_loop()  # noqa: SLF001  # for whoever runs loops: exported for that
+        asyncio._set_running_loop(None)  # noqa: SLF001  # see above
         try:
             for argument in arguments:
                 if watch is not None:
@@ -169,6 +172,8 @@ class Caller:
             if self.is_operators(error):
                 raise
             returned.failure = _failure(error)
+        finally:
+            asyncio._set_running_loop(loop)  # noqa: SLF001  # see above
         return returned
 
     @contextlib.contextmanager

@@ -106,6 +106,21 @@ async def test_rows_that_cannot_be_built_together_are_built_one_by_one(
     assert len(called) <= 9  # all, then by halves
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_a_synchronous_hook_may_run_a_loop_of_its_own(
+    kit: Any, shard: Any, column: Any, at_once: bool
+) -> None:
+    async def ask() -> int:
+        return 7
+
+    runtime = await kit.start(
+        at_once=at_once, policy=ONE, schema=SCHEMA, process_record=lambda _: (asyncio.run(ask()),)
+    )
+    await runtime.open(shard)
+    outcome = await outcome_of(runtime.begin(kit.delivery(1, 2)))
+    assert (column(outcome, "n"), kit.dead(outcome)) == ([7, 7], [])
+
+
 async def test_a_call_that_has_held_up_the_loop_for_too_long_is_told(
     kit: Any, shard: Any, logged: Any
 ) -> None:
