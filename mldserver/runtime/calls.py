@@ -76,6 +76,7 @@ class Caller:
         deadlines: Deadlines,
         clock: Clock,
         interrupts: bool = True,
+        watched: bool = False,
         mark: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Call on ``thread`` what is synchronous; None: where it is asked for, on the event loop.
@@ -83,10 +84,12 @@ class Caller:
         ``deadlines`` are looked after while they are run.
 
         ``interrupts``: whether a KeyboardInterrupt on the event loop's thread is the operator's, and passes through.
+        ``watched``: whether another thread looks at calls on the event loop, too.
         ``mark`` is given 1 when a run of calls begins, on the thread where it does, and -1 when it ends.
         """
         self._interrupts = interrupts
         self._mark = mark
+        self.watched = watched
         self._thread = thread
         self.deadlines = deadlines
         self._clock = clock
@@ -139,15 +142,13 @@ class Caller:
 
         Nothing else runs on the event loop meanwhile: what was slow is told when it is over.
         """
-        watch = Watch(hook.name, shard)
-        began_ms = self._clock.steady_ms()
-        self.deadlines.begin(watch)
+        deadlines = self.deadlines
+        watch = deadlines.here = Watch(hook.name, shard, started_ms=self._clock.steady_ms())
         try:
             return function(watch)
         finally:
-            self.deadlines.end(watch)
-            if (took_ms := self._clock.steady_ms() - began_ms) >= self.deadlines.limit_ms:
-                self.deadlines.tell_blocked(watch, took_ms)
+            deadlines.tell_here()
+            deadlines.here = None
 
     def call_sync(self, hook: BoundHook, arguments: Iterable[Any], watch: Watch | None) -> Returned:
         """Do as ``run`` does, for a synchronous hook, on the thread where this is called; ``in_hand``.

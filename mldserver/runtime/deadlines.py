@@ -51,6 +51,8 @@ class Deadlines:
         self.limit_ms = math.inf if seconds is None else seconds * 1000
         self._watches: set[Watch] = set()
         self._come = asyncio.Event()
+        self.here: Watch | None = None
+        """Of calls that are made at once on the event loop."""
 
     def begin(self, watch: Watch) -> None:
         """Watch calls from now on."""
@@ -65,14 +67,20 @@ class Deadlines:
         else:
             self._forget_ended()
 
-    def tell_blocked(self, watch: Watch, took_ms: int) -> None:
-        """Tell of a call that held up the event loop for longer than it may."""
-        self._tell_slow(
-            watch,
-            took_ms / 1000,
-            did="The call has held up every shard of the server.",
-            advice="Write blocking = True in the handler, or run it in workers.",
-        )
+    def tell_here(self) -> None:
+        """Tell once of a call that holds up the event loop for longer than it may: when it is done, or beside it."""
+        here = self.here
+        if here is None or here.started_ms is None or here.told_ms is not None:
+            return
+        now_ms = self._clock.steady_ms()
+        if now_ms - here.started_ms >= self.limit_ms:
+            here.told_ms = now_ms
+            self._tell_slow(
+                here,
+                _running(here, now_ms),
+                did="The call holds up every shard of its process.",
+                advice="Give the handler's own calls time-outs, or write blocking = True in it.",
+            )
 
     def running_ms(self) -> int:
         """Return how long the longest call that cannot be stopped has run; from any thread.
@@ -82,6 +90,8 @@ class Deadlines:
         """
         now_ms = self._clock.steady_ms()
         since = [watch.beyond_ms for watch in tuple(self._watches)]
+        here = self.here
+        since.append(None if here is None else here.started_ms)
         return max((now_ms - each for each in since if each is not None), default=0)
 
     async def run(self) -> None:

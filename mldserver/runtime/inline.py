@@ -80,6 +80,7 @@ class InlineRuntime:
         concurrency: int | None = None,
         at_once: bool = False,
         interrupts: bool = True,
+        watched: bool = False,
         mark: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Take a dotted path or a handler that is loaded already.
@@ -87,10 +88,11 @@ class InlineRuntime:
         ``concurrency``: records of a batch, of different keys, at the same time; None: as many as the handler says.
         ``random`` gives floats in [0, 1) for the jitter of retries. A call may take ``deadline_seconds`` (None: any
         time): an asynchronous one is then cancelled and has failed, a synchronous one is told in the log. ``at_once``:
-        call synchronous hooks on the event loop, unless the handler is ``blocking``. ``interrupts`` and ``mark``: as
-        ``Caller`` has them.
+        call synchronous hooks on the event loop, unless the handler is ``blocking``. ``interrupts``, ``watched``
+        and ``mark``: as ``Caller`` has them.
         """
         self._interrupts = interrupts
+        self._watched = watched
         self._mark = mark
         self._handler = handler
         self._policy = policy
@@ -122,6 +124,7 @@ class InlineRuntime:
             deadlines=deadlines,
             clock=self._clock,
             interrupts=self._interrupts,
+            watched=self._watched,
             mark=self._mark,
         )
         rows = RowBuilder(spec.schema, time_column=spec.time_column, at_once=self._policy.parks)
@@ -249,6 +252,12 @@ class InlineRuntime:
     def running_ms(self) -> int:
         """Return how long the longest synchronous call has run; from any thread."""
         return self._ready().caller.deadlines.running_ms()
+
+    def look(self) -> bool:
+        """Return whether a call is made on the event loop; tell of one that takes too long. From any thread."""
+        deadlines = self._ready().caller.deadlines
+        deadlines.tell_here()
+        return deadlines.here is not None
 
     async def close(self) -> None:
         """Stop the worker threads; a hook that hangs is left behind after a few seconds."""

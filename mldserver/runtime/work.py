@@ -71,21 +71,26 @@ class BatchWork:
 
     def begin(self) -> BatchOutcome | Coroutine[None, None, BatchOutcome]:
         """Do as ``run`` does, at once on the event loop; return what is left to await, from the first pause on."""
-        clock, caller = self.tools.clock, self.tools.caller
-        began_ms = clock.steady_ms()
+        caller, shard_id = self.tools.caller, self.delivery.shard_id
+        deadlines, began_ms = caller.deadlines, self.tools.clock.steady_ms()
+        watch = deadlines.here = Watch(self.hook.name, shard_id, started_ms=began_ms)
+        step = None
         try:
-            returned, step = self._attempt(None), None
-            if not self.done:
-                step = caller.here(partial(self._go_on, returned), self.hook, shard=self.delivery.shard_id)
-            elif (took_ms := clock.steady_ms() - began_ms) >= caller.deadlines.limit_ms:
-                caller.deadlines.tell_blocked(Watch(self.hook.name, self.delivery.shard_id), took_ms)
+            # Each call's own time counts, where another thread looks.
+            returned = self._attempt(watch if caller.watched else None)
             if self.done:
                 return BatchOutcome(self.taken.outline, self.rows)
-            return self._outcome() if step is None else self.run(step=step)
+            step = caller.here(partial(self._go_on, returned), self.hook, shard=shard_id)
+            if step is None:
+                return self._outcome()
         except (Exception, SystemExit) as error:
             if isinstance(error, MldserverError) or self.delivery.condemned is not None:
                 raise
             return self.run(error)
+        finally:
+            deadlines.tell_here()
+            deadlines.here = None
+        return self.run(step=step)
 
     async def run(self, error: BaseException | None = None, *, step: Step | None = None) -> BatchOutcome:
         """Work until every record is decided; with ``step``, or after ``error``, go on where ``begin`` came to that.

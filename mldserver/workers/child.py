@@ -14,6 +14,7 @@ import random
 import signal
 import socket
 import sys
+import time
 import traceback
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from mldserver.errors import MldserverError
 from mldserver.handler.inspection import load_spec
 from mldserver.records import Hook, Shard
 from mldserver.runtime.inline import InlineRuntime
-from mldserver.runtime.interface import Delivery, unpacked
+from mldserver.runtime.interface import BatchOutcome, Delivery, outcome_of, unpacked
 from mldserver.workers import wire
 from mldserver.workers.heartbeat import Heartbeat
 from mldserver.workers.log_forwarder import telling_through
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from mldserver.children.channel import Descriptors
-    from mldserver.runtime.interface import BatchOutcome
+    from mldserver.runtime.interface import Begun
     from mldserver.workers.log_forwarder import LogForwarder
 
 STACKS_SIGNAL: Final = signal.SIGUSR1
@@ -51,6 +52,9 @@ NEAR_BYTES: Final = 1 << 20
 
 _Answer: TypeAlias = tuple[wire.FromWorker, tuple[int, ...]]
 """A message, and the files that go with it."""
+
+_LONG_SECONDS: Final = 0.002
+"""A batch that took longer is answered by itself."""
 
 
 class Child:
@@ -106,21 +110,25 @@ class Child:
                 random=random.random,
                 deadline_seconds=start.deadline_seconds,
                 concurrency=start.concurrency,
+                at_once=True,
                 interrupts=False,  # Ctrl-C is for the server: here it can only be the handler's own
+                watched=True,
                 mark=self._mark.add,
             )
             await runtime.start()
         except MldserverError as error:
             self._channel.send(wire.failed(0, error))
             return False
-        Heartbeat(self._end, asyncio.get_running_loop(), runtime.running_ms, teller.tell_lost).start()
+        Heartbeat(
+            self._end, asyncio.get_running_loop(), runtime.running_ms, runtime.look, teller.tell_lost
+        ).start()
         self._channel.send(wire.loaded_of(spec))
         return True
 
     def _receive(self, message: Any, files: Descriptors) -> None:
         match message:
             case wire.Process():
-                self._begin(message, self._process(message, self._line(message, files)))
+                self._process(message, self._line(message, files))
             case wire.Open():
                 shard = Shard(message.shard, message.start, message.start_sub)
                 self._begin(message, self._ready().open(shard))
@@ -190,7 +198,8 @@ class Child:
         self._cancelled.discard(request)
         self._channel.send(*answer)
 
-    async def _process(self, message: wire.Process, line: bytes | memoryview) -> _Answer:
+    def _process(self, message: wire.Process, line: bytes | memoryview) -> None:
+        """Work on a batch at once, as far as that goes; what is left goes on in a task."""
         delivery = Delivery(
             message.shard,
             unpacked(message.form, line, message.shard),
@@ -200,14 +209,29 @@ class Child:
             condemned=message.condemned,
             redriven=message.redriven,
         )
-        runtime = self._ready()
-        threads = runtime.threads(message.shard)
+        runtime, began = self._ready(), time.monotonic()
+        outcome: Begun | None = None
+        self._mark.add(1)
         try:
-            outcome = await runtime.process(delivery)
-            try:
-                return await _answer_of(message.id, outcome)
-            except OSError as error:
-                abandon(f"The rows of a batch cannot be handed over: {error}.")
+            if message.shard not in self._ending:
+                outcome = runtime.begin(delivery)
+            if type(outcome) is BatchOutcome and (outcome.rows is None or outcome.rows.nbytes <= NEAR_BYTES):
+                self._channel.send(*_answer_at_once(message.id, outcome))
+                if time.monotonic() - began > _LONG_SECONDS:
+                    self._channel.flush()  # others of the same frame may take long too
+                return
+        except Exception as error:  # noqa: BLE001  # told to the server, as the error that it is
+            self._channel.send(wire.failed(message.id, error))
+            return
+        finally:
+            self._mark.add(-1)
+        self._begin(message, self._go_on(message, outcome or runtime.process(delivery)))
+
+    async def _go_on(self, message: wire.Process, begun: Begun) -> _Answer:
+        """Do what is left of a batch."""
+        threads = self._ready().threads(message.shard)
+        try:
+            return await _answer_of(message.id, await outcome_of(begun))
         except asyncio.CancelledError:
             # The answer gives the line's room back, which a thread may still read.
             for thread in threads:
@@ -246,14 +270,26 @@ async def _behind(
 async def _answer_of(request: int, outcome: BatchOutcome) -> _Answer:
     """Return what became of a batch as a message, and the file that goes with it."""
     rows = outcome.rows
+    if rows is None or rows.nbytes <= NEAR_BYTES:
+        return _answer_at_once(request, outcome)
+    try:
+        file, size = await made(partial(rows_file, rows), lambda made: os.close(made[0]))
+    except OSError as error:
+        abandon(f"The rows of a batch cannot be handed over: {error}.")
+    return wire.done_of(request, outcome, rows_bytes=size), (file,)
+
+
+def _answer_at_once(request: int, outcome: BatchOutcome) -> _Answer:
+    """Do as ``_answer_of``, for rows that are quickly written."""
+    rows = outcome.rows
     if rows is None:
         return wire.done_of(request, outcome), ()
     if rows.nbytes <= INLINE_ROWS:
         return wire.done_of(request, outcome, rows=rows_bytes(rows)), ()
-    if rows.nbytes <= NEAR_BYTES:
+    try:
         file, size = rows_file(rows)
-    else:
-        file, size = await made(partial(rows_file, rows), lambda made: os.close(made[0]))
+    except OSError as error:
+        abandon(f"The rows of a batch cannot be handed over: {error}.")
     return wire.done_of(request, outcome, rows_bytes=size), (file,)
 
 

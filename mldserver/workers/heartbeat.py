@@ -30,12 +30,17 @@ class Heartbeat:
         end: socket.socket,
         loop: asyncio.AbstractEventLoop,
         running_ms: Callable[[], int],
+        in_call: Callable[[], bool],
         also: Callable[[], None],
     ) -> None:
-        """``running_ms``: how long the present synchronous call runs; ``also`` is done beside; both in the thread."""
+        """``running_ms``: how long the present synchronous call runs; ``in_call``: whether one keeps the loop.
+
+        ``also`` is done beside. All of them are called in the thread.
+        """
         self._end = end
         self._loop = loop
         self._running_ms = running_ms
+        self._in_call = in_call
         self._also = also
         self._turned = time.monotonic()
         self._resident = 0
@@ -51,7 +56,10 @@ class Heartbeat:
 
     def _beat(self) -> None:
         while True:
-            blocked = max(0.0, time.monotonic() - self._turned - BEAT_SECONDS)
+            now = time.monotonic()
+            if self._in_call():
+                self._turned = now
+            blocked = max(0.0, now - self._turned - BEAT_SECONDS)
             beat = BeatMessage(self._running_ms(), round(blocked * 1000), self._resident_bytes())
             try:
                 send_now(self._end, beat)

@@ -251,6 +251,7 @@ async def test_a_line_keeps_its_room_until_no_thread_reads_it_any_more_though_it
 ) -> None:
     text = (
         "import time, pathlib\n"
+        "blocking = True\n"
         "def process_record(record):\n"
         "    pathlib.Path('runs').touch()\n"
         "    while not pathlib.Path('go').exists(): time.sleep(0.01)\n"
