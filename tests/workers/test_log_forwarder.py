@@ -30,10 +30,10 @@ class Server:
     def read(self, most: int = 100_000) -> list[tuple[str, str, dict[str, Any]]]:
         told = []
         while len(told) < most:
-            messages = receive_now(self.there, wire.FromWorker)
-            if not messages:
+            try:
+                (message,) = receive_now(self.there, wire.FromWorker)
+            except BlockingIOError:
                 break
-            (message,) = messages
             assert isinstance(message, wire.LogLine)
             told.append((message.level, message.event, message.fields))
         return told
