@@ -98,5 +98,5 @@ class Exclusive:
             self._round += 1
             self._inside, self._alone = 0, False
             self._let_in()
-        elif self._waiting:
+        else:
             self._look_later()

@@ -120,23 +120,18 @@ class Spares:
                 continue
             self._making += 1
             try:
-                await self._make_one()
+                process = await WorkerProcess.start(self._start, self._clock)
+                await self._load(process, _LOAD_SECONDS)
+                self._backoff.worked()
+            except TimeoutError:
+                await self._pause(f"Loading the handler took longer than {_LOAD_SECONDS:g} s.")
+            except WorkerGone as gone:
+                await self._pause(_loading(gone))
+            except (OSError, HandlerError) as error:
+                await self._pause(str(error))
             finally:
                 self._making -= 1
                 self._changed.set()
-
-    async def _make_one(self) -> None:
-        try:
-            process = await WorkerProcess.start(self._start, self._clock)
-            await self._load(process, _LOAD_SECONDS)
-        except TimeoutError:
-            await self._pause(f"Loading the handler took longer than {_LOAD_SECONDS:g} s.")
-        except WorkerGone as gone:
-            await self._pause(_loading(gone))
-        except (OSError, HandlerError) as error:
-            await self._pause(str(error))
-        else:
-            self._backoff.worked()
 
     async def _load(self, process: WorkerProcess, seconds: float | None) -> wire.Loaded:
         """Keep a process once it has loaded the handler, else close it. Raises TimeoutError, and as ``loaded`` does."""
