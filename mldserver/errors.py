@@ -14,10 +14,18 @@ Every error carries, beside its sentence, what the server did about it (``did``)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
+
+
+EXIT_CLEAN: Final = 0
+EXIT_FAULT: Final = 1
+EXIT_OPERATOR: Final = 2
+"""Settings, handler, Java or ledger cannot work as given, however often they are tried."""
+EXIT_FORCED: Final = 3
+"""A second signal, or the grace was over before every row was durable; of `mldserver kcl`: the daemon was killed."""
 
 
 class MldserverError(Exception):

@@ -35,7 +35,17 @@ from mldserver import __version__
 from mldserver.assembly import Parts, Surroundings, assemble
 from mldserver.base.aws import require_aws
 from mldserver.base.clock import SystemClock
-from mldserver.errors import HandlerError, LedgerError, OperatorError, folder_error, leaves
+from mldserver.errors import (
+    EXIT_CLEAN,
+    EXIT_FAULT,
+    EXIT_FORCED,
+    EXIT_OPERATOR,
+    HandlerError,
+    LedgerError,
+    OperatorError,
+    folder_error,
+    leaves,
+)
 from mldserver.ledger.contract import WindowState
 from mldserver.observe.logging import reopen
 from mldserver.readiness import Readiness
@@ -54,13 +64,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger("mldserver")
 
 T = TypeVar("T")
-
-EXIT_CLEAN = 0
-EXIT_FAULT = 1
-EXIT_OPERATOR = 2
-"""Settings, handler, Java or ledger cannot work as given, however often they are tried."""
-EXIT_FORCED = 3
-"""A second signal, or the grace was over before every row was durable."""
 
 _LET_GO_SECONDS: Final = 1.0
 """How long connections may take to end, at the very end, while the runtime still runs; after a forced stop each part."""

@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from cyclopts import App, CycloptsError
 
 from mldserver.cli.stdio import ReaderGone, complain, guard_output
-from mldserver.errors import MldserverError, leaves
+from mldserver.errors import EXIT_FAULT, EXIT_OPERATOR, MldserverError, leaves
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-EXIT_FAULT: Final = 1
-EXIT_OPERATOR: Final = 2
 EXIT_INTERRUPTED: Final = 130
 """128 + SIGINT, as shells expect."""
 EXIT_READER_GONE: Final = 141

@@ -45,7 +45,7 @@ def backup_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fal
     folder
         A folder that is new, or empty.
     """
-    with _told_as_the_operators():
+    with as_operator_errors():
         settings, file, store = _places(where)
         if folder.exists() and any(folder.iterdir()):
             raise OperatorError(f"{folder} is not empty.", advice="Name a folder that is new.")
@@ -92,7 +92,7 @@ def restore_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fa
     from mldserver.coordinator.membership import ServerLocks  # noqa: PLC0415  # see above
     from mldserver.output.layout import PRIVATE, SERVERS  # noqa: PLC0415  # see above
 
-    with _told_as_the_operators():
+    with as_operator_errors():
         if not (folder / _LEDGER).is_file():
             raise OperatorError(
                 f"{folder} is no backup of a ledger.",
@@ -130,16 +130,6 @@ def restore_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fa
         "replaced": replaced and str(replaced),
     }
     return _tell(done, as_json=as_json)
-
-
-@contextlib.contextmanager
-def _told_as_the_operators() -> Iterator[None]:
-    """For a tool a ledger or a disk that fails is no fault of the program."""
-    try:
-        with as_operator_errors():
-            yield
-    except OSError as error:
-        raise OperatorError(f"{error.filename or 'A file'}: {error.strerror or error}.") from error
 
 
 def _places(where: Where) -> tuple[Settings, Path, OutputStore]:

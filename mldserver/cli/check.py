@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path  # noqa: TC003  # cyclopts reads the annotations
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
 from mldserver.cli.stdio import working_directory
-from mldserver.errors import ConfigError
+from mldserver.errors import EXIT_FAULT, ConfigError
 from mldserver.observe.log_lines import harmless
 from mldserver.windows import duration_ms
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from mldserver.runtime.trial import FailureClass, Report
 
-EXIT_BROKEN: Final = 1
 
 _HELP = """
 Import a handler and report everything that is wrong with it, with file and line where possible.
@@ -83,7 +82,7 @@ def check(
     report = check_handler(handler, retention_ms=retention_ms, timeout=timeout, lines=lines)
     sys.stdout.write(render(handler, report))
     fine = report.can_run if allow_dead_letters else report.ok
-    return 0 if fine else EXIT_BROKEN
+    return 0 if fine else EXIT_FAULT
 
 
 def render(handler: str, report: Report) -> str:

@@ -88,11 +88,15 @@ def settings_at(where: Where) -> Settings:
 
 @contextlib.contextmanager
 def as_operator_errors() -> Iterator[None]:
-    """For a tool a ledger that fails is no fault of the program: it was pointed at something that cannot be read."""
+    """For a tool a ledger or a disk that fails is no fault of the program: it was pointed at what cannot be read."""
     try:
         yield
     except LedgerError as error:
         raise OperatorError(error.what, did=error.did, advice=error.advice, **error.where) from error
+    except ReaderGone:
+        raise
+    except OSError as error:
+        raise OperatorError(f"{error.filename or 'A file'}: {error.strerror or error}.") from error
 
 
 def on_ledger(settings: Settings, work: Callable[[Ledger], Awaitable[None]]) -> None:

@@ -13,8 +13,9 @@ import structlog
 import uvloop
 
 from mldserver.cli.stdio import complain
+from mldserver.errors import EXIT_FORCED
 from mldserver.observe.logging import logging_to
-from mldserver.server import EXIT_FORCED, Server
+from mldserver.server import Server
 
 if TYPE_CHECKING:
     from collections.abc import Callable

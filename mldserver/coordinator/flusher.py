@@ -64,7 +64,7 @@ class Destination(Protocol):
     """Keeps letters durably, before the positions of their records move.
 
     A server that dies between the two has written them, and writes them again when their records come again: the id
-    of a letter's document (``document.py``) is the same both times.
+    of a letter's document (``deadletters/destinations.py``) is the same both times.
     """
 
     async def store(self, letters: tuple[DeadLetter, ...]) -> tuple[DeadLetter, ...]:

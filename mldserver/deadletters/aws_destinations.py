@@ -10,8 +10,8 @@ import contextlib
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import structlog
 from botocore.exceptions import BotoCoreError, ClientError
@@ -71,36 +71,36 @@ def batches(messages: Iterable[Message], *, count: int, size: int) -> Iterator[l
         yield batch
 
 
+@dataclass
 class AwsDestination(ABC):
     """A client that is made when it is first needed, and errors as the server tells them."""
 
-    service: str
+    service: ClassVar[str]
 
-    def __init__(
-        self,
-        place: str,
-        *,
-        pipeline: str,
-        clock: Clock,
-        jitter: Callable[[], float],
-        session: Any = None,
-        region: str | None = None,
-        endpoint_url: str | None = None,
-    ) -> None:
-        """``place``: as AWS calls it; ``jitter`` gives numbers from [0, 1); ``session``: aioboto3's, for tests."""
-        self._place = place
-        self._pipeline = pipeline
-        self._clock = clock
-        self._jitter = jitter
-        self._where: dict[str, Any] = {"region": region, "endpoint_url": endpoint_url, "session": session}
-        self._resources = contextlib.AsyncExitStack()
-        self._client: Any = None
+    place: str
+    """As AWS calls it."""
+    _: KW_ONLY
+    pipeline: str
+    clock: Clock
+    jitter: Callable[[], float]
+    """Gives numbers from [0, 1)."""
+    session: Any = None
+    """aioboto3's, for tests."""
+    region: str | None = None
+    endpoint_url: str | None = None
+    _resources: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
+    _client: Any = None
 
     async def _reach(self) -> Any:
         if self._client is None:
-            retries = {"mode": "standard"}
             client = aws_client(
-                self.service, connect_timeout=3, read_timeout=20, retries=retries, **self._where
+                self.service,
+                connect_timeout=3,
+                read_timeout=20,
+                retries={"mode": "standard"},
+                region=self.region,
+                endpoint_url=self.endpoint_url,
+                session=self.session,
             )
             self._client = await self._resources.enter_async_context(client)
         return self._client
@@ -117,10 +117,10 @@ class AwsDestination(ABC):
 
     def _out_of_reach(self, why: str) -> LedgerError:
         return LedgerError(
-            f"Dead letters cannot be stored at {self._place}: {why}.",
+            f"Dead letters cannot be stored at {self.place}: {why}.",
             did="No position moves, rows and letters stay in memory, and all is tried again.",
             advice="Look whether it is there, and whether this server may write to it.",
-            path=self._place,
+            path=self.place,
         )
 
     async def close(self) -> None:
@@ -140,7 +140,7 @@ class _Sending(AwsDestination):
     async def _store(self, letters: tuple[DeadLetter, ...]) -> tuple[DeadLetter, ...]:
         client = await self._reach()
         limit = self._limit = self._limit or await self._message_limit(client)
-        bodies = [json.dumps(document(letter, self._pipeline)) for letter in letters]
+        bodies = [json.dumps(document(letter, self.pipeline)) for letter in letters]
         messages = [
             Message(letter, body, len(body) + _KEY_LENGTH)
             for letter, body in zip(letters, bodies, strict=True)
@@ -162,7 +162,7 @@ class _Sending(AwsDestination):
                 left, why = await self._send(client, left)
                 if not left:
                     break
-                await self._clock.sleep(backoff(turn + 1, 0.1, 2.0, self._jitter()))
+                await self.clock.sleep(backoff(turn + 1, 0.1, 2.0, self.jitter()))
             else:
                 raise self._out_of_reach(f"{len(left)} letters were not taken, {_SENDINGS} times ({why})")
         return too_large
@@ -183,24 +183,22 @@ class QueueDestination(_Sending):
     call_bytes = _SQS_BYTES
 
     async def _message_limit(self, client: Any) -> int:
-        answer = await client.get_queue_attributes(
-            QueueUrl=self._place, AttributeNames=["MaximumMessageSize"]
-        )
+        answer = await client.get_queue_attributes(QueueUrl=self.place, AttributeNames=["MaximumMessageSize"])
         limit = min(int(answer["Attributes"]["MaximumMessageSize"]), _SQS_BYTES)
         self.call_bytes = limit
         return limit
 
     def _entry(self, place: int, message: Message) -> dict[str, Any]:
         entry = {"Id": str(place), "MessageBody": message.body}
-        if self._place.endswith(".fifo"):
-            name = identity(message.letter, self._pipeline)
+        if self.place.endswith(".fifo"):
+            name = identity(message.letter, self.pipeline)
             entry["MessageGroupId"] = message.letter.shard_id
             entry["MessageDeduplicationId"] = hashlib.sha256(name.encode()).hexdigest()
         return entry
 
     async def _send(self, client: Any, batch: list[Message]) -> tuple[list[Message], str]:
         entries = [self._entry(place, message) for place, message in enumerate(batch)]
-        answer = await client.send_message_batch(QueueUrl=self._place, Entries=entries)
+        answer = await client.send_message_batch(QueueUrl=self.place, Entries=entries)
         failed = {int(entry["Id"]): entry for entry in answer.get("Failed", ())}
         why = ", ".join(sorted({str(entry.get("Code")) for entry in failed.values()}))
         return [batch[place] for place in sorted(failed)], why
@@ -214,13 +212,13 @@ class StreamDestination(_Sending):
     call_bytes = _KINESIS_CALL_BYTES
 
     async def _message_limit(self, client: Any) -> int:
-        answer = await client.describe_stream_summary(StreamName=self._place)
+        answer = await client.describe_stream_summary(StreamName=self.place)
         kib = answer["StreamDescriptionSummary"].get("MaxRecordSizeInKiB")
         return int(kib) * 1024 if kib else _KINESIS_BYTES
 
     async def _send(self, client: Any, batch: list[Message]) -> tuple[list[Message], str]:
         records = [{"Data": message.body.encode(), "PartitionKey": _key(message.letter)} for message in batch]
-        answer = await client.put_records(StreamName=self._place, Records=records)
+        answer = await client.put_records(StreamName=self.place, Records=records)
         codes = [record.get("ErrorCode") for record in answer["Records"]]
         left = [message for message, code in zip(batch, codes, strict=True) if code]
         return left, ", ".join(sorted({code for code in codes if code}))
@@ -241,13 +239,13 @@ class BucketDestination(AwsDestination):
 
     async def _store(self, letters: tuple[DeadLetter, ...]) -> tuple[DeadLetter, ...]:
         client = await self._reach()
-        bucket, _, prefix = self._place.partition("/")
+        bucket, _, prefix = self.place.partition("/")
         for group in grouped(letters):
-            name = f"{self._pipeline}/{file_name(group, 'jsonl')}"
+            name = f"{self.pipeline}/{file_name(group, 'jsonl')}"
             await client.put_object(
                 Bucket=bucket,
                 Key=f"{prefix}/{name}" if prefix else name,
-                Body=file_content(group, self._pipeline, "jsonl"),
+                Body=file_content(group, self.pipeline, "jsonl"),
             )
         return ()
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import fnmatch
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -212,16 +213,15 @@ def _read(fs: pafs.FileSystem, name: str, pipeline: str) -> Iterator[DeadLetter]
         yield from_document(fields)
 
 
+@dataclass(frozen=True)
 class FolderDestination:
-    """A ``Destination``: one file for each shard of a flush."""
+    """A ``Destination`` below a folder of a store: one file for each shard of a flush."""
 
-    def __init__(
-        self, store: OutputStore, folder: str, *, pipeline: str, kind: Literal["jsonl", "parquet"]
-    ) -> None:
-        self._store = store
-        self._folder = folder
-        self._pipeline = pipeline
-        self._kind = kind
+    output: OutputStore
+    folder: str
+    _: KW_ONLY
+    pipeline: str
+    kind: Literal["jsonl", "parquet"]
 
     async def store(self, letters: tuple[DeadLetter, ...]) -> tuple[DeadLetter, ...]:
         """Write files; none is too large."""
@@ -230,16 +230,16 @@ class FolderDestination:
 
     def _write(self, letters: tuple[DeadLetter, ...]) -> None:
         for group in grouped(letters):
-            path = f"{self._folder}/{file_name(group, self._kind)}"
-            data = file_content(group, self._pipeline, self._kind)
-            if not self._store.local:
-                self._store.put(path, data)
+            path = f"{self.folder}/{file_name(group, self.kind)}"
+            data = file_content(group, self.pipeline, self.kind)
+            if not self.output.local:
+                self.output.put(path, data)
                 continue
             # Readers see a file whole or not at all, also after a power cut.
-            self._store.put(f"{path}.part", data)
-            self._store.sync(f"{path}.part")
-            self._store.rename(f"{path}.part", path)
-            self._store.sync(path)
+            self.output.put(f"{path}.part", data)
+            self.output.sync(f"{path}.part")
+            self.output.rename(f"{path}.part", path)
+            self.output.sync(path)
 
     async def close(self) -> None:
         """Do nothing."""

@@ -8,15 +8,17 @@ import os
 import re
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
 from mldserver.records import Discard, Fatal, Retry, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator
+    from collections.abc import Callable, Hashable, Iterator
     from types import CodeType, TracebackType
+
+T = TypeVar("T")
 
 _MESSAGE_LIMIT = 10_000
 _TRACEBACK_LIMIT = 20_000
@@ -106,7 +108,8 @@ def describe(error: BaseException) -> Failure:
     if not isinstance(error, Verdict):
         return Failure(summary, text, cls.names, frames=frames)
     wish = next((wish for kind, wish in _WISHES.items() if isinstance(error, kind)), None)
-    return Failure(summary, text, cls.names, wish, _after(error), _records(error), frames)
+    after, records = _safely(lambda: _after(error), None), _safely(lambda: _records(error), None)
+    return Failure(summary, text, cls.names, wish, after, records, frames)
 
 
 def _class_of(error: BaseException) -> _Class:
@@ -188,10 +191,8 @@ def _frames_of(place: TracebackType | None) -> str:
 
 def printed(value: object) -> str:
     """Return ``str`` of anything of the user's, bounded, even of what fails to print itself."""
-    try:
-        text = str.__str__(str(value))  # what a __str__ returns may be of a class with code of its own
-    except BaseException:  # noqa: BLE001  # it may fail in any way
-        return "(its message cannot be printed)"
+    # What a __str__ returns may be of a class with code of its own.
+    text = _safely(lambda: str.__str__(str(value)), "(its message cannot be printed)")
     cut = len(text) - _MESSAGE_LIMIT
     return text if cut <= 0 else f"{text[:_MESSAGE_LIMIT]}… ({cut} more characters)"
 
@@ -202,28 +203,26 @@ def _middle_cut(text: str) -> str:
 
 
 def _of_class(cls: type, name: str) -> str:
-    try:
-        return str(getattr(cls, name))
-    except BaseException:  # noqa: BLE001  # metaclasses have code too
-        return "(a class without a name)"
+    return _safely(lambda: str(getattr(cls, name)), "(a class without a name)")
 
 
 def _after(error: Verdict) -> float | None:
     """Return how long to wait; None when a subclass holds something else than a number of seconds there."""
-    try:
-        after = error.after if isinstance(error, Retry) else None
-        return None if after is None or not 0 <= after < math.inf else float(after)
-    except BaseException:  # noqa: BLE001  # subclasses have code too
-        return None
+    after = error.after if isinstance(error, Retry) else None
+    return None if after is None or not 0 <= after < math.inf else float(after)
 
 
 def _records(error: Verdict) -> tuple[Any, ...] | None:
     """Return which records are meant; None when a subclass holds something else than some of them there."""
+    return None if error.records is None else tuple(error.records)
+
+
+def _safely(read: Callable[[], T], otherwise: T) -> T:
+    """Return what is read of an object of the user's, whose class (and metaclass) may have code that fails in any way."""
     try:
-        records = error.records
-        return None if records is None else tuple(records)
+        return read()
     except BaseException:  # noqa: BLE001  # see above
-        return None
+        return otherwise
 
 
 def _users_part(tb: TracebackType | None) -> TracebackType | None:

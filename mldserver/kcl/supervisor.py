@@ -22,7 +22,7 @@ from mldserver.base.aio import first_of
 from mldserver.base.aws import aws_client
 from mldserver.children.process import ChildProcess
 from mldserver.config.kinds import UnixAddress
-from mldserver.errors import NotThereYet, OperatorError
+from mldserver.errors import EXIT_CLEAN, EXIT_FAULT, EXIT_FORCED, NotThereYet, OperatorError
 from mldserver.kcl.digest import ENDS_ITSELF, Digest, LogParser, verbatim
 
 if TYPE_CHECKING:
@@ -35,9 +35,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("mldserver")
 
-EXIT_CLEAN: Final = 0
-EXIT_FAULT: Final = 1
-EXIT_FORCED: Final = 3
 JOIN_SECONDS: Final = 0.2
 """A line of the JVM's own that nothing follows for this long is complete."""
 LAST_SECONDS: Final = 3.0

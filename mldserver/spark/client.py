@@ -16,6 +16,7 @@ import os
 import shutil
 import tempfile
 import time
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,70 +51,62 @@ _SCRATCH = "spark-"
 """How the names of the drivers' scratch directories begin."""
 
 
+@dataclass(eq=False)
 class SparkEngine:
-    """``mldserver.jobs.engine.Engine`` on a Spark driver in a child process."""
+    """``mldserver.jobs.engine.Engine`` on a Spark driver in a child process. Times are in seconds."""
 
-    def __init__(
-        self,
-        handler_path: str,
-        schema_ddl: str,
-        *,
-        master: str = "local[*]",
-        conf: Mapping[str, str] | None = None,
-        ui: bool = False,
-        java_home: str | None = None,
-        cache_dir: str | Path | None = None,
-        work_dir: str | Path | None = None,
-        python_path: Sequence[str] | None = None,
-        concurrency: int = 1,
-        job_deadline: float | None = None,
-        start_deadline: float = 600,
-        cancel_grace: float = 10,
-        stop_grace: float = 10,
-        quick: bool = False,
-        archive_after: float | None = 60,
-        clock: Clock | None = None,
-        command: Sequence[str] | None = None,
-        sink: SinkSpec | None = None,
-        group_limit: int = 1,
-    ) -> None:
-        """Take plain settings; nothing is started. Times are in seconds.
+    handler_path: str
+    schema_ddl: str
+    _: KW_ONLY
+    master: str = "local[*]"
+    conf: Mapping[str, str] = field(default_factory=dict)
+    ui: bool = False
+    java_home: str | None = None
+    cache_dir: Path | None = None
+    """Where class archives lie; None: none is used."""
+    work_dir: Path | None = None
+    """A directory for scratch space, this server's own; None: the machine's temporary directory. A cluster, and a Spark
+    Connect server, must see segments and staging under the same paths; one that sees it too can be warmed up there."""
+    python_path: Sequence[str] | None = None
+    """Folders that are importable in the driver and in Spark's workers; None: the working directory."""
+    concurrency: int = 1
+    job_deadline: float | None = None
+    """What a window's job may take; None: for ever."""
+    start_deadline: float = 600
+    cancel_grace: float = 10
+    stop_grace: float = 10
+    quick: bool = False
+    """See ``session.py``."""
+    archive_after: float | None = 60
+    """How long the driver must have been ready until a class archive is made where none is yet; None: never."""
+    clock: Clock = field(default_factory=SystemClock)
+    command: Sequence[str] = field(default_factory=driver_command)
+    """What is started as the driver."""
+    sink: SinkSpec | None = None
+    """The table to publish into, if any."""
+    group_limit: int = 1
+    """How many windows share one Spark job at most; on Spark Connect always 1 (``window_job.py``), and it must be 1 where
+    staging is not on a local file system."""
 
-        ``work_dir``: a directory for scratch space, this server's own; default: the machine's temporary directory. A
-        cluster, and a Spark Connect server, must see segments and staging under the same paths; one that sees
-        ``work_dir`` too can be warmed up there.
-        ``python_path``: folders that are importable in the driver and in Spark's workers; default: the working
-        directory. ``job_deadline``: what a window's job may take; None: for ever. ``quick``: see ``session.py``.
-        ``cache_dir``: where class archives lie; None: none is used. ``archive_after``: how long the driver must have been
-        ready until one is made where none is yet; None: never. ``command``: what is started instead of our driver. ``sink``: the table to publish into, if any.
-        ``group_limit``: how many windows share one Spark job at most; on Spark Connect always 1 (``window_job.py``), and
-        it must be 1 where staging is not on a local file system.
-        """
+    def __post_init__(self) -> None:
+        """Prepare; nothing is started."""
+        python_path = (str(Path.cwd()),) if self.python_path is None else tuple(self.python_path)
         self._setup = Start(
-            handler_path,
-            schema_ddl,
-            master,
+            self.handler_path,
+            self.schema_ddl,
+            self.master,
             scratch="",
-            conf=dict(conf or {}),
-            python_path=tuple(python_path) if python_path is not None else (str(Path.cwd()),),
-            ui=ui,
-            quick=quick,
-            concurrency=concurrency,
-            sink=sink,
+            conf=dict(self.conf),
+            python_path=python_path,
+            ui=self.ui,
+            quick=self.quick,
+            concurrency=self.concurrency,
+            sink=self.sink,
         )
-        self._java_home = java_home
-        self._cache = Path(cache_dir) if cache_dir is not None else None
-        self._work = Path(work_dir).absolute() if work_dir is not None else None
-        self._job_deadline = job_deadline
-        self._start_deadline = start_deadline
-        self._cancel_grace = cancel_grace
-        self._stop_grace = stop_grace
-        self._archive_after = archive_after
-        self._clock: Clock = clock or SystemClock()
-        self._command = list(command) if command is not None else driver_command()
-        self.group_limit = 1 if is_connect(master) else group_limit
-        """As many as the settings say; 1 on Spark Connect."""
-        self._slots = asyncio.Semaphore(concurrency)
+        self._work = None if self.work_dir is None else self.work_dir.absolute()
+        if is_connect(self.master):
+            self.group_limit = 1
+        self._slots = asyncio.Semaphore(self.concurrency)
         self._changed = asyncio.Event()
         """Set and replaced at each change of ``_ready_life`` or ``_over``."""
         self._life: Life | None = None
@@ -141,7 +134,7 @@ class SparkEngine:
         self._running = True
         over = "The engine is closed."
         try:
-            java = None if is_connect(self._setup.master) else await probe(self._java_home, os.environ)
+            java = None if is_connect(self.master) else await probe(self.java_home, os.environ)
             await asyncio.to_thread(self._sweep)
             await self._keep_alive(java)
         except BaseException as error:
@@ -167,7 +160,7 @@ class SparkEngine:
         See ``Engine.compute_group``.
         """
         began = time.monotonic()
-        deadline = None if self._job_deadline is None else self._job_deadline * len(jobs)
+        deadline = None if self.job_deadline is None else self.job_deadline * len(jobs)
         async with self._slots:
             life = await self._ready()
             outputs = await life.compute(jobs, deadline)
@@ -178,7 +171,7 @@ class SparkEngine:
         """Write an output into the table, waiting for a driver and for a free slot first. See ``Engine.publish``."""
         async with self._slots:
             life = await self._ready()
-            await life.publish(job, self._job_deadline)
+            await life.publish(job, self.job_deadline)
 
     async def close(self) -> None:
         """Stop the driver in good order within the grace, kill it beyond. No process is left on return."""
@@ -188,7 +181,7 @@ class SparkEngine:
         if self._life is not None:
             self._life.stop()
         try:
-            async with asyncio.timeout(self._stop_grace):
+            async with asyncio.timeout(self.stop_grace):
                 await self._ended.wait()
         except TimeoutError:
             if self._life is not None:
@@ -227,16 +220,16 @@ class SparkEngine:
                     who, exit_code = "jvm", life.jvm_exit_code
             delay = backoff.failed()
             log.error("spark.lost", who=who, reason=reason, exit_code=exit_code, delay_seconds=delay)
-            await happens(self._closing, self._clock, delay)
+            await happens(self._closing, self.clock, delay)
 
     def _give_up(self, life: Life) -> None:
         """Raise when another start cannot end better than the last."""
-        failed, master = life.failed, self._setup.master
+        failed, master = life.failed, self.master
         if self._was_ready or failed is None:
             return
         if failed.fault == "handler":
             of_handler = HandlerUnready if failed.error == HandlerUnready.__name__ else HandlerInvalid
-            raise of_handler(failed.message, handler=self._setup.handler, traceback=failed.traceback)
+            raise of_handler(failed.message, handler=self.handler_path, traceback=failed.traceback)
         self._failed_starts += 1
         if failed.fault != "operator" and not (is_local(master) and self._failed_starts >= _FIRST_STARTS):
             return
@@ -256,23 +249,23 @@ class SparkEngine:
         start, wanted = await asyncio.to_thread(self._plan, java)
         log.info(
             "spark.starting",
-            master=self._setup.master,
+            master=self.master,
             java=java.version if java else None,
             start=self._starts,
         )
         try:
             self._life = life = await Life.begin(
-                self._command,
+                self.command,
                 self._environment(start, java),
                 start,
-                self._clock,
-                cancel_grace=self._cancel_grace,
+                self.clock,
+                cancel_grace=self.cancel_grace,
             )
             if self._closing.is_set():
                 life.kill("The engine is closing.")
             async with asyncio.TaskGroup() as tasks:
                 follow = tasks.create_task(self._follow(life, began, java, wanted))
-                await life.live(self._start_deadline)
+                await life.live(self.start_deadline)
                 follow.cancel()
         finally:
             self._life = None
@@ -296,21 +289,21 @@ class SparkEngine:
             spark_version=started.spark_version if started else None,
             ui=started.ui if started else None,
         )
-        if wanted is None or self._archive_after is None:
+        if wanted is None or self.archive_after is None:
             return
-        await self._clock.sleep(self._archive_after)
+        await self.clock.sleep(self.archive_after)
         try:
             start = await asyncio.to_thread(self._start, str(wanted), train=True)
         except OSError as error:  # a full disk is no reason to end a driver that works
             log.warning("spark.log", logger=__name__, text=f"No class archive was made. {error}")
         else:
-            await train(start, self._command, self._environment(start, java), self._clock)
+            await train(start, self.command, self._environment(start, java), self.clock)
 
     def _plan(self, java: Java | None) -> tuple[Start, Path | None]:
         """Return how to start a driver, and the class archive that is wanted but not there yet."""
-        if java is None or self._cache is None:
+        if java is None or self.cache_dir is None:
             return self._start(None, train=False), None
-        path = archive_path(self._cache, java, self._setup.conf, os.environ, quick=self._setup.quick)
+        path = archive_path(self.cache_dir, java, self.conf, os.environ, quick=self.quick)
         if is_there(path):
             return self._start(str(path), train=False), None
         return self._start(None, train=False), path

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from mldserver.base.clock import SystemClock
-from mldserver.server import EXIT_FAULT, EXIT_OPERATOR, Server
+from mldserver.errors import EXIT_FAULT, EXIT_OPERATOR
+from mldserver.server import Server
 from mldserver.testing.daemon import Form, NoServer
 from mldserver.testing.daemon_session import DaemonHangs, Habits, finishes_within
 from mldserver.testing.fake_mld import EXIT_KILLED, FakeMLD

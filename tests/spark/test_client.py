@@ -392,7 +392,7 @@ async def test_an_archive_is_made_when_the_driver_has_been_ready_for_a_while(
         start = await asked
     assert (start.train, start.handler, start.master) == (True, "", "local[1]")
     assert start.archive is not None
-    assert start.archive.startswith(str(it.engine._cache))
+    assert start.archive.startswith(str(it.engine.cache_dir))
 
 
 async def test_closing_what_never_ran_does_nothing(bench: Callable[..., Bench]) -> None:

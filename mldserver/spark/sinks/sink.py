@@ -31,7 +31,7 @@ class SinkSpec:
     """A place that windows are published into: plain values only, since it crosses a process border."""
 
     format: str
-    """The sink's name (``sinks/__init__.py``)."""
+    """The sink's name (``spark/sinks/__init__.py``)."""
     target: str
     """As the sink's ``parse`` returned it; it may hold a password."""
     table: str = ""
