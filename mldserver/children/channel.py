@@ -235,8 +235,10 @@ class Channel(Generic[M]):
 
     def _fail(self, what: str | None) -> None:
         if self._open:
-            self.close()
-            self._ended(what)
+            try:
+                self._ended(what)  # before the other side can notice: it kills whoever has hung up
+            finally:
+                self.close()
 
 
 def send_now(end: socket.socket, message: Message, *, wait_seconds: float = 0.0) -> bool:

@@ -87,7 +87,7 @@ class Child:
 
     def _hung_up(self, wrong: str | None) -> None:
         if wrong is not None:
-            os.write(2, f"The server's messages cannot be taken: {wrong}\n".encode())
+            abandon(f"The server's messages cannot be taken: {wrong}.")
         self._over.set()
 
     async def _serve(self) -> None:
@@ -302,11 +302,12 @@ def leave(serving: asyncio.Task[None]) -> None:
 
 
 def abandon(why: str) -> NoReturn:
-    """End the process, which cannot do its work any more: the handler has ended its loop, or used up its descriptors.
+    """End the process, which cannot do its work any more: the handler has ended its loop, say, or used up its descriptors.
 
     No request has failed by that. They are all made again, and whose record it was is found as for any other death.
     """
-    os.write(2, f"{why}\n".encode())
+    with contextlib.suppress(OSError):  # the handler may have closed it
+        os.write(2, f"{why}\n".encode())
     os._exit(1)
 
 

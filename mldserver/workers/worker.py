@@ -158,7 +158,8 @@ class Worker:
     @property
     def ready(self) -> WorkerProcess | None:
         """Its process, if that takes requests and is not to be replaced."""
-        return None if self._retiring else self.present
+        process = self._process
+        return process if process is not None and process.is_open and not self._retiring else None
 
     @contextlib.contextmanager
     def searching(self) -> Iterator[None]:
@@ -176,10 +177,10 @@ class Worker:
 
     async def process(self) -> WorkerProcess:
         """Return the present process, once there is one that takes requests."""
-        while self._process is None or not self._process.is_open or self._retiring:
+        while (process := self.ready) is None:
             self._there.clear()
             await self._there.wait()
-        return self._process
+        return process
 
     async def run(self) -> None:
         """Keep a process running until cancelled."""

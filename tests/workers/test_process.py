@@ -89,6 +89,15 @@ async def test_without_descriptors_no_process_is_started_and_none_is_left_open(
     assert (workers_ends, descriptors()) == ([], before)
 
 
+async def test_a_worker_that_cannot_take_what_the_server_says_ends_and_tells_why() -> None:
+    process = await WorkerProcess.start(START, VirtualClock())
+    process._channel.flush()
+    process._channel._socket.send(b"\xff")
+    await process.run()
+    assert await process.ending() == "exit code 1"
+    assert "The server's messages cannot be taken: 1 bytes are no messages" in process.last_words
+
+
 class Child:
     """A process that ends when it is told to, or killed; what it has sent is read when somebody looks."""
 
