@@ -59,6 +59,7 @@ def test_news_cost_no_more_however_many_windows_are_known() -> None:
         book = book_of(*(entry(f"w{number}", WindowState.SET_ASIDE, 5) for number in range(windows)))
         with counting_python() as operations:
             turn(book, entry("w3", WindowState.SET_ASIDE, 5, pending=1))
-            assert set(book.state(1).windows) == {"w3"}
+            news = book.state(1)
+        assert set(news.windows) == {"w3"}
         counts.append(operations.count)
     assert counts[0] == counts[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,11 +34,13 @@ def counting_python() -> Iterator[Operations]:
         return trace
 
     before = sys.gettrace()
+    gc.disable()  # what ends other tests' garbage is no part of it
     sys.settrace(trace)
     try:
         yield told
     finally:
         sys.settrace(before)
+        gc.enable()
 
 
 @contextlib.contextmanager
