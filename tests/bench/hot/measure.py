@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from typing import TYPE_CHECKING, Any
 
 import uvloop
@@ -53,6 +54,29 @@ async def latency(connections: int, batches: int, effort: Effort) -> dict[str, f
         by_name = {"raw echo": echo, "inline": inline, "one worker": worker}
         found = await side_by_side(by_name, SHAPES[0], effort, connections=connections, batches=batches)
     return {name: each["least_p99_us"] for name, each in found.items()}
+
+
+async def quiet(connections: int, seconds: int) -> float:
+    """Return what a server inline takes of one core while each connection has a batch of one record a second."""
+    shape = SHAPES[0]
+    line = shape.line()
+    async with peers.mldserver() as server:
+        opened = await connect(server, connections, "quiet")
+
+        async def send(place: int, connection: peers.Connection) -> None:
+            await asyncio.sleep(place / connections)
+            for number in range(seconds):
+                due = asyncio.create_task(asyncio.sleep(1))
+                await connection.exchange(shape.numbered(line, number))
+                await due
+
+        async with asyncio.TaskGroup() as group:
+            for place, connection in enumerate(opened):
+                group.create_task(send(place, connection))
+            await asyncio.sleep(1)
+            before, began = server.cpu_ns(), time.perf_counter()
+            await asyncio.sleep(max(1, seconds - 2))
+            return (server.cpu_ns() - before) / 1e9 / (time.perf_counter() - began)
 
 
 async def memory(counts: Sequence[int], kclpy_counts: Sequence[int]) -> dict[str, dict[int, int]]:
@@ -109,6 +133,9 @@ def everything(effort: Effort, chosen: Chosen, progress: Callable[[str], None]) 
             "latency_us": await latency(64 if full else 4, 50 if full else 3, effort),
         }
         progress("64 connections: measured")
+        count = 2000 if full else 4
+        told["quiet"] = {f"{count:,}": await quiet(count, 12 if full else 2)}
+        progress("a batch a second on each connection: measured")
         told["memory"] = await memory((1, 8, 64, 512, 2000) if full else (1, 4), (1, 8) if full else (1,))
         progress("idle shards: measured")
         told["long_line"] = await long_line(150 if full else 1)
