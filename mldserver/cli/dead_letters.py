@@ -96,6 +96,10 @@ class Which:
 _ALL: Final = Which()
 
 
+Letters = Annotated[str, Parameter(help="Ids, as `dead-letters list` shows them; or conditions; or `--all`.")]
+Everything = Annotated[bool, Parameter(name="--all", negative=(), help="All letters.")]
+
+
 @app.command(name="list")
 def list_letters(
     *,
@@ -176,9 +180,9 @@ def show_letter(
 
 @app.command(name="redrive")
 def redrive_letters(
-    *letters: str,
+    *letters: Letters,
     which: Which = _ALL,
-    everything: Annotated[bool, Parameter(name="--all", negative=())] = False,
+    everything: Everything = False,
     files: Annotated[list[str] | None, Parameter(name="--from", negative=())] = None,
     cancel: Annotated[bool, Parameter(negative=())] = False,
     where: Where = HERE,
@@ -188,10 +192,6 @@ def redrive_letters(
 
     Parameters
     ----------
-    letters
-        Ids, as `dead-letters list` shows them; or conditions; or `--all`.
-    everything
-        All letters.
     files
         Letters that lie in files (`dead_letters = jsonl` or `parquet`, or `s3://…`), as paths or URIs; `*` stands for
         any name in a folder. They are put into the ledger first; one that is there already is not put in again.
@@ -225,9 +225,9 @@ def redrive_letters(
 
 @app.command(name="purge")
 def purge_letters(
-    *letters: str,
+    *letters: Letters,
     which: Which = _ALL,
-    everything: Annotated[bool, Parameter(name="--all", negative=())] = False,
+    everything: Everything = False,
     yes: Annotated[bool, Parameter(negative=())] = False,
     where: Where = HERE,
     as_json: AsJson = False,
@@ -236,10 +236,6 @@ def purge_letters(
 
     Parameters
     ----------
-    letters
-        Ids, as `dead-letters list` shows them; or conditions; or `--all`.
-    everything
-        All letters.
     yes
         Delete them.
     """

@@ -42,6 +42,9 @@ Exit codes: 0 done, 2 there is no such window or ledger, or it cannot be read.
 app = App(name="windows", help=_HELP, help_format="markdown")
 
 
+Windows = Annotated[str, Parameter(help="Ids of windows, as `windows list` shows them.")]
+
+
 @app.command(name="list")
 def list_windows(
     *,
@@ -103,43 +106,26 @@ def show_window(window: str, /, *, where: Where = HERE, as_json: AsJson = False)
 
 
 @app.command(name="retry")
-def retry_windows(*windows: str, where: Where = HERE, as_json: AsJson = False) -> int:
-    """Run windows again that are halted or were set aside, at once. A server that runs, or the next that starts, does.
-
-    Parameters
-    ----------
-    windows
-        Ids of windows, as `windows list` shows them.
-    """
+def retry_windows(*windows: Windows, where: Where = HERE, as_json: AsJson = False) -> int:
+    """Run windows again that are halted or were set aside, at once. A server that runs, or the next that starts, does."""
     return _decide(
         windows, "retry", "retried", "is tried again: a server that runs computes it.", where, as_json
     )
 
 
 @app.command(name="set-aside")
-def set_windows_aside(*windows: str, where: Where = HERE, as_json: AsJson = False) -> int:
-    """Put windows aside that are halted, with their rows, so that those behind them go on; `retry` runs them later.
-
-    Parameters
-    ----------
-    windows
-        Ids of windows, as `windows list` shows them.
-    """
+def set_windows_aside(*windows: Windows, where: Where = HERE, as_json: AsJson = False) -> int:
+    """Put windows aside that are halted, with their rows, so that those behind them go on; `retry` runs them later."""
     text = "is set aside with its rows: the windows behind it go on."
     return _decide(windows, "set_aside", "set_aside", text, where, as_json)
 
 
 @app.command(name="skip")
-def skip_windows(*windows: str, where: Where = HERE, as_json: AsJson = False) -> int:
+def skip_windows(*windows: Windows, where: Where = HERE, as_json: AsJson = False) -> int:
     """Give up windows that are halted or were set aside: they count as published, without new output, and stay so.
 
     Their segments are deleted after `retention`, late rows that wait among them; those that come later go to the late
     dataset. What an earlier revision has published stays.
-
-    Parameters
-    ----------
-    windows
-        Ids of windows, as `windows list` shows them.
     """
     text = "is skipped: it counts as published, without new output, and {rows:,} rows are given up."
     return _decide(windows, "skip", "skipped", text, where, as_json)

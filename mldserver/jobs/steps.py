@@ -119,12 +119,12 @@ class WindowSteps:
             Committed(
                 attempt.entry,
                 attempt.attempt,
-                output_of(attempt.entry, commit),
+                Output(entry.window_id, entry.revision, attempt.staging, result.files, result.rows),
                 result.seconds,
                 attempt.began_ms,
             )
-            for attempt, commit, result in zip(begun, commits, results, strict=True)
-            if attempt.entry.window_id in counted
+            for attempt, result in zip(begun, results, strict=True)
+            if (entry := attempt.entry).window_id in counted
         )
 
     async def _begin(self, entries: Sequence[WindowEntry]) -> tuple[_Begun, ...]:
@@ -191,8 +191,8 @@ class WindowSteps:
         if now is None or now.staging is None or (now.state, now.owner, now.revision) != ours:
             log.debug("window.dropped", window=entry.window_id, revision=entry.revision)
             return None
-        commit = Commit(now.window_id, now.attempt, now.staging, now.files, now.rows_out)
-        return Committed(now, now.attempt, output_of(now, commit), 0.0, self.clock.steady_ms())
+        output = Output(now.window_id, now.revision, now.staging, now.files, now.rows_out)
+        return Committed(now, now.attempt, output, 0.0, self.clock.steady_ms())
 
     async def publish(self, committed: Sequence[Committed]) -> None:
         """Make committed windows visible, and free what is not needed any more. Repeatable.
@@ -246,8 +246,3 @@ class WindowSteps:
             # A disk that fails must not stop this: a later start finds what is left.
             with contextlib.suppress(OSError):
                 await asyncio.to_thread(self.publisher.clean, [output])
-
-
-def output_of(entry: WindowEntry, commit: Commit) -> Output:
-    """Return what a commit has to show."""
-    return Output(entry.window_id, entry.revision, commit.staging, commit.files, commit.rows_out)
