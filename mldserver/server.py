@@ -195,7 +195,18 @@ class Server:
 
     async def _work(self, parts: Parts) -> int:
         async with asyncio.TaskGroup() as group:
-            background = {name: group.create_task(work, name=name) for name, work in self._background(parts)}
+            works = {
+                "coordinator": parts.coordinator.run(),
+                "runtime": parts.runtime.run(),
+                "readiness": self._watch(parts),
+                "dead letters": parts.redriver.run(),
+                "drain": self._watch_drain(parts.coordinator),
+            }
+            if parts.engine is not None and parts.runner is not None:
+                works |= {"engine": self._run_engine(parts.engine), "windows": parts.runner.run()}
+            if parts.polling is not None:
+                works["shards"] = parts.polling.run(partial(_learn, parts.coordinator))
+            background = {name: group.create_task(work, name=name) for name, work in works.items()}
             taking_in = group.create_task(self._take_in(parts), name="source")
             code = await self._until_stopped(parts, redriving=background["dead letters"])
             if parts.engine is not None and "windows" in background:
@@ -223,18 +234,6 @@ class Server:
         await coordinator.draining.wait()
         if not self._stop.is_set():
             self.stop(_DRAIN)
-
-    def _background(self, parts: Parts) -> Iterator[tuple[str, Coroutine[None, None, None]]]:
-        yield "coordinator", parts.coordinator.run()
-        yield "runtime", parts.runtime.run()
-        yield "readiness", self._watch(parts)
-        yield "dead letters", parts.redriver.run()
-        yield "drain", self._watch_drain(parts.coordinator)
-        if parts.engine is not None and parts.runner is not None:
-            yield "engine", self._run_engine(parts.engine)
-            yield "windows", parts.runner.run()
-        if parts.polling is not None:
-            yield "shards", parts.polling.run(partial(_learn, parts.coordinator))
 
     async def _close(self, parts: Parts) -> None:
         """End what there is, in the order of the stop, each part whatever became of those before it."""

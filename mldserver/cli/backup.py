@@ -46,15 +46,22 @@ def backup_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fal
         A folder that is new, or empty.
     """
     with as_operator_errors():
-        settings, file, store = _places(where)
+        settings, ledger, store = _places(where)
         if folder.exists() and any(folder.iterdir()):
             raise OperatorError(f"{folder} is not empty.", advice="Name a folder that is new.")
         make_folder(folder)
         part = folder / f"{_LEDGER}.part"
         for _ in range(_TRIES):
-            copy_whole(file, part)
+            copy_whole(ledger, part)
             state = _read(part, settings.pipeline)
-            if _save(store, state, folder / _FILES):
+            whole = True
+            for path in _named(state):
+                try:
+                    if not (folder / _FILES / path).exists():
+                        store.save(path, folder / _FILES / path)
+                except FileNotFoundError:
+                    whole = False  # the ledger has gone on
+            if whole:
                 break
         else:
             raise OperatorError(
@@ -63,13 +70,13 @@ def backup_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fal
                 advice="Name a folder on the output folder's own disk: there they get a second name at once.",
             )
         kept = set(_named(state))
-        for path in [path for path in (folder / _FILES).rglob("*") if path.is_file()]:
-            if str(path.relative_to(folder / _FILES)) in kept:
-                sync(path)
+        for file in [file for file in (folder / _FILES).rglob("*") if file.is_file()]:
+            if str(file.relative_to(folder / _FILES)) in kept:
+                sync(file)
             else:
-                path.unlink()
-        for path in (part, *(path for path in folder.rglob("*") if path.is_dir())):
-            sync(path)
+                file.unlink()
+        for entry in (part, *(entry for entry in folder.rglob("*") if entry.is_dir())):
+            sync(entry)
         # Last: a folder without it is no backup.
         part.rename(folder / _LEDGER)
         sync(folder)
@@ -163,19 +170,6 @@ def _named(state: LedgerState) -> Iterator[str]:
             yield segment.path
         if entry.staging is not None:
             yield from (f"{entry.staging}/{file}" for file in entry.files)
-
-
-def _save(store: OutputStore, state: LedgerState, files: Path) -> bool:
-    """Bring out what is named and not there yet; False when some of it is gone: then the ledger has gone on."""
-    whole = True
-    for path in _named(state):
-        if (files / path).exists():
-            continue
-        try:
-            store.save(path, files / path)
-        except FileNotFoundError:
-            whole = False
-    return whole
 
 
 def _set_aside(file: Path) -> Path | None:

@@ -246,7 +246,13 @@ async def wanted_portions(book: Ledger) -> AsyncGenerator[tuple[StoredLetter, ..
         for portion in portions(page):
             yield portion
         return
-    seen = await _look_through(book, page)
+    seen: list[_Seen] = []
+    while page:
+        for stored in page:
+            letter, before = stored.letter, seen[-1].id if seen else None
+            place = (letter.shard_id, letter.sequence)
+            seen.append(_Seen(stored.id, place, len(letter.data), len(seen), before))
+        page = await book.letters(after=page[-1].id, limit=PAGE, wanted=True)
     for part in _cut(seen, place=lambda seen: seen.place, size=lambda seen: seen.bytes):
         letters = await _read(book, part)
         for portion in portions(letters):
@@ -266,18 +272,6 @@ def _cut(
                 portion, total = [], size(item)
             portion.append(item)
         yield tuple(portion)
-
-
-async def _look_through(book: Ledger, page: tuple[StoredLetter, ...]) -> list[_Seen]:
-    """Return all that are wanted; ``page``: the first of them."""
-    seen: list[_Seen] = []
-    while page:
-        for stored in page:
-            letter, before = stored.letter, seen[-1].id if seen else None
-            place = (letter.shard_id, letter.sequence)
-            seen.append(_Seen(stored.id, place, len(letter.data), len(seen), before))
-        page = await book.letters(after=page[-1].id, limit=PAGE, wanted=True)
-    return seen
 
 
 async def _read(book: Ledger, part: tuple[_Seen, ...]) -> list[StoredLetter]:

@@ -25,7 +25,6 @@ from mldserver.windows import WINDOW_COLUMNS, Batches, WindowSpec, span_text
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from sqlglot.errors import SqlglotError
 
 RECORD_COLUMN = "record"
 """The column of a returned table that says which record of the input each row comes from."""
@@ -239,25 +238,19 @@ def _definitions(ddl: str) -> list[Any]:
     try:
         create = parse_one(f"CREATE TABLE t ({ddl}\n)", dialect="spark")
     except SqlglotError as error:
-        raise SchemaError([_syntax_problem(error)]) from None
+        word = (getattr(error, "errors", None) or [{}])[0].get("highlight") or ""
+        if not word:
+            raise SchemaError(["it is not Spark DDL such as 'carrier STRING, delay DOUBLE'"]) from None
+        close = difflib.get_close_matches(word.upper(), _KNOWN, n=1)
+        hint = f"; did you mean {close[0]}?" if close else f"; types are {', '.join(_KNOWN)}"
+        hint = hint if word.isidentifier() else ""
+        raise SchemaError([f"it cannot be read at {word!r}{hint}"]) from None
     except RecursionError:
         raise SchemaError(["its types are nested too deeply"]) from None
     extra = [key for key, value in create.args.items() if value and key not in {"this", "kind"}]
     if create.key != "create" or extra or create.this.key != "schema":
         raise SchemaError(["it is not a list of columns such as 'carrier STRING, delay DOUBLE'"])
     return list(create.this.expressions)
-
-
-def _syntax_problem(error: SqlglotError) -> str:
-    found = getattr(error, "errors", None) or [{}]
-    word = found[0].get("highlight") or ""
-    if not word:
-        return "it is not Spark DDL such as 'carrier STRING, delay DOUBLE'"
-    close = difflib.get_close_matches(word.upper(), _KNOWN, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"types are {', '.join(_KNOWN)}"
-    return (
-        f"it cannot be read at {word!r}; {hint}" if word.isidentifier() else f"it cannot be read at {word!r}"
-    )
 
 
 def _column(definition: Any) -> Column:

@@ -202,8 +202,11 @@ class Simulation:
             self.mld.at(self._dice.randint(1, records), self.mld.kill)
         for _ in range(self.faults.lost_leases):
             self.mld.at(self._dice.randint(1, records), self._lose_some_lease)
-        if self._speed is not None:
-            self.stream.tip_ms = self._playing_at(self._speed)
+        if (speed := self._speed) is not None:
+            # The stream's time begins now, with its first record.
+            began_ms, shards = self._clock.steady_ms(), self.stream.shards.values()
+            first_ms = min((shard.records[0].arrival_ms for shard in shards if shard.records), default=0)
+            self.stream.tip_ms = lambda: first_ms + int((self._clock.steady_ms() - began_ms) * speed)
         try:
             while await self.mld.run() == EXIT_KILLED:
                 await self._clock.sleep(_RESTART_SECONDS)
@@ -212,14 +215,6 @@ class Simulation:
         while self.mld.finished and not self._halted:
             if await finishes_within(self._clock, _PATIENCE_SECONDS, self.server.finished()):
                 return
-
-    def _playing_at(self, speed: float) -> Callable[[], int]:
-        """Return what tells the stream's time, which begins now, with its first record."""
-        began_ms = self._clock.steady_ms()
-        first_ms = min(
-            (shard.records[0].arrival_ms for shard in self.stream.shards.values() if shard.records), default=0
-        )
-        return lambda: first_ms + int((self._clock.steady_ms() - began_ms) * speed)
 
     @property
     def _halted(self) -> bool:

@@ -350,8 +350,8 @@ _MODULES: dict[str, dict[str, Any]] = {
 _PACKAGES = frozenset({PACKAGE, f"{PACKAGE}.v2", f"{PACKAGE}.v3"})
 
 
-class _Finder(MetaPathFinder):
-    """Finds the stand-in's modules behind everything that is installed."""
+class _StandIn(MetaPathFinder, Loader):
+    """Finds the stand-in's modules behind everything that is installed, and fills them with their names."""
 
     def find_spec(
         self, fullname: str, _path: abc.Sequence[str] | None = None, _target: ModuleType | None = None
@@ -359,18 +359,14 @@ class _Finder(MetaPathFinder):
         """Return a module's spec when it is ours to give: never a part of an installed amazon_kclpy."""
         if fullname not in _MODULES or (fullname != PACKAGE and not _is_ours(sys.modules.get(PACKAGE))):
             return None
-        return ModuleSpec(fullname, _FILLER, origin="mldserver", is_package=fullname in _PACKAGES)
-
-
-class _Filler(Loader):
-    """Fills a module with its names."""
+        return ModuleSpec(fullname, self, origin="mldserver", is_package=fullname in _PACKAGES)
 
     def exec_module(self, module: ModuleType) -> None:
         """Fill a module."""
         vars(module).update(_MODULES[module.__name__])
 
 
-_FILLER = _Filler()
+_STAND_IN = _StandIn()
 
 
 @contextlib.contextmanager
@@ -379,15 +375,14 @@ def standing_in() -> Iterator[None]:
 
     A processor that imports more of it later, in one of its hooks, finds all of it: the modules come together.
     """
-    finder = _Finder()
-    sys.meta_path.append(finder)
+    sys.meta_path.append(_STAND_IN)
     try:
         yield
         if _is_ours(sys.modules.get(PACKAGE)):
             for name in _MODULES:
                 __import__(name)
     finally:
-        sys.meta_path.remove(finder)
+        sys.meta_path.remove(_STAND_IN)
 
 
 def checkpoint_error() -> type[Exception]:
@@ -400,4 +395,4 @@ def checkpoint_error() -> type[Exception]:
 
 
 def _is_ours(module: ModuleType | None) -> bool:
-    return getattr(getattr(module, "__spec__", None), "loader", None) is _FILLER
+    return getattr(getattr(module, "__spec__", None), "loader", None) is _STAND_IN

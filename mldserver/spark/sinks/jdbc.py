@@ -309,37 +309,35 @@ class Database:
 @contextlib.contextmanager
 def connected(spark: SparkSession, sink: SinkSpec) -> Iterator[Database]:
     """Open a connection in the driver's JVM. Raises OperatorError without a driver for the URL, and Py4JJavaError."""
+    from py4j.protocol import Py4JJavaError  # noqa: PLC0415  # only the driver pays for pyspark
+
     # The only way to java.sql; what is called there has been the same since Java 1.4.
-    jvm = spark.sparkContext._jvm  # noqa: SLF001  # see above
+    jvm: Any = spark.sparkContext._jvm  # noqa: SLF001  # see above
     url = f"jdbc:{sink.target}"
-    properties = jvm.java.util.Properties()  # type: ignore[union-attr]  # there in classic mode
+    properties = jvm.java.util.Properties()
     for name, value in sink.options.items():
         if name.lower() not in _OF_SPARK:
             properties.setProperty(name, value)
-    connection = _driver(jvm, url, sink.options.get("driver")).connect(url, properties)
+    class_name = sink.options.get("driver")
+    try:
+        if class_name is None:
+            java_driver = jvm.java.sql.DriverManager.getDriver(url)
+        else:
+            # As Spark does: jars of spark.jars are known to this loader only.
+            loader = jvm.java.lang.Thread.currentThread().getContextClassLoader()
+            java_driver = jvm.java.lang.Class.forName(class_name, True, loader).newInstance()
+    except Py4JJavaError as error:
+        what = "no driver for the URL of sink" if class_name is None else f"no class {class_name}"
+        raise OperatorError(f"Java has {what}.", advice=_ADVICE) from error
+    connection = java_driver.connect(url, properties)
     if connection is None:
         raise OperatorError(
-            f"The class {sink.options['driver']} is no driver for the URL of sink.",
-            advice="Look at both settings.",
+            f"The class {class_name} is no driver for the URL of sink.", advice="Look at both settings."
         )
     try:
-        yield Database(connection, jvm.org.apache.spark.sql.jdbc.JdbcDialects.get(url))  # type: ignore[union-attr]  # there in classic mode
+        yield Database(connection, jvm.org.apache.spark.sql.jdbc.JdbcDialects.get(url))
     finally:
         connection.close()
-
-
-def _driver(jvm: Any, url: str, name: str | None) -> Any:
-    from py4j.protocol import Py4JJavaError  # noqa: PLC0415  # only the driver pays for pyspark
-
-    try:
-        if name is None:
-            return jvm.java.sql.DriverManager.getDriver(url)
-        # As Spark does: jars of spark.jars are known to this loader only.
-        loader = jvm.java.lang.Thread.currentThread().getContextClassLoader()
-        return jvm.java.lang.Class.forName(name, True, loader).newInstance()
-    except Py4JJavaError as error:
-        what = "no driver for the URL of sink" if name is None else f"no class {name}"
-        raise OperatorError(f"Java has {what}.", advice=_ADVICE) from error
 
 
 def suffixed(table: str, suffix: str) -> str:
