@@ -191,8 +191,7 @@ class WorkerRuntime:
         if (process := worker.present) is not None:
             # Whether it is open there or not: an opening that was given up, or has failed, leaves something too.
             # It is not waited for: it may be in a call that hangs, and what follows for the shard comes behind it.
-            with contextlib.suppress(WorkerGone):
-                process.post(wire.Forget(next(process.ids), shard_id)).add_done_callback(_ignore)
+            process.post(wire.Forget(next(process.ids), shard_id), otherwise=lambda _: None)
 
     def begin(self, delivery: Delivery) -> Begun:
         """Send a batch where nothing is to be waited for (see ``Runtime.begin``): nobody is woken before it is done."""
@@ -447,9 +446,3 @@ def _message(process: WorkerProcess, delivery: Delivery, held: Held, offset: int
         delivery.condemned,
         delivery.redriven,
     )
-
-
-def _ignore(answer: asyncio.Future[Any]) -> None:
-    """Take note of what became of a request that nobody waits for."""
-    if not answer.cancelled():
-        answer.exception()
