@@ -2,6 +2,9 @@
 
 pyarrow's URIs carry options as their query (``s3://bucket/prefix?endpoint_override=…``), and credentials as user and
 password. Spark's are names only: ``s3://bucket/prefix/x``, and how they are reached is said in its configuration.
+
+Settings hold more that must not be told a log or a terminal: values that open something, in pairs, in databases' URLs and
+among Java's options.
 """
 
 from __future__ import annotations
@@ -13,9 +16,9 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote, urlsplit
 
 if TYPE_CHECKING:
-    from pyarrow.fs import FileSystem
+    from collections.abc import Mapping
 
-__all__ = ["SCHEMES", "local_path", "opened", "reach", "redacted", "spark_uri"]
+    from pyarrow.fs import FileSystem
 
 SCHEMES: Final = frozenset({"s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss"})
 """What ``pyarrow.fs.FileSystem.from_uri`` understands, beside ``file``."""
@@ -90,3 +93,32 @@ def reach(place: str, out: str) -> tuple[FileSystem, str]:
         raise ValueError(f"{place} does not lie in {root}")
     filesystem, base = _opened_once(out)
     return filesystem, base + place.removeprefix(root)
+
+
+_SECRET_NAME = re.compile(
+    r"secret|passw|passphrase|pwd|token|private.?key|(access|account)[._-]?key|\.sas\.", re.IGNORECASE
+)
+"""What Spark redacts (its default of ``spark.redaction.regex``), and names of Azure and of databases."""
+
+_SECRET_OPTION = re.compile(r"([^;?&:=]*(?:secret|password|token|key)[^;?&:=]*=)[^;&]*", re.IGNORECASE)
+_PASSWORD = re.compile(r"([:/][^/:@;?]+[/:])[^/@;?]+@")
+"""``//user:password@host``, and Oracle's ``:user/password@host``."""
+
+
+def redacted_pairs(value: Mapping[str, str]) -> dict[str, str]:
+    """Return pairs without the values that are secret, or, as Spark sees it, hold one (``-DkeyStorePassword=…``)."""
+    return {
+        key: _HIDDEN if _SECRET_NAME.search(key) or _SECRET_NAME.search(item) else item
+        for key, item in value.items()
+    }
+
+
+def redacted_url(text: str) -> str:
+    """Return a URL, JDBC's too, without its password and secret options."""
+    return _PASSWORD.sub(rf"\1{_HIDDEN}@", _SECRET_OPTION.sub(rf"\1{_HIDDEN}", text))
+
+
+def redacted_option(option: str) -> str:
+    """Return an option of the JVM such as ``-Daws.secretAccessKey=…`` without its value, where that is secret."""
+    name, equals, _ = option.partition("=")
+    return f"{name}={_HIDDEN}" if equals and _SECRET_NAME.search(option) else option

@@ -18,7 +18,7 @@ from cyclopts import App, Parameter
 from mldserver.base.aws import require_aws
 from mldserver.base.backoff import Backoff
 from mldserver.base.clock import SystemClock
-from mldserver.base.redaction import java_option
+from mldserver.base.uris import redacted_option
 from mldserver.cli.stdio import working_directory
 from mldserver.config.kinds import TcpAddress
 from mldserver.config.resolve import resolve
@@ -191,7 +191,7 @@ async def _run(
             "java": java.version,
             "retrieval": wanted.retrieval,
             "properties": properties,
-            "command": [launch.java, *map(java_option, java_options)],
+            "command": [launch.java, *map(redacted_option, java_options)],
         },
     )
     loop = asyncio.get_running_loop()

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from mldserver.base import redaction
 from mldserver.base.kill_points import KILL_VARIABLE
+from mldserver.base.uris import redacted_url
 from mldserver.config.kinds import OnKeyFailure
 from mldserver.config.locations import LEDGER_FILE, SqlitePlace, cache_folder
 from mldserver.config.settings import ENV_PREFIX, MAY_HOLD_SECRETS, Settings, specs
@@ -143,7 +143,7 @@ def _parsed(name: str, raw: _Raw) -> Any:
     try:
         return kind.parse(value)
     except ValueError as error:
-        shown = f" = {(redaction.url(value) if isinstance(value, str) else value)!r}"
+        shown = f" = {(redacted_url(value) if isinstance(value, str) else value)!r}"
         if name in MAY_HOLD_SECRETS:
             shown = ""  # what is wrong with pairs is in the error; the others may be secrets
         raise ConfigError(

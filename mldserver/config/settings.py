@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, TypeVar
 
-from mldserver.base import redaction
+from mldserver.base.uris import redacted_pairs
 from mldserver.config import kinds, locations
 from mldserver.config.kinds import (
     Address,
@@ -318,7 +318,7 @@ class Settings(
         shown = {}
         for name, origin in self.origins.items():
             value = getattr(self, specs()[name].field)
-            safe = redaction.pairs(value) if name in MAY_HOLD_SECRETS else value
+            safe = redacted_pairs(value) if name in MAY_HOLD_SECRETS else value
             shown[name] = f"{specs()[name].kind.show(safe)} ({origin})"
         return shown
 

@@ -91,6 +91,7 @@ def from_document(fields: Any) -> DeadLetter:
         if name not in fields or type(fields[name]) not in types:
             raise ValueError(f"{name} is missing or of another type")
     behind = fields["parked_behind"]
+    number, _, sub = (behind or "").partition("/")
     return DeadLetter(
         shard_id=fields["shard"],
         sequence=_sequence(fields["sequence"], fields["sub_sequence"]),
@@ -102,14 +103,9 @@ def from_document(fields: Any) -> DeadLetter:
         traceback=fields["traceback"],
         handler=fields["handler"],
         at_ms=fields["at_ms"],
-        parked_behind=None if behind is None else _position(behind),
+        parked_behind=None if behind is None else _sequence(number, int(sub or 0)),
         handler_version=fields["handler_version"],
     )
-
-
-def _position(text: str) -> Sequence:
-    number, _, sub = text.partition("/")
-    return _sequence(number, int(sub or 0))
 
 
 def _sequence(number: str, sub: int) -> Sequence:

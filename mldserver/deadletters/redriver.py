@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from mldserver.ledger.contract import StoredLetter
     from mldserver.ledger.operations import Ledger
     from mldserver.records import DeadLetter, Sequence
-    from mldserver.runtime.interface import BatchOutcome, Runtime
+    from mldserver.runtime.interface import Runtime
     from mldserver.sources.shard_claims import ShardOwners
 
 log = structlog.get_logger("mldserver")
@@ -142,7 +142,13 @@ class Redriver:
             after=None,
             redriven=True,
         )
-        outcome = _with_history(await self.runtime.process(delivery), letters)
+        outcome = await self.runtime.process(delivery)
+        before = {stored.letter.sequence: stored.letter.attempts for stored in letters}
+        failed = (
+            replace(letter, attempts=letter.attempts + before[letter.sequence])
+            for letter in outcome.dead_letters
+        )
+        outcome = msgspec.structs.replace(outcome, dead_letters=tuple(failed))
         kill_point("redrive.handled")
         await self.redriving.register(shard_id, outcome, tuple(stored.id for stored in letters))
         kill_point("redrive.done")
@@ -194,18 +200,6 @@ class Redriver:
     async def _refuse(self, letters: tuple[StoredLetter, ...], error: MldserverError) -> None:
         log.error("redrive.failed", shard=letters[0].letter.shard_id, **error.told())
         await self.ledger.redrive(tuple(stored.id for stored in letters), wanted=False)
-
-
-def _with_history(outcome: BatchOutcome, letters: tuple[StoredLetter, ...]) -> BatchOutcome:
-    """Count the attempts of earlier runs too."""
-    before = {stored.letter.sequence: stored.letter.attempts for stored in letters}
-    return msgspec.structs.replace(
-        outcome,
-        dead_letters=tuple(
-            replace(letter, attempts=letter.attempts + before[letter.sequence])
-            for letter in outcome.dead_letters
-        ),
-    )
 
 
 _T = TypeVar("_T")

@@ -274,7 +274,12 @@ class Digest:
         first = event.text.partition("\n")[0]
         for fault in _FAULTS:
             if match := re.search(fault.pattern, event.text):
-                fields = _sentence(fault, match) | {"text": first}
+                groups = {
+                    name.rstrip("23"): text for name, text in match.groupdict().items() if text is not None
+                }
+                words = {name: _cut(text).rstrip(". ") for name, text in groups.items()}
+                fields = {"what": fault.what.format_map(words), "advice": fault.advice, "text": first}
+                fields |= {"shard": groups["shard"]} if "shard" in groups else {}
                 return [raw, *self._fold(fault.what, Line(event.level, "kcl.fault", fields), now)]
         key = f"{short} {_VARIABLE.sub('#', first)}"
         lines = self._fold(key, Line(event.level, "kcl.log", raw.fields), now)
@@ -331,13 +336,6 @@ def _of_normal_life(short: str, event: LogEvent) -> list[Line]:
     if short == "ShutdownTask" and (left := _LEFT.search(event.text)) and left["reason"] in _LEFT_EVENTS:
         return [Line("info", _LEFT_EVENTS[left["reason"]], {"shard": left["shard"]})]
     return []
-
-
-def _sentence(fault: Fault, match: re.Match[str]) -> dict[str, Any]:
-    groups = {name.rstrip("23"): value for name, value in match.groupdict().items() if value is not None}
-    words = {name: _cut(value).rstrip(". ") for name, value in groups.items()}
-    fields = {"what": fault.what.format_map(words), "advice": fault.advice}
-    return fields | ({"shard": groups["shard"]} if "shard" in groups else {})
 
 
 def _cut(line: str) -> str:

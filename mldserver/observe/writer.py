@@ -218,18 +218,13 @@ class LogWriter:
             if taken:
                 self._bytes += size
                 self._queue.append(_Line(data, stamp))
-            else:
-                self._lose(Lost(1, stamp, stamp))
+            elif self._queue and isinstance(last := self._queue[-1], Lost):
+                last.and_more(Lost(1, stamp, stamp))
+            elif not self._closing:
+                self._queue.append(Lost(1, stamp, stamp))
             if self._idle or urgent:
                 self._changed.notify_all()
         return taken
-
-    def _lose(self, lost: Lost) -> None:
-        last = self._queue[-1] if self._queue else None
-        if isinstance(last, Lost):
-            last.and_more(lost)
-        elif not self._closing:
-            self._queue.append(lost)
 
     def reopen(self) -> None:
         """Open the file again: lines queued so far go to the old one. Raises ConfigError; the old one stays then."""
