@@ -169,7 +169,7 @@ async def _run(
         await require_aws(wanted.stream, region=wanted.region)
     properties = daemon_properties(wanted)
     java = await find_java(str(settings.java_home) if settings.java_home else None, os.environ)
-    launch = prepare(
+    command, environment = prepare(
         files,
         java=java.command,
         jars=find_jars(),
@@ -178,8 +178,8 @@ async def _run(
         environment=os.environ,
     )
     supervisor = Supervisor(
-        command=launch.tethered,
-        environment=launch.environment,
+        command=command,
+        environment=environment,
         backoff=Backoff(base=1.0, cap=60.0),
         grace=shutdown_seconds(properties) + settings.close_timeout_seconds,
         clock=SystemClock(),
@@ -191,7 +191,7 @@ async def _run(
             "java": java.version,
             "retrieval": wanted.retrieval,
             "properties": properties,
-            "command": [launch.java, *map(redacted_option, java_options)],
+            "command": [java.command, *map(redacted_option, java_options)],
         },
     )
     loop = asyncio.get_running_loop()

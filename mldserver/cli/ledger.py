@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import App
+from cyclopts import App, Parameter
 
 from mldserver.cli.backup import backup_ledger, restore_ledger
 from mldserver.cli.ledger_tool import (
@@ -56,6 +56,9 @@ app.command(backup_ledger, name="backup")
 app.command(restore_ledger, name="restore")
 
 
+ShardId = Annotated[str, Parameter(help="Its id, as `ledger show` lists it.")]
+
+
 @app.command(name="show")
 def show_ledger(*, where: Where = HERE, as_json: AsJson = False) -> int:
     """Show shards with their positions, servers, and counts of the rest."""
@@ -96,17 +99,12 @@ def create_ledger(*, where: Where = HERE) -> int:
 
 
 @app.command(name="reset")
-def reset_shards(*shards: str, where: Where = HERE, as_json: AsJson = False) -> int:
+def reset_shards(*shards: ShardId, where: Where = HERE, as_json: AsJson = False) -> int:
     """Forget shards' positions, so that all that a daemon delivers of them counts again.
 
     Rows that were stored before stay where they are: read again, they count twice. Only shards that no server holds
     are reset. The daemon must start at the beginning (delete the shard's lease, or the application's lease table):
     one that goes on from its checkpoint is refused, unless the gap is accepted.
-
-    Parameters
-    ----------
-    shards
-        Ids of shards.
     """
     if not shards:
         raise OperatorError("No shard was named.", advice="`mldserver ledger show` shows them.")
@@ -136,14 +134,8 @@ def reset_shards(*shards: str, where: Where = HERE, as_json: AsJson = False) -> 
 
 
 @app.command(name="accept-gap")
-def accept_gap(shard: str, /, *, where: Where = HERE, as_json: AsJson = False) -> int:
-    """Let a daemon start a shard beyond the ledger's position, once; the records between the two are lost.
-
-    Parameters
-    ----------
-    shard
-        The shard's id.
-    """
+def accept_gap(shard: ShardId, /, *, where: Where = HERE, as_json: AsJson = False) -> int:
+    """Let a daemon start a shard beyond the ledger's position, once; the records between the two are lost."""
 
     async def work(ledger: Ledger, held: LedgerState) -> None:
         position = _shard(held, shard).position

@@ -42,7 +42,9 @@ Exit codes: 0 done, 2 there is no such window or ledger, or it cannot be read.
 app = App(name="windows", help=_HELP, help_format="markdown")
 
 
-Windows = Annotated[str, Parameter(help="Ids of windows, as `windows list` shows them.")]
+Windows = Annotated[
+    str, Parameter(help="Ids, as `windows list` shows them: `2013-01-01T10-00-00Z`, `batch-000000000007`.")
+]
 
 
 @app.command(name="list")
@@ -80,14 +82,8 @@ def list_windows(
 
 
 @app.command(name="show")
-def show_window(window: str, /, *, where: Where = HERE, as_json: AsJson = False) -> int:
-    """Show all that the ledger knows of a window.
-
-    Parameters
-    ----------
-    window
-        The window's id, e.g. `2013-01-01T10-00-00Z` or `batch-000000000007`.
-    """
+def show_window(window: Windows, /, *, where: Where = HERE, as_json: AsJson = False) -> int:
+    """Show all that the ledger knows of a window."""
 
     async def look(_ledger: Ledger, held: LedgerState) -> None:
         entry = _entry(held, window)

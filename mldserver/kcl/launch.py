@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -49,19 +48,6 @@ MFD_NOEXEC_SEAL: Final = 0x08
 MFD_EXEC: Final = 0x10
 """Linux 6.3's, which Python has no names for. Where ``vm.memfd_noexec`` is set, a file that does not say which it is
 cannot be executed, or is not had at all."""
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """Everything that starting the daemon takes."""
-
-    java: str
-    arguments: tuple[str, ...]
-    environment: Mapping[str, str]
-
-    def tethered(self) -> tuple[str, ...]:
-        """Return the command that ends with this process, even when this process is killed."""
-        return (sys.executable, "-ISE", str(TETHER), str(os.getpid()), self.java, *self.arguments)
 
 
 class Files:
@@ -128,15 +114,17 @@ def prepare(
     properties: Mapping[str, str],
     java_options: Sequence[str] = (),
     environment: Mapping[str, str],
-) -> Launch:
-    """Write the daemon's ``files`` and return how to start it.
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Write the daemon's ``files`` and return how to start it: command and environment.
 
+    The command ends with this process, even when this process is killed.
     ``environment`` is passed on; a region is added where the AWS SDK would look for one and find none.
     """
     written = files.add("mld.properties", as_text(properties).encode("ascii"))
     logback = files.add("logback.xml", LOGBACK_XML.encode())
     emulated = properties.get("kinesisEndpoint", "").startswith("http://")
-    arguments = (
+    command = (
+        *(sys.executable, "-ISE", str(TETHER), str(os.getpid()), java),
         *JVM_OPTIONS,
         *(EMULATOR_OPTIONS if emulated else ()),
         # From the first line on, not only from the moment at which the daemon reads its arguments. Logback wants a name
@@ -151,7 +139,7 @@ def prepare(
         "--log-configuration",
         logback,
     )
-    return Launch(java, arguments, {"AWS_REGION": properties["regionName"], **environment})
+    return command, {"AWS_REGION": properties["regionName"], **environment}
 
 
 def find_jars(package: str = "amazon_kclpy") -> tuple[Path, ...]:

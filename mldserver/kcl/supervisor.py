@@ -63,8 +63,7 @@ HEALTHY_SECONDS: Final = 120.0
 class Supervisor:
     """One daemon, again and again, until it is told to stop."""
 
-    command: Callable[[], Sequence[str]]
-    """Gives the daemon's command line."""
+    command: Sequence[str]
     environment: Mapping[str, str]
     backoff: Backoff
     grace: float
@@ -164,13 +163,14 @@ class Supervisor:
         self._doomed.clear()
         self._killed = False
         log.info("kcl.starting", start=self._starts, **self.told)
-        command = self.command()
         try:
-            child = await ChildProcess.start(command, environment=self.environment, output=[self._pass_on])
+            child = await ChildProcess.start(
+                self.command, environment=self.environment, output=[self._pass_on]
+            )
         except OSError as error:
             lasting = isinstance(error, FileNotFoundError | PermissionError)
             raise (OperatorError if lasting else NotThereYet)(
-                f"{command[0]} cannot be started: {error.strerror}."
+                f"{self.command[0]} cannot be started: {error.strerror}."
             ) from error
         try:
             async with asyncio.TaskGroup() as tasks:

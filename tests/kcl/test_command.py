@@ -216,21 +216,21 @@ def test_files_elsewhere_are_private_have_no_space_in_their_path_and_go_away(
 def test_an_emulator_gets_json_and_a_given_region_stays(tmp_path: Path) -> None:
     files = Files(tmp_path)
     properties = {"regionName": "r", "kinesisEndpoint": "http://127.0.0.1:1"}
-    launch = prepare(
+    command, environment = prepare(
         files,
         java="java",
         jars=[Path("a.jar"), Path("b.jar")],
         properties=properties,
         environment={"A": "b"},
     )
-    assert "-Daws.cborEnabled=false" in launch.arguments
-    assert f"a.jar{os.pathsep}b.jar" in launch.arguments
-    assert launch.environment == {"AWS_REGION": "r", "A": "b"}
-    kept = prepare(
+    assert "-Daws.cborEnabled=false" in command
+    assert f"a.jar{os.pathsep}b.jar" in command
+    assert environment == {"AWS_REGION": "r", "A": "b"}
+    command, environment = prepare(
         files, java="java", jars=[], properties={"regionName": "r"}, environment={"AWS_REGION": "x"}
     )
-    assert "-Daws.cborEnabled=false" not in kept.arguments
-    assert kept.environment["AWS_REGION"] == "x"
+    assert "-Daws.cborEnabled=false" not in command
+    assert environment["AWS_REGION"] == "x"
 
 
 def test_a_server_that_is_not_there_is_waited_for_without_java(

@@ -76,7 +76,7 @@ def supervisor(script: str, clock: Any, **changed: Any) -> Supervisor:
         "told": {"java": "17"},
         **changed,
     }
-    return Supervisor(command=lambda: ("sh", "-c", script), clock=clock, **told)
+    return Supervisor(command=("sh", "-c", script), clock=clock, **told)
 
 
 def events(logged: Logged, name: str) -> Logged:
@@ -203,7 +203,7 @@ async def test_cancelling_leaves_no_daemon_behind(fifo: Path) -> None:
 
 async def test_a_program_that_is_not_there_is_the_operators_error() -> None:
     watched = supervisor("", VirtualClock())
-    watched.command = lambda: ("no-such-program",)
+    watched.command = ("no-such-program",)
     with pytest.raises(ExceptionGroup) as raised:
         await watched.run()
     (error,) = raised.value.exceptions
