@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from mldserver.runtime.interface import Runtime
     from mldserver.sources.intake import MakeSource, Source
     from mldserver.sources.listing import MakeKinesis
-    from mldserver.windows import WindowSpec
 
 
 _NO_REDRIVE: Final = (
@@ -195,7 +194,12 @@ async def _assembled(settings: Settings, around: Surroundings, runtime: Runtime,
     letters = await aside(partial(destination_of, settings, store, clock, rng), name="mldserver-letters")
     polling = _polling(settings, around.kinesis, clock)
     coordinator = Coordinator(
-        rules=_rules(settings, spec.windows),
+        rules=settings.part(
+            CoordinatorRules,
+            on_arrival=spec.time_column is None,
+            disorder_ms=spec.windows.disorder_ms if isinstance(spec.windows, Tumbling) else 0,
+            parks=settings.on_key_failure is OnKeyFailure.PARK,
+        ),
         spec=spec.windows if spec.schema else None,
         shape=_shape(settings, spec),
         ledger=ledger,
@@ -347,15 +351,6 @@ def _table(settings: Settings) -> str | None:
     if settings.sink is None:
         return None
     return f"{settings.sink} {settings.sink_table or ''}".rstrip()
-
-
-def _rules(settings: Settings, spec: WindowSpec | None) -> CoordinatorRules:
-    return settings.part(
-        CoordinatorRules,
-        on_arrival=not isinstance(spec, Tumbling) or spec.on is None,
-        disorder_ms=spec.disorder_ms if isinstance(spec, Tumbling) else 0,
-        parks=settings.on_key_failure is OnKeyFailure.PARK,
-    )
 
 
 def _failure_policy(settings: Settings) -> FailurePolicy:

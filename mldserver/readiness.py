@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mldserver.assembly import Parts
-
-
-class Change(NamedTuple):
-    """Readiness turned."""
-
-    ready: bool
-    reason: str
 
 
 class Readiness:
@@ -34,14 +27,14 @@ class Readiness:
         """Return once everything works."""
         await self._green.wait()
 
-    def look(self, parts: Parts) -> Change | None:
-        """Look at the parts; return a change, if there is one worth telling."""
+    def look(self, parts: Parts) -> str | None:
+        """Look at the parts; return a change that is worth telling: why it turned red, or nothing (``""``) where it turned green."""
         red = _red(parts)
         if red is None:
             was_green = self._green.is_set()
             self._green.set()
             self._told_broken = False
-            return None if was_green else Change(ready=True, reason="")
+            return None if was_green else ""
         # Spark that is still starting is no news; what is broken is, also where it breaks while Spark starts again.
         reason, broken = red
         news = self._green.is_set() or (broken and not self._told_broken)
@@ -49,7 +42,7 @@ class Readiness:
         if not news:
             return None
         self._told_broken = broken
-        return Change(ready=False, reason=reason)
+        return reason
 
 
 def _red(parts: Parts) -> tuple[str, bool] | None:

@@ -386,11 +386,11 @@ class Server:
     async def _watch(self, parts: Parts) -> None:
         began_ms = self._clock.steady_ms()
         while True:
-            change = self._readiness.look(parts)
-            if change is not None and change.ready:
+            reason = self._readiness.look(parts)
+            if reason == "":
                 log.info("server.ready", seconds=self._since(began_ms))
-            elif change is not None and not self._stop.is_set():
-                log.error("server.unready", reason=change.reason)
+            elif reason is not None and not self._stop.is_set():
+                log.error("server.unready", reason=reason)
             await self._clock.sleep(0.25)
 
     async def listening(self) -> str:

@@ -55,7 +55,9 @@ def duration_ms(value: str | float | timedelta) -> int:
         ms: float = value / timedelta(milliseconds=1)
     elif isinstance(value, str):
         match = _DURATION.fullmatch(value)
-        unit = _unit_ms(match[2].lower()) if match else None
+        name = match[2].lower() if match else ""
+        plural = len(name) > 2 and name.endswith("s")  # noqa: PLR2004  # ms, and single letters, have no plural
+        unit = _UNITS_MS.get(name[:-1] if plural else name)
         if match is None or unit is None:
             raise ValueError(
                 f"not a duration: {value!r} (write for example '10 minutes', '500 ms' or '1 hour')"
@@ -68,11 +70,6 @@ def duration_ms(value: str | float | timedelta) -> int:
     if not ms <= _LONGEST_MS:
         raise ValueError(f"a duration cannot be that long: {value!r}")
     return round(ms)
-
-
-def _unit_ms(name: str) -> int | None:
-    plural = len(name) > 2 and name.endswith("s")  # noqa: PLR2004  # ms, and single letters, have no plural
-    return _UNITS_MS.get(name[:-1] if plural else name)
 
 
 def milliseconds(column: pa.ChunkedArray) -> NDArray[np.int64]:

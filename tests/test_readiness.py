@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from mldserver.readiness import Change, Readiness
+from mldserver.readiness import Readiness
 
 if TYPE_CHECKING:
     from mldserver.assembly import Parts
@@ -26,7 +26,7 @@ class World:
     listening: bool = True
     readiness: Readiness = field(default_factory=Readiness)
 
-    def look(self) -> Change | None:
+    def look(self) -> str | None:
         status = SimpleNamespace(
             windows_halted=self.halted,
             flush_failing=self.flush_failing,
@@ -44,9 +44,9 @@ class World:
         return self.readiness.look(cast("Parts", parts))
 
 
-def told(change: Change | None) -> str:
+def told(change: str | None) -> str:
     assert change is not None
-    return "ready" if change.ready else change.reason
+    return change or "ready"
 
 
 def test_a_server_that_starts_alarms_nobody_and_says_once_that_it_is_ready() -> None:
