@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from mldserver.coordinator.reports import CoordinatorStatus
     from mldserver.jobs.engine import Engine
     from mldserver.sources.intake import MakeSource
-    from mldserver.sources.listing import MakeKinesis, ShardListing
+    from mldserver.sources.listing import MakeKinesis
 
 log = structlog.get_logger("mldserver")
 
@@ -427,6 +427,6 @@ class Server:
         return self._parts
 
 
-def _learn(coordinator: Coordinator, listing: Mapping[str, ShardListing]) -> None:
-    for shard_id in coordinator.shards.know({name: shard.parents for name, shard in listing.items()}):
+def _learn(coordinator: Coordinator, listing: Mapping[str, tuple[str, ...]]) -> None:
+    for shard_id in coordinator.shards.know(listing):
         log.info("shard.discovered", shard=shard_id, parents=coordinator.shards.parents(shard_id))

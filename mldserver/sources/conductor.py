@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from mldserver.base.aio import first_of
 from mldserver.base.kill_points import kill_point
 from mldserver.errors import InternalError, MldserverError, PeerError
 from mldserver.protocol.events import CloseReason
@@ -29,8 +30,6 @@ from mldserver.sources.link import CheckpointOutcome
 from mldserver.sources.shard_claims import Superseded
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
-
     from mldserver.base.clock import Clock
     from mldserver.protocol.messages import RequestMessage
     from mldserver.runtime.interface import Runtime
@@ -199,7 +198,8 @@ class Conductor:
         """
         opened = self._batches.opened
         shard, claim = opened.intake, opened.claim
-        await self._within_deadline(self._batches.under_way.idle())
+        idle = self._batches.under_way.idle()
+        await (idle if self._deadline is None else first_of(idle, self._clock.sleep(self._deadline)))
         await self._give_up()
         claim.evict()
         async with claim.work():
@@ -211,16 +211,6 @@ class Conductor:
         self._link.log.info("shard.shutdown_requested", position=_shown(shard.after))
         await self._batches.checkpoint()
         self._link.answer()
-
-    async def _within_deadline(self, wait: Coroutine[None, None, None]) -> None:
-        """Wait for the answer deadline at most."""
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(wait)
-            if self._deadline is not None:
-                timer = group.create_task(self._clock.sleep(self._deadline))
-                await asyncio.wait({task, timer}, return_when=asyncio.FIRST_COMPLETED)
-                timer.cancel()
-                task.cancel()
 
     async def _give_up(self) -> None:
         if dropped := await self._batches.under_way.drop():

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeAlias
 
 import structlog
+
+from mldserver.base.aio import first_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -19,22 +20,12 @@ if TYPE_CHECKING:
 
     from mldserver.base.clock import Clock
 
-__all__ = ["KinesisClient", "MakeKinesis", "ShardListing", "ShardPolling", "StreamShards"]
+__all__ = ["KinesisClient", "MakeKinesis", "ShardPolling", "StreamShards"]
 
 log = structlog.get_logger("mldserver")
 
 _PATIENCE_SECONDS: Final = 10.0
 """How long the opening of a shard waits for AWS to name it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShardListing:
-    """What the stream says of one shard."""
-
-    parents: tuple[str, ...]
-    """None, one (after a split) or two (after a merge); a parent may have left the listing with its records."""
-    closed: bool
-    """Whether the shard takes no more records; it may still hold some."""
 
 
 class KinesisClient(Protocol):
@@ -67,8 +58,10 @@ class StreamShards:
     ) -> None:
         await self._resources.__aexit__(kind, error, trace)
 
-    async def list(self) -> dict[str, ShardListing] | None:
-        """Return every shard of the stream by its id, all pages; None when AWS does not say.
+    async def list(self) -> dict[str, tuple[str, ...]] | None:
+        """Return the parents of every shard of the stream, by its id; None when AWS does not say.
+
+        They are none, one (after a split) or two (after a merge). A parent may have left the listing with its records.
 
         Never fatal: a failure is logged, and shards are known from the ledger and from connections meanwhile.
         """
@@ -95,7 +88,7 @@ class ShardPolling:
         self._asked: list[asyncio.Future[None]] = []
         self._wake = asyncio.Event()
 
-    async def run(self, tell: Callable[[Mapping[str, ShardListing]], None]) -> None:
+    async def run(self, tell: Callable[[Mapping[str, tuple[str, ...]]], None]) -> None:
         """Tell what AWS says, until cancelled. Of a listing that failed nothing is told."""
         async with self._shards:
             while True:
@@ -107,7 +100,7 @@ class ShardPolling:
                 for waiting in asked:
                     if not waiting.done():
                         waiting.set_result(None)
-                await self._pause()
+                await first_of(self._wake.wait(), self._clock.sleep(self._interval_seconds))
 
     async def ask(self) -> None:
         """Return when a listing that began after this call was told, or has failed, or takes too long."""
@@ -118,30 +111,16 @@ class ShardPolling:
             async with asyncio.timeout(_PATIENCE_SECONDS):
                 await listed
 
-    async def _pause(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            ways = {
-                group.create_task(self._wake.wait()),
-                group.create_task(self._clock.sleep(self._interval_seconds)),
-            }
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-            for way in ways:
-                way.cancel()
 
-
-async def _listed(client: KinesisClient, stream: str) -> dict[str, ShardListing]:
-    listing: dict[str, ShardListing] = {}
+async def _listed(client: KinesisClient, stream: str) -> dict[str, tuple[str, ...]]:
+    listing: dict[str, tuple[str, ...]] = {}
     request: dict[str, Any] = {"StreamName": stream}
     while request:
         page = await client.list_shards(**request)
-        listing |= {shard["ShardId"]: _listing(shard) for shard in page["Shards"]}
+        for shard in page["Shards"]:
+            names = (shard.get("ParentShardId"), shard.get("AdjacentParentShardId"))
+            listing[shard["ShardId"]] = tuple(name for name in names if name)
         token = page.get("NextToken")
         # AWS: NextToken excludes StreamName.
         request = {"NextToken": token} if token else {}
     return listing
-
-
-def _listing(shard: dict[str, Any]) -> ShardListing:
-    names = (shard.get("ParentShardId"), shard.get("AdjacentParentShardId"))
-    closed = shard.get("SequenceNumberRange", {}).get("EndingSequenceNumber") is not None
-    return ShardListing(tuple(name for name in names if name), closed)

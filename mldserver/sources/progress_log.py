@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -41,33 +42,21 @@ class ProgressLog:
                 one.tell()
 
 
+@dataclass(slots=True, eq=False)
 class Progress:
     """Sums one connection's batches."""
 
-    __slots__ = (
-        "_first",
-        "_lag_ms",
-        "_last",
-        "_slowest_ms",
-        "_summed",
-        "_told",
-        "all_batches",
-        "all_records",
-        "log",
-    )
-
-    def __init__(self, log: structlog.typing.FilteringBoundLogger, told: ProgressLog) -> None:
-        """Begin with none; ``log`` may be replaced by one that knows more."""
-        self.log = log
-        self.all_batches = 0
-        self.all_records = 0
-        self._told = told
-        self._summed: dict[str, int] = {}
-        """Of the batches that were not told yet: how many, and how much is in them."""
-        self._first: Sequence | None = None
-        self._last: Sequence | None = None
-        self._lag_ms: int | None = None
-        self._slowest_ms = 0
+    log: structlog.typing.FilteringBoundLogger
+    """May be replaced by one that knows more."""
+    interval: ProgressLog
+    all_batches: int = 0
+    all_records: int = 0
+    _summed: dict[str, int] = field(default_factory=dict)
+    """Of the batches that were not told yet: how many, and how much is in them."""
+    _first: Sequence | None = None
+    _last: Sequence | None = None
+    _lag_ms: int | None = None
+    _slowest_ms: int = 0
 
     def note(self, outcome: BatchOutcome, size: int, took_ms: int) -> None:
         """Add a batch of ``size`` bytes; an empty one, as idle shards send every second, is not worth a line."""
@@ -77,7 +66,7 @@ class Progress:
             return
         self.all_records += outline.records
         if not summed:
-            self._told.has_news(self)
+            self.interval.has_news(self)
             self._summed = summed = {"batches": 0, "records": 0, "rows": 0, "bytes": 0}
             self._first, self._slowest_ms = outline.first, 0
         summed["batches"] += 1

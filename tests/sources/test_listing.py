@@ -12,7 +12,7 @@ import pytest
 
 from mldserver.base.aws import aws_client
 from mldserver.sources import listing
-from mldserver.sources.listing import ShardListing, ShardPolling, StreamShards
+from mldserver.sources.listing import ShardPolling, StreamShards
 from mldserver.testing import VirtualClock
 
 if TYPE_CHECKING:
@@ -34,10 +34,10 @@ PAGES: dict[str | None, dict[str, Any]] = {
     "more": {"Shards": [shard(2, "shardId-0"), shard(3, "shardId-0", "shardId-1")]},
 }
 LISTING = {
-    "shardId-0": ShardListing((), closed=True),
-    "shardId-1": ShardListing((), closed=True),
-    "shardId-2": ShardListing(("shardId-0",), closed=False),
-    "shardId-3": ShardListing(("shardId-0", "shardId-1"), closed=False),
+    "shardId-0": (),
+    "shardId-1": (),
+    "shardId-2": ("shardId-0",),
+    "shardId-3": ("shardId-0", "shardId-1"),
 }
 
 
