@@ -20,7 +20,7 @@ from msgspec import structs
 
 from mldserver.base.aio import ShardThreads
 from mldserver.base.threads import WorkerThread
-from mldserver.errors import HandlerHalted, HandlerInvalid, InternalError
+from mldserver.errors import HandlerInvalid, InternalError
 from mldserver.handler.inspection import load_spec
 from mldserver.handler.kclpy.processor import Processor
 from mldserver.handler.spec import HandlerKind, HandlerSpec, RecordHook, windows_text
@@ -29,6 +29,7 @@ from mldserver.records import Batch, Hook
 from mldserver.runtime.calls import BoundHook, Caller
 from mldserver.runtime.deadlines import Deadlines
 from mldserver.runtime.failure_policy import FailureNotices, FailurePolicy, OnFailure
+from mldserver.runtime.outcome import halted
 from mldserver.runtime.rows import RowBuilder
 from mldserver.runtime.work import BatchWork, Tools
 
@@ -162,7 +163,8 @@ class InlineRuntime:
             hook, failure = failed
             failures += 1
             if self._policy.on_failure is OnFailure.HALT and failures >= self._policy.attempts:
-                raise self._halted(shard, hook, failure, failures)
+                spec = tools.spec
+                raise halted(failure, hook, shard=shard.id, handler=spec.path, attempts=failures)
             await self._wait(shard, hook, failure, failures, grave=failures >= self._policy.attempts)
 
     def begin(self, delivery: Delivery) -> BatchOutcome | Coroutine[None, None, BatchOutcome]:
@@ -374,22 +376,6 @@ class InlineRuntime:
             **({"did": did} if grave else {}),
         )
         await self._clock.sleep(delay)
-
-    def _halted(self, shard: Shard, hook: str, failure: Failure, attempts: int) -> HandlerHalted:
-        where = {
-            "shard": shard.id,
-            "handler": self._ready().spec.path,
-            "hook": hook,
-            "traceback": failure.traceback,
-        }
-        log.critical("handler.halted", **where, what=failure.error, attempts=attempts)
-        return HandlerHalted(
-            f"{hook} failed for good: {failure.error}.",
-            did="The shard is not opened.",
-            advice="Mend the handler and start again.",
-            **where,
-            attempts=attempts,
-        )
 
     def _ready(self) -> Tools:
         if self._tools is None:

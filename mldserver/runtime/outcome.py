@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import pyarrow as pa
+import structlog
 
-from mldserver.errors import InternalError, MldserverError
+from mldserver.errors import HandlerHalted, InternalError, MldserverError
 from mldserver.handler.failure import describe
 from mldserver.records import DeadLetter
 from mldserver.runtime.interface import BatchOutline
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     from mldserver.runtime.plan import End
     from mldserver.runtime.rows import Built
 
-__all__ = ["Taken", "damaged", "dead_letter", "join_rows", "take"]
+__all__ = ["Taken", "damaged", "dead_letter", "halted", "join_rows", "take"]
+
+log = structlog.get_logger("mldserver")
 
 
 class Taken(msgspec.Struct, frozen=True):
@@ -150,4 +153,26 @@ def dead_letter(record: Record, end: End, *, handler: str, version: str, at_ms: 
         at_ms=at_ms,
         parked_behind=end.behind,
         handler_version=version,
+    )
+
+
+def halted(
+    failure: Failure, hook: str, *, shard: str, handler: str, attempts: int, sequence: str | None = None
+) -> HandlerHalted:
+    """Return what stops a shard, and log it: a record failed for good, or without ``sequence`` the shard's opening."""
+    where: dict[str, Any] = {"shard": shard, "handler": handler, "hook": hook}
+    if sequence is not None:
+        where["sequence"] = sequence
+    if failure.traceback:
+        where["traceback"] = failure.traceback
+    log.critical("handler.halted", **where, what=failure.error, attempts=attempts)
+    return HandlerHalted(
+        f"{hook} failed for good: {failure.error}.",
+        did="The shard is not opened."
+        if sequence is None
+        else "The shard is stopped; nothing after this record was accepted.",
+        advice="Mend the handler and start again"
+        + ("." if sequence is None else ", or let such records become dead letters."),
+        **where,
+        attempts=attempts,
     )

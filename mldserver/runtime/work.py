@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 from msgspec import structs
 
-from mldserver.errors import HandlerHalted, InternalError, MldserverError
+from mldserver.errors import InternalError, MldserverError
 from mldserver.handler.failure import Failure, describe
 from mldserver.handler.spec import RecordHook
 from mldserver.records import Batch
@@ -21,7 +21,7 @@ from mldserver.runtime.deadlines import Watch
 from mldserver.runtime.failure_policy import Ending
 from mldserver.runtime.interface import BatchOutcome
 from mldserver.runtime.lane import Lane, Tools
-from mldserver.runtime.outcome import Taken, damaged, dead_letter, join_rows, take
+from mldserver.runtime.outcome import Taken, damaged, dead_letter, halted, join_rows, take
 from mldserver.runtime.plan import BatchPlan, End
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mldserver.protocol.batch_decoder import BatchDecoder
     from mldserver.runtime.calls import BoundHook, Returned
     from mldserver.runtime.interface import Delivery
-    from mldserver.runtime.plan import Again, Step
+    from mldserver.runtime.plan import Step
 
 __all__ = ["BatchWork", "Tools", "lane_of"]
 
@@ -173,10 +173,22 @@ class BatchWork:
             lane.tell()
         for lane in self.lanes:
             if lane.plan.halted is not None:
-                raise self._halted(lane.plan.halted)
+                again = lane.plan.halted
+                raise halted(
+                    again.failure,
+                    self.hook.name,
+                    shard=self.delivery.shard_id,
+                    handler=self.tools.spec.path,
+                    attempts=again.attempt,
+                    sequence=str(self.taken.sequence(again.index)),
+                )
         if not all(lane.plan.exhausted for lane in self.lanes):
             # A group takes a lane that was cancelled for one that came to its end.
-            raise self._left_behind()
+            raise InternalError(
+                "Records of a batch were not worked on to the end.",
+                did="The batch does not count: the position stays before it.",
+                shard=self.delivery.shard_id,
+            )
         attempts = max([lane.plan.attempts for lane in self.lanes])
         outcome = BatchOutcome(self.taken.outline, self.rows, attempts=attempts)
         ends = self._ends()
@@ -291,20 +303,27 @@ class BatchWork:
 
     def _plan(self) -> None:
         """Plan one call for all records, or one a lane."""
+        tools, delivery = self.tools, self.delivery
         self.rows = None
-        self.lanes = [self._lane(place, indices) for place, indices in self._split()]
-        if self.tools.spec.record_hook is RecordHook.TABLE and (faults := damaged(self.taken.fresh)):
-            self.lanes[0].plan.condemn(faults, self.tools.clock.now_ms())
-        if parked := self.parked:
-            for lane in self.lanes:
-                lane.plan.park(parked)
-        if (condemned := self.delivery.condemned) is not None:
-            self._condemn(Failure(condemned))
-
-    def _condemn(self, failure: Failure) -> None:
-        now_ms = self.tools.clock.now_ms()
+        self.lanes = [
+            Lane(
+                tools,
+                self.hook,
+                self.taken,
+                BatchPlan(indices, tools.policy, self.taken),
+                delivery.shard_id,
+                tools.threads[place % len(tools.threads)],
+            )
+            for place, indices in self._split()
+        ]
+        now_ms = tools.clock.now_ms()
+        if tools.spec.record_hook is RecordHook.TABLE and (faults := damaged(self.taken.fresh)):
+            self.lanes[0].plan.condemn(faults, now_ms)
         for lane in self.lanes:
-            lane.plan.condemn(dict.fromkeys(lane.plan.indices, failure), now_ms)
+            if self.parked:
+                lane.plan.park(self.parked)
+            if delivery.condemned is not None:
+                lane.plan.condemn(dict.fromkeys(lane.plan.indices, Failure(delivery.condemned)), now_ms)
 
     def _split(self) -> list[tuple[int, Sequence[int]]]:
         """Return for each lane that has records its place and their indices, in order."""
@@ -318,17 +337,6 @@ class BatchWork:
             lanes.setdefault(lane_of(record.partition_key, count), []).append(index)
         return sorted(lanes.items())
 
-    def _lane(self, place: int, indices: Sequence[int]) -> Lane:
-        tools = self.tools
-        return Lane(
-            tools,
-            self.hook,
-            self.taken,
-            BatchPlan(indices, tools.policy, self.taken),
-            self.delivery.shard_id,
-            tools.threads[place % len(tools.threads)],
-        )
-
     def _join(self) -> None:
         if all(lane.plan.halted is None for lane in self.lanes):
             parts = [part for lane in self.lanes for part in lane.parts]
@@ -338,30 +346,6 @@ class BatchWork:
         """Return, in shard order, the records that have no rows because of what happened to them."""
         ends = [item for lane in self.lanes for item in lane.plan.ends.items()]
         return sorted(ends, key=lambda item: item[0]) if ends else ends
-
-    def _halted(self, again: Again) -> HandlerHalted:
-        where = {
-            "shard": self.delivery.shard_id,
-            "handler": self.tools.spec.path,
-            "hook": self.hook.name,
-            "sequence": str(self.taken.sequence(again.index)),
-            "traceback": again.failure.traceback,
-        }
-        log.critical("handler.halted", **where, what=again.failure.error, attempts=again.attempt)
-        return HandlerHalted(
-            f"{self.hook.name} failed for good: {again.failure.error}.",
-            did="The shard is stopped; nothing after this record was accepted.",
-            advice="Mend the handler and start again, or let such records become dead letters.",
-            **where,
-            attempts=again.attempt,
-        )
-
-    def _left_behind(self) -> InternalError:
-        return InternalError(
-            "Records of a batch were not worked on to the end.",
-            did="The batch does not count: the position stays before it.",
-            shard=self.delivery.shard_id,
-        )
 
 
 _EVENTS: Final = {

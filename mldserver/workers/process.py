@@ -23,9 +23,7 @@ import mldserver
 from mldserver.base.aio import first_of
 from mldserver.children.channel import Channel, WireError
 from mldserver.children.process import ChildProcess, ending
-from mldserver.errors import HandlerHalted
 from mldserver.observe.logging import Printed
-from mldserver.records import Hook
 from mldserver.workers import wire
 from mldserver.workers.child import STACKS_SIGNAL
 from mldserver.workers.shared_memory import Arena
@@ -69,18 +67,6 @@ class WorkerGone(Exception):
 
 class Unopened(WorkerGone):
     """It ended while a shard was opened: whatever wanted the shard to be open has not been begun."""
-
-    def halted(self, shard_id: str, handler: str, deaths: int) -> HandlerHalted:
-        """Return what stops the shard when ``initialize`` has ended so many processes."""
-        return HandlerHalted(
-            f"{Hook.INITIALIZE} failed for good: {self.died}.",
-            did="The shard is not opened.",
-            advice="Mend the handler and start again.",
-            shard=shard_id,
-            handler=handler,
-            hook=str(Hook.INITIALIZE),
-            attempts=deaths,
-        )
 
 
 class _Printed:

@@ -28,6 +28,7 @@ from mldserver.handler.failure import Failure
 from mldserver.records import Hook
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
 from mldserver.runtime.interface import BatchOutcome
+from mldserver.runtime.outcome import halted
 from mldserver.runtime.plan import BatchPlan, Facts
 from mldserver.workers import wire
 from mldserver.workers.assignment import place, spread
@@ -338,9 +339,9 @@ class WorkerRuntime:
                     raise
                 deaths += alone
                 if self._policy.on_failure is OnFailure.HALT and deaths >= self._policy.attempts:
-                    halted = gone.halted(shard_id, self._spares.handler, deaths)
-                    log.critical("handler.halted", **halted.where, what=gone.died)
-                    raise halted from gone
+                    failure, hook = Failure(gone.died), str(Hook.INITIALIZE)
+                    handler = self._spares.handler
+                    raise halted(failure, hook, shard=shard_id, handler=handler, attempts=deaths) from gone
             finally:
                 worker.gate.leave(pass_)
             alone = alone or shard_id in self._worker(shard_id).suspects

@@ -36,8 +36,8 @@ class Positions:
     delivered: dict[str, Sequence] = field(default_factory=dict)
     durable: dict[str, Sequence] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
-    delivered_ms: int = 0
-    """When a record was delivered last."""
+    delivered_ms: dict[tuple[str, int], int] = field(default_factory=dict)
+    """When each record was delivered last, by its shard and number; in that order."""
     broken: list[str] = field(default_factory=list)
 
     def deliver(self, shard: str, record: StreamRecord, *, whole: bool) -> None:
@@ -76,8 +76,11 @@ class WatchedStream(FakeStream):
 
     def read(self, shard_id: str, after: Place, limit: int, *, raw: bool = False) -> Any:
         records, behind = super().read(shard_id, after, limit, raw=raw)
+        for record in records:
+            key = shard_id, int(record.sequence_number)
+            self.positions.delivered_ms.pop(key, None)
+            self.positions.delivered_ms[key] = self.clock.now_ms()
         for record in records[-1:]:
-            self.positions.delivered_ms = self.clock.now_ms()
             self.positions.deliver(shard_id, record, whole=raw)
         return records, behind
 

@@ -154,13 +154,19 @@ class Outputs:
                 window.cuts.append(len(window.rows))
 
     def _may_close(self, name: str, window: _Window, now_ms: int) -> None:
-        """A window closes once its time has come by AWS's clock, when the stream is quiet, and when it is over."""
+        """A window closes once its time has come by AWS's clock, when the stream is quiet, and when it is over.
+
+        It is quiet when no rows come: records that become dead letters do not keep windows open.
+        """
         receipts = self.plan.form.name == "V1" and self.plan.clocks_differ
         if window.cuts or self.plan.handler == "Runs" or receipts:
             return
         due_ms = _starts_ms(name) + SIZE_MS[self.plan.handler]
         due_ms += SLACK_MS if self.plan.handler == "Column" else 0
-        quiet = self.plan.handler == "Column" and now_ms - self.positions.delivered_ms >= QUIET_MS
+        letters = {(shard, number) for shard, (number, _) in self.letters_ever}
+        times = self.positions.delivered_ms
+        last_ms = next((times[key] for key in reversed(times) if key not in letters), 0)
+        quiet = self.plan.handler == "Column" and now_ms - last_ms >= QUIET_MS
         over = all(self.stream.shards[shard].closed for shard in self.positions.delivered)
         if now_ms < due_ms and not quiet and not over:
             self._tell(f"{name}: it is cut {due_ms - now_ms} ms before its time")
