@@ -14,6 +14,7 @@ from coordinator.outcomes import dead_letter, outcome
 from mldserver.handler.failure import Failure
 from mldserver.records import Sequence
 from mldserver.runtime.failure_policy import FailurePolicy
+from mldserver.runtime.interface import Delivery
 from mldserver.runtime.plan import BatchPlan, Step
 from mldserver.workers import runtime as workers
 from mldserver.workers.process import WorkerGone
@@ -60,7 +61,9 @@ class Processes(WorkerRuntime):
         self._count = count
         self._bad = bad
 
-    async def _once(self, *_given: Any, part: Any = None, condemned: str | None = None, **_named: Any) -> Any:
+    async def _once(self, delivery: Delivery, *_given: Any, **_named: Any) -> Any:
+        part, condemned = delivery.part, delivery.condemned
+        assert part is not None, "each is asked for a part"
         if condemned is None and not self._bad.isdisjoint(part):
             raise WorkerGone("signal 9", alone=True)
         records = [(index + 1, index) for index in range(self._count)]
@@ -70,8 +73,8 @@ class Processes(WorkerRuntime):
 
 async def over_processes(count: int, bad: set[int]) -> None:
     """Every record has one row or one dead letter, rows in their order; the bad ones have letters."""
-    delivery: Any = SimpleNamespace(shard_id="s", part=None)
     line: Any = None
+    delivery = Delivery("s", line, received_ms=0, after=None)
     found: BatchOutcome = await Processes(count, bad)._search(delivery, line, "WorkerDied")
     rows = [] if found.rows is None else found.rows.column("value").to_pylist()
     assert rows == [index + 1 for index in range(count) if index not in bad]
@@ -136,12 +139,14 @@ async def test_a_part_that_is_lost_when_many_are_joined_is_found(monkeypatch: py
 async def test_a_record_that_halving_drops_over_many_processes_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    part: Callable[[Step], range] = workers._part
+    replace: Callable[..., Delivery] = workers.replace
 
-    def short(step: Step) -> range:
-        whole = part(step)
-        return whole[:-1] if len(whole) > 200 and whole.start else whole
+    def short(delivery: Delivery, **fields: Any) -> Delivery:
+        whole = fields.get("part", range(0))
+        if len(whole) > 200 and whole.start:
+            fields["part"] = whole[:-1]
+        return replace(delivery, **fields)
 
-    monkeypatch.setattr(workers, "_part", short)
+    monkeypatch.setattr(workers, "replace", short)
     with pytest.raises(AssertionError):
         await all_over_processes()
