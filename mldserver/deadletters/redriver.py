@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mldserver.coordinator.shards import RedriveIntake
     from mldserver.ledger.contract import StoredLetter
     from mldserver.ledger.operations import Ledger
-    from mldserver.records import Sequence
+    from mldserver.records import DeadLetter, Sequence
     from mldserver.runtime.interface import Runtime
     from mldserver.sources.shard_claims import ShardOwners
 
@@ -43,6 +43,17 @@ log = structlog.get_logger("mldserver")
 
 _SECONDS: Final = 0.5
 """Between two looks at what the ledger was last seen to hold; that costs nothing."""
+
+
+def _record(letter: DeadLetter) -> Record:
+    return Record(
+        shard_id=letter.shard_id,
+        sequence_number=str(letter.sequence.number),
+        sub_sequence_number=letter.sequence.sub,
+        data=letter.data,
+        partition_key=letter.partition_key,
+        arrival_ms=letter.arrival_ms,
+    )
 
 
 @dataclass(kw_only=True)
@@ -123,20 +134,9 @@ class Redriver:
         if not letters:
             return
         kill_point("redrive.taken")
-        records = [
-            Record(
-                shard_id=shard_id,
-                sequence_number=str(letter.sequence.number),
-                sub_sequence_number=letter.sequence.sub,
-                data=letter.data,
-                partition_key=letter.partition_key,
-                arrival_ms=letter.arrival_ms,
-            )
-            for letter in (stored.letter for stored in letters)
-        ]
         delivery = Delivery(
             shard_id,
-            Records(records),
+            Records([_record(stored.letter) for stored in letters]),
             # Stands in for arrival times that were never told: when the record failed is near it.
             received_ms=min(stored.letter.at_ms for stored in letters),
             after=None,

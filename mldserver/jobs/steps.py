@@ -201,14 +201,10 @@ class WindowSteps:
         """
         outputs = tuple(window.output for window in committed)
         table = self.publisher.table is not None
-        if not table:
+        if table:
+            await self._into_table(committed)
+        else:
             await asyncio.to_thread(self.publisher.publish, outputs)
-        for entry, output in ((window.entry, window.output) for window in committed if table):
-            await asyncio.to_thread(self.publisher.require, output)
-            window, staging = self._window(entry), self.store.uri(output.staging)
-            await self.engine.publish(
-                PublishJob(window, staging, output.files, output.rows, self.store.place)
-            )
         kill_point("window.visible")
         # By attempt: this may be a repetition, when the window has gone on to another server's revision.
         free = await self.ledger.published(
@@ -237,6 +233,13 @@ class WindowSteps:
                 self._replaced.put_nowait((self.clock.steady_ms() + _READING_MS, output))
         kill_point("window.cleaned")
         self.freed(sum(segment.bytes for segment in freed))
+
+    async def _into_table(self, committed: Sequence[Committed]) -> None:
+        for entry, output in ((window.entry, window.output) for window in committed):
+            await asyncio.to_thread(self.publisher.require, output)
+            window, staging = self._window(entry), self.store.uri(output.staging)
+            job = PublishJob(window, staging, output.files, output.rows, self.store.place)
+            await self.engine.publish(job)
 
     async def clean_up(self) -> None:
         """Delete what revisions have replaced, each a while after that, until cancelled."""
