@@ -10,8 +10,6 @@ from mldserver.base.threads import WorkerThread
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-__all__ = ["ShardThreads", "aside", "first_of"]
-
 _T = TypeVar("_T")
 
 

@@ -16,8 +16,6 @@ from mldserver.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-__all__ = ["aws_client", "require_aws"]
-
 _ANY_REGION: Final = "us-east-1"
 
 

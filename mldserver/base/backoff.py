@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Backoff", "backoff"]
-
 
 def backoff(failures: int, base: float, cap: float, chance: float = 1.0) -> float:
     """Return the seconds to wait after so many ``failures`` in a row, from 1 on; ``chance`` is from 0 to 1.

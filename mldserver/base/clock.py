@@ -10,8 +10,6 @@ import asyncio
 import time
 from typing import Protocol
 
-__all__ = ["Clock", "SystemClock", "happens"]
-
 
 class Clock(Protocol):
     """Time in milliseconds, and the only way parts of the server wait for it to pass."""

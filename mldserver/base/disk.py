@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["exchange", "make_folder", "sync"]
-
 
 def sync(path: Path) -> None:
     """Force a file, or what a folder names, to disk. Raises OSError."""

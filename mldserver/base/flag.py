@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 from typing import Generic, TypeVar
 
-__all__ = ["Flag", "Slot"]
-
 _T = TypeVar("_T")
 
 

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["KILL_VARIABLE", "STEPS", "arm", "kill_point"]
-
 KILL_VARIABLE: Final = "MLDSERVER_KILL_AT"
 
 STEPS: Final[Mapping[str, str]] = {

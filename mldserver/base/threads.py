@@ -23,8 +23,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["WorkerThread"]
-
 _T = TypeVar("_T")
 
 
