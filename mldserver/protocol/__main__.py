@@ -11,8 +11,6 @@ from mldserver.protocol.states import TABLE, State
 if TYPE_CHECKING:
     from mldserver.protocol.states import Input, Transition
 
-__all__ = ["protocol_page"]
-
 _INTRODUCTION: Final = """\
 # The protocol
 

@@ -26,8 +26,6 @@ from mldserver.protocol.messages import Version
 from mldserver.protocol.wire_records import DecodedBatch, FastDecoder
 from mldserver.records import Record
 
-__all__ = ["BatchDecoder", "DecodedBatch", "decode_records"]
-
 _Order = tuple[int, str, int]
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from mldserver.errors import DecodeError
-from mldserver.protocol.batch_decoder import DecodedBatch, decode_records
 from mldserver.protocol.fields import excerpt, optional_long, optional_text, start_position, wrong
 from mldserver.protocol.messages import (
     CheckpointReply,
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mldserver.protocol.messages import CheckpointRequest, Line
-
-__all__ = ["CONTROL_LIMIT", "DecodedBatch", "decode", "decode_records", "encode"]
 
 CONTROL_LIMIT: Final = 64 * 1024
 """Bytes of the longest line that is decoded here: every message but a batch is a few hundred bytes at most."""

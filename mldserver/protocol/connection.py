@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from mldserver.protocol.messages import Line, PeerMessage, RequestMessage
     from mldserver.records import Sequence
 
-__all__ = ["ConnectionLimits", "MLDConnection"]
-
 _CLOSED_IT: Final = "The connection was closed."
 _TURNS: Final = frozenset({State.AWAITING_INITIALIZE, State.IDLE, State.DRAINED})
 

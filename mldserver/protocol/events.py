@@ -13,23 +13,6 @@ if TYPE_CHECKING:
     from mldserver.protocol.states import Input, State
     from mldserver.records import Sequence
 
-__all__ = [
-    "CancelTimer",
-    "CheckpointFailed",
-    "CheckpointRetrying",
-    "CheckpointStored",
-    "CheckpointsStopped",
-    "CloseReason",
-    "Closed",
-    "Event",
-    "Failed",
-    "OutputEnded",
-    "Request",
-    "StartTimer",
-    "StateChanged",
-    "Timer",
-]
-
 
 class Timer(enum.StrEnum):
     """The time-outs of a connection; the shell runs them and reports with ``timer_fired``."""

@@ -9,19 +9,6 @@ from typing import Any, Final, TypeGuard
 
 from mldserver.errors import DecodeError
 
-__all__ = [
-    "MAX_ARRIVAL_MS",
-    "MAX_LONG",
-    "MAX_SEQUENCE_DIGITS",
-    "SENTINELS",
-    "excerpt",
-    "is_sequence",
-    "optional_long",
-    "optional_text",
-    "start_position",
-    "wrong",
-]
-
 MAX_ARRIVAL_MS: Final = 253_370_764_799_999
 """The last millisecond of the year 9998: a datetime, and so is the end of any window around it."""
 MAX_LONG: Final = 2**63 - 1

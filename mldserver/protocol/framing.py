@@ -14,8 +14,6 @@ from mldserver.errors import FramingError
 if TYPE_CHECKING:
     from mldserver.protocol.messages import Line
 
-__all__ = ["LineFramer"]
-
 _EXCERPT: Final = 80
 
 

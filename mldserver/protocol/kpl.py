@@ -10,8 +10,6 @@ import hashlib
 import sys
 from typing import Any, Final, NamedTuple
 
-__all__ = ["MAGIC", "MAGIC_BASE64", "UserRecord", "deaggregate"]
-
 MAGIC: Final = b"\xf3\x89\x9a\xc2"
 MAGIC_BASE64: Final = "84maw"
 """How the base64 text of every aggregate starts: the 30 bits that the magic fixes."""

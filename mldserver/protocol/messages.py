@@ -9,23 +9,6 @@ import enum
 
 import msgspec
 
-__all__ = [
-    "CheckpointReply",
-    "CheckpointRequest",
-    "Initialize",
-    "LeaseLost",
-    "Line",
-    "PeerMessage",
-    "ProcessRecords",
-    "RequestMessage",
-    "ShardEnded",
-    "Shutdown",
-    "ShutdownReason",
-    "ShutdownRequested",
-    "Version",
-]
-
-
 Line = bytes | bytearray
 """A line without its end. One that came in pieces is what they were collected in: a copy would cost more than all else."""
 

@@ -8,8 +8,6 @@ from typing import Final
 from mldserver.base.backoff import backoff
 from mldserver.protocol.states import Input
 
-__all__ = ["BATCH_RETRIES", "CHECKPOINT_ERRORS", "END_RETRIES", "RetryPolicy"]
-
 CHECKPOINT_ERRORS: Final = {
     "ShutdownException": Input.GONE,
     "ThrottlingException": Input.BUSY,

@@ -43,8 +43,6 @@ from __future__ import annotations
 import enum
 from typing import Final, NamedTuple
 
-__all__ = ["TABLE", "WORKING", "Action", "Input", "State", "Transition"]
-
 
 class State(enum.StrEnum):
     """Whose turn it is, and in the middle of what."""

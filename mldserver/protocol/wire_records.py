@@ -29,8 +29,6 @@ import numpy as np
 from mldserver.protocol.fields import MAX_ARRIVAL_MS, MAX_LONG, MAX_SEQUENCE_DIGITS, is_sequence
 from mldserver.records import Record, RecordMethods, decode_payload
 
-__all__ = ["LARGE_RECORD", "DecodedBatch", "FastDecoder"]
-
 LARGE_RECORD: Final = 1024
 """Bytes of a record on the wire, on average, above which its payload may stay as it is until it is read."""
 

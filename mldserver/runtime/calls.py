@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from mldserver.base.threads import WorkerThread
     from mldserver.runtime.deadlines import Deadlines
 
-__all__ = ["BoundHook", "Caller", "Returned"]
-
 _T = TypeVar("_T")
 
 _TURN_MS: Final = 10

@@ -29,9 +29,10 @@ from mldserver.records import Batch, Hook
 from mldserver.runtime.calls import BoundHook, Caller
 from mldserver.runtime.deadlines import Deadlines
 from mldserver.runtime.failure_policy import FailureNotices, FailurePolicy, OnFailure
+from mldserver.runtime.lane import Tools
 from mldserver.runtime.outcome import halted
 from mldserver.runtime.rows import RowBuilder
-from mldserver.runtime.work import BatchWork, Tools
+from mldserver.runtime.work import BatchWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
     from mldserver.handler.failure import Failure
     from mldserver.records import Sequence, Shard
     from mldserver.runtime.interface import BatchOutcome, Delivery
-
-__all__ = ["InlineRuntime"]
 
 log = structlog.get_logger("mldserver")
 

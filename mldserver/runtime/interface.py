@@ -26,20 +26,6 @@ if TYPE_CHECKING:
     from mldserver.protocol.messages import Line
     from mldserver.records import DeadLetter, Hook, Sequence, Shard
 
-__all__ = [
-    "META_COLUMNS",
-    "BatchOutcome",
-    "BatchOutline",
-    "Begun",
-    "Delivery",
-    "MLDLine",
-    "Payload",
-    "Records",
-    "Runtime",
-    "outcome_of",
-    "unpacked",
-]
-
 
 META_COLUMNS = ("_time", "_clock", "_shard", "_sequence", "_sub_sequence", "_arrival")
 """Columns that every row carries beside the handler's own.

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from mldserver.runtime.plan import Again, BatchPlan
     from mldserver.runtime.rows import RowBuilder
 
-__all__ = ["Lane", "Tools"]
-
 log = structlog.get_logger("mldserver")
 
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from mldserver.runtime.plan import End
     from mldserver.runtime.rows import Built
 
-__all__ = ["Taken", "damaged", "dead_letter", "halted", "join_rows", "take"]
-
 log = structlog.get_logger("mldserver")
 
 

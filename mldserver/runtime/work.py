@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from mldserver.runtime.interface import Delivery
     from mldserver.runtime.plan import Step
 
-__all__ = ["BatchWork", "Tools", "lane_of"]
-
 log = structlog.get_logger("mldserver")
 
 _QUICKLY_DECODED: Final = 1024 * 1024

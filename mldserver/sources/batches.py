@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from mldserver.sources.progress_log import ProgressLog
     from mldserver.sources.shard_claims import Claim
 
-__all__ = ["Batches", "OpenShard"]
-
 _LONG_MS: Final = 1000
 """A batch whose shard was held back for so long has a line of its own."""
 

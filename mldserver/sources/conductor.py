@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from mldserver.sources.progress_log import ProgressLog
     from mldserver.sources.shard_claims import Claim, ShardOwners
 
-__all__ = ["Conductor"]
-
 
 class Conductor:
     """Drives one connection from ``initialize`` to its end."""

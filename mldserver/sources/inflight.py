@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from mldserver.base.clock import Clock
     from mldserver.protocol.messages import Line
 
-__all__ = ["Answerable", "Batch", "EarlyAnswers", "UnderWay"]
-
 _AGAIN_SECONDS: Final = 1.0
 """How soon it is looked again at a batch that is due for an early answer but may not get one yet."""
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from mldserver.runtime.interface import BatchOutcome, Runtime
     from mldserver.sources.shard_claims import ShardOwners
 
-__all__ = ["Intake", "MakeSource", "ShardIntake", "ShardOpening", "Source", "SourceParts"]
-
 
 @dataclass(frozen=True, slots=True)
 class ShardOpening:

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from mldserver.records import Sequence
     from mldserver.sources.unread import ReadBudget
 
-__all__ = ["CheckpointOutcome", "Link"]
-
 log = structlog.get_logger("mldserver")
 
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from mldserver.base.clock import Clock
 
-__all__ = ["KinesisClient", "MakeKinesis", "ShardPolling", "StreamShards"]
-
 log = structlog.get_logger("mldserver")
 
 _PATIENCE_SECONDS: Final = 10.0

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from mldserver.runtime.interface import Runtime
     from mldserver.sources.intake import Intake
 
-__all__ = ["DEFAULT_READ_BYTES", "Address", "MLDListener"]
-
 log = structlog.get_logger("mldserver")
 
 Address = tuple[str, int] | tuple[Path]

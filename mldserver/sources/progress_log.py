@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from mldserver.records import Sequence
     from mldserver.runtime.interface import BatchOutcome
 
-__all__ = ["Progress", "ProgressLog"]
-
 
 class ProgressLog:
     """Lets every connection that has news tell them, once an interval: one task for all of them."""

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
     from types import TracebackType
 
-__all__ = ["Claim", "ShardOwners", "Superseded"]
-
 
 class Superseded(Exception):
     """The shard was claimed anew."""

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from typing import Final, Protocol
 
-__all__ = ["ReadBudget", "Reader"]
-
 _STEP_BYTES: Final = 1024 * 1024
 """Room for which one more reader goes on; most lines are shorter."""
 
