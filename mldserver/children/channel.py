@@ -150,6 +150,11 @@ class Channel(Generic[M]):
         self._bytes += len(part)
         self._files += files
 
+    @property
+    def unsent(self) -> bool:
+        """Whether this turn has brought something that is not sent yet."""
+        return bool(self._parts)
+
     def flush(self) -> None:
         """Send now what this turn has brought."""
         if not self._parts:

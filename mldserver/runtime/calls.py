@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import os
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -88,6 +89,7 @@ class Caller:
         self._interrupts = interrupts
         self._mark = mark
         self.watched = watched
+        self._pid = os.getpid()
         self._thread = thread
         self.deadlines = deadlines
         self._clock = clock
@@ -141,11 +143,11 @@ class Caller:
         Nothing else runs on the event loop meanwhile: what was slow is told when it is over.
         """
         deadlines = self.deadlines
+        deadlines.tell_here()
         watch = deadlines.here = Watch(hook.name, shard, started_ms=self._clock.steady_ms())
         try:
             return function(watch)
         finally:
-            deadlines.tell_here()
             deadlines.here = None
 
     def call_sync(self, hook: BoundHook, arguments: Iterable[Any], watch: Watch | None) -> Returned:
@@ -168,6 +170,8 @@ class Caller:
                 value = function(argument)
                 values.append(value if type(value) in plain else take(value))
         except BaseException as error:  # the user's code may raise anything; see the module
+            if os.getpid() != self._pid:
+                os._exit(1)  # the hook has forked: its child may not go on as another of this process
             if self.is_operators(error):
                 raise
             returned.failure = _failure(error)
@@ -183,6 +187,8 @@ class Caller:
             yield
         finally:
             self._mark(-1)
+            if watch is self.deadlines.here:
+                self.deadlines.tell_here()
             watch.started_ms = None
 
     def begun(self, watch: Watch) -> None:

@@ -70,14 +70,17 @@ class Deadlines:
     def tell_here(self) -> None:
         """Tell once of a call that holds up the event loop for longer than it may: when it is done, or beside it."""
         here = self.here
-        if here is None or here.started_ms is None or here.told_ms is not None:
+        started_ms = (
+            None if here is None else here.started_ms
+        )  # once: another thread may end the call meanwhile
+        if here is None or started_ms is None or here.told_ms is not None:
             return
-        now_ms = self._clock.steady_ms()
-        if now_ms - here.started_ms >= self.limit_ms:
-            here.told_ms = now_ms
+        took_ms = self._clock.steady_ms() - started_ms
+        if took_ms >= self.limit_ms:
+            here.told_ms = started_ms + took_ms
             self._tell_slow(
                 here,
-                _running(here, now_ms),
+                took_ms / 1000,
                 did="The call holds up every shard of its process.",
                 advice="Give the handler's own calls time-outs, or write blocking = True in it.",
             )

@@ -254,11 +254,13 @@ class InlineRuntime:
         """Return how long the longest synchronous call has run; from any thread."""
         return self._ready().caller.deadlines.running_ms()
 
-    def look(self) -> bool:
-        """Return whether a call is made on the event loop; tell of one that takes too long. From any thread."""
-        deadlines = self._ready().caller.deadlines
-        deadlines.tell_here()
-        return deadlines.here is not None
+    def in_call(self) -> bool:
+        """Whether a call is made on the event loop; from any thread."""
+        return self._ready().caller.deadlines.here is not None
+
+    def tell_slow(self) -> None:
+        """Tell of a call on the event loop that takes too long; from any thread."""
+        self._ready().caller.deadlines.tell_here()
 
     async def close(self) -> None:
         """Stop the worker threads; a hook that hangs is left behind after a few seconds."""

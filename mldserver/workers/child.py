@@ -54,7 +54,7 @@ _Answer: TypeAlias = tuple[wire.FromWorker, tuple[int, ...]]
 """A message, and the files that go with it."""
 
 _LONG_SECONDS: Final = 0.002
-"""A batch that took longer is answered by itself."""
+"""Answers are sent together for so long, where the last batch did not take as long."""
 
 
 class Child:
@@ -73,6 +73,11 @@ class Child:
         self._ending: dict[str, set[asyncio.Task[None]]] = {}
         """What still works on such requests, by shard: its hooks may take their time to end."""
         self._runtime: InlineRuntime | None = None
+        self._pid = os.getpid()
+        self._slow = False
+        """Whether the last batch took long."""
+        self._unsent = 0.0
+        """When the first of the answers came that are not sent."""
         self._arena: memoryview = memoryview(b"")
         self._channel = Channel[Any](end, wire.FromServer, receive=self._receive, ended=self._hung_up)
 
@@ -119,9 +124,8 @@ class Child:
         except MldserverError as error:
             self._channel.send(wire.failed(0, error))
             return False
-        Heartbeat(
-            self._end, asyncio.get_running_loop(), runtime.running_ms, runtime.look, teller.tell_lost
-        ).start()
+        loop, tells = asyncio.get_running_loop(), (teller.tell_lost, runtime.tell_slow)
+        Heartbeat(self._end, loop, runtime.running_ms, runtime.in_call, tells).start()
         self._channel.send(wire.loaded_of(spec))
         return True
 
@@ -194,7 +198,7 @@ class Child:
             answer = wire.failed(request, error), ()
         except Exception as error:  # noqa: BLE001  # told to the server, as the error that it is
             answer = wire.failed(request, error), ()
-        del self._tasks[request]
+        self._tasks.pop(request, None)
         self._cancelled.discard(request)
         self._channel.send(*answer)
 
@@ -210,15 +214,21 @@ class Child:
             redriven=message.redriven,
         )
         runtime, began = self._ready(), time.monotonic()
+        if self._channel.unsent and (self._slow or began - self._unsent > _LONG_SECONDS):
+            self._channel.flush()  # what is done does not wait for a call that may take long
         outcome: Begun | None = None
         self._mark.add(1)
         try:
             if message.shard not in self._ending:
                 outcome = runtime.begin(delivery)
             if type(outcome) is BatchOutcome and (outcome.rows is None or outcome.rows.nbytes <= NEAR_BYTES):
+                now = time.monotonic()
+                self._slow = now - began > _LONG_SECONDS
+                if not self._channel.unsent:
+                    self._unsent = now
+                if os.getpid() != self._pid:
+                    os._exit(1)  # the handler has forked: its child may not answer
                 self._channel.send(*_answer_at_once(message.id, outcome))
-                if time.monotonic() - began > _LONG_SECONDS:
-                    self._channel.flush()  # others of the same frame may take long too
                 return
         except Exception as error:  # noqa: BLE001  # told to the server, as the error that it is
             self._channel.send(wire.failed(message.id, error))

@@ -15,7 +15,7 @@ from mldserver.workers.wire import BeatMessage
 if TYPE_CHECKING:
     import asyncio
     import socket
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 BEAT_SECONDS: Final = 0.5
 _STATM: Final = Path("/proc/self/statm")
@@ -31,17 +31,17 @@ class Heartbeat:
         loop: asyncio.AbstractEventLoop,
         running_ms: Callable[[], int],
         in_call: Callable[[], bool],
-        also: Callable[[], None],
+        tells: Iterable[Callable[[], None]],
     ) -> None:
         """``running_ms``: how long the present synchronous call runs; ``in_call``: whether one keeps the loop.
 
-        ``also`` is done beside. All of them are called in the thread.
+        ``tells`` log what there is to tell. All of them are called in the thread.
         """
         self._end = end
         self._loop = loop
         self._running_ms = running_ms
         self._in_call = in_call
-        self._also = also
+        self._tells = tuple(tells)
         self._turned = time.monotonic()
         self._resident = 0
 
@@ -66,7 +66,11 @@ class Heartbeat:
             except OSError:
                 # The server is gone, and the loop, which would have noticed, may be in the handler's hands.
                 os._exit(0)
-            self._also()
+            for tell in self._tells:
+                with contextlib.suppress(
+                    Exception
+                ):  # the handler may have broken the log: that is no end of life
+                    tell()
             time.sleep(BEAT_SECONDS)
 
     def _resident_bytes(self) -> int:

@@ -292,6 +292,11 @@ class WorkerProcess:
         self._channel.send(message, files)
         return future
 
+    def forget(self, shard_id: str) -> None:
+        """Let it drop a shard's handler. Nobody waits for that: it may be in a call that hangs, and is no work of its own."""
+        if self.is_open and not self._closed:
+            self._channel.send(wire.Forget(0, shard_id))
+
     def cancel(self, request_id: int) -> None:
         """Tell the worker that nobody wants a request's answer any more."""
         if request_id in self._requests and not self._closed:

@@ -191,8 +191,7 @@ class WorkerRuntime:
         worker.opened.pop(shard_id, None)
         if (process := worker.present) is not None:
             # Whether it is open there or not: an opening that was given up, or has failed, leaves something too.
-            # It is not waited for: it may be in a call that hangs, and what follows for the shard comes behind it.
-            process.post(wire.Forget(next(process.ids), shard_id), otherwise=lambda _: None)
+            process.forget(shard_id)
 
     def begin(self, delivery: Delivery) -> Begun:
         """Send a batch where nothing is to be waited for (see ``Runtime.begin``): nobody is woken before it is done."""

@@ -102,7 +102,7 @@ class Unpark(Request, frozen=True):
 
 
 class Forget(Request, frozen=True):
-    """Drop a shard's handler."""
+    """Drop a shard's handler. With id 0 nobody waits for the answer."""
 
 
 class Cancel(Message, frozen=True):

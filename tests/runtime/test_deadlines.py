@@ -114,3 +114,16 @@ async def test_an_error_that_cannot_be_printed_in_any_way_is_told_by_its_name(er
             raise error
 
     assert describe(Odd()).error.endswith("Odd: (its message cannot be printed)")
+
+
+def test_a_call_that_ends_while_another_thread_looks_is_not_told(logged: Any) -> None:
+    class Ending(VirtualClock):
+        def steady_ms(self) -> int:
+            watch.started_ms = None
+            return 10**6
+
+    watch = Watch("process_record", "s", started_ms=0)
+    deadlines = Deadlines(handler="mine", clock=Ending(), seconds=10_000)
+    deadlines.here = watch
+    deadlines.tell_here()
+    assert logged == []

@@ -121,6 +121,18 @@ async def test_a_synchronous_hook_may_run_a_loop_of_its_own(
     assert (column(outcome, "n"), kit.dead(outcome)) == ([7, 7], [])
 
 
+async def test_an_initialize_that_has_held_up_the_loop_for_too_long_is_told(
+    kit: Any, shard: Any, logged: Any
+) -> None:
+    def initialize(_: Any) -> None:
+        kit.clock.ms += 61_000
+
+    runtime = await kit.start(at_once=True, deadline=60, initialize=initialize, process_record=lambda _: None)
+    await runtime.open(shard)
+    (told,) = [event for event in logged if event["event"] == "handler.slow"]
+    assert (told["hook"], told["seconds"]) == ("initialize", 61)
+
+
 async def test_a_call_that_has_held_up_the_loop_for_too_long_is_told(
     kit: Any, shard: Any, logged: Any
 ) -> None:

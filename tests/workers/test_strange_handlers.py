@@ -159,3 +159,23 @@ async def process_record(record):
         await asyncio.gather(*both)
     assert (tmp_path / "ended").exists()
     assert named(logged, "handler.hook_failed") == []
+
+
+@pytest.mark.parametrize("leaves", ["sys.exit(0)", "return"])
+async def test_the_child_of_a_handler_that_forks_is_no_second_worker(
+    runtime_of: Callable[..., WorkerRuntime], logged: list[dict[str, Any]], leaves: str
+) -> None:
+    text = f"""
+import os, sys
+def process_record(record):
+    if record.text() == "fork":
+        if (child := os.fork()) == 0:
+            {leaves}
+        os.waitpid(child, 0)
+"""
+    async with running(runtime_of(text)) as runtime, asyncio.timeout(60):
+        await runtime.open(Shard("a"))
+        for texts in ("fork", "x"), ("y",), ("fork",), ("z",):
+            outcome = await runtime.process(delivery("a", *texts))
+            assert (outcome.outline.records, outcome.attempts, outcome.dead_letters) == (len(texts), 1, ())
+    assert named(logged, "worker.lost", "worker.garbled") == []
