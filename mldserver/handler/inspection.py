@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from mldserver.errors import HandlerInvalid
-from mldserver.handler.kclpy.interface import PACKAGE, checkpoint_error
+from mldserver.handler.kclpy.amazon_kclpy import PACKAGE, checkpoint_error
 from mldserver.handler.kclpy.processor import ProcessorClass, accepts, problems, recognised, written
 from mldserver.handler.loader import Loaded, load, relative
 from mldserver.handler.spec import (

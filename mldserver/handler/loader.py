@@ -26,7 +26,7 @@ import structlog
 
 from mldserver.errors import HandlerInvalid, HandlerNotFound, HandlerUnready
 from mldserver.handler.failure import describe
-from mldserver.handler.kclpy.interface import standing_in
+from mldserver.handler.kclpy.amazon_kclpy import standing_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

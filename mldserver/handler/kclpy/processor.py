@@ -13,7 +13,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from mldserver.handler.kclpy.interface import (
+from mldserver.handler.kclpy.amazon_kclpy import (
     PACKAGE,
     Checkpointer,
     DictRecord,

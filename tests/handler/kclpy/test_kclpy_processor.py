@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mldserver.handler.kclpy.interface import CheckpointError, DictRecord
+from mldserver.handler.kclpy.amazon_kclpy import CheckpointError, DictRecord
 from mldserver.handler.kclpy.processor import Processor, ProcessorClass
 from mldserver.records import Batch, Record, Sequence, Shard
 

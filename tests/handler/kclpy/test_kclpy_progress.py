@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.handler.kclpy.interface import (
+from mldserver.handler.kclpy.amazon_kclpy import (
     Checkpointer,
     CheckpointError,
     CheckpointRefused,

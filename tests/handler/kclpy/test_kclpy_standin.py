@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from mldserver.handler.kclpy.interface import CheckpointError, checkpoint_error, standing_in
+from mldserver.handler.kclpy.amazon_kclpy import CheckpointError, checkpoint_error, standing_in
 
 ABSENT = pytest.mark.usefixtures("without_amazon_kclpy")
 
