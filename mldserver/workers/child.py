@@ -221,13 +221,11 @@ class Child:
         try:
             if message.shard not in self._ending:
                 outcome = runtime.begin(delivery)
+            if os.getpid() != self._pid:
+                os._exit(1)  # the handler has forked: its child may neither answer nor go on
             if type(outcome) is BatchOutcome and (outcome.rows is None or outcome.rows.nbytes <= NEAR_BYTES):
-                now = time.monotonic()
-                self._slow = now - began > _LONG_SECONDS
                 if not self._channel.unsent:
-                    self._unsent = now
-                if os.getpid() != self._pid:
-                    os._exit(1)  # the handler has forked: its child may not answer
+                    self._unsent = time.monotonic()
                 self._channel.send(*_answer_at_once(message.id, outcome))
                 return
         except Exception as error:  # noqa: BLE001  # told to the server, as the error that it is
@@ -235,6 +233,7 @@ class Child:
             return
         finally:
             self._mark.add(-1)
+            self._slow = time.monotonic() - began > _LONG_SECONDS
         self._begin(message, self._go_on(message, outcome or runtime.process(delivery)))
 
     async def _go_on(self, message: wire.Process, begun: Begun) -> _Answer:
