@@ -1,4 +1,4 @@
-"""Calls into the user's code: synchronous hooks on the worker thread, asynchronous ones on the event loop.
+"""Calls into the user's code: asynchronous hooks on the event loop, synchronous ones there too or on a thread of theirs.
 
 Whatever a hook raises comes back as a value, so nothing of the user's can travel through the server as an exception:
 ``SystemExit``, ``StopIteration``, ``GeneratorExit`` and a ``CancelledError`` that the hook made itself are failures
@@ -153,7 +153,7 @@ class Caller:
     def call_sync(self, hook: BoundHook, arguments: Iterable[Any], watch: Watch | None) -> Returned:
         """Do as ``run`` does, for a synchronous hook, on the thread where this is called; ``in_hand``.
 
-        ``watch`` is None on the event loop: nobody could look at it there.
+        ``watch`` is None where no other thread could look at it: on the server's own event loop.
         """
         returned, function, now_ms = Returned(), hook.function, self._clock.steady_ms
         values, plain, take = returned.values, hook.plain, hook.take

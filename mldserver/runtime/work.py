@@ -51,8 +51,8 @@ class _Halted(Exception):
 class BatchWork:
     """The state of one batch while the handler works on it.
 
-    A batch of a synchronous hook stays on the worker thread from its payload to its rows, unless a call fails or it has
-    lanes; a batch of an asynchronous hook stays on the event loop, unless it is large.
+    A batch of a synchronous hook stays where it is called from its payload to its rows, at once on the event loop or on its
+    thread, unless a call fails or it has lanes; a batch of an asynchronous hook stays on the event loop, unless it is large.
     """
 
     tools: Tools
