@@ -1,7 +1,7 @@
-"""Public test tools: a daemon that speaks the real protocol, a stream, a small engine, a virtual clock.
+"""Public test tools: a daemon that speaks the real protocol, streams, a small engine, a virtual clock.
 
 ``FakeMLD`` plays a ``FakeStream`` to a server over a real socket as strictly as the Java does (``DaemonShard`` is the
-same without I/O); ``LocalEngine`` computes windows without Spark; ``VirtualClock`` moves only when told to. The pytest
+same without I/O); ``FakeStreams`` answers as DynamoDB Streams do; ``LocalEngine`` computes windows without Spark; ``VirtualClock`` moves only when told to. The pytest
 fixtures ``virtual_clock``, ``fake_stream`` and ``local_engine`` come with the installed package.
 """
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from mldserver.testing.daemon_session import DaemonHangs, Habits
     from mldserver.testing.fake_mld import FakeMLD
     from mldserver.testing.fake_stream import FakeStream, StreamRecord
+    from mldserver.testing.fake_streams import FakeStreams
+    from mldserver.testing.fake_table import FakeShard
     from mldserver.testing.leases import JavaThrow, LeaseTable, Place
     from mldserver.testing.local_engine import LocalEngine
     from mldserver.testing.manual_clock import VirtualClock
@@ -23,7 +25,9 @@ __all__ = [
     "DaemonHangs",
     "DaemonShard",
     "FakeMLD",
+    "FakeShard",
     "FakeStream",
+    "FakeStreams",
     "Form",
     "Habits",
     "Hang",
@@ -42,6 +46,8 @@ _HOMES: Final = {
     "daemon_session": ("DaemonHangs", "Habits"),
     "fake_mld": ("FakeMLD",),
     "fake_stream": ("FakeStream", "StreamRecord"),
+    "fake_streams": ("FakeStreams",),
+    "fake_table": ("FakeShard",),
     "leases": ("JavaThrow", "LeaseTable", "Place"),
     "local_engine": ("LocalEngine",),
     "manual_clock": ("VirtualClock",),

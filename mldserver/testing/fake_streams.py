@@ -1,0 +1,275 @@
+"""DynamoDB Streams in memory: the streams of one table, answered as AWS answers them, in good and bad moments.
+
+Items are put and deleted, shards split, roll over and are trimmed only when a test says so. ``FakeStreams.answer`` is
+the synchronous core. ``client`` gives it the shape of an aioboto3 client, without a socket, for virtual time;
+``serving`` puts it behind HTTP on loopback, for ``endpoint_url``.
+"""
+
+from __future__ import annotations
+
+import base64
+import bisect
+import contextlib
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
+
+import orjson
+
+from mldserver.testing.fake_table import FakeTable
+from mldserver.testing.streams_access import Answer, MemoryClient, serving
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from mldserver.testing.fake_table import FakeShard, TableStream
+
+Action: TypeAlias = Literal["DescribeStream", "GetShardIterator", "GetRecords", "ListStreams"]
+
+_ITERATOR_MS: Final = 15 * 60 * 1000
+"""How long an iterator lives."""
+_HIGHEST_LIMITS: Final = {"DescribeStream": 100, "GetRecords": 1000, "ListStreams": 100}
+_EMPTY_PAGES: Final = 4
+"""``trouble`` puts at most so many empty pages in a row before a record: about five cross any gap."""
+_PASSING: Final = ("LimitExceededException", "ThrottlingException", "InternalServerError", "disconnect")
+_PASSING_BY_ACTION: Final[dict[str, tuple[str, ...]]] = {
+    "DescribeStream": ("empty", "short"),
+    "GetRecords": ("empty", "ExpiredIteratorException"),
+}
+
+
+class Call(NamedTuple):
+    """A request that came."""
+
+    action: str
+    shard_id: str | None
+    steady_ms: int
+
+
+class Refused(Exception):
+    """An error that AWS answers with."""
+
+
+@dataclass(slots=True)
+class _Fault:
+    action: str
+    error: str
+    shard_id: str | None
+    times: int
+
+
+class FakeStreams(FakeTable):
+    """The streams of one table, and the four actions over them."""
+
+    def __init__(self, table: str = "orders", **options: Any) -> None:
+        """``options``: those of ``FakeTable``."""
+        super().__init__(table, **options)
+        self.page_records = _HIGHEST_LIMITS["GetRecords"]
+        """The most records of a page."""
+        self.page_shards = _HIGHEST_LIMITS["DescribeStream"]
+        """The most shards of a page."""
+        self.shuffled = False
+        """Whether DescribeStream lists shards in an order that says nothing, the same for every page."""
+        self.child_filter = True
+        """Whether DescribeStream obeys ``ShardFilter``; older ones list everything."""
+        self.null_iterator = False
+        """Whether a closed shard's last page says ``NextShardIterator: null``, rather than nothing."""
+        self.empty_last_page = False
+        """Whether a closed shard's last page has no records: the end is told by one page more."""
+        self.slow: dict[str, float] = {}
+        """How many seconds each GetRecords of a shard takes."""
+        self.trouble = 0.0
+        """How likely a request meets a fault that passes: throttling, 5xx, a broken connection, an empty answer."""
+        self.calls: list[Call] = []
+        """All that came, in order."""
+        self._faults: list[_Fault] = []
+
+    # What goes wrong.
+
+    def fail(self, action: Action, error: str, *, shard_id: str | None = None, times: int = 1) -> None:
+        """Let the next ``times`` requests of an action (for a shard) fail; what is told first comes first.
+
+        ``error``: AWS's code, such as ``LimitExceededException`` or ``InternalServerError``; ``disconnect``; ``empty``
+        (no shards, no records); ``short`` (half of the shards, and no word of more).
+        """
+        self._faults.append(_Fault(action, error, shard_id, times))
+
+    def _fault(self, action: str, shard_id: str | None, place: Mapping[str, Any]) -> str:
+        for fault in self._faults:
+            if fault.action == action and fault.shard_id in {None, shard_id} and fault.times:
+                fault.times -= 1
+                return fault.error
+        if self.trouble and self.random.random() < self.trouble:
+            error = self.random.choice(_PASSING + _PASSING_BY_ACTION.get(action, ()))
+            # What no reader can survive is no passing fault.
+            survivable = {
+                "empty": place.get("empty", 0) < _EMPTY_PAGES,
+                "ExpiredIteratorException": place.get("type") != "LATEST",
+            }
+            return error if survivable.get(error, True) else ""
+        return ""
+
+    # What is asked.
+
+    def answer(self, action: str, request: Mapping[str, Any]) -> Answer:
+        """Answer a request as AWS would: both are JSON values."""
+        place = _unpacked(request["ShardIterator"]) if action == "GetRecords" else request
+        shard_id: str | None = place.get("shard") or place.get("ShardId")
+        self.calls.append(Call(action, shard_id, self.clock.steady_ms()))
+        seconds = self.slow.get(shard_id or "", 0.0) if action == "GetRecords" else 0.0
+        fault = self._fault(action, shard_id, place)
+        if fault == "disconnect":
+            return Answer(0, {}, seconds)
+        try:
+            match action if fault in {"", "empty", "short"} else fault:
+                case "ListStreams":
+                    body = self._list_streams(request)
+                case "DescribeStream":
+                    body = self._describe(request, fault)
+                case "GetShardIterator":
+                    body = self._iterator(request)
+                case "GetRecords":
+                    body = self._get_records(place, request, empty=fault == "empty")
+                case other:
+                    return _refused(other, "this was scripted, or is no action", seconds)
+        except Refused as refused:
+            code, message = refused.args
+            return _refused(code, message, seconds)
+        return Answer(200, body, seconds)
+
+    def _list_streams(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        streams = self.streams if request.get("TableName", self.table) == self.table else []
+        entries = [
+            {"StreamArn": each.arn, "TableName": self.table, "StreamLabel": each.label} for each in streams
+        ]
+        page, last = _page(
+            entries, "StreamArn", request.get("ExclusiveStartStreamArn"), _limit("ListStreams", request)
+        )
+        return {"Streams": page} | ({"LastEvaluatedStreamArn": last} if last else {})
+
+    def _describe(self, request: Mapping[str, Any], fault: str) -> dict[str, Any]:
+        stream, steady_ms = self._stream(request["StreamArn"]), self.clock.steady_ms()
+        shards = [each for each in stream.shards.values() if not each.gone and each.visible_ms <= steady_ms]
+        if self.shuffled:
+            shards.sort(key=lambda shard: hashlib.sha256(shard.id.encode()).digest())
+        if self.child_filter and (wanted := request.get("ShardFilter")):
+            shards = [shard for shard in shards if shard.parent == wanted["ShardId"]]
+        if fault:
+            shards = [] if fault == "empty" else shards[: len(shards) // 2]
+        limit = min(self.page_shards, _limit("DescribeStream", request))
+        entries = [shard.described() for shard in shards]
+        page, last = _page(entries, "ShardId", request.get("ExclusiveStartShardId"), limit)
+        description = {
+            "StreamArn": stream.arn,
+            "StreamLabel": stream.label,
+            "StreamStatus": stream.status,
+            "StreamViewType": self.view,
+            "CreationRequestDateTime": stream.created_ms / 1000,
+            "TableName": self.table,
+            "KeySchema": [
+                {"AttributeName": name, "KeyType": kind}
+                for name, kind in zip(self.keys, ("HASH", "RANGE"), strict=False)
+            ],
+            "Shards": page,
+        }
+        return {"StreamDescription": description | ({"LastEvaluatedShardId": last} if last else {})}
+
+    def _iterator(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        shard = self._shard(request["StreamArn"], request["ShardId"])
+        kind = request["ShardIteratorType"]
+        if kind == "TRIM_HORIZON":
+            after = max(shard.trimmed, shard.first - 1)
+        elif kind == "LATEST":
+            after = shard.number
+        else:
+            number = int(request["SequenceNumber"])
+            if number <= shard.trimmed:
+                raise Refused("TrimmedDataAccessException", f"{number} is beyond the trim horizon")
+            if not shard.first <= number <= shard.number:
+                raise Refused("ValidationException", f"Invalid SequenceNumber {number} for {shard.id}")
+            after = number - (kind == "AT_SEQUENCE_NUMBER")
+        return {"ShardIterator": self._packed(request["StreamArn"], shard, after, kind)}
+
+    def _packed(self, arn: str, shard: FakeShard, after: int, kind: str, empty: int = 0) -> str:
+        place = {"stream": arn, "shard": shard.id, "after": str(after), "type": kind, "empty": empty}
+        return base64.b64encode(orjson.dumps(place | {"made": self.clock.steady_ms()})).decode()
+
+    def _get_records(
+        self, place: Mapping[str, Any], request: Mapping[str, Any], *, empty: bool
+    ) -> dict[str, Any]:
+        shard = self._shard(place["stream"], place["shard"])
+        after = int(place["after"])
+        if self.clock.steady_ms() - place["made"] >= _ITERATOR_MS:
+            raise Refused("ExpiredIteratorException", "The iterator is older than 15 minutes")
+        if after < shard.trimmed:
+            raise Refused("TrimmedDataAccessException", f"{after} is beyond the trim horizon")
+        first = bisect.bisect_right(shard.records, after, key=_number)
+        limit = 0 if empty else min(self.page_records, _limit("GetRecords", request))
+        records = shard.records[first : first + limit]
+        if records:
+            after = _number(records[-1])
+        whole = not empty and first + limit >= len(shard.records)
+        if shard.closed and whole and not (records and self.empty_last_page):
+            return {"Records": records} | ({"NextShardIterator": None} if self.null_iterator else {})
+        blank = 0 if records else place["empty"] + 1
+        kind = place["type"] if not records else "AFTER_SEQUENCE_NUMBER"
+        return {
+            "Records": records,
+            "NextShardIterator": self._packed(place["stream"], shard, after, kind, blank),
+        }
+
+    def _stream(self, arn: str) -> TableStream:
+        for stream in self.streams:
+            if stream.arn == arn:
+                return stream
+        raise Refused("ResourceNotFoundException", f"Requested resource not found: Stream: {arn} not found")
+
+    def _shard(self, arn: str, shard_id: str) -> FakeShard:
+        shard = self._stream(arn).shards.get(shard_id)
+        if shard is None or shard.gone:
+            raise Refused(
+                "ResourceNotFoundException", f"Requested resource not found: Shard: {shard_id} not found"
+            )
+        return shard
+
+    # How it is reached.
+
+    def client(self) -> contextlib.AbstractAsyncContextManager[Any]:
+        """Return what stands for an aioboto3 client ``dynamodbstreams``, for an ``async with``: no socket, no thread."""
+        return contextlib.nullcontext(MemoryClient(self))
+
+    def serving(self, port: int = 0) -> contextlib.AbstractAsyncContextManager[str]:
+        """Answer on loopback while an ``async with`` runs, which gives the ``endpoint_url``. Port 0: a free one."""
+        return serving(self, port)
+
+
+def _number(record: Mapping[str, Any]) -> int:
+    return int(record["dynamodb"]["SequenceNumber"])
+
+
+def _refused(code: str, message: str, seconds: float) -> Answer:
+    body = {"__type": f"com.amazonaws.dynamodb.v20120810#{code}", "message": message}
+    return Answer(500 if code == "InternalServerError" else 400, body, seconds)
+
+
+def _unpacked(iterator: str) -> dict[str, Any]:
+    place: dict[str, Any] = orjson.loads(base64.b64decode(iterator))
+    return place
+
+
+def _limit(action: str, request: Mapping[str, Any]) -> int:
+    highest = _HIGHEST_LIMITS[action]
+    limit: int = request.get("Limit", highest)
+    if not 1 <= limit <= highest:
+        raise Refused("ValidationException", f"Limit must be between 1 and {highest}")
+    return limit
+
+
+def _page(
+    entries: list[dict[str, Any]], name: str, after: str | None, limit: int
+) -> tuple[list[dict[str, Any]], str | None]:
+    """Return the entries after one of them, and the last one's name when more follow."""
+    names = [entry[name] for entry in entries]
+    first = names.index(after) + 1 if after in names else 0
+    page = entries[first : first + limit]
+    return page, page[-1][name] if first + limit < len(entries) else None

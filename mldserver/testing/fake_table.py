@@ -1,0 +1,255 @@
+"""A table of DynamoDB in memory, with its streams: what the fake of DynamoDB Streams answers from."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+
+from mldserver.base.clock import SystemClock
+from mldserver.testing.streams_access import as_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from mldserver.base.clock import Clock
+
+_HASH_KEYS: Final = 2**128
+_DIGIT_BORDER: Final = 10**24
+"""Sequence numbers begin below it and grow a digit: compared as texts they would be out of order."""
+_STEP: Final = 10**20
+_SEES: Final = {"NewImage": "NEW", "OldImage": "OLD"}
+"""What a view type's name must have for an image to be in its records."""
+
+
+@dataclass(slots=True)
+class FakeShard:
+    """One shard of a stream; closed once it was split, rolled over, or its stream disabled."""
+
+    id: str
+    parent: str | None
+    low: int
+    high: int
+    number: int
+    """The last sequence number that was given out here; the first record's is greater."""
+    first: int
+    visible_ms: int
+    """Steady time from which DescribeStream lists it."""
+    closed: bool = False
+    gone: bool = False
+    """Trimmed whole: AWS does not know it any more."""
+    trimmed: int = -1
+    """The last sequence number that was trimmed."""
+    records: list[dict[str, Any]] = field(default_factory=list)
+    """As GetRecords has them on the wire, trimmed ones among them."""
+
+    def described(self) -> dict[str, Any]:
+        """Return it as DescribeStream lists it."""
+        numbers = {"StartingSequenceNumber": str(self.first)}
+        if self.closed:
+            numbers["EndingSequenceNumber"] = str(self.number)
+        entry: dict[str, Any] = {"ShardId": self.id, "SequenceNumberRange": numbers}
+        return entry if self.parent is None else entry | {"ParentShardId": self.parent}
+
+
+@dataclass(slots=True)
+class TableStream:
+    """One stream of the table; each time that it is enabled, another."""
+
+    arn: str
+    label: str
+    created_ms: int
+    status: str = "ENABLED"
+    shards: dict[str, FakeShard] = field(default_factory=dict)
+
+
+class FakeTable:
+    """A table's items, and the shards of its streams. Items change, and shards too, only when a test says so."""
+
+    def __init__(
+        self,
+        table: str = "orders",
+        *,
+        shards: int = 1,
+        keys: tuple[str, ...] = ("id",),
+        view: str = "NEW_AND_OLD_IMAGES",
+        region: str = "us-east-1",
+        clock: Clock | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Enable a stream of ``shards`` root shards; ``keys``: the table's hash key, and its range key if it has one."""
+        self.table = table
+        self.keys = keys
+        self.view = view
+        self.region = region
+        self.clock: Clock = clock or SystemClock()
+        self.whole_seconds = True
+        """Whether creation times are cut to seconds, as AWS does."""
+        self.items: dict[bytes, dict[str, Any]] = {}
+        """The table's items on the wire, by their keys."""
+        self.random = random.Random(seed)  # noqa: S311  # a script that repeats, not secrets
+        self.streams: list[TableStream] = []
+        """The newest is the last."""
+        self.enable(shards=shards)
+
+    @property
+    def arn(self) -> str:
+        """The newest stream's ARN."""
+        return self.streams[-1].arn
+
+    @property
+    def shards(self) -> dict[str, FakeShard]:
+        """The newest stream's shards, those that are trimmed or not visible yet among them."""
+        return self.streams[-1].shards
+
+    @property
+    def open_shards(self) -> tuple[str, ...]:
+        """Those of them that take records, oldest first."""
+        return tuple(shard.id for shard in self.shards.values() if not shard.closed)
+
+    def enable(self, *, shards: int = 1) -> str:
+        """Enable a stream, which is a new one with an ARN of its own; return that."""
+        now_ms = self.clock.now_ms() + len(self.streams)
+        label = f"stream-{now_ms}"
+        arn = f"arn:aws:dynamodb:{self.region}:123456789012:table/{self.table}/stream/{label}"
+        if self.streams:
+            self.disable()
+        self.streams.append(TableStream(arn, label, now_ms))
+        borders = [_HASH_KEYS * index // shards for index in range(shards + 1)]
+        for index in range(shards):
+            self._add(None, borders[index], borders[index + 1] - 1)
+        return arn
+
+    def disable(self) -> None:
+        """Disable the newest stream: its shards close, and can be read to their ends."""
+        self.streams[-1].status = "DISABLED"
+        for shard in self.shards.values():
+            shard.closed = True
+
+    def put(
+        self, item: Mapping[str, Any], *, shard_id: str | None = None, at_ms: int | None = None
+    ) -> dict[str, Any] | None:
+        """Put an item of Python values (numbers as Decimal or int); return its record, None when nothing changed.
+
+        ``shard_id``: another shard than that of its key; ``at_ms``: another creation time than now. Raises ValueError
+        for a closed shard.
+        """
+        new = _serialized(item)
+        key = self._key(new)
+        old = self.items.get(_plain(key))
+        if old == new:
+            return None
+        self.items[_plain(key)] = new
+        images = {"NewImage": new} if old is None else {"NewImage": new, "OldImage": old}
+        return self._record("INSERT" if old is None else "MODIFY", key, images, shard_id, at_ms)
+
+    def delete(
+        self,
+        key: Mapping[str, Any],
+        *,
+        expired: bool = False,
+        shard_id: str | None = None,
+        at_ms: int | None = None,
+    ) -> dict[str, Any] | None:
+        """Delete an item by its key, or let it expire (TTL); return the record, None when there was none."""
+        wire = self._key(_serialized(key))
+        old = self.items.pop(_plain(wire), None)
+        if old is None:
+            return None
+        record = self._record("REMOVE", wire, {"OldImage": old}, shard_id, at_ms)
+        if expired:
+            record["userIdentity"] = {"PrincipalId": "dynamodb.amazonaws.com", "Type": "Service"}
+        return record
+
+    def split(self, shard_id: str, *, children: int = 2, visible_after: float = 0.0) -> tuple[str, ...]:
+        """Close a shard and open its children (one: it rolls over); return their ids.
+
+        They take records at once, but are listed only ``visible_after`` seconds later. Raises ValueError when closed.
+        """
+        parent = self._open(shard_id)
+        parent.closed = True
+        width = parent.high - parent.low + 1
+        borders = [parent.low + width * index // children for index in range(children + 1)]
+        return tuple(
+            self._add(parent, borders[index], borders[index + 1] - 1, visible_after)
+            for index in range(children)
+        )
+
+    def add_root(self, *, visible_after: float = 0.0) -> str:
+        """Open a shard without a parent, which takes only what is put there by name; return its id."""
+        return self._add(None, 0, -1, visible_after)
+
+    def trim(self, shard_id: str, *, through: int | None = None) -> None:
+        """Drop a shard's records up to a sequence number; None: the whole shard, which is then unknown."""
+        shard = self.shards[shard_id]
+        shard.trimmed = shard.number if through is None else through
+        shard.gone = through is None
+
+    def _add(self, parent: FakeShard | None, low: int, high: int, visible_after: float = 0.0) -> str:
+        shards, stream = self.shards, self.streams[-1]
+        shard_id = f"shardId-{stream.created_ms:020d}-{len(shards):08x}"
+        # Numbers of unrelated shards say nothing about each other.
+        last = _DIGIT_BORDER - self.random.randint(2, 40) * _STEP if parent is None else parent.number
+        visible_ms = self.clock.steady_ms() + round(visible_after * 1000)
+        name = None if parent is None else parent.id
+        shards[shard_id] = FakeShard(shard_id, name, low, high, last + 1, last + 1, visible_ms)
+        return shard_id
+
+    def _open(self, shard_id: str) -> FakeShard:
+        shard = self.shards[shard_id]
+        if shard.closed:
+            raise ValueError(f"{shard_id} is closed")
+        return shard
+
+    def _key(self, item: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: item[name] for name in self.keys}
+
+    def _record(
+        self, event: str, key: dict[str, Any], images: dict[str, Any], shard_id: str | None, at_ms: int | None
+    ) -> dict[str, Any]:
+        if shard_id is None:
+            place = int.from_bytes(
+                hashlib.md5(_plain(key[self.keys[0]]), usedforsecurity=False).digest(), "big"
+            )
+            shard = next(
+                each for each in self.shards.values() if not each.closed and each.low <= place <= each.high
+            )
+        else:
+            shard = self._open(shard_id)
+        shard.number += self.random.randint(1, _STEP)
+        milliseconds = self.clock.now_ms() if at_ms is None else at_ms
+        seen = {name: image for name, image in images.items() if _SEES[name] in self.view}
+        content = {
+            "ApproximateCreationDateTime": milliseconds // 1000
+            if self.whole_seconds
+            else milliseconds / 1000,
+            "Keys": key,
+            **seen,
+            "SequenceNumber": str(shard.number),
+            "SizeBytes": len(_plain(key)) + sum([len(_plain(image)) for image in seen.values()]),
+            "StreamViewType": self.view,
+        }
+        record = {
+            "eventID": hashlib.md5(f"{shard.id}{shard.number}".encode(), usedforsecurity=False).hexdigest(),
+            "eventName": event,
+            "eventVersion": "1.1",
+            "eventSource": "aws:dynamodb",
+            "awsRegion": self.region,
+            "dynamodb": content,
+        }
+        shard.records.append(record)
+        return record
+
+
+def _serialized(item: Mapping[str, Any]) -> dict[str, Any]:
+    from boto3.dynamodb.types import TypeSerializer  # type: ignore[import-untyped]  # noqa: PLC0415  # it ships no types, and is slow to import
+
+    serialize = TypeSerializer().serialize
+    return {name: serialize(value) for name, value in item.items()}
+
+
+def _plain(value: Mapping[str, Any]) -> bytes:
+    return orjson.dumps(value, default=as_json, option=orjson.OPT_SORT_KEYS)
