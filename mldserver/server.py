@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import structlog
 
 from mldserver import __version__
-from mldserver.assembly import Parts, Surroundings, assemble
+from mldserver.assembly import Parts, Readiness, Surroundings, assemble
 from mldserver.base.aws import require_aws
 from mldserver.base.clock import SystemClock
 from mldserver.errors import (
@@ -48,7 +48,6 @@ from mldserver.errors import (
 )
 from mldserver.ledger.contract import WindowState
 from mldserver.observe.logging import reopen
-from mldserver.readiness import Readiness
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
@@ -399,7 +398,7 @@ class Server:
 
     async def ready(self) -> None:
         """Return once every part works and Spark is warm."""
-        await self._readiness.green()
+        await self._readiness.green.wait()
 
     async def finished(self) -> None:
         """Return once every known shard has ended and every window is published (or set aside)."""
@@ -419,7 +418,7 @@ class Server:
     @property
     def is_ready(self) -> bool:
         """Whether readiness is green."""
-        return self._readiness.is_green
+        return self._readiness.green.is_set()
 
     async def _assembled(self) -> Parts:
         await self._built.wait()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from mldserver.readiness import Readiness
+from mldserver.assembly import Readiness
 
 if TYPE_CHECKING:
     from mldserver.assembly import Parts
@@ -56,7 +56,7 @@ def test_a_server_that_starts_alarms_nobody_and_says_once_that_it_is_ready() -> 
     assert world.look() is None
     world.spark = True
     assert told(world.look()) == "ready"
-    assert world.readiness.is_green
+    assert world.readiness.green.is_set()
     assert world.look() is None
 
 
@@ -68,7 +68,7 @@ def test_what_is_broken_is_told_once_until_it_is_green_again(green_before: bool)
     assert told(world.look()) == world.trouble
     world.trouble = "no worker process has loaded the handler for 31 s"
     assert world.look() is None
-    assert not world.readiness.is_green
+    assert not world.readiness.green.is_set()
     world.spark, world.trouble = True, None
     assert told(world.look()) == "ready"
     world.flush_failing = True
@@ -97,7 +97,7 @@ def test_a_watermark_that_stands_still_is_told_with_the_shard_that_holds_it() ->
     world.look()
     world.stuck = True
     assert told(world.look()) == "shard shard-7 stands still (behind), and windows that are due wait for it"
-    assert not world.readiness.is_green
+    assert not world.readiness.green.is_set()
     world.stuck = False
     assert told(world.look()) == "ready"
     world.stuck, world.held_by_server = True, "right"

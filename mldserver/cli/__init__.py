@@ -1,8 +1,14 @@
-"""The command line: ``mldserver COMMAND``. Each command is a module of its own, imported when it is called."""
+"""The command line: ``mldserver COMMAND``. Each command is a module of its own, imported when it is called.
+
+Here is also what the process was started with, and may not have: a working directory, and standard streams that take what
+is written.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import difflib
+import io
 import os
 import platform
 import sys
@@ -11,8 +17,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from cyclopts import App, CycloptsError
 
-from mldserver.cli.stdio import ReaderGone, complain, guard_output
-from mldserver.errors import EXIT_FAULT, EXIT_OPERATOR, MldserverError, leaves
+from mldserver.errors import EXIT_FAULT, EXIT_OPERATOR, MldserverError, OperatorError, leaves
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +26,8 @@ EXIT_INTERRUPTED: Final = 130
 """128 + SIGINT, as shells expect."""
 EXIT_READER_GONE: Final = 141
 """128 + SIGPIPE, which ends other programs where it does not end Python's."""
+
+_PROSE_WIDTH: Final = 110
 
 _HELP = """
 Kinesis and DynamoDB Streams consumers in one daemon.
@@ -57,11 +64,81 @@ _COMMANDS: Final = {
     "ledger": "Show where shards and servers stand; reset a shard, or accept its gap.",
     "dead-letters": "Show records that failed for good, run them again, or delete them.",
     "kcl": "Run the Java MultiLangDaemon, connected to a server.",
-    "help": "Show a page of the documentation, or list the pages.",
 }
 
 _ELSEWHERE: Final = {"drain": "serve:drain_app", "sim": "play:app", "demo": "play:demo_app"}
 """Commands whose module has another's name."""
+
+_STDOUT: Final = 1
+_STDERR: Final = 2
+_ESCAPED: Final = "backslashreplace"
+"""For text that the terminal's encoding does not have, such as file names that are no UTF-8: no reason to fail."""
+
+
+class ReaderGone(BrokenPipeError):
+    """Nobody reads standard output any more: `head` and pagers end when they have seen enough."""
+
+
+class StandardOutput(io.FileIO):
+    """Standard output's descriptor. Where it cannot be written, that is no fault of the program, as another OSError is."""
+
+    def write(self, data: bytes | bytearray | memoryview, /) -> int:  # type: ignore[override]  # any buffer
+        """Write some of ``data``. Raises ReaderGone, and OperatorError when the disk is full; later writes go nowhere."""
+        try:
+            return super().write(data)
+        except BrokenPipeError as error:
+            _discard(self.fileno())
+            raise ReaderGone(*error.args) from error
+        except OSError as error:
+            _discard(self.fileno())
+            raise OperatorError(
+                f"Standard output cannot be written: {error.strerror}.",
+                did="Not all of it is there.",
+                advice="Send it elsewhere.",
+            ) from error
+
+
+def _discard(descriptor: int) -> None:
+    """Let what is still written go nowhere: Python flushes at exit, and nothing may complain then."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
+def guard_output() -> None:
+    """Let ``sys.stdout`` tell its own errors from all others. Streams that the process was started without go nowhere."""
+    for descriptor in range(_STDERR + 1):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # what is opened later must not be taken for it; the lowest that is free is this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    if sys.stderr is None:
+        sys.stderr = open(_STDERR, "w", encoding="utf-8", errors=_ESCAPED, closefd=False)  # noqa: SIM115  # for as long as the process lives
+    former = sys.stdout
+    sys.stdout = io.TextIOWrapper(
+        io.BufferedWriter(StandardOutput(_STDOUT, "w", closefd=False)),
+        encoding=former.encoding if former else "utf-8",
+        errors=former.errors if former and former.errors != "strict" else _ESCAPED,
+        line_buffering=os.isatty(_STDOUT),
+    )
+
+
+def complain(text: str) -> None:
+    """Write a line to standard error. Where it cannot be written there is nobody to be told."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"mldserver: {text}\n")
+        sys.stderr.flush()
+
+
+def working_directory() -> Path:
+    """Return it. Raises OperatorError when it was deleted, or cannot be looked up."""
+    try:
+        return Path.cwd()
+    except OSError as error:
+        raise OperatorError(
+            f"There is no working directory: {error.strerror}.",
+            advice="Somebody has deleted it: start from another.",
+        ) from error
 
 
 def _version() -> str:
@@ -71,6 +148,49 @@ def _version() -> str:
     commit = commit_of(Path(mldserver.__file__).parent)
     python = f"Python {platform.python_version()}"
     return f"mldserver {mldserver.__version__} ({f'commit {commit}, ' if commit else ''}{python})"
+
+
+def show_page(topic: str | None = None, /) -> int:
+    """Show a page of the documentation. Without a topic: list the pages.
+
+    ```
+    mldserver help
+    mldserver help handlers
+    mldserver help settings | less
+    ```
+
+    In a terminal it is set for reading; elsewhere it is the page's Markdown.
+    """
+    import mldserver  # noqa: PLC0415  # other commands need none of it
+
+    docs = Path(mldserver.__file__).parent / "docs"
+    pages = {path.stem: path for path in sorted(docs.glob("*.md"))}
+    if topic is None:
+        summaries = [list(filter(None, path.read_text("utf-8").splitlines()))[1] for path in pages.values()]
+        width = max(map(len, pages))
+        lines = [f"{page:<{width}}  {summary}" for page, summary in zip(pages, summaries, strict=True)]
+        lines += [
+            "",
+            "Read one with `mldserver help PAGE`; a command's options with `mldserver COMMAND --help`.",
+        ]
+        sys.stdout.write("\n".join(lines) + "\n")
+        return 0
+    if topic not in pages:
+        near = difflib.get_close_matches(topic, pages, n=3, cutoff=0.5)
+        raise OperatorError(
+            f"There is no page {topic!r}.",
+            advice=f"{'Near to it' if near else 'There'} are: {', '.join(near or pages)}.",
+        )
+    text = pages[topic].read_text("utf-8")
+    if not sys.stdout.isatty():
+        sys.stdout.write(text)
+        return 0
+    from rich.console import Console  # noqa: PLC0415  # see above
+    from rich.markdown import Markdown  # noqa: PLC0415  # see above
+
+    console = Console(file=sys.stdout)
+    console.print(Markdown(text), width=min(console.width, _PROSE_WIDTH))
+    return 0
 
 
 def command_line(arguments: Sequence[str]) -> App:
@@ -87,6 +207,7 @@ def command_line(arguments: Sequence[str]) -> App:
         suppress_keyboard_interrupt=False,
     )
     called = next(iter(arguments), None)
+    app.command(show_page, name="help")
     for name, text in _COMMANDS.items():
         where = _ELSEWHERE.get(name, f"{name.replace('-', '_')}:app")
         app.command(f"mldserver.cli.{where}", name=name, help=None if name == called else text)

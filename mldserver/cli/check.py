@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
-from mldserver.cli.stdio import working_directory
+from mldserver.cli import working_directory
 from mldserver.errors import EXIT_FAULT, ConfigError
 from mldserver.observe.log_lines import harmless
 from mldserver.windows import duration_ms

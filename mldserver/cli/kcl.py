@@ -19,7 +19,7 @@ from mldserver.base.aws import require_aws
 from mldserver.base.backoff import Backoff
 from mldserver.base.clock import SystemClock
 from mldserver.base.uris import redacted_option
-from mldserver.cli.stdio import working_directory
+from mldserver.cli import working_directory
 from mldserver.config.kinds import TcpAddress
 from mldserver.config.resolve import resolve
 from mldserver.errors import ConfigError

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mldserver.base.clock import SystemClock
-from mldserver.cli.stdio import ReaderGone, working_directory
+from mldserver.cli import ReaderGone, working_directory
 from mldserver.config.locations import SqlitePlace
 from mldserver.config.resolve import ledger_file, resolve
 from mldserver.errors import ConfigError, LedgerError, OperatorError

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
-from mldserver.cli.stdio import ReaderGone
+from mldserver.cli import ReaderGone
 from mldserver.config.settings import Level  # noqa: TC001  # cyclopts reads the annotations
 from mldserver.errors import ConfigError, OperatorError
 from mldserver.observe.log_lines import FileFollower, LineSplitter, Selection, as_text, harmless, parse_event

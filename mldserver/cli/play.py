@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
+from mldserver.cli import working_directory
 from mldserver.cli.check import failure_lines, row_lines
-from mldserver.cli.stdio import working_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

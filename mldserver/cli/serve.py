@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import gc
 import inspect
 import os
+from functools import partial
 from pathlib import Path  # cyclopts reads the annotations
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
+import structlog
 from cyclopts import App, Group, Parameter
 
-from mldserver.cli.stdio import working_directory
+from mldserver.cli import complain, working_directory
 from mldserver.config.resolve import resolve
 from mldserver.config.settings import specs
+from mldserver.errors import EXIT_FORCED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +25,12 @@ if TYPE_CHECKING:
     from mldserver.config.settings import Settings
     from mldserver.ledger.contract import LedgerState
     from mldserver.ledger.operations import Ledger
+    from mldserver.server import Server
+
+log = structlog.get_logger("mldserver")
+
+_LAST_SECONDS: Final = 5.0
+"""How long a forced server may take to end its parts, until the process ends without it."""
 
 _HELP = """
 Run a handler: listen for daemons, compute windows, checkpoint.
@@ -87,10 +99,7 @@ def settings_parameters(
 
 def serve(handler: Handler = None, /, *, config: Config = None, **given: object) -> int:
     """Run the server and return its exit code. ``given`` are raw settings by name."""
-    settings = _settings(handler, config, given)
-    from mldserver.cli.run_server import live  # noqa: PLC0415  # `--help` and wrong settings must not wait for its imports
-
-    return live(settings)
+    return live(_settings(handler, config, given))
 
 
 def _settings(handler: str | None, config: Path | None, given: dict[str, object]) -> Settings:
@@ -121,6 +130,67 @@ def takes_settings(app: App, command: Callable[..., int]) -> None:
 
 
 takes_settings(app, serve)
+
+
+def live(settings: Settings, *, drain: bool = False) -> int:
+    """Run a server until it stops; return its exit code. Once it was forced, the process ends in here.
+
+    ``drain``: it does nothing but drain the pipeline. Raises OperatorError when the log file cannot be opened.
+    """
+    import uvloop  # noqa: PLC0415  # `--help` and wrong settings must not wait for the server's imports
+
+    from mldserver.observe.logging import logging_to  # noqa: PLC0415  # see above
+    from mldserver.server import Server  # noqa: PLC0415  # see above
+
+    with contextlib.ExitStack() as logs:
+        logs.enter_context(logging_to(settings))
+        gc.freeze()  # what was imported stays: the collector would stop the event loop to look through it
+        code = uvloop.run(_life(Server(settings, drain=drain), partial(_leave, settings, logs)))
+    _tell(settings, code)
+    return code
+
+
+async def _life(server: Server, leave: Callable[[], None]) -> int:
+    """Run the server and return its exit code; when it was forced, end the process with ``leave`` instead.
+
+    A call that hangs in a thread would hold up the end of the loop and of the interpreter, whether its caller was
+    cancelled or not, and user code may refuse to be cancelled: only the end of the process is sure. What the server has
+    started sees its sockets end then, and ends too.
+    """
+
+    async def last_resort() -> None:
+        await server.forced()
+        await asyncio.sleep(_LAST_SECONDS)
+        log.critical(
+            "server.failed",
+            exit_code=EXIT_FORCED,
+            what=f"The server did not end within {_LAST_SECONDS:g} seconds of being forced.",
+            did="The process ended without waiting for it; what was not durable is delivered again.",
+        )
+        leave()
+
+    async with asyncio.TaskGroup() as group:
+        watching = group.create_task(last_resort(), name="last resort")
+        code = await server.run()
+        watching.cancel()
+    if code == EXIT_FORCED:
+        leave()
+    return code
+
+
+def _leave(settings: Settings, logs: contextlib.ExitStack) -> None:
+    """End the process without waiting for anything but the log."""
+    try:
+        logs.close()
+        _tell(settings, EXIT_FORCED)
+    finally:
+        os._exit(EXIT_FORCED)
+
+
+def _tell(settings: Settings, code: int) -> None:
+    if code and settings.log_file is not None:  # the terminal has seen nothing of it
+        complain(f"stopped with exit code {code}; {settings.log_file} says why.")
+
 
 _DRAIN_HELP = """
 Drain a pipeline: its servers take nothing more in, close and publish every open window, and exit with code 0.
@@ -156,8 +226,6 @@ def drain(handler: Handler = None, /, *, config: Config = None, **given: object)
         """Then it can be drained."""
 
     at_ledger(settings, can_be_read)
-    from mldserver.cli.run_server import live  # noqa: PLC0415  # see above
-
     return live(settings, drain=True)
 
 

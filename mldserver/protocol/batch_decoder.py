@@ -1,18 +1,23 @@
 """One ``processRecords`` line to records, with a full validation that names what is wrong.
 
-Keys that come twice are read as orjson reads them: the last one counts.
+Keys that come twice are read as orjson reads them: the last one counts. User records are taken out of an aggregate of the
+Kinesis Producer Library here, for daemons that do not (V1): magic ``F3 89 9A C2``, a protobuf ``AggregatedRecord``, its MD5
+(16 bytes). Source: KPL aggregation format.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-from typing import Any
+import functools
+import hashlib
+import sys
+from typing import Any, Final, NamedTuple
 
 import orjson
 
 from mldserver.errors import DecodeError, ProtocolViolation
-from mldserver.protocol.fields import (
+from mldserver.protocol.codec import (
     MAX_ARRIVAL_MS,
     MAX_LONG,
     MAX_SEQUENCE_DIGITS,
@@ -21,7 +26,6 @@ from mldserver.protocol.fields import (
     optional_long,
     wrong,
 )
-from mldserver.protocol.kpl import MAGIC_BASE64, deaggregate
 from mldserver.protocol.messages import Version
 from mldserver.protocol.wire_records import DecodedBatch, FastDecoder
 from mldserver.records import Record
@@ -140,3 +144,54 @@ def _user_records(record: Record, text: str | None) -> list[Record] | None:
         )
         for sub, part in enumerate(parts)
     ]
+
+
+MAGIC: Final = b"\xf3\x89\x9a\xc2"
+MAGIC_BASE64: Final = "84maw"
+"""How the base64 text of every aggregate starts: the 30 bits that the magic fixes."""
+_DIGEST_SIZE: Final = 16
+
+
+class UserRecord(NamedTuple):
+    """One record of an aggregate; its place in the result is its sub-sequence number."""
+
+    partition_key: str
+    data: bytes
+
+
+def deaggregate(data: bytes) -> tuple[UserRecord, ...] | None:
+    """Return the user records of an aggregate, None when ``data`` is no (undamaged) aggregate.
+
+    A damaged one is a plain record, as the KCL has it (KCL 1.x UserRecord, KCL 3.1.3 AggregatorUtil).
+    """
+    body, digest = data[len(MAGIC) : -_DIGEST_SIZE], data[-_DIGEST_SIZE:]
+    if not data.startswith(MAGIC) or len(data) <= len(MAGIC) + _DIGEST_SIZE:
+        return None
+    # MD5 is the format's checksum, not a safeguard.
+    if hashlib.md5(body, usedforsecurity=False).digest() != digest:
+        return None
+    messages, damaged = _schema()
+    aggregate = messages.AggregatedRecord()
+    try:
+        aggregate.ParseFromString(body)
+        keys = aggregate.partition_key_table
+        return tuple(UserRecord(keys[r.partition_key_index], r.data) for r in aggregate.records)
+    except (damaged, IndexError):
+        return None
+
+
+@functools.cache
+def _schema() -> tuple[Any, type[Exception]]:
+    """Load the protobuf schema, at the first aggregate: most daemons never send one.
+
+    ``aws_kinesis_agg.deaggregator`` puts two folders in front of ``sys.path`` to find its own generated modules;
+    they are taken out again, so that a handler's modules are found as if it had never been loaded. Its own function is
+    not used: it prints, and gives the head of a damaged aggregate before it notices the damage.
+    """
+    path = sys.path.copy()
+    try:
+        from aws_kinesis_agg.deaggregator import messages_pb2  # noqa: PLC0415  # see the docstring
+        from google.protobuf.message import DecodeError  # noqa: PLC0415  # loaded with its user
+    finally:
+        sys.path[:] = path
+    return messages_pb2, DecodeError

@@ -1,19 +1,23 @@
-"""Lines to messages, messages to lines: everything but batches, which only the handler's runtime decodes.
+"""Bytes to lines, lines to messages, messages to lines: everything but batches, which only the handler's runtime decodes.
 
-Strict about types and ranges, deaf to unknown fields. What the daemon must never see is decided here too: exactly
-the known keys, in compact JSON, with one LF (an extra key makes the daemon wait for ever, KCL 3.1.3).
+A line ends with LF; CRLF is accepted; blank lines are skipped (the Java skips them too, KCL 3.1.3). Each byte is
+searched once for a line end, and copied once: into its line. A large line's first copy costs more than all else that is
+done with it here (its memory is touched for the first time), so there is no second one.
+
+Messages are read strictly in types and ranges, and unknown fields are passed over. ``bool`` is no integer, and neither is
+one beyond 64 bits (a float, as orjson reads it). What the daemon must never see is decided here too: exactly the known
+keys, in compact JSON, with one LF (an extra key makes the daemon wait for ever, KCL 3.1.3).
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 import orjson
 
-from mldserver.errors import DecodeError
-from mldserver.protocol.fields import excerpt, optional_long, optional_text, start_position, wrong
+from mldserver.errors import DecodeError, FramingError
 from mldserver.protocol.messages import (
     CheckpointReply,
     Initialize,
@@ -37,6 +41,98 @@ CONTROL_LIMIT: Final = 64 * 1024
 _MAX_SHARD_ID: Final = 128
 """AWS limit: ShardId is 1 to 128 characters."""
 _BATCH: Final = re.compile(rb'\s*\{\s*"action"\s*:\s*"processRecords"')
+
+MAX_ARRIVAL_MS: Final = 253_370_764_799_999
+"""The last millisecond of the year 9998: a datetime, and so is the end of any window around it."""
+MAX_LONG: Final = 2**63 - 1
+MAX_SEQUENCE_DIGITS: Final = 129
+"""AWS limit: a sequence number matches ``0|([1-9]\\d{0,128})`` (Kinesis API; DynamoDB Streams: 21 to 40)."""
+SENTINELS: Final = frozenset({"TRIM_HORIZON", "LATEST", "AT_TIMESTAMP", "SHARD_END"})
+"""Places that are no sequence number (KCL 3.1.3 SentinelCheckpoint)."""
+_EXCERPT: Final = 80
+
+
+class LineFramer:
+    """Collects bytes, gives whole lines. Holds at most one incomplete line of at most ``limit`` bytes."""
+
+    def __init__(self, limit: int) -> None:
+        """Refuse lines longer than ``limit`` bytes (line end not counted, a CR is)."""
+        self._limit = limit
+        self._partial = bytearray()
+        self.error: FramingError | None = None
+        """Set once a line was too long. From then on every byte is dropped: line ends mean nothing any more."""
+
+    @property
+    def pending(self) -> int:
+        """Bytes of the incomplete line held so far."""
+        return len(self._partial)
+
+    @property
+    def pending_blank(self) -> bool:
+        """Whether the incomplete line is nothing but a little white space, such as the CR of a CRLF."""
+        return self.pending <= _EXCERPT and self._partial.isspace()
+
+    @property
+    def excerpt(self) -> bytes:
+        """The start of the incomplete line, for a log."""
+        return bytes(self._partial[:_EXCERPT])
+
+    def feed(self, data: bytes | bytearray, size: int | None = None) -> list[Line]:
+        """Take the first ``size`` bytes of ``data`` (default: all); return the lines they complete, without their ends.
+
+        ``data`` may be used again afterwards. Never raises: a line above the limit sets ``error``; the lines before it
+        are returned.
+        """
+        lines: list[Line] = []
+        if self.error is not None:
+            return lines
+        stop, start = len(data) if size is None else size, 0
+        if not self._partial and 1 < stop <= self._limit and data.find(b"\n", 0, stop) == stop - 1:
+            # One whole line, as nearly always: the rest of this is for those that are not.
+            whole = bytes(memoryview(data)[: stop - 1]).removesuffix(b"\r")
+            return [whole] if whole and not whole.isspace() else lines
+        with memoryview(data) as view:
+            while (end := data.find(b"\n", start, stop)) >= 0:
+                if not self._fits(end - start, view[start:]):
+                    return lines
+                line: Line
+                if self._partial:
+                    self._partial += view[start:end]
+                    # A fresh buffer each time: one huge line must not leave its memory with an idle connection.
+                    line, self._partial = self._partial, bytearray()
+                    if line.endswith(b"\r"):
+                        del line[-1:]
+                else:
+                    line = bytes(view[start:end]).removesuffix(b"\r")
+                if line and not line.isspace():
+                    lines.append(line)
+                start = end + 1
+            if self._fits(stop - start, view[start:stop]):
+                self._partial += view[start:stop]
+        return lines
+
+    def feed_eof(self) -> int:
+        """Take the end of the input: return the length of the line that was cut off, 0 when there was none.
+
+        A line without its end is dropped: it may be any prefix of what was meant, so it is never acted upon.
+        """
+        cut_off = 0 if self._partial.isspace() else len(self._partial)
+        self._partial = bytearray()
+        return cut_off
+
+    def _fits(self, more: int, rest: memoryview) -> bool:
+        size = len(self._partial) + more
+        if size <= self._limit:
+            return True
+        shown = (self.excerpt + bytes(rest[: min(more, _EXCERPT)]))[:_EXCERPT]
+        self.error = FramingError(
+            f"A line is longer than the limit of {self._limit} bytes.",
+            did="The connection was closed.",
+            advice="Raise the line limit if the stream's batches are really that large, or lower maxRecords.",
+            excerpt=shown.decode("ascii", "replace"),
+        )
+        self._partial = bytearray()
+        return False
 
 
 def decode(line: Line) -> PeerMessage:
@@ -129,3 +225,46 @@ _READERS: Final[dict[str, Callable[[dict[str, Any]], PeerMessage]]] = {
     "shutdownRequested": lambda _: ShutdownRequested(),
     "shutdown": _shutdown,
 }
+
+
+def excerpt(line: bytes | bytearray | memoryview) -> str:
+    """Return the start of a peer's line in a form that is safe to log."""
+    return bytes(line[:_EXCERPT]).decode("ascii", "backslashreplace")
+
+
+def wrong(name: str, value: object, wanted: str, *, where: str = "") -> DecodeError:
+    """Return the error for a field of a wrong type or range; ``where`` names the record, if any."""
+    place = f"{where}.{name}" if where else name
+    shown = repr(value)
+    if len(shown) > _EXCERPT:
+        shown = f"{shown[:_EXCERPT]}…"
+    return DecodeError(f"Field {place} must be {wanted}, not {shown}.")
+
+
+def is_sequence(value: object) -> TypeGuard[str]:
+    """Tell whether ``value`` is a sequence number: a text of ASCII digits, within the limit."""
+    return type(value) is str and value.isdigit() and value.isascii() and len(value) <= MAX_SEQUENCE_DIGITS
+
+
+def optional_text(message: dict[str, Any], name: str) -> str | None:
+    """Return a text, or None for null and for a missing key."""
+    value = message.get(name)
+    if value is None or type(value) is str:
+        return value
+    raise wrong(name, value, "a text or null")
+
+
+def optional_long(message: dict[str, Any], name: str, *, where: str = "") -> int | None:
+    """Return an integer from 0 to 2**63-1 (Java's long), or None for null and for a missing key."""
+    value = message.get(name)
+    if value is None or (type(value) is int and 0 <= value <= MAX_LONG):
+        return value
+    raise wrong(name, value, "an integer from 0 to 2**63-1, or null", where=where)
+
+
+def start_position(message: dict[str, Any], name: str) -> str | None:
+    """Return where the daemon starts: digits, a sentinel, or None."""
+    value = optional_text(message, name)
+    if value is None or value in SENTINELS or is_sequence(value):
+        return value
+    raise wrong(name, value, f"digits, null or one of {', '.join(sorted(SENTINELS))}")

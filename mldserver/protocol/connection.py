@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, ClassVar, Final, cast
 
 import msgspec
 
+from mldserver.base.backoff import backoff
 from mldserver.errors import InternalError, PeerError, PeerTimeout, ProtocolViolation
 from mldserver.protocol import events as ev
-from mldserver.protocol.codec import decode, encode, encode_status
+from mldserver.protocol.codec import LineFramer, decode, encode, encode_status, excerpt
 from mldserver.protocol.events import CloseReason, Timer
-from mldserver.protocol.fields import excerpt
-from mldserver.protocol.framing import LineFramer
 from mldserver.protocol.messages import (
     CheckpointReply,
     CheckpointRequest,
@@ -29,7 +28,6 @@ from mldserver.protocol.messages import (
     ShutdownRequested,
     Version,
 )
-from mldserver.protocol.retries import BATCH_RETRIES, CHECKPOINT_ERRORS, END_RETRIES, RetryPolicy
 from mldserver.protocol.states import TABLE, WORKING, Action, Input, State
 
 if TYPE_CHECKING:
@@ -41,6 +39,34 @@ if TYPE_CHECKING:
 
 _CLOSED_IT: Final = "The connection was closed."
 _TURNS: Final = frozenset({State.AWAITING_INITIALIZE, State.IDLE, State.DRAINED})
+
+
+CHECKPOINT_ERRORS: Final = {
+    "ShutdownException": Input.GONE,
+    "ThrottlingException": Input.BUSY,
+    "KinesisClientLibDependencyException": Input.BUSY,
+}
+"""What the simple class name of the Java exception means; any other name is REFUSED."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """Exponential back-off with jitter: attempt n fails, then a pause of half to all of ``base * 2**(n-1)``."""
+
+    attempts: int
+    """In all, the first one included."""
+    base_seconds: float
+    cap_seconds: float
+
+    def delay(self, failed: int, chance: float) -> float:
+        """Return the pause in seconds after ``failed`` attempts; ``chance`` is from 0 to 1."""
+        return backoff(failed, self.base_seconds, self.cap_seconds, chance)
+
+
+BATCH_RETRIES: Final = RetryPolicy(attempts=6, base_seconds=0.25, cap_seconds=8.0)
+"""Under a batch, which waits meanwhile: up to about eight seconds; the next batch is the next chance."""
+END_RETRIES: Final = RetryPolicy(attempts=20, base_seconds=0.25, cap_seconds=10.0)
+"""At a shard's end, where there is one chance: up to about two and a half minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +189,12 @@ class MLDConnection:
         elif patient and self._framer.pending > self._begun:
             self._await_rest()
         else:
-            self._step(Input.PARTIAL_LINE_TIMEOUT, self._too_slow())
+            seconds = self._limits.partial_line_timeout_seconds
+            what = f"A line was not complete, and nothing more of it came for {seconds:g} seconds."
+            if self._framer.pending > self._begun:
+                what = f"A line was not complete within {seconds:g} seconds, while others waited for room in memory."
+            slow = PeerTimeout(what, did=_CLOSED_IT, excerpt=excerpt(self._framer.excerpt))
+            self._step(Input.PARTIAL_LINE_TIMEOUT, slow)
 
     def answer(self) -> None:
         """Send the one status for the outstanding request.
@@ -204,7 +235,7 @@ class MLDConnection:
         try:
             message = decode(line)
         except PeerError as error:
-            self._fault(error)
+            self._step(Input.FAULT, error)
             return
         action = ""
         if (known := _REQUESTS.get(type(message))) is not None:
@@ -214,7 +245,10 @@ class MLDConnection:
         else:
             happened, action = _SHUTDOWNS[cast("Shutdown", message).reason], "shutdown"
         if happened not in TABLE[self.state]:
-            self._violation(happened, line)
+            what = f"{happened} came while {self._response_for} was not answered yet."
+            if self.state in _TURNS:
+                what = f"{happened} came in state {self.state}, where it is not allowed."
+            self._step(Input.FAULT, ProtocolViolation(what, did=_CLOSED_IT, excerpt=excerpt(line)))
             return
         if not isinstance(message, CheckpointReply):
             self._request, self._response_for = message, action
@@ -234,49 +268,25 @@ class MLDConnection:
     def _policy(self, asked_in: State) -> RetryPolicy:
         return self._limits.end_retries if asked_in is State.ENDING_CHECKPOINT else self._limits.retries
 
-    def _violation(self, happened: Input, line: Line) -> None:
-        if self.state in _TURNS:
-            what = f"{happened} came in state {self.state}, where it is not allowed."
-        else:
-            what = f"{happened} came while {self._response_for} was not answered yet."
-        self._fault(ProtocolViolation(what, did=_CLOSED_IT, excerpt=excerpt(line)))
-
-    def _fault(self, error: PeerError) -> None:
-        self._step(Input.FAULT, error)
-
     def _check_partial(self) -> None:
         """Judge what is left of the bytes: an incomplete line, or one that is too long already."""
         if self.state is State.CLOSED:
             return
         if self._framer.error is not None:
-            self._fault(self._framer.error)
+            self._step(Input.FAULT, self._framer.error)
         elif self._framer.pending == 0:
             self._cancel(Timer.PARTIAL_LINE)
         elif self.state in WORKING and not self._framer.pending_blank:
             # The daemon speaks only when it is its turn, so nothing of it needs to be buffered in ours.
-            self._fault(
-                ProtocolViolation(
-                    f"A message began while {self._response_for} was not answered yet.",
-                    did=_CLOSED_IT,
-                    excerpt=excerpt(self._framer.excerpt),
-                )
-            )
+            early = f"A message began while {self._response_for} was not answered yet."
+            error = ProtocolViolation(early, did=_CLOSED_IT, excerpt=excerpt(self._framer.excerpt))
+            self._step(Input.FAULT, error)
         elif Timer.PARTIAL_LINE not in self._timers:
             self._await_rest()
 
     def _await_rest(self) -> None:
         self._begun = self._framer.pending
         self._start(Timer.PARTIAL_LINE, self._limits.partial_line_timeout_seconds)
-
-    def _too_slow(self) -> PeerTimeout:
-        seconds = self._limits.partial_line_timeout_seconds
-        if self._framer.pending > self._begun:
-            what = (
-                f"A line was not complete within {seconds:g} seconds, while others waited for room in memory."
-            )
-        else:
-            what = f"A line was not complete, and nothing more of it came for {seconds:g} seconds."
-        return PeerTimeout(what, did=_CLOSED_IT, excerpt=excerpt(self._framer.excerpt))
 
     def _step(self, happened: Input, error: MldserverError | None = None) -> None:
         """Take the row of the table. Raises InternalError when there is none: only our own side asks unseen."""

@@ -135,12 +135,16 @@ class Transition(NamedTuple):
     actions: tuple[Action, ...] = ()
 
 
-def _everywhere(state: State) -> dict[Input, Transition]:
-    """Rows that every living state has."""
-    closed = Transition(State.CLOSED, (Action.CLOSE,))
-    failed = Transition(State.CLOSED, (Action.FAIL, Action.CLOSE))
-    rows = {Input.EOF: closed, Input.CLOSE: closed, Input.ABORT: failed, Input.FAULT: failed}
-    return rows | {Input.PARTIAL_LINE_TIMEOUT: failed} | _ROWS[state]
+_CLOSED: Final = Transition(State.CLOSED, (Action.CLOSE,))
+_FAILED: Final = Transition(State.CLOSED, (Action.FAIL, Action.CLOSE))
+_EVERYWHERE: Final = {
+    Input.EOF: _CLOSED,
+    Input.CLOSE: _CLOSED,
+    Input.ABORT: _FAILED,
+    Input.FAULT: _FAILED,
+    Input.PARTIAL_LINE_TIMEOUT: _FAILED,
+}
+"""Rows that every living state has."""
 
 
 def _answered(to: State, *more: Action) -> dict[Input, Transition]:
@@ -178,7 +182,7 @@ _LAST_REQUESTS: Final = {
 _ROWS: Final[dict[State, dict[Input, Transition]]] = {
     State.AWAITING_INITIALIZE: {
         Input.INITIALIZE: Transition(State.INITIALIZING, (Action.DELIVER,)),
-        Input.INITIALIZE_TIMEOUT: Transition(State.CLOSED, (Action.FAIL, Action.CLOSE)),
+        Input.INITIALIZE_TIMEOUT: _FAILED,
     },
     State.INITIALIZING: _answered(State.IDLE),
     State.IDLE: {
@@ -210,12 +214,13 @@ _ROWS: Final[dict[State, dict[Input, Transition]]] = {
     },
     State.ENDED: _answered(State.FINAL, Action.END_OUTPUT),
     State.LOSING: _answered(State.FINAL, Action.END_OUTPUT),
-    State.FINAL: {Input.CLOSE_TIMEOUT: Transition(State.CLOSED, (Action.CLOSE,))},
+    State.FINAL: {Input.CLOSE_TIMEOUT: _CLOSED},
+    State.CLOSED: {},
 }
-_ROWS[State.PROCESSING][Input.REJECT] = Transition(State.CLOSED, (Action.FAIL, Action.CLOSE))
+_ROWS[State.PROCESSING][Input.REJECT] = _FAILED
 
-TABLE: Final[dict[State, dict[Input, Transition]]] = {state: _everywhere(state) for state in _ROWS} | {
-    State.CLOSED: {}
+TABLE: Final[dict[State, dict[Input, Transition]]] = {
+    state: {**_EVERYWHERE, **rows} if rows else {} for state, rows in _ROWS.items()
 }
 """``TABLE[state][input]``; a missing key is the error."""
 

@@ -26,7 +26,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 import numpy as np
 
-from mldserver.protocol.fields import MAX_ARRIVAL_MS, MAX_LONG, MAX_SEQUENCE_DIGITS, is_sequence
+from mldserver.protocol.codec import MAX_ARRIVAL_MS, MAX_LONG, MAX_SEQUENCE_DIGITS, is_sequence
 from mldserver.records import Record, RecordMethods, decode_payload
 
 LARGE_RECORD: Final = 1024

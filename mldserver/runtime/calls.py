@@ -8,6 +8,9 @@ hook swallows it, and a ``KeyboardInterrupt`` on the thread of the server's own 
 Asynchronous calls run in a task of their own, one for all calls of a batch (or lane). Only so can it be known who
 cancels: libraries with time-outs cancel the task that they are in, and older ones do not take that back
 (``Task.uncancel``). What comes neither from the calling task nor from the deadline is the hook's own, and its failure.
+
+One task watches all calls of a runtime that are running (``Deadlines``), and sleeps through those that are done in time: a
+task for each call costs more than a small batch does. What is beyond its deadline is told, or cancelled.
 """
 
 from __future__ import annotations
@@ -15,15 +18,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import math
 import os
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
+import structlog
 
 from mldserver.handler.failure import Failure, bad_row, describe
-from mldserver.runtime.deadlines import Watch
 from mldserver.runtime.rows import BadRow
 from mldserver.runtime.values import settled
 
@@ -32,7 +36,8 @@ if TYPE_CHECKING:
 
     from mldserver.base.clock import Clock
     from mldserver.base.threads import WorkerThread
-    from mldserver.runtime.deadlines import Deadlines
+
+log = structlog.get_logger("mldserver")
 
 _T = TypeVar("_T")
 
@@ -63,6 +68,149 @@ class Returned(msgspec.Struct):
     values: list[Any] = msgspec.field(default_factory=list)
     failure: Failure | None = None
     """Why the call after ``values`` failed; None when all arguments were worked on."""
+
+
+@dataclass(slots=True, eq=False)
+class Watch:
+    """Seen from both sides: since when the present call runs, whether anyone still wants it, whether it was cancelled."""
+
+    hook: str = ""
+    shard: str = ""
+    task: asyncio.Task[None] | None = None
+    """The task of asynchronous calls, which can be cancelled; a synchronous one cannot be stopped."""
+    started_ms: int | None = None
+    abandoned: bool = False
+    expired_ms: int | None = None
+    """When its deadline cancelled an asynchronous call."""
+    told_ms: int | None = None
+    """When it was last looked at because it was overdue."""
+
+
+class Deadlines:
+    """The calls of one runtime that run, or wait for their thread."""
+
+    def __init__(self, *, handler: str, clock: Clock, seconds: float | None) -> None:
+        """A call of ``handler`` (its dotted path, for the log) may take ``seconds``; None: any time."""
+        self._handler = handler
+        self._clock = clock
+        self.seconds = seconds
+        self.limit_ms = math.inf if seconds is None else seconds * 1000
+        self._watches: set[Watch] = set()
+        self._come = asyncio.Event()
+        self.here: Watch | None = None
+        """Of calls that are made at once on the event loop."""
+
+    def begin(self, watch: Watch) -> None:
+        """Watch calls from now on."""
+        self._watches.add(watch)
+        self._come.set()
+
+    def end(self, watch: Watch) -> None:
+        """Nobody waits for these calls any more. One that runs on, on its thread, is watched to its end."""
+        watch.abandoned = True
+        if watch.task is not None or watch.started_ms is None:
+            self._watches.discard(watch)
+        else:
+            self._forget_ended()
+
+    def tell_here(self) -> None:
+        """Tell once of a call that holds up the event loop for longer than it may: when it is done, or beside it."""
+        here = self.here
+        started_ms = (
+            None if here is None else here.started_ms
+        )  # once: another thread may end the call meanwhile
+        if here is None or started_ms is None or here.told_ms is not None:
+            return
+        took_ms = self._clock.steady_ms() - started_ms
+        if took_ms >= self.limit_ms:
+            here.told_ms = started_ms + took_ms
+            self._tell_slow(
+                here,
+                took_ms / 1000,
+                did="The call holds up every shard of its process.",
+                advice="Give the handler's own calls time-outs, or write blocking = True in it.",
+            )
+
+    def running_ms(self) -> int:
+        """Return how long the longest call that cannot be stopped has run; from any thread.
+
+        An asynchronous call is one from when it goes on after its cancellation. Those that nobody waits for count too:
+        no other can begin on their thread.
+        """
+        now_ms = self._clock.steady_ms()
+        watches = tuple(self._watches)
+        since = [watch.started_ms if watch.task is None else watch.expired_ms for watch in watches]
+        here = self.here
+        since.append(None if here is None else here.started_ms)
+        return max((now_ms - each for each in since if each is not None), default=0)
+
+    async def run(self) -> None:
+        """Look after deadlines until cancelled; return at once when there is none.
+
+        With the end of it asynchronous calls end too, also those that hold on when their batch is cancelled: nobody
+        would cancel them any more.
+        """
+        if self.seconds is None:
+            return
+        try:
+            while True:
+                self._forget_ended()
+                if not self._watches:
+                    self._come.clear()
+                    await self._come.wait()
+                    continue
+                for watch in [watch for watch in self._watches if self._left(watch, self.seconds) <= 0]:
+                    watch.told_ms = self._clock.steady_ms()
+                    if not _expire(watch, watch.told_ms):
+                        # It cannot be stopped, or does not let itself be cancelled.
+                        self._tell_slow(
+                            watch,
+                            _running(watch, watch.told_ms),
+                            did="The call cannot be stopped; it is waited for.",
+                            advice="Give the handler's own calls time-outs.",
+                        )
+                # Calls that begin meanwhile are due later than the first of those that run.
+                await self._clock.sleep(min(self._left(watch, self.seconds) for watch in self._watches))
+        finally:
+            now_ms = self._clock.steady_ms()
+            for watch in self._watches:
+                _expire(watch, now_ms)
+
+    def _forget_ended(self) -> None:
+        self._watches -= {watch for watch in self._watches if watch.abandoned and watch.started_ms is None}
+
+    def _left(self, watch: Watch, seconds: float) -> float:
+        """Return the seconds until a watch must be looked at."""
+        now_ms = self._clock.steady_ms()
+        left = seconds - _running(watch, now_ms)
+        if watch.told_ms is not None:
+            left = max(left, seconds - (now_ms - watch.told_ms) / 1000)
+        return left
+
+    def _tell_slow(self, watch: Watch, seconds: float, **told: str) -> None:
+        log.warning(
+            "handler.slow",
+            shard=watch.shard,
+            handler=self._handler,
+            hook=watch.hook,
+            seconds=seconds,
+            **told,
+        )
+
+
+def _expire(watch: Watch, now_ms: int) -> bool:
+    """Cancel an asynchronous call, once."""
+    if watch.task is None or watch.expired_ms is not None:
+        return False
+    watch.expired_ms = now_ms
+    # In the loop's next turn: one that comes together with the cancellation of the batch would be one with it.
+    asyncio.get_running_loop().call_soon(watch.task.cancel)
+    return True
+
+
+def _running(watch: Watch, now_ms: int) -> float:
+    started = watch.started_ms
+    return 0.0 if started is None else (now_ms - started) / 1000
 
 
 class Caller:
@@ -191,10 +339,6 @@ class Caller:
                 self.deadlines.tell_here()
             watch.started_ms = None
 
-    def begun(self, watch: Watch) -> None:
-        """Let the handler's code be running from now on."""
-        watch.started_ms = self._clock.steady_ms()
-
     def is_operators(self, error: BaseException) -> bool:
         """Whether an error is none of the handler's, but Ctrl-C: that comes on the main thread alone."""
         return (
@@ -265,15 +409,12 @@ class Caller:
                 failure = describe(late) if failure is None and late is not None else failure
             if watch.expired_ms is not None:
                 # Perhaps it swallowed the cancellation at its deadline, and came to an end after all.
-                failure = self._too_slow(failure)
+                text, seconds = "" if failure is None else failure.traceback, self.deadlines.seconds
+                failure = Failure(f"TimeoutError: it took longer than {seconds} s", text, _TIMEOUT)
             if failure is not None:
                 returned.failure = failure
                 return
             returned.values.append(value)
-
-    def _too_slow(self, failure: Failure | None) -> Failure:
-        text = "" if failure is None else failure.traceback
-        return Failure(f"TimeoutError: it took longer than {self.deadlines.seconds} s", text, _TIMEOUT)
 
 
 async def _take_back(task: asyncio.Task[Any]) -> asyncio.CancelledError | None:

@@ -26,8 +26,7 @@ from mldserver.handler.kclpy.processor import Processor
 from mldserver.handler.spec import HandlerKind, HandlerSpec, RecordHook, windows_text
 from mldserver.protocol.batch_decoder import BatchDecoder
 from mldserver.records import Batch, Hook
-from mldserver.runtime.calls import BoundHook, Caller
-from mldserver.runtime.deadlines import Deadlines
+from mldserver.runtime.calls import BoundHook, Caller, Deadlines
 from mldserver.runtime.failure_policy import FailureNotices, FailurePolicy, OnFailure
 from mldserver.runtime.lane import Tools
 from mldserver.runtime.outcome import halted

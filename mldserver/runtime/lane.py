@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from mldserver.base.clock import Clock
     from mldserver.base.threads import WorkerThread
     from mldserver.records import Record
-    from mldserver.runtime.calls import Caller, Returned
-    from mldserver.runtime.deadlines import Watch
+    from mldserver.runtime.calls import Caller, Returned, Watch
     from mldserver.runtime.failure_policy import FailureNotices, FailurePolicy
     from mldserver.runtime.outcome import Taken
     from mldserver.runtime.plan import Again, BatchPlan
@@ -117,7 +116,8 @@ class Lane:
         step = self.plan.step()
         while step is not None:
             await self.pause(step)
-            step = await self.on_thread(partial(self.advance, step))
+            work = partial(self.advance, step)
+            step = await self.tools.caller.on_thread(work, self.hook, shard=self.shard_id, thread=self.thread)
 
     async def run_async(self, near: Callable[[Callable[[Watch], None]], Any]) -> None:
         """Work on the event loop until every record is decided, or the shard stops.
@@ -129,10 +129,6 @@ class Lane:
             hook, arguments = self._call(step)
             returned = await self.tools.caller.run(hook, arguments, shard=self.shard_id)
             await near(partial(self._settle_beside, step, returned))
-
-    async def on_thread(self, function: Callable[[Watch], Step | None]) -> Step | None:
-        """Return what ``function`` returns, run on the lane's thread."""
-        return await self.tools.caller.on_thread(function, self.hook, shard=self.shard_id, thread=self.thread)
 
     def advance(self, step: Step | None, watch: Watch, returned: Returned | None = None) -> Step | None:
         """Make calls, this one first; return the one that a pause must come before.
@@ -181,31 +177,35 @@ class Lane:
 
     def _call(self, step: Step) -> tuple[BoundHook, Iterable[Any]]:
         """Return what a step calls: one call a record, or one for all of them."""
-        match self.tools.spec.record_hook:
-            case RecordHook.RECORD:
-                # No list: when each record fails, there are as many steps as records.
-                return self.hook, map(self.taken.fresh.__getitem__, step.indices)
-            case RecordHook.RECORDS:
-                return self.hook, [self._batch(step)]
-            case RecordHook.TABLE:
-                table_hook = self.hook.function
-                hook = BoundHook(
-                    self.hook.name, lambda batch: table_hook(batch.to_arrow()), self.hook.is_async
-                )
-                return hook, [self._batch(step)]
+        hook, function = self.hook, self.hook.function
+        if self.tools.spec.record_hook is RecordHook.RECORD:
+            # No list: when each record fails, there are as many steps as records.
+            return hook, map(self.taken.fresh.__getitem__, step.indices)
+        if self.tools.spec.record_hook is RecordHook.TABLE:
+            hook = BoundHook(hook.name, lambda batch: function(batch.to_arrow()), hook.is_async)
+        lag = self.taken.outline.millis_behind_latest
+        return hook, [Batch(self._records(step), shard_id=self.shard_id, millis_behind_latest=lag)]
 
     def _settle_beside(self, step: Step, returned: Returned, watch: Watch) -> None:
         """Do as ``_settle`` does, where nothing else says that the handler's code may run."""
         with self.tools.caller.in_hand(watch):
-            self.tools.caller.begun(watch)
+            watch.started_ms = self.tools.clock.steady_ms()
             self._settle(step, returned)
 
     def _settle(self, step: Step, returned: Returned) -> None:
         """Take what a step's calls came to: rows into ``parts``, failures into the plan."""
-        if self.tools.spec.record_hook is RecordHook.RECORD:
-            self._settle_each(step, returned)
-        else:
+        if self.tools.spec.record_hook is not RecordHook.RECORD:
             self._hear(step, partial(self._judge, step, returned))
+        else:
+            # Each record had a call of its own, up to the first that failed.
+            done, failure = len(returned.values), returned.failure
+            # One behind the last call was thrown into the thread from outside.
+            failed = failure is not None and done < len(step.indices)
+            if done or not failed:
+                self.returned.append((step.indices[:done] if failed else step.indices, returned.values))
+            if failed and failure is not None:
+                again = self.plan.failed_at(step, done, failure, self.tools.clock.now_ms())
+                self.again += [] if again is None else [again]
         if self.returned and (self.plan.idle or step.halved):
             # Rows of single calls are built once: a table for what stands between two failures would cost far more.
             made, self.returned = self.returned, []
@@ -228,8 +228,11 @@ class Lane:
         if came.built is not None:
             self.parts.append(came.built)
         now_ms = self.tools.clock.now_ms()
-        if came.failure is not None:
-            self.again += self._fail(step, came, came.failure, now_ms)
+        if came.failure is not None and came.named is not None:
+            self.again += self.plan.named(step, came.named, came.failure, now_ms)
+        elif came.failure is not None:
+            again = self.plan.failed(step, came.failure, now_ms)
+            self.again += [] if again is None else [again]
         if came.faults:
             self.again += self.plan.faulty(step, came.faults, now_ms)
 
@@ -251,25 +254,6 @@ class Lane:
             table = built.table.take(pa.array(kept, pa.int64())) if kept else None
             came.built = Built(table, [built.records[row] for row in kept], built.faults)
             came.faults = {**came.faults, **faults}
-
-    def _fail(self, step: Step, came: _Came, failure: Failure, now_ms: int) -> list[Again]:
-        if came.named is not None:
-            return self.plan.named(step, came.named, failure, now_ms)
-        again = self.plan.failed(step, failure, now_ms)
-        return [] if again is None else [again]
-
-    def _settle_each(self, step: Step, returned: Returned) -> None:
-        """Each record had a call of its own, up to the first that failed."""
-        done, failure = len(returned.values), returned.failure
-        # One behind the last call was thrown into the thread from outside.
-        if failure is None or done == len(step.indices):
-            self.returned.append((step.indices, returned.values))
-            return
-        if done:
-            self.returned.append((step.indices[:done], returned.values))
-        again = self.plan.failed_at(step, done, failure, self.tools.clock.now_ms())
-        if again is not None:
-            self.again.append(again)
 
     def _judge(self, step: Step, returned: Returned) -> _Came:
         """A call of a whole batch failed, perhaps because of records that the handler named, or returned."""
@@ -293,31 +277,25 @@ class Lane:
             except Exception as error:  # noqa: BLE001  # the user's own collection may raise anything
                 return _Came(failure=_bad_rows(printed(error)))
             value = value.rows
-        if self.tools.spec.record_hook is RecordHook.TABLE:
-            return self._judge_table(step, value, failed)
-        return self._judge_items(step, value, failed)
-
-    def _judge_items(self, step: Step, items: Any, failed: dict[int, Failure]) -> _Came:
-        """``process_records`` returns one item a record, or nothing at all."""
-        is_items = isinstance(items, list | tuple)
-        if items is None or (is_items and not items):
-            items = ()  # no rows at all
-        elif not is_items or len(items) != len(step.indices):
-            return _Came(failure=_bad_rows(_uneven(items, len(step.indices))))
-        pairs = zip(step.indices, items, strict=bool(items))
+        spec, indices = self.tools.spec, step.indices
+        if spec.record_hook is RecordHook.TABLE:
+            without, column = frozenset(failed), spec.time_column
+            built = take_table(
+                value, schema=spec.schema, time_column=column, indices=indices, without=without
+            )
+            return _came(built, step, failed)
+        # ``process_records`` returns one item a record, or nothing at all.
+        items: Sequence[Any] = () if value is None else value
+        if not isinstance(items, list | tuple):
+            return _Came(failure=_bad_rows(f"{shown(items)} is not a list with one item a record"))
+        if items and len(items) != len(indices):
+            uneven = (
+                f"returned {len(items)} items for {len(indices)} records; give each record one (None: no row)"
+            )
+            return _Came(failure=_bad_rows(uneven))
+        pairs = zip(indices, items, strict=bool(items))
         kept = [pair for place, pair in enumerate(pairs) if place not in failed] if failed else list(pairs)
         return _came(self.tools.rows.build(kept), step, failed)
-
-    def _judge_table(self, step: Step, table: Any, failed: dict[int, Failure]) -> _Came:
-        spec = self.tools.spec
-        built = take_table(
-            table,
-            schema=spec.schema,
-            time_column=spec.time_column,
-            indices=step.indices,
-            without=frozenset(failed),
-        )
-        return _came(built, step, failed)
 
     def _records(self, step: Step) -> Sequence[Record]:
         fresh, indices = self.taken.fresh, step.indices
@@ -326,13 +304,6 @@ class Lane:
         if isinstance(indices, range):
             return fresh[indices.start : indices.stop]
         return [fresh[index] for index in indices]
-
-    def _batch(self, step: Step) -> Batch:
-        return Batch(
-            self._records(step),
-            shard_id=self.shard_id,
-            millis_behind_latest=self.taken.outline.millis_behind_latest,
-        )
 
 
 def _came(built: Built, step: Step | None = None, failed: Mapping[int, Failure] | None = None) -> _Came:
@@ -345,9 +316,3 @@ def _came(built: Built, step: Step | None = None, failed: Mapping[int, Failure] 
 
 def _bad_rows(text: str) -> Failure:
     return Failure(f"BadRows: {text}", names=("BadRows",))
-
-
-def _uneven(items: Any, records: int) -> str:
-    if not isinstance(items, list | tuple):
-        return f"{shown(items)} is not a list with one item a record"
-    return f"returned {len(items)} items for {records} records; give each record one (None: no row)"

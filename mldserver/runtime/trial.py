@@ -1,7 +1,12 @@
-"""Checks a handler in a process of its own, so that nothing it does reaches the caller: its import, and trial records."""
+"""Checks a handler in a process of its own, so that nothing it does reaches the caller: its import, and trial records.
+
+That process is this module too (``python -m mldserver.runtime.trial``). The module under check may print, hang, or end the
+interpreter; so the result goes into a file, never to standard output, and the parent makes sense of its absence.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
@@ -14,9 +19,14 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
 import msgspec
+import structlog
 
-from mldserver.handler.loader import is_library, relative
-from mldserver.handler.spec import Finding
+from mldserver.base.clock import SystemClock
+from mldserver.errors import HandlerError
+from mldserver.handler.inspection import inspect_handler
+from mldserver.handler.loader import is_library, load, relative
+from mldserver.handler.spec import Finding, HandlerKind, HandlerSpec, windows_text
+from mldserver.records import Record, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -29,6 +39,8 @@ _FRAME: Final = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in ',
 """A frame of ``faulthandler``'s dump."""
 _RAISED: Final = re.compile(r'^[ |+]*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
 """A frame of a traceback."""
+_BATCH: Final = 500
+"""Records that the handler gets at a time."""
 _OUTPUT_LIMIT: Final = 10_000
 _ROWS_SHOWN: Final = 5
 _COLUMNS_SHOWN: Final = 8
@@ -58,23 +70,16 @@ def by_class(letters: Iterable[DeadLetter]) -> tuple[FailureClass, ...]:
         name = letter.error.partition(":")[0]
         counts[name] = counts.get(name, 0) + 1
         examples.setdefault(name, letter)
-    return tuple(
-        FailureClass(
-            name,
-            counts[name],
-            _cut(" ".join(one.error.splitlines()[:1]), _EXAMPLE_WIDTH),
-            _raised_at(one.traceback),
-            _cut(one.data[:1000].decode("utf-8", "backslashreplace"), _EXAMPLE_WIDTH),
-        )
-        for name, one in sorted(examples.items(), key=lambda item: -counts[item[0]])
-    )
-
-
-def _raised_at(traceback: str) -> str:
-    """Return the innermost place outside libraries: an error inside one is placed where the user's code called it."""
-    frames = [frame for frame in _RAISED.finditer(traceback) if not frame["file"].startswith("<")]
-    frames = [frame for frame in frames if not is_library(frame["file"])] or frames
-    return f"{relative(frames[-1]['file'])}:{frames[-1]['line']}" if frames else ""
+    classes = []
+    for name, one in sorted(examples.items(), key=lambda item: -counts[item[0]]):
+        # The innermost place outside libraries: an error inside one is placed where the user's code called it.
+        frames = [frame for frame in _RAISED.finditer(one.traceback) if not frame["file"].startswith("<")]
+        frames = [frame for frame in frames if not is_library(frame["file"])] or frames
+        place = f"{relative(frames[-1]['file'])}:{frames[-1]['line']}" if frames else ""
+        error = _cut(" ".join(one.error.splitlines()[:1]), _EXAMPLE_WIDTH)
+        data = _cut(one.data[:1000].decode("utf-8", "backslashreplace"), _EXAMPLE_WIDTH)
+        classes.append(FailureClass(name, counts[name], error, place, data))
+    return tuple(classes)
 
 
 def first_rows(tables: Iterable[Any]) -> tuple[tuple[str, ...], ...]:
@@ -168,7 +173,7 @@ def check_handler(
 
 def _run(arguments: list[str], output: IO[bytes], timeout: float) -> int | None:
     """Run the child; return its exit code, or None when it had to be killed."""
-    command = [sys.executable, "-X", "faulthandler", "-m", "mldserver.runtime.trial_child", *arguments]
+    command = [sys.executable, "-X", "faulthandler", "-m", "mldserver.runtime.trial", *arguments]
     with subprocess.Popen(  # noqa: S603  # our own interpreter and module
         command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
     ) as child:
@@ -186,27 +191,114 @@ def _run(arguments: list[str], output: IO[bytes], timeout: float) -> int | None:
 
 
 def _unfinished(code: int | None, output: str, timeout: float, doing: str) -> Finding:
-    """Tell how the child ended without a result."""
-    file, line = _last_frame(output)
-    if code is None:
-        return Finding(f"{doing} takes longer than {timeout:g} s; the process was stopped", file, line)
-    if code < 0:
-        return Finding(f"{doing} crashes the interpreter ({_signal(-code)})", file, line)
-    return Finding(f"{doing} ends the process, without an exception (exit code {code})", file, line)
-
-
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _last_frame(output: str) -> tuple[str, int]:
-    """Return the innermost place outside the standard library and this package in a dump, if there is one."""
+    """Tell how the child ended without a result: where, is the innermost place in its dump that is not the library's or ours."""
     own = (f"{Path(__file__).parents[1]}{os.sep}", str(Path(os.__file__).parent), "<")
-    for frame in _FRAME.finditer(output):
-        file = frame["file"]
-        if "site-packages" in file or not file.startswith(own):
-            return relative(file), int(frame["line"])
-    return "", 0
+    places = ((frame["file"], frame["line"]) for frame in _FRAME.finditer(output))
+    theirs = (place for place in places if "site-packages" in place[0] or not place[0].startswith(own))
+    file, line = next(theirs, ("", "0"))
+    if code is None:
+        text = f"takes longer than {timeout:g} s; the process was stopped"
+    elif code < 0:
+        names = {number.value: number.name for number in signal.Signals}
+        text = f"crashes the interpreter ({names.get(-code, f'signal {-code}')})"
+    else:
+        text = f"ends the process, without an exception (exit code {code})"
+    return Finding(f"{doing} {text}", relative(file) if file else "", int(line))
+
+
+def report(path: str, retention_ms: int | None, lines: Sequence[bytes] = ()) -> Report:
+    """Import and check the handler at ``path``, and run records through it."""
+    tried = None
+    try:
+        spec, findings = inspect_handler(load(path), retention_ms=retention_ms)
+        if spec and lines and not any(finding.is_error for finding in findings):
+            tried = asyncio.run(_try(spec, lines))
+    except HandlerError as error:
+        where = error.where
+        text = " ".join(part for part in (error.what, error.advice) if part)
+        file, line = where.get("file") or "", where.get("line") or 0
+        text = text.removeprefix(f"{relative(file)}:{line}: ")
+        found = Finding(text, relative(file) if file else "", line)
+        return Report((found,), traceback=where.get("traceback", ""))
+    return Report(tuple(findings), _summary(spec) if spec else (), trial=tried)
+
+
+async def _try(spec: HandlerSpec, lines: Sequence[bytes]) -> Trial:
+    """Run records through the handler, each once, as the server would. Raises HandlerHalted when it cannot be opened.
+
+    They go as records that run once more: those become dead letters under every policy, while ``initialize`` halts.
+    """
+    from mldserver.runtime.failure_policy import FailurePolicy, OnFailure  # noqa: PLC0415  # only the child pays for them
+    from mldserver.runtime.inline import InlineRuntime  # noqa: PLC0415  # see above
+    from mldserver.runtime.interface import Delivery, Records  # noqa: PLC0415  # see above
+
+    clock = SystemClock()
+    policy = FailurePolicy(attempts=1, on_failure=OnFailure.HALT)
+    runtime = InlineRuntime(spec, policy=policy, clock=clock, random=lambda: 0.0, deadline_seconds=None)
+    shard = Shard("shardId-000000000000", "TRIM_HORIZON")
+    outcomes = []
+    await runtime.start()
+    try:
+        await runtime.open(shard)
+        for first in range(0, len(lines), _BATCH):
+            now_ms = clock.now_ms()
+            records = [
+                Record(
+                    shard_id=shard.id,
+                    sequence_number=str(place),
+                    data=line,
+                    partition_key=f"key-{place}",
+                    arrival_ms=now_ms,
+                )
+                for place, line in enumerate(lines[first : first + _BATCH], first + 1)
+            ]
+            delivery = Delivery(shard.id, Records(records), now_ms, after=None, redriven=True)
+            outcomes.append(await runtime.process(delivery))
+    finally:
+        await runtime.close()
+    tables = [outcome.rows for outcome in outcomes if outcome.rows is not None]
+    letters = [letter for outcome in outcomes for letter in outcome.dead_letters]
+    return Trial(len(lines), sum(map(len, tables)), first_rows(tables), by_class(letters))
+
+
+def _summary(spec: HandlerSpec) -> tuple[tuple[str, str], ...]:
+    """Return what was found, as (name, text) lines."""
+    hooks = [f"async {hook.name}" if hook.is_async else hook.name for hook in spec.hooks.values()]
+    kind = (
+        f"{spec.kind}, {'made once per shard' if spec.kind is HandlerKind.CLASS else 'shared by all shards'}"
+    )
+    if spec.kind is HandlerKind.PROCESSOR:
+        kind = f"record processor of amazon_kclpy, version {spec.target.version}, made once per shard"
+    lines = [("kind", kind), ("hooks", ", ".join(hooks))]
+    if spec.concurrency > 1:
+        lines.append(
+            ("concurrency", f"{spec.concurrency} records of a batch at a time, in order for each key")
+        )
+    if spec.schema is None:
+        return (*lines, ("schema", "none: it has only side effects"))
+    for place, column in enumerate(spec.schema.columns):
+        null = "" if column.nullable else " NOT NULL"
+        lines.append(("" if place else "schema", f"{column.name} {column.sql}{null}"))
+    return (*lines, ("windows", windows_text(spec.windows)))
+
+
+def main(arguments: list[str]) -> None:
+    """Check the handler named by ``arguments`` and end at once.
+
+    They are the result's file, the dotted path, the retention in ms or '', and perhaps a file of records.
+
+    It ends without waiting for threads that the module may have started.
+    """
+    result, path, retention, *records = arguments
+    # What the runtime logs of a failure is in the report.
+    structlog.configure(processors=[], logger_factory=structlog.ReturnLoggerFactory())
+    lines = [line for name in records for line in Path(name).read_bytes().split(b"\n")]
+    told = report(path, int(retention) if retention else None, lines)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    Path(result).write_bytes(msgspec.json.encode(told))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -17,7 +17,7 @@ from mldserver.errors import InternalError, MldserverError
 from mldserver.handler.failure import Failure, describe
 from mldserver.handler.spec import RecordHook
 from mldserver.records import Batch
-from mldserver.runtime.deadlines import Watch
+from mldserver.runtime.calls import Watch
 from mldserver.runtime.failure_policy import Ending
 from mldserver.runtime.interface import BatchOutcome
 from mldserver.runtime.lane import Lane, Tools

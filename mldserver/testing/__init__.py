@@ -14,10 +14,9 @@ if TYPE_CHECKING:
     from mldserver.testing.daemon import DaemonShard, Form, Hang, JvmExit, NoServer
     from mldserver.testing.daemon_session import DaemonHangs, Habits
     from mldserver.testing.fake_mld import FakeMLD
-    from mldserver.testing.fake_stream import FakeStream, StreamRecord
+    from mldserver.testing.fake_stream import FakeStream, JavaThrow, LeaseTable, Place, StreamRecord
     from mldserver.testing.fake_streams import FakeStreams
     from mldserver.testing.fake_table import FakeShard
-    from mldserver.testing.leases import JavaThrow, LeaseTable, Place
     from mldserver.testing.local_engine import LocalEngine
     from mldserver.testing.manual_clock import VirtualClock
 
@@ -45,10 +44,9 @@ _HOMES: Final = {
     "daemon": ("DaemonShard", "Form", "Hang", "JvmExit", "NoServer"),
     "daemon_session": ("DaemonHangs", "Habits"),
     "fake_mld": ("FakeMLD",),
-    "fake_stream": ("FakeStream", "StreamRecord"),
+    "fake_stream": ("FakeStream", "JavaThrow", "LeaseTable", "Place", "StreamRecord"),
     "fake_streams": ("FakeStreams",),
     "fake_table": ("FakeShard",),
-    "leases": ("JavaThrow", "LeaseTable", "Place"),
     "local_engine": ("LocalEngine",),
     "manual_clock": ("VirtualClock",),
 }

@@ -26,7 +26,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from mldserver.testing.leases import SHARD_END, JavaThrow, Place, ShardCheckpointer, WorkerMistake
+from mldserver.testing.fake_stream import SHARD_END, JavaThrow, Place, ShardCheckpointer, WorkerMistake
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from mldserver.base.clock import Clock
-    from mldserver.testing.fake_stream import FakeStream
-    from mldserver.testing.leases import LeaseTable
+    from mldserver.testing.fake_stream import FakeStream, LeaseTable
 
 _READ_BYTES: Final = 1 << 16
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from mldserver.base.clock import SystemClock
 from mldserver.testing.daemon import JvmExit, NoServer
 from mldserver.testing.daemon_session import DaemonHangs, Habits, ShardSession
-from mldserver.testing.leases import LeaseTable, Place
+from mldserver.testing.fake_stream import LeaseTable, Place
 
 if TYPE_CHECKING:
     from collections.abc import Callable

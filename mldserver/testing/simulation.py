@@ -19,8 +19,7 @@ from mldserver.server import Server
 from mldserver.testing.daemon import Form, NoServer
 from mldserver.testing.daemon_session import DaemonHangs, Habits, finishes_within
 from mldserver.testing.fake_mld import EXIT_KILLED, FakeMLD
-from mldserver.testing.fake_stream import FakeStream
-from mldserver.testing.leases import LeaseTable
+from mldserver.testing.fake_stream import FakeStream, LeaseTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -179,7 +179,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
         async def forced(self) -> None:
             await asyncio.Event().wait()
 
-    monkeypatch.setattr("mldserver.cli.run_server.Server", Server)
+    monkeypatch.setattr("mldserver.server.Server", Server)
     for variable in (spec.variable for spec in specs().values()):
         monkeypatch.delenv(variable, raising=False)
     return seen

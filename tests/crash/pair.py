@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from mldserver.config.locations import DynamoPlace
     from mldserver.testing import FakeStream
-    from mldserver.testing.leases import Place
+    from mldserver.testing.fake_stream import Place
 
 SELDOM: Final = frozenset(
     step for step in ONLY_IN if step.startswith(("late.", "revision.", "window.expired"))

@@ -19,7 +19,7 @@ from mldserver.cli import command_line, play
 from mldserver.config.resolve import resolve
 from mldserver.protocol.codec import decode, encode, encode_status
 from mldserver.protocol.messages import CheckpointRequest, Version
-from mldserver.runtime.trial_child import report
+from mldserver.runtime.trial import report
 from mldserver.testing.playground import read_lines
 
 if TYPE_CHECKING:

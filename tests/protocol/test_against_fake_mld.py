@@ -17,14 +17,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from mldserver.config.settings import Settings
 from mldserver.errors import InternalError
 from mldserver.protocol import events as ev
-from mldserver.protocol.connection import ConnectionLimits, MLDConnection
+from mldserver.protocol.connection import ConnectionLimits, MLDConnection, RetryPolicy
 from mldserver.protocol.events import Timer
 from mldserver.protocol.messages import Initialize, ProcessRecords
-from mldserver.protocol.retries import RetryPolicy
 from mldserver.protocol.states import State
 from mldserver.records import Sequence
 from mldserver.testing import DaemonShard, Form, JavaThrow, JvmExit, Place, StreamRecord
-from mldserver.testing.leases import SHARD_END
+from mldserver.testing.fake_stream import SHARD_END
 
 RETRIES: Final = RetryPolicy(attempts=3, base_seconds=1.0, cap_seconds=4.0)
 LIMITS: Final = Settings().part(ConnectionLimits, retries=RETRIES, end_retries=RETRIES)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mldserver.errors import DecodeError, PeerError, ProtocolViolation
 from mldserver.protocol.batch_decoder import DecodedBatch, decode_records
-from mldserver.protocol.fields import MAX_ARRIVAL_MS
+from mldserver.protocol.codec import MAX_ARRIVAL_MS
 from mldserver.protocol.messages import Version
 from mldserver.records import Sequence
 from tests.protocol.test_kpl import aggregate

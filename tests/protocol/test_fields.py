@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mldserver.errors import DecodeError
-from mldserver.protocol.fields import (
+from mldserver.protocol.codec import (
     excerpt,
     is_sequence,
     optional_long,

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.protocol.framing import LineFramer
+from mldserver.protocol.codec import LineFramer
 
 
 def test_lines_end_with_lf_or_crlf_and_come_without_their_ends() -> None:

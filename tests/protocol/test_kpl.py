@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.protocol.kpl import MAGIC, UserRecord, _schema, deaggregate
+from mldserver.protocol.batch_decoder import MAGIC, UserRecord, _schema, deaggregate
 
 
 def aggregate(*records: tuple[str, bytes], index_shift: int = 0) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.protocol.retries import BATCH_RETRIES, CHECKPOINT_ERRORS, END_RETRIES, RetryPolicy
+from mldserver.protocol.connection import BATCH_RETRIES, CHECKPOINT_ERRORS, END_RETRIES, RetryPolicy
 from mldserver.protocol.states import Input
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mldserver.errors import PeerError
 from mldserver.protocol.batch_decoder import BatchDecoder, decode_records
-from mldserver.protocol.fields import MAX_ARRIVAL_MS, MAX_LONG
+from mldserver.protocol.codec import MAX_ARRIVAL_MS, MAX_LONG
 from mldserver.protocol.messages import Version
 from mldserver.protocol.wire_records import LARGE_RECORD, FastDecoder
 from mldserver.records import Record, RecordMethods, Sequence

@@ -6,9 +6,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from mldserver.protocol import events as ev
-from mldserver.protocol.connection import ConnectionLimits, MLDConnection
+from mldserver.protocol.connection import ConnectionLimits, MLDConnection, RetryPolicy
 from mldserver.protocol.events import CloseReason
-from mldserver.protocol.retries import RetryPolicy
 from mldserver.protocol.states import State
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from mldserver.base.threads import WorkerThread
-from mldserver.runtime.calls import BoundHook, Caller, Returned
-from mldserver.runtime.deadlines import Deadlines, Watch
+from mldserver.runtime.calls import BoundHook, Caller, Deadlines, Returned, Watch
 from mldserver.testing.manual_clock import VirtualClock
 
 

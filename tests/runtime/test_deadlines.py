@@ -9,8 +9,7 @@ import pytest
 
 from mldserver.base.threads import WorkerThread
 from mldserver.handler.failure import describe
-from mldserver.runtime.calls import BoundHook, Caller
-from mldserver.runtime.deadlines import Deadlines, Watch
+from mldserver.runtime.calls import BoundHook, Caller, Deadlines, Watch
 from mldserver.testing.manual_clock import VirtualClock
 
 

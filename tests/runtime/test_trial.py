@@ -11,8 +11,7 @@ import pytest
 
 from mldserver.handler.spec import Finding
 from mldserver.runtime import trial as check_module
-from mldserver.runtime.trial import Report, _last_frame, _signal, check_handler
-from mldserver.runtime.trial_child import report
+from mldserver.runtime.trial import Report, _unfinished, check_handler, report
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -128,13 +127,17 @@ def test_threads_that_the_module_starts_do_not_keep_the_check_waiting(check: Any
 
 
 def test_signals_have_their_names() -> None:
-    assert (_signal(11), _signal(99)) == ("SIGSEGV", "signal 99")
+    told = [_unfinished(code, "", 1, "importing it").text for code in (-11, -99)]
+    assert told == [f"importing it crashes the interpreter ({name})" for name in ("SIGSEGV", "signal 99")]
 
 
 def test_the_innermost_frame_of_the_users_is_found_also_in_installed_packages() -> None:
     dump = '  File "{}", line 1 in f\n  File "/x/site-packages/theirs.py", line 2 in g\n  File "/x/mine.py", line 3 in h'
-    assert _last_frame(dump.format(threading_file())) == ("/x/site-packages/theirs.py", 2)
-    assert _last_frame("nothing") == ("", 0)
+    theirs, nothing = (
+        _unfinished(1, output, 1, "it") for output in (dump.format(threading_file()), "nothing")
+    )
+    assert (theirs.file, theirs.line) == ("/x/site-packages/theirs.py", 2)
+    assert (nothing.file, nothing.line) == ("", 0)
 
 
 def threading_file() -> Any:

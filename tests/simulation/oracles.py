@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mldserver.coordinator.core.buffer import Buffer
 from mldserver.records import Sequence
 from mldserver.testing import FakeStream, LeaseTable, Place
-from mldserver.testing.leases import SHARD_END
+from mldserver.testing.fake_stream import SHARD_END
 
 if TYPE_CHECKING:
     from mldserver.base.clock import Clock

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mldserver.base.clock import SystemClock
 from mldserver.protocol.batch_decoder import BatchDecoder
-from mldserver.protocol.connection import ConnectionLimits
-from mldserver.protocol.retries import RetryPolicy
+from mldserver.protocol.connection import ConnectionLimits, RetryPolicy
 from mldserver.runtime.interface import BatchOutcome, BatchOutline
 from mldserver.sources.mld import MLDListener
 

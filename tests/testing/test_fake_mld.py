@@ -16,7 +16,7 @@ from mldserver.testing import (
     NoServer,
     VirtualClock,
 )
-from mldserver.testing.leases import SHARD_END
+from mldserver.testing.fake_stream import SHARD_END
 
 if TYPE_CHECKING:
     from conftest import TinyServer

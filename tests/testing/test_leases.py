@@ -1,7 +1,7 @@
 import pytest
 
 from mldserver.testing import JavaThrow, LeaseTable, Place
-from mldserver.testing.leases import SHARD_END, TRIM_HORIZON, ShardCheckpointer
+from mldserver.testing.fake_stream import SHARD_END, TRIM_HORIZON, ShardCheckpointer
 
 
 def checkpointer(*delivered: Place, initial: Place = TRIM_HORIZON) -> tuple[ShardCheckpointer, list[Place]]:

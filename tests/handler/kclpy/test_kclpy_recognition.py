@@ -13,7 +13,7 @@ from amazon_kclpy.v3 import processor as v3
 from mldserver.handler.inspection import load_spec
 from mldserver.handler.kclpy.processor import problems, recognised, written
 from mldserver.handler.spec import HandlerKind
-from mldserver.runtime.trial_child import report
+from mldserver.runtime.trial import report
 
 if TYPE_CHECKING:
     from pathlib import Path
