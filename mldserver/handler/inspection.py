@@ -12,6 +12,8 @@ from types import ModuleType
 from typing import Any, Final
 
 from mldserver.errors import HandlerInvalid
+from mldserver.handler.changes import HOOKS as CHANGE_HOOKS
+from mldserver.handler.changes import ChangeHooks
 from mldserver.handler.kclpy.amazon_kclpy import PACKAGE, checkpoint_error
 from mldserver.handler.kclpy.processor import ProcessorClass, accepts, problems, recognised, written
 from mldserver.handler.loader import Loaded, load, relative
@@ -30,17 +32,19 @@ from mldserver.records import Hook
 from mldserver.windows import WINDOW_COLUMNS, Batches, Tumbling, WindowSpec, batches, span_text
 
 _RECORD_HOOKS: Final = tuple(hook.value for hook in RecordHook)
+_ANY_RECORD_HOOK: Final = (*_RECORD_HOOKS, *CHANGE_HOOKS)
 _ARGUMENTS: Final = {
     "process_record": ("record",),
     "process_records": ("batch",),
     "process_table": ("table",),
+    **dict.fromkeys(CHANGE_HOOKS, ("change",)),
     **{hook.value: ("shard",) for hook in Hook},
     "on_window": ("rows", "window"),
 }
 """Every hook with the arguments it is called with."""
 _NAMES: Final = (
     *_ARGUMENTS,
-    *("schema", "windows", "concurrency", "window_columns", "writes_for_itself", "blocking"),
+    *("schema", "windows", "concurrency", "window_columns", "writes_for_itself", "blocking", "plain_numbers"),
 )
 
 
@@ -86,6 +90,7 @@ class _Inspection:
                 return self._processor(target, version)
         hooks = {name: hook for name in _ARGUMENTS if (hook := self._hook(name)) is not None}
         record_hook = self._record_hook(hooks)
+        changes = self._changes(hooks, record_hook)
         schema = self._schema()
         windows = self._windows(schema, retention_ms)
         concurrency = self._concurrency(record_hook)
@@ -102,7 +107,7 @@ class _Inspection:
         return HandlerSpec(
             self.loaded.path,
             kind,
-            target,
+            target if changes is None else changes if kind is HandlerKind.CLASS else changes.around(target),
             record_hook,
             hooks,
             schema,
@@ -113,6 +118,7 @@ class _Inspection:
             writes_for_itself,
             blocking is True,
             self.loaded.version(target),
+            changes,
         )
 
     def _processor(self, cls: type, version: int) -> HandlerSpec | None:
@@ -176,12 +182,42 @@ class _Inspection:
         return HookSpec(name, inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call))
 
     def _record_hook(self, hooks: dict[str, HookSpec]) -> RecordHook | None:
+        """Return what the handler is called with; for hooks of changes, the one that stands in their place."""
         present = [name for name in _RECORD_HOOKS if self._attribute(name) is not None]
+        of_changes = [name for name in CHANGE_HOOKS if self._attribute(name) is not None]
         if len(present) > 1:
             self._find(f"it has {' and '.join(present)}; exactly one is needed", present[1])
-        elif not present:
-            self._find(f"it has no record hook ({', '.join(_RECORD_HOOKS)}){self._elsewhere()}")
+        elif present and of_changes:
+            self._find(f"it has {present[0]} and {of_changes[0]}; write the one or the others", of_changes[0])
+        elif not present and not of_changes:
+            self._find(f"it has no record hook ({', '.join(_ANY_RECORD_HOOK)}){self._elsewhere()}")
+        found = [hooks[name] for name in of_changes if name in hooks]
+        if len({hook.is_async for hook in found}) > 1:
+            self._find(
+                f"{' and '.join(hook.name for hook in found)}: all are `async def`, or none", found[-1].name
+            )
+        if found and not present:
+            hooks[RecordHook.RECORD] = HookSpec(RecordHook.RECORD, found[0].is_async)
+            return RecordHook.RECORD
         return RecordHook(present[0]) if len(present) == 1 and present[0] in hooks else None
+
+    def _changes(self, hooks: dict[str, HookSpec], record_hook: RecordHook | None) -> ChangeHooks | None:
+        """Return which hooks take DynamoDB changes; None when they take records."""
+        names = tuple(name for name in CHANGE_HOOKS if name in hooks)
+        declared, plain = self._attribute("changes"), self._attribute("plain_numbers")
+        for name, value in (("changes", declared), ("plain_numbers", plain)):
+            if not isinstance(value, bool | None):
+                self._find(f"{name} is {value!r}; write True or False", name)
+        if declared is True and record_hook is RecordHook.TABLE:
+            self._find("changes are for process_record and process_records: a table has payloads", "changes")
+        if not names and declared is not True:
+            if plain is True:
+                self._find("plain_numbers is for changes: say changes = True, too", "plain_numbers")
+            return None
+        if record_hook is None:
+            return None
+        is_async = hooks[record_hook].is_async
+        return ChangeHooks(self.loaded.target, names or (record_hook,), is_async, plain is True)
 
     def _elsewhere(self) -> str:
         """Suggest the class that was meant when only the module was named."""
@@ -190,7 +226,7 @@ class _Inspection:
             # The base classes of amazon_kclpy look like handlers.
             if not isinstance(value, type) or value.__module__.partition(".")[0] == PACKAGE:
                 continue
-            if any(hasattr(value, hook) for hook in _RECORD_HOOKS):
+            if any(hasattr(value, hook) for hook in _ANY_RECORD_HOOK):
                 return f", but its class {name} has one: write {self.loaded.path}:{name}"
         return ""
 
@@ -298,7 +334,7 @@ class _Inspection:
     def _check_spelling(self) -> None:
         """Tell of names that the handler itself defines and that are nearly, but not quite, the server's."""
         absent = [name for name in _NAMES if not hasattr(self.loaded.target, name)]
-        has_record_hook = any(name in _RECORD_HOOKS for name in _NAMES if name not in absent)
+        has_record_hook = any(name in _ANY_RECORD_HOOK for name in _NAMES if name not in absent)
         for name in self.source.names():
             if name in _NAMES or name.startswith("_"):
                 continue

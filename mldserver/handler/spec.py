@@ -25,6 +25,7 @@ from mldserver.windows import WINDOW_COLUMNS, Batches, WindowSpec, span_text
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from mldserver.handler.changes import ChangeHooks
 
 RECORD_COLUMN = "record"
 """The column of a returned table that says which record of the input each row comes from."""
@@ -97,6 +98,8 @@ class HandlerSpec:
     """Whether its synchronous hooks may wait for something: then they never run on the server's event loop."""
     version: str = ""
     """What its ``version`` says; else ``sha256:`` and the beginning of its module's hash; empty without a source."""
+    changes: ChangeHooks | None = None
+    """Which hooks take DynamoDB changes, if they do: ``target`` then stands around the module or class."""
 
     @property
     def on_window(self) -> bool:

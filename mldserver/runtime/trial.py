@@ -263,13 +263,17 @@ async def _try(spec: HandlerSpec, lines: Sequence[bytes]) -> Trial:
 
 def _summary(spec: HandlerSpec) -> tuple[tuple[str, str], ...]:
     """Return what was found, as (name, text) lines."""
-    hooks = [f"async {hook.name}" if hook.is_async else hook.name for hook in spec.hooks.values()]
+    stands_in = spec.changes is not None and spec.record_hook not in spec.changes.names
+    written = [hook for hook in spec.hooks.values() if not (stands_in and hook.name == spec.record_hook)]
+    hooks = [f"async {hook.name}" if hook.is_async else hook.name for hook in written]
     kind = (
         f"{spec.kind}, {'made once per shard' if spec.kind is HandlerKind.CLASS else 'shared by all shards'}"
     )
     if spec.kind is HandlerKind.PROCESSOR:
         kind = f"record processor of amazon_kclpy, version {spec.target.version}, made once per shard"
     lines = [("kind", kind), ("hooks", ", ".join(hooks))]
+    if spec.changes is not None:
+        lines.append(("changes", str(spec.changes)))
     if spec.concurrency > 1:
         lines.append(
             ("concurrency", f"{spec.concurrency} records of a batch at a time, in order for each key")

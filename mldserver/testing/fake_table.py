@@ -245,7 +245,7 @@ class FakeTable:
 
 
 def _serialized(item: Mapping[str, Any]) -> dict[str, Any]:
-    from boto3.dynamodb.types import TypeSerializer  # type: ignore[import-untyped]  # noqa: PLC0415  # it ships no types, and is slow to import
+    from boto3.dynamodb.types import TypeSerializer  # noqa: PLC0415  # it is slow to import
 
     serialize = TypeSerializer().serialize
     return {name: serialize(value) for name, value in item.items()}

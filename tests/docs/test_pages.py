@@ -91,7 +91,7 @@ def test_events_that_a_page_names_are_logged(page: Path) -> None:
 def test_settings_that_a_page_names_are_there(page: Path) -> None:
     set_to = re.compile(r"(\w+) = ")
     named = {match[1] for code in codes(page) if (match := set_to.match(code))}
-    in_handlers = set(inspect.signature(HandlerSpec).parameters) | {"version"}
+    in_handlers = set(inspect.signature(HandlerSpec).parameters) | {"version", "plain_numbers"}
     assert named - set(specs()) - in_handlers - _DAEMONS_OWN == set()
 
 

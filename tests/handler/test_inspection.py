@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PROCESS = "def process_record(record): ...\n"
+ANY_HOOK = "process_record, process_records, process_table, on_insert, on_update, on_delete"
 
 
 @pytest.fixture
@@ -124,11 +125,11 @@ def test_a_handler_without_a_schema_has_only_side_effects(inspect: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("", "mine.py:1: it has no record hook (process_record, process_records, process_table)"),
+        ("", f"mine.py:1: it has no record hook ({ANY_HOOK})"),
         (
             "class Clicks:\n    def process_record(self, r): ...",
             (
-                "mine.py:1: it has no record hook (process_record, process_records, process_table), "
+                f"mine.py:1: it has no record hook ({ANY_HOOK}), "
                 "but its class Clicks has one: write mine:Clicks"
             ),
         ),
@@ -248,9 +249,7 @@ def test_an_abstract_class_is_told_with_what_it_lacks(inspect: Any) -> None:
 
 
 def test_a_class_without_hooks_does_not_suggest_others(inspect: Any) -> None:
-    assert errors(inspect("class C: ...", "C")) == [
-        "mine.py:1: it has no record hook (process_record, process_records, process_table)"
-    ]
+    assert errors(inspect("class C: ...", "C")) == [f"mine.py:1: it has no record hook ({ANY_HOOK})"]
 
 
 def test_what_is_neither_module_nor_class_is_told(inspect: Any) -> None:
@@ -428,3 +427,64 @@ def test_the_columns_of_a_windows_bounds_are_named_or_switched_off(inspect: Any)
     for wrong in ("'since'", "('a', 'A')", "('a',)", "True", "('', 'b')"):
         (told,) = errors(inspect(ROWS + f"window_columns = {wrong}"))
         assert "write two names, such as ('window_start', 'window_end'), or None" in told
+
+
+def test_hooks_of_changes_stand_for_a_record_hook(inspect: Any) -> None:
+    spec, findings = inspect("""
+        plain_numbers = True
+        async def on_insert(change): ...
+        async def on_delete(change): ...
+        def initialize(shard): ...
+    """)
+    assert findings == ()
+    assert spec.record_hook is RecordHook.RECORD
+    assert spec.hooks["process_record"].is_async
+    assert list(spec.hooks) == ["on_insert", "on_delete", "initialize", "process_record"]
+    told = "records are changes of a DynamoDB table, their numbers int and float; updates give no row"
+    assert str(spec.changes) == told
+
+
+@pytest.mark.parametrize("hook", ["process_record", "process_records"])
+def test_a_record_hook_takes_changes_when_the_handler_says_so(inspect: Any, hook: str) -> None:
+    spec, _ = inspect(f"class C:\n    changes = True\n    def {hook}(self, changes): ...", "C")
+    assert (spec.kind, spec.record_hook) == (HandlerKind.CLASS, hook)
+    assert str(spec.changes) == "records are changes of a DynamoDB table, their numbers Decimal"
+    assert inspect(PROCESS + "changes = False")[0].changes is None
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (PROCESS + "changes = 'yes'", "mine.py:2: changes is 'yes'; write True or False"),
+        (PROCESS + "changes = True\nplain_numbers = 1", "mine.py:3: plain_numbers is 1; write True or False"),
+        (
+            PROCESS + "plain_numbers = True",
+            "mine.py:2: plain_numbers is for changes: say changes = True, too",
+        ),
+        (
+            "changes = True\ndef process_table(table): ...",
+            "mine.py:1: changes are for process_record and process_records: a table has payloads",
+        ),
+        (
+            PROCESS + "def on_insert(change): ...",
+            "mine.py:2: it has process_record and on_insert; write the one or the others",
+        ),
+        (
+            "def on_insert(change): ...\nasync def on_delete(change): ...",
+            "mine.py:2: on_insert and on_delete: all are `async def`, or none",
+        ),
+        ("on_update = 5", "mine.py:1: on_update is an int, not a function"),
+        (
+            "def on_delete(): ...",
+            "mine.py:1: on_delete is called as on_delete(change), but is on_delete()",
+        ),
+    ],
+)
+def test_hooks_of_changes_that_cannot_be_called_are_told(inspect: Any, text: str, found: str) -> None:
+    assert errors(inspect(text)) == [found]
+
+
+def test_a_hook_of_changes_that_is_nearly_called_so_is_told(inspect: Any) -> None:
+    assert warnings(inspect("def on_insert(change): ...\ndef on_updated(change): ...")) == [
+        "mine.py:2: warning: on_updated is never called or read; did you mean on_update?"
+    ]

@@ -6,16 +6,16 @@ import base64
 import json
 import pkgutil
 from datetime import UTC, datetime
-from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import handlers
 from handlers import clicks, dynamodb_changes
+from mldserver.dynamodb_streams import Change
 from mldserver.handler.inspection import load_spec
 from mldserver.protocol.messages import Version
-from mldserver.records import Hook, Shard
+from mldserver.records import Hook, Record, Shard
 from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.runtime.interface import Delivery, MLDLine
@@ -174,9 +174,9 @@ async def test_changes_of_a_table_are_rows(run: Any) -> None:
         "dynamodb": {"Keys": {"id": {"S": "é"}}, "ApproximateCreationDateTime": "2013-01-01T10:15:00Z"},
     }
     assert rows(await run("handlers.dynamodb_changes", change, removal, insert)) == [
-        ("MODIFY", '{"id": "a"}', '{"id": "a", "n": 1}', '{"id": "a", "n": 2.5}', AT),
-        ("REMOVE", '{"id": "a"}', None, None, AT),
-        ("INSERT", '{"id": "\\u00e9"}', None, None, AT),
+        ("update", '{"id": "a"}', '{"id": "a", "n": 1}', '{"id": "a", "n": 2.5}', AT),
+        ("delete", '{"id": "a"}', None, None, AT),
+        ("insert", '{"id": "\\u00e9"}', None, None, AT),
     ]
 
 
@@ -197,6 +197,12 @@ async def test_changes_of_a_table_are_rows(run: Any) -> None:
         ({"M": {"x": {"M": {"y": {"N": "1"}}}}}, {"x": {"y": 1}}),
     ],
 )
-def test_dynamodbs_notation_becomes_plain_values(value: Any, held: Any) -> None:
-    assert dynamodb_changes.plain(value) == held
-    assert not isinstance(dynamodb_changes.plain(value), Decimal)
+def test_dynamodbs_values_become_json(value: Any, held: Any) -> None:
+    item = Change(change_of(value)).new
+    assert json.loads(dynamodb_changes.text(item) or "") == {"x": held}
+
+
+def change_of(value: Any) -> Record:
+    images = {"Keys": {}, "NewImage": {"x": value}}
+    data = json.dumps({"eventName": "INSERT", "dynamodb": images}).encode()
+    return Record(shard_id="s", sequence_number="1", data=data)

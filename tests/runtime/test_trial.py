@@ -72,6 +72,23 @@ class C:
     assert found.output == "hello\n"
 
 
+def test_a_handler_of_changes_is_summed_up_and_tried(check: Any) -> None:
+    insert = (
+        b'{"eventName": "INSERT", "dynamodb": {"Keys": {"id": {"N": "7"}}, "NewImage": {"id": {"N": "7"}}}}'
+    )
+    text = "schema = 'id BIGINT'\ndef on_insert(change): return (change.new['id'],)\n"
+    found = check(text, lines=[insert, insert.replace(b"INSERT", b"REMOVE"), b"{}"])
+    assert found.summary[1:3] == (
+        ("hooks", "on_insert"),
+        (
+            "changes",
+            "records are changes of a DynamoDB table, their numbers Decimal; updates and deletes give no row",
+        ),
+    )
+    assert (found.trial.rows, found.trial.first) == (1, (("id",), ("7",)))
+    assert [(each.name, each.records) for each in found.trial.failures] == [("NotAChange", 1)]
+
+
 def test_findings_and_retention_come_through(check: Any) -> None:
     text = (
         "from mldserver import tumbling\nschema='n INT'\nwindows=tumbling('2 h')\ndef process_record(r): ..."

@@ -9,6 +9,7 @@ from pyspark.sql import DataFrame
 
 import mldserver
 from mldserver import Batch, Record, Sequence, Shard, Window, batches, tumbling
+from mldserver.dynamodb_streams import Change
 from mldserver.windows import Batches, Tumbling
 
 schema = "carrier STRING, delay DOUBLE, scheduled TIMESTAMP"
@@ -33,6 +34,19 @@ def process_record(record: Record) -> tuple[str, float | None, str] | None:
     assert_type(record.shard_id, str)
     flight = record.json()
     return flight["carrier"], flight["dep_delay"], flight["scheduled"]
+
+
+def on_insert(change: Change) -> dict[str, Any] | None:
+    """Take a change apart."""
+    assert_type(change.keys, dict[str, Any])
+    assert_type(change.new, dict[str, Any] | None)
+    assert_type(change.created_at, datetime)
+    assert_type(change.expired, bool)
+    assert_type(change.event_id, str)
+    assert_type(change.shard_id, str)
+    assert_type(change.partition_key, str | None)
+    assert_type(change.sequence, Sequence)
+    return change.old
 
 
 def on_window(rows: DataFrame, window: Window) -> DataFrame:

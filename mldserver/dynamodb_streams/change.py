@@ -1,0 +1,183 @@
+"""A change of a DynamoDB table: a record whose payload says what became of one item. Pure; boto3 decodes the values.
+
+The payload is JSON of one shape, whichever way it came:
+
+* from DynamoDB Streams, as Lambda gets it, too: times in seconds;
+* through KCL 1.x and its adapter for DynamoDB Streams: times in milliseconds, partition keys null;
+* from Kinesis Data Streams for DynamoDB: times in milliseconds or microseconds, no sequence number inside.
+
+Binaries are base64 in all of them.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode
+from datetime import UTC, datetime, timedelta
+from functools import cache, cached_property, partial
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import orjson
+
+from mldserver.records import Fatal, Record, RecordMethods
+
+if TYPE_CHECKING:
+    from decimal import Decimal
+
+Kind = Literal["insert", "update", "delete"]
+
+KINDS: Final[dict[str, Kind]] = {"INSERT": "insert", "MODIFY": "update", "REMOVE": "delete"}
+"""DynamoDB's names of events, and ours."""
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_UNITS: Final = ((10**11, "seconds"), (10**14, "milliseconds"), (10**17, "microseconds"))
+"""Below which number since the epoch it is of which unit: each means a time between 1973 and 5138, except for seconds before.
+
+What the payload says of its precision is not needed, and older ones say nothing.
+"""
+_TTL: Final = "dynamodb.amazonaws.com"
+
+
+class NotAChange(Fatal):
+    """A record's payload is no change of a DynamoDB table: it cannot succeed, so it is not tried again."""
+
+
+class Change(RecordMethods):
+    """One change of an item. It has all that its record has (``shard_id``, ``sequence``, ``partition_key`` …), too.
+
+    Nothing is decoded before it is read. What reads the payload raises NotAChange when it is none, or is damaged.
+    """
+
+    record: Any
+    """The record that it came as."""
+
+    def __init__(self, record: Record, *, plain_numbers: bool = False) -> None:
+        """Look at ``record``; ``plain_numbers``: numbers are int, or float where they are not whole, instead of Decimal.
+
+        A float holds 15 digits, a number of DynamoDB's 38.
+        """
+        self.record = record
+        self.plain_numbers = plain_numbers
+
+    if not TYPE_CHECKING:  # a type checker would take any name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Return what the record has."""
+            return getattr(self.record, name)
+
+    @property
+    def kind(self) -> Kind:
+        """``insert``, ``update`` or ``delete``."""
+        return KINDS[self._event["eventName"]]
+
+    @property
+    def event_id(self) -> str:
+        """DynamoDB's id of the change, the same however often it is delivered; empty if the payload has none."""
+        return str(self._event.get("eventID") or "")
+
+    @cached_property
+    def keys(self) -> dict[str, Any]:
+        """The item's key attributes."""
+        return self._item("Keys") or {}
+
+    @cached_property
+    def old(self) -> dict[str, Any] | None:
+        """The item before; None if it was inserted, or if the stream's view type leaves it out."""
+        return self._item("OldImage")
+
+    @cached_property
+    def new(self) -> dict[str, Any] | None:
+        """The item after; None if it was deleted, or if the stream's view type leaves it out."""
+        return self._item("NewImage")
+
+    @cached_property
+    def created_at(self) -> datetime:
+        """When the table was changed, as an aware UTC datetime; whole seconds in DynamoDB Streams."""
+        time = self._event["dynamodb"].get("ApproximateCreationDateTime")
+        if isinstance(time, str):
+            return self._iso(time)
+        if isinstance(time, int | float) and not isinstance(time, bool) and time >= 0:
+            for limit, unit in _UNITS:
+                if time < limit:
+                    return _EPOCH + timedelta(**{unit: time})
+        raise self._bad(f"its ApproximateCreationDateTime is {time!r}, no time")
+
+    @property
+    def expired(self) -> bool:
+        """Whether DynamoDB itself deleted the item because its time to live was over."""
+        identity = self._event.get("userIdentity") or {}
+        return self.kind == "delete" and _TTL in {identity.get("principalId"), identity.get("PrincipalId")}
+
+    @property
+    def raw_data(self) -> str | bytes | None:
+        """The payload as it came, or as it was decoded since."""
+        return self.record.raw_data  # type: ignore[no-any-return]  # a record is of several classes
+
+    def __repr__(self) -> str:
+        """Name the change without its payload."""
+        return f"<Change {self.shard_id} {self.sequence}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle as a change that is not decoded yet."""
+        return partial(Change, plain_numbers=self.plain_numbers), (self.record,)
+
+    @cached_property
+    def _event(self) -> dict[str, Any]:
+        try:
+            event = orjson.loads(self.record.data)
+        except orjson.JSONDecodeError as error:
+            raise self._bad(f"its data is no JSON ({error})") from None
+        if not isinstance(event, dict):
+            raise self._bad(f"its data is {type(event).__name__} in JSON, no object")
+        name, images = event.get("eventName"), event.get("dynamodb")
+        if not isinstance(name, str) or name not in KINDS:
+            raise self._bad(f"its eventName is {name!r}, none of {', '.join(KINDS)}")
+        if not isinstance(images, dict) or not isinstance(images.get("Keys"), dict):
+            raise self._bad("it has no dynamodb.Keys")
+        return event
+
+    def _item(self, name: str) -> dict[str, Any] | None:
+        image = self._event["dynamodb"].get(name)
+        if image is None:
+            return None
+        deserialize = deserializer(plain_numbers=self.plain_numbers)
+        try:
+            return {attribute: deserialize(value) for attribute, value in image.items()}
+        # What boto3 raises for values that are none.
+        except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise self._bad(f"its {name} is not in DynamoDB's notation: {error}") from error
+
+    def _iso(self, text: str) -> datetime:
+        try:
+            time = datetime.fromisoformat(text)
+        except ValueError:
+            raise self._bad(f"its ApproximateCreationDateTime is {text!r}, no time") from None
+        return (time if time.tzinfo else time.replace(tzinfo=UTC)).astimezone(UTC)
+
+    def _bad(self, why: str) -> NotAChange:
+        # A hook that takes a whole batch has failed for this record alone.
+        return NotAChange(
+            f"record {self.sequence} is no change of a DynamoDB table: {why}", records=[self.record]
+        )
+
+
+# What users hold is a Record for ``isinstance`` too.
+Record.register(Change)
+
+
+@cache
+def deserializer(*, plain_numbers: bool) -> Any:
+    """Return what makes Python's values of DynamoDB's: boto3's, but for binaries, which are base64 here and become bytes."""
+    from boto3.dynamodb.types import TypeDeserializer  # noqa: PLC0415  # whoever has no changes never loads it
+
+    class Deserializer(TypeDeserializer):  # type: ignore[misc]  # boto3 has no types
+        def _deserialize_b(self, value: str) -> bytes:
+            return b64decode(value, validate=True)
+
+        def _deserialize_n(self, value: str) -> int | float | Decimal:
+            number: Decimal = super()._deserialize_n(value)
+            if not number.is_finite():  # what is no number is NaN for boto3
+                raise ValueError(f"{value!r} is no number")
+            if not plain_numbers:
+                return number
+            return int(number) if number == number.to_integral_value() else float(number)
+
+    return Deserializer().deserialize

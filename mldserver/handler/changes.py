@@ -1,0 +1,82 @@
+"""Handlers of DynamoDB changes behind the server's own hooks.
+
+``on_insert(change)``, ``on_update(change)`` and ``on_delete(change)``, any of them; or ``changes = True`` and one
+``process_record(change)`` or ``process_records(batch of changes)``. For all others it is a handler of records: what
+stands in its place takes a record, makes a change of it, and calls the hook. A change whose kind has no hook gives no row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from mldserver.dynamodb_streams.change import KINDS, Change, Kind, deserializer
+from mldserver.records import Batch
+
+if TYPE_CHECKING:
+    from mldserver.records import Record
+
+HOOKS: Final[dict[str, Kind]] = {f"on_{kind}": kind for kind in KINDS.values()}
+"""The hooks that a handler may have in the place of a record hook, and the kind of changes that each takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeHooks:
+    """A handler whose hooks take changes."""
+
+    target: Any
+    """The module or class."""
+    names: tuple[str, ...]
+    """One of the record hooks, or some of HOOKS."""
+    is_async: bool
+    plain_numbers: bool
+
+    def __call__(self) -> ChangeHandler:
+        """Make the handler of one shard; raises whatever the class's ``__init__`` raises."""
+        return self.around(self.target())
+
+    def around(self, handler: Any) -> ChangeHandler:
+        """Return what takes records in the place of the module, or of an instance."""
+        return ChangeHandler(handler, self)
+
+    def __str__(self) -> str:
+        numbers = "int and float" if self.plain_numbers else "Decimal"
+        absent = [f"{kind}s" for name, kind in HOOKS.items() if name not in self.names]
+        no_row = f"; {' and '.join(absent)} give no row" if absent and self.names[0] in HOOKS else ""
+        return f"records are changes of a DynamoDB table, their numbers {numbers}{no_row}"
+
+
+class ChangeHandler:
+    """A module or an instance of the user's, as the runtime sees it: all its names, and a record hook that takes records."""
+
+    def __init__(self, handler: Any, hooks: ChangeHooks) -> None:
+        deserializer(plain_numbers=hooks.plain_numbers)  # boto3 is loaded now, not in the first call's time
+        self._handler = handler
+        self._change = partial(Change, plain_numbers=hooks.plain_numbers)
+        self.process_record = self._await_one if hooks.is_async else self._call_one
+        self._hooks = {HOOKS[name]: getattr(handler, name) for name in hooks.names if name in HOOKS}
+        if not self._hooks:
+            self._hooks = dict.fromkeys(HOOKS.values(), getattr(handler, hooks.names[0]))
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the user's has: life-cycle hooks."""
+        return getattr(self._handler, name)
+
+    def process_records(self, batch: Batch) -> Any:
+        """Call the handler with a batch of changes."""
+        changes: list[Any] = [self._change(record) for record in batch]
+        lag = batch.millis_behind_latest
+        return self._handler.process_records(
+            Batch(changes, shard_id=batch.shard_id, millis_behind_latest=lag)
+        )
+
+    def _call_one(self, record: Record) -> Any:
+        change = self._change(record)
+        hook = self._hooks.get(change.kind)
+        return None if hook is None else hook(change)
+
+    async def _await_one(self, record: Record) -> Any:
+        change = self._change(record)
+        hook = self._hooks.get(change.kind)
+        return None if hook is None else await hook(change)
