@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast
 
-from mldserver.base.aio import aside
 from mldserver.base.aws import aws_client
+from mldserver.base.threads import aside
 from mldserver.config.kinds import UnixAddress
 from mldserver.config.locations import RemoteOut, SqlitePlace
 from mldserver.config.resolve import home, ledger_file, sink_of

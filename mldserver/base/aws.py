@@ -10,7 +10,7 @@ import contextlib
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from mldserver.base.aio import aside
+from mldserver.base.threads import aside
 from mldserver.errors import ConfigError
 
 if TYPE_CHECKING:

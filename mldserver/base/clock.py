@@ -10,6 +10,8 @@ import asyncio
 import time
 from typing import Protocol
 
+from mldserver.base.aio import first_of
+
 
 class Clock(Protocol):
     """Time in milliseconds, and the only way parts of the server wait for it to pass."""
@@ -45,9 +47,5 @@ class SystemClock:
 
 async def happens(event: asyncio.Event, clock: Clock, seconds: float) -> bool:
     """Wait for an event, but no longer than ``seconds`` of ``clock``; return whether it is set."""
-    async with asyncio.TaskGroup() as tasks:
-        waits = {tasks.create_task(clock.sleep(seconds)), tasks.create_task(event.wait())}
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
+    await first_of(clock.sleep(seconds), event.wait())
     return event.is_set()

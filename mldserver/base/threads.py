@@ -1,4 +1,6 @@
-"""One worker thread, on which all synchronous user code of a pipeline runs: never on the event loop, never two at once.
+"""Daemon threads beside the event loop: for calls that may hang for ever, one by itself or a thread for each shard.
+
+All synchronous user code of a pipeline runs on such a thread: never on the event loop, never two at once.
 
 A thread cannot be killed. So it is a daemon thread: a handler that hangs for ever holds up its own pipeline, which is
 told in the log, but neither the event loop nor the end of the process.
@@ -12,6 +14,7 @@ done with.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import queue
 import threading
@@ -31,13 +34,11 @@ class _Job:
 
     __slots__ = ("begun", "function", "future", "loop")
 
-    def __init__(
-        self, function: Callable[[], Any], loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any]
-    ) -> None:
+    def __init__(self, function: Callable[[], Any]) -> None:
         self.begun = False
         self.function = function
-        self.loop = loop
-        self.future = future
+        self.loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[Any] = self.loop.create_future()
 
     def run(self) -> None:
         """Call the function, and hand over what it returned or raised."""
@@ -45,13 +46,27 @@ class _Job:
         try:
             result = self.function()
         except BaseException as error:  # noqa: BLE001  # handed to the caller, whatever it is
-            self.fail(error)
+            self.hand_over(None, error)
         else:
-            _hand_over(self.loop, partial(_succeed, self.future, result))
+            self.hand_over(result)
 
-    def fail(self, error: BaseException) -> None:
-        """Hand over an error, unless there is a result already."""
-        _hand_over(self.loop, partial(_fail, self.future, error))
+    def hand_over(self, result: object, error: BaseException | None = None) -> None:
+        """Hand over a result or an error, unless there is one already."""
+        if isinstance(error, StopIteration | SystemExit | GeneratorExit | asyncio.CancelledError):
+            # A future refuses the first; each would do something else to the awaiting task, or its loop, than fail it.
+            error = RuntimeError("".join(traceback.format_exception_only(error)).strip())
+
+        def settle() -> None:
+            if self.future.done():
+                return
+            if error is None:
+                self.future.set_result(result)
+            else:
+                self.future.set_exception(error)
+
+        # A loop that was closed while a hanging function ran: nobody waits for the result any more.
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(settle)
 
 
 class WorkerThread:
@@ -74,19 +89,18 @@ class WorkerThread:
 
         When the caller is cancelled, a function that has begun runs on to its end; one that waits is not begun.
         """
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[_T] = loop.create_future()
-        self._put(_Job(partial(contextvars.copy_context().run, function), loop, future))
-        return await future
+        job = _Job(partial(contextvars.copy_context().run, function))
+        self._put(job)
+        result: _T = await job.future
+        return result
 
     def finish(self) -> asyncio.Future[None]:
         """Take nothing more; the future is done when all that is queued has run, and the thread ends."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
-        self._put(_Job(lambda: None, loop, future))
+        job = _Job(lambda: None)
+        self._put(job)
         self._put(None)
-        self._finished = future
-        return future
+        self._finished = job.future
+        return job.future
 
     async def settled(self) -> None:
         """Return when all that is queued now has run, also once it is to ``finish``."""
@@ -130,30 +144,56 @@ class WorkerThread:
         if job is None:
             return True
         if job.begun:
-            job.fail(RuntimeError("an exception was thrown into the thread beside the call"))
+            job.hand_over(None, RuntimeError("an exception was thrown into the thread beside the call"))
         elif not job.future.cancelled():
             job.run()
         self._jobs.popleft()
         return False
 
 
-def _hand_over(loop: asyncio.AbstractEventLoop, settle: Callable[[], None]) -> None:
+async def aside(function: Callable[[], _T], *, name: str) -> _T:
+    """Return what ``function`` returns (or raise what it raises), called on a daemon thread of its own, called ``name``.
+
+    Unlike a thread of the loop's executor, which the loop joins when it ends, one that hangs is left behind: when the
+    caller is cancelled, the loop and the process can end. For calls that are made once, and whose effects may come late.
+    """
+    worker = WorkerThread(name)
+    worker.start()
     try:
-        loop.call_soon_threadsafe(settle)
-    except RuntimeError:
-        # The loop was closed while a hanging function ran: nobody waits for the result any more.
-        return
+        return await worker.run(function)
+    finally:
+        await worker.close(0)
 
 
-def _succeed(future: asyncio.Future[Any], result: object) -> None:
-    if not future.done():
-        future.set_result(result)
+class ShardThreads:
+    """A thread for each open shard, for handlers that were written to have a process for each.
 
+    One that waits holds up no other. A shard's threads never overlap: the next one starts when the last has come to the
+    end of what it was at, even if nobody waits for that any more.
+    """
 
-def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
-    if future.done():
-        return
-    if isinstance(error, StopIteration | SystemExit | GeneratorExit | asyncio.CancelledError):
-        # A future refuses the first; each would do something else to the awaiting task, or its loop, than fail it.
-        error = RuntimeError("".join(traceback.format_exception_only(error)).strip())
-    future.set_exception(error)
+    def __init__(self) -> None:
+        self._threads: dict[str, WorkerThread] = {}
+        self._leaving: dict[str, asyncio.Future[None]] = {}
+
+    async def take(self, shard_id: str) -> WorkerThread:
+        """Return a running thread for a shard that has none, or has released it."""
+        while (leaving := self._leaving.get(shard_id)) is not None:
+            await asyncio.wait({leaving})
+        thread = self._threads[shard_id] = WorkerThread(f"mldserver-{shard_id}")
+        thread.start()
+        return thread
+
+    def release(self, shard_id: str) -> None:
+        """Let the shard's thread end when it has done what it is at."""
+        thread = self._threads.pop(shard_id, None)
+        if thread is not None:
+            leaving = self._leaving[shard_id] = thread.finish()
+            leaving.add_done_callback(lambda _: self._leaving.pop(shard_id))
+
+    async def close(self, seconds: float) -> None:
+        """Stop all threads; those that hang are left behind after ``seconds``."""
+        for shard_id in tuple(self._threads):
+            self.release(shard_id)
+        if self._leaving:
+            await asyncio.wait(set(self._leaving.values()), timeout=seconds)

@@ -51,10 +51,8 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
     """A message; its class's name is its tag."""
 
 
-def pair() -> tuple[socket.socket, socket.socket]:
-    """Return both ends."""
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
+pair: Final = functools.partial(socket.socketpair, socket.AF_UNIX, socket.SOCK_SEQPACKET)
+"""Returns both ends."""
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=str)
 
@@ -89,12 +87,8 @@ def _decoder(kinds: Any) -> msgspec.msgpack.Decoder[list[Any]]:
 
 def decode(kinds: Any, frame: bytes | memoryview) -> list[Any]:
     """Return a frame's messages, which are of the classes ``kinds`` (a union). Raises WireError."""
-    return _decoded(_decoder(kinds), frame)
-
-
-def _decoded(decoder: msgspec.msgpack.Decoder[list[Any]], frame: bytes | memoryview) -> list[Any]:
     try:
-        return decoder.decode(frame)
+        return _decoder(kinds).decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"{len(frame)} bytes are no messages: {error}") from None
 
@@ -116,7 +110,7 @@ class Channel(Generic[M]):
         """
         self._socket = end
         end.setblocking(False)
-        self._decoder = _decoder(kinds)
+        self._kinds = kinds
         self._receive = receive
         self._ended = ended
         self._parts: list[bytes] = []
@@ -224,7 +218,7 @@ class Channel(Generic[M]):
             if frame is None:
                 return False
             if frame:
-                for message in _decoded(self._decoder, frame):
+                for message in decode(self._kinds, frame):
                     self._receive(message, files)
                     if not self._open:
                         break

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from msgspec import structs
 
-from mldserver.base.aio import ShardThreads
-from mldserver.base.threads import WorkerThread
+from mldserver.base.threads import ShardThreads, WorkerThread
 from mldserver.errors import HandlerInvalid, InternalError
 from mldserver.handler.inspection import load_spec
 from mldserver.handler.kclpy.processor import Processor

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from mldserver.base.aio import aside
+from mldserver.base.threads import aside
 
 
 async def test_a_call_runs_on_a_thread_of_its_own_and_its_result_comes_back() -> None:

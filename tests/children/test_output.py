@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.children import output
-from mldserver.children.output import LONGEST_LINE, Lines, Output
+from mldserver.children import process
+from mldserver.children.process import LONGEST_LINE, Lines, Output
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -112,7 +112,7 @@ async def test_a_pipe_that_was_left_alone_is_read_on_by_itself_or_when_that_is_a
     await pipe.write(b"z\n")
     assert pipe.lines == ["x", "y", "z"]
     pipe.output.go_on()
-    monkeypatch.setattr(output, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(process, "_PAUSE_SECONDS", 0.0)
     await pipe.write(b"1\n")
     await pipe.write(b"2\n", turns=20)
     assert pipe.lines[3:] == ["1", "2"]
