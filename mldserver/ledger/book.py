@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 from mldserver.ledger.contract import BatchProgress, LedgerState, WindowState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from mldserver.ledger.contract import Segment, ServerState, ShardState, WindowEntry
     from mldserver.records import DeadLetter
@@ -76,30 +76,7 @@ class Changes:
     shapes: Mapping[str, str | None] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        """Whether there is anything to write."""
         return self.totals is not None or any(getattr(self, kind) for kind in KINDS)
-
-
-class Ages:
-    """Published windows, those published longest ago first."""
-
-    def __init__(self) -> None:
-        self._sorted: list[tuple[int, str]] = []
-
-    def add(self, entry: WindowEntry) -> None:
-        """Take a published window in; the latest, which is nearly every one, at no cost."""
-        bisect.insort(self._sorted, (entry.published_ms or 0, entry.window_id))
-
-    def drop(self, entry: WindowEntry) -> None:
-        """Take a window out that is in."""
-        del self._sorted[bisect.bisect_left(self._sorted, (entry.published_ms or 0, entry.window_id))]
-
-    def oldest(self, before_ms: int | None = None) -> Iterator[str]:
-        """Yield the windows published before a time (ms; None: all)."""
-        for published_ms, window_id in self._sorted:
-            if before_ms is not None and published_ms >= before_ms:
-                return
-            yield window_id
 
 
 class Book:
@@ -118,10 +95,10 @@ class Book:
         self.shapes: dict[str, str] = {}
         self.changed: dict[str, int] = {}
         """The version that changed each window last, in order of versions."""
-        self.retained = Ages()
-        """Published windows that are retained."""
-        self.over = Ages()
-        """Published windows that are not retained."""
+        self.retained: list[tuple[int, str]] = []
+        """Published windows that are retained, with the time of it (ms): those published longest ago first."""
+        self.over: list[tuple[int, str]] = []
+        """Published windows that are not retained, in the same way."""
         self.paths: set[str] = set()
         """Of every segment of every window."""
         self.unfinished: set[str] = set()
@@ -166,24 +143,25 @@ class Book:
             self.paths.difference_update(segment.path for segment in old)
             old = ()
         self.paths.update(segment.path for segment in new[len(old) :])
-        if before is not None:
-            self.unfinished.discard(before.window_id)
-            self._count(before, -segment_bytes(before))
-            if before.state is WindowState.PUBLISHED:
-                (self.retained if before.retained else self.over).drop(before)
-        if entry is not None:
-            self._count(entry, segment_bytes(entry))
-            if entry.state in {WindowState.CUT, WindowState.COMMITTED}:
-                self.unfinished.add(entry.window_id)
-            if entry.state is WindowState.PUBLISHED:
-                (self.retained if entry.retained else self.over).add(entry)
-
-    def _count(self, entry: WindowEntry, size: int) -> None:
-        self.segment_bytes += size
-        if entry.state is WindowState.OPEN:
-            self.open_bytes += size
-        elif entry.state is WindowState.PUBLISHED and entry.retained:
-            self.retained_bytes += size
+        for row, sign in ((before, -1), (entry, 1)):
+            if row is None:
+                continue
+            size = sign * segment_bytes(row)
+            self.segment_bytes += size
+            if row.state is WindowState.OPEN:
+                self.open_bytes += size
+            elif row.state in {WindowState.CUT, WindowState.COMMITTED}:
+                (self.unfinished.add if sign > 0 else self.unfinished.discard)(row.window_id)
+            elif row.state is WindowState.PUBLISHED:
+                self.retained_bytes += size if row.retained else 0
+                published, at = (
+                    self.retained if row.retained else self.over,
+                    (row.published_ms or 0, row.window_id),
+                )
+                if sign > 0:  # the latest, nearly always: at no cost
+                    bisect.insort(published, at)
+                else:
+                    del published[bisect.bisect_left(published, at)]
 
     def everything(self) -> Changes:
         """Return the changes that make this book from an empty one."""

@@ -4,7 +4,7 @@ A transaction is one ``TransactWriteItems``: ``meta`` goes from version v to v +
 ``log#<v+1>`` (and ``dead#<v+1>``) is put. Who decided on an older version fails, reads the news and decides again. Its
 answer may be lost: then the log says, by the transaction's unique id, whose version v + 1 is.
 
-When the log is longer than the snapshot before it, the book is written as a new snapshot (``dynamodb_snapshot.py``), so
+When the log is longer than the snapshot before it, the book is written as a new snapshot (``dynamodb.py``), so
 that a start reads at most some three times what the ledger holds. The log's end always stays, so that a reader knows news
 from none: one that finds the first of its news gone reads everything again.
 
@@ -61,27 +61,6 @@ _LARGE: Final = 64
 """Rows of a transaction from which on packing them is not the event loop's work."""
 
 
-class Tail:
-    """What the log behind a snapshot takes, version by version."""
-
-    def __init__(self) -> None:
-        self._sizes = array("L")
-        self.bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._sizes)
-
-    def add(self, size: int) -> None:
-        """Count the next version."""
-        self._sizes.append(size)
-        self.bytes += size
-
-    def forget(self, versions: int) -> None:
-        """Leave the first ones out: a later snapshot holds them."""
-        self.bytes -= sum(self._sizes[:versions])
-        del self._sizes[:versions]
-
-
 class Journal:
     """One pipeline's log and its book. One call at a time; ``book`` is read between calls only."""
 
@@ -93,8 +72,9 @@ class Journal:
         self._name = pipeline
         self.snapshot = Snapshot()
         """What readers begin with now."""
-        self.tail = Tail()
-        """The log behind it."""
+        self.tail = array("L")
+        """What the log behind it takes, version by version (bytes)."""
+        self.tail_bytes = 0
         self._letters: tuple[DeadLetter, ...] = ()
         """What was packed last, into ``_dead`` and ``_keys``."""
         self._dead = self._keys = b""
@@ -155,17 +135,17 @@ class Journal:
             if data is None:
                 return False
             book.apply(await self._unpacked(data, {}, off_loop=True))
-        known = self.book, self.snapshot, self.tail
+        known = self.book, self.snapshot, self.tail, self.tail_bytes
         before = self.book.version
         book.restored(snapshot.version)
-        self.book, self.snapshot, self.tail = book, snapshot, Tail()
+        self.book, self.snapshot, self.tail, self.tail_bytes = book, snapshot, array("L"), 0
         whole = False
         try:
             whole = await self._read_news() and book.version >= version
         finally:
             # Also when the reading failed, or was cancelled: half a book would hide that the ledger went back.
             if not whole or book.version < before:
-                self.book, self.snapshot, self.tail = known
+                self.book, self.snapshot, self.tail, self.tail_bytes = known
         if whole and book.version < before:
             raise self._damaged(f"it went back from version {before} to {book.version}")
         return whole
@@ -199,9 +179,12 @@ class Journal:
 
     def _applied(self, changes: Changes, size: int, snapshot: Snapshot | None = None) -> None:
         self.book.apply(changes)
-        self.tail.add(size + _ITEM_BYTES)
+        self.tail.append(size + _ITEM_BYTES)
+        self.tail_bytes += size + _ITEM_BYTES
         if snapshot is not None and snapshot.version > self.snapshot.version:
-            self.tail.forget(snapshot.version - self.snapshot.version)
+            covered = snapshot.version - self.snapshot.version
+            self.tail_bytes -= sum(self.tail[:covered])
+            del self.tail[:covered]
             self.snapshot = snapshot
 
     async def _unpacked(self, data: bytes, windows: Mapping[str, WindowEntry], *, off_loop: bool) -> Changes:

@@ -62,7 +62,9 @@ _SEGMENT: Final = attrgetter("path", "kind", "revision", "rows", "bytes")
 def rows_of(changes: Changes, windows: Mapping[str, WindowEntry]) -> Rows:
     """Return changes as rows; ``windows`` are those of the version before."""
     rows: Rows = {
-        "shards": _pack(changes.shards, _shard_row),
+        "shards": _pack(
+            changes.shards, lambda shard: [shard.epoch, _sequence_row(shard.position), *_SHARD(shard)]
+        ),
         "windows": {
             key: None if entry is None else _window_row(entry, windows.get(key))
             for key, entry in changes.windows.items()
@@ -79,9 +81,14 @@ def rows_of(changes: Changes, windows: Mapping[str, WindowEntry]) -> Rows:
 
 def changes_of(rows: Rows, windows: Mapping[str, WindowEntry]) -> Changes:
     """Return the changes that ``rows_of`` made rows of. Raises ValueError for rows that are none."""
+    totals = None
     try:
+        if "totals" in rows:
+            *counts, progress, ledger_id, folder, claims, shape, draining = rows["totals"]
+            known = (*counts, BatchProgress(*progress), ledger_id, folder, claims, shape, bool(draining))
+            totals = Totals(*known)
         return Changes(
-            totals=_totals(rows["totals"]) if "totals" in rows else None,
+            totals=totals,
             shards=_unpack(rows["shards"], _shard),
             windows={
                 key: None if row is None else _window(key, row, windows.get(key))
@@ -119,22 +126,12 @@ def _unpack(rows: dict[str, Any], unpack: Callable[[str, list[Any]], _T]) -> dic
     return {key: None if row is None else unpack(key, row) for key, row in rows.items()}
 
 
-def _totals(row: list[Any]) -> Totals:
-    *counts, progress, ledger_id, folder, claims, shape, draining = row
-    known = (*counts, BatchProgress(*progress), ledger_id, folder, claims, shape, bool(draining))
-    return Totals(*known)
-
-
 def _sequence_row(sequence: Sequence | None) -> list[Any] | None:
     return None if sequence is None else [str(sequence.number), sequence.sub]
 
 
 def _sequence(row: list[Any]) -> Sequence:
     return Sequence(int(row[0]), row[1])
-
-
-def _shard_row(shard: ShardState) -> list[Any]:
-    return [shard.epoch, _sequence_row(shard.position), *_SHARD(shard)]
 
 
 def _shard(shard_id: str, row: list[Any]) -> ShardState:

@@ -4,7 +4,7 @@ It is the only place that decides what counts. Rows count when the transaction t
 registers their segment; a window's output counts when the transaction that commits it succeeds. Every method of
 ``Ledger`` is one transaction: it happens wholly or not at all, whatever dies.
 
-A transaction is a *rule* (``member_rules.py``, ``row_rules.py``, ``window_rules.py``): plain code that reads and
+A transaction is a *rule* (``rules.py``, ``row_rules.py``): plain code that reads and
 changes a draft of the ledger's next version (``book.py``). A store (``sqlite.py``, for servers of one host; ``dynamodb.py``)
 keeps a book up to date with what other servers write, and writes down what a draft changes.
 
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from mldserver.errors import InternalError
-from mldserver.ledger import member_rules, row_rules, window_rules
+from mldserver.ledger import row_rules, rules
 from mldserver.ledger.book import Book
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Transaction(Generic[_T]):
     def run(self, draft: Draft) -> _T:
         """Let the rule change a draft. Raises ServerBuried."""
         if self.member is not None:
-            member_rules.require(draft, *self.member)
+            rules.require(draft, *self.member)
         return self.rule(draft, *self.args, **(self.fields or {}))
 
 
@@ -113,7 +113,7 @@ class Ledger(abc.ABC):
             if self._life is not None:
                 raise InternalError("The ledger is open already.")
             await self._connect(create=True)
-            enter = Transaction(member_rules.enter, (self.server_id, self._clock.now_ms()))
+            enter = Transaction(rules.enter, (self.server_id, self._clock.now_ms()))
             life, state = await self._transact(enter, Book.state)
             self._life = life
             undo.pop_all()
@@ -134,7 +134,7 @@ class Ledger(abc.ABC):
         some that it may not have heard of are gone; the answer's ``since`` says which. So it is cheap however many
         windows are retained. Raises InternalError when ``own`` is of another server.
         """
-        beat = Transaction(member_rules.beat, (own, self.server_id), member=self._registered())
+        beat = Transaction(rules.beat, (own, self.server_id), member=self._registered())
         return (await self._transact(beat, lambda book: book.state(since)))[1]
 
     async def find(self, window_ids: tuple[str, ...]) -> tuple[WindowEntry, ...]:
@@ -152,7 +152,7 @@ class Ledger(abc.ABC):
         gone already, or never there, are returned too. Their shards lose their owner; their windows (CUT, COMMITTED)
         may be adopted. A server never buries itself.
         """
-        return await self._member(member_rules.bury, dict(seen), self.server_id)
+        return await self._member(rules.bury, dict(seen), self.server_id)
 
     async def claim(self, folder: str, *, instead_of: str | None = None) -> LedgerState:
         """Be the ledger of an output folder, unless it is another's; return what it holds then.
@@ -160,9 +160,7 @@ class Ledger(abc.ABC):
         ``instead_of``: if that is its ``ledger_id`` still, it gets a new one and the folder: what was written under the
         old one, and is not named, is not this ledger's any more. All other servers are removed, as if buried.
         """
-        claim = Transaction(
-            member_rules.claim, (folder, instead_of, self.server_id), member=self._registered()
-        )
+        claim = Transaction(rules.claim, (folder, instead_of, self.server_id), member=self._registered())
         return (await self._transact(claim, Book.state))[1]
 
     async def leave(self) -> None:
@@ -170,7 +168,7 @@ class Ledger(abc.ABC):
 
         Without effect when it is out already.
         """
-        await self._tool(member_rules.leave, *self._registered())
+        await self._tool(rules.leave, *self._registered())
 
     async def declare(self, change: ShapeChange, *, version: int) -> bool:
         """Note the shape of this server's rows (``coordinator/core/shape.py``), which from now on is the pipeline's.
@@ -180,11 +178,11 @@ class Ledger(abc.ABC):
         at the same time have the same one. Where no other server has declared one, a drain is over. A pipeline that has
         its former name still gets the new one.
         """
-        return await self._member(member_rules.declare, self.server_id, change, version, self._clock.now_ms())
+        return await self._member(rules.declare, self.server_id, change, version, self._clock.now_ms())
 
     async def drain(self) -> None:
         """Ask all servers to drain: to take nothing more in, publish what they have, and leave."""
-        await self._tool(member_rules.drain)
+        await self._tool(rules.drain)
 
     # Shards.
 
@@ -193,26 +191,26 @@ class Ledger(abc.ABC):
 
         ``gap_accepted`` is returned once and cleared.
         """
-        return await self._member(member_rules.open_shard, shard_id, parents, self.server_id)
+        return await self._member(rules.open_shard, shard_id, parents, self.server_id)
 
     async def release_shard(self, shard_id: str, epoch: int) -> None:
         """Give up owning a shard whose lease or connection is gone; nothing happens under another epoch."""
-        await self._member(member_rules.release_shard, shard_id, epoch)
+        await self._member(rules.release_shard, shard_id, epoch)
 
     async def end_shards(self, shard_ids: frozenset[str]) -> None:
         """Mark shards as ended that the operator or the stream says will never come back."""
-        await self._tool(member_rules.end_shards, sorted(shard_ids), self._clock.now_ms())
+        await self._tool(rules.end_shards, sorted(shard_ids), self._clock.now_ms())
 
     async def accept_gap(self, shard_id: str) -> bool:
         """Let the next opening of a shard start beyond its position. False: no such shard."""
-        return await self._tool(member_rules.accept_gap, shard_id)
+        return await self._tool(rules.accept_gap, shard_id)
 
     async def reset(self, shard_ids: frozenset[str]) -> frozenset[str]:
         """Forget positions, times and ends of shards without an owner, so that they are read again.
 
         Returns which those were. Their epochs are raised, so that nothing that is under way moves them.
         """
-        return await self._tool(member_rules.reset, sorted(shard_ids))
+        return await self._tool(rules.reset, sorted(shard_ids))
 
     # Rows.
 
@@ -230,7 +228,7 @@ class Ledger(abc.ABC):
 
     async def late_published(self, paths: tuple[str, ...]) -> None:
         """Note that files of the late dataset are visible."""
-        await self._member(window_rules.late_published, paths)
+        await self._member(rules.late_published, paths)
 
     # Windows.
 
@@ -242,22 +240,22 @@ class Ledger(abc.ABC):
         that is visible, until the commit. ``batch_progress`` goes on behind a ``batches`` window that is cut: its
         number, told by its id, is never given again.
         """
-        return await self._member(window_rules.cut, window_ids, self.server_id)
+        return await self._member(rules.cut, window_ids, self.server_id)
 
     async def adopt(self) -> tuple[WindowEntry, ...]:
         """Own every CUT or COMMITTED window that has no owner, and return them."""
-        return await self._member(window_rules.adopt, self.server_id)
+        return await self._member(rules.adopt, self.server_id)
 
     async def begin_attempts(self, window_ids: tuple[str, ...]) -> dict[str, int]:
         """Count an attempt at each of these windows that is CUT and this server's still; return their numbers."""
-        return await self._member(window_rules.begin_attempts, window_ids, self.server_id)
+        return await self._member(rules.begin_attempts, window_ids, self.server_id)
 
     async def commit(self, commits: tuple[Commit, ...]) -> frozenset[str]:
         """Make attempts' outputs count, together; return the windows for which it happened.
 
         Left out are windows that are not CUT any more, not ours, or have a newer attempt.
         """
-        return await self._member(window_rules.commit, commits, self.server_id)
+        return await self._member(rules.commit, commits, self.server_id)
 
     async def published(self, attempts: Mapping[str, int], *, retain: bool = True) -> tuple[Segment, ...]:
         """Note that outputs are visible; return the segments that are now free to delete (of windows not retained).
@@ -270,19 +268,19 @@ class Ledger(abc.ABC):
         """
         now_ms = self._clock.now_ms()
         return await self._member(
-            window_rules.published, dict(attempts), self.server_id, retain=retain, now_ms=now_ms
+            rules.published, dict(attempts), self.server_id, retain=retain, now_ms=now_ms
         )
 
     async def set_aside(self, window_id: str, error: str) -> None:
         """Put a window aside with its segments, after its last attempt, if it is CUT and this server's still."""
-        await self._member(window_rules.set_aside, window_id, error, self.server_id)
+        await self._member(rules.set_aside, window_id, error, self.server_id)
 
     async def halt(self, window_id: str, error: str, *, first: bool) -> bool:
         """Keep why a CUT or COMMITTED window of this server is halted, until it commits or is published.
 
         False: it is neither, or not ours, any more; or not ``first``, and the error is gone: an operator wants a retry.
         """
-        return await self._member(window_rules.halt, window_id, error, self.server_id, first=first)
+        return await self._member(rules.halt, window_id, error, self.server_id, first=first)
 
     async def decide(self, window_id: str, decision: Decision) -> bool:
         """Do what an operator decides about a window that is halted or SET_ASIDE. False: it is none.
@@ -292,7 +290,7 @@ class Ledger(abc.ABC):
         new output: what its last revision wrote stays. It keeps its error; its pending segments join the present
         revision, which is retained as any other; rows that come later go to the late dataset (``expired_windows``).
         """
-        return await self._tool(window_rules.decide, window_id, decision, self._clock.now_ms())
+        return await self._tool(rules.decide, window_id, decision, self._clock.now_ms())
 
     async def expire(
         self, *, published_before_ms: int, keep_bytes: int, limit: int = 1000
@@ -304,7 +302,7 @@ class Ledger(abc.ABC):
         the answer is of so many, more may follow.
         """
         return await self._member(
-            window_rules.expire, published_before_ms=published_before_ms, keep_bytes=keep_bytes, limit=limit
+            rules.expire, published_before_ms=published_before_ms, keep_bytes=keep_bytes, limit=limit
         )
 
     async def prune(
@@ -325,7 +323,7 @@ class Ledger(abc.ABC):
         further back than the stream keeps records, unless all of which it keeps any are among ``keep_shards``.
         """
         return await self._member(
-            member_rules.prune,
+            rules.prune,
             windows_before_ms=windows_before_ms,
             shards_before_ms=shards_before_ms,
             keep_shards=keep_shards,

@@ -40,18 +40,11 @@ def register(draft: Draft, flush: Flush, now_ms: int) -> FlushResult:
     """Register a flush, or refuse it with every reason; InternalError for what the contract forbids."""
     stands = draft.totals.batch_progress
     progress = stands.moved_on(flush.batches) if flush.batches is not None else stands
+    refused = {(segment.kind, segment.window_id) for segment in flush.segments if _refuses(draft, segment)}
     result = FlushResult(
         lost_shards=frozenset(update.shard_id for update in flush.positions if not _goes_on(draft, update)),
-        cut_windows=frozenset(
-            segment.window_id
-            for segment in flush.segments
-            if segment.kind is SegmentKind.WINDOW and _closed(draft, segment)
-        ),
-        expired_windows=frozenset(
-            segment.window_id
-            for segment in flush.segments
-            if segment.kind is SegmentKind.RECOMPUTE and not _retained(draft, segment)
-        ),
+        cut_windows=frozenset(window_id for kind, window_id in refused if kind is SegmentKind.WINDOW),
+        expired_windows=frozenset(window_id for kind, window_id in refused if kind is SegmentKind.RECOMPUTE),
         gone_letters=_missing(draft, flush.redriven),
         batch_progress=stands if progress is None else None,
     )
@@ -82,18 +75,17 @@ def _goes_on(draft: Draft, update: PositionUpdate) -> bool:
     return shard is not None and shard.epoch == update.epoch and shard.position == update.previous
 
 
-def _closed(draft: Draft, segment: Segment) -> bool:
-    """Whether a window takes no more rows. Its own entry says so; without one, what was pruned does."""
+def _refuses(draft: Draft, segment: Segment) -> bool:
+    """Whether a segment's window is not, or not any more, what its rows were written for."""
     entry, below = draft.windows.get(segment.window_id), draft.totals.cut_below_ms
+    if segment.kind is SegmentKind.RECOMPUTE:
+        return entry is None or not entry.retained or entry.is_skipped
+    if segment.kind is SegmentKind.LATE:
+        return False
+    # Its own entry says whether it takes rows; without one, what was pruned does.
     if entry is not None:
         return entry.state is not WindowState.OPEN
     return segment.end_ms is not None and below is not None and segment.end_ms <= below
-
-
-def _retained(draft: Draft, segment: Segment) -> bool:
-    """Whether a window takes late rows for a next revision: one that was skipped does not."""
-    entry = draft.windows.get(segment.window_id)
-    return entry is not None and entry.retained and not entry.is_skipped
 
 
 def _move(draft: Draft, update: PositionUpdate, now_ms: int) -> None:

@@ -19,7 +19,7 @@ import orjson
 
 from mldserver.base.kill_points import kill_point
 from mldserver.errors import InternalError
-from mldserver.ledger import member_rules, row_rules, sqlite_file
+from mldserver.ledger import row_rules, rules, sqlite_file
 from mldserver.ledger.book import Book, Draft, segments_of
 from mldserver.ledger.format import changes_of, letter_of, letter_row, rows_of
 from mldserver.ledger.operations import Ledger, Transaction
@@ -262,7 +262,7 @@ def go_on_from(path: Path, pipeline: str, folder: str) -> None:
     with contextlib.closing(SqliteStore(path, pipeline=pipeline)) as store:
         store.open()
         given_up = store.look(lambda book: book.totals.ledger_id)
-        store.transact(Transaction(member_rules.claim, (folder, given_up, None)), Book.state)
+        store.transact(Transaction(rules.claim, (folder, given_up, None)), Book.state)
 
 
 class SqliteLedger(Ledger):
@@ -337,17 +337,10 @@ class SqliteLedger(Ledger):
         except asyncio.CancelledError:
             if withdraw:
                 job.cancel()
-            await _settled(waiter)
+            while not waiter.done():
+                with contextlib.suppress(asyncio.CancelledError):  # this one is raised in the end
+                    await asyncio.wait([waiter])
+            if not waiter.cancelled():
+                waiter.exception()  # nobody's any more
             raise
         return waiter.result()
-
-
-async def _settled(waiter: asyncio.Future[_T]) -> None:
-    """Wait until a call is over, however often the waiting is cancelled; its outcome is nobody's any more."""
-    while not waiter.done():
-        try:
-            await asyncio.wait([waiter])
-        except asyncio.CancelledError:
-            continue  # The cancellation that led here is raised again by the caller.
-    if not waiter.cancelled():
-        waiter.exception()

@@ -165,7 +165,7 @@ async def test_servers_that_die_while_answers_are_lost_lose_and_double_nothing(
     choose = random.Random(f"{name} {seed}")
     inline_bytes = choose.choice([700, 3_000])
     monkeypatch.setattr("mldserver.ledger.dynamodb_table.INLINE_BYTES", inline_bytes)
-    monkeypatch.setattr("mldserver.ledger.dynamodb_snapshot.INLINE_BYTES", inline_bytes)
+    monkeypatch.setattr("mldserver.ledger.dynamodb.INLINE_BYTES", inline_bytes)
     clock, dynamo = VirtualClock(1_000_000), ShakyDynamo(choose, RATE)
     rules = replace(RULES, server_timeout_ms=5000, buffer_bytes=3_000, flush_bytes=1_000)
     one, other = (

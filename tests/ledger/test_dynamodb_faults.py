@@ -9,8 +9,7 @@ from botocore.exceptions import EndpointConnectionError, NoCredentialsError
 from botocore.parsers import ResponseParserError
 
 from mldserver.errors import LedgerError
-from mldserver.ledger.dynamodb_faults import Verdict, judge, translate
-from mldserver.ledger.dynamodb_table import Table
+from mldserver.ledger.dynamodb_table import Table, Verdict, judge, translate
 from tests.ledger.dynamodb_fake import canceled, client_error, lost_answer
 
 

@@ -77,7 +77,7 @@ class BusyDynamo(FakeDynamo):
 @pytest.fixture
 def dynamo(monkeypatch: pytest.MonkeyPatch) -> BusyDynamo:
     monkeypatch.setattr("mldserver.ledger.dynamodb_table.INLINE_BYTES", PART)
-    monkeypatch.setattr("mldserver.ledger.dynamodb_snapshot.INLINE_BYTES", PART)
+    monkeypatch.setattr("mldserver.ledger.dynamodb.INLINE_BYTES", PART)
     return BusyDynamo()
 
 
@@ -281,7 +281,7 @@ async def test_of_two_snapshots_that_come_into_force_one_after_the_other_the_log
         assert journal.snapshot.value is not None
         assert journal.snapshot.value.blob == in_force(dynamo)
         assert len(journal.tail) == journal.book.version - journal.snapshot.version
-        assert journal.tail.bytes == sum(journal.tail._sizes)
+        assert journal.tail_bytes == sum(journal.tail)
 
 
 async def test_a_snapshot_that_a_sweep_has_taken_is_not_named(ledger_on: Factory, dynamo: BusyDynamo) -> None:

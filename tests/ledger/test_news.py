@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mldserver.ledger import window_rules
+from mldserver.ledger import rules
 from mldserver.ledger.book import Book, Draft
 from mldserver.ledger.contract import Commit, Flush, Segment, ServerState, WindowEntry, WindowState
 from tests.ledger.samples import BATCH, W1, W2, W3, attempted, bring_to, more, opened, seg, take_to
@@ -197,12 +197,12 @@ def _book(windows: int) -> Book:
 
 RULES: dict[str, Callable[[Draft], Any]] = {
     "sync": lambda draft: draft.book.state(draft.book.version),
-    "expire by age": lambda draft: window_rules.expire(
-        draft, published_before_ms=5, keep_bytes=10**9, limit=5
+    "expire by age": lambda draft: rules.expire(draft, published_before_ms=5, keep_bytes=10**9, limit=5),
+    "expire by bytes": lambda draft: rules.expire(draft, published_before_ms=0, keep_bytes=0, limit=5),
+    "adopt": lambda draft: rules.adopt(draft, "one"),
+    "prune": lambda draft: rules.prune(
+        draft, windows_before_ms=10**9, shards_before_ms=0, keep_shards=frozenset(), limit=10
     ),
-    "expire by bytes": lambda draft: window_rules.expire(draft, published_before_ms=0, keep_bytes=0, limit=5),
-    "adopt": lambda draft: window_rules.adopt(draft, "one"),
-    "prune": lambda draft: window_rules.prune(draft, before_ms=10**9, limit=10),
 }
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mldserver.errors import InternalError, ServerBuried
-from mldserver.ledger import member_rules, window_rules
+from mldserver.ledger import rules
 from mldserver.ledger.book import Book, Changes, Draft
 from mldserver.ledger.contract import (
     BatchProgress,
@@ -32,7 +32,7 @@ class Steps:
 
     def __init__(self) -> None:
         self.book = Book()
-        self.life = self(member_rules.enter, "one", 0)
+        self.life = self(rules.enter, "one", 0)
 
     def __call__(self, rule: Callable[..., Any], *args: Any, **fields: Any) -> Any:
         draft = Draft(self.book)
@@ -43,14 +43,14 @@ class Steps:
 
     def to(self, state: WindowState) -> None:
         self(register, Flush((), (seg("s1"),)), 1)
-        self(window_rules.cut, (W1,), "one")
-        attempt = self(window_rules.begin_attempts, (W1,), "one").get(W1)
+        self(rules.cut, (W1,), "one")
+        attempt = self(rules.begin_attempts, (W1,), "one").get(W1)
         if state is WindowState.SET_ASIDE:
-            self(window_rules.set_aside, W1, "no", "one")
+            self(rules.set_aside, W1, "no", "one")
         elif state is not WindowState.CUT:
-            self(window_rules.commit, (Commit(W1, attempt, "stage", ("f",), 1),), "one")
+            self(rules.commit, (Commit(W1, attempt, "stage", ("f",), 1),), "one")
         if state is WindowState.PUBLISHED:
-            self(window_rules.published, {W1: attempt}, "one", retain=True, now_ms=5)
+            self(rules.published, {W1: attempt}, "one", retain=True, now_ms=5)
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_what_the_contract_forbids_is_a_bug_and_changes_nothing(
 
 @pytest.mark.parametrize("position", [None, Sequence(1)])
 def test_a_position_that_would_go_down_is_a_bug(steps: Steps, position: Sequence | None) -> None:
-    steps(member_rules.open_shard, "a", (), "one")
+    steps(rules.open_shard, "a", (), "one")
     steps(register, Flush((move(),)), 1)
     with pytest.raises(InternalError, match="go back"):
         steps(register, Flush((move(position=position, previous=HUGE),)), 1)
@@ -88,106 +88,107 @@ def test_a_position_that_would_go_down_is_a_bug(steps: Steps, position: Sequence
 
 def test_every_reason_to_refuse_a_flush_is_told_at_once(steps: Steps) -> None:
     steps.to(WindowState.PUBLISHED)
-    steps(window_rules.expire, published_before_ms=9, keep_bytes=0, limit=9)
+    steps(rules.expire, published_before_ms=9, keep_bytes=0, limit=9)
     told = steps(register, Flush((move("z"),), (seg("s2"), more("s3"))), 1)
     assert (told.lost_shards, told.cut_windows, told.expired_windows) == ({"z"}, {W1}, {W1})
-    assert steps(window_rules.prune, before_ms=10_000, limit=9) == 1
+    before = {"windows_before_ms": 10_000, "shards_before_ms": 0, "limit": 9}
+    assert steps(rules.prune, keep_shards=frozenset(), **before) == 1
     assert steps(register, Flush((), (seg("s2"), more("s3"))), 1).cut_windows == {W1}
     assert steps(register, Flush((), (Segment("b", "batch-1", 1, 1),)), 1).registered
 
 
 def test_only_a_servers_own_life_counts(steps: Steps) -> None:
     first = steps.life
-    second = steps(member_rules.enter, "one", 1)
+    second = steps(rules.enter, "one", 1)
     with pytest.raises(ServerBuried):
-        steps(member_rules.require, "one", first)
-    steps(member_rules.leave, "one", first)
-    steps(member_rules.require, "one", second)
-    steps(member_rules.beat, ServerState("one", 5), "one")
-    assert steps(member_rules.bury, {"one": 5, "two": 5}, "one") == {"two"}, "nobody buries itself"
-    assert steps(member_rules.bury, {"one": 4, "two": 5}, "three") == {"two"}
-    assert steps(member_rules.bury, {"one": 5, "two": 5}, "three") == {"one", "two"}
+        steps(rules.require, "one", first)
+    steps(rules.leave, "one", first)
+    steps(rules.require, "one", second)
+    steps(rules.beat, ServerState("one", 5), "one")
+    assert steps(rules.bury, {"one": 5, "two": 5}, "one") == {"two"}, "nobody buries itself"
+    assert steps(rules.bury, {"one": 4, "two": 5}, "three") == {"two"}
+    assert steps(rules.bury, {"one": 5, "two": 5}, "three") == {"one", "two"}
     with pytest.raises(InternalError, match="told of"):
-        steps(member_rules.beat, ServerState("two", 1), "one")
+        steps(rules.beat, ServerState("two", 1), "one")
 
 
 def test_a_burial_lets_shards_and_windows_go(steps: Steps) -> None:
     steps.to(WindowState.CUT)
     for shard, server in (("a", "one"), ("b", "two")):
-        steps(member_rules.open_shard, shard, (), server)
-    assert steps(member_rules.reset, {"a", "z"}) == frozenset()
-    steps(member_rules.leave, "one", steps.life)
+        steps(rules.open_shard, shard, (), server)
+    assert steps(rules.reset, {"a", "z"}) == frozenset()
+    steps(rules.leave, "one", steps.life)
     assert {name: shard.owner for name, shard in steps.book.shards.items()} == {"a": None, "b": "two"}
-    assert steps(member_rules.reset, {"a"}) == {"a"}
-    assert [entry.owner for entry in steps(window_rules.adopt, "two")] == ["two"]
-    assert steps(window_rules.adopt, "three") == ()
-    steps(member_rules.leave, "four", steps(member_rules.enter, "four", 1))
+    assert steps(rules.reset, {"a"}) == {"a"}
+    assert [entry.owner for entry in steps(rules.adopt, "two")] == ["two"]
+    assert steps(rules.adopt, "three") == ()
+    steps(rules.leave, "four", steps(rules.enter, "four", 1))
     assert steps.book.windows[W1].owner == "two"
-    assert steps(window_rules.begin_attempts, (W1,), "one") == {}
-    steps(window_rules.set_aside, W1, "no", "one")
-    steps(member_rules.leave, "one", steps.life)
+    assert steps(rules.begin_attempts, (W1,), "one") == {}
+    steps(rules.set_aside, W1, "no", "one")
+    steps(rules.leave, "one", steps.life)
     assert steps.book.windows[W1].state is WindowState.CUT
 
 
 def test_shards_that_nobody_knows_are_noted_or_passed_over(steps: Steps) -> None:
-    assert not steps(member_rules.accept_gap, "a")
-    steps(member_rules.release_shard, "a", 1)
-    steps(member_rules.end_shards, ("a",), 5)
-    steps(member_rules.end_shards, ("a",), 6)
+    assert not steps(rules.accept_gap, "a")
+    steps(rules.release_shard, "a", 1)
+    steps(rules.end_shards, ("a",), 5)
+    steps(rules.end_shards, ("a",), 6)
     assert steps.book.shards["a"].ended_ms == 5
-    assert steps(member_rules.accept_gap, "a")
+    assert steps(rules.accept_gap, "a")
     before = {"windows_before_ms": 0, "shards_before_ms": 6, "limit": 9}
-    assert steps(member_rules.prune, keep_shards=frozenset({"a"}), **before) == 0
-    assert steps(member_rules.prune, keep_shards=frozenset(), **before) == 1
+    assert steps(rules.prune, keep_shards=frozenset({"a"}), **before) == 0
+    assert steps(rules.prune, keep_shards=frozenset(), **before) == 1
 
 
 def test_windows_that_are_elsewhere_in_their_life_are_passed_over(steps: Steps) -> None:
-    assert steps(window_rules.cut, ("none",), "one") == ()
+    assert steps(rules.cut, ("none",), "one") == ()
     steps.to(WindowState.COMMITTED)
-    assert steps(window_rules.cut, (W1,), "one") == ()
-    assert steps(window_rules.commit, (Commit(W1, 1, "stage", (), 0),), "one") == frozenset()
-    assert not steps(window_rules.decide, W1, "retry", 9)
-    assert steps(window_rules.published, {W1: 1, "none": 1}, "one", retain=False, now_ms=1) == (
+    assert steps(rules.cut, (W1,), "one") == ()
+    assert steps(rules.commit, (Commit(W1, 1, "stage", (), 0),), "one") == frozenset()
+    assert not steps(rules.decide, W1, "retry", 9)
+    assert steps(rules.published, {W1: 1, "none": 1}, "one", retain=False, now_ms=1) == (
         seg("s1", revision=1),
     )
-    assert steps(window_rules.published, {W1: 1}, "one", retain=False, now_ms=1) == ()
+    assert steps(rules.published, {W1: 1}, "one", retain=False, now_ms=1) == ()
 
 
 def test_a_window_that_was_put_aside_takes_late_rows_and_is_tried_again(steps: Steps) -> None:
     steps.to(WindowState.SET_ASIDE)
     assert steps(register, Flush((), (more("s2"), late("l"))), 1).registered
-    assert steps(window_rules.decide, W1, "retry", 9)
-    steps(window_rules.late_published, ("l", "never-there"))
+    assert steps(rules.decide, W1, "retry", 9)
+    steps(rules.late_published, ("l", "never-there"))
     assert not steps.book.late
     entry = steps.book.windows[W1]
     assert (entry.state, entry.error, entry.pending) == (WindowState.CUT, None, (more("s2"),))
 
 
 def test_a_halted_window_waits_for_a_decision(steps: Steps) -> None:
-    assert not steps(window_rules.halt, W1, "no", "one", first=True)
-    assert not steps(window_rules.decide, W1, "skip", 9)
+    assert not steps(rules.halt, W1, "no", "one", first=True)
+    assert not steps(rules.decide, W1, "skip", 9)
     steps.to(WindowState.CUT)
-    assert not steps(window_rules.halt, W1, "no", "two", first=True)
-    assert not steps(window_rules.halt, W1, "no", "one", first=False)
-    assert not steps(window_rules.decide, W1, "set_aside", 9)
-    assert steps(window_rules.halt, W1, "no", "one", first=True)
-    assert steps(window_rules.halt, W1, "no", "one", first=False)
-    assert steps(window_rules.decide, W1, "retry", 9)
+    assert not steps(rules.halt, W1, "no", "two", first=True)
+    assert not steps(rules.halt, W1, "no", "one", first=False)
+    assert not steps(rules.decide, W1, "set_aside", 9)
+    assert steps(rules.halt, W1, "no", "one", first=True)
+    assert steps(rules.halt, W1, "no", "one", first=False)
+    assert steps(rules.decide, W1, "retry", 9)
     assert steps.book.windows[W1].state is WindowState.CUT
-    steps(window_rules.halt, W1, "no", "one", first=True)
-    assert steps(window_rules.decide, W1, "set_aside", 9)
-    assert not steps(window_rules.halt, W1, "no", "one", first=True)
-    assert not steps(window_rules.decide, W1, "set_aside", 9)
-    assert steps(window_rules.decide, W1, "skip", 9)
+    steps(rules.halt, W1, "no", "one", first=True)
+    assert steps(rules.decide, W1, "set_aside", 9)
+    assert not steps(rules.halt, W1, "no", "one", first=True)
+    assert not steps(rules.decide, W1, "set_aside", 9)
+    assert steps(rules.decide, W1, "skip", 9)
     entry = steps.book.windows[W1]
     assert (entry.is_skipped, entry.error, entry.published_ms) == (True, "no", 9)
-    assert not steps(window_rules.decide, W1, "retry", 10)
+    assert not steps(rules.decide, W1, "retry", 10)
 
 
 def test_a_skipped_window_takes_its_late_rows_along_and_no_more_of_them(steps: Steps) -> None:
     steps.to(WindowState.SET_ASIDE)
     assert steps(register, Flush((), (more("s2"),)), 1).registered
-    assert steps(window_rules.decide, W1, "skip", 9)
+    assert steps(rules.decide, W1, "skip", 9)
     entry = steps.book.windows[W1]
     assert (entry.segments, entry.pending) == ((seg("s1", revision=1), more("s2", revision=1)), ())
     assert entry.rows_in == 10
@@ -196,10 +197,10 @@ def test_a_skipped_window_takes_its_late_rows_along_and_no_more_of_them(steps: S
 
 def test_windows_with_rows_that_wait_are_kept_and_cut_again(steps: Steps) -> None:
     steps.to(WindowState.PUBLISHED)
-    assert steps(window_rules.expire, published_before_ms=5, keep_bytes=10**6, limit=9) == ()
+    assert steps(rules.expire, published_before_ms=5, keep_bytes=10**6, limit=9) == ()
     steps(register, Flush((), (more("s2"),)), 1)
-    assert steps(window_rules.expire, published_before_ms=9, keep_bytes=0, limit=9) == ()
-    (entry,) = steps(window_rules.cut, (W1,), "one")
+    assert steps(rules.expire, published_before_ms=9, keep_bytes=0, limit=9) == ()
+    (entry,) = steps(rules.cut, (W1,), "one")
     assert (entry.revision, entry.segments) == (2, (seg("s1", revision=1), more("s2", revision=2)))
     assert entry.segments[1].kind is SegmentKind.RECOMPUTE
 
@@ -209,11 +210,11 @@ def test_retention_by_bytes_lets_the_oldest_go_first(steps: Steps, keep_bytes: i
     for ms in range(3):
         window_id = f"batch-{ms}"
         steps(register, Flush((), (Segment(f"s{ms}", window_id, 1, 500),)), 1)
-        steps(window_rules.cut, (window_id,), "one")
-        steps(window_rules.begin_attempts, (window_id,), "one")
-        steps(window_rules.commit, (Commit(window_id, 1, "stage", (), 0),), "one")
-        steps(window_rules.published, {window_id: 1}, "one", retain=True, now_ms=ms)
-    gone = steps(window_rules.expire, published_before_ms=0, keep_bytes=keep_bytes, limit=9)
+        steps(rules.cut, (window_id,), "one")
+        steps(rules.begin_attempts, (window_id,), "one")
+        steps(rules.commit, (Commit(window_id, 1, "stage", (), 0),), "one")
+        steps(rules.published, {window_id: 1}, "one", retain=True, now_ms=ms)
+    gone = steps(rules.expire, published_before_ms=0, keep_bytes=keep_bytes, limit=9)
     assert [each.path for each in gone] == [f"s{ms}" for ms in range(3 - kept)]
     assert steps.book.retained_bytes == kept * 500
 
@@ -224,5 +225,5 @@ def test_a_batch_that_an_older_program_cut_without_raising_the_number_raises_it_
     entry = WindowEntry(BATCH, WindowState.PUBLISHED, retained=False, published_ms=5)
     steps.book.apply(Changes(windows={BATCH: entry}))
     assert steps.book.totals.batch_progress == BatchProgress()
-    assert steps(window_rules.prune, before_ms=9, limit=9) == 1
+    assert steps(rules.prune, windows_before_ms=9, shards_before_ms=0, keep_shards=frozenset(), limit=9) == 1
     assert steps.book.totals.batch_progress == BatchProgress(2)

@@ -1,0 +1,378 @@
+"""Rules of servers, shards and windows over a draft: who lives, who holds what, and a window's life after its rows.
+
+They mean what ``Ledger`` says.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import replace
+from itertools import islice, takewhile
+from typing import TYPE_CHECKING, Final
+
+from mldserver.errors import InternalError, ServerBuried
+from mldserver.ledger.book import segment_bytes
+from mldserver.ledger.contract import ServerState, ShardState, WindowState, storable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from mldserver.ledger.book import Draft
+    from mldserver.ledger.contract import Commit, Decision, Segment, ShapeChange, WindowEntry
+
+_UNDER_WAY: Final = frozenset({WindowState.CUT, WindowState.COMMITTED})
+
+
+def enter(draft: Draft, server_id: str, now_ms: int) -> int:
+    """Register a server, burying who had its id before; return the life that it begins."""
+    _remove(draft, server_id)
+    # Eight hexadecimal digits that no other ledger has: they stand in the names of the files that it registers.
+    life, ledger_id = draft.totals.lives + 1, draft.totals.ledger_id or uuid.uuid4().hex[:8]
+    draft.totals = replace(draft.totals, lives=life, ledger_id=ledger_id)
+    draft.servers.put(server_id, ServerState(server_id, now_ms, life=life))
+    return life
+
+
+def _lives(draft: Draft, server_id: str, life: int) -> bool:
+    server = draft.servers.get(server_id)
+    return server is not None and server.life == life
+
+
+def require(draft: Draft, server_id: str, life: int) -> None:
+    """Raise ServerBuried unless the server still lives this life."""
+    if not _lives(draft, server_id, life):
+        raise ServerBuried(
+            f"Server {server_id} is not registered any more: another took it for dead, has its id,"
+            " or has claimed the ledger anew (--new-ledger).",
+            did="Nothing was written.",
+            advice="It must start afresh; if it hung for long, look at the machine, or raise the time-out.",
+            server=server_id,
+        )
+
+
+def beat(draft: Draft, state: ServerState, server_id: str) -> None:
+    """Keep what a server tells of itself. Raises InternalError when it tells of another."""
+    if state.server_id != server_id:
+        raise InternalError(f"Server {server_id} told of {state.server_id}.", server=server_id)
+    known = draft.servers.get(server_id)
+    assert known is not None, "only registered servers come here"
+    held_by = None if state.held_by is None else storable(state.held_by)
+    state = replace(state, held_by=held_by, reason=storable(state.reason))
+    draft.servers.put(server_id, replace(state, shape=known.shape, life=known.life))
+
+
+def declare(draft: Draft, server_id: str, change: ShapeChange, version: int, now_ms: int) -> bool:
+    """Note a server's shape. One that is not the pipeline's takes its place, if nobody wrote since ``version``."""
+    if change.fingerprint != draft.totals.shape and draft.book.version != version:
+        return False
+    draft.declares = True
+    own = draft.servers.get(server_id)
+    assert own is not None, "only registered servers come here"
+    draft.servers.put(server_id, replace(own, shape=change.fingerprint))
+    if draft.shapes.get(change.fingerprint) is None:
+        draft.shapes.put(change.fingerprint, change.text)
+    # A drain is over once nobody is left who ran before: others that are just starting, too, have declared nothing.
+    others = [server for name, server in draft.book.servers.items() if name != server_id]
+    draining = draft.totals.draining and any(other.shape for other in others)
+    known = change.fingerprint == draft.totals.shape
+    draft.totals = replace(draft.totals, shape=change.fingerprint, draining=draining)
+    if known:
+        return True  # another server that starts has done the rest
+    for window_id in change.over:
+        entry = draft.windows.get(window_id)
+        if entry is not None and entry.state is WindowState.PUBLISHED:
+            _let_go(draft, entry)
+    if change.window_ms is not None:
+        _begin_anew(draft, change.window_ms, now_ms)
+    if change.forget_event_times:
+        for shard_id, shard in draft.book.shards.items():
+            draft.shards.put(shard_id, replace(shard, event_ms=None))
+    return True
+
+
+def _begin_anew(draft: Draft, size_ms: int, now_ms: int) -> None:
+    """Let windows of this size begin at or after the end of every one that has begun."""
+    entries = draft.book.windows.values()
+    begun = [entry.end_ms for entry in entries if entry.start_ms is not None and entry.start_ms <= now_ms]
+    last = max((end for end in (*begun, draft.totals.cut_below_ms) if end is not None), default=None)
+    if last is not None:
+        draft.totals = replace(draft.totals, cut_below_ms=-(-last // size_ms) * size_ms)
+
+
+def drain(draft: Draft) -> None:
+    """Ask all servers to drain."""
+    draft.totals = replace(draft.totals, draining=True)
+
+
+def bury(draft: Draft, seen: Mapping[str, int], server_id: str) -> frozenset[str]:
+    """Remove servers that have not beaten since they were seen, but for the one that asks.
+
+    Returns those that are gone, whoever removed them.
+    """
+    gone = set()
+    for other_id in sorted(seen.keys() - {server_id}):
+        other = draft.servers.get(other_id)
+        if other is None or other.beat_ms == seen[other_id]:
+            _remove(draft, other_id)
+            gone.add(other_id)
+    return frozenset(gone)
+
+
+def claim(draft: Draft, folder: str, instead_of: str | None, claimant: str | None) -> None:
+    """Note whose ledger it is, unless that is known; in place of one that is given up, anew, with no other server."""
+    totals = replace(draft.totals, claims=draft.totals.claims + 1, folder=draft.totals.folder or folder)
+    if totals.ledger_id == instead_of:
+        totals = replace(totals, ledger_id=uuid.uuid4().hex[:8], folder=folder)
+        for server_id in sorted(draft.book.servers.keys() - {claimant}):
+            _remove(draft, server_id)
+    draft.totals = totals
+
+
+def leave(draft: Draft, server_id: str, life: int) -> None:
+    """Take the server's row out, unless it is out already, or another has its id."""
+    if _lives(draft, server_id, life):
+        _remove(draft, server_id)
+
+
+def _remove(draft: Draft, server_id: str) -> None:
+    """Take a server's row out, if it has one, and let go what it holds."""
+    draft.servers.drop(server_id)
+    for shard_id, shard in draft.book.shards.items():
+        if shard.owner == server_id:
+            draft.shards.put(shard_id, replace(shard, owner=None))
+    for window_id in draft.book.unfinished:
+        entry = draft.book.windows[window_id]
+        if entry.owner == server_id:
+            draft.windows.put(window_id, replace(entry, owner=None))
+
+
+def open_shard(draft: Draft, shard_id: str, parents: tuple[str, ...], server_id: str) -> ShardState:
+    """Raise the shard's epoch and own it; return its state with the gap that was accepted until now."""
+    shard = draft.shards.get(shard_id) or ShardState(shard_id, epoch=0)
+    opened = replace(shard, epoch=shard.epoch + 1, owner=server_id, parents=parents or shard.parents)
+    draft.shards.put(shard_id, replace(opened, gap_accepted=False))
+    return opened
+
+
+def release_shard(draft: Draft, shard_id: str, epoch: int) -> None:
+    """Give a shard up, unless it was opened again since."""
+    shard = draft.shards.get(shard_id)
+    if shard is not None and shard.epoch == epoch:
+        draft.shards.put(shard_id, replace(shard, owner=None))
+
+
+def end_shards(draft: Draft, shard_ids: Iterable[str], now_ms: int) -> None:
+    """Mark shards as ended; when one ended first stays. Those that nobody knew are noted as ended."""
+    for shard_id in shard_ids:
+        shard = draft.shards.get(shard_id) or ShardState(shard_id, epoch=0)
+        if not shard.ended:
+            draft.shards.put(shard_id, replace(shard, ended_ms=now_ms))
+
+
+def accept_gap(draft: Draft, shard_id: str) -> bool:
+    """Let the next opening start beyond the position; False when there is no such shard."""
+    shard = draft.shards.get(shard_id)
+    if shard is not None:
+        draft.shards.put(shard_id, replace(shard, gap_accepted=True))
+    return shard is not None
+
+
+def reset(draft: Draft, shard_ids: Iterable[str]) -> frozenset[str]:
+    """Forget where shards without an owner stand; the epoch is raised against what is still under way."""
+    forgotten = set()
+    for shard_id in shard_ids:
+        shard = draft.shards.get(shard_id)
+        if shard is not None and shard.owner is None:
+            shard = replace(shard, epoch=shard.epoch + 1, position=None, ended_ms=None)
+            draft.shards.put(shard_id, replace(shard, effective_ms=None, event_ms=None))
+            forgotten.add(shard_id)
+    return frozenset(forgotten)
+
+
+def cut(draft: Draft, window_ids: Iterable[str], server_id: str) -> tuple[WindowEntry, ...]:
+    """Fix the segments of windows that are open, or published with more waiting; return those, in order."""
+    entries = []
+    for window_id in window_ids:
+        entry = draft.windows.get(window_id)
+        if entry is None:
+            continue
+        if entry.state is WindowState.OPEN:
+            revision, before, added = entry.revision, entry.pending, entry.segments
+        elif entry.state is WindowState.PUBLISHED and entry.pending:
+            revision, before, added = entry.revision + 1, entry.segments, entry.pending
+        else:
+            continue
+        entry = replace(entry, state=WindowState.CUT, revision=revision, owner=server_id, segments=before)
+        entry = _take_in(entry, added)
+        draft.windows.put(window_id, entry)
+        entries.append(entry)
+    _go_behind(draft, entries)
+    return tuple(entries)
+
+
+def _go_behind(draft: Draft, entries: Iterable[WindowEntry]) -> None:
+    """Let ``batches`` go on behind windows that are cut."""
+    numbered = (entry.window_id for entry in entries if entry.end_ms is None)
+    draft.totals = replace(draft.totals, batch_progress=draft.totals.batch_progress.behind(numbered))
+
+
+def _take_in(entry: WindowEntry, added: Iterable[Segment]) -> WindowEntry:
+    """Make segments part of the window's revision; none waits then."""
+    segments = (*entry.segments, *(replace(segment, revision=entry.revision) for segment in added))
+    return replace(entry, segments=segments, pending=(), rows_in=sum(segment.rows for segment in segments))
+
+
+def adopt(draft: Draft, server_id: str) -> tuple[WindowEntry, ...]:
+    """Own every window that is cut or committed and has no owner, oldest first."""
+    unfinished = (draft.book.windows[window_id] for window_id in draft.book.unfinished)
+    orphans = [entry for entry in unfinished if entry.owner is None]
+    # Windows of ``batches`` have no start; their ids are in order.
+    orphans.sort(key=lambda entry: (entry.start_ms is not None, entry.start_ms or 0, entry.window_id))
+    adopted = tuple(replace(entry, owner=server_id) for entry in orphans)
+    for entry in adopted:
+        draft.windows.put(entry.window_id, entry)
+    return adopted
+
+
+def _cut_and_owned(draft: Draft, window_id: str, server_id: str) -> WindowEntry | None:
+    entry = draft.windows.get(window_id)
+    ours = entry is not None and entry.state is WindowState.CUT and entry.owner == server_id
+    return entry if ours else None
+
+
+def begin_attempts(draft: Draft, window_ids: Iterable[str], server_id: str) -> dict[str, int]:
+    """Count an attempt at each window that is cut and this server's; return their numbers."""
+    begun: dict[str, int] = {}
+    for window_id in window_ids:
+        entry = _cut_and_owned(draft, window_id, server_id)
+        if entry is not None:
+            begun[window_id] = entry.attempt + 1
+            draft.windows.put(window_id, replace(entry, attempt=entry.attempt + 1))
+    return begun
+
+
+def commit(draft: Draft, commits: Iterable[Commit], server_id: str) -> frozenset[str]:
+    """Make latest attempts at this server's cut windows count; return the windows."""
+    counted = set()
+    for output in commits:
+        entry = _cut_and_owned(draft, output.window_id, server_id)
+        if entry is None or entry.attempt != output.attempt:
+            continue
+        entry = replace(entry, state=WindowState.COMMITTED, staging=output.staging, error=None)
+        entry = replace(entry, files=output.files, rows_out=output.rows_out)
+        draft.windows.put(output.window_id, entry)
+        counted.add(output.window_id)
+    return frozenset(counted)
+
+
+def published(
+    draft: Draft, attempts: Mapping[str, int], server_id: str, *, retain: bool, now_ms: int
+) -> tuple[Segment, ...]:
+    """Note that outputs of this server's attempts are visible; return the segments of windows not retained."""
+    free: list[Segment] = []
+    for window_id, attempt in attempts.items():
+        entry = draft.windows.get(window_id)
+        if entry is None or entry.state is not WindowState.COMMITTED:
+            continue
+        if (entry.owner, entry.attempt) != (server_id, attempt):
+            continue
+        entry = replace(entry, state=WindowState.PUBLISHED, owner=None, staging=None, error=None)
+        entry = replace(entry, published_ms=now_ms)
+        draft.windows.put(window_id, entry)
+        if not retain:
+            free.extend(_let_go(draft, entry))
+    return tuple(free)
+
+
+def _let_go(draft: Draft, entry: WindowEntry) -> tuple[Segment, ...]:
+    """Stop retaining a published window; return its segments. One with segments that wait is left as it is."""
+    if entry.pending:
+        return ()
+    draft.windows.put(entry.window_id, replace(entry, retained=False, segments=()))
+    return entry.segments
+
+
+def expire(draft: Draft, *, published_before_ms: int, keep_bytes: int, limit: int) -> tuple[Segment, ...]:
+    """Stop retaining windows by age, then by size; return the segments to delete."""
+    book, kept, left = draft.book, draft.book.retained_bytes, limit
+    free: list[Segment] = []
+    for published_ms, window_id in book.retained:
+        if not left or not (published_ms < published_before_ms or kept > keep_bytes):
+            break
+        entry = book.windows[window_id]
+        if gone := _let_go(draft, entry):
+            left -= 1
+            kept -= segment_bytes(entry)
+            free.extend(gone)
+    return tuple(free)
+
+
+def late_published(draft: Draft, paths: Iterable[str]) -> None:
+    """Forget late files that are visible; those that are not listed (any more) do not matter."""
+    for path in paths:
+        draft.late.drop(path)
+
+
+def set_aside(draft: Draft, window_id: str, error: str, server_id: str) -> None:
+    """Put a cut window of this server aside."""
+    entry = _cut_and_owned(draft, window_id, server_id)
+    if entry is not None:
+        entry = replace(entry, state=WindowState.SET_ASIDE, owner=None, error=storable(error))
+        draft.windows.put(window_id, entry)
+
+
+def halt(draft: Draft, window_id: str, error: str, server_id: str, *, first: bool) -> bool:
+    """Keep why a window of this server is halted; if not for the first time, only where there is an error still."""
+    entry = draft.windows.get(window_id)
+    if entry is None or entry.state not in _UNDER_WAY or entry.owner != server_id:
+        return False
+    if not first and entry.error is None:
+        return False
+    draft.windows.put(window_id, replace(entry, error=storable(error)))
+    return True
+
+
+def decide(draft: Draft, window_id: str, decision: Decision, now_ms: int) -> bool:
+    """Do what an operator decides about a window that is halted or set aside."""
+    entry = draft.windows.get(window_id)
+    if entry is None or entry.error is None:
+        return False
+    match decision, entry.state:
+        case "retry", WindowState.SET_ASIDE:
+            entry = replace(entry, state=WindowState.CUT, error=None)
+        case "retry", WindowState.CUT | WindowState.COMMITTED:
+            entry = replace(entry, error=None)
+        case "set_aside", WindowState.CUT:
+            entry = replace(entry, state=WindowState.SET_ASIDE, owner=None)
+        case "skip", WindowState.CUT | WindowState.SET_ASIDE:
+            entry = replace(entry, state=WindowState.PUBLISHED, owner=None, published_ms=now_ms)
+            entry = _take_in(entry, entry.pending)
+        case _:
+            return False
+    draft.windows.put(window_id, entry)
+    return True
+
+
+def prune(
+    draft: Draft, *, windows_before_ms: int, shards_before_ms: int, keep_shards: frozenset[str], limit: int
+) -> int:
+    """Forget windows that are over, and shards that ended before a time, but for those to keep; return how many."""
+    book = draft.book
+    old = takewhile(lambda published: published[0] < windows_before_ms, book.over)
+    entries = (book.windows[window_id] for _, window_id in old)
+    past = (entry for entry in entries if entry.end_ms is None or entry.end_ms <= windows_before_ms)
+    over = tuple(islice(past, limit))
+    ends = [entry.end_ms for entry in over] + [draft.totals.cut_below_ms]
+    below = max((end for end in ends if end is not None), default=None)
+    draft.totals = replace(draft.totals, cut_below_ms=below)
+    _go_behind(draft, over)
+    for entry in over:
+        draft.windows.drop(entry.window_id)
+    gone = [
+        shard_id
+        for shard_id, shard in book.shards.items()
+        if shard.ended_ms is not None and shard.ended_ms < shards_before_ms and shard_id not in keep_shards
+    ]
+    for shard_id in gone:
+        draft.shards.drop(shard_id)
+    return len(over) + len(gone)
