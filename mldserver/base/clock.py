@@ -18,15 +18,12 @@ class Clock(Protocol):
 
     def now_ms(self) -> int:
         """Return milliseconds since the Unix epoch, as this host has them now."""
-        ...
 
     def steady_ms(self) -> int:
         """Return milliseconds since some instant: nobody sets them."""
-        ...
 
     async def sleep(self, seconds: float) -> None:
         """Return after ``seconds`` of steady time."""
-        ...
 
 
 class SystemClock:

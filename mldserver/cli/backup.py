@@ -107,14 +107,14 @@ def restore_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fa
                 advice=f"Stop them first. (If none runs, delete {held[0]}.)",
             )
         make_folder(file.parent)
-        store.begin(PRIVATE)
+        store.prepare(PRIVATE, durable=True)
         part = file.with_name(f"{file.name}.part")
         copy_whole(folder / _LEDGER, part)
         named = list(_named(_read(part, pipeline)))
         missing = [path for path in named if not store.exists(path)]
         for path in missing:
             store.bring_back(folder / _FILES / path, path)
-        store.sync_all(missing)
+        store.sync(*missing)
         claim = claim_of(settings, store)
         go_on_from(part, pipeline, claim.folder())
         state = _read(part, pipeline)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from mldserver.base.clock import Clock
-    from mldserver.coordinator.core.buffer import Buffer
+    from mldserver.coordinator.core.flush import Buffer
     from mldserver.coordinator.core.sessions import Session
     from mldserver.coordinator.core.watermark import Watermark
     from mldserver.coordinator.core.windows import CoordinatorRules

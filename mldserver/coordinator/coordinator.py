@@ -24,15 +24,14 @@ import structlog
 from mldserver.base.backoff import backoff
 from mldserver.base.kill_points import kill_point
 from mldserver.coordinator.backpressure import Backpressure
-from mldserver.coordinator.core.buffer import Buffer
+from mldserver.coordinator.cleanup import Retention, recover, take_over
+from mldserver.coordinator.core.flush import Buffer
 from mldserver.coordinator.core.lineage import Lineage
 from mldserver.coordinator.core.sessions import Sessions
 from mldserver.coordinator.core.watermark import View, Watermark
 from mldserver.coordinator.flusher import Flusher
 from mldserver.coordinator.membership import Membership
-from mldserver.coordinator.recovery import recover, take_over
 from mldserver.coordinator.reports import AheadRows, CoordinatorStatus, MissingShards, Reports
-from mldserver.coordinator.retention import Retention
 from mldserver.coordinator.shards import RedriveIntake, Shards
 from mldserver.errors import LedgerError, ServerBuried, told_of
 from mldserver.output.layout import PRIVATE, SEGMENTS, STAGING
@@ -138,13 +137,17 @@ class Coordinator:
         self._backpressure = Backpressure(
             rules=rules, buffer=self.buffer, watermark=self.watermark, clock=clock
         )
-        self.redriving = RedriveIntake(ledger.server_id, spec, self.buffer, self.flush)
         self._cycle = Cycle(
             self._run_cycle,
             after=self._backpressure.release,
             interval_ms=rules.flush_interval_ms,
             clock=clock,
         )
+        self.flush = self._cycle.whole
+        """Returns when a whole cycle that began after the call is done."""
+        self.leave = self._membership.leave
+        """Takes this server out of the ledger at its end, whether orderly or not. Never raises for the ledger."""
+        self.redriving = RedriveIntake(ledger.server_id, spec, self.buffer, self.flush)
         self._company: tuple[int, frozenset[str]] = (0, frozenset())
         """How often servers have started, and which were there, when this one last cleaned up behind others."""
         self._ended = asyncio.Event()
@@ -174,7 +177,8 @@ class Coordinator:
 
         Raises LedgerError, OSError (the folder is out of reach), OperatorError (it, ledger and handler do not fit).
         """
-        await asyncio.to_thread(self._store.begin, PRIVATE, *((SEGMENTS, STAGING) if self._spec else ()))
+        folders = (PRIVATE, SEGMENTS, STAGING) if self._spec else (PRIVATE,)
+        await asyncio.to_thread(self._store.prepare, *folders, durable=True)
         await asyncio.to_thread(self._claim.look)
         state = await self._membership.join()
         # Much that dead servers left, or a slow disk: others must not take this one for dead meanwhile.
@@ -183,7 +187,7 @@ class Coordinator:
             state = await self._membership.declare(self._shape, state)
             await self._claim.renamed()
             if self._runner is not None:
-                self._runner.know_older(self._shape.older(state))
+                self._runner.begin(state, self._shape.older(state))
             self._flusher.learn(state)
             self._learn(state)
             await recover(state, self._ledger, self._store, self._runner)
@@ -198,14 +202,6 @@ class Coordinator:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._cycle.run(), name="cycle")
             group.create_task(self._membership.beat(), name="beats")
-
-    async def leave(self) -> None:
-        """Take this server out of the ledger at its end, whether orderly or not. Never raises for the ledger."""
-        await self._membership.leave()
-
-    async def flush(self, reason: str) -> None:
-        """Return when a whole cycle that began after this call is done."""
-        await self._cycle.whole(reason)
 
     async def _run_cycle(self, reason: str) -> None:
         now_ms = self.clock.steady_ms()

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Protocol
 import structlog
 
 from mldserver.base.kill_points import kill_point
+from mldserver.coordinator.cleanup import publish_late
 from mldserver.coordinator.core.flush import BufferedBatch, FlushPlan, plan
 from mldserver.coordinator.core.windows import CutWindows, OpenWindows, WindowKey
-from mldserver.coordinator.recovery import publish_late
 from mldserver.errors import LedgerError
 from mldserver.ledger.contract import (
     BatchProgress,

@@ -279,7 +279,6 @@ class ServerLocks:
     """Which servers are dead for sure: a folder with a locked file for each that lives. Blocking, for moments."""
 
     def __init__(self, folder: Path) -> None:
-        """Name the folder; nothing is touched yet."""
         self._folder = folder
         self._held: tuple[Path, int] | None = None
 

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
     from mldserver.base.clock import Clock
     from mldserver.coordinator.backpressure import Backpressure
-    from mldserver.coordinator.core.buffer import Buffer
+    from mldserver.coordinator.cleanup import Retention
+    from mldserver.coordinator.core.flush import Buffer
     from mldserver.coordinator.core.lineage import Lineage
     from mldserver.coordinator.core.sessions import Sessions
     from mldserver.coordinator.core.watermark import Watermark
     from mldserver.coordinator.core.windows import CoordinatorRules
     from mldserver.coordinator.membership import Membership
     from mldserver.coordinator.reports import AheadRows
-    from mldserver.coordinator.retention import Retention
     from mldserver.ledger.contract import LedgerState, ShardState
     from mldserver.ledger.operations import Ledger
     from mldserver.records import Sequence
@@ -65,7 +65,6 @@ class Shards:
     rows_accepted: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        """See what the windows are cut by."""
         self.by_event_time = isinstance(self.spec, Tumbling) and self.spec.on is not None
 
     async def check(self, opening: ShardOpening) -> None:
@@ -236,7 +235,8 @@ class ShardSession:
         if self._shards.backpressure.is_held(self):
             self._shards.soon()
             await self._shards.backpressure.wait(self)
-        self._answered()
+        if self.alive:
+            self._shards.watermark.answered(self.shard_id, self._shards.clock.steady_ms())
 
     def advance(self, position: Sequence) -> None:
         """Note that a handler which keeps its position has checkpointed so far in a hook of its own."""
@@ -255,7 +255,7 @@ class ShardSession:
     async def drain(self) -> None:
         """Flush what was accepted."""
         if self.alive and await self._flushed("shutdown_requested"):
-            self._answered()
+            self._shards.watermark.answered(self.shard_id, self._shards.clock.steady_ms())
 
     async def end(self) -> bool:
         """Flush, and mark the shard ended durably. False: it is owned elsewhere."""
@@ -277,10 +277,6 @@ class ShardSession:
         self._shards.watermark.leaving(self.shard_id)
         await self._shards.flush(reason)
         return self.alive
-
-    def _answered(self) -> None:
-        if self.alive:
-            self._shards.watermark.answered(self.shard_id, self._shards.clock.steady_ms())
 
     async def lost(self) -> None:
         """Flush what was accepted, then let go."""

@@ -188,16 +188,14 @@ class QueueDestination(_Sending):
         self.call_bytes = limit
         return limit
 
-    def _entry(self, place: int, message: Message) -> dict[str, Any]:
-        entry = {"Id": str(place), "MessageBody": message.body}
-        if self.place.endswith(".fifo"):
-            name = identity(message.letter, self.pipeline)
-            entry["MessageGroupId"] = message.letter.shard_id
-            entry["MessageDeduplicationId"] = hashlib.sha256(name.encode()).hexdigest()
-        return entry
-
     async def _send(self, client: Any, batch: list[Message]) -> tuple[list[Message], str]:
-        entries = [self._entry(place, message) for place, message in enumerate(batch)]
+        entries: list[dict[str, Any]] = []
+        for place, message in enumerate(batch):
+            entries.append({"Id": str(place), "MessageBody": message.body})
+            if self.place.endswith(".fifo"):
+                name = identity(message.letter, self.pipeline)
+                entries[-1]["MessageGroupId"] = message.letter.shard_id
+                entries[-1]["MessageDeduplicationId"] = hashlib.sha256(name.encode()).hexdigest()
         answer = await client.send_message_batch(QueueUrl=self.place, Entries=entries)
         failed = {int(entry["Id"]): entry for entry in answer.get("Failed", ())}
         why = ", ".join(sorted({str(entry.get("Code")) for entry in failed.values()}))

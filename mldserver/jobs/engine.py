@@ -63,18 +63,15 @@ class Engine(Protocol):
     @property
     def is_ready(self) -> bool:
         """Whether a job would start at once; turns False when the engine dies, True again when it is back."""
-        ...
 
     async def run(self) -> None:
         """Live: start, stay ready, and start afresh when something dies. Returns only when cancelled or closed.
 
         Raises JavaError (or another OperatorError) when it can never start.
         """
-        ...
 
     async def ready(self) -> None:
         """Return when a job would start at once (warmed up)."""
-        ...
 
     async def compute(self, job: WindowJob) -> WindowResult:
         """Run one attempt. Waits while the engine is not ready.
@@ -82,12 +79,10 @@ class Engine(Protocol):
         Raises WindowFailed when the job fails, DriverLost when the engine dies under it; the staging directory may
         then hold anything. Cancelling the call cancels the job.
         """
-        ...
 
     @property
     def group_limit(self) -> int:
         """How many windows may share one job; 1 where the pipeline does not allow it."""
-        ...
 
     async def compute_group(self, jobs: tuple[WindowJob, ...]) -> tuple[WindowResult, ...]:
         """Run attempts at several windows as one job; results in the order of ``jobs``.
@@ -95,7 +90,6 @@ class Engine(Protocol):
         Each window's output is in its own ``staging``, as after ``compute``. Raises as ``compute`` does, for all of
         them together: the caller then runs each alone, so that one bad window cannot hold others.
         """
-        ...
 
     async def publish(self, job: PublishJob) -> None:
         """Write a committed output into the table (setting ``sink``), in place of what lower revisions wrote.
@@ -104,8 +98,6 @@ class Engine(Protocol):
         Readers of the table never see half a window. Waits while the engine is not ready. Raises WindowFailed when
         nothing was written, and DriverLost when the engine died and that is not known; cancelling the call cancels it.
         """
-        ...
 
     async def close(self) -> None:
         """Stop what runs and leave nothing behind."""
-        ...

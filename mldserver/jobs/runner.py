@@ -99,10 +99,6 @@ class WindowRunner:
         self.published = 0
         self.set_aside = 0
 
-    def know_older(self, schemas: Mapping[str, str]) -> None:
-        """Take the DDL of other schemas that segments may have, by the fingerprint of their shape."""
-        self._steps.older = schemas
-
     @property
     def waiting(self) -> int:
         """How many windows are cut and not published yet."""
@@ -123,9 +119,9 @@ class WindowRunner:
         """Windows that kept failing and that every other waits for."""
         return frozenset(self._halted)
 
-    def begin(self, state: LedgerState) -> None:
-        """Learn at the start which ledger this is."""
-        self._steps.ledger_id = state.ledger_id
+    def begin(self, state: LedgerState, older: Mapping[str, str]) -> None:
+        """Learn at the start which ledger this is; ``older``: the DDL of other schemas, by their shape's fingerprint."""
+        self._steps.ledger_id, self._steps.older = state.ledger_id, older
 
     def learn(self, state: LedgerState) -> None:
         """Take in what operators decided about halted windows: each is looked at again at once."""
@@ -288,7 +284,8 @@ class WindowRunner:
                 log.error("window.set_aside", attempts=failures.runs, **fields)
                 return True
         tries = failures.runs + failures.steps
-        delay = self._policy.window_retry_cap_seconds if last else self._delay(tries)
+        base, cap = self._policy.window_retry_base_seconds, self._policy.window_retry_cap_seconds
+        delay = cap if last else backoff(tries, base, cap, self._random())
         if last and entry.window_id not in self._halted:
             self._halted[entry.window_id] = _Halt(asyncio.Event())
             self._go.clear()
@@ -321,12 +318,6 @@ class WindowRunner:
         self._halted.pop(window_id, None)
         if not self._halted:
             self._go.set()
-
-    def _delay(self, failures: int) -> float:
-        policy = self._policy
-        return backoff(
-            failures, policy.window_retry_base_seconds, policy.window_retry_cap_seconds, self._random()
-        )
 
 
 def _key(entry: WindowEntry) -> tuple[str, int]:

@@ -179,7 +179,7 @@ class WindowSteps:
         # An attempt without output leaves an empty folder, which publishing a revision without output goes by.
         empty = (attempt for attempt, result in zip(begun, results, strict=True) if not result.files)
         self.store.prepare(*(attempt.staging for attempt in empty))
-        self.store.sync_all(attempt.staging for attempt in begun)
+        self.store.sync(*(attempt.staging for attempt in begun))
 
     async def find_committed(self, entry: WindowEntry) -> Committed | None:
         """Return a window that counts and is this server's to publish; None when it is not, or not any more.

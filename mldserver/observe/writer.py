@@ -186,6 +186,8 @@ class LogWriter:
     ) -> None:
         """Own ``output`` from now on. ``render_lost`` makes the line that tells of lost ones."""
         self._output = output
+        self.path = output.path
+        """The log file, if it is one."""
         self._render_lost = render_lost
         self._room = room
         self._reserve = reserve
@@ -202,11 +204,6 @@ class LogWriter:
         # A daemon: it may hang in a write for ever, and the process must still end.
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
-
-    @property
-    def path(self) -> Path | None:
-        """The log file, if it is one."""
-        return self._output.path
 
     def line(self, data: bytes, *, stamp: str, urgent: bool = False) -> bool:
         """Queue a line, given without its end. Returns False when there is no room: it is lost, and counted."""

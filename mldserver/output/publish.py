@@ -125,27 +125,24 @@ class Publisher:
                 store.exchange(output.staging, target)
                 kill_point("revision.exchanged")
             else:
-                self._appear(output, target)
+                try:
+                    store.rename(output.staging, target)
+                except OSError as error:
+                    if error.errno not in _TAKEN:
+                        raise
+                    raise OperatorError(
+                        f"Window {output.window_id} cannot be published: {store.uri(target)} is there already,"
+                        " and this ledger did not publish it.",
+                        did="The folder was left as it is; the window's output counts and is kept in staging.",
+                        advice="Compare the two, then move the folder out of the output folder (or delete it): "
+                        "the window is tried again by itself.",
+                        path=store.uri(target),
+                    ) from error
                 kill_point("window.renamed")
         elif not store.exists(f"{target}/{output.files[0]}"):
             raise FileNotFoundError(
                 errno.ENOENT, f"neither {output.staging} nor {target} holds the window's output"
             )
-
-    def _appear(self, output: Output, target: str) -> None:
-        try:
-            self._store.rename(output.staging, target)
-        except OSError as error:
-            if error.errno not in _TAKEN:
-                raise
-            raise OperatorError(
-                f"Window {output.window_id} cannot be published: {self._store.uri(target)} is there already,"
-                " and this ledger did not publish it.",
-                did="The folder was left as it is; the window's output counts and is kept in staging.",
-                advice="Compare the two, then move the folder out of the output folder (or delete it): "
-                "the window is tried again by itself.",
-                path=self._store.uri(target),
-            ) from error
 
     def clean(self, outputs: Iterable[Output]) -> None:
         """Delete what published outputs have replaced: older revisions, and attempts that came to nothing."""
@@ -182,8 +179,8 @@ class Publisher:
             return list(suspects)
         folders: dict[str, list[str]] = {}
         for attempt in attempts:
-            folders.setdefault(_window_of(attempt), []).append(attempt)
-        suspected = {_window_of(attempt) for attempt in suspects}
+            folders.setdefault(attempt.split("/")[-2], []).append(attempt)
+        suspected = {attempt.split("/")[-2] for attempt in suspects}
         shown = self._shown_among({window: folders[window] for window in folders.keys() & suspected})
         return [attempt for attempt in suspects if attempt not in shown]
 
@@ -216,7 +213,3 @@ class Publisher:
             return set(attempts)
         files = Manifest.decode(self._store.get(manifest)).files
         return {folder for folder in attempts if any(file.startswith(f"{folder}/") for file in files)}
-
-
-def _window_of(attempt: str) -> str:
-    return attempt.split("/")[-2]

@@ -63,17 +63,12 @@ class OutputStore:
     def _absolute(self, path: str) -> str:
         return f"{self._base}/{path}" if path else self._base
 
-    def begin(self, *folders: str) -> None:
-        """Make the folder and the named ones in it, at a start; no power cut takes them away again."""
-        self.prepare(*folders)
-        if self.local:
-            for folder in folders:
-                make_folder(Path(self._absolute(folder)))
-
-    def prepare(self, *folders: str) -> None:
-        """Make the folder, and the named ones in it. Not synced."""
+    def prepare(self, *folders: str, durable: bool = False) -> None:
+        """Make the folder, and the named ones in it; ``durable``: no power cut takes these away again."""
         for folder in ("", *folders):
             self._fs.create_dir(self._absolute(folder), recursive=True)
+            if durable and folder and self.local:
+                make_folder(Path(self._absolute(folder)))
 
     def write(self, path: str, rows: pa.Table) -> int:
         """Write rows as one Parquet file and return its size in bytes once it is safe on disk.
@@ -105,12 +100,8 @@ class OutputStore:
             raise FileNotFoundError(errno.ENOENT, "it is gone as soon as it was written", path)
         return int(size)
 
-    def sync(self, path: str) -> None:
-        """Force a local file (or all in a folder) and every directory entry that leads to it to disk."""
-        self.sync_all([path])
-
-    def sync_all(self, paths: Iterable[str]) -> None:
-        """Do as ``sync`` does for several, each folder on the way once."""
+    def sync(self, *paths: str) -> None:
+        """Force local files (or all in folders) and every directory entry that leads to them to disk, each once."""
         if not self.local:
             return
         wanted: dict[Path, None] = {}

@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.coordinator.core.buffer import Buffer
-from mldserver.coordinator.core.flush import BufferedBatch
+from mldserver.coordinator.core.flush import Buffer, BufferedBatch
 from mldserver.records import Sequence
 
 NONE = np.empty(0, np.int64)

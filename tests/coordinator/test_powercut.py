@@ -157,7 +157,7 @@ def without_sync_of_published_entries(patch: pytest.MonkeyPatch) -> None:
 
 def without_sync_of_segments(patch: pytest.MonkeyPatch) -> None:
     """Segments are registered unsynced."""
-    patch.setattr(OutputStore, "sync", lambda _store, _path: None)
+    patch.setattr(OutputStore, "sync", lambda _store, *_paths: None)
 
 
 def without_sync_of_late_files(patch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def without_sync_of_late_files(patch: pytest.MonkeyPatch) -> None:
 
     def unsynced(store: OutputStore, source: str, target: str) -> bool:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(OutputStore, "sync", lambda _store, _path: None)
+            inner.setattr(OutputStore, "sync", lambda _store, *_paths: None)
             return publish(store, source, target)
 
     patch.setattr(OutputStore, "publish", unsynced)

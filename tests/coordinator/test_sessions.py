@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.coordinator.core.buffer import Buffer
-from mldserver.coordinator.core.flush import moved
+from mldserver.coordinator.core.flush import Buffer, moved
 from mldserver.coordinator.core.lineage import Lineage, Presence
 from mldserver.coordinator.core.sessions import Sessions, ShardPosition, skips_records
 from mldserver.coordinator.core.watermark import Watermark

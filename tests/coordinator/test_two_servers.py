@@ -10,7 +10,7 @@ import pytest
 from coordinator.pipeline import QUICK, Pipeline, named, two
 from support.store import SqliteStore
 
-from mldserver.coordinator.recovery import recover
+from mldserver.coordinator.cleanup import recover
 from mldserver.errors import GapRefused, LedgerError, ServerBuried
 from mldserver.ledger.contract import Commit, WindowState
 from mldserver.output.layout import LEDGER, SERVERS, server_tag

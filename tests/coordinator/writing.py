@@ -11,11 +11,11 @@ from coordinator.outcomes import outcome
 from coordinator.pipeline import Faults, FaultyStore, InlineLedger
 from support.store import SqliteStore
 
+from mldserver.coordinator.cleanup import Retention
 from mldserver.coordinator.core.flush import BufferedBatch, buffered
 from mldserver.coordinator.core.lineage import Lineage
 from mldserver.coordinator.core.windows import CoordinatorRules
 from mldserver.coordinator.flusher import Flushed, Flusher
-from mldserver.coordinator.retention import Retention
 from mldserver.ledger.contract import (
     Commit,
 )

@@ -11,7 +11,7 @@ import pytest
 from coordinator.outcomes import outcome
 from support.store import SqliteStore
 
-from mldserver.coordinator.core.buffer import Buffer
+from mldserver.coordinator.core.flush import Buffer
 from mldserver.coordinator.shards import RedriveIntake
 from mldserver.deadletters import redriver as wanted
 from mldserver.deadletters.redriver import Redriver, portions, wanted_portions

@@ -117,7 +117,6 @@ async def test_no_delay_is_longer_than_the_cap(tmp_path: Path, logged: list[dict
         await pipeline.clock.advance(10)
         assert len(pipeline.published()) >= 3
     assert max(event["delay_seconds"] for event in named(logged, "window.failed")) <= 4
-    assert pipeline.runner._delay(5000) <= 4, "for who may fail as often as that"
 
 
 async def test_under_halt_the_others_wait_until_the_window_succeeds(

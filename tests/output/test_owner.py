@@ -31,7 +31,7 @@ FIRST, SECOND = tumbling_id(0), tumbling_id(10_000)
 @pytest.fixture(params=["local", "memory"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> OutputStore:
     made = OutputStore(str(tmp_path / "out") if request.param == "local" else "mock://bucket/out")
-    made.begin(PRIVATE)
+    made.prepare(PRIVATE, durable=True)
     return made
 
 
@@ -265,7 +265,7 @@ async def test_two_folders_on_one_ledger_are_refused_whatever_the_operator_says(
     """Two hosts, each with a local folder."""
     folders = [OutputStore(str(tmp_path / name)) for name in ("here", "there")]
     for each in folders:
-        each.begin(PRIVATE)
+        each.prepare(PRIVATE, durable=True)
     state = await start(folders[0])
     await start.ledgers[0].register(Flush((), (segment_of(state),)))
     with pytest.raises(OperatorError, match=r"belongs to another output folder than .*/there"):
@@ -281,7 +281,7 @@ async def test_of_two_folders_that_claim_one_ledger_at_once_one_is_refused(
 ) -> None:
     folders = [OutputStore(str(tmp_path / name)) for name in ("here", "there")]
     for each in folders:
-        each.begin(PRIVATE)
+        each.prepare(PRIVATE, durable=True)
     (claim, ledger), (other_claim, other) = (start.prepare(each) for each in folders)
     found, other_found = await ledger.open(), await other.open()
     await claim.settle(found, ledger)
@@ -293,7 +293,7 @@ async def test_a_folder_that_has_lost_its_word_beside_a_ledger_elsewhere_is_give
     start: Starts, tmp_path: Path
 ) -> None:
     store = OutputStore(str(tmp_path / "out"))
-    store.begin(PRIVATE)
+    store.prepare(PRIVATE, durable=True)
     before = await start(store)
     segment = segment_of(before)
     store.put(segment.path, b"x")
@@ -312,7 +312,7 @@ async def test_a_folder_that_has_lost_its_word_beside_a_ledger_elsewhere_is_give
 
 async def test_a_folder_that_moves_takes_its_ledger_along(start: Starts, tmp_path: Path) -> None:
     folder = OutputStore(str(tmp_path / "here"))
-    folder.begin(PRIVATE)
+    folder.prepare(PRIVATE, durable=True)
     before = await start(folder)
     (tmp_path / "here").rename(tmp_path / "there")
     assert (await start(OutputStore(str(tmp_path / "there")))).folder == before.folder

@@ -78,7 +78,7 @@ def test_a_new_output_folder_is_on_disk_with_every_entry_that_leads_to_it(
 ) -> None:
     synced: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(identity(os.fstat(descriptor))))
-    OutputStore(str(tmp_path / "new" / "out")).begin("_mldserver/segments")
+    OutputStore(str(tmp_path / "new" / "out")).prepare("_mldserver/segments", durable=True)
     out = tmp_path / "new" / "out"
     for folder in (out / "_mldserver" / "segments", out / "_mldserver", out, tmp_path / "new", tmp_path):
         assert identity(folder.stat()) in synced
@@ -94,7 +94,7 @@ def test_folders_above_that_nobody_may_read_are_left_alone(
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(os, "open", closed)
-    OutputStore(str(tmp_path / "out")).begin("_mldserver")
+    OutputStore(str(tmp_path / "out")).prepare("_mldserver", durable=True)
     assert asked == [tmp_path / "out" / "_mldserver"]
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from support.store import SqliteStore
 
-from mldserver.coordinator.recovery import recover
+from mldserver.coordinator.cleanup import recover
 from mldserver.ledger.contract import Commit, Flush, LedgerState, Segment
 from mldserver.output.layout import QUARANTINE, writer_tag
 from mldserver.output.manifest import current_files

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mldserver.coordinator.core.buffer import Buffer
+from mldserver.coordinator.core.flush import Buffer
 from mldserver.records import Sequence
 from mldserver.testing import FakeStream, LeaseTable, Place
 from mldserver.testing.fake_stream import SHARD_END

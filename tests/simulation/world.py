@@ -41,7 +41,7 @@ from support.virtual_process import VirtualExecutor, VirtualWorker, stand_ins
 from mldserver.assembly import ledger_of
 from mldserver.base.threads import WorkerThread
 from mldserver.config.resolve import resolve
-from mldserver.coordinator.core.buffer import Buffer
+from mldserver.coordinator.core.flush import Buffer
 from mldserver.output.store import OutputStore
 from mldserver.testing import FakeMLD, Habits
 from mldserver.testing.daemon import Form

@@ -68,7 +68,6 @@ class Lineage:
     """The graph of known shards."""
 
     def __init__(self) -> None:
-        """Start with no shard known."""
         self._nodes: dict[str, ShardNode] = {}
 
     def __contains__(self, shard_id: str) -> bool:

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from collections.abc import Set as AbstractSet
 
-    from mldserver.coordinator.core.buffer import Buffer
-    from mldserver.coordinator.core.flush import BufferedBatch
+    from mldserver.coordinator.core.flush import Buffer, BufferedBatch
     from mldserver.coordinator.core.lineage import Lineage
     from mldserver.coordinator.core.watermark import Watermark
     from mldserver.ledger.contract import PositionUpdate, ShardState
@@ -139,7 +138,6 @@ class Session(Protocol):
 
     def disconnected(self) -> None:
         """Let go of the shard; nothing when it is dead already."""
-        ...
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -177,26 +175,24 @@ class Sessions:
             old.alive = False
         self.buffer.drop_shard(shard_id)
         self._sessions[shard_id] = session
-        self.lineage[shard_id].effective_ms = state.effective_ms
+        arrival_ms = self.lineage[shard_id].effective_ms = state.effective_ms
         self.lineage.connect(shard_id, now_ms)
+        event_ms, rules = state.event_ms, self.watermark.rules
+        if event_ms is None and rules.on_arrival:
+            event_ms = self.lineage.floor_ms(shard_id)
+        elif (
+            event_ms is not None
+            and arrival_ms is not None
+            and rules.max_ahead_ms is not None
+            and event_ms - arrival_ms > rules.max_ahead_ms
+        ):
+            # A row from the future was counted before there was a bound, or while it was wider. Where the shard really
+            # is, its next row tells.
+            event_ms = None
         self.watermark.connect(
-            shard_id,
-            now_ms,
-            tells_lag=tells_lag,
-            event_ms=self._first_event_ms(state),
-            arrival_ms=state.effective_ms,
+            shard_id, now_ms, tells_lag=tells_lag, event_ms=event_ms, arrival_ms=arrival_ms
         )
         return True
-
-    def _first_event_ms(self, state: ShardState) -> int | None:
-        rules = self.watermark.rules
-        if state.event_ms is None and rules.on_arrival:
-            return self.lineage.floor_ms(state.shard_id)
-        if state.event_ms is None or state.effective_ms is None or rules.max_ahead_ms is None:
-            return state.event_ms
-        # A row from the future was counted before there was a bound, or while it was wider. Where the shard really is,
-        # its next row tells.
-        return state.event_ms if state.event_ms - state.effective_ms <= rules.max_ahead_ms else None
 
     def let_go(self, session: Session, now_ms: int) -> bool:
         """Note that a session let go of its shard without its end: it is missing. False: a newer one has it."""

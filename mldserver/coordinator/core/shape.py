@@ -20,8 +20,6 @@ from mldserver.output.layout import shape_of
 from mldserver.windows import Tumbling, span_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from mldserver.ledger.contract import LedgerState, WindowEntry
     from mldserver.windows import WindowSpec
 
@@ -42,7 +40,6 @@ class Column:
     nullable: bool = True
 
     def __str__(self) -> str:
-        """Return the column as it is declared."""
         return f"{self.name} {self.type}{'' if self.nullable else ' NOT NULL'}"
 
     @property
@@ -152,7 +149,17 @@ class Shape:
         """Return why rows of the shape ``before`` would not keep their meaning, one part of a sentence each."""
         if not before.windows:
             return []
-        faults = list(self._column_faults(before))
+        faults = []
+        now, then = ({column.name: column for column in shape.columns} for shape in (self, before))
+        gone = [f"column {column} is gone" for name, column in then.items() if name not in now]
+        for name, column in now.items():
+            old = then.get(name)
+            if old is None and (gone or not column.nullable):
+                faults.append(f"column {column} is new")
+            elif old is not None and not (_holds(column.type, old.type) and column.nullable >= old.nullable):
+                null = "" if column.nullable else " NOT NULL"
+                faults.append(f"column {old} has become {column.type}{null}")
+        faults = gone + faults
         if before.windows != self.windows:
             faults.append(f"there were {before.windows}, and are {self.windows or 'no windows'}")
         if before.pipeline != self.pipeline:
@@ -160,18 +167,6 @@ class Shape:
         if before.table != self.table:
             faults.append(f"windows went into {before.table or 'files'}, and go into {self.table or 'files'}")
         return faults
-
-    def _column_faults(self, before: Shape) -> Iterator[str]:
-        now, then = ({column.name: column for column in shape.columns} for shape in (self, before))
-        gone = [name for name in then if name not in now]
-        for name in gone:
-            yield f"column {then[name]} is gone"
-        for name, column in now.items():
-            old = then.get(name)
-            if old is None and (gone or not column.nullable):
-                yield f"column {column} is new"
-            elif old is not None and not (_holds(column.type, old.type) and column.nullable >= old.nullable):
-                yield f"column {old} has become {column.type}{'' if column.nullable else ' NOT NULL'}"
 
     def _refused(self, reasons: list[str]) -> OperatorError:
         return OperatorError(

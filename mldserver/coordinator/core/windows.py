@@ -150,25 +150,20 @@ class OpenWindows:
                 return ()
             reached = watermark_ms - self.spec.lateness_ms
             return tuple(key.id for key in keys if key.end_ms is not None and key.end_ms <= reached)
-        return tuple(key.id for key in keys if self._batch_done(key, self.spec, now_ms, wall_ms))
-
-    def _batch_done(self, key: WindowKey, spec: Batches, now_ms: int, wall_ms: int) -> bool:
-        number = batch_number(key.id)
-        if number is not None and number < self.progress.number:
-            return True
-        opened = self.progress.opened_ms
-        if opened is None:
-            return False
-        if self._aging is None or self._aging[0] != self.progress.number:
-            self._aging = self.progress.number, now_ms - max(0, wall_ms - opened)
-        return now_ms - self._aging[1] >= spec.max_age_ms
+        number, opened = self.progress.number, self.progress.opened_ms
+        aged = False
+        if opened is not None:
+            if self._aging is None or self._aging[0] != number:
+                self._aging = number, now_ms - max(0, wall_ms - opened)
+            aged = now_ms - self._aging[1] >= self.spec.max_age_ms
+        numbers = ((key.id, batch_number(key.id)) for key in keys)
+        return tuple(key_id for key_id, of in numbers if aged or (of is not None and of < number))
 
 
 class CutWindows:
     """Which windows are cut, which of them are retained, and which have late rows waiting."""
 
     def __init__(self, rules: CoordinatorRules) -> None:
-        """Know of none yet."""
         self._rules = rules
         self._retained: dict[str, None] = {}
         """Windows known to be cut whose late rows still lead to a revision."""
