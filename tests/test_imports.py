@@ -84,7 +84,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 }
 """For each room, by the longest prefix of a module's name: what it may import beside itself. ``*``: all below."""
 
-CORES = ("records", "errors", "windows", "protocol", "coordinator.core")
+CORES = (
+    *("records", "errors", "windows", "protocol", "coordinator.core"),
+    "dynamodb_streams.shard_tree",
+)
 """Rooms without an event loop, clock or I/O."""
 
 NOT_IN_CORES = frozenset(

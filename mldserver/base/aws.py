@@ -1,4 +1,4 @@
-"""AWS's clients, made beside the event loop.
+"""AWS's clients, made beside the event loop; and which of their errors pass.
 
 To import aioboto3 and to read the models of a service takes most of a second, in which the loop must go on: a server
 has connections by then. Both happen in a thread; what is left for the loop is small.
@@ -17,6 +17,19 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 _ANY_REGION: Final = "us-east-1"
+
+PASSING: Final = frozenset(
+    [
+        *("InternalServerError", "ServiceUnavailable", "RequestTimeout", "RequestTimeoutException"),
+        *("ProvisionedThroughputExceeded", "ProvisionedThroughputExceededException"),
+        *("LimitExceededException", "RequestLimitExceeded"),
+        *("ThrottledException", "Throttling", "ThrottlingError", "ThrottlingException"),
+    ]
+)
+"""Codes of errors after which the same request may be sent again (DynamoDB: "Error handling")."""
+
+_SERVER_FAULT: Final = 500
+"""HTTP: from here on it is the server's fault, whatever the code."""
 
 
 @contextlib.asynccontextmanager
@@ -40,6 +53,29 @@ async def aws_client(
     made = session.client(service, region_name=region, endpoint_url=endpoint_url, config=AioConfig(**config))
     async with made as client:
         yield client
+
+
+def error_code(error: Exception) -> str:
+    """Return AWS's code for an error, or the class's name where it is none of AWS's."""
+    from botocore.exceptions import ClientError  # noqa: PLC0415  # whoever has such an error has imported it
+
+    return (
+        str(error.response.get("Error", {}).get("Code", ""))
+        if isinstance(error, ClientError)
+        else type(error).__name__
+    )
+
+
+def passes(error: Exception) -> bool:
+    """Whether a request that met an error may be sent again as it is: throttled, out of reach, half an answer, a fault of AWS."""
+    from botocore.exceptions import ClientError, HTTPClientError  # noqa: PLC0415  # as above
+    from botocore.exceptions import ConnectionError as NotConnectedError  # noqa: PLC0415  # as above
+    from botocore.parsers import ResponseParserError  # noqa: PLC0415  # as above
+
+    if not isinstance(error, ClientError):
+        return isinstance(error, HTTPClientError | NotConnectedError | ResponseParserError)
+    status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    return status >= _SERVER_FAULT or error_code(error) in PASSING
 
 
 async def require_aws(stream: str, *, region: str | None) -> None:

@@ -1,4 +1,4 @@
-"""How long to wait before something is tried again: doubling up to a cap, with jitter. A pure core."""
+"""How long to wait: before something is tried again, doubling up to a cap, with jitter; or to keep a rate. A pure core."""
 
 from __future__ import annotations
 
@@ -34,3 +34,20 @@ class Backoff:
     def worked(self) -> None:
         """What was before counts no more."""
         self.failures = 0
+
+
+class TokenBucket:
+    """Keeps a rate: so many calls a second on average, and a few at once after a pause."""
+
+    def __init__(self, per_second: float, *, burst: int = 1) -> None:
+        """Start full. ``burst``: how many calls may be made at once."""
+        self._interval_ms = 1000 / per_second
+        self._slack_ms = self._interval_ms * (burst - 1)
+        self._due_ms = float("-inf")
+        """When the next call would be, had there been no pause."""
+
+    def take(self, now_ms: int) -> float:
+        """Take a token and return the seconds to wait until it may be used. ``now_ms``: steady time."""
+        due_ms = max(self._due_ms, now_ms - self._slack_ms)
+        self._due_ms = due_ms + self._interval_ms
+        return max(0.0, due_ms - now_ms) / 1000

@@ -30,10 +30,9 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from botocore.exceptions import ClientError, HTTPClientError
-from botocore.exceptions import ConnectionError as NotConnectedError
-from botocore.parsers import ResponseParserError
+from botocore.exceptions import ClientError
 
+from mldserver.base.aws import PASSING, error_code, passes
 from mldserver.base.backoff import backoff
 from mldserver.errors import LedgerError, LedgerUnusable
 
@@ -76,29 +75,19 @@ class Verdict(enum.Enum):
     """Sending it again would not help."""
 
 
-_AGAIN: Final = frozenset(
-    [
-        *("InternalServerError", "ServiceUnavailable", "RequestTimeout", "RequestTimeoutException"),
-        *("ProvisionedThroughputExceeded", "ProvisionedThroughputExceededException"),
-        *("LimitExceededException", "RequestLimitExceeded"),
-        *("ThrottledException", "Throttling", "ThrottlingError", "ThrottlingException"),
-        *("TransactionConflict", "TransactionConflictException", "TransactionInProgressException"),
-    ]
-)
-"""Codes of errors, and of a cancelled transaction's reasons, that pass (DynamoDB: "Error handling")."""
-
 _VERDICTS: Final = {
     "ConditionalCheckFailed": Verdict.CONDITION,
     "ConditionalCheckFailedException": Verdict.CONDITION,
     "ResourceNotFoundException": Verdict.ABSENT,
     "ResourceInUseException": Verdict.EXISTS,
-} | dict.fromkeys(_AGAIN, Verdict.AGAIN)
-
-_WIRE: Final = (HTTPClientError, NotConnectedError, ResponseParserError)
-"""No connection, or none any more, or half an answer."""
-
-_SERVER_FAULT: Final = 500
-"""HTTP: from here on it is the server's fault, whatever the code."""
+} | dict.fromkeys(
+    (
+        *PASSING,
+        *("TransactionConflict", "TransactionConflictException", "TransactionInProgressException"),
+    ),
+    Verdict.AGAIN,
+)
+"""By the codes of errors, and of a cancelled transaction's reasons."""
 
 _ADVICE: Final = {
     "AccessDeniedException": "Give this server's role the permissions that mldserver/ledger/dynamodb.py lists.",
@@ -111,22 +100,15 @@ _ADVICE: Final = {
 
 def judge(error: Exception) -> Verdict:
     """Return what an error of a call means."""
-    if not isinstance(error, ClientError):
-        return Verdict.AGAIN if isinstance(error, _WIRE) else Verdict.FATAL
-    answer: dict[str, Any] = error.response.get("ResponseMetadata", {})
-    if int(answer.get("HTTPStatusCode", 0)) >= _SERVER_FAULT:
+    if passes(error):
         return Verdict.AGAIN
+    if not isinstance(error, ClientError):
+        return Verdict.FATAL
     reasons = {reason.get("Code", "None") for reason in error.response.get("CancellationReasons", ())}
-    codes = reasons - {"None"} or {_code(error)}
+    codes = reasons - {"None"} or {error_code(error)}
     verdicts = {_VERDICTS.get(code, Verdict.FATAL) for code in codes}
     # One condition that does not hold decides, whatever else was in the way.
     return Verdict.CONDITION if Verdict.CONDITION in verdicts else max(verdicts, key=lambda v: v.value)
-
-
-def _code(error: Exception) -> str:
-    if isinstance(error, ClientError):
-        return str(error.response.get("Error", {}).get("Code", ""))
-    return type(error).__name__
 
 
 def translate(error: Exception, table: str, *, did: str) -> LedgerError:
@@ -139,7 +121,7 @@ def translate(error: Exception, table: str, *, did: str) -> LedgerError:
             advice="Create it with `mldserver ledger create`, or check its name and the region.",
             table=table,
         )
-    code, again = _code(error), verdict is Verdict.AGAIN
+    code, again = error_code(error), verdict is Verdict.AGAIN
     what = f"DynamoDB is out of reach: {error}." if again else f"DynamoDB refused: {error}."
     lasts = "It is tried again by itself; look at AWS and the network when it lasts."
     unset = code in {"NoCredentialsError", "NoRegionError"}

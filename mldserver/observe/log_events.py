@@ -203,6 +203,15 @@ stream.quiet  info  seconds
     Every shard is caught up and silent; the open windows close.
 stream.unlisted  warning  stream
     ListShards failed; shards are known from the ledger and from connections only.
+stream.retried  warning  action attempt delay_seconds times
+    DynamoDB Streams was throttled, out of reach or at fault; it is asked again. Told once a minute, with how
+    many ``times`` it came since.
+stream.gap  error  stream position
+    A shard's position was trimmed before it could be read: records are lost.
+stream.shard_gone  error  stream position
+    DynamoDB does not know the shard any more: what it still held is lost.
+stream.disabled  warning  stream status newest
+    The stream that is named by its ARN was disabled; its table may have a newer one.
 spark.starting  info  master java start
     The driver process starts.
 spark.ready  info  seconds spark_version ui

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.base.backoff import Backoff, backoff
+from mldserver.base.backoff import Backoff, TokenBucket, backoff
 
 
 def test_waits_double_up_to_the_cap() -> None:
@@ -34,3 +34,30 @@ def test_jitter_stays_in_the_upper_half(chances: list[float]) -> None:
     waits = Backoff(base=2, cap=60)
     for chance in chances:
         assert 1 <= waits.failed(chance) <= 60
+
+
+def test_a_bucket_keeps_its_rate() -> None:
+    bucket = TokenBucket(4)
+    assert [bucket.take(1000) for _ in range(4)] == [0, 0.25, 0.5, 0.75]
+    assert bucket.take(1900) == 0.1
+
+
+def test_a_bucket_lets_a_few_calls_through_at_once_after_a_pause() -> None:
+    bucket = TokenBucket(4, burst=3)
+    assert [bucket.take(0) for _ in range(4)] == [0, 0, 0, 0.25]
+    assert [bucket.take(500) for _ in range(3)] == [0, 0.25, 0.5]
+    assert [bucket.take(60_000) for _ in range(4)] == [0, 0, 0, 0.25]
+
+
+@given(st.lists(st.integers(0, 2000), min_size=1), st.integers(1, 20), st.integers(1, 6))
+def test_no_span_of_time_sees_more_calls_than_the_rate_and_the_burst(
+    pauses: list[int], per_second: int, burst: int
+) -> None:
+    bucket = TokenBucket(per_second, burst=burst)
+    now_ms, calls = 0, []
+    for pause in pauses:
+        now_ms += pause
+        calls.append(now_ms + 1000 * bucket.take(now_ms))
+    for first, begin in enumerate(calls):
+        for last, end in enumerate(calls[first:], first):
+            assert last - first + 1 <= burst + (end - begin) * per_second / 1000 + 1e-6

@@ -1,0 +1,224 @@
+"""One shard, read page by page: iterators renewed, gaps told, never faster than AWS allows.
+
+A page with records is followed by the next one at once. Five empty pages in a row cross any gap of an open shard: then
+the reader is at the tip, and asks once in a poll interval until records come.
+
+An iterator lives for 15 minutes. It is renewed behind the last sequence number that was read; before the first one,
+reading begins again where it began, and loses nothing by that. Only ``LATEST`` means another place later: there the
+reader goes on with what was created since it last looked.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import orjson
+import pybase64
+import structlog
+
+from mldserver.base.backoff import Backoff, TokenBucket
+from mldserver.dynamodb_streams.shard_tree import LATEST, TRIM_HORIZON, After, Since
+from mldserver.dynamodb_streams.streams_api import IteratorExpired, ShardGone, Trimmed
+from mldserver.records import Record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from datetime import datetime
+
+    from mldserver.base.clock import Clock
+    from mldserver.dynamodb_streams.shard_tree import Start
+    from mldserver.dynamodb_streams.streams_api import StreamsApi
+
+log = structlog.get_logger("mldserver")
+
+_AT_TIP: Final = 5
+"""Empty pages in a row."""
+_CALLS_PER_SECOND: Final = 4.0
+"""GetRecords of one shard that AWS answers without throttling."""
+_LONGEST_WAIT_SECONDS: Final = 12 * 60.0
+"""Between two calls, so that the iterator does not expire."""
+_CLOCKS_APART_MS: Final = 5000
+"""By how much this host's clock may be ahead of AWS's."""
+_GONE: Final = 3
+"""So often in a row AWS must not know a shard before it is believed: one that was just named may take a moment."""
+
+
+class Page(NamedTuple):
+    """What was read at a time."""
+
+    records: list[Record]
+    end: bool
+    """The shard is closed and read to its end: these are its last records, if any."""
+    at_tip: bool
+    """No records, for the fifth time in a row or more: there was nothing when the request began."""
+    began_ms: int
+    """Steady time at which the request began."""
+    gap: bool
+    """Records before these were trimmed before they could be read. It is logged; the caller counts it."""
+
+
+class ShardReader:
+    """Reads one shard. Its methods are for one task at a time."""
+
+    def __init__(
+        self,
+        api: StreamsApi,
+        arn: str,
+        shard_id: str,
+        start: Start,
+        *,
+        clock: Clock,
+        random: Callable[[], float],
+        poll_seconds: float,
+        limit: int = 1000,
+        calls_per_second: float = _CALLS_PER_SECOND,
+    ) -> None:
+        """``poll_seconds``: between two looks at the tip, on average; ``limit``: records in a page, at most 1000."""
+        self.shard_id = shard_id
+        self.after = start.number if isinstance(start, After) else None
+        """The last sequence number that was read."""
+        self._api = api
+        self._arn = arn
+        self._place = start
+        """Where a new iterator is to begin."""
+        self._clock = clock
+        self._random = random
+        self._poll_seconds = poll_seconds
+        self._limit = limit
+        self._bucket = TokenBucket(calls_per_second, burst=_AT_TIP)
+        self._iterator: str | None = None
+        self._empty = 0
+        """Empty pages in a row."""
+        self._looked_ms = clock.now_ms()
+        """Time of day of the last look: all that was there then was read, or is not wanted."""
+        self._since_ms = start.ms if isinstance(start, Since) else None
+        """Until the first record that was created then or later."""
+        self._gap = False
+        self._ended = False
+        self._held: Page | None = None
+        """What a heartbeat has read."""
+
+    async def next(self) -> Page:
+        """Return the next page: with records, or an empty one at the tip, or the end.
+
+        Waits as long as the poll interval and AWS's limits want. Raises OperatorError. May be cancelled and called
+        again: nothing is lost.
+        """
+        page, self._held = self._held, None
+        while page is None or not (page.records or page.end or page.at_tip):
+            if self._empty >= _AT_TIP:
+                wait = self._poll_seconds * (0.5 + self._random())
+                await self._clock.sleep(min(wait, _LONGEST_WAIT_SECONDS))
+            page = await self._read()
+        gap, self._gap = self._gap, False
+        return page._replace(gap=gap)
+
+    async def heartbeat(self) -> None:
+        """Keep the place of a reader that nobody reads from: call it every 12 minutes, or any time.
+
+        What it finds is returned by ``next``.
+        """
+        if self._held is None and self.after is None and not self._ended:
+            page = await self._read()
+            self._held = page if page.records or page.end else None
+
+    async def _read(self) -> Page:
+        """Return the next page, whatever is in it."""
+        gone = Backoff(0.5, 5.0)
+        while not self._ended:
+            await self._clock.sleep(self._bucket.take(self._clock.steady_ms()))
+            began_ms, now_ms = self._clock.steady_ms(), self._clock.now_ms()
+            try:
+                if self._iterator is None:
+                    self._iterator = await self._api.iterator(self._arn, self.shard_id, self._place)
+                    self._looked_ms = now_ms
+                raw, following = await self._api.records(self._iterator, limit=self._limit)
+            except IteratorExpired:
+                self._iterator = None
+                if self._place is LATEST:
+                    self._since_ms = self._looked_ms - _CLOCKS_APART_MS
+                    self._place = Since(self._since_ms)
+            except Trimmed:
+                self._iterator = None
+                self._tell_gap("stream.gap", "Reading goes on at the oldest record that is still there.")
+                self._place = TRIM_HORIZON
+            except ShardGone:
+                self._iterator = None
+                delay = gone.failed(self._random())
+                if gone.failures < _GONE:
+                    await self._clock.sleep(delay)
+                    continue
+                self._tell_gap("stream.shard_gone", "The shard ends here; reading goes on with its children.")
+                self._ended = True
+            else:
+                self._looked_ms = now_ms
+                self._iterator, self._ended = following, following is None
+                self._empty = 0 if raw else self._empty + 1
+                at_tip = self._empty >= _AT_TIP and not self._ended
+                return Page(self._wanted(raw), self._ended, at_tip, began_ms, gap=False)
+        return Page([], end=True, at_tip=False, began_ms=self._clock.steady_ms(), gap=False)
+
+    def _wanted(self, raw: list[dict[str, Any]]) -> list[Record]:
+        """Return the records of a page that are to be handed over, and move behind them all."""
+        records = [to_record(self.shard_id, each) for each in raw]
+        if self.after is not None and records and records[0].sequence_number <= self.after:
+            # After a gap, or from an emulator that begins one too early.
+            records = [record for record in records if record.sequence_number > self.after]
+        if records:
+            self.after = records[-1].sequence_number
+            self._place = After(self.after)
+        if self._since_ms is not None:
+            records = _since(records, self._since_ms)
+            if records:
+                self._since_ms = None
+        return records
+
+    def _tell_gap(self, event: str, did: str) -> None:
+        self._gap = True
+        log.error(
+            event,
+            shard=self.shard_id,
+            stream=self._arn,
+            position=str(self.after),
+            did=did,
+            advice="A stream keeps its records for 24 hours: watch the lag.",
+        )
+
+
+def to_record(shard_id: str, raw: dict[str, Any]) -> Record:
+    """Return a record of GetRecords, its data as Lambda gets it: JSON, with binaries as base64."""
+    change = dict(raw["dynamodb"])
+    created: datetime | None = change.get("ApproximateCreationDateTime")
+    arrival_ms = None if created is None else round(created.timestamp() * 1000)
+    if arrival_ms is not None:
+        seconds, rest = divmod(arrival_ms, 1000)
+        change["ApproximateCreationDateTime"] = arrival_ms / 1000 if rest else seconds
+    event = raw | {"dynamodb": change}
+    if identity := raw.get("userIdentity"):
+        event["userIdentity"] = {"type": identity.get("Type"), "principalId": identity.get("PrincipalId")}
+    return Record(
+        shard_id=shard_id,
+        sequence_number=change["SequenceNumber"],
+        data=orjson.dumps(event, default=_base64),
+        partition_key=orjson.dumps(change["Keys"], default=_base64, option=orjson.OPT_SORT_KEYS).decode(),
+        arrival_ms=arrival_ms,
+    )
+
+
+def _base64(binary: object) -> str:
+    if not isinstance(binary, bytes):
+        raise TypeError(f"no attribute value: {type(binary).__name__}")
+    return pybase64.b64encode(binary).decode()
+
+
+def _since(records: list[Record], ms: int) -> list[Record]:
+    """Return the records from the first on that was created at ``ms`` or later: order inside a shard wins over times.
+
+    AWS cuts times to whole seconds: one that is cut may have been in any part of its second.
+    """
+    second_ms = ms - ms % 1000
+    for place, record in enumerate(records):
+        created_ms = record.arrival_ms
+        if created_ms is None or created_ms >= (ms if created_ms % 1000 else second_ms):
+            return records[place:]
+    return []

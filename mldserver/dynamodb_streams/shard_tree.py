@@ -1,0 +1,188 @@
+"""The shards of a stream as a tree, from answers of DescribeStream in any order; and where in a shard to begin. Pure.
+
+What AWS answers may be old, short or empty for a while. So an answer only adds: that a shard is missing from it says
+nothing yet. A shard is forgotten when its records were handed over, or AWS said of this very shard that it is gone, and
+then only after ``FORGOTTEN_AFTER`` answers in a row without it.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+FORGOTTEN_AFTER: Final = 100
+"""Whole answers in a row without it, until a finished shard is forgotten. One that came back later would be read again."""
+
+
+class Sentinel(enum.Enum):
+    """A place in every shard."""
+
+    TRIM_HORIZON = "TRIM_HORIZON"
+    """Before the oldest record that is still there."""
+    LATEST = "LATEST"
+    """Behind the newest one."""
+
+
+TRIM_HORIZON: Final = Sentinel.TRIM_HORIZON
+LATEST: Final = Sentinel.LATEST
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """With the record of this sequence number."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class After:
+    """Behind the record of this sequence number."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Since:
+    """With the first record that was created at this time (milliseconds since the epoch) or later."""
+
+    ms: int
+
+
+Start: TypeAlias = Sentinel | At | After | Since
+"""Where in a shard to begin."""
+
+
+class StreamShard(NamedTuple):
+    """One shard, as DescribeStream has it."""
+
+    id: str
+    parent: str | None = None
+    first: int | None = None
+    """The lowest sequence number it can have."""
+    last: int | None = None
+    """The highest; None while it is open."""
+
+
+@dataclass(slots=True)
+class _Node:
+    shard: StreamShard
+    finished: bool = False
+    absent: int = 0
+    """Whole answers in a row without it."""
+
+
+@dataclass(slots=True)
+class ShardTree:
+    """The known shards. There is never a circle of parents, whatever AWS says."""
+
+    _nodes: dict[str, _Node] = field(default_factory=dict)
+    _children: dict[str, set[str]] = field(default_factory=dict)
+    """Also of parents that are not known (any more)."""
+
+    def __contains__(self, shard_id: str) -> bool:
+        return shard_id in self._nodes
+
+    def __getitem__(self, shard_id: str) -> StreamShard:
+        return self._nodes[shard_id].shard
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def learn(self, shards: Iterable[StreamShard], *, whole: bool) -> tuple[str, ...]:
+        """Take in what an answer names; return the shards that were not known, in the order of their ids.
+
+        ``whole``: it was read to its last page, and names all shards as far as AWS knows just now.
+        """
+        named = {shard.id: shard for shard in shards}
+        new = tuple(sorted(named.keys() - self._nodes.keys()))
+        for shard in named.values():
+            self._put(shard)
+        if whole and named:
+            for node in [node for node in self._nodes.values() if node.shard.id not in named]:
+                node.absent += 1
+                if node.finished and node.absent >= FORGOTTEN_AFTER:
+                    self._forget(node.shard)
+        return new
+
+    def finished(self, shard_id: str) -> None:
+        """Note that all records of a shard were handed over: its children may start. It need not be known yet."""
+        self._nodes.setdefault(shard_id, _Node(StreamShard(shard_id))).finished = True
+
+    def trimmed(self, shard_id: str) -> None:
+        """Note that AWS says of this very shard that it is gone: there is nothing more to hand over."""
+        self.finished(shard_id)
+
+    def is_finished(self, shard_id: str) -> bool:
+        """Whether nothing more is to be read of a shard; an unknown one counts as finished."""
+        node = self._nodes.get(shard_id)
+        return node is None or node.finished
+
+    def readable(self) -> tuple[str, ...]:
+        """Return the shards to read now: those that are not finished, while their parents are. In the order of their ids."""
+        return tuple(
+            shard_id
+            for shard_id, node in sorted(self._nodes.items())
+            if not node.finished and all(map(self.is_finished, self.parents(shard_id)))
+        )
+
+    def roots(self) -> tuple[str, ...]:
+        """Return the shards whose parent is not known, or that have none, in the order of their ids."""
+        return tuple(
+            shard_id for shard_id, node in sorted(self._nodes.items()) if node.shard.parent not in self._nodes
+        )
+
+    def parents(self, shard_id: str) -> tuple[str, ...]:
+        """Return the parent's id, whether or not that shard is known; nothing for a shard that has none."""
+        node = self._nodes.get(shard_id)
+        return () if node is None or node.shard.parent is None else (node.shard.parent,)
+
+    def children(self, shard_id: str) -> tuple[str, ...]:
+        """Return the known children, in the order of their ids; those of an unknown shard too."""
+        return tuple(sorted(self._children.get(shard_id, ())))
+
+    def ancestors(self, shard_id: str) -> tuple[str, ...]:
+        """Return the parent, its parent and so on, as far as they are known, and the first that is not."""
+        found: tuple[str, ...] = ()
+        while parents := self.parents(found[-1] if found else shard_id):
+            found += parents
+        return found
+
+    def listing(self) -> dict[str, tuple[str, ...]]:
+        """Return the parents of every known shard, by its id."""
+        return {shard_id: self.parents(shard_id) for shard_id in sorted(self._nodes)}
+
+    def walk(self) -> Iterator[tuple[int, StreamShard]]:
+        """Yield every known shard with its depth, parents before their children: the tree as it is shown."""
+        stack = [(0, shard_id) for shard_id in reversed(self.roots())]
+        while stack:
+            depth, shard_id = stack.pop()
+            yield depth, self._nodes[shard_id].shard
+            stack += [(depth + 1, child) for child in reversed(self.children(shard_id))]
+
+    def _put(self, shard: StreamShard) -> None:
+        node = self._nodes.setdefault(shard.id, _Node(StreamShard(shard.id)))
+        node.absent = 0
+        known, parent = node.shard, node.shard.parent
+        # The first parent that is named stays. One that would make the shard its own ancestor is none.
+        if parent is None and shard.parent is not None and shard.id not in self._line(shard.parent):
+            parent = shard.parent
+            self._children.setdefault(parent, set()).add(shard.id)
+        # An old answer does not open a closed shard again.
+        first = known.first if shard.first is None else shard.first
+        last = known.last if shard.last is None else shard.last
+        node.shard = StreamShard(shard.id, parent, first, last)
+
+    def _line(self, shard_id: str) -> tuple[str, ...]:
+        return (shard_id, *self.ancestors(shard_id))
+
+    def _forget(self, shard: StreamShard) -> None:
+        del self._nodes[shard.id]
+        if shard.parent is not None:
+            siblings = self._children[shard.parent]
+            siblings.discard(shard.id)
+            if not siblings:
+                del self._children[shard.parent]

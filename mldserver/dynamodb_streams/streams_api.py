@@ -1,0 +1,337 @@
+"""The four actions of DynamoDB Streams: kept below AWS's limits, tried again where that helps, with errors of our own.
+
+The client itself tries nothing again: one mechanism decides. Whoever is throttled, cut off, or told of a fault of AWS's
+waits and asks again, for ever unless a patience is given. What is wrong with a shard's position is an exception that
+``reader.py`` deals with; what a person must mend is an OperatorError.
+
+Permissions: dynamodb:ListStreams, DescribeStream, GetShardIterator and GetRecords, on the table's streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias
+
+import structlog
+from botocore.exceptions import BotoCoreError, ClientError
+from botocore.parsers import ResponseParserError
+
+from mldserver.base.aws import aws_client, error_code, passes
+from mldserver.base.backoff import Backoff, TokenBucket
+from mldserver.dynamodb_streams.shard_tree import After, At, Sentinel, Since, StreamShard
+from mldserver.errors import NotThereYet, OperatorError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from mldserver.base.clock import Clock
+    from mldserver.dynamodb_streams.shard_tree import Start
+
+log = structlog.get_logger("mldserver")
+
+_DESCRIBES_PER_SECOND: Final = 10
+"""DescribeStream (AWS limit)."""
+_PAGE: Final = 1000
+"""Records of one GetRecords (AWS limit)."""
+_BASE_SECONDS: Final = 0.25
+_CAP_SECONDS: Final = 10.0
+_RETRIES_LOGGED_MS: Final = 60_000
+_CONNECTIONS: Final = 1000
+"""A shard that answers slowly holds one, and must not keep the others from theirs."""
+_READABLE: Final = frozenset({"ENABLED", "ENABLING"})
+
+_ADVICE: Final = {
+    "AccessDeniedException": (
+        "Allow this role dynamodb:ListStreams, DescribeStream, GetShardIterator and GetRecords on the table's streams."
+    ),
+    "ExpiredTokenException": "Renew the AWS credentials.",
+    "InvalidSignatureException": "Check the AWS credentials, and the clock of this host.",
+    "NoCredentialsError": "Give AWS credentials (environment, profile, or the role of this host).",
+    "NoRegionError": "Set the AWS region.",
+    "UnrecognizedClientException": "Check the AWS credentials and the region.",
+}
+
+MakeClient: TypeAlias = "Callable[[], contextlib.AbstractAsyncContextManager[Any]]"
+"""Makes an aioboto3 client ``dynamodbstreams``, which is closed when its context ends."""
+
+
+class Trimmed(Exception):
+    """The position is older than what the shard still holds."""
+
+
+class ShardGone(Exception):
+    """AWS knows no such shard (any more), or no such stream."""
+
+
+class IteratorExpired(Exception):
+    """The iterator was not used for 15 minutes."""
+
+
+_OURS: Final[dict[str, type[Exception]]] = {
+    "TrimmedDataAccessException": Trimmed,
+    "ResourceNotFoundException": ShardGone,
+    "ExpiredIteratorException": IteratorExpired,
+}
+
+
+class Description(NamedTuple):
+    """A stream, as DescribeStream has it."""
+
+    arn: str
+    status: str
+    """``ENABLED``, ``ENABLING``, ``DISABLING`` or ``DISABLED``."""
+    view_type: str
+    """``KEYS_ONLY``, ``NEW_IMAGE``, ``OLD_IMAGE`` or ``NEW_AND_OLD_IMAGES``."""
+    label: str
+    table: str
+    shards: list[StreamShard]
+
+
+def streams_client(
+    *, region: str | None = None, endpoint_url: str | None = None, session: Any = None
+) -> contextlib.AbstractAsyncContextManager[Any]:
+    """Make a client as StreamsApi wants it."""
+    return aws_client(
+        "dynamodbstreams",
+        region=region,
+        endpoint_url=endpoint_url,
+        session=session,
+        connect_timeout=5,
+        read_timeout=20,
+        retries={"total_max_attempts": 1},
+        max_pool_connections=_CONNECTIONS,
+        # Emulators have shorter ids than AWS.
+        parameter_validation=False,
+    )
+
+
+class StreamsApi:
+    """DynamoDB Streams through one client, which is made when the context is entered."""
+
+    def __init__(
+        self,
+        make_client: MakeClient,
+        *,
+        clock: Clock,
+        random: Callable[[], float],
+        patience_seconds: float | None = None,
+    ) -> None:
+        """``patience_seconds``: for so long a call is tried again; None: for ever."""
+        self._make_client = make_client
+        self._clock = clock
+        self._random = random
+        self._patience_seconds = patience_seconds
+        self._describes = TokenBucket(_DESCRIBES_PER_SECOND)
+        self._resources = contextlib.AsyncExitStack()
+        self._client: Any = None
+        self._retries = 0
+        """Since the log was told of one."""
+        self._logged_ms: int | None = None
+
+    async def __aenter__(self) -> Self:
+        """Make the client. Raises OperatorError when there is no region."""
+        try:
+            self._client = await self._resources.enter_async_context(self._make_client())
+        except BotoCoreError as error:
+            raise self._refused("The client", error) from error
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._resources.__aexit__(kind, error, trace)
+
+    async def resolve(self, name: str) -> str:
+        """Return the ARN of a table's stream; of a stream's ARN, the same when it can be read.
+
+        Of a table, that is its newest stream that is enabled. A stream that was disabled can be read to its end, by its
+        ARN. Raises NotThereYet when the table has no enabled stream, OperatorError when the stream is gone for good.
+        """
+        if name.startswith("arn:") and "/stream/" in name:
+            return await self._checked(name)
+        table = name.rpartition("/")[2]  # of a table's ARN
+        disabled = []
+        for arn in await self._streams(table):
+            status = (await self._describe_page(arn, Limit=1))["StreamStatus"]
+            if status in _READABLE:
+                return arn
+            disabled.append(arn)
+        rest = (
+            f" What is left of the disabled one can be read for 24 hours by its ARN, {disabled[0]}."
+            if disabled
+            else ""
+        )
+        raise NotThereYet(
+            f"The table {table} has no enabled stream.",
+            advice="Check the table's name and the region, or enable a stream: `aws dynamodb update-table --table-name "
+            f"{table} --stream-specification StreamEnabled=true,StreamViewType=NEW_AND_OLD_IMAGES`.{rest}",
+            table=table,
+        )
+
+    async def describe(self, arn: str) -> Description:
+        """Return a stream with all its shards. Raises OperatorError when there is no such stream."""
+        return await self._describe(arn)
+
+    async def children(self, arn: str, shard_id: str) -> list[StreamShard]:
+        """Return the children of a shard that AWS names just now; they may come later than the shard's end."""
+        filter_by = {"Type": "CHILD_SHARDS", "ShardId": shard_id}
+        try:
+            described = await self._describe(arn, ShardFilter=filter_by)
+        except _FilterUnknown:
+            described = await self._describe(arn)
+        # An emulator may pass over the filter.
+        return [shard for shard in described.shards if shard.parent == shard_id]
+
+    async def iterator(self, arn: str, shard_id: str, start: Start) -> str:
+        """Return an iterator that begins at ``start``; for ``Since``, at the oldest record.
+
+        Raises Trimmed, ShardGone.
+        """
+        request: dict[str, Any] = {"StreamArn": arn, "ShardId": shard_id}
+        match start:
+            case At(number):
+                request |= {"ShardIteratorType": "AT_SEQUENCE_NUMBER", "SequenceNumber": str(number)}
+            case After(number):
+                request |= {"ShardIteratorType": "AFTER_SEQUENCE_NUMBER", "SequenceNumber": str(number)}
+            case Since():
+                request |= {"ShardIteratorType": "TRIM_HORIZON"}
+            case Sentinel():
+                request |= {"ShardIteratorType": start.value}
+        answer = await self._call("get_shard_iterator", **request)
+        return str(answer["ShardIterator"])
+
+    async def records(self, iterator: str, *, limit: int = _PAGE) -> tuple[list[dict[str, Any]], str | None]:
+        """Return one page of records, and the iterator behind it: None when the shard is closed and read to its end.
+
+        Raises IteratorExpired, Trimmed, ShardGone.
+        """
+        answer = await self._call("get_records", ShardIterator=iterator, Limit=limit)
+        return answer.get("Records", []), answer.get("NextShardIterator") or None
+
+    async def _checked(self, arn: str) -> str:
+        described = await self._describe_page(arn, Limit=1)
+        if described["StreamStatus"] not in _READABLE:
+            newest = next(iter(await self._streams(described["TableName"])), arn)
+            log.warning(
+                "stream.disabled",
+                stream=arn,
+                status=described["StreamStatus"],
+                newest="" if newest == arn else newest,
+                did="What is left of it is read.",
+                advice="Name the table instead of the ARN to read its newest stream.",
+            )
+        return arn
+
+    async def _streams(self, table: str) -> list[str]:
+        """Return the ARNs of a table's streams, the newest first."""
+        streams: list[dict[str, Any]] = []
+        request: dict[str, Any] = {"TableName": table}
+        while request:
+            try:
+                page = await self._call("list_streams", **request)
+            except ShardGone:
+                break
+            streams += page.get("Streams", [])
+            last = page.get("LastEvaluatedStreamArn")
+            request = {"TableName": table, "ExclusiveStartStreamArn": last} if last else {}
+        newest_first = sorted(streams, key=lambda stream: str(stream["StreamLabel"]), reverse=True)
+        return [stream["StreamArn"] for stream in newest_first if stream["TableName"] == table]
+
+    async def _describe(self, arn: str, **request: Any) -> Description:
+        shards: list[StreamShard] = []
+        while True:
+            page = await self._describe_page(arn, **request)
+            shards += map(_shard, page.get("Shards", ()))
+            last = page.get("LastEvaluatedShardId")
+            if not last or last == request.get("ExclusiveStartShardId"):
+                break
+            request["ExclusiveStartShardId"] = last
+        status, view_type = page["StreamStatus"], page.get("StreamViewType", "")
+        return Description(
+            arn, status, view_type, page.get("StreamLabel", ""), page.get("TableName", ""), shards
+        )
+
+    async def _describe_page(self, arn: str, **request: Any) -> dict[str, Any]:
+        try:
+            answer = await self._call("describe_stream", StreamArn=arn, **request)
+        except ShardGone as error:
+            raise OperatorError(
+                f"There is no stream {arn}.",
+                did="Nothing more is read of it.",
+                advice="A stream goes 24 hours after it was disabled, or its table deleted; enabled again, a table has a "
+                "new one. Name the table instead of the ARN to read its newest stream.",
+                stream=arn,
+            ) from error
+        described: dict[str, Any] = answer["StreamDescription"]
+        return described
+
+    async def _call(self, action: str, **request: Any) -> dict[str, Any]:
+        """Send a request, again where that helps. Raises what ``_OURS`` names, and OperatorError."""
+        failures, began_ms = Backoff(_BASE_SECONDS, _CAP_SECONDS), self._clock.steady_ms()
+        while True:
+            if action == "describe_stream":
+                await self._clock.sleep(self._describes.take(self._clock.steady_ms()))
+            try:
+                answer: dict[str, Any] = await getattr(self._client, action)(**request)
+            except (BotoCoreError, ClientError, ResponseParserError) as error:
+                code = error_code(error)
+                if code in _OURS:
+                    raise _OURS[code](str(error)) from error
+                if "ShardFilter" in request and code == "ValidationException":
+                    raise _FilterUnknown from error
+                if not passes(error):
+                    raise self._refused(action, error) from error
+                delay = failures.failed(self._random())
+                waited = (self._clock.steady_ms() - began_ms) / 1000
+                if self._patience_seconds is not None and waited + delay > self._patience_seconds:
+                    raise NotThereYet(
+                        f"DynamoDB Streams is out of reach: {error}.",
+                        did=f"It was asked for {waited:.0f} seconds ({action}).",
+                        advice="Look at AWS, the network and the endpoint.",
+                        aws=code,
+                    ) from error
+                self._log_retry(action, error, failures.failures, delay)
+                await self._clock.sleep(delay)
+            else:
+                return answer
+
+    def _log_retry(self, action: str, error: Exception, attempt: int, delay: float) -> None:
+        """Log the first of a minute, with how many there were since the one before."""
+        self._retries += 1
+        now_ms = self._clock.steady_ms()
+        if self._logged_ms is None or now_ms - self._logged_ms >= _RETRIES_LOGGED_MS:
+            log.warning(
+                "stream.retried",
+                action=action,
+                error=error_code(error),
+                what=str(error),
+                attempt=attempt,
+                delay_seconds=round(delay, 3),
+                times=self._retries,
+            )
+            self._logged_ms, self._retries = now_ms, 0
+
+    def _refused(self, action: str, error: Exception) -> OperatorError:
+        code = error_code(error)
+        return OperatorError(
+            f"DynamoDB Streams cannot be read: {error}.",
+            did=f"{action} was refused; it is not tried again.",
+            advice=_ADVICE.get(code, "Look at what AWS says, and at the settings."),
+            aws=code,
+        )
+
+
+class _FilterUnknown(Exception):
+    """An emulator takes no ShardFilter."""
+
+
+def _shard(shard: dict[str, Any]) -> StreamShard:
+    numbers = shard.get("SequenceNumberRange") or {}
+    first, last = numbers.get("StartingSequenceNumber"), numbers.get("EndingSequenceNumber")
+    return StreamShard(
+        shard["ShardId"],
+        shard.get("ParentShardId") or None,
+        int(first) if first else None,
+        int(last) if last else None,
+    )

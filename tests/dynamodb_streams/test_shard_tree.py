@@ -1,0 +1,205 @@
+"""The tree of a stream's shards, from answers in any order, short ones among them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mldserver.dynamodb_streams.shard_tree import FORGOTTEN_AFTER, ShardTree, StreamShard
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ROOT = StreamShard("a", None, 1, 9)
+LEFT = StreamShard("b", "a", 10)
+RIGHT = StreamShard("c", "a", 10)
+
+
+def tree(*shards: StreamShard) -> ShardTree:
+    made = ShardTree()
+    made.learn(shards, whole=True)
+    return made
+
+
+def family(parents: Mapping[str, str | None]) -> list[StreamShard]:
+    return [StreamShard(shard_id, parent) for shard_id, parent in parents.items()]
+
+
+def test_children_start_when_their_parents_records_were_handed_over() -> None:
+    shards = tree(ROOT, LEFT, RIGHT)
+    assert shards.readable() == ("a",)
+    shards.finished("a")
+    assert shards.readable() == ("b", "c")
+    shards.finished("b")
+    assert shards.readable() == ("c",)
+
+
+@pytest.mark.parametrize("order", [(ROOT, LEFT, RIGHT), (RIGHT, LEFT, ROOT), (LEFT, ROOT, RIGHT)])
+def test_pages_come_in_any_order(order: tuple[StreamShard, ...]) -> None:
+    shards = ShardTree()
+    new = [shards.learn([shard], whole=False) for shard in order]
+    assert new == [(shard.id,) for shard in order]
+    assert shards.listing() == {"a": (), "b": ("a",), "c": ("a",)}
+    assert (shards.roots(), shards.children("a"), shards.parents("c")) == (("a",), ("b", "c"), ("a",))
+    assert shards.readable() == ("a",)
+
+
+def test_an_unknown_parent_counts_as_finished() -> None:
+    shards = tree(StreamShard("b", "gone"), StreamShard("c", "b"))
+    assert (shards.roots(), shards.readable(), shards.is_finished("gone")) == (("b",), ("b",), True)
+    assert shards.parents("b") == ("gone",)
+    assert shards.ancestors("c") == ("b", "gone")
+
+
+def test_children_that_come_late_are_new_and_readable() -> None:
+    shards = tree(ROOT)
+    shards.finished("a")
+    assert shards.readable() == ()
+    assert shards.learn([RIGHT, ROOT, LEFT], whole=True) == ("b", "c")
+    assert shards.readable() == ("b", "c")
+
+
+def test_an_empty_or_shorter_answer_takes_nothing_away() -> None:
+    shards = tree(ROOT, LEFT, RIGHT)
+    shards.finished("a")
+    for answer in ([], [LEFT], [StreamShard("b")]):
+        assert shards.learn(answer, whole=True) == ()
+    assert shards.listing() == {"a": (), "b": ("a",), "c": ("a",)}
+    assert shards.readable() == ("b", "c")
+
+
+def test_an_old_answer_does_not_open_a_closed_shard_again() -> None:
+    shards = tree(ROOT)
+    shards.learn([StreamShard("a", None, None, None)], whole=True)
+    assert shards["a"] == ROOT
+
+
+def test_a_shard_that_aws_says_is_gone_lets_its_children_start() -> None:
+    shards = tree(ROOT, LEFT)
+    shards.trimmed("a")
+    assert shards.readable() == ("b",)
+    assert shards.learn([ROOT, LEFT], whole=True) == ()  # an old answer still names it
+    assert shards.readable() == ("b",)
+
+
+def test_a_finished_shard_is_forgotten_after_many_whole_answers_without_it() -> None:
+    shards = tree(ROOT, LEFT, RIGHT)
+    shards.finished("a")
+    shards.finished("b")
+    for _ in range(FORGOTTEN_AFTER):
+        assert "a" in shards
+        shards.learn([RIGHT], whole=False)  # pages of an answer that broke off say nothing
+        shards.learn([], whole=True)  # nor does an empty one
+        shards.learn([RIGHT], whole=True)
+    assert shards.listing() == {"c": ("a",)}
+    shards.finished("c")
+    for _ in range(FORGOTTEN_AFTER):
+        shards.learn([StreamShard("d", "c")], whole=True)
+    assert (len(shards), shards.children("a"), shards.roots()) == (1, (), ("d",))
+
+
+def test_an_answer_that_names_it_again_begins_the_count_anew() -> None:
+    shards = tree(ROOT, LEFT)
+    shards.finished("a")
+    for answers in (FORGOTTEN_AFTER - 1, 1, FORGOTTEN_AFTER - 1):
+        for _ in range(answers):
+            shards.learn([ROOT] if answers == 1 else [LEFT], whole=True)
+    assert "a" in shards
+
+
+def test_a_shard_that_is_not_finished_is_never_forgotten() -> None:
+    shards = tree(ROOT, LEFT)
+    for _ in range(2 * FORGOTTEN_AFTER):
+        shards.learn([LEFT], whole=True)
+    assert shards.readable() == ("a",)
+
+
+def test_a_shard_may_be_finished_before_it_is_listed() -> None:
+    shards = ShardTree()
+    shards.finished("a")
+    assert shards.learn([ROOT, LEFT], whole=True) == ("b",)
+    assert (shards["a"], shards.readable()) == (ROOT, ("b",))
+
+
+def test_a_shard_named_as_its_own_parent_has_none() -> None:
+    shards = tree(StreamShard("a", "a"))
+    assert (shards.readable(), shards.parents("a"), list(shards.walk())) == (
+        ("a",),
+        (),
+        [(0, StreamShard("a"))],
+    )
+
+
+def test_a_circle_of_parents_is_broken() -> None:
+    shards = tree(*family({"a": "c", "b": "a", "c": "b"}))
+    assert shards.listing() == {"a": ("c",), "b": ("a",), "c": ()}
+    assert shards.readable() == ("c",)
+
+
+def test_the_tree_is_walked_parents_first() -> None:
+    shards = tree(*family({"e": "x", "d": "b", "b": "a", "a": None, "c": "a"}))
+    assert [(depth, shard.id) for depth, shard in shards.walk()] == [
+        (0, "a"),
+        (1, "b"),
+        (2, "d"),
+        (1, "c"),
+        (0, "e"),
+    ]
+
+
+NAMES = st.sampled_from("abcdefgh")
+ANSWERS = st.lists(
+    st.tuples(st.dictionaries(NAMES, st.none() | NAMES | st.just("x")), st.booleans()), max_size=8
+)
+
+
+@given(st.dictionaries(NAMES, st.none() | NAMES | st.just("x")), st.data())
+def test_any_answers_about_one_stream_end_as_a_plain_reading_of_them_all(
+    lineage: dict[str, str | None], data: st.DataObject
+) -> None:
+    # A real stream: a parent has the smaller name. Its answers leave out what they like, in any order.
+    lineage = {name: parent if (parent or "~") < name else None for name, parent in lineage.items()}
+    shards, named, finished = ShardTree(), set[str](), set[str]()
+    for _ in range(data.draw(st.integers(0, 8))):
+        answer = data.draw(st.lists(st.sampled_from(sorted(lineage) or ["~"]), unique=True))
+        answer = [name for name in answer if name in lineage]
+        new = shards.learn(
+            [StreamShard(name, lineage[name]) for name in answer], whole=data.draw(st.booleans())
+        )
+        assert new == tuple(sorted(set(answer) - named - finished))
+        named |= set(answer)
+        if name := data.draw(st.none() | st.sampled_from(sorted(lineage) or ["a"])):
+            shards.finished(name)
+            finished.add(name)
+        known = named | finished
+        assert shards.readable() == tuple(
+            name
+            for name in sorted(named - finished)
+            if lineage[name] not in known or lineage[name] in finished
+        )
+        assert shards.roots() == tuple(
+            name for name in sorted(known) if name not in named or lineage[name] not in known
+        )
+        for name in known:
+            assert shards.children(name) == tuple(child for child in sorted(named) if lineage[child] == name)
+
+
+@given(ANSWERS)
+def test_whatever_aws_says_every_shard_is_read_once_and_none_hangs(
+    answers: list[tuple[dict[str, str | None], bool]],
+) -> None:
+    shards, read = ShardTree(), list[str]()
+    for answer, whole in answers:
+        shards.learn(family(answer), whole=whole)
+        read += (readable := shards.readable())
+        for shard_id in readable:
+            shards.finished(shard_id)
+    while readable := shards.readable():
+        read += readable
+        for shard_id in readable:
+            shards.finished(shard_id)
+    assert sorted(read) == sorted({name for answer, _ in answers for name in answer})
+    assert sorted(shard.id for _, shard in shards.walk()) == sorted(shards.listing())
