@@ -50,7 +50,7 @@ from mldserver.ledger.contract import WindowState
 from mldserver.observe.logging import reopen
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 
     from mldserver.base.clock import Clock
     from mldserver.config.settings import Settings
@@ -204,7 +204,7 @@ class Server:
             if parts.engine is not None and parts.runner is not None:
                 works |= {"engine": self._run_engine(parts.engine), "windows": parts.runner.run()}
             if parts.polling is not None:
-                works["shards"] = parts.polling.run(partial(_learn, parts.coordinator))
+                works["shards"] = parts.polling.run(parts.coordinator.shards.know)
             background = {name: group.create_task(work, name=name) for name, work in works.items()}
             taking_in = group.create_task(self._take_in(parts), name="source")
             code = await self._until_stopped(parts, redriving=background["dead letters"])
@@ -424,8 +424,3 @@ class Server:
         await self._built.wait()
         assert self._parts is not None
         return self._parts
-
-
-def _learn(coordinator: Coordinator, listing: Mapping[str, tuple[str, ...]]) -> None:
-    for shard_id in coordinator.shards.know(listing):
-        log.info("shard.discovered", shard=shard_id, parents=coordinator.shards.parents(shard_id))

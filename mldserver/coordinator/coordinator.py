@@ -253,6 +253,7 @@ class Coordinator:
         self._company = company
 
     def _learn(self, state: LedgerState) -> None:
+        self.shards.state = state
         self.redriving.learn(state)
         garbage = 0 if self._runner is None else self._runner.garbage_bytes
         self._backpressure.count(state, self._flusher.garbage_bytes + garbage)

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING
 import structlog
 
 from mldserver.coordinator.core.flush import buffered, last_effective_ms, redriven, shard_end
+from mldserver.coordinator.core.lineage import DRAIN
 from mldserver.coordinator.core.sessions import ShardPosition, skips_records
 from mldserver.errors import GapRefused
+from mldserver.ledger.contract import LedgerState
+from mldserver.sources.intake import KnownShard, Seen
 from mldserver.windows import Tumbling
 
 if TYPE_CHECKING:
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
     from mldserver.coordinator.core.windows import CoordinatorRules
     from mldserver.coordinator.membership import Membership
     from mldserver.coordinator.reports import AheadRows
-    from mldserver.ledger.contract import LedgerState, ShardState
+    from mldserver.ledger.contract import ShardState
     from mldserver.ledger.operations import Ledger
     from mldserver.records import Sequence
     from mldserver.runtime.interface import BatchOutcome
@@ -60,6 +63,8 @@ class Shards:
     """Lets a cycle follow at once."""
     ask_stream: Callable[[], Awaitable[None]] | None
     """See ``Coordinator``."""
+    state: LedgerState = field(init=False, default_factory=LedgerState)
+    """As the latest cycle found it."""
     by_event_time: bool = field(init=False)
     """Whether rows have times of their own, so that records without rows say nothing of them."""
     rows_accepted: int = field(init=False, default=0)
@@ -136,7 +141,18 @@ class Shards:
         )
         if new:
             self.watermark.settle(now_ms)
+        for shard_id in new:
+            log.info("shard.discovered", shard=shard_id, parents=self.parents(shard_id))
         return new
+
+    def seen(self) -> Seen:
+        """Return what the ledger held when this server looked last."""
+        servers = frozenset(name for name in self.state.servers if not name.startswith(DRAIN))
+        shards = {
+            name: KnownShard(shard.position, shard.ended, shard.owner)
+            for name, shard in self.state.shards.items()
+        }
+        return Seen(self.ledger.server_id, servers | {self.ledger.server_id}, shards)
 
     def parents(self, shard_id: str) -> tuple[str, ...]:
         """Return a shard's parents, as far as they are known."""
@@ -243,6 +259,12 @@ class ShardSession:
         last = self.position.claim(position) if self.alive else None
         if last is not None:
             self._shards.buffer.move(self.shard_id, self.epoch, last)
+
+    def begin(self, position: Sequence) -> None:
+        """Note where a shard begins of which the ledger has no position."""
+        if self.alive and self.position.accepted is None:
+            self.position.accept(position)
+            self.advance(position)
 
     def checkpoint_due(self) -> Sequence | None:
         """Return the durable position when it is ahead of the last checkpoint, else None."""

@@ -2,12 +2,14 @@
 
 A source opens shards, hands batches in, and learns what may be checkpointed. For each shard, in this order:
 
+    intake.know, seen        where nobody assigns shards: what the stream lists, and what the ledger says of them
     intake.check             it would begin where the ledger lets it
     owners.take              the claim under which all that follows is done (``claim.work``)
     intake.open_shard        from there on the shard counts for the watermark
     runtime.open, park       its handler; then ``claim.opened = True``
     runtime.process, take    one batch after the other: its payload, and what became of it; ``admitted``
-    checkpoint_due           what is durable; the source stores it, and says so (``checkpointed``)
+    checkpoint_due           what is durable; the source stores it, and says so (``checkpointed``), unless the ledger's
+                             position is all that it goes by (``after``, ``begin``)
     end, lost, disconnected  how it ended; then ``runtime.forget`` and ``owners.release``
 """
 
@@ -40,8 +42,34 @@ class ShardOpening:
     """Parents, where the source knows them."""
 
 
+class KnownShard(NamedTuple):
+    """What the ledger says of a shard."""
+
+    position: Sequence | None
+    """Everything at or before it is durable; None when nothing is yet."""
+    ended: bool
+    """It is read to its end, durably."""
+    owner: str | None
+    """The server that has it; None: nobody."""
+
+
+class Seen(NamedTuple):
+    """The ledger, as this server looked at it last: at most a flush interval ago, while it is in reach."""
+
+    server_id: str
+    """This server."""
+    servers: frozenset[str]
+    """Those that take shards, this one among them, and those that died and are not buried yet."""
+    shards: Mapping[str, KnownShard]
+
+
 class ShardIntake(Protocol):
     """One shard under one connection. It is dead once the shard is opened again; calls on a dead one do nothing."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether the shard is its: it has not ended, was not let go, and no other server has opened it since."""
+        ...
 
     @property
     def after(self) -> Sequence | None:
@@ -70,6 +98,10 @@ class ShardIntake(Protocol):
 
     def advance(self, position: Sequence) -> None:
         """Note that a handler which keeps its position has checkpointed so far in a hook; the next flush moves it."""
+        ...
+
+    def begin(self, position: Sequence) -> None:
+        """Note where a shard begins of which the ledger has no position: all at or before it counts as done."""
         ...
 
     def checkpoint_due(self) -> Sequence | None:
@@ -106,6 +138,14 @@ class ShardIntake(Protocol):
 
 class Intake(Protocol):
     """The coordinator, as sources see it."""
+
+    def know(self, listing: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+        """Learn the shards that the stream lists, with their parents; return the new ones. Those hold the watermark."""
+        ...
+
+    def seen(self) -> Seen:
+        """Return what the ledger held when this server looked last."""
+        ...
 
     async def check(self, opening: ShardOpening) -> None:
         """Raise GapRefused where it is known already that ``open_shard`` will: nobody shall lose the shard to that."""

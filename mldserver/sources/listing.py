@@ -86,7 +86,7 @@ class ShardPolling:
         self._asked: list[asyncio.Future[None]] = []
         self._wake = asyncio.Event()
 
-    async def run(self, tell: Callable[[Mapping[str, tuple[str, ...]]], None]) -> None:
+    async def run(self, tell: Callable[[Mapping[str, tuple[str, ...]]], object]) -> None:
         """Tell what AWS says, until cancelled. Of a listing that failed nothing is told."""
         async with self._shards:
             while True:

@@ -43,6 +43,40 @@ async def test_a_daemon_that_starts_at_a_sequence_that_no_ledger_knows_is_refuse
             await pipeline.open("a", S(6))
 
 
+async def test_where_a_shard_begins_is_durable_before_its_first_record_and_moves_no_position(
+    pipeline: Pipeline,
+) -> None:
+    async with pipeline.life():
+        session = await pipeline.open("a")
+        session.begin(S(0, 7))
+        assert session.after == S(0, 7)
+        await session.drain()
+        assert pipeline.coordinator.shards.seen().shards["a"].position is None  # as the cycle found it
+        await pipeline.cycle()
+        assert pipeline.coordinator.shards.seen().shards["a"].position == S(0, 7)
+        await pipeline.give(session, [(5, 1000)])
+        session.begin(S(0, 9))
+        assert session.after == S(5)
+
+
+async def test_a_source_sees_who_has_which_shard_and_loses_what_another_server_opened(
+    pipeline: Pipeline,
+) -> None:
+    async with pipeline.life():
+        session = await pipeline.open("a")
+        await pipeline.cycle()
+        seen = pipeline.coordinator.shards.seen()
+        assert (seen.server_id, seen.servers, seen.shards["a"].owner) == ("one", {"one"}, "one")
+        assert session.alive
+        other = pipeline.ledger.store
+        state = other.peek().shards["a"]
+        other.server_id = "two"
+        assert other.open_shard("a").epoch == state.epoch + 1
+        other.server_id = "one"
+        await pipeline.cycle()
+        assert not session.alive
+
+
 async def test_a_gap_that_the_operator_accepts_is_told(tmp_path: Path, logged: list[dict[str, Any]]) -> None:
     pipeline = Pipeline(tmp_path, rules=replace(RULES, accept_gap=True))
     async with pipeline.life():

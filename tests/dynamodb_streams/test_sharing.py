@@ -1,0 +1,81 @@
+"""Servers that look at the same ledger share a stream's shards: each is read by one, and nothing moves for nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mldserver.dynamodb_streams.sharing import Plan, share
+
+SERVERS = st.sets(st.sampled_from(["ann", "ben", "cleo", "dan", "eve"]), min_size=1)
+OWNERS = st.dictionaries(
+    st.integers(0, 30).map("shard-{:02d}".format), st.sampled_from([None, "ann", "ben", "cleo", "dan", "eve"])
+)
+
+
+def living(owners: dict[str, str | None], servers: set[str]) -> dict[str, str | None]:
+    """Return the shards as they are once dead servers are buried."""
+    return {shard: owner if owner in servers else None for shard, owner in owners.items()}
+
+
+def test_one_server_takes_everything_that_nobody_has() -> None:
+    assert share({"a": None, "b": "me", "c": None}, {"me"}, "me") == Plan(("a", "c"), ())
+
+
+def test_a_server_that_comes_gets_its_fair_share_from_those_that_have_more() -> None:
+    owners = dict.fromkeys("abcd", "old")
+    assert share(owners, {"old", "new"}, "new") == Plan((), ())
+    assert share(owners, {"old", "new"}, "old") == Plan((), ("a", "b"))
+    assert share(owners | {"a": None, "b": None}, {"old", "new"}, "new") == Plan(("a", "b"), ())
+    assert share(owners | {"a": None, "b": None}, {"old", "new"}, "old") == Plan((), ())
+
+
+def test_what_is_being_given_up_counts_until_it_is_gone() -> None:
+    owners = dict.fromkeys("abcd", "old")
+    assert share(owners, {"old", "new"}, "old", leaving={"c", "d"}) == Plan((), ("c", "d"))
+
+
+def test_a_server_that_is_dead_keeps_its_shards_until_it_is_buried() -> None:
+    assert share({"a": "dead", "b": None}, {"me", "dead"}, "me") == Plan(("b",), ())
+    assert share({"a": None, "b": "me"}, {"me"}, "me") == Plan(("a",), ())
+
+
+def test_what_a_server_leaves_lying_is_taken_by_the_others() -> None:
+    owners = {"a": "me", "b": None}
+    assert share(owners, {"me", "stopping"}, "me") == Plan((), ())
+    assert share(owners, {"me", "stopping"}, "me", forsaken={"b"}) == Plan(("b",), ())
+
+
+@given(OWNERS, SERVERS)
+def test_of_one_view_each_free_shard_is_taken_once_and_no_other(
+    owners: dict[str, str | None], servers: set[str]
+) -> None:
+    taken = Counter(shard for server in servers for shard in share(owners, servers, server).take)
+    assert taken == Counter(shard for shard, owner in owners.items() if owner is None)
+
+
+@given(OWNERS, SERVERS)
+def test_shares_become_fair_and_then_nothing_moves(owners: dict[str, str | None], servers: set[str]) -> None:
+    now = living(owners, servers)
+    for _ in range(2):
+        plans = {server: share(now, servers, server) for server in servers}
+        for server, plan in plans.items():
+            assert all(now[shard] == server for shard in plan.give_up)
+            now |= dict.fromkeys(plan.give_up)
+        for server, plan in plans.items():
+            now |= dict.fromkeys(plan.take, server)
+    settled = now | {shard: server for server in servers for shard in share(now, servers, server).take}
+    assert None not in settled.values()
+    sizes = [sum(owner == server for owner in settled.values()) for server in servers]
+    assert max(sizes) - min(sizes) <= 1
+    assert all(share(settled, servers, server) == Plan((), ()) for server in servers)
+
+
+@given(OWNERS, SERVERS)
+def test_what_is_shared_fairly_already_stays(owners: dict[str, str | None], servers: set[str]) -> None:
+    fair: dict[str, str | None] = {
+        shard: sorted(servers)[place % len(servers)] for place, shard in enumerate(owners)
+    }
+    assert all(share(fair, servers, server) == Plan((), ()) for server in servers)
