@@ -47,6 +47,7 @@ mldserver logs -f mldserver.log --level warning
 mldserver windows list --out out/departures
 mldserver drain handlers.departures --out out/departures
 mldserver ledger show --out out/departures
+mldserver streams describe TABLE --region eu-central-1
 mldserver dead-letters list --out out/departures
 mldserver help handlers
 ```
@@ -63,6 +64,7 @@ _COMMANDS: Final = {
     "windows": "Show windows, and run those again that were set aside.",
     "ledger": "Show where shards and servers stand; reset a shard, or accept its gap.",
     "dead-letters": "Show records that failed for good, run them again, or delete them.",
+    "streams": "Show the stream of a table in DynamoDB, and how far it is read.",
     "kcl": "Run the Java MultiLangDaemon, connected to a server.",
 }
 

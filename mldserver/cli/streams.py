@@ -1,0 +1,242 @@
+"""``mldserver streams``: shows the stream of a table in DynamoDB, and how far a pipeline has read it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from datetime import timedelta
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+
+import structlog
+from cyclopts import App, Parameter
+
+from mldserver.base.clock import SystemClock
+from mldserver.cli.ledger_tool import HERE, AsJson, Where, at_ledger, details, moment, table, tell, tell_json
+from mldserver.dynamodb_streams.shard_tree import TRIM_HORIZON, After, ShardTree, StreamShard
+from mldserver.errors import NotThereYet
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.table import Table
+
+    from mldserver.dynamodb_streams.streams_api import Description, StreamsApi
+    from mldserver.ledger.contract import LedgerState, ShardState
+    from mldserver.ledger.operations import Ledger
+
+_HELP = """
+Show the stream of a table in DynamoDB: its shards, and with a ledger how far the pipeline has read them.
+
+```
+mldserver streams describe orders --region eu-central-1
+mldserver streams describe orders --region eu-central-1 --out out/orders
+mldserver streams describe orders --endpoint-url http://127.0.0.1:8000 --json
+```
+"""
+_PATIENCE_SECONDS: Final = 20.0
+_EMPTY_PAGES: Final = 5
+"""So many in a row cross any gap of an open shard."""
+
+app = App(name="streams", help=_HELP, help_format="markdown")
+
+
+class _Row(NamedTuple):
+    """One shard, as it is shown."""
+
+    shard: StreamShard
+    depth: int = 0
+    held: ShardState | None = None
+    """What the ledger knows of it."""
+    lag_ms: int | None = None
+    """The age of the oldest change behind the ledger's position; 0: there is none. None: not known."""
+    note: str = ""
+
+    @property
+    def state(self) -> str:
+        return "ended" if self.held and self.held.ended else "open" if self.shard.last is None else "closed"
+
+
+@app.command(name="describe")
+def describe_stream(
+    stream: Annotated[str, Parameter(help="A table's name: its newest stream. Or a stream's ARN.")],
+    /,
+    *,
+    region: Annotated[str | None, Parameter(help="AWS region. [default: as boto3 finds it]")] = None,
+    endpoint_url: Annotated[str | None, Parameter(help="Of an emulator. [default: AWS's]")] = None,
+    where: Where = HERE,
+    as_json: AsJson = False,
+) -> int:
+    """Show a stream's shards as a tree: open, closed, or read to the end.
+
+    Where a ledger is named (--out or --ledger), also the positions, and the lag: the age of the oldest change that is not
+    durable yet. For that a few records are read, by a reader more for a moment.
+    """
+    if not structlog.is_configured():
+        structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    held: list[LedgerState] = []
+    if where != HERE:
+
+        async def look(_ledger: Ledger, state: LedgerState) -> None:
+            held.append(state)
+
+        at_ledger(where, look)
+    described, newest, rows = asyncio.run(_look(stream, region, endpoint_url, held[0] if held else None))
+    if as_json:
+        tell_json(_document(described, newest, rows))
+    else:
+        tell(details(_facts(described, newest, rows)), "", _shards(rows, with_ledger=bool(held)))
+    return 0
+
+
+async def _look(
+    stream: str, region: str | None, endpoint_url: str | None, held: LedgerState | None
+) -> tuple[Description, str, list[_Row]]:
+    """Return the stream, the ARN of the table's newest one that is enabled, and a row for each shard."""
+    from mldserver.dynamodb_streams.streams_api import StreamsApi, streams_client  # noqa: PLC0415  # `--help` must not wait for AWS's client
+
+    clock = SystemClock()
+    api = StreamsApi(
+        lambda: streams_client(region=region, endpoint_url=endpoint_url),
+        clock=clock,
+        random=random.random,
+        patience_seconds=_PATIENCE_SECONDS,
+    )
+    async with api:
+        described = await api.describe(await api.resolve(stream))
+        try:
+            newest = await api.resolve(described.table)
+        except NotThereYet:
+            newest = ""
+        tree = ShardTree()
+        tree.learn(described.shards, whole=True)
+        rows = list(_rows(tree, held))
+        if held is not None:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(_measured(api, described.arn, row, clock.now_ms())) for row in rows
+                ]
+            rows = [task.result() for task in tasks]
+    return described, newest, rows
+
+
+def _rows(tree: ShardTree, held: LedgerState | None) -> Iterable[_Row]:
+    known = {} if held is None else held.shards
+    for depth, shard in tree.walk():
+        yield _Row(shard, depth, known.get(shard.id))
+    for shard_id, state in sorted(known.items()):
+        if shard_id not in tree and not state.ended:
+            yield _Row(StreamShard(shard_id), held=state, note="not in the stream any more")
+
+
+async def _measured(api: StreamsApi, arn: str, row: _Row, now_ms: int) -> _Row:
+    """Return a shard's row with its lag, if it has one."""
+    from mldserver.dynamodb_streams.streams_api import ShardGone, Trimmed  # noqa: PLC0415  # see above
+
+    position = row.held.position if row.held else None
+    if row.note or row.state == "ended":
+        return row
+    if position is not None and not position.number:
+        return row._replace(note=f"begins at {moment(position.sub)}")
+    note = "not begun" if position is None else ""
+    try:
+        iterator: str | None
+        iterator = await api.iterator(
+            arn, row.shard.id, TRIM_HORIZON if position is None else After(position.number)
+        )
+        for _ in range(_EMPTY_PAGES):
+            if iterator is None:
+                break
+            records, iterator = await api.records(iterator, limit=1)
+            if records:
+                created = records[0]["dynamodb"]["ApproximateCreationDateTime"]
+                return row._replace(lag_ms=max(0, now_ms - round(created.timestamp() * 1000)), note=note)
+    except Trimmed:
+        return row._replace(note="the position was trimmed: changes are lost")
+    except ShardGone:
+        return row._replace(note="not in the stream any more")
+    return row._replace(lag_ms=0, note=note)
+
+
+def _document(described: Description, newest: str, rows: list[_Row]) -> dict[str, Any]:
+    return {
+        "stream": described.arn,
+        "table": described.table,
+        "status": described.status,
+        "view_type": described.view_type,
+        "newest_enabled": newest or None,
+        "shards": [
+            {
+                "shard": row.shard.id,
+                "parent": row.shard.parent,
+                "state": row.state,
+                "first": None if row.shard.first is None else str(row.shard.first),
+                "last": None if row.shard.last is None else str(row.shard.last),
+                "position": _position(row),
+                "owner": row.held.owner if row.held else None,
+                "lag_ms": row.lag_ms,
+                "note": row.note or None,
+            }
+            for row in rows
+        ],
+    }
+
+
+def _facts(described: Description, newest: str, rows: list[_Row]) -> list[tuple[str, str]]:
+    states = [row.state for row in rows]
+    counts = ", ".join(
+        f"{states.count(state):,} {state}" for state in ("open", "closed", "ended") if state in states
+    )
+    facts = [
+        ("stream", described.arn),
+        ("table", described.table),
+        ("status", f"{described.status}, {described.view_type}"),
+        ("shards", counts or "none is listed"),
+    ]
+    lags = [row.lag_ms for row in rows if row.lag_ms is not None]
+    if lags:
+        facts.append(("lag", _lag(max(lags))))
+    if described.arn != newest:
+        other = f"The table's stream is {newest}." if newest else "The table has no enabled stream."
+        facts.append(
+            ("note", f"What is left of this stream can be read for 24 hours after it was disabled. {other}")
+        )
+    return facts
+
+
+def _shards(rows: list[_Row], *, with_ledger: bool) -> Table:
+    columns = ("shard", "state", "sequence numbers")
+    lines = [
+        (
+            f"{'  ' * row.depth}{row.shard.id}",
+            row.state,
+            f"{_text(row.shard.first)} … {_text(row.shard.last)}",
+        )
+        for row in rows
+    ]
+    if not with_ledger:
+        return table("", columns, lines)
+    more = [
+        (
+            _position(row) or "-",
+            "-" if row.lag_ms is None else _lag(row.lag_ms),
+            (row.held.owner if row.held else None) or "-",
+            row.note,
+        )
+        for row in rows
+    ]
+    both = (line + other for line, other in zip(lines, more, strict=True))
+    return table("", (*columns, "position", ">lag", "held by", "note"), both)
+
+
+def _position(row: _Row) -> str | None:
+    position = row.held.position if row.held else None
+    return str(position) if position is not None and position.number else None
+
+
+def _text(number: int | None) -> str:
+    return "" if number is None else str(number)
+
+
+def _lag(ms: int) -> str:
+    return str(timedelta(seconds=ms // 1000))
