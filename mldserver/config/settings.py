@@ -329,25 +329,16 @@ class Spec:
 
     field: str
     """The attribute of ``Settings``."""
+    name: str
+    """The setting's name, which is its key in TOML too: the field's, without a unit."""
+    option: str
+    """E.g. ``--line-limit``."""
+    variable: str
+    """Of the environment, e.g. ``MLDSERVER_LINE_LIMIT``."""
     section: str
     kind: Kind[Any]
     common: bool
     shown_default: str
-
-    @property
-    def name(self) -> str:
-        """The setting's name, which is its key in TOML too: the field's, without a unit."""
-        return self.field.removesuffix("_ms").removesuffix("_seconds")
-
-    @property
-    def option(self) -> str:
-        """The option's name, e.g. ``--line-limit``."""
-        return f"--{self.name.replace('_', '-')}"
-
-    @property
-    def variable(self) -> str:
-        """The environment variable's name, e.g. ``MLDSERVER_LINE_LIMIT``."""
-        return f"{ENV_PREFIX}{self.name.upper()}"
 
     @property
     def help(self) -> str:
@@ -364,8 +355,9 @@ def specs() -> dict[str, Spec]:
         for member in dataclasses.fields(section):
             about, kind = member.metadata, member.metadata["kind"]
             shown = about["shown"] if "shown" in about else kind.show(member.default)
-            spec = Spec(member.name, title, kind, about["common"], shown)
-            table[spec.name] = spec
+            name = member.name.removesuffix("_ms").removesuffix("_seconds")
+            option, variable = f"--{name.replace('_', '-')}", f"{ENV_PREFIX}{name.upper()}"
+            table[name] = Spec(member.name, name, option, variable, title, kind, about["common"], shown)
     return table
 
 

@@ -235,7 +235,9 @@ class Coordinator:
 
     async def _sync(self) -> None:
         """Beat, learn what the ledger holds, and take over what dead servers left."""
-        working = frozenset() if self._runner is None else self._runner.unfinished
+        working = (
+            frozenset() if self._runner is None else {window_id for window_id, _ in self._runner.unfinished}
+        )
         state = await self._membership.sync()
         self._sessions.catch_up(state.shards.values())
         self._membership.learn(state)
@@ -255,7 +257,7 @@ class Coordinator:
     def _learn(self, state: LedgerState) -> None:
         self.shards.state = state
         self.redriving.learn(state)
-        garbage = 0 if self._runner is None else self._runner.garbage_bytes
+        garbage = 0 if self._runner is None else self._runner.steps.garbage_bytes
         self._backpressure.count(state, self._flusher.garbage_bytes + garbage)
 
     async def _flush(self, batches: dict[int, BufferedBatch], reason: str) -> bool:

@@ -62,7 +62,7 @@ class _Failures:
 
 
 @dataclass(slots=True)
-class _Halt:
+class Halt:
     """A window that keeps failing and that every other waits for."""
 
     decided: asyncio.Event
@@ -84,14 +84,15 @@ class WindowRunner:
         """Take the steps one by one; ``random`` gives [0, 1) for jitter."""
         self.recompute = steps.retain
         self.publisher = steps.publisher
-        self._steps = steps
+        self.steps = steps
         self._policy = policy
         self._random = random
         self._ledger, self._engine, self._clock = steps.ledger, steps.engine, steps.clock
         self._queue: asyncio.Queue[WindowEntry] = asyncio.Queue()
-        self._unfinished: dict[tuple[str, int], int] = {}
-        """When each window and revision was submitted (ms)."""
-        self._halted: dict[str, _Halt] = {}
+        self.unfinished: dict[tuple[str, int], int] = {}
+        """The windows and revisions that wait or run, and when each was submitted (ms)."""
+        self.halted: dict[str, Halt] = {}
+        """Windows that kept failing and that every other waits for."""
         self._go = asyncio.Event()
         self._go.set()
         self._idle = asyncio.Event()
@@ -102,30 +103,15 @@ class WindowRunner:
     @property
     def waiting(self) -> int:
         """How many windows are cut and not published yet."""
-        return len(self._unfinished)
-
-    @property
-    def garbage_bytes(self) -> int:
-        """What segments take that are of no use, and could not be deleted yet."""
-        return self._steps.garbage_bytes
-
-    @property
-    def unfinished(self) -> frozenset[str]:
-        """The windows that wait or run."""
-        return frozenset(window_id for window_id, _ in self._unfinished)
-
-    @property
-    def halted(self) -> frozenset[str]:
-        """Windows that kept failing and that every other waits for."""
-        return frozenset(self._halted)
+        return len(self.unfinished)
 
     def begin(self, state: LedgerState, older: Mapping[str, str]) -> None:
         """Learn at the start which ledger this is; ``older``: the DDL of other schemas, by their shape's fingerprint."""
-        self._steps.ledger_id, self._steps.older = state.ledger_id, older
+        self.steps.ledger_id, self.steps.older = state.ledger_id, older
 
     def learn(self, state: LedgerState) -> None:
         """Take in what operators decided about halted windows: each is looked at again at once."""
-        for window_id, halt in self._halted.items():
+        for window_id, halt in self.halted.items():
             entry = state.windows.get(window_id)
             # Without an error of its own to miss, the window may as well have succeeded; no entry may mean no news.
             if not halt.kept or (entry.is_halted if entry is not None else state.since):
@@ -138,8 +124,8 @@ class WindowRunner:
     def submit(self, entries: Iterable[WindowEntry]) -> None:
         """Take windows that are this server's: CUT ones are computed, COMMITTED ones published. Twice is once."""
         for entry in entries:
-            if _key(entry) not in self._unfinished:
-                self._unfinished[_key(entry)] = self._clock.steady_ms()
+            if _key(entry) not in self.unfinished:
+                self.unfinished[_key(entry)] = self._clock.steady_ms()
                 self._idle.clear()
                 self._queue.put_nowait(entry)
 
@@ -150,7 +136,7 @@ class WindowRunner:
     async def run(self) -> None:
         """Compute windows until cancelled; ``policy.window_concurrency`` at a time."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._steps.clean_up(), name="replaced outputs")
+            group.create_task(self.steps.clean_up(), name="replaced outputs")
             for _ in range(self._policy.window_concurrency):
                 group.create_task(self._work(), name="windows")
 
@@ -175,8 +161,8 @@ class WindowRunner:
                     self._done(entry)
 
     def _done(self, entry: WindowEntry) -> None:
-        self._unfinished.pop(_key(entry), None)
-        if not self._unfinished:
+        self.unfinished.pop(_key(entry), None)
+        if not self.unfinished:
             self._idle.set()
 
     async def _together(self, group: Sequence[WindowEntry]) -> dict[str, Committed | None]:
@@ -186,7 +172,7 @@ class WindowRunner:
         }
         entries = [entry for entry in group if entry.window_id not in alone]
         try:
-            done = await self._steps.compute(entries)
+            done = await self.steps.compute(entries)
         except _FAULTS as error:
             log.warning("window.group_failed", windows=len(entries), **_fields(error))
             return dict.fromkeys((entry.window_id for entry in group), None)
@@ -205,7 +191,7 @@ class WindowRunner:
     async def _publish(self, committed: Sequence[Committed]) -> None:
         if not committed:
             return
-        await self._steps.publish(committed)
+        await self.steps.publish(committed)
         self.published += len(committed)
         now_ms = self._clock.steady_ms()
         for window in committed:
@@ -220,7 +206,7 @@ class WindowRunner:
                 files=len(output.files),
                 attempt=window.attempt,
                 spark_seconds=round(window.seconds, 3),
-                lag_seconds=round((now_ms - self._unfinished[_key(entry)]) / 1000, 3),
+                lag_seconds=round((now_ms - self.unfinished[_key(entry)]) / 1000, 3),
                 seconds=round((now_ms - window.began_ms) / 1000, 3),
                 path=self.publisher.shown(entry.window_id) if output.files else None,
             )
@@ -231,7 +217,7 @@ class WindowRunner:
             try:
                 # Once committed only publishing is tried again: the output counts, computing it anew would not.
                 committed = committed or await self._commit(entry)
-                if halt := self._halted.get(entry.window_id):
+                if halt := self.halted.get(entry.window_id):
                     halt.kept = False  # by the commit
                 if committed is not None:
                     await self._publish([committed])
@@ -252,15 +238,15 @@ class WindowRunner:
     async def _commit(self, entry: WindowEntry) -> Committed | None:
         """Compute a window, or find its output committed. None: it is not this server's any more, or done."""
         if entry.state is WindowState.COMMITTED:
-            return await self._steps.find_committed(entry)
-        done = await self._steps.compute([entry])
+            return await self.steps.find_committed(entry)
+        done = await self.steps.compute([entry])
         if done is None:
-            return await self._steps.find_committed(entry)
+            return await self.steps.find_committed(entry)
         if not done:
             raise WindowFailed(
                 f"An attempt at window {entry.window_id} lost its claim before it could commit.",
                 did="Its output was thrown away.",
-                pipeline=self._steps.pipeline,
+                pipeline=self.steps.pipeline,
             )
         return done[0]
 
@@ -286,8 +272,8 @@ class WindowRunner:
         tries = failures.runs + failures.steps
         base, cap = self._policy.window_retry_base_seconds, self._policy.window_retry_cap_seconds
         delay = cap if last else backoff(tries, base, cap, self._random())
-        if last and entry.window_id not in self._halted:
-            self._halted[entry.window_id] = _Halt(asyncio.Event())
+        if last and entry.window_id not in self.halted:
+            self.halted[entry.window_id] = Halt(asyncio.Event())
             self._go.clear()
             way_out = f"`mldserver windows retry {entry.window_id}` tries it at once"
             way_out += ", `set-aside` or `skip` let those behind it go on." if of_run else "."
@@ -298,14 +284,14 @@ class WindowRunner:
         if not last:
             await self._clock.sleep(delay)
         elif await self._keep_error(entry, error):
-            halt = self._halted[entry.window_id]
+            halt = self.halted[entry.window_id]
             await happens(halt.decided, self._clock, delay)
             halt.decided.clear()
         return False
 
     async def _keep_error(self, entry: WindowEntry, error: Exception) -> bool:
         """Tell the ledger why a window is halted. False: an operator has decided meanwhile what becomes of it."""
-        halt = self._halted[entry.window_id]
+        halt = self.halted[entry.window_id]
         try:
             kept = await self._ledger.halt(entry.window_id, str(error), first=not halt.kept)
         except LedgerError:
@@ -315,8 +301,8 @@ class WindowRunner:
 
     def _resume(self, window_id: str) -> None:
         """Let the others go on, unless another window halts them."""
-        self._halted.pop(window_id, None)
-        if not self._halted:
+        self.halted.pop(window_id, None)
+        if not self.halted:
             self._go.set()
 
 

@@ -41,11 +41,22 @@ def register(draft: Draft, flush: Flush, now_ms: int) -> FlushResult:
     stands = draft.totals.batch_progress
     progress = stands.moved_on(flush.batches) if flush.batches is not None else stands
     refused = {(segment.kind, segment.window_id) for segment in flush.segments if _refuses(draft, segment)}
+    lost = set()
+    for update in flush.positions:
+        # It must come from the shard's latest epoch, and go on from where the shard stands.
+        shard = draft.shards.get(update.shard_id)
+        if shard is None or shard.epoch != update.epoch or shard.position != update.previous:
+            lost.add(update.shard_id)
+    letters = {letter_id: _find(draft, letter_id) for letter_id in flush.redriven}
     result = FlushResult(
-        lost_shards=frozenset(update.shard_id for update in flush.positions if not _goes_on(draft, update)),
+        lost_shards=frozenset(lost),
         cut_windows=frozenset(window_id for kind, window_id in refused if kind is SegmentKind.WINDOW),
         expired_windows=frozenset(window_id for kind, window_id in refused if kind is SegmentKind.RECOMPUTE),
-        gone_letters=_missing(draft, flush.redriven),
+        gone_letters=frozenset(
+            letter_id
+            for letter_id, place in letters.items()
+            if place is None or not place[1].wanted & place[2]
+        ),
         batch_progress=stands if progress is None else None,
     )
     if progress is None or not result.registered:
@@ -67,12 +78,6 @@ def register(draft: Draft, flush: Flush, now_ms: int) -> FlushResult:
     clock = max(draft.totals.clock, flush.clock)
     draft.totals = replace(draft.totals, clock=clock, batch_progress=progress)
     return result
-
-
-def _goes_on(draft: Draft, update: PositionUpdate) -> bool:
-    """Whether an update comes from the shard's latest epoch and goes on from where the shard stands."""
-    shard = draft.shards.get(update.shard_id)
-    return shard is not None and shard.epoch == update.epoch and shard.position == update.previous
 
 
 def _refuses(draft: Draft, segment: Segment) -> bool:
@@ -169,14 +174,6 @@ def mark(draft: Draft, ids: Iterable[str], *, wanted: bool) -> frozenset[str]:
             draft.letters.put(key, replace(item, wanted=item.wanted | bit if wanted else item.wanted & ~bit))
             marked.add(letter_id)
     return frozenset(marked)
-
-
-def _missing(draft: Draft, ids: Iterable[str]) -> frozenset[str]:
-    """Return the letters that are not there any more, or not to be redriven."""
-    letters = {letter_id: _find(draft, letter_id) for letter_id in ids}
-    return frozenset(
-        letter_id for letter_id, place in letters.items() if place is None or not place[1].wanted & place[2]
-    )
 
 
 def remove(draft: Draft, ids: Iterable[str]) -> frozenset[str]:

@@ -33,14 +33,10 @@ def enter(draft: Draft, server_id: str, now_ms: int) -> int:
     return life
 
 
-def _lives(draft: Draft, server_id: str, life: int) -> bool:
-    server = draft.servers.get(server_id)
-    return server is not None and server.life == life
-
-
 def require(draft: Draft, server_id: str, life: int) -> None:
     """Raise ServerBuried unless the server still lives this life."""
-    if not _lives(draft, server_id, life):
+    server = draft.servers.get(server_id)
+    if server is None or server.life != life:
         raise ServerBuried(
             f"Server {server_id} is not registered any more: another took it for dead, has its id,"
             " or has claimed the ledger anew (--new-ledger).",
@@ -83,20 +79,17 @@ def declare(draft: Draft, server_id: str, change: ShapeChange, version: int, now
         if entry is not None and entry.state is WindowState.PUBLISHED:
             _let_go(draft, entry)
     if change.window_ms is not None:
-        _begin_anew(draft, change.window_ms, now_ms)
+        # Windows of the new size begin at or after the end of every one that has begun.
+        entries = draft.book.windows.values()
+        begun = [entry.end_ms for entry in entries if entry.start_ms is not None and entry.start_ms <= now_ms]
+        last = max((end for end in (*begun, draft.totals.cut_below_ms) if end is not None), default=None)
+        if last is not None:
+            below = -(-last // change.window_ms) * change.window_ms
+            draft.totals = replace(draft.totals, cut_below_ms=below)
     if change.forget_event_times:
         for shard_id, shard in draft.book.shards.items():
             draft.shards.put(shard_id, replace(shard, event_ms=None))
     return True
-
-
-def _begin_anew(draft: Draft, size_ms: int, now_ms: int) -> None:
-    """Let windows of this size begin at or after the end of every one that has begun."""
-    entries = draft.book.windows.values()
-    begun = [entry.end_ms for entry in entries if entry.start_ms is not None and entry.start_ms <= now_ms]
-    last = max((end for end in (*begun, draft.totals.cut_below_ms) if end is not None), default=None)
-    if last is not None:
-        draft.totals = replace(draft.totals, cut_below_ms=-(-last // size_ms) * size_ms)
 
 
 def drain(draft: Draft) -> None:
@@ -130,7 +123,8 @@ def claim(draft: Draft, folder: str, instead_of: str | None, claimant: str | Non
 
 def leave(draft: Draft, server_id: str, life: int) -> None:
     """Take the server's row out, unless it is out already, or another has its id."""
-    if _lives(draft, server_id, life):
+    server = draft.servers.get(server_id)
+    if server is not None and server.life == life:
         _remove(draft, server_id)
 
 

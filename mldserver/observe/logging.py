@@ -153,6 +153,8 @@ class CaughtStream(io.TextIOBase):
     Each thread has a line of its own: ``print(a, b)`` writes in pieces, and pieces of two threads must not mix.
     """
 
+    encoding = "utf-8"
+
     def __init__(self, emit: Callable[[str], None], *, fallback: TextIO | None = None) -> None:
         """Pass lines to ``emit``. What ``emit`` itself prints goes to ``fallback``, or nowhere."""
         super().__init__()
@@ -164,11 +166,6 @@ class CaughtStream(io.TextIOBase):
         self._emitting = threading.local()
         self.buffer = _Bytes(self)
         """For handlers that write bytes."""
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]  # typeshed has a plain attribute
-        """What bytes are taken for."""
-        return "utf-8"
 
     def writable(self) -> bool:
         """Return True."""
@@ -315,22 +312,6 @@ def libraries_through_us() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _stdout_for_the_log() -> Iterator[int]:
-    """Give a descriptor of the former standard output, and let descriptor 1 be standard error meanwhile.
-
-    Otherwise a handler's subprocess, or a C library, would write between the log's lines.
-    """
-    sys.stdout.flush()
-    own = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield own
-    finally:
-        os.dup2(own, 1)
-        os.close(own)
-
-
-@contextlib.contextmanager
 def logging_to(settings: Settings, *, observers: Collection[Observer] = ()) -> Iterator[LogWriter]:
     """Log as the settings say, for as long as the context lasts, prints and library logs included.
 
@@ -341,7 +322,14 @@ def logging_to(settings: Settings, *, observers: Collection[Observer] = ()) -> I
     global _current  # noqa: PLW0603  # a process has one log, as it has one standard output
     with contextlib.ExitStack() as stack:
         if settings.log_file is None:
-            output = LogOutput.to_stream(stack.enter_context(_stdout_for_the_log()))
+            # Descriptor 1 is standard error meanwhile: otherwise a handler's subprocess, or a C library, would write
+            # between the log's lines.
+            sys.stdout.flush()
+            former = os.dup(1)
+            stack.callback(os.close, former)
+            stack.callback(os.dup2, former, 1)
+            os.dup2(2, 1)
+            output = LogOutput(os.dup(former))
         else:
             output = LogOutput.to_file(settings.log_file)
         writer = configure(

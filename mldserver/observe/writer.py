@@ -68,11 +68,6 @@ class LogOutput:
         """Append to a file. Raises OperatorError when it cannot be opened."""
         return cls(_open(path), path=path)
 
-    @classmethod
-    def to_stream(cls, fd: int) -> LogOutput:
-        """Write to a copy of an open descriptor, e.g. standard output."""
-        return cls(os.dup(fd))
-
     @property
     def is_terminal(self) -> bool:
         """Whether a person is looking."""

@@ -2,13 +2,11 @@ from __future__ import annotations
 
 import errno
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.generated import settings_page
 
-from mldserver.config.__main__ import settings_page
 from mldserver.config.locations import cache_folder
 from mldserver.config.resolve import resolve
 from mldserver.config.settings import Settings, specs
@@ -288,13 +286,6 @@ def test_the_page_has_a_row_for_every_setting_and_each_section_once() -> None:
     assert "| `on_failure` | `dead_letter` |" in settings_page()
     titles = [row for row in rows if row.startswith("## ")]
     assert titles == [f"## {section}" for section in dict.fromkeys(spec.section for spec in specs().values())]
-
-
-def test_the_module_prints_the_page() -> None:
-    printed = subprocess.run(
-        [sys.executable, "-m", "mldserver.config"], capture_output=True, text=True, check=True
-    )
-    assert printed.stdout == settings_page()
 
 
 def test_the_page_is_what_the_settings_say() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support import generated
 from support.pages import DOCS, PAGES, ROOT, prose
 
 from mldserver import Window
@@ -112,6 +113,11 @@ def test_options_that_a_page_names_are_some_commands(page: Path) -> None:
     known |= {f"--{name.replace('_', '-')}" for name in specs()} | {"--help", "--version"}
     named = {option for code in codes(page) for option in re.findall(r"(?<!\S)--[a-z][a-z-]+", code)}
     assert named - known == set()
+
+
+@pytest.mark.parametrize("name", generated.PAGES)
+def test_a_page_that_is_made_from_the_program_says_what_it_does(name: str) -> None:
+    assert (DOCS / name).read_text("utf-8") == generated.PAGES[name](), f"write it anew: {generated.COMMAND}"
 
 
 # mldserver help

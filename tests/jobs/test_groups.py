@@ -189,7 +189,7 @@ async def test_output_that_somebody_else_has_published_and_replaced_is_let_go(tm
         await three_windows(pipeline)
         await pipeline.clock.advance(5)
         assert list(pipeline.published())[:2] == W[1:3]
-        assert pipeline.runner.halted == frozenset()
+        assert pipeline.runner.halted == {}
 
 
 # Revisions.

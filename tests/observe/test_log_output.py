@@ -57,7 +57,7 @@ def test_when_the_new_file_cannot_be_opened_the_old_one_stays(log_file: tuple[Pa
 
 def test_a_stream_is_not_reopened_and_not_taken_away(tmp_path: Path) -> None:
     fd = os.open(tmp_path / "out", os.O_RDWR | os.O_CREAT)
-    output = LogOutput.to_stream(fd)
+    output = LogOutput(os.dup(fd))
     assert output.opened() is None
     output.line(b"x")
     output.close()

@@ -142,7 +142,7 @@ def test_the_end_writes_what_waits(writer_of: Callable[..., LogWriter], gate: Ga
 @pytest.mark.parametrize("closed", ["reader", "descriptor"])
 def test_a_reader_that_is_gone_and_a_descriptor_that_is_closed_do_no_harm(closed: str) -> None:
     read, write = os.pipe()
-    output = LogOutput.to_stream(write)
+    output = LogOutput(os.dup(write))
     os.close(write)
     if closed == "reader":
         os.close(read)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-from mldserver.protocol.__main__ import protocol_page
+from support.generated import protocol_page
+
 from mldserver.protocol.states import TABLE, Action, Input, State, Transition
 
 PAGE = Path(__file__).parents[2] / "mldserver" / "docs" / "protocol.md"
@@ -21,13 +20,6 @@ def test_the_table_can_be_read_back_from_the_diagram() -> None:
         for state in [State(begins)] if begins else [each for each in State if TABLE[each]]:
             drawn[state] |= {Input(name): row for name in happened.split(", ")}
     assert drawn == TABLE
-
-
-def test_the_module_prints_the_page() -> None:
-    printed = subprocess.run(
-        [sys.executable, "-m", "mldserver.protocol"], capture_output=True, text=True, check=True
-    )
-    assert printed.stdout == protocol_page()
 
 
 def test_the_page_is_what_the_table_says() -> None:

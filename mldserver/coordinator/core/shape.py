@@ -99,8 +99,13 @@ class Shape:
 
     def older(self, state: LedgerState) -> dict[str, str]:
         """Return the DDL of each shape with other columns that segments may have, by fingerprint."""
+        own = {(column.name, column.type) for column in self.columns}
         shapes = {fingerprint: Shape.read(text) for fingerprint, text in state.shapes.items()}
-        return {name: shape.ddl for name, shape in shapes.items() if _types(shape) != _types(self)}
+        return {
+            fingerprint: shape.ddl
+            for fingerprint, shape in shapes.items()
+            if {(column.name, column.type) for column in shape.columns} != own
+        }
 
     def change(self, state: LedgerState) -> ShapeChange:
         """Return what becomes of a ledger whose rows are of this shape from now on.
@@ -187,10 +192,6 @@ class Shape:
             pipeline=self.pipeline,
             window=entry.window_id,
         )
-
-
-def _types(shape: Shape) -> dict[str, str]:
-    return {column.name: column.type for column in shape.columns}
 
 
 def _holds(wide: str, narrow: str) -> bool:

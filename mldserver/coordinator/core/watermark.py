@@ -272,13 +272,17 @@ class Watermark:
         idle = 0
         delay_ms = None if self.rules.on_arrival else self._delay()
         for shard_id, clock in self._shards.items():
-            if not self._proved_caught_up(clock) and self._caught_up(clock, now_ms):
+            if not (clock.empty and clock.lag_ms == 0) and self._caught_up(clock, now_ms):
                 # Without empty batches it is carried with time, an idle time behind it.
                 clock.advance(self._aws_ms(now_ms - self.rules.idle_time_ms))
             if not self.rules.on_arrival and self._idle(clock, now_ms, delay_ms):
                 idle += 1
                 continue
-            value = self._carried(clock, delay_ms)
+            value = self._value(clock)
+            if delay_ms is not None and clock.arrival_ms is not None and self._rowless(clock):
+                # As far as arrival times without rows carry it.
+                carried = clock.arrival_ms - delay_ms - self.rules.idle_time_ms
+                value = carried if value is None else max(value, carried)
             values.append((value, _holder(shard_id, value)))
         if now_ms < self._settle_until_ms:
             return View(self._watermark_ms, Holder(None, "settling"))
@@ -333,12 +337,8 @@ class Watermark:
         advanced = clock.advanced_ms - self.rules.disorder_ms
         return advanced if event is None else max(event, advanced)
 
-    @staticmethod
-    def _proved_caught_up(clock: _ShardClock) -> bool:
-        return clock.empty and clock.lag_ms == 0
-
     def _caught_up(self, clock: _ShardClock, now_ms: int) -> bool:
-        if self._proved_caught_up(clock):
+        if clock.empty and clock.lag_ms == 0:
             return True
         # V1 daemons, and daemons that are not asked for empty batches: an idle shard just falls silent. One that said
         # that it lags is not idle, its next fetch is only slow.
@@ -370,14 +370,6 @@ class Watermark:
         ]
         now = [delay_ms for rowless, delay_ms in shown if not rowless]
         return max(now or [delay_ms for _, delay_ms in shown], default=None)
-
-    def _carried(self, clock: _ShardClock, delay_ms: int | None) -> int | None:
-        """Return the shard's watermark, as far as arrival times without rows carry it."""
-        value = self._value(clock)
-        if delay_ms is None or clock.arrival_ms is None or not self._rowless(clock):
-            return value
-        carried = clock.arrival_ms - delay_ms - self.rules.idle_time_ms
-        return carried if value is None else max(value, carried)
 
 
 def _holder(shard_id: str, value: int | None) -> Holder:

@@ -1,0 +1,155 @@
+"""The pages that are made from the program: ``PYTHONPATH=tests python3 -m support.generated`` writes them anew."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from support.pages import DOCS
+
+from mldserver.config.settings import specs
+from mldserver.observe import log_events
+from mldserver.protocol import states
+from mldserver.protocol.states import TABLE, State
+
+if TYPE_CHECKING:
+    from mldserver.config.settings import Spec
+    from mldserver.observe.log_events import Event
+    from mldserver.protocol.states import Input, Transition
+
+COMMAND: Final = "PYTHONPATH=tests python3 -m support.generated"
+
+_SETTINGS: Final = """\
+# Settings
+
+Every setting, its default, and what it does. `mldserver serve --help` shows those of the first days, `--help-all` all.
+
+The command line (`--line-limit`) counts before the environment (`MLDSERVER_LINE_LIMIT`), that before `mldserver.toml`
+(`line_limit`) in the working directory, that before the default. Unknown keys are errors. Sizes are written `256 MiB` or in
+bytes; durations `10 minutes`, `500 ms`, or in seconds.
+
+```toml
+# mldserver.toml
+handler = "handlers.departures"
+line_limit = "64 MiB"
+flush_interval = "2 s"
+```
+"""
+
+
+def settings_page() -> str:
+    """Return every setting as Markdown: a table for each section."""
+    sections: dict[str, list[Spec]] = {}
+    for spec in specs().values():
+        sections.setdefault(spec.section, []).append(spec)
+    page = [_SETTINGS]
+    for section, members in sections.items():
+        page += [f"## {section}\n", "| setting | default | what it does |", "|---|---|---|"]
+        for spec in members:
+            default = spec.shown_default.replace("`", "") or "(required)"
+            meaning = spec.help.replace("|", "\\|")
+            page.append(f"| `{spec.name}` | `{default}` | {meaning} |")
+        page.append("")
+    return "\n".join(page)
+
+
+_EVENTS: Final = """\
+# Events
+
+The log: how to read it, what its levels mean, and every event.
+
+Log lines are JSON on standard output (pretty on a terminal), or in `log_file`, which is opened again on SIGHUP. Names and
+fields of events are stable. `mldserver logs` renders a log and follows it, across rotation:
+
+```sh
+mldserver logs -f mldserver.log --shard shardId-000000000003 --level warning
+mldserver logs mldserver.log --event 'batch.*' --since '10 minutes'
+```
+"""
+
+
+def events_page() -> str:
+    """Return the log's contract and every event as Markdown: a table for each subject."""
+    subjects: dict[str, list[tuple[str, Event]]] = {}
+    for name, spec in log_events.EVENTS.items():
+        subjects.setdefault(name.partition(".")[0], []).append((name, spec))
+    _, _, contract = (log_events.__doc__ or "").replace("``", "`").partition("\n\n")
+    page = [_EVENTS, contract]
+    for subject, members in subjects.items():
+        page += [f"## {subject}\n", "| event | level | meaning | fields |", "|---|---|---|---|"]
+        for name, spec in members:
+            fields = ", ".join(f"`{field}`" for field in spec.fields)
+            meaning = spec.meaning.replace("``", "`").replace("|", "\\|")
+            page.append(f"| `{name}` | {spec.levels.replace('|', ' or ')} | {meaning} | {fields} |")
+        page.append("")
+    return "\n".join(page)
+
+
+_PROTOCOL: Final = """\
+# The protocol
+
+What the MultiLangDaemon and the server say to each other: messages, states, and the rules behind them.
+
+Each message is a line of JSON. One connection is one shard. The daemon asks, and the server answers each request with one
+status. Before that it may ask for checkpoints, one at a time.
+
+From the daemon:
+
+```json
+{"action": "initialize", "shardId": "shardId-000000000000", "sequenceNumber": "TRIM_HORIZON", "subSequenceNumber": 0}
+{"action": "processRecords", "records": [{"data": "e30=", "partitionKey": "a", "sequenceNumber": "7", "subSequenceNumber": 0, "approximateArrivalTimestamp": 1357000000000}], "millisBehindLatest": 0}
+{"action": "checkpoint", "sequenceNumber": "7", "subSequenceNumber": 0, "error": null}
+{"action": "shutdownRequested"}
+{"action": "leaseLost"}
+{"action": "shardEnded"}
+```
+
+From the server:
+
+```json
+{"action": "status", "responseFor": "initialize"}
+{"action": "checkpoint", "sequenceNumber": "7", "subSequenceNumber": 0}
+```
+
+KCL 1.x says `shutdown` with the reason `ZOMBIE`, `TERMINATE` or `REQUESTED` in place of the last three.
+"""
+
+_DIAGRAM: Final = """\
+## The states of a connection
+
+An arrow is labelled with what happens, a slash, and what is done. The names are those of `State`, `Input` and `Action` in
+`mldserver/protocol/states.py`.
+"""
+
+
+def protocol_page() -> str:
+    """Return messages, state diagram and rules as Markdown."""
+    _, _, rules = (states.__doc__ or "").replace("``", "`").partition("\n\n")
+    title, _, rest = rules.partition("\n")
+    rows = {state: dict(TABLE[state]) for state in State if TABLE[state]}
+    everywhere = set.intersection(*(set(row.items()) for row in rows.values()))
+    drawn = ["```mermaid", "stateDiagram-v2", f"    [*] --> {next(iter(rows))}"]
+    for state, row in rows.items():
+        drawn += _arrows(
+            str(state), {key: value for key, value in row.items() if (key, value) not in everywhere}
+        )
+    drawn += [f"    {State.CLOSED} --> [*]", "```", "", f"Every state but `{State.CLOSED}` leads to:", ""]
+    drawn += [arrow.replace(" --> ", "* ").strip() for arrow in _arrows("", dict(sorted(everywhere)))]
+    return "\n".join([_PROTOCOL, _DIAGRAM, *drawn, "", f"## {title}", "", rest.partition("\n")[2]])
+
+
+def _arrows(state: str, row: dict[Input, Transition]) -> list[str]:
+    """Return an arrow for each way that leads out of a state; what happens on one way shares it."""
+    ways: dict[Transition, list[str]] = {}
+    for happened, transition in row.items():
+        ways.setdefault(transition, []).append(str(happened))
+    return [
+        f"    {state} --> {to}: {', '.join(happened)} / {', '.join(each.name.lower() for each in actions)}"
+        for (to, actions), happened in ways.items()
+    ]
+
+
+PAGES: Final = {"settings.md": settings_page, "events.md": events_page, "protocol.md": protocol_page}
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (DOCS / name).write_text(page(), "utf-8")
