@@ -86,6 +86,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 
 CORES = (
     *("records", "errors", "windows", "protocol", "coordinator.core"),
+    "dynamodb_streams.merge",
+    "dynamodb_streams.positions",
     "dynamodb_streams.shard_tree",
 )
 """Rooms without an event loop, clock or I/O."""

@@ -26,6 +26,8 @@ QUICK: Final = (
     "protocol",
     "runtime",
     "sources",
+    "dynamodb_streams/test_merge.py",
+    "dynamodb_streams/test_positions.py",
     "dynamodb_streams/test_reader.py",
     "dynamodb_streams/test_shard_tree.py",
     "dynamodb_streams/test_streams_api.py",

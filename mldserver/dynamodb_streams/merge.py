@@ -1,0 +1,127 @@
+"""Shards merged into one order. A pure core: no event loop, times are passed in.
+
+An item's *effective time* is the running maximum of times inside its shard, floored by the last of its parent: so the
+order inside a shard, and parents before children, win over times. Items go out by (effective time, clock), where the
+clock counts pages as they are handed over.
+
+An item goes out once nothing that is still to come can belong before it. What a shard has yet to bring is no earlier
+than its last item; and after a look that found its end at the stream's tip, it was created after that look began.
+
+Pages go through a heap, not items: of the page whose head is the least, all that is no later than the next page's head
+goes out at once. DynamoDB's times are whole seconds, so such runs are long.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_T = TypeVar("_T")
+
+_NEVER: Final = -1
+
+
+@dataclass(slots=True)
+class _Shard:
+    last_ms: int
+    """Effective time of the last item that came: no later one has less."""
+    tip_ms: int = _NEVER
+    """What it brings from now on was created after this (steady) time."""
+    waiting: int = 0
+    """Items that came and did not go out."""
+
+
+@dataclass(slots=True)
+class _Page(Generic[_T]):
+    shard: _Shard
+    items: Sequence[_T]
+    times: Sequence[int]
+    """Their effective times, in order."""
+    came_ms: int
+    """Steady time at which it was here: its items were created before."""
+    at: int = 0
+    """The first item that did not go out."""
+
+
+class Merge(Generic[_T]):
+    """Takes pages of shards in, and gives their items out in order."""
+
+    def __init__(self) -> None:
+        """Begin without a shard."""
+        self._shards: dict[str, _Shard] = {}
+        self._heads: list[tuple[int, int, _Page[_T]]] = []
+        """A heap of pages, by the effective time of their first item and by the clock."""
+        self._clock = 0
+
+    def open(self, shard_id: str, *, floor_ms: int | None = None) -> None:
+        """Let a shard take part: nothing beyond ``floor_ms`` (its parent's last) goes out before it was heard of."""
+        self._shards[shard_id] = _Shard(0 if floor_ms is None else floor_ms)
+
+    def feed(self, shard_id: str, items: Sequence[_T], times: Sequence[int], *, now_ms: int) -> None:
+        """Take a page of an open shard in: at least one item, with their times (ms). ``now_ms``: steady time."""
+        shard = self._shards[shard_id]
+        # Most pages are in order as they are, which costs little to see.
+        if times[0] < shard.last_ms or list(times) != sorted(times):
+            times = list(accumulate(times, max, initial=shard.last_ms))[1:]
+        shard.last_ms = times[-1]
+        shard.waiting += len(items)
+        self._clock += 1
+        heapq.heappush(self._heads, (times[0], self._clock, _Page(shard, items, times, now_ms)))
+
+    def tip(self, shard_id: str, *, began_ms: int) -> None:
+        """Note that an open shard had nothing more when it was asked, at this steady time."""
+        self._shards[shard_id].tip_ms = began_ms
+
+    def end(self, shard_id: str) -> None:
+        """Note that an open shard was read to its end: its children may have records that nobody asked for yet.
+
+        Nothing later than its own last item goes out until ``close``.
+        """
+        self._shards[shard_id].tip_ms = _NEVER
+
+    def close(self, shard_id: str) -> None:
+        """Let a shard hold nothing back any more: it has ended, its items are out, and its children are open."""
+        del self._shards[shard_id]
+
+    def waiting(self, shard_id: str) -> int:
+        """Return how many items of an open shard came and did not go out."""
+        return self._shards[shard_id].waiting
+
+    def take(self, limit: int) -> tuple[list[_T], list[int]]:
+        """Return what may go out next, and the effective times. Not much more than ``limit`` items; none if all wait."""
+        items: list[_T] = []
+        times: list[int] = []
+        heads = self._heads
+        sure_ms = min((shard.last_ms for shard in self._shards.values()), default=math.inf)
+        while heads and len(items) < limit:
+            head_ms, clock, page = heads[0]
+            until_ms = sure_ms if head_ms <= sure_ms else self._until(page.came_ms)
+            if head_ms > until_ms:
+                break
+            next_ms, next_clock = min(heads[1:3], default=(math.inf, 0))[:2]
+            # Of equal times, the page that came first goes first.
+            if next_ms > until_ms or clock < next_clock:
+                stop = bisect_right(page.times, min(next_ms, until_ms), page.at)
+            else:
+                stop = bisect_left(page.times, next_ms, page.at)
+            items += page.items[page.at : stop]
+            times += page.times[page.at : stop]
+            page.shard.waiting -= stop - page.at
+            page.at = stop
+            if stop < len(page.times):
+                heapq.heapreplace(heads, (page.times[stop], clock, page))
+            else:
+                heapq.heappop(heads)
+        return items, times
+
+    def _until(self, came_ms: int) -> float:
+        """Return up to which effective time a page's items may go out that was here at ``came_ms``."""
+        waited_for = (shard.last_ms for shard in self._shards.values() if shard.tip_ms <= came_ms)
+        return min(waited_for, default=math.inf)
