@@ -10,6 +10,7 @@ reader goes on with what was created since it last looked.
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import orjson
@@ -23,7 +24,6 @@ from mldserver.records import Record
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from datetime import datetime
 
     from mldserver.base.clock import Clock
     from mldserver.dynamodb_streams.shard_tree import Start
@@ -133,15 +133,14 @@ class ShardReader:
                     self._iterator = await self._api.iterator(self._arn, self.shard_id, self._place)
                     self._looked_ms = now_ms
                 raw, following = await self._api.records(self._iterator, limit=self._limit)
-            except IteratorExpired:
+            except (IteratorExpired, Trimmed) as error:
                 self._iterator = None
                 if self._place is LATEST:
                     self._since_ms = self._looked_ms - _CLOCKS_APART_MS
                     self._place = Since(self._since_ms)
-            except Trimmed:
-                self._iterator = None
-                self._tell_gap("stream.gap", "Reading goes on at the oldest record that is still there.")
-                self._place = TRIM_HORIZON
+                elif isinstance(error, Trimmed):
+                    self._tell_gap("stream.gap", "Reading goes on at the oldest record that is still there.")
+                    self._place = TRIM_HORIZON
             except ShardGone:
                 self._iterator = None
                 delay = gone.failed(self._random())
@@ -151,11 +150,12 @@ class ShardReader:
                 self._tell_gap("stream.shard_gone", "The shard ends here; reading goes on with its children.")
                 self._ended = True
             else:
+                records = self._wanted(raw)
                 self._looked_ms = now_ms
                 self._iterator, self._ended = following, following is None
                 self._empty = 0 if raw else self._empty + 1
                 at_tip = self._empty >= _AT_TIP and not self._ended
-                return Page(self._wanted(raw), self._ended, at_tip, began_ms, gap=False)
+                return Page(records, self._ended, at_tip, began_ms, gap=False)
         return Page([], end=True, at_tip=False, began_ms=self._clock.steady_ms(), gap=False)
 
     def _wanted(self, raw: list[dict[str, Any]]) -> list[Record]:
@@ -188,9 +188,10 @@ class ShardReader:
 def to_record(shard_id: str, raw: dict[str, Any]) -> Record:
     """Return a record of GetRecords, its data as Lambda gets it: JSON, with binaries as base64."""
     change = dict(raw["dynamodb"])
-    created: datetime | None = change.get("ApproximateCreationDateTime")
-    arrival_ms = None if created is None else round(created.timestamp() * 1000)
-    if arrival_ms is not None:
+    created: datetime | float | None = change.get("ApproximateCreationDateTime")
+    arrival_ms = None
+    if created is not None:
+        arrival_ms = round(1000 * (created.timestamp() if isinstance(created, datetime) else created))
         seconds, rest = divmod(arrival_ms, 1000)
         change["ApproximateCreationDateTime"] = arrival_ms / 1000 if rest else seconds
     event = raw | {"dynamodb": change}
