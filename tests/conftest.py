@@ -10,7 +10,7 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 from support.checked_logger import CheckedLogger
-from support.lanes import ALLOWED_SECONDS, EXAMPLES, PROCESSES, is_quick
+from support.lanes import ALLOWED_SECONDS, EXAMPLES, PROCESSES, dealt, is_quick
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,8 +53,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if quick and collection_path.suffix == ".py" and not is_quick(collection_path) else None
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what is quick, and leave out what only the long lane runs."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Mark what is quick, leave out what only the long lane runs, and let each process begin with what takes longest."""
     for item in items:
         if is_quick(item.path):
             item.add_marker("quick")
@@ -62,6 +63,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         soak = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=soak)
         items[:] = [item for item in items if item not in soak]
+    yield
+    # After ``-m`` and ``-k`` have chosen.
+    if (processes := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
+        items[:] = dealt(items, processes)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-__all__ = ["ALLOWED_SECONDS", "EXAMPLES", "PROCESSES", "is_quick"]
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import pytest
+
+__all__ = ["ALLOWED_SECONDS", "EXAMPLES", "PROCESSES", "dealt", "is_quick"]
 
 TESTS: Final = Path(__file__).parents[1]
 
@@ -101,12 +107,51 @@ EXAMPLES: Final = {"quick": 20, "day": 100, "long": 500}
 PROCESSES: Final = {"quick": 2, "day": 3, "long": 2}
 """How many processes share a lane, on two processors: by day one of them often waits for Java. Each may hold a Spark, of about 1 GiB."""
 
+LONGEST: Final = (
+    # They wait for the daemon's JVM most of the time.
+    ("java", "workers/test_hurt.py"),
+    # One Spark session serves all that need only that.
+    ("spark", "cli/test_demo.py", "coordinator/test_bounded.py", "coordinator/test_month.py"),
+    ("crash", "simulation", "docs/test_for_real.py", "test_object_store.py", "typing"),
+)
+"""What the processes of a lane begin with, each with one of these: at the end, none is left alone with a long test."""
 
+
+@cache
 def is_quick(path: Path) -> bool:
     """Tell whether a test file is in the quick lane."""
+    return _within(path, QUICK) is not None and _within(path, NOT_QUICK) is None
+
+
+def dealt(items: Sequence[pytest.Item], processes: int) -> list[pytest.Item]:
+    """Return a lane's tests in the order in which xdist hands them out: to each process one run of them, equally many."""
+    begin: list[list[tuple[int, pytest.Item]]] = [[] for _ in range(processes)]
+    rest: list[pytest.Item] = []
+    for item in items:
+        group, place = _longest(item.path)
+        if place is None:
+            rest.append(item)
+        else:
+            begin[group % processes].append((place, item))
+    ordered: list[pytest.Item] = []
+    for number, longest in enumerate(begin):
+        run = (len(items) - len(ordered)) // (processes - number)
+        short = max(0, run - len(longest))
+        ordered += [item for _, item in sorted(longest, key=lambda each: each[0])] + rest[:short]
+        del rest[:short]
+    return ordered + rest
+
+
+@cache
+def _longest(path: Path) -> tuple[int, int | None]:
+    """Return with which group of ``LONGEST`` a file runs, and where in it; None: with none."""
+    for group, names in enumerate(LONGEST):
+        if (place := _within(path, names)) is not None:
+            return group, place
+    return 0, None
+
+
+def _within(path: Path, names: Iterable[str]) -> int | None:
+    """Return which of these files and folders a test file is in."""
     place = path.relative_to(TESTS).as_posix()
-
-    def within(names: tuple[str, ...]) -> bool:
-        return any(place == name or place.startswith(f"{name}/") for name in names)
-
-    return within(QUICK) and not within(NOT_QUICK)
+    return next((at for at, name in enumerate(names) if f"{place}/".startswith(f"{name}/")), None)
