@@ -144,7 +144,7 @@ class Stack:
 
     def start_daemon(self, retrieval: str = "polling", **changed: str) -> None:
         """Start ``mldserver kcl``; ``changed`` are properties of the daemon."""
-        of_polling = {"idleTimeBetweenReadsInMillis": "250"} if retrieval == "polling" else {}
+        of_polling = {"idleTimeBetweenReadsInMillis": "500"} if retrieval == "polling" else {}
         wanted = FAST_DAEMON | of_polling | changed
         properties = [text for pair in wanted.items() for text in ("--property", "=".join(pair))]
         java = [f"--java-option={option}" for option in SMALL_JVM]
@@ -273,7 +273,7 @@ class Stack:
                 if ahead or (checkpoint.isdigit() and int(checkpoint) > position):
                     self.samples.ahead.append(f"{shard}: lease {checkpoint}, ledger {position}")
             self.samples.taken += bool(leases)
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.4)
 
     # Waiting.
 
