@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections import Counter
@@ -17,8 +18,9 @@ import pytest
 import pytest_asyncio
 
 from mldserver.errors import DriverLost, WindowFailed
-from mldserver.jobs.engine import WindowJob
+from mldserver.jobs.engine import PublishJob, WindowJob
 from mldserver.spark.client import SparkEngine
+from mldserver.spark.sinks.sink import SinkSpec
 from mldserver.windows import Window
 
 if TYPE_CHECKING:
@@ -62,7 +64,8 @@ class World:
             "conf": {"spark.sql.shuffle.partitions": "3", "spark.app.name": "my windows"},
             "work_dir": root / "work [1]",
             "cache_dir": root / "cache",
-            "python_path": (str(HERE),),
+            "python_path": (str(HERE), str(HERE / "packages")),
+            "sink": SinkSpec("toy", str(root / "toys"), "", {"indent": "1"}),
             "quick": True,
             "archive_after": None,
             **settings,
@@ -150,6 +153,19 @@ async def test_a_group_by_equals_what_is_computed_without_spark(world: World) ->
     }
     got = {row["carrier"]: (row["flights"], row["mean_delay"], row["start"]) for row in table.to_pylist()}
     assert got == expected
+
+
+async def test_the_driver_publishes_what_it_computed_into_a_package_s_sink_and_says_why_it_cannot(
+    world: World,
+) -> None:
+    job = world.job("grouped", attempt=3)
+    done = await world.engine.compute(job)
+    assert done.rows == 2
+    await world.engine.publish(PublishJob(job.window, job.staging, done.files, done.rows))
+    assert json.loads((world.root / "toys" / "grouped.json").read_text()) == ["AA", "UA"]
+    gone = PublishJob(Window("gone", None, None, 1, "test"), job.staging, ("gone.parquet",), 1)
+    with pytest.raises(WindowFailed, match=r"PATH_NOT_FOUND.*gone\.parquet"):
+        await world.engine.publish(gone)
 
 
 async def test_an_async_hook_and_one_instance_for_all_windows(world: World) -> None:
