@@ -1,4 +1,5 @@
-"""Commands in a folder of the test's own, and nothing set by the environment."""
+"""Commands in a folder of the test's own, and nothing set by the environment but that handlers run in the server's own
+process: one for workers costs a second of the processor."""
 
 from __future__ import annotations
 
@@ -16,3 +17,4 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith("MLDSERVER_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("MLDSERVER_WORKERS", "inline")

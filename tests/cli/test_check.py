@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mldserver import cli
 from mldserver.cli.check import app, check, render
 from mldserver.errors import ConfigError
 from mldserver.handler.spec import Finding
@@ -55,10 +56,9 @@ def test_a_bad_handler_of_the_working_directory_is_told_and_the_exit_code_is_1(t
 @pytest.mark.parametrize(
     "arguments", [(), ("mine", "--retention", "foo"), ("mine", "--timeout", "0"), ("a", "--b")]
 )
-def test_a_wrong_call_has_the_exit_code_2(tmp_path: Path, arguments: Any) -> None:
-    done = run(tmp_path, *arguments)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
+def test_a_wrong_call_has_the_exit_code_2(arguments: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["check", *arguments]) == 2
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_wrong_options_are_told_by_name() -> None:

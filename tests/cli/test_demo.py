@@ -42,7 +42,10 @@ def played(out: Path, *, terminal: bool, on_table: object = summed) -> tuple[int
 
 
 @pytest.mark.usefixtures("few")
-def test_it_counts_every_departure_and_says_where_the_output_is(tmp_path: Path) -> None:
+def test_it_counts_every_departure_and_says_where_the_output_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLDSERVER_WORKERS")  # while they start, it can be seen to wait
     code, told = played(tmp_path / "out", terminal=False)
     assert code == 0, told
     assert "2,000 of 2,000 flights" in told
@@ -114,7 +117,8 @@ def test_a_day_without_a_flight_that_left_has_no_delay() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("java") is None, reason="Spark needs Java")
-def test_the_command_itself_with_spark(tmp_path: Path) -> None:
+def test_the_command_itself_with_spark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLDSERVER_WORKERS")
     out = tmp_path / "out"
     done = subprocess.run(
         [sys.executable, "-m", "mldserver", "demo", "--out", str(out)],

@@ -31,7 +31,10 @@ def test_help_names_every_fault(capsys: pytest.CaptureFixture[str]) -> None:
         assert option in told
 
 
-def test_a_run_ends_with_a_summary_and_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_ends_with_a_summary_and_success(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLDSERVER_WORKERS")  # as users run it, in workers
     out = tmp_path / "out"
     arguments = ["sim", "handlers.departures_daily", "--engine", "local", "--limit", "500", "--out", str(out)]
     assert run([*arguments, "--splits", "1", "--throttle", "0.3", "--seed", "5"]) == 0

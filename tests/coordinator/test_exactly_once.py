@@ -30,7 +30,7 @@ CASES: dict[str, tuple[WindowSpec, bool]] = {
 def step_of(spec: WindowSpec, *, recompute: bool, long: bool) -> int:
     """Return how many calls lie between two places of death: fewest where everything happens, more in a day's run."""
     everything = (spec, recompute) == CASES["recompute"]
-    return (1 if everything else 3) if long else 6
+    return (1 if everything else 3) if long else 11
 
 
 every_case = pytest.mark.parametrize(("spec", "recompute"), CASES.values(), ids=CASES)

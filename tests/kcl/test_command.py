@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mldserver.cli import run
 from mldserver.kcl.launch import Files, prepare, private_files
 
 if TYPE_CHECKING:
@@ -142,21 +143,23 @@ def test_no_daemon_and_no_file_survives_a_killed_supervisor(
     ],
 )
 def test_wrong_settings_are_one_sentence_and_exit_code_2(
-    environment: dict[str, str], tmp_path: Path, arguments: list[str], says: str
+    environment: dict[str, str],
+    tmp_path: Path,
+    arguments: list[str],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     nobody = {name: text for name, text in environment.items() if not name.startswith("AWS_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "mldserver", "kcl", *([] if "--app" in arguments else APP), *arguments],
-        env={**nobody, "AWS_EC2_METADATA_DISABLED": "true", "HOME": str(tmp_path)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert says in done.stderr
-    assert "Traceback" not in done.stderr
+    for name in os.environ.keys() - nobody.keys():
+        monkeypatch.delenv(name)
+    for name, text in {**nobody, "AWS_EC2_METADATA_DISABLED": "true", "HOME": str(tmp_path)}.items():
+        monkeypatch.setenv(name, text)
+    assert run(["kcl", *([] if "--app" in arguments else APP), *arguments]) == 2
+    told = capsys.readouterr().err
+    assert says in told
+    assert "Traceback" not in told
 
 
 def test_its_log_file_is_a_path_as_the_server_takes_it_and_never_the_server_s(

@@ -386,10 +386,10 @@ async def lengthen(writer: DynamoLedger, other: DynamoLedger) -> None:
 
 
 async def test_on_the_wire_two_servers_take_snapshots_and_sweep_what_is_left(
-    dynamodb: Factory, emulator: Emulator
+    dynamodb: Factory, emulator: Emulator, long: bool
 ) -> None:
     servers = [await start(dynamodb(f"server-{n}", compact_bytes=1_500), f"shard-{n}") for n in range(2)]
-    for _ in range(15):
+    for _ in range(15 if long else 8):
         async with asyncio.TaskGroup() as group:
             for server in servers:
                 group.create_task(beat(server, 3))

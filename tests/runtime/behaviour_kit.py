@@ -122,6 +122,9 @@ async def on_stage(cast: Cast) -> AsyncIterator[Stage]:
     """Start a runtime, let it run, and close it."""
     runtime = cast.runtime()
     if isinstance(runtime, WorkerRuntime):
+        if "harm" not in cast.handler:
+            # Nobody dies here: a spare process would only cost a second of the processor.
+            runtime._spares.run = asyncio.Event().wait  # type: ignore[method-assign]  # it never ends
         await runtime.load()
     await runtime.start()
     running = asyncio.create_task(runtime.run())

@@ -322,7 +322,8 @@ async def test_the_same_seed_cuts_the_same_batches(tiny_server: TinyServer) -> N
 
 
 async def test_a_granted_lease_that_nobody_took_stays_where_it_is(virtual_clock: VirtualClock) -> None:
-    mld = FakeMLD(filled(1, 1), "127.0.0.1:1", habits=QUICK, clock=virtual_clock, supervised=True)
+    calm = Habits(idle_seconds=1)
+    mld = FakeMLD(filled(1, 1), "127.0.0.1:1", habits=calm, clock=virtual_clock, supervised=True)
     mld.lose_lease("shardId-000000000000", back_after_seconds=60)
     async with asyncio.TaskGroup() as group:
         run = group.create_task(mld.run())
