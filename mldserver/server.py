@@ -125,16 +125,26 @@ class Server:
             settings=self.settings.given(),
         )
         with structlog.contextvars.bound_contextvars(pipeline=self.settings.pipeline), self._signals():
-            code = await self._guarded()
+            code = await self._live()
         if code == EXIT_CLEAN and self._forced.is_set():
             code = EXIT_FORCED
         log.info("server.stopped", exit_code=code, seconds=self._since(began_ms))
         return code
 
-    async def _guarded(self) -> int:
+    async def _live(self) -> int:
+        """Start, work until stopped, close what there is; return the exit code."""
         code = EXIT_FAULT
         try:
-            code = await self._serve()
+            try:
+                async with self._until(self._stop, self._start(), lambda: {"start": self._step}) as starting:
+                    if not starting.done():
+                        log.info("server.stopping", reason=self._reason or "forced", connections=0)
+                # What had begun was given up where a stop came first.
+                begun = self._parts if self._built.is_set() else None
+                code = EXIT_CLEAN if begun is None else await self._work(begun)
+            finally:
+                if self._parts is not None:
+                    await self._close(self._parts)
         except* (OperatorError, HandlerError, LedgerError) as group:
             errors = list(leaves(group))
             code = EXIT_OPERATOR if any(error.lasting for error in errors) else EXIT_FAULT
@@ -143,21 +153,6 @@ class Server:
         except* Exception:
             log.critical("server.failed", exit_code=EXIT_FAULT, exc_info=True)
         return code
-
-    async def _serve(self) -> int:
-        try:
-            parts = await self._started()
-            return EXIT_CLEAN if parts is None else await self._work(parts)
-        finally:
-            if self._parts is not None:
-                await self._close(self._parts)
-
-    async def _started(self) -> Parts | None:
-        """Start; return None when a stop came first, and what had begun was given up."""
-        async with self._until(self._stop, self._start(), lambda: {"start": self._step}) as starting:
-            if not starting.done():
-                log.info("server.stopping", reason=self._reason or "forced", connections=0)
-        return self._parts if self._built.is_set() else None
 
     async def _start(self) -> None:
         if self.settings.stream is not None and self._kinesis is None:
@@ -206,7 +201,8 @@ class Server:
             if parts.polling is not None:
                 works["shards"] = parts.polling.run(parts.coordinator.shards.know)
             background = {name: group.create_task(work, name=name) for name, work in works.items()}
-            taking_in = group.create_task(self._take_in(parts), name="source")
+            taking = asyncio.sleep(0) if self._drain else parts.source.run()
+            taking_in = group.create_task(taking, name="source")
             code = await self._until_stopped(parts, redriving=background["dead letters"])
             if parts.engine is not None and "windows" in background:
                 # The windows are given up, then Spark stops in order, while it still runs: cancelled, it would be killed.
@@ -220,10 +216,6 @@ class Server:
             await asyncio.wait({taking_in, background["dead letters"]}, timeout=_LET_GO_SECONDS)
             runtime.cancel()
         return code
-
-    async def _take_in(self, parts: Parts) -> None:
-        if not self._drain:
-            await parts.source.run()
 
     async def _run_engine(self, engine: Engine) -> None:
         await self._to_compute.wait()

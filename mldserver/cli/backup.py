@@ -54,7 +54,15 @@ def backup_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fal
         for _ in range(_TRIES):
             copy_whole(ledger, part)
             state = _read(part, settings.pipeline)
-            if _save(store, state, folder / _FILES):
+            # What is named and not there yet. Where some of it is gone, the ledger has gone on.
+            whole = True
+            for path in _named(state):
+                try:
+                    if not (folder / _FILES / path).exists():
+                        store.save(path, folder / _FILES / path)
+                except FileNotFoundError:
+                    whole = False
+            if whole:
                 break
         else:
             raise OperatorError(
@@ -163,18 +171,6 @@ def _named(state: LedgerState) -> Iterator[str]:
             yield segment.path
         if entry.staging is not None:
             yield from (f"{entry.staging}/{file}" for file in entry.files)
-
-
-def _save(store: OutputStore, state: LedgerState, files: Path) -> bool:
-    """Bring out what is named and not there yet; False when some of it is gone: then the ledger has gone on."""
-    whole = True
-    for path in _named(state):
-        try:
-            if not (files / path).exists():
-                store.save(path, files / path)
-        except FileNotFoundError:
-            whole = False
-    return whole
 
 
 def _set_aside(file: Path) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -60,7 +61,7 @@ app = App(name="dead-letters", help=_HELP, help_format="markdown")
 _PAGE: Final = 500
 _LISTED: Final = 100
 _SHOWN: Final = 2000
-"""Bytes of a payload that a person is shown."""
+"""Bytes of a payload that a person is shown: as text when it is UTF-8, else as hexadecimal digits."""
 
 
 @Parameter(name="*", group=Group("Which letters"))
@@ -358,6 +359,11 @@ def _listed(letters: Iterable[StoredLetter]) -> Table:
 
 def _facts(stored: StoredLetter) -> list[tuple[str, str]]:
     letter = stored.letter
+    payload, more = letter.data[:_SHOWN].hex(" "), ""
+    with contextlib.suppress(UnicodeDecodeError):
+        payload = letter.data.decode()[:_SHOWN]
+    if len(letter.data) > _SHOWN:
+        more = f" … ({len(letter.data):,} bytes; --payload writes them)"
     facts = [
         ("letter", stored.id),
         ("state", "wanted: a server redrives it" if stored.wanted else "stored"),
@@ -367,17 +373,8 @@ def _facts(stored: StoredLetter) -> list[tuple[str, str]]:
         ("failed", f"{moment(letter.at_ms)}, after {letter.attempts} attempts"),
         ("handler", f"{letter.handler} {letter.handler_version}".rstrip()),
         ("error", letter.error),
-        ("payload", _shown(letter.data)),
+        ("payload", payload + more),
     ]
     if letter.parked_behind is not None:
         facts.insert(2, ("waits behind", f"{letter.shard_id}/{letter.parked_behind}"))
     return facts
-
-
-def _shown(data: bytes) -> str:
-    """Return a payload for people: as text when it is UTF-8, else as hexadecimal digits."""
-    more = f" … ({len(data):,} bytes; --payload writes them)" if len(data) > _SHOWN else ""
-    try:
-        return data.decode()[:_SHOWN] + more
-    except UnicodeDecodeError:
-        return data[:_SHOWN].hex(" ") + more

@@ -67,7 +67,9 @@ def show_ledger(*, where: Where = HERE, as_json: AsJson = False) -> int:
         if as_json:
             tell_json(_everything(held))
         else:
-            tell(details(_facts(held)), "", _servers(held), "", _shards(held))
+            tell(details(_facts(held)))
+            for grid in _tables(held):
+                tell("", grid)
 
     at_ledger(where, look)
     return 0
@@ -218,8 +220,8 @@ def _facts(held: LedgerState) -> list[tuple[str, str]]:
     return facts
 
 
-def _servers(held: LedgerState) -> Table:
-    return table(
+def _tables(held: LedgerState) -> tuple[Table, Table]:
+    servers = table(
         "servers",
         ("server", "last beat", "watermark", "held by", "reason"),
         (
@@ -233,10 +235,7 @@ def _servers(held: LedgerState) -> Table:
             for server in _by_id(held.servers)
         ),
     )
-
-
-def _shards(held: LedgerState) -> Table:
-    return table(
+    shards = table(
         "shards",
         ("shard", "position", "event time", ">epoch", "held by", "parents", "note"),
         (
@@ -252,3 +251,4 @@ def _shards(held: LedgerState) -> Table:
             for shard in _by_id(held.shards)
         ),
     )
+    return servers, shards

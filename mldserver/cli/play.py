@@ -118,8 +118,8 @@ def sim(
     from mldserver.runtime.trial import by_class, first_rows  # noqa: PLC0415  # see above
     from mldserver.testing import playground  # noqa: PLC0415  # see above
     from mldserver.testing.daemon import Form  # noqa: PLC0415  # see above
-    from mldserver.testing.local_engine import LocalEngine  # noqa: PLC0415  # see above
     from mldserver.testing.simulation import Faults, Simulation, build_stream  # noqa: PLC0415  # see above
+    from mldserver.testing.stand_ins import LocalEngine  # noqa: PLC0415  # see above
 
     lines = playground.read_lines(input, limit=limit)
     folder = playground.fresh_folder(out, "sim")
@@ -150,7 +150,8 @@ def sim(
         )
         report = uvloop.run(simulation.run(tell.progress))
     tell.summary(simulation, report, folder)
-    tell.rows(first_rows(playground.window_rows(folder)))
+    for number, text in enumerate(row_lines(first_rows(playground.window_rows(folder)))):
+        tell.line("" if number else "first rows", text)
     failures: tuple[FailureClass, ...] = ()
     if report.status and report.status.dead_letters:
         failures = by_class(playground.dead_letters(settings))
@@ -208,10 +209,6 @@ class _Teller:
         for violation in report.violations:
             self.line("violation", violation)
         self.line("output", f"{folder}")
-
-    def rows(self, rows: Sequence[Sequence[str]]) -> None:
-        for number, text in enumerate(row_lines(rows)):
-            self.line("" if number else "first rows", text)
 
     def failures(self, failures: Sequence[FailureClass], handler: str, file: Path | None) -> None:
         for text in failure_lines(failures):
@@ -289,25 +286,18 @@ def play(console: Console, out: str | Path | None, *, engine: Engine | None = No
         simulation = Simulation(settings, stream, engine=engine or playground.quick_spark(settings))
         with _progress(console, len(lines)) as watch:
             report = uvloop.run(simulation.run(watch))
-    failures = playground.told_failures(settings.log_file) if not report.ok else []
-    return _conclude(console, report, folder, failures, flights=len(lines), seconds=time.monotonic() - began)
-
-
-def _conclude(
-    console: Console, report: Report, folder: Path, failures: list[str], *, flights: int, seconds: float
-) -> int:
     if not report.ok:
-        for text in (*failures, *report.violations, *report.exits):
+        for text in (*playground.told_failures(settings.log_file), *report.violations, *report.exits):
             console.print(text, markup=False)
         console.print(f"The demonstration failed; its log is {folder / '_server.log'}")
         return report.exit_code
     rows = read_windows(folder)
-    counted = sum(row["flights"] for row in rows.to_pylist())
+    counted, seconds = sum(row["flights"] for row in rows.to_pylist()), time.monotonic() - began
     console.print(results(rows))
-    console.print(f"{counted:,} of {flights:,} flights in {rows.num_rows} rows; {seconds:.1f} s in all")
+    console.print(f"{counted:,} of {len(lines):,} flights in {rows.num_rows} rows; {seconds:.1f} s in all")
     console.print(f"Parquet: {folder}{os.sep}window=…{os.sep}*.parquet", soft_wrap=True)
     console.print(f"Log:     mldserver logs {folder / '_server.log'}", soft_wrap=True)
-    return 0 if counted == flights else 1
+    return 0 if counted == len(lines) else 1
 
 
 def read_windows(folder: Path) -> pa.Table:
@@ -331,18 +321,17 @@ def results(rows: pa.Table) -> Table:
         windows.setdefault(row["window_start"], []).append(row)
     for start, carriers in sorted(windows.items()):
         delays = [(row["mean_delay"], row["carrier"]) for row in carriers if row["mean_delay"] is not None]
+        ends = (
+            [f"{name} {minutes:+.1f} min" for minutes, name in (max(delays), min(delays))] if delays else []
+        )
         flights = sum(row["flights"] for row in carriers)
         table.add_row(
-            f"{start:%Y-%m-%d}", f"{flights:,}", str(len(carriers)), _delay(delays, max), _delay(delays, min)
+            f"{start:%Y-%m-%d}",
+            f"{flights:,}",
+            str(len(carriers)),
+            *(ends or ["every flight was cancelled"] * 2),
         )
     return table
-
-
-def _delay(delays: list[tuple[float, str]], pick: Callable[..., tuple[float, str]]) -> str:
-    if not delays:
-        return "every flight was cancelled"
-    minutes, carrier = pick(delays)
-    return f"{carrier} {minutes:+.1f} min"
 
 
 def phase(simulation: Simulation) -> str:
@@ -366,7 +355,23 @@ def phase(simulation: Simulation) -> str:
 def _progress(console: Console, records: int) -> Iterator[Callable[[Simulation], None]]:
     """Show progress: bars on a terminal, elsewhere a line whenever something changes."""
     if not console.is_terminal:
-        yield _PlainProgress(console)
+        began = told_at = time.monotonic()
+        told = ""
+
+        def tell(simulation: Simulation) -> None:
+            """Write a line when the phase changes, and every few seconds while it does not."""
+            nonlocal told, told_at
+            now, doing = time.monotonic(), phase(simulation)
+            if doing == told and now - told_at < _PLAIN_SECONDS:
+                return
+            told, told_at = doing, now
+            status = simulation.status
+            counts = (
+                f"{status.rows_durable:,} rows durable, {status.windows_published} windows" if status else ""
+            )
+            console.print(f"{now - began:5.1f} s  {doing}  {counts}".rstrip(), soft_wrap=True)
+
+        yield tell
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415  # only on terminals
 
@@ -383,21 +388,3 @@ def _progress(console: Console, records: int) -> Iterator[Callable[[Simulation],
                 progress.update(windows, completed=status.windows_published, total=known or None)
 
         yield watch
-
-
-class _PlainProgress:
-    """A line when the phase changes, and every few seconds while it does not."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._began = self._told_at = time.monotonic()
-        self._told = ""
-
-    def __call__(self, simulation: Simulation) -> None:
-        now, doing = time.monotonic(), phase(simulation)
-        if doing == self._told and now - self._told_at < _PLAIN_SECONDS:
-            return
-        self._told, self._told_at = doing, now
-        status = simulation.status
-        counts = f"{status.rows_durable:,} rows durable, {status.windows_published} windows" if status else ""
-        self._console.print(f"{now - self._began:5.1f} s  {doing}  {counts}".rstrip(), soft_wrap=True)

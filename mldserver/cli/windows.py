@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from mldserver.ledger.contract import Decision, LedgerState, Segment, WindowEntry
+    from mldserver.ledger.contract import Decision, LedgerState, WindowEntry
     from mldserver.ledger.operations import Ledger
 
 _HELP = """
@@ -66,7 +66,10 @@ def list_windows(
     """
 
     async def look(_ledger: Ledger, held: LedgerState) -> None:
-        entries = sorted(held.windows.values(), key=_age)
+        entries = sorted(
+            held.windows.values(),
+            key=lambda entry: (entry.start_ms is None, entry.start_ms or 0, entry.window_id),
+        )
         published = WindowState.PUBLISHED
         if state:
             chosen = [entry for entry in entries if entry.state in state]
@@ -75,7 +78,12 @@ def list_windows(
         if as_json:
             tell_json([_summary(entry) for entry in chosen])
             return
-        tell(_listed(chosen), _counted(entries, shown=len(chosen)))
+        counts = Counter(entry.state for entry in entries)
+        text = ", ".join(f"{counts[kind]:,} {kind.replace('_', ' ')}" for kind in WindowState if counts[kind])
+        if halted := sum(entry.is_halted for entry in entries):
+            text += f"; {halted:,} halted"
+        hidden = len(entries) - len(chosen)
+        tell(_listed(chosen), (text or "no windows") + (f" ({hidden:,} not shown)" if hidden else ""))
 
     at_ledger(where, look)
     return 0
@@ -88,12 +96,22 @@ def show_window(window: Windows, /, *, where: Where = HERE, as_json: AsJson = Fa
     async def look(_ledger: Ledger, held: LedgerState) -> None:
         entry = _entry(held, window)
         if as_json:
-            tell_json(_everything(entry))
+            segments, waiting = (
+                [dataclasses.asdict(segment) | {"kind": str(segment.kind)} for segment in some]
+                for some in (entry.segments, entry.pending)
+            )
+            more = {"staging": entry.staging, "files": list(entry.files)}
+            tell_json({**_summary(entry), **more, "segments": segments, "waiting": waiting})
             return
         tell(details(_facts(entry)))
-        for title, segments in (("segments", entry.segments), ("waiting for the next", entry.pending)):
-            if segments:
-                tell("", _segments(title, segments))
+        columns = ("path", "kind", ">revision", ">rows", ">bytes")
+        for title, some in (("segments", entry.segments), ("waiting for the next", entry.pending)):
+            rows = [
+                (one.path, str(one.kind), str(one.revision), f"{one.rows:,}", f"{one.bytes:,}")
+                for one in some
+            ]
+            if rows:
+                tell("", table(title, columns, rows))
         if entry.error is not None:
             tell("", details([("error", entry.error)]))
 
@@ -187,10 +205,6 @@ def _entry(held: LedgerState, window: str) -> WindowEntry:
     return entry
 
 
-def _age(entry: WindowEntry) -> tuple[bool, int, str]:
-    return entry.start_ms is None, entry.start_ms or 0, entry.window_id
-
-
 def _said(entry: WindowEntry) -> str:
     more = ", halted" if entry.is_halted else ", skipped" if entry.is_skipped else ""
     return entry.state.replace("_", " ") + more
@@ -218,20 +232,6 @@ def _summary(entry: WindowEntry) -> dict[str, Any]:
     }
 
 
-def _everything(entry: WindowEntry) -> dict[str, Any]:
-    return {
-        **_summary(entry),
-        "staging": entry.staging,
-        "files": list(entry.files),
-        "segments": [_segment(segment) for segment in entry.segments],
-        "waiting": [_segment(segment) for segment in entry.pending],
-    }
-
-
-def _segment(segment: Segment) -> dict[str, Any]:
-    return dataclasses.asdict(segment) | {"kind": str(segment.kind)}
-
-
 def _listed(entries: Iterable[WindowEntry]) -> Table:
     return table(
         "",
@@ -251,15 +251,6 @@ def _listed(entries: Iterable[WindowEntry]) -> Table:
             for entry in entries
         ),
     )
-
-
-def _counted(entries: list[WindowEntry], *, shown: int) -> str:
-    counts = Counter(entry.state for entry in entries)
-    text = ", ".join(f"{counts[state]:,} {state.replace('_', ' ')}" for state in WindowState if counts[state])
-    if halted := sum(entry.is_halted for entry in entries):
-        text += f"; {halted:,} halted"
-    hidden = len(entries) - shown
-    return (text or "no windows") + (f" ({hidden:,} not shown)" if hidden else "")
 
 
 def _facts(entry: WindowEntry) -> list[tuple[str, str]]:
@@ -282,20 +273,3 @@ def _facts(entry: WindowEntry) -> list[tuple[str, str]]:
     if entry.published_ms is not None or entry.staging is not None:
         facts.append(("output", f"{entry.rows_out:,} rows in {len(entry.files)} files"))
     return facts + ([("staging", entry.staging)] if entry.staging is not None else [])
-
-
-def _segments(title: str, segments: Iterable[Segment]) -> Table:
-    return table(
-        title,
-        ("path", "kind", ">revision", ">rows", ">bytes"),
-        (
-            (
-                segment.path,
-                str(segment.kind),
-                str(segment.revision),
-                f"{segment.rows:,}",
-                f"{segment.bytes:,}",
-            )
-            for segment in segments
-        ),
-    )

@@ -96,7 +96,11 @@ def describe(error: BaseException) -> Failure:
     message = printed(error)
     summary = f"{cls.name}: {message}" if message else cls.name
     try:
-        place = _users_part(error.__traceback__)
+        # The server's own frames at the top are skipped, unless there are no others.
+        place = error.__traceback__
+        while place is not None and place.tb_frame.f_code.co_filename.startswith(_OWN_FOLDER):
+            place = place.tb_next
+        place = place or error.__traceback__
         frames = _frames_of(place)
         caused = error.__cause__ or (error.__context__ and not error.__suppress_context__)
         if not caused and not _is_special(error):
@@ -223,13 +227,3 @@ def _safely(read: Callable[[], T], otherwise: T) -> T:
         return read()
     except BaseException:  # noqa: BLE001  # see above
         return otherwise
-
-
-def _users_part(tb: TracebackType | None) -> TracebackType | None:
-    """Skip the server's own frames at the top; keep all when there are no others."""
-    place = tb
-    while place is not None:
-        if not place.tb_frame.f_code.co_filename.startswith(_OWN_FOLDER):
-            return place
-        place = place.tb_next
-    return tb

@@ -166,31 +166,23 @@ def _widen(missing: str) -> bool:
 
 def _broken(error: BaseException, path: str) -> HandlerInvalid:
     """Tell of an error inside the user's module as it is."""
-    file, line = _place(error)
+    # Neither the import machinery's frames nor ours.
+    stack, skipped = traceback.extract_tb(error.__traceback__), (__file__, importlib.__file__)
+    frames = [f for f in stack if not f.filename.startswith("<frozen ") and f.filename not in skipped]
+    file, line = "", 0
+    if isinstance(error, SyntaxError) and error.filename:
+        file, line = error.filename, error.lineno or 0
+    elif frames:
+        # An error inside a library is placed where the user's code called it.
+        *_, frame = [frame for frame in frames if not is_library(frame.filename)] or frames
+        file, line = frame.filename, frame.lineno or 0
     what = f"SyntaxError: {error.msg}" if isinstance(error, SyntaxError) else describe(error).error
     if isinstance(error, SystemExit):
         what = f"it ends the process while it is imported (sys.exit({error.code!r}))"
     where = f"{relative(file)}:{line}: " if file else ""
-    frames = _users_frames(error)
     text = "".join(traceback.format_list(frames) + traceback.format_exception_only(error))
     kind = HandlerUnready if isinstance(error, ConnectionError | TimeoutError | gaierror) else HandlerInvalid
     return kind(f"{where}{what}", handler=path, file=file, line=line, traceback=text)
-
-
-def _place(error: BaseException) -> tuple[str, int]:
-    if isinstance(error, SyntaxError) and error.filename:
-        return error.filename, error.lineno or 0
-    frames = _users_frames(error)
-    # An error inside a library is placed where the user's code called it.
-    frames = [frame for frame in frames if not is_library(frame.filename)] or frames
-    return (frames[-1].filename, frames[-1].lineno or 0) if frames else ("", 0)
-
-
-def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the frames that are neither the import machinery's nor ours."""
-    frames = traceback.extract_tb(error.__traceback__)
-    skipped = (__file__, importlib.__file__)
-    return [f for f in frames if not f.filename.startswith("<frozen ") and f.filename not in skipped]
 
 
 def _module_advice(missing: str) -> str:

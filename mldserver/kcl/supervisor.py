@@ -218,9 +218,6 @@ class Supervisor:
         if self._joining is not None:
             self._joining.cancel()
             self._joining = None
-        self._log(events)
-
-    def _log(self, events: Iterable[LogEvent]) -> None:
         now = self.clock.steady_ms() / 1000
         for event in events:
             # What a daemon says while it falls is the same fault again, from each of its shards.

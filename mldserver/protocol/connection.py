@@ -7,9 +7,7 @@ The shell feeds ``receive_data``, ``receive_eof`` and ``timer_fired``, gives com
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final, cast
-
-import msgspec
+from typing import TYPE_CHECKING, Final, cast
 
 from mldserver.base.backoff import backoff
 from mldserver.errors import InternalError, PeerError, PeerTimeout, ProtocolViolation
@@ -99,14 +97,6 @@ _REASONS: Final = {
     Input.CLOSE: CloseReason.CLOSED,
     Input.CLOSE_TIMEOUT: CloseReason.CLOSE_TIMEOUT,
 }
-
-
-class _Step(msgspec.Struct, frozen=True):
-    """A transition on its way: where it came from, what caused it, and the error that came with it."""
-
-    before: State
-    happened: Input
-    error: MldserverError | None
 
 
 class MLDConnection:
@@ -297,69 +287,70 @@ class MLDConnection:
         self.state = row.to
         if row.to is not before:
             self._events.append(ev.StateChanged(before, row.to, happened))
-        step = _Step(before, happened, error)
         for action in row.actions:
-            self._DOES[action](self, step)
+            self._do(action, before, happened, error)
 
-    def _deliver(self, _step: _Step) -> None:
-        message = self._request
-        assert message is not None, "only a request is delivered"
-        if isinstance(message, Initialize):
-            self._version = message.version
-            self._cancel(Timer.INITIALIZE)
-        self._events.append(ev.Request(message))
-        self._request = None  # a batch's line may be large, and is no longer ours
+    def _do(self, action: Action, before: State, happened: Input, error: MldserverError | None) -> None:
+        """Carry out one action of a transition: from where it came, what caused it, the error that came with it."""
+        match action:
+            case Action.DELIVER:
+                message, self._request = (
+                    self._request,
+                    None,
+                )  # a batch's line may be large, and is no longer ours
+                assert message is not None, "only a request is delivered"
+                if isinstance(message, Initialize):
+                    self._version = message.version
+                    self._cancel(Timer.INITIALIZE)
+                self._events.append(ev.Request(message))
+            case Action.SEND_STATUS:
+                self._out.append(encode_status(self._response_for))
+            case Action.SEND_CHECKPOINT:
+                self._attempts += 1
+                number = None if self._position is None else str(self._position.number)
+                sub = None if self._position is None else self._position.sub
+                self._out.append(encode(CheckpointRequest(number, sub, self._version)))
+            case Action.END_OUTPUT:
+                self._events.append(ev.OutputEnded())
+                self._start(Timer.CLOSE, self._limits.close_timeout_seconds)
+            case Action.CLOSE:
+                for timer in sorted(self._timers):
+                    self._cancel(timer)
+                reason = _REASONS.get(happened, CloseReason.FAILED)
+                if reason is CloseReason.EOF and before is State.FINAL:
+                    reason = CloseReason.FINISHED
+                elif reason is CloseReason.EOF and before not in _TURNS:
+                    reason = CloseReason.EOF_IN_REQUEST
+                self._events.append(ev.Closed(reason, self._framer.feed_eof()))
+            case _:
+                self._tell(action, before, error)
 
-    def _send_status(self, _step: _Step) -> None:
-        self._out.append(encode_status(self._response_for))
-
-    def _send_checkpoint(self, _step: _Step) -> None:
-        self._attempts += 1
-        number = None if self._position is None else str(self._position.number)
-        sub = None if self._position is None else self._position.sub
-        self._out.append(encode(CheckpointRequest(number, sub, self._version)))
-
-    def _tell_stored(self, _step: _Step) -> None:
-        self._events.append(ev.CheckpointStored(self._position, self._attempts))
-
-    def _tell_stopped(self, _step: _Step) -> None:
-        self.checkpoints_stopped = True
-        self._events.append(ev.CheckpointsStopped(self._position))
-
-    def _tell_failed(self, _step: _Step) -> None:
-        self._events.append(ev.CheckpointFailed(self._position, self._error_name, self._attempts))
-
-    def _retry_later(self, step: _Step) -> None:
-        delay = self._policy(step.before).delay(self._attempts, self._random())
-        self._events.append(ev.CheckpointRetrying(self._position, self._error_name, self._attempts, delay))
-        self._start(Timer.CHECKPOINT_RETRY, delay)
-
-    def _fail(self, step: _Step) -> None:
-        assert step.error is not None, "what fails has an error"
-        self._events.append(ev.Failed(step.error))
-
-    def _fail_end(self, _step: _Step) -> None:
-        error = PeerError(
-            f"The daemon could not checkpoint the shard's end: {self._error_name}, {self._attempts} times.",
-            did="The connection was closed instead of answering: a status without a checkpoint would block the "
-            "shard's children until the JVM restarts.",
-            advice="The JVM exits now; its supervisor must restart it. Look for the cause in its log.",
-        )
-        self._events.append(ev.Failed(error))
-
-    def _end_output(self, _step: _Step) -> None:
-        self._events.append(ev.OutputEnded())
-        self._start(Timer.CLOSE, self._limits.close_timeout_seconds)
-
-    def _close(self, step: _Step) -> None:
-        for timer in sorted(self._timers):
-            self._cancel(timer)
-        reason = _REASONS.get(step.happened, CloseReason.FAILED)
-        if reason is CloseReason.EOF and step.before is State.FINAL:
-            reason = CloseReason.FINISHED
-        elif reason is CloseReason.EOF and step.before not in _TURNS:
-            reason = CloseReason.EOF_IN_REQUEST
-        self._events.append(ev.Closed(reason, self._framer.feed_eof()))
+    def _tell(self, action: Action, before: State, error: MldserverError | None) -> None:
+        """Tell how a checkpoint went, or why the connection fails."""
+        tell = self._events.append
+        match action:
+            case Action.TELL_STORED:
+                tell(ev.CheckpointStored(self._position, self._attempts))
+            case Action.TELL_STOPPED:
+                self.checkpoints_stopped = True
+                tell(ev.CheckpointsStopped(self._position))
+            case Action.TELL_FAILED:
+                tell(ev.CheckpointFailed(self._position, self._error_name, self._attempts))
+            case Action.RETRY_LATER:
+                delay = self._policy(before).delay(self._attempts, self._random())
+                tell(ev.CheckpointRetrying(self._position, self._error_name, self._attempts, delay))
+                self._start(Timer.CHECKPOINT_RETRY, delay)
+            case Action.FAIL_END:
+                failed = PeerError(
+                    f"The daemon could not checkpoint the shard's end: {self._error_name}, {self._attempts} times.",
+                    did="The connection was closed instead of answering: a status without a checkpoint would block the "
+                    "shard's children until the JVM restarts.",
+                    advice="The JVM exits now; its supervisor must restart it. Look for the cause in its log.",
+                )
+                tell(ev.Failed(failed))
+            case _:
+                assert error is not None, "what fails has an error"
+                tell(ev.Failed(error))
 
     def _start(self, name: Timer, seconds: float) -> None:
         self._timers.add(name)
@@ -369,17 +360,3 @@ class MLDConnection:
         if name in self._timers:
             self._timers.discard(name)
             self._events.append(ev.CancelTimer(name))
-
-    _DOES: ClassVar[dict[Action, Callable[[MLDConnection, _Step], None]]] = {
-        Action.DELIVER: _deliver,
-        Action.SEND_STATUS: _send_status,
-        Action.SEND_CHECKPOINT: _send_checkpoint,
-        Action.TELL_STORED: _tell_stored,
-        Action.TELL_STOPPED: _tell_stopped,
-        Action.TELL_FAILED: _tell_failed,
-        Action.RETRY_LATER: _retry_later,
-        Action.FAIL: _fail,
-        Action.FAIL_END: _fail_end,
-        Action.END_OUTPUT: _end_output,
-        Action.CLOSE: _close,
-    }

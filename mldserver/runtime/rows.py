@@ -197,19 +197,16 @@ class RowBuilder:
 
     def _row_fault(self, row: tuple[Any, ...]) -> str:
         """Return what is wrong with a row; empty when nothing is."""
-        problems = [
-            self._fault(place, value)
-            for place, (convert, value) in enumerate(zip(self._converters, row, strict=True))
-            if not convert.fits(value)
-        ]
-        return "; ".join(filter(None, problems))
-
-    def _fault(self, place: int, value: Any) -> str | None:
-        column, convert = self._columns[place], self._converters[place]
-        problem = convert.fault(value)
-        if problem is None and convert.one(value) is None:
-            problem = self._null_fault(column)
-        return problem and f"column {column.name}: {problem}"
+        problems = []
+        for column, convert, value in zip(self._columns, self._converters, row, strict=True):
+            if convert.fits(value):
+                continue
+            problem = convert.fault(value)
+            if problem is None and convert.one(value) is None:
+                problem = self._null_fault(column)
+            if problem:
+                problems.append(f"column {column.name}: {problem}")
+        return "; ".join(problems)
 
     def _null_fault(self, column: Column) -> str | None:
         """Return why the column cannot hold null, or None when it can."""
@@ -237,7 +234,14 @@ def failed_records(result: BatchResult, records: Sequence[Record]) -> dict[int, 
     failed = result.failed
     told = failed if isinstance(failed, Mapping) else dict.fromkeys(failed)
     places = named_places(told, records)
-    return {place: _failure(reason) for place, reason in zip(places, told.values(), strict=True)}
+    failures = {}
+    for place, reason in zip(places, told.values(), strict=True):
+        if isinstance(reason, BaseException):
+            failures[place] = describe(reason)
+        else:
+            text = "the handler named it" if reason is None else printed(reason)
+            failures[place] = Failure(f"Failed: {text}", names=("Failed",))
+    return failures
 
 
 def named_places(named: Iterable[Any], records: Sequence[Record]) -> list[int]:
@@ -258,10 +262,3 @@ def named_places(named: Iterable[Any], records: Sequence[Record]) -> list[int]:
             raise ValueError(f"{shown(name)} was named as failed, but is none of the {len(records)} records")
         places.append(place)
     return places
-
-
-def _failure(reason: object) -> Failure:
-    if isinstance(reason, BaseException):
-        return describe(reason)
-    text = "the handler named it" if reason is None else printed(reason)
-    return Failure(f"Failed: {text}", names=("Failed",))

@@ -10,10 +10,11 @@ from __future__ import annotations
 import inspect
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from decimal import Decimal, InvalidOperation
+from functools import partial
 from types import GeneratorType
 from typing import Any, Final
 
@@ -117,7 +118,18 @@ class Converter:
 
 def converter(sql: str, type_: Any) -> Converter:
     """Return the converter for an Arrow type of a schema; ``sql`` is its name in messages."""
-    plain, normal = _choose(type_)
+    plain: tuple[type, ...] = ()
+    normal: Callable[[Any], Any]
+    if types.is_timestamp(type_):
+        normal = partial(_moment, bool(type_.tz))
+    elif types.is_list(type_):
+        normal = partial(_listed, converter("", type_.value_type))
+    elif types.is_map(type_):
+        normal = partial(_mapped, converter("", type_.key_type), converter("", type_.item_type))
+    elif types.is_struct(type_):
+        normal = partial(_structured, {field.name: converter("", field.type) for field in type_})
+    else:
+        plain, normal = next((plain, normal) for test, plain, normal, _ in _SCALARS if test(type_))
     return Converter(sql, type_, frozenset({*plain, type(None)}), normal, _fitting(type_))
 
 
@@ -135,18 +147,6 @@ def _fitting(type_: Any) -> Callable[[Any], bool]:
         return lambda value: type(value) is list and all(map(element, value))
     only = next((kind for test, _, _, kind in _SCALARS if test(type_)), None)
     return lambda value: type(value) is only
-
-
-def _choose(type_: Any) -> tuple[Iterable[type], Callable[[Any], Any]]:
-    if types.is_timestamp(type_):
-        return (), _aware if type_.tz else _naive
-    if types.is_list(type_):
-        return (), _list_of(converter("", type_.value_type))
-    if types.is_map(type_):
-        return (), _map_of(converter("", type_.key_type), converter("", type_.item_type))
-    if types.is_struct(type_):
-        return (), _struct_of({field.name: converter("", field.type) for field in type_})
-    return next((plain, normal) for test, plain, normal, _ in _SCALARS if test(type_))
 
 
 def _refuse(_: Any) -> Any:
@@ -211,26 +211,16 @@ def _date(value: Any) -> date:
     return value
 
 
-def _moment(value: Any) -> datetime:
+def _moment(zoned: bool, value: Any) -> datetime:  # noqa: FBT001  # of a column, which is bound to it
     if isinstance(value, str):
         value = _parsed(datetime.fromisoformat, value)
     if not isinstance(value, datetime):
         raise _Refused(": it wants a datetime or ISO-8601 text")
-    return value
-
-
-def _aware(value: Any) -> datetime:
-    moment = _moment(value)
-    if moment.utcoffset() is None:
+    if zoned and value.utcoffset() is None:
         raise _Refused(": it has no time zone (give it one, or declare the column TIMESTAMP_NTZ)")
-    return moment
-
-
-def _naive(value: Any) -> datetime:
-    moment = _moment(value)
-    if moment.utcoffset() is not None:
+    if not zoned and value.utcoffset() is not None:
         raise _Refused(": it has a time zone (declare the column TIMESTAMP)")
-    return moment
+    return value
 
 
 def _parsed(parse: Callable[[str], Any], text: str) -> Any:
@@ -240,36 +230,27 @@ def _parsed(parse: Callable[[str], Any], text: str) -> Any:
         raise _Refused(": it is not ISO-8601") from None
 
 
-def _list_of(element: Converter) -> Callable[[Any], Any]:
-    def normal(value: Any) -> list[Any]:
-        if not isinstance(value, list | tuple | np.ndarray):
-            raise _Refused(": it wants a list")
-        return [element.one(item) for item in value]
-
-    return normal
+def _listed(element: Converter, value: Any) -> list[Any]:
+    if not isinstance(value, list | tuple | np.ndarray):
+        raise _Refused(": it wants a list")
+    return [element.one(item) for item in value]
 
 
-def _map_of(key: Converter, item: Converter) -> Callable[[Any], Any]:
-    def normal(value: Any) -> list[tuple[Any, Any]]:
-        if not isinstance(value, Mapping):
-            raise _Refused(": it wants a dict")
-        return [(key.one(name), item.one(held)) for name, held in value.items()]
-
-    return normal
+def _mapped(key: Converter, item: Converter, value: Any) -> list[tuple[Any, Any]]:
+    if not isinstance(value, Mapping):
+        raise _Refused(": it wants a dict")
+    return [(key.one(name), item.one(held)) for name, held in value.items()]
 
 
-def _struct_of(fields: dict[str, Converter]) -> Callable[[Any], Any]:
-    def normal(value: Any) -> dict[str, Any]:
-        if isinstance(value, tuple) and len(value) == len(fields):
-            value = dict(zip(fields, value, strict=True))
-        if not isinstance(value, Mapping):
-            raise _Refused(f": it wants a dict or a tuple of {len(fields)}")
-        unknown = [name for name in value if name not in fields]
-        if unknown:
-            raise _Refused(f": it has no field {shown(unknown[0])}")
-        return {name: field.one(value.get(name)) for name, field in fields.items()}
-
-    return normal
+def _structured(fields: dict[str, Converter], value: Any) -> dict[str, Any]:
+    if isinstance(value, tuple) and len(value) == len(fields):
+        value = dict(zip(fields, value, strict=True))
+    if not isinstance(value, Mapping):
+        raise _Refused(f": it wants a dict or a tuple of {len(fields)}")
+    unknown = [name for name in value if name not in fields]
+    if unknown:
+        raise _Refused(f": it has no field {shown(unknown[0])}")
+    return {name: field.one(value.get(name)) for name, field in fields.items()}
 
 
 _Scalar = tuple[Callable[[Any], bool], tuple[type, ...], Callable[[Any], Any], type | None]

@@ -189,8 +189,9 @@ class BatchWork:
             )
         attempts = max([lane.plan.attempts for lane in self.lanes])
         outcome = BatchOutcome(self.taken.outline, self.rows, attempts=attempts)
-        ends = self._ends()
-        return self._with_ends(outcome, ends) if ends else outcome
+        # In shard order: the records that have no rows because of what happened to them.
+        ends = [item for lane in self.lanes for item in lane.plan.ends.items()]
+        return self._with_ends(outcome, sorted(ends, key=lambda item: item[0])) if ends else outcome
 
     async def _again(self, failure: Failure, failures: int) -> None:
         """Wait before the batch is worked on once more; the last time none of its records reaches the handler."""
@@ -339,11 +340,6 @@ class BatchWork:
         if all(lane.plan.halted is None for lane in self.lanes):
             parts = [part for lane in self.lanes for part in lane.parts]
             self.rows = join_rows(parts, self.taken, shard_id=self.delivery.shard_id)
-
-    def _ends(self) -> list[tuple[int, End]]:
-        """Return, in shard order, the records that have no rows because of what happened to them."""
-        ends = [item for lane in self.lanes for item in lane.plan.ends.items()]
-        return sorted(ends, key=lambda item: item[0]) if ends else ends
 
 
 _EVENTS: Final = {

@@ -123,7 +123,7 @@ class SparkEngine:
     @property
     def is_ready(self) -> bool:
         """Whether a job would start at once."""
-        return self._ready_life is not None and not self._ready_life.is_over
+        return self._ready_life is not None and not self._ready_life.over.is_set()
 
     async def run(self) -> None:
         """Live until closed or cancelled.
@@ -190,7 +190,7 @@ class SparkEngine:
 
     async def _ready(self) -> Life:
         # A driver that is dead stays here for as long as it takes to clean up after it.
-        while (life := self._ready_life) is None or life.is_over:
+        while (life := self._ready_life) is None or life.over.is_set():
             if self._over is not None:
                 raise DriverLost("No Spark driver will come any more.", did=self._over)
             await self._changed.wait()

@@ -125,8 +125,11 @@ class Jobs:
             if job.running:
                 answer = self._compute(job)
         except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit included
-            if self._jvm_is_gone(error):
-                return  # not the job's failure: whoever watches the JVM ends this process, and so the job
+            if self.session.jvm is not None and wire.lost_connection(error):
+                # The calls of a dead JVM fail a moment before its end can be seen.
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.session.jvm.wait(_DEATH_SECONDS)
+                    return  # not the job's failure: whoever watches the JVM ends this process, and so the job
             fault = wire.describe(error)
             closed = self.session.connect and _CLOSED in fault.message
             answer = wire.FailedJob(
@@ -140,17 +143,6 @@ class Jobs:
             closed = closed or self.session.is_stopped
         if closed:
             self.stopped()
-
-    def _jvm_is_gone(self, error: BaseException) -> bool:
-        """Whether an error came from a dead JVM. Its calls fail a moment before its end can be seen."""
-        jvm = self.session.jvm
-        if jvm is None or not wire.lost_connection(error):
-            return False
-        try:
-            jvm.wait(_DEATH_SECONDS)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
 
     def _compute(self, job: _Job) -> wire.Done:
         from mldserver.spark.window_job import run_windows  # noqa: PLC0415  # pyspark, which the server never imports
@@ -336,7 +328,11 @@ class Driver:
                 wire.Log("warning", f"Spark did not stop in good order: {wire.describe(error).message}")
             )
             self.die()
-        self._leave()
+        self._tidy()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # whatever the user's code has made of it, this process ends
+                stream.flush()
+        os._exit(0)  # threads of cancelled jobs may still hang in user code
 
     def die(self) -> None:
         """End at once, with the JVM and all else in the process group. Does not return."""
@@ -347,13 +343,6 @@ class Driver:
         if os.getpgrp() == os.getpid():
             os.killpg(0, signal.SIGKILL)
         os._exit(1)
-
-    def _leave(self) -> None:
-        self._tidy()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # whatever the user's code has made of it, this process ends
-                stream.flush()
-        os._exit(0)  # threads of cancelled jobs may still hang in user code
 
     def _tidy(self) -> None:
         if self._start is not None:

@@ -10,7 +10,6 @@ and Java with it. What helps is the sentence of the innermost error and the user
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 import traceback
@@ -176,7 +175,7 @@ def describe(error: BaseException) -> Fault:
     """Return what to tell of ``error``; whatever code the user's exception has, it fails no one here."""
     name, said = type(error).__name__, message(error)
     try:
-        frames = user_traceback(error)
+        frames = _clip("".join(_lines(error, set())).rstrip())
     except Exception:  # noqa: BLE001  # a thousand causes in a row, say: better no frames than no answer
         frames = f"{name}: {said}"
     return Fault(name, said, frames)
@@ -206,16 +205,8 @@ def lost_connection(error: BaseException) -> bool:
     return False
 
 
-@functools.cache
-def _machinery() -> tuple[str, ...]:
-    """Return how the file names of frames begin that are not the user's: a folder of theirs may be named as one of these."""
-    specs = (importlib.util.find_spec(name) for name in ("pyspark", "py4j"))
-    packages = (Path(spec.origin).parent for spec in specs if spec is not None and spec.origin)
-    ours = (Path(__file__).parent, _LIBRARY / "concurrent" / "futures", _LIBRARY / "asyncio")
-    return ("<frozen ", *(f"{folder}/" for folder in (*ours, *packages)))
-
-
 def _lines(error: BaseException, seen: set[int]) -> list[str]:
+    """Return the traceback with the user's frames only, causes first, as Python writes it."""
     lines: list[str] = []
     seen.add(id(error))
     before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
@@ -224,18 +215,18 @@ def _lines(error: BaseException, seen: set[int]) -> list[str]:
         joint = "was the direct cause of" if error.__cause__ else "was being handled during"
         lines += [*earlier, f"\nThe error above {joint} the one below:\n\n"]
     stack = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in stack if not frame.filename.startswith(_machinery())]
+    # Not the user's; but a folder of theirs may be named as one of these.
+    specs = (importlib.util.find_spec(name) for name in ("pyspark", "py4j"))
+    packages = (Path(spec.origin).parent for spec in specs if spec is not None and spec.origin)
+    folders = (Path(__file__).parent, _LIBRARY / "concurrent" / "futures", _LIBRARY / "asyncio", *packages)
+    machinery = ("<frozen ", *(f"{folder}/" for folder in folders))
+    frames = [frame for frame in stack if not frame.filename.startswith(machinery)]
     if frames:
         lines += ["Traceback (most recent call last):\n", *traceback.format_list(frames)]
     kind = type(error)
     prefix = "" if kind.__module__ in {"builtins", "__main__"} else f"{kind.__module__}."
     lines.append(f"{prefix}{kind.__name__}: {message(error)}\n")
     return lines
-
-
-def user_traceback(error: BaseException) -> str:
-    """Return the traceback with the user's frames only, causes first, as Python writes it."""
-    return _clip("".join(_lines(error, set())).rstrip())
 
 
 def _clip(text: str) -> str:

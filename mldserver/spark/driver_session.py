@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import orjson
 import structlog
 
-from mldserver.base.clock import happens
+from mldserver.base.clock import SystemClock, happens
 from mldserver.base.kill_points import kill_point
 from mldserver.children.channel import Channel
 from mldserver.children.process import ChildProcess, ending
@@ -67,7 +67,8 @@ class Life:
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._stdout, self._stderr = Printed(), Printed()
         self._reason = ""
-        self._over = False
+        self.over = asyncio.Event()
+        """Set when a job would not even be sent: the driver is dead, or is being killed."""
         self.warm = asyncio.Event()
         """Set when the driver is warm."""
         self.started: wire.Started | None = None
@@ -101,11 +102,6 @@ class Life:
         """The driver's exit code, once it is dead."""
         return self._child.exit_code
 
-    @property
-    def is_over(self) -> bool:
-        """Whether a job would not even be sent: the driver is dead, or is being killed."""
-        return self._over
-
     def reason(self) -> str:
         """Return why the life ended, in a sentence."""
         if self._reason:
@@ -122,8 +118,11 @@ class Life:
         """Run the life; return when the driver is dead. ``start_deadline``: seconds until it must be warm."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
+                late = f"The driver was not ready within {start_deadline:g} seconds."
                 watches = (
-                    self._tasks.create_task(self._watch_start(start_deadline)),
+                    self._tasks.create_task(
+                        self._kill_unless(self.warm, start_deadline, late, SystemClock())
+                    ),
                     self._tasks.create_task(self._watch_end()),
                 )
                 self._channel.send(self._start)
@@ -131,14 +130,14 @@ class Life:
                     await self._hung_up.wait()
                 finally:
                     # Also when it is cancelled: from now on the group takes no task any more.
-                    self._over = True
+                    self.over.set()
                 for watch in watches:
                     watch.cancel()
                 for ended in self._cancelling.values():
                     ended.set()
                 await self._child.close(_DRAIN_SECONDS)
         finally:
-            self._over = True
+            self.over.set()
             await self._child.close()
             self._channel.close()
             for _, answer in self._waiting.values():
@@ -179,7 +178,7 @@ class Life:
         await self._ask(wire.Publish(next(self._ids), job), deadline)
 
     async def _ask(self, asked: wire.Run | wire.Publish, deadline: float | None) -> tuple[wire.Output, ...]:
-        if self._over:
+        if self.over.is_set():
             raise self._lost()
         answer: asyncio.Future[tuple[wire.Output, ...]] = asyncio.get_running_loop().create_future()
         self._waiting[asked.id] = (asked, answer)
@@ -197,27 +196,17 @@ class Life:
                 **_window_of(asked),
             ) from None
         finally:
-            if self._waiting.pop(asked.id, None):  # no answer has come
-                self._cancel(asked.id)
+            no_answer = self._waiting.pop(asked.id, None) is not None
+            if no_answer and not self.over.is_set() and self._tasks is not None:
+                ended = self._cancelling[asked.id] = asyncio.Event()
+                self._channel.send(wire.Cancel(asked.id))
+                # Python code in a loop cannot be stopped otherwise.
+                late = f"A cancelled job did not end within {self._cancel_grace:g} seconds."
+                self._tasks.create_task(self._kill_unless(ended, self._cancel_grace, late, self._clock))
 
-    def _cancel(self, job_id: int) -> None:
-        if self._over or self._tasks is None:
-            return
-        ended = self._cancelling[job_id] = asyncio.Event()
-        self._channel.send(wire.Cancel(job_id))
-        self._tasks.create_task(self._see_it_end(ended))
-
-    async def _see_it_end(self, ended: asyncio.Event) -> None:
-        """Kill the driver when a cancelled job does not end: Python code in a loop cannot be stopped otherwise."""
-        if not await happens(ended, self._clock, self._cancel_grace):
-            self.kill(f"A cancelled job did not end within {self._cancel_grace:g} seconds.")
-
-    async def _watch_start(self, deadline: float) -> None:
-        try:
-            async with asyncio.timeout(deadline):
-                await self.warm.wait()
-        except TimeoutError:
-            self.kill(f"The driver was not ready within {deadline:g} seconds.")
+    async def _kill_unless(self, event: asyncio.Event, seconds: float, reason: str, clock: Clock) -> None:
+        if not await happens(event, clock, seconds):
+            self.kill(reason)
 
     async def _watch_end(self) -> None:
         """See an end that the socket does not tell: what the user's code has forked holds it open."""

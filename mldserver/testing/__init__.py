@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from mldserver.testing.fake_stream import FakeStream, JavaThrow, LeaseTable, Place, StreamRecord
     from mldserver.testing.fake_streams import FakeStreams
     from mldserver.testing.fake_table import FakeShard
-    from mldserver.testing.local_engine import LocalEngine
-    from mldserver.testing.manual_clock import VirtualClock
+    from mldserver.testing.stand_ins import LocalEngine, VirtualClock
 
 __all__ = [
     "DaemonHangs",
@@ -47,8 +46,7 @@ _HOMES: Final = {
     "fake_stream": ("FakeStream", "JavaThrow", "LeaseTable", "Place", "StreamRecord"),
     "fake_streams": ("FakeStreams",),
     "fake_table": ("FakeShard",),
-    "local_engine": ("LocalEngine",),
-    "manual_clock": ("VirtualClock",),
+    "stand_ins": ("LocalEngine", "VirtualClock"),
 }
 
 

@@ -75,7 +75,15 @@ class ShardSession:
 
     async def run(self) -> None:
         """Play the connection to its end. Raises JvmExit (NoServer when there is none) and DaemonHangs."""
-        reader, writer = await self._connect()
+        try:
+            if self.address.startswith("unix:"):
+                reader, writer = await asyncio.open_unix_connection(self.address.removeprefix("unix:"))
+            else:
+                host, _, port = self.address.rpartition(":")
+                reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        except OSError as error:
+            text = f"{self.shard_id}: the bridge found no server at {self.address}: {error}"
+            raise NoServer(text) from error
         self._writer = writer
         try:
             await self._converse(reader, writer)
@@ -96,17 +104,6 @@ class ShardSession:
             with contextlib.suppress(OSError):  # closed already
                 raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._writer.transport.abort()
-
-    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        try:
-            if self.address.startswith("unix:"):
-                return await asyncio.open_unix_connection(self.address.removeprefix("unix:"))
-            host, _, port = self.address.rpartition(":")
-            return await asyncio.open_connection(host.strip("[]"), int(port))
-        except OSError as error:
-            raise NoServer(
-                f"{self.shard_id}: the bridge found no server at {self.address}: {error}"
-            ) from error
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         core, form = self.core, self.habits.form

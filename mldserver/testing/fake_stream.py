@@ -185,19 +185,14 @@ class FakeStream:
         low = 0
         if after.number.isdecimal():
             low = bisect.bisect_right(records, (int(after.number), after.sub), key=lambda one: one.order)
-        high = self._fetch_end(records, low, limit)
-        if high >= len(records):
-            return records[low:], 0
-        return records[low:high], max(0, records[-1].arrival_ms - records[high - 1].arrival_ms)
-
-    @staticmethod
-    def _fetch_end(records: Sequence[StreamRecord], low: int, limit: int) -> int:
         high = min(low + limit, len(records))
         while (
             low < high < len(records) and records[high].sequence_number == records[high - 1].sequence_number
         ):
             high += 1
-        return high
+        if high >= len(records):
+            return records[low:], 0
+        return records[low:high], max(0, records[-1].arrival_ms - records[high - 1].arrival_ms)
 
     def _target(self, partition_key: str | None, shard_id: str | None) -> StreamShard:
         if shard_id is not None:

@@ -12,14 +12,13 @@ import pytest
 
 if TYPE_CHECKING:
     from mldserver.testing.fake_stream import FakeStream
-    from mldserver.testing.local_engine import LocalEngine
-    from mldserver.testing.manual_clock import VirtualClock
+    from mldserver.testing.stand_ins import LocalEngine, VirtualClock
 
 
 @pytest.fixture
 def virtual_clock() -> VirtualClock:
     """A clock that only moves when the test says ``await virtual_clock.advance(seconds)``."""
-    from mldserver.testing.manual_clock import VirtualClock  # noqa: PLC0415  # see the module's docstring
+    from mldserver.testing.stand_ins import VirtualClock  # noqa: PLC0415  # see the module's docstring
 
     return VirtualClock()
 
@@ -35,6 +34,6 @@ def fake_stream() -> FakeStream:
 @pytest.fixture
 def local_engine() -> LocalEngine:
     """An engine without Spark: windows come out as their rows went in."""
-    from mldserver.testing.local_engine import LocalEngine  # noqa: PLC0415  # see the module's docstring
+    from mldserver.testing.stand_ins import LocalEngine  # noqa: PLC0415  # see the module's docstring
 
     return LocalEngine()

@@ -36,7 +36,7 @@ _WARM: Final = [
     "mldserver.observe.logging",
     "mldserver.server",
     "mldserver.ledger.dynamodb",
-    "mldserver.testing.local_engine",
+    "mldserver.testing.stand_ins",
 ]
 """What every life needs: imported once, by the process that all of them are forked from."""
 

@@ -14,7 +14,7 @@ from mldserver.dynamodb_streams.reader import Page, ShardReader, to_record
 from mldserver.dynamodb_streams.shard_tree import LATEST, TRIM_HORIZON, After, At, Since
 from mldserver.dynamodb_streams.streams_api import IteratorExpired, ShardGone, Trimmed
 from mldserver.errors import OperatorError
-from mldserver.testing.manual_clock import VirtualClock
+from mldserver.testing import VirtualClock
 
 if TYPE_CHECKING:
     from mldserver.dynamodb_streams.shard_tree import Start

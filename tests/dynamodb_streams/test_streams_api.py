@@ -18,7 +18,7 @@ from mldserver.dynamodb_streams.streams_api import (
     Trimmed,
 )
 from mldserver.errors import NotThereYet, OperatorError
-from mldserver.testing.manual_clock import VirtualClock
+from mldserver.testing import VirtualClock
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

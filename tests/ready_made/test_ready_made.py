@@ -19,7 +19,7 @@ from mldserver.records import Hook, Record, Shard
 from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.runtime.interface import Delivery, MLDLine
-from mldserver.testing.manual_clock import VirtualClock
+from mldserver.testing.stand_ins import VirtualClock
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,7 @@ import pytest
 from mldserver.base.threads import WorkerThread
 from mldserver.handler.failure import describe
 from mldserver.runtime.calls import BoundHook, Caller, Deadlines, Watch
-from mldserver.testing.manual_clock import VirtualClock
+from mldserver.testing.stand_ins import VirtualClock
 
 
 class Bench:

@@ -258,7 +258,7 @@ async def test_rows_without_a_schema_are_told_once_per_record(kit: Any) -> None:
 async def test_an_asynchronous_record_beyond_its_deadline_has_failed(
     kit: Any, shard: Any, column: Any
 ) -> None:
-    from mldserver.testing.manual_clock import VirtualClock
+    from mldserver.testing.stand_ins import VirtualClock
 
     clock = VirtualClock()
 

@@ -9,7 +9,7 @@ import pytest
 
 from mldserver.errors import HandlerHalted
 from mldserver.records import Sequence
-from mldserver.testing.manual_clock import VirtualClock
+from mldserver.testing.stand_ins import VirtualClock
 from tests.sources.house import serving
 
 if TYPE_CHECKING:

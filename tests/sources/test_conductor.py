@@ -10,7 +10,7 @@ import pytest
 from mldserver.errors import DecodeError, GapRefused, HandlerHalted
 from mldserver.records import Sequence, Shard
 from mldserver.sources.shard_claims import Superseded
-from mldserver.testing.manual_clock import VirtualClock
+from mldserver.testing.stand_ins import VirtualClock
 from tests.sources.house import serving
 
 if TYPE_CHECKING:

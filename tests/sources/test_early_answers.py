@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mldserver.sources.inflight import EarlyAnswers
-from mldserver.testing.manual_clock import VirtualClock
+from mldserver.testing.stand_ins import VirtualClock
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -16,15 +16,18 @@ from spark.bench import job
 
 from mldserver.children.channel import FRAME_BYTES, pair, send_now
 from mldserver.spark.driver import Driver
-from mldserver.spark.driver_messages import Log, Run
+from mldserver.spark.driver_messages import Log, Run, Start
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from mldserver.spark.driver import Jobs
+    from mldserver.spark.session import Session
 
 
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
 def test_a_driver_leaves_though_a_hook_has_closed_a_standard_stream(
-    monkeypatch: pytest.MonkeyPatch, name: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
     left = []
     monkeypatch.setattr(os, "_exit", left.append)
@@ -33,7 +36,11 @@ def test_a_driver_leaves_though_a_hook_has_closed_a_standard_stream(
     monkeypatch.setattr(sys, name, closed)
     here, there = socket.socketpair()
     with closing(here), closing(there):
-        Driver(here)._leave()
+        driver = Driver(here)
+        driver._start = Start("h", "n INT", "local[1]", scratch=str(tmp_path / "scratch"))
+        driver._session = cast("Session", SimpleNamespace(stop=lambda: None, jvm=None))
+        driver._jobs = cast("Jobs", SimpleNamespace())
+        driver._stop()
     assert left == [0]
 
 

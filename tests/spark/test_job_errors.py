@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Never
 import py4j.protocol
 import pytest
 
-from mldserver.spark.driver_messages import describe, lost_connection, message, user_traceback
+from mldserver.spark.driver_messages import describe, lost_connection, message
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,16 +44,16 @@ def test_the_users_frames_are_kept_and_the_machinerys_are_not() -> None:
     def user_code() -> None:
         subprocess.run([sys.executable, "-c", ""], check=True, timeout="never")
 
-    told = user_traceback(caught(user_code))
+    told = describe(caught(user_code)).traceback
     assert "in user_code" in told
-    told = user_traceback(caught(raising_in(py4j.protocol.__file__)))
+    told = describe(caught(raising_in(py4j.protocol.__file__))).traceback
     assert "py4j" not in told
     assert told.endswith("ValueError: deep")
 
 
 @pytest.mark.parametrize("folder", ["pyspark", "py4j", "asyncio"])
 def test_a_users_folder_may_be_named_as_one_of_the_machinerys(folder: str) -> None:
-    told = user_traceback(caught(raising_in(f"/srv/{folder}/departures.py")))
+    told = describe(caught(raising_in(f"/srv/{folder}/departures.py"))).traceback
     assert f'File "/srv/{folder}/departures.py", line 1, in inner' in told
 
 
@@ -64,7 +64,7 @@ def test_causes_are_told_first() -> None:
         except KeyError as error:
             raise ValueError("wrong window") from error
 
-    told = user_traceback(caught(user_code))
+    told = describe(caught(user_code)).traceback
     assert told.index("KeyError: 'key'") < told.index("direct cause") < told.index("ValueError: wrong window")
 
 
@@ -81,14 +81,14 @@ def test_what_was_being_handled_is_told_unless_it_was_hidden() -> None:
         except KeyError:
             raise ValueError("second") from None
 
-    assert "being handled during" in user_traceback(caught(shown))
-    assert "KeyError" not in user_traceback(caught(hidden))
+    assert "being handled during" in describe(caught(shown)).traceback
+    assert "KeyError" not in describe(caught(hidden)).traceback
 
 
 def test_a_circle_of_causes_ends() -> None:
     one, two = ValueError("one"), ValueError("two")
     one.__cause__, two.__cause__ = two, one
-    assert user_traceback(one).count("ValueError: one") == 1
+    assert describe(one).traceback.count("ValueError: one") == 1
 
 
 def test_a_fault_names_class_sentence_and_place() -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from mldserver.children.channel import receive_now, send_now
 from mldserver.errors import WindowFailed
 from mldserver.spark import driver_messages
-from mldserver.testing.local_engine import _compute, _file
+from mldserver.testing.stand_ins import _compute, _file
 
 DEAF = {"deaf", "stay"}
 

@@ -8,7 +8,7 @@ import pytest
 from support.sqlite_table import read_table
 
 from mldserver.jobs.engine import PublishJob
-from mldserver.testing.local_engine import publish_into
+from mldserver.testing.stand_ins import publish_into
 from mldserver.windows import Window
 
 if TYPE_CHECKING:

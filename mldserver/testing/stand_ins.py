@@ -1,13 +1,16 @@
-"""An engine without Spark, for quick tests of a pipeline: pyarrow reads the segments, a function makes the output."""
+"""What stands in for Spark and for time: an engine in which a function makes the output, a clock that a test moves."""
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import sqlite3
 import time
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from io import BytesIO
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from mldserver.base.clock import SystemClock
 from mldserver.base.kill_points import kill_point
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from mldserver.windows import Window
 
     OnTable = Callable[[pa.Table, Window], pa.Table]
+    from collections.abc import Coroutine
 
 _ORDER: Final = ("_time", "_clock")
 
@@ -133,7 +137,9 @@ def _compute(job: WindowJob, on_table: OnTable | None, window_columns: tuple[str
     import pyarrow.parquet as pq  # noqa: PLC0415  # see above
     from pyarrow.fs import FileType  # noqa: PLC0415  # see above
 
-    rows = pa.concat_tables([_read(path, job) for path in job.segments], promote_options="permissive")
+    # Not `read_table`, which would take the names of the folders on the way for columns.
+    segments = [pq.ParquetFile(BytesIO(_bytes(path, job.out))).read() for path in job.segments]
+    rows = pa.concat_tables(segments, promote_options="permissive")
     if len(rows) != job.rows:
         raise WindowFailed(
             f"The segments of window {job.window.id} hold {len(rows)} rows, but the ledger has registered {job.rows}"
@@ -161,15 +167,6 @@ def _compute(job: WindowJob, on_table: OnTable | None, window_columns: tuple[str
     return int(output.num_rows)
 
 
-def _read(path: str, job: WindowJob) -> pa.Table:
-    import pyarrow.parquet as pq  # noqa: PLC0415  # see above
-
-    filesystem, file = reach(path, job.out)
-    # Not `read_table`, which would take the names of the folders on the way for columns.
-    with filesystem.open_input_file(file) as source:
-        return pq.ParquetFile(source).read()
-
-
 def publish_into(table: Path, job: PublishJob) -> None:
     """Replace a window's rows by its revision's; a table that has it, or a later one, stays as it is. Raises OSError."""
     data = [_bytes(f"{job.staging}/{file}", job.out) for file in job.files]
@@ -194,3 +191,79 @@ def _bytes(path: str, out: str) -> bytes:
     filesystem, file = reach(path, out)
     with filesystem.open_input_stream(file) as stream:
         return bytes(stream.read())
+
+
+_NS_PER_MS = 1_000_000
+_SETTLE_PASSES = 25
+"""Turns of the event loop after each wake-up: enough for a chain of awaits that many links long."""
+
+T = TypeVar("T")
+
+
+class VirtualClock:
+    """``mldserver.base.clock.Clock`` for tests: nobody wakes before ``advance`` reaches their time."""
+
+    def __init__(self, now_ms: int = 1_800_000_000_000) -> None:
+        """Start at ``now_ms`` milliseconds since the Unix epoch; steady time starts at zero."""
+        self._wall_ms = now_ms
+        self._now_ns = 0
+        self._order = itertools.count()
+        self._sleepers: list[tuple[int, int, asyncio.Future[None]]] = []
+
+    def now_ms(self) -> int:
+        """Return milliseconds since the Unix epoch."""
+        return self._wall_ms + self.steady_ms()
+
+    def steady_ms(self) -> int:
+        """Return milliseconds since the start."""
+        return self._now_ns // _NS_PER_MS
+
+    def step(self, seconds: float) -> None:
+        """Set the time of day forward, or back when negative; nobody sleeps shorter or longer for it."""
+        self._wall_ms += round(seconds * 1000)
+
+    @property
+    def sleepers(self) -> int:
+        """How many tasks wait for this clock."""
+        return sum(not future.done() for _, _, future in self._sleepers)
+
+    async def sleep(self, seconds: float) -> None:
+        """Return once the clock was advanced by ``seconds``; zero and less only give way to other tasks."""
+        if seconds <= 0:
+            await asyncio.sleep(0)
+            return
+        future = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._sleepers, (self._now_ns + round(seconds * 1e9), next(self._order), future))
+        await future
+
+    async def advance(self, seconds: float) -> None:
+        """Move on by ``seconds``, waking each sleeper at its own time and in order.
+
+        After each wake-up the loop gets the turns it needs to settle, so that a task that sleeps again inside the
+        span is woken again. Raises ValueError for negative spans: time does not go back.
+        """
+        if seconds < 0:
+            raise ValueError(f"time does not go back: {seconds}")
+        target = self._now_ns + round(seconds * 1e9)
+        await _settle()
+        while self._sleepers and self._sleepers[0][0] <= target:
+            due, _, future = heapq.heappop(self._sleepers)
+            if future.done():  # its task was cancelled
+                continue
+            self._now_ns = max(self._now_ns, due)
+            future.set_result(None)
+            await _settle()
+        self._now_ns = target
+
+    async def drive(self, work: Coroutine[object, object, T], *, step: float = 0.05) -> T:
+        """Run ``work`` to its end, advancing by ``step`` seconds whenever the loop has had its turns."""
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(work)
+            while not task.done():
+                await self.advance(step)
+        return task.result()
+
+
+async def _settle() -> None:
+    for _ in range(_SETTLE_PASSES):
+        await asyncio.sleep(0)
