@@ -8,7 +8,6 @@ import errno
 import json
 import sqlite3
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,6 @@ from support.serving import connect, no_aws, quick, serving, until
 from mldserver.config.kinds import TcpAddress, UnixAddress
 from mldserver.config.resolve import ledger_file
 from mldserver.errors import WindowFailed
-from mldserver.ledger.sqlite import SqliteLedger
 from mldserver.server import EXIT_FAULT, EXIT_FORCED, EXIT_OPERATOR, Server
 from mldserver.testing import FakeMLD, FakeStream, Form, Habits, LocalEngine
 
@@ -269,7 +267,7 @@ async def test_a_ledger_that_another_program_holds_exits_1(
     settings = quick(tmp_path / "out", handler)
     async with serving(settings):
         pass
-    monkeypatch.setattr("mldserver.assembly.SqliteLedger", partial(SqliteLedger, busy_timeout_ms=1))
+    monkeypatch.setattr("mldserver.ledger.sqlite_file.BUSY_TIMEOUT_MS", 1)
     with contextlib.closing(sqlite3.connect(ledger_file(settings), isolation_level=None)) as held:
         held.execute("BEGIN EXCLUSIVE")
         assert await stopped(settings) == EXIT_FAULT

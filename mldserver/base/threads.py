@@ -128,27 +128,23 @@ class WorkerThread:
         self._come.put(None)
 
     def _work(self) -> None:
-        ended = False
-        while not ended:
+        while True:
             try:
-                ended = self._next()
+                if not self._jobs:
+                    self._come.get()
+                    continue
+                job = self._jobs[0]
+                if job is None:
+                    return
+                if job.begun:
+                    job.hand_over(
+                        None, RuntimeError("an exception was thrown into the thread beside the call")
+                    )
+                elif not job.future.cancelled():
+                    job.run()
+                self._jobs.popleft()
             except BaseException:  # noqa: BLE001, S112  # thrown in from outside, meant for a call; see the module
                 continue
-
-    def _next(self) -> bool:
-        """Wait for a job, or do the first one; return whether the end has come."""
-        if not self._jobs:
-            self._come.get()
-            return False
-        job = self._jobs[0]
-        if job is None:
-            return True
-        if job.begun:
-            job.hand_over(None, RuntimeError("an exception was thrown into the thread beside the call"))
-        elif not job.future.cancelled():
-            job.run()
-        self._jobs.popleft()
-        return False
 
 
 async def aside(function: Callable[[], _T], *, name: str) -> _T:

@@ -169,7 +169,20 @@ def _check(settings: Settings) -> None:
             )
     if isinstance(settings.ledger, SqlitePlace):
         ledger_file(settings)
-    _check_sink(settings)
+    sink = sink_of(settings)
+    for name in ("sink_table", "sink_options"):
+        if sink is None and getattr(settings, name):
+            raise ConfigError(
+                f"{name} ({settings.origin(name)}) means nothing without a sink.",
+                advice=f"Set sink too, or leave {name} out.",
+            )
+    try:
+        if sink is not None:
+            find(sink.format).check_settings(sink)
+    except ValueError as error:
+        raise ConfigError(
+            f"sink = {sink} ({settings.origin('sink')}) does not go with the other settings: {error}."
+        ) from error
     if settings.dead_letters is not None and settings.on_key_failure is OnKeyFailure.PARK:
         raise ConfigError(
             f"on_key_failure = park ({settings.origin('on_key_failure')}) needs dead letters in the ledger: only it "
@@ -183,24 +196,6 @@ def sink_of(settings: Settings) -> SinkSpec | None:
     if settings.sink is None:
         return None
     return replace(settings.sink, table=settings.sink_table or "", options=dict(settings.sink_options))
-
-
-def _check_sink(settings: Settings) -> None:
-    sink = sink_of(settings)
-    if sink is None:
-        for name in ("sink_table", "sink_options"):
-            if getattr(settings, name):
-                raise ConfigError(
-                    f"{name} ({settings.origin(name)}) means nothing without a sink.",
-                    advice=f"Set sink too, or leave {name} out.",
-                )
-        return
-    try:
-        find(sink.format).check_settings(sink)
-    except ValueError as error:
-        raise ConfigError(
-            f"sink = {sink} ({settings.origin('sink')}) does not go with the other settings: {error}."
-        ) from error
 
 
 def home(settings: Settings) -> Path:

@@ -206,7 +206,15 @@ class Flusher:
     async def _register(
         self, planned: FlushPlan, segments: tuple[Segment, ...], own: BatchProgress | None
     ) -> FlushResult:
-        letters = await self._store_letters(planned, segments)
+        letters = planned.dead_letters + planned.failed_again
+        if self.letters is not None and planned.dead_letters:
+            # What does not fit where dead letters go stays in the ledger.
+            try:
+                letters = await self.letters.store(planned.dead_letters) + planned.failed_again
+            except (OSError, LedgerError):
+                await self._discard(segments)
+                raise
+            kill_point("letters.stored")
         windows, step = self.open_windows, None
         if own is None and windows is not None and isinstance(windows.spec, Batches):
             step = BatchStep(windows.progress, planned.progress, windows.spec.max_rows)
@@ -282,20 +290,6 @@ class Flusher:
             kill_point("segment.written")
             segments.append(Segment(path, key.id, len(file.rows), size, key.start_ms, key.end_ms, file.kind))
         return tuple(segments)
-
-    async def _store_letters(
-        self, planned: FlushPlan, segments: tuple[Segment, ...]
-    ) -> tuple[DeadLetter, ...]:
-        """Make dead letters durable where they go; return those that the ledger is to keep."""
-        if self.letters is None or not planned.dead_letters:
-            return planned.dead_letters + planned.failed_again
-        try:
-            left = await self.letters.store(planned.dead_letters)
-        except (OSError, LedgerError):
-            await self._discard(segments)
-            raise
-        kill_point("letters.stored")
-        return left + planned.failed_again
 
     async def _discard(self, segments: Iterable[Segment]) -> None:
         self.garbage.add(segments)

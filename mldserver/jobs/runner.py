@@ -97,6 +97,8 @@ class WindowRunner:
         self._go.set()
         self._idle = asyncio.Event()
         self._idle.set()
+        self.idle = self._idle.wait
+        """Returns when no window is waiting or running."""
         self.published = 0
         self.set_aside = 0
 
@@ -128,10 +130,6 @@ class WindowRunner:
                 self.unfinished[_key(entry)] = self._clock.steady_ms()
                 self._idle.clear()
                 self._queue.put_nowait(entry)
-
-    async def idle(self) -> None:
-        """Return when no window is waiting or running."""
-        await self._idle.wait()
 
     async def run(self) -> None:
         """Compute windows until cancelled; ``policy.window_concurrency`` at a time."""

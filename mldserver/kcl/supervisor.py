@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 from botocore.exceptions import BotoCoreError, ClientError
 
-from mldserver.base.aio import first_of
 from mldserver.base.aws import aws_client
+from mldserver.base.clock import first_of
 from mldserver.children.process import ChildProcess
 from mldserver.config.kinds import UnixAddress
 from mldserver.errors import EXIT_CLEAN, EXIT_FAULT, EXIT_FORCED, NotThereYet, OperatorError

@@ -217,8 +217,16 @@ class Journal:
                 operations.append(self.table.delete(version_key("dead", spent)))
                 operations += self.table.unnamed(Value.of(item))
         renames = draft.declares and self._name != self._pipeline
-        if renames:
-            operations += self._led_here()
+        if renames and self.table.partition != self._pipeline:
+            # So that the ledger is found under the pipeline's new name.
+            put = self.table.put(
+                "meta",
+                {"partition": {"S": self.table.partition}},
+                ConditionExpression="attribute_not_exists(pipeline) OR attribute_exists(#partition)",
+                ExpressionAttributeNames={"#partition": "partition"},
+            )
+            put["Put"]["Item"]["pipeline"] = {"S": self._pipeline}
+            operations.append(put)
         if not await self._transact(
             version, tx, operations, {"name": {"S": self._pipeline}} if renames else None
         ):
@@ -227,19 +235,6 @@ class Journal:
             self._name = self._pipeline
         self._applied(changes, len(data))
         return True
-
-    def _led_here(self) -> list[dict[str, Any]]:
-        """Return what a transaction must do so that the ledger is found under the pipeline's new name."""
-        if self.table.partition == self._pipeline:
-            return []
-        put = self.table.put(
-            "meta",
-            {"partition": {"S": self.table.partition}},
-            ConditionExpression="attribute_not_exists(pipeline) OR attribute_exists(#partition)",
-            ExpressionAttributeNames={"#partition": "partition"},
-        )
-        put["Put"]["Item"]["pipeline"] = {"S": self._pipeline}
-        return [put]
 
     async def _packed(
         self, changes: Changes, letters: tuple[DeadLetter, ...]
@@ -295,7 +290,7 @@ class Journal:
         nothing = Value(pack_changes(Changes(), {}))
         operations = [
             self._log(version, tx, nothing, named),
-            *self.table.claimed(snapshot.value),
+            *self.table.named(snapshot.value, whole=True),
             *self.table.unnamed(self.snapshot.value),
         ]
         done = await self._transact(version, tx, operations, named)

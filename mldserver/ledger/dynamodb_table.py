@@ -270,9 +270,9 @@ class Table:
         """Return an Update of a transaction."""
         return {"Update": {"TableName": self.name, "Key": self.key(item), **how}}
 
-    def delete(self, item: str) -> dict[str, Any]:
+    def delete(self, item: str, condition: Item | None = None) -> dict[str, Any]:
         """Return a Delete of a transaction."""
-        return {"Delete": {"TableName": self.name, "Key": self.key(item)}}
+        return {"Delete": {"TableName": self.name, "Key": self.key(item), **(condition or {})}}
 
     async def transact(self, operations: list[dict[str, Any]], *, token: str) -> bool:
         """Write all or nothing; False when a condition does not hold.
@@ -344,17 +344,16 @@ class Table:
         assert value.blob is not None, "it is kept apart"
         await self.write(_part_key(value.blob, part), {"data": {"B": piece}})
 
-    def named(self, *values: Value | None) -> list[dict[str, Any]]:
-        """Return what a transaction that names these values must do: they are no waste any more."""
-        return [self.delete(f"waste#{value.blob}") for value in values if value and value.blob]
+    def named(self, *values: Value | None, whole: bool = False) -> list[dict[str, Any]]:
+        """Return what a transaction that names these values must do: they are no waste any more.
 
-    def claimed(self, value: Value) -> list[dict[str, Any]]:
-        """Return as ``named`` does, for a value that a sweep may have taken: then the transaction fails."""
+        ``whole``: it fails when a sweep has taken one.
+        """
         condition = {
             "ConditionExpression": "attribute_exists(pipeline) AND attribute_not_exists(#taken)",
             "ExpressionAttributeNames": {"#taken": _TAKEN},
         }
-        return [{"Delete": operation["Delete"] | condition} for operation in self.named(value)]
+        return [self.delete(f"waste#{v.blob}", condition if whole else {}) for v in values if v and v.blob]
 
     def unnamed(self, value: Value | None) -> list[dict[str, Any]]:
         """Return what a transaction that names a value no longer must do."""

@@ -56,14 +56,11 @@ _LOADED: Final = 1000
 class SqliteStore:
     """One pipeline's file, and its book. One thread at a time may use it. LedgerError leaves the file as it was."""
 
-    def __init__(
-        self, path: Path, *, pipeline: str, rename_from: str | None = None, busy_timeout_ms: int = 5000
-    ) -> None:
+    def __init__(self, path: Path, *, pipeline: str, rename_from: str | None = None) -> None:
         """Name the file and the pipeline, which may have the name ``rename_from`` still; ``open`` touches them."""
         self._path = path
         self._pipeline = pipeline
         self._former = rename_from
-        self._busy_timeout_ms = busy_timeout_ms
         self._db: sqlite3.Connection | None = None
         self.book = Book()
 
@@ -76,11 +73,7 @@ class SqliteStore:
         if self._db is not None:
             return
         self._db = sqlite_file.connect(
-            self._path,
-            pipeline=self._pipeline,
-            former=self._former,
-            busy_timeout_ms=self._busy_timeout_ms,
-            created_ms=created_ms,
+            self._path, pipeline=self._pipeline, former=self._former, created_ms=created_ms
         )
 
     def close(self) -> None:
@@ -280,17 +273,13 @@ class SqliteLedger(Ledger):
         server_id: str,
         clock: Clock,
         rename_from: str | None = None,
-        busy_timeout_ms: int = 5000,
     ) -> None:
         """Name the file, the pipeline and this server; ``open`` touches them.
 
-        ``rename_from``: the name that the pipeline may have still. ``busy_timeout_ms``: how long a call waits for
-        another server's transaction.
+        ``rename_from``: the name that the pipeline may have still.
         """
         super().__init__(server_id, clock)
-        self._store = SqliteStore(
-            path, pipeline=pipeline, rename_from=rename_from, busy_timeout_ms=busy_timeout_ms
-        )
+        self._store = SqliteStore(path, pipeline=pipeline, rename_from=rename_from)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mldserver-ledger")
         self._closed = False
 

@@ -71,6 +71,9 @@ from mldserver.ledger.format import FORMAT
 if TYPE_CHECKING:
     from pathlib import Path
 
+BUSY_TIMEOUT_MS: Final = 5000
+"""How long a call waits for another server's transaction."""
+
 _APPLICATION_ID: Final = int.from_bytes(b"MLDS", "big")
 """Stands in the database's header: what tells a ledger from any other SQLite file."""
 
@@ -162,7 +165,7 @@ _FAULTS: Final[dict[int, tuple[str, str]]] = {
 
 
 def connect(
-    path: Path, *, pipeline: str, busy_timeout_ms: int, created_ms: int | None, former: str | None = None
+    path: Path, *, pipeline: str, created_ms: int | None, former: str | None = None
 ) -> sqlite3.Connection:
     """Return a connection to the pipeline's ledger.
 
@@ -182,7 +185,7 @@ def connect(
         try:
             db = sqlite3.connect(path, isolation_level=None)
             undo.callback(db.close)
-            db.execute(f"PRAGMA busy_timeout = {busy_timeout_ms}")
+            db.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
             if _is_new(db, path):
                 if created_ms is None or former is not None:
                     raise _missing(path)

@@ -148,10 +148,6 @@ class _Line(NamedTuple):
     stamp: str
 
 
-class _Reopened(NamedTuple):
-    fd: int
-
-
 @dataclass(slots=True)
 class Lost:
     """Lines that are missing at one place of the log."""
@@ -188,7 +184,8 @@ class LogWriter:
         self._reserve = reserve
         # A signal handler may log while the same thread does: with a plain lock it would wait for itself.
         self._changed = threading.Condition(threading.RLock())
-        self._queue: deque[_Line | Lost | _Reopened] = deque()
+        self._queue: deque[_Line | Lost | int] = deque()
+        """A number is the descriptor to write to from there on."""
         self._bytes = 0
         self._busy = False
         self._idle = False
@@ -224,7 +221,7 @@ class LogWriter:
         if fresh is None:
             return
         with self._changed:
-            self._queue.append(_Reopened(fresh))
+            self._queue.append(fresh)
             self._changed.notify_all()
 
     def flush(self, seconds: float = CLOSE_SECONDS) -> bool:
@@ -255,8 +252,8 @@ class LogWriter:
     def _run(self) -> None:
         try:
             while (item := self._next()) is not None:
-                if isinstance(item, _Reopened):
-                    self._output.swap(item.fd)
+                if isinstance(item, int):
+                    self._output.swap(item)
                 elif isinstance(item, Lost):
                     self._miss(item)
                     self._tell_missing()
@@ -266,7 +263,7 @@ class LogWriter:
         finally:
             self._output.close()
 
-    def _next(self) -> _Line | Lost | _Reopened | None:
+    def _next(self) -> _Line | Lost | int | None:
         with self._changed:
             if not self._queue:
                 self._busy = False

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
-from mldserver.base.aio import Flag
+from mldserver.base.clock import Flag
 from mldserver.base.kill_points import kill_point
 from mldserver.errors import PeerError
 from mldserver.protocol.messages import ProcessRecords, Version

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from mldserver.base.aio import first_of
+from mldserver.base.clock import first_of
 from mldserver.base.kill_points import kill_point
 from mldserver.errors import InternalError, MldserverError, PeerError
 from mldserver.protocol.events import CloseReason

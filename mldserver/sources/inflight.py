@@ -18,7 +18,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
-from mldserver.base.aio import Flag
+from mldserver.base.clock import Flag
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

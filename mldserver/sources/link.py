@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 import structlog
 
-from mldserver.base.aio import Flag, Slot
+from mldserver.base.clock import Flag, Slot
 from mldserver.errors import DecodeError, InternalError, PeerError, ProtocolViolation
 from mldserver.protocol import events as ev
 from mldserver.protocol.connection import MLDConnection

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeAlias
 
 import structlog
 
-from mldserver.base.aio import first_of
+from mldserver.base.clock import first_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

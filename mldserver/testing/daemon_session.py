@@ -10,7 +10,7 @@ import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from mldserver.base.aio import first_of
+from mldserver.base.clock import first_of
 from mldserver.testing.daemon import DaemonShard, Form, NoServer
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
 import uvloop
 
-from mldserver.base.aio import first_of
-from mldserver.base.clock import SystemClock
+from mldserver.base.clock import SystemClock, first_of
 from mldserver.children.channel import Channel
 from mldserver.children.parent_death import die_with_parent
 from mldserver.errors import MldserverError

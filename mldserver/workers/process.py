@@ -20,7 +20,7 @@ import pyarrow as pa
 import structlog
 
 import mldserver
-from mldserver.base.aio import first_of
+from mldserver.base.clock import first_of
 from mldserver.children.channel import Channel, WireError
 from mldserver.children.process import ChildProcess, ending
 from mldserver.observe.logging import Printed

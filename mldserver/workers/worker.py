@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from mldserver.base.aio import first_of
 from mldserver.base.backoff import Backoff
+from mldserver.base.clock import first_of
 from mldserver.workers.exclusive import Exclusive
 
 if TYPE_CHECKING:

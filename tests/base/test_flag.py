@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from mldserver.base.aio import Flag, Slot
+from mldserver.base.clock import Flag, Slot
 
 
 async def test_a_flag_wakes_all_who_wait_and_lets_later_ones_pass_until_it_is_cleared() -> None:

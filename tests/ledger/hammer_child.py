@@ -10,6 +10,7 @@ import json
 import sys
 from pathlib import Path
 
+from mldserver.ledger import sqlite_file
 from mldserver.ledger.contract import Commit, Flush, PositionUpdate, Segment, SegmentKind, ServerState
 from mldserver.records import Sequence
 from tests.support.store import SqliteStore
@@ -17,7 +18,8 @@ from tests.support.store import SqliteStore
 
 def main() -> None:
     path, server, rounds = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    store = SqliteStore(path, pipeline="p", server_id=server, busy_timeout_ms=30_000)
+    sqlite_file.BUSY_TIMEOUT_MS = 30_000  # type: ignore[misc]  # the machine may be busy, too
+    store = SqliteStore(path, pipeline="p", server_id=server)
     store.open(now_ms=0)
     for n in range(rounds):
         flush(store, f"own-{server}", f"{server}-{n}-own", n)

@@ -33,7 +33,7 @@ class Interrupted:
         found = self._db.execute(statement).fetchone()
         self._looks += 1
         if self._looks == 1:
-            connect(self._path, pipeline="p", busy_timeout_ms=1000, created_ms=0).close()
+            connect(self._path, pipeline="p", created_ms=0).close()
         return Row(found)
 
     def close(self) -> None:
@@ -48,7 +48,7 @@ def test_a_ledger_that_another_server_creates_between_two_looks_is_no_foreign_fi
 
 
 def opened(path: Path) -> sqlite3.Connection:
-    return connect(path, pipeline="p", busy_timeout_ms=1000, created_ms=0)
+    return connect(path, pipeline="p", created_ms=0)
 
 
 def test_a_ledger_with_one_damaged_page_is_told_in_a_sentence_of_ours_and_left_as_it_is(

@@ -27,9 +27,10 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def store(path: Path) -> Iterator[SqliteStore]:
+def store(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SqliteStore]:
     """An open store that holds one shard and one open window."""
-    store = SqliteStore(path, pipeline="p", server_id="one", busy_timeout_ms=0)
+    monkeypatch.setattr("mldserver.ledger.sqlite_file.BUSY_TIMEOUT_MS", 0)
+    store = SqliteStore(path, pipeline="p", server_id="one")
     store.open(now_ms=5)
     store.open_shard("a")
     store.register(Flush((move(),), (seg("s1"),)), now_ms=6)
