@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast
 from mldserver.base.aws import aws_client
 from mldserver.base.threads import aside
 from mldserver.config.kinds import UnixAddress
-from mldserver.config.locations import RemoteOut, SqlitePlace
+from mldserver.config.locations import DynamoPlace, RemoteOut, SqlitePlace
 from mldserver.config.resolve import home, ledger_file, sink_of
 from mldserver.coordinator.coordinator import Coordinator
 from mldserver.coordinator.core.lineage import DRAIN
@@ -213,7 +213,10 @@ async def _assembled(settings: Settings, around: Surroundings, runtime: Runtime,
         ask_stream=None if polling is None else polling.ask,
     )
     owners = ShardOwners()
-    make_source = around.source or partial(_listener, settings)
+    place = settings.source
+    make_source = around.source or (
+        partial(_listener, settings) if place == "mld" else partial(_reader, settings, place)
+    )
     redriver = Redriver(
         ledger=ledger,
         runtime=runtime,
@@ -276,6 +279,25 @@ def _listener(settings: Settings, parts: SourceParts) -> Source:
         connection_limit=settings.connection_limit,
         answer_deadline=settings.answer_deadline_seconds,
         progress_seconds=settings.flush_interval_ms / 1000,
+        **parts._asdict(),
+    )
+
+
+def _reader(settings: Settings, place: DynamoPlace, parts: SourceParts) -> Source:
+    from mldserver.dynamodb_streams.beginning import Beginning  # noqa: PLC0415  # most servers never need AWS's client
+    from mldserver.dynamodb_streams.direct_source import DirectSource  # noqa: PLC0415  # as above
+    from mldserver.dynamodb_streams.streams_api import streams_client  # noqa: PLC0415  # as above
+
+    region, endpoint_url = place.region or settings.region, place.endpoint_url or settings.endpoint_url
+    return DirectSource(
+        place.table,
+        partial(streams_client, region=region, endpoint_url=endpoint_url),
+        beginning=Beginning.of(settings.from_),
+        accept_gap=settings.accept_gap,
+        poll_seconds=settings.poll_interval_seconds,
+        list_seconds=settings.list_shards_interval_seconds,
+        look_seconds=settings.flush_interval_ms / 1000,
+        forsaken_seconds=settings.server_timeout_ms / 1000,
         **parts._asdict(),
     )
 

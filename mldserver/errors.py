@@ -14,11 +14,13 @@ Every error carries, beside its sentence, what the server did about it (``did``)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
+
+ErrorT = TypeVar("ErrorT", bound=BaseException)
 
 EXIT_CLEAN: Final = 0
 EXIT_FAULT: Final = 1
@@ -73,7 +75,7 @@ def told_of(error: MldserverError | OSError) -> dict[str, Any]:
     }
 
 
-def leaves(group: BaseExceptionGroup[MldserverError]) -> Iterator[MldserverError]:
+def leaves(group: BaseExceptionGroup[ErrorT]) -> Iterator[ErrorT]:
     """Yield the errors of a group and of the groups in it."""
     for error in group.exceptions:
         if isinstance(error, BaseExceptionGroup):

@@ -34,7 +34,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "output": ("errors", "base", "ledger"),
     "jobs": ("errors", "windows", "base", "output", "ledger", *_SETTINGS),
     "sources": ("errors", "records", "base", "protocol", "runtime.interface"),
-    "dynamodb_streams": ("errors", "records", "base", "runtime.interface", "sources.intake"),
+    "dynamodb_streams": (
+        *("errors", "records", "base", "runtime.interface"),
+        *("sources.intake", "sources.progress_log", "sources.shard_claims"),
+    ),
     "coordinator": (
         *("errors", "records", "windows", "base", "ledger", "output", "jobs"),
         *("runtime.interface", "sources.intake"),

@@ -8,6 +8,7 @@ import gc
 import inspect
 import os
 from functools import partial
+from keyword import iskeyword
 from pathlib import Path  # cyclopts reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -79,6 +80,7 @@ def settings_parameters(
         flag, many = spec.kind.flag, spec.kind.many
         kind: Any = bool | None if flag else list[str] | None if many else str | None
         parameter = Parameter(
+            name=spec.option,
             help=f"{spec.help} [default: {spec.shown_default}]",
             group=group,
             negative=None if flag else (),
@@ -88,7 +90,7 @@ def settings_parameters(
         if spec.name not in leave_out:
             parameters.append(
                 inspect.Parameter(
-                    spec.name,
+                    f"{spec.name}_" if iskeyword(spec.name) else spec.name,
                     inspect.Parameter.KEYWORD_ONLY,
                     default=None,
                     annotation=Annotated[kind, parameter],

@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from mldserver.base.uris import SCHEMES, local_path, redacted
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 _TABLE = re.compile(r"[A-Za-z0-9_.-]{3,255}")
+_STREAM_ARN = re.compile(r"arn:[\w-]+:dynamodb:([\w-]+):\d*:table/[A-Za-z0-9_.-]{3,255}/stream/[\w.:-]+")
 _OPTIONS = frozenset({"region", "endpoint_url"})
 
 LEDGER_FILE: Final = "_mldserver/ledger.sqlite"
@@ -53,7 +54,7 @@ class SqlitePlace(NamedTuple):
 
 
 class DynamoPlace(NamedTuple):
-    """A table in DynamoDB: servers of many hosts share it."""
+    """A table in DynamoDB: servers of many hosts share it. As a source also a stream's ARN."""
 
     table: str
     region: str | None = None
@@ -66,6 +67,7 @@ class DynamoPlace(NamedTuple):
 
 
 LedgerPlace = SqlitePlace | DynamoPlace
+SourcePlace = DynamoPlace | Literal["mld"]
 
 
 @kind("sqlite, sqlite:PATH, or dynamodb://TABLE?region=REGION", metavar="LEDGER")
@@ -87,10 +89,30 @@ def ledger(raw: object) -> LedgerPlace:
     # Not ``hostname``, which is lower case; DynamoDB's names (3 to 255 of these characters) are not.
     if not _TABLE.fullmatch(url.netloc) or url.path not in {"", "/"}:
         raise ValueError("it names no table of DynamoDB")
-    options = dict(parse_qsl(url.query, keep_blank_values=True))
+    return DynamoPlace(url.netloc, *_options(url.query))
+
+
+@kind("mld, or dynamodb://TABLE?region=REGION (or a stream's ARN in place of the table)", metavar="SOURCE")
+def source(raw: object) -> SourcePlace:
+    """``mld``, or ``dynamodb://TABLE`` or ``dynamodb://ARN`` with ``region`` and ``endpoint_url`` as query."""
+    written = as_text(raw)
+    if written.lower() == "mld":
+        return "mld"
+    url = urlsplit(written)
+    stream = f"{url.netloc}{url.path}".removesuffix("/")
+    if url.scheme != "dynamodb" or not (_TABLE.fullmatch(stream) or _STREAM_ARN.fullmatch(stream)):
+        raise ValueError("it is neither mld nor dynamodb:// with a table's name or a stream's ARN")
+    region, endpoint_url = _options(url.query)
+    arn = _STREAM_ARN.fullmatch(stream)
+    return DynamoPlace(stream, region or (arn and arn[1]) or None, endpoint_url)
+
+
+def _options(query: str) -> tuple[str | None, str | None]:
+    """Return region and endpoint. Raises ValueError for anything else."""
+    options = dict(parse_qsl(query, keep_blank_values=True))
     if not options.keys() <= _OPTIONS or not all(options.values()):
         raise ValueError(f"only {' and '.join(sorted(_OPTIONS))} may follow the table")
-    return DynamoPlace(url.netloc, options.get("region"), options.get("endpoint_url"))
+    return options.get("region"), options.get("endpoint_url")
 
 
 @kind(

@@ -55,11 +55,9 @@ def resolve(
     raw = _from_file(config or folder / CONFIG_FILE, required=config is not None)
     raw |= _from_environment(environ)
     raw = {name: value for name, value in raw.items() if name not in leave_out}
-    raw |= {
-        name: _Raw(value, f"command line {specs()[name].option}")
-        for name, value in command_line.items()
-        if value is not None
-    }
+    # A parameter that would be a word of Python's ends with an underscore.
+    options = {name.removesuffix("_"): value for name, value in command_line.items() if value is not None}
+    raw |= {name: _Raw(value, f"command line {specs()[name].option}") for name, value in options.items()}
     values = {specs()[name].field: _parsed(name, value) for name, value in raw.items()}
     if "cache_dir" not in values:
         values["cache_dir"] = cache_folder(environ)
@@ -183,6 +181,12 @@ def _check(settings: Settings) -> None:
         raise ConfigError(
             f"sink = {sink} ({settings.origin('sink')}) does not go with the other settings: {error}."
         ) from error
+    if settings.source != "mld" and settings.stream is not None:
+        raise ConfigError(
+            f"stream = {settings.stream} ({settings.origin('stream')}) names what daemons read; source = {settings.source} "
+            "is read without any.",
+            advice="Leave one of the two out.",
+        )
     if settings.dead_letters is not None and settings.on_key_failure is OnKeyFailure.PARK:
         raise ConfigError(
             f"on_key_failure = park ({settings.origin('on_key_failure')}) needs dead letters in the ledger: only it "

@@ -32,7 +32,7 @@ from mldserver.config.kinds import (
 )
 from mldserver.config.kinds import duration_ms as ms
 from mldserver.config.kinds import duration_seconds as seconds
-from mldserver.config.locations import LedgerPlace, LetterPlace, OutPlace, SqlitePlace
+from mldserver.config.locations import LedgerPlace, LetterPlace, OutPlace, SourcePlace, SqlitePlace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -252,14 +252,23 @@ class WindowSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamSettings:
-    """Stream: the one whose shards are listed."""
+    """Stream: what is read directly, or the one whose shards are listed."""
 
+    source: SourcePlace = setting(locations.source, "mld")
+    """Where records come from: daemons that connect, or a DynamoDB stream that the server reads itself."""
+    from_: str = setting(
+        kinds.text("trim_horizon, latest, a time with its offset, or a token (JSON, or a file of it)"),
+        "trim_horizon",
+    )
+    """Where a stream that is read directly begins, at the pipeline's first start."""
+    poll_interval_seconds: float = rare(seconds(), 1.0)
+    """How often a shard that is read to its tip is asked for more (DynamoDB Streams)."""
     stream: str | None = setting(kinds.optional(kinds.text("a Kinesis stream's name")), None)
     """Stream whose shards are listed (ListShards), so that missing ones are known."""
     region: str | None = setting(kinds.optional(kinds.text("an AWS region's name")), None)
-    """AWS region of the stream."""
+    """AWS region of stream and source."""
     endpoint_url: str | None = rare(kinds.optional(kinds.text("a URL")), None)
-    """Kinesis endpoint, for tests and emulators."""
+    """Endpoint of stream and source, for tests and emulators."""
     list_shards_interval_seconds: float = rare(seconds(), 30.0)
     """How often shards are listed."""
 
@@ -355,7 +364,8 @@ def specs() -> dict[str, Spec]:
         for member in dataclasses.fields(section):
             about, kind = member.metadata, member.metadata["kind"]
             shown = about["shown"] if "shown" in about else kind.show(member.default)
-            name = member.name.removesuffix("_ms").removesuffix("_seconds")
+            # `from` is a word of Python's.
+            name = member.name.removesuffix("_ms").removesuffix("_seconds").removesuffix("_")
             option, variable = f"--{name.replace('_', '-')}", f"{ENV_PREFIX}{name.upper()}"
             table[name] = Spec(member.name, name, option, variable, title, kind, about["common"], shown)
     return table

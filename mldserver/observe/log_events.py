@@ -26,7 +26,7 @@ TABLE: Final = """
 server.starting  info  version pid handler out settings
     The process has read its settings.
 server.listening  info  address
-    Connections are accepted; ``address`` holds the real port.
+    Connections are accepted; ``address`` holds the real port. Or a stream is read: then it is the stream's ARN.
 server.ready  info  seconds
     Spark is warm, every part works: readiness is green.
 server.unready  error  reason
@@ -69,6 +69,8 @@ shard.taken_over  warning  peer
     Another connection opened the shard; what still comes on this one is answered unread.
 shard.disconnected  warning  position
     The connection is gone without an ending; the shard holds the watermark.
+shard.failed  error  delay_seconds
+    A shard of a stream that is read directly could not be read on; it is begun again after the delay.
 shard.missing  warning  seconds
     A known shard has had no connection for ``server_timeout``, here or elsewhere; it holds the watermark.
 shard.left_out  error  seconds

@@ -1,0 +1,457 @@
+"""A DynamoDB stream as a source of the server: its shards found, shared with other servers, read and handed in.
+
+    listing ──▶ tree ──▶ sharing (what the ledger says of others) ──▶ a task for each shard that is read here
+    a shard: its place from the ledger ──▶ page, the next one fetched meanwhile ──▶ handler ──▶ coordinator
+
+The ledger's position of a shard is where it is read on: nothing else is stored, and nothing checkpointed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from mldserver.base.backoff import Backoff, backoff
+from mldserver.base.clock import first_of
+from mldserver.base.kill_points import kill_point
+from mldserver.dynamodb_streams.beginning import Beginning, inherited, storable, stored
+from mldserver.dynamodb_streams.reader import ShardReader
+from mldserver.dynamodb_streams.shard_tree import LATEST, ShardTree
+from mldserver.dynamodb_streams.sharing import Plan, share
+from mldserver.dynamodb_streams.streams_api import StreamsApi
+from mldserver.errors import InternalError, MldserverError, OperatorError, leaves
+from mldserver.records import Hook, Shard
+from mldserver.runtime.interface import BatchOutcome, BatchOutline, Delivery, Records
+from mldserver.sources.intake import ShardOpening
+from mldserver.sources.progress_log import Progress, ProgressLog
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from mldserver.base.clock import Clock
+    from mldserver.dynamodb_streams.reader import Page
+    from mldserver.dynamodb_streams.shard_tree import Start, StreamShard
+    from mldserver.dynamodb_streams.streams_api import MakeClient
+    from mldserver.records import Sequence
+    from mldserver.runtime.interface import Runtime
+    from mldserver.sources.intake import Intake, Seen, ShardIntake
+    from mldserver.sources.shard_claims import Claim, ShardOwners
+
+log = structlog.get_logger("mldserver")
+
+_PAGES_AHEAD: Final = 128
+"""While the pages of so many shards are worked on, none is fetched before it is wanted. A page has 1 MB (AWS limit)."""
+_CHILD_LOOKS: Final = 10
+"""How often the children of a shard that ended are looked for, before that is left to the next listing."""
+_CHILD_SECONDS: Final = (0.05, 1.0)
+"""First and longest wait between those."""
+_AGAIN_SECONDS: Final = (1.0, 60.0)
+"""First and longest wait until a shard that failed is begun again."""
+_AT_TIP: Final = BatchOutcome(BatchOutline(0, 0, None, None, None, 0), None)
+"""Nothing was there: what an empty batch of a daemon's says."""
+
+
+@dataclass(eq=False, slots=True)
+class _Reading:
+    """A shard that is read here, or about to be."""
+
+    shard_id: str
+    claim: Claim
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)
+    intake: ShardIntake | None = None
+    task: asyncio.Task[None] | None = None
+
+    async def leave(self) -> None:
+        """Let it go after the page in hand. One that is still being opened is given up: nothing of it was taken."""
+        self.leaving.set()
+        if self.task is not None and not self.claim.opened:
+            self.task.cancel()
+        if self.intake is not None:
+            await self.intake.finish()
+
+
+class DirectSource:
+    """Reads a stream until it is stopped."""
+
+    def __init__(
+        self,
+        stream: str,
+        make_client: MakeClient,
+        *,
+        runtime: Runtime,
+        intake: Intake,
+        owners: ShardOwners,
+        clock: Clock,
+        random: Callable[[], float],
+        beginning: Beginning | None = None,
+        accept_gap: bool = False,
+        poll_seconds: float = 1.0,
+        list_seconds: float = 30.0,
+        look_seconds: float = 5.0,
+        forsaken_seconds: float = 30.0,
+    ) -> None:
+        """``stream``: a table's name, or a stream's ARN.
+
+        ``poll_seconds``: between looks at the tip of a shard; ``list_seconds``: between listings of the shards;
+        ``look_seconds``: between looks at what other servers have, and between words of the log on a shard's records;
+        ``forsaken_seconds``: a shard that nobody has taken for longer is taken by any server.
+        """
+        self._stream = stream
+        self._runtime = runtime
+        self._intake = intake
+        self._owners = owners
+        self._clock = clock
+        self._random = random
+        self._api = StreamsApi(make_client, clock=clock, random=random)
+        self._beginning = beginning or Beginning()
+        self._accept_gap = accept_gap
+        self._poll_seconds = poll_seconds
+        self._list_seconds = list_seconds
+        self._look_seconds = look_seconds
+        self._forsaken_ms = round(forsaken_seconds * 1000)
+        self._progress = ProgressLog(clock=clock, seconds=look_seconds)
+        self._arn = ""
+        self._tree = ShardTree()
+        self._first = False
+        """Whether the ledger knew no position of any shard when this server began."""
+        self._first_ms = 0
+        """Time of day at which it began."""
+        self._placing: set[str] = set()
+        """Shards of the beginning whose place is not durable yet."""
+        self._placed = asyncio.Event()
+        self._reading: dict[str, _Reading] = {}
+        self._failed: dict[str, tuple[Backoff, int]] = {}
+        """Shards that failed, and the steady time at which they may be begun again."""
+        self._unread_since_ms: dict[str, int] = {}
+        """Since when shards are seen that nobody reads."""
+        self._in_hand = 0
+        """How many pages are being worked on."""
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._stopping = asyncio.Event()
+        self._started = asyncio.Event()
+        self._listed = False
+
+    # What the server asks.
+
+    @property
+    def waits_for(self) -> str | None:
+        """AWS, until the stream's shards are listed."""
+        if self._stopping.is_set():
+            return "no shard is taken any more"
+        return None if self._listed else "DynamoDB has not listed the stream's shards yet"
+
+    @property
+    def connections(self) -> int:
+        """How many shards are read here."""
+        return len(self._reading)
+
+    async def listening(self) -> str:
+        """Return the stream's ARN once its shards are known. Raises OperatorError when it cannot be read."""
+        await self._started.wait()
+        if not self._listed:
+            raise OperatorError(f"The stream {self._stream} is not read.")
+        return self._arn
+
+    async def run(self) -> None:
+        """Read the stream until ``stop_accepting``, and then until the last shard is let go.
+
+        Raises OperatorError when it cannot be read, or is not the one that the ledger knows.
+        """
+        try:
+            async with self._api:
+                await self._find()
+                async with asyncio.TaskGroup() as group:
+                    beside = [group.create_task(self._progress.run()), group.create_task(self._list())]
+                    await self._share(group)
+                    await self._idle.wait()
+                    for task in beside:
+                        task.cancel()
+        finally:
+            self._started.set()
+
+    def stop_accepting(self) -> None:
+        """Take no more shards; those that are there go on."""
+        self._stopping.set()
+        self._wake.set()
+
+    async def drain(self) -> None:
+        """Let each shard finish the page in hand, then let all go; return when they are gone."""
+        self.stop_accepting()
+        for reading in tuple(self._reading.values()):
+            await reading.leave()
+        await self._idle.wait()
+
+    # Which shards there are, and which are read here.
+
+    async def _find(self) -> None:
+        """Find the stream and its shards, and see whether they are those that the ledger knows."""
+        self._arn = await self._api.resolve(self._stream)
+        while True:
+            self._first_ms = self._clock.now_ms()
+            described = await self._api.describe(self._arn)
+            if described.shards:
+                break
+            await self._clock.sleep(self._poll_seconds)  # every stream has shards: the answer is too early
+        seen = self._intake.seen()
+        self._first = not any(shard.position or shard.ended for shard in seen.shards.values())
+        self._learn(described.shards, whole=True)
+        if self._first:
+            if (token := self._beginning.token) is not None:
+                token.require(self._arn)
+            for shard_id in self._beginning.before(described.shards, self._tree):
+                self._tree.finished(shard_id)
+        related = {*self._tree.listing(), *(shard.parent for shard in described.shards)}
+        if seen.shards and not related & seen.shards.keys() and not self._accept_gap:
+            raise OperatorError(
+                f"The stream {self._arn} has none of the shards that the ledger knows.",
+                did="Nothing was read, and no position was changed.",
+                advice="It is another stream than before: another table's, or the table's stream was disabled and "
+                "enabled again; or the pipeline stood still for more than a day. Name the earlier stream by its ARN to "
+                "read what is left of it (24 hours), or go on with this one by --accept-gap.",
+                stream=self._arn,
+            )
+        self._listed = True
+        self._started.set()
+        log.info("server.listening", address=self._arn)
+
+    def _learn(self, shards: Iterable[StreamShard], *, whole: bool) -> None:
+        if self._tree.learn(shards, whole=whole):
+            self._wake.set()
+        self._intake.know(self._tree.listing())
+
+    async def _list(self) -> None:
+        while True:
+            await self._clock.sleep(self._list_seconds)
+            try:
+                self._learn((await self._api.describe(self._arn)).shards, whole=True)
+            except OperatorError as error:
+                log.warning("stream.unlisted", stream=self._arn, **error.told())
+
+    async def _share(self, group: asyncio.TaskGroup) -> None:
+        """Take and give up shards as the ledger and the listing change, until the stop."""
+        begun = False
+        while not self._stopping.is_set():
+            self._wake.clear()
+            plan = self._plan(self._intake.seen())
+            if not begun:
+                begun, self._placing = True, set(plan.take) if self._first else set()
+                self._is_placed("")
+            for shard_id in plan.give_up:
+                await self._reading[shard_id].leave()
+            for shard_id in plan.take:
+                reading = self._reading[shard_id] = _Reading(shard_id, self._owners.take(shard_id))
+                self._idle.clear()
+                reading.task = group.create_task(self._serve(reading, group), name=shard_id)
+            await first_of(self._wake.wait(), self._clock.sleep(self._look_seconds))
+
+    def _plan(self, seen: Seen) -> Plan:
+        """Return what to take now, and what to give up."""
+        tree, me, now_ms = self._tree, seen.server_id, self._clock.steady_ms()
+        for shard_id, shard in seen.shards.items():
+            if shard.ended and shard_id in tree:
+                tree.finished(shard_id)
+        # What the ledger expects and nobody lists any more is ended by reading it, or it would hold the windows.
+        unlisted = [name for name, shard in seen.shards.items() if name not in tree and not shard.ended]
+        known = {
+            name: seen.shards[name].owner for name in (*tree.readable(), *unlisted) if name in seen.shards
+        }
+        owners = dict.fromkeys((*tree.readable(), *unlisted)) | known | dict.fromkeys(self._reading, me)
+        unread = {name for name, owner in owners.items() if owner in {None, me} and name not in self._reading}
+        self._unread_since_ms = {name: self._unread_since_ms.get(name, now_ms) for name in unread}
+        forsaken = {name for name in unread if now_ms - self._unread_since_ms[name] >= self._forsaken_ms}
+        leaving = {name for name, reading in self._reading.items() if reading.leaving.is_set()}
+        plan = share(
+            owners | dict.fromkeys(forsaken), seen.servers, me, leaving=leaving | unread, forsaken=forsaken
+        )
+        return Plan(
+            tuple(name for name in plan.take if now_ms >= self._failed.get(name, (None, 0))[1]),
+            tuple(name for name in plan.give_up if name not in leaving | unread),
+        )
+
+    async def _find_children(self, shard_id: str) -> None:
+        """Look for the children of a shard that ended: they may be named only some time later."""
+        for attempt in range(1, _CHILD_LOOKS + 1):
+            if self._tree.children(shard_id) or self._stopping.is_set():
+                return
+            try:
+                self._learn(await self._api.children(self._arn, shard_id), whole=False)
+            except OperatorError as error:
+                log.warning("stream.unlisted", stream=self._arn, **error.told())
+                return
+            await self._clock.sleep(backoff(attempt, *_CHILD_SECONDS))
+
+    # One shard.
+
+    async def _serve(self, reading: _Reading, group: asyncio.TaskGroup) -> None:
+        """Read a shard until it ends, is given up, or fails; then let it go."""
+        shard_id, claim, ended = reading.shard_id, reading.claim, False
+        try:
+            ended = await self._read(reading)
+        except* Exception as errors:  # noqa: BLE001  # whatever it is, only this shard may end by it
+            self._fail(shard_id, next(leaves(errors)))
+        finally:
+            if reading.intake is None:
+                self._intake.abandon(shard_id)
+            else:
+                reading.intake.disconnected()
+            self._is_placed(shard_id)
+            claim.evict()
+            async with claim.work():
+                await self._runtime.forget(shard_id)
+            self._owners.release(shard_id, claim)
+            del self._reading[shard_id]
+            if not self._reading:
+                self._idle.set()
+            self._wake.set()
+        if ended:
+            self._tree.finished(shard_id)
+            group.create_task(self._find_children(shard_id))
+
+    def _fail(self, shard_id: str, error: Exception) -> None:
+        if not isinstance(error, MldserverError):
+            fault = InternalError(f"Unexpected {type(error).__name__}: {error}")
+            fault.__cause__ = error
+            error = fault
+        failures, _ = self._failed.get(shard_id, (Backoff(*_AGAIN_SECONDS), 0))
+        delay = failures.failed(self._random())
+        self._failed[shard_id] = failures, self._clock.steady_ms() + round(delay * 1000)
+        log.error("shard.failed", shard=shard_id, delay_seconds=round(delay, 3), **error.told())
+
+    async def _read(self, reading: _Reading) -> bool:
+        """Open a shard and hand its pages in; return whether it has ended, durably."""
+        shard_id, claim, runtime = reading.shard_id, reading.claim, self._runtime
+        async with claim.work():
+            kill_point("shard.opening")
+            parents = self._tree.parents(shard_id)
+            shard = await self._intake.open_shard(
+                ShardOpening(shard_id, None, tells_lag=True, parents=parents)
+            )
+            reading.intake = shard
+            kill_point("shard.opened")
+            reader = await self._placed_reader(shard_id, shard)
+            after = shard.after
+            await runtime.open(
+                Shard(shard_id, str(after.number) if after and after.number else "TRIM_HORIZON")
+            )
+            if shard.parked:
+                await runtime.park(shard_id, shard.parked)
+            claim.opened = True
+        await self._placed.wait()
+        if await self._hand_in_pages(reading, shard, reader):
+            return await self._end(shard_id, shard, claim)
+        claim.evict()
+        async with claim.work():
+            if not shard.alive:  # another server has opened it
+                await runtime.notify(shard_id, Hook.LEASE_LOST)
+                log.info("shard.lost", shard=shard_id, position=_shown(shard.after))
+                return False
+            position = await runtime.notify(shard_id, Hook.SHUTDOWN_REQUESTED)
+            if position is not None:
+                shard.advance(position)
+            if not self._stopping.is_set():  # then the server's last flush makes all shards durable at once
+                await shard.drain()
+                kill_point("shard.drained")
+        log.info("shard.shutdown_requested", shard=shard_id, position=_shown(shard.after))
+        return False
+
+    async def _placed_reader(self, shard_id: str, shard: ShardIntake) -> ShardReader:
+        """Return a reader of a shard at its place, which is durable by then where it could be decided otherwise later."""
+        start = self._start(shard_id) if shard.after is None else stored(shard.after)
+        reader = ShardReader(
+            self._api,
+            self._arn,
+            shard_id,
+            start,
+            clock=self._clock,
+            random=self._random,
+            poll_seconds=self._poll_seconds,
+        )
+        if start is LATEST:
+            await reader.heartbeat()  # from here on it knows its place: what comes is read
+        if shard.after is None and (position := storable(start, self._first_ms)) is not None:
+            shard.begin(position)
+            await shard.drain()
+        self._is_placed(shard_id)
+        return reader
+
+    def _start(self, shard_id: str) -> Start:
+        """Return where to begin with a shard of which the ledger has no position."""
+        known, parents = self._intake.seen().shards, self._tree.parents(shard_id)
+        if not self._first or known.keys() & set(parents):
+            return inherited(parents, known)
+        late = shard_id not in self._placing
+        return self._beginning.start(shard_id, found_ms=self._first_ms if late else None)
+
+    def _is_placed(self, shard_id: str) -> None:
+        """Note that a shard's place is durable. When it is of all that this server begins with, they are read."""
+        self._placing.discard(shard_id)
+        if not self._placing:
+            self._placed.set()
+
+    async def _hand_in_pages(self, reading: _Reading, shard: ShardIntake, reader: ShardReader) -> bool:
+        """Hand in page by page, the next one fetched meanwhile, until the shard is to be left; True: it was the last."""
+        progress = Progress(log.bind(shard=reading.shard_id), self._progress)
+        async with asyncio.TaskGroup() as group:
+            leaving, page = group.create_task(reading.leaving.wait()), None
+            fetch = group.create_task(reader.next())
+            while shard.alive and not (page and page.end):
+                await asyncio.wait({leaving, fetch}, return_when=asyncio.FIRST_COMPLETED)
+                if leaving.done():
+                    break
+                page = fetch.result()
+                ahead = self._in_hand < _PAGES_AHEAD and not page.end
+                if ahead:
+                    fetch = group.create_task(reader.next())
+                self._in_hand += 1
+                try:
+                    await self._hand_in(reading, page, shard, progress)
+                finally:
+                    self._in_hand -= 1
+                if not ahead and not page.end:
+                    fetch = group.create_task(reader.next())
+            leaving.cancel()
+            fetch.cancel()
+        progress.tell()
+        return page is not None and page.end
+
+    async def _hand_in(self, reading: _Reading, page: Page, shard: ShardIntake, progress: Progress) -> None:
+        """Take a page through handler and coordinator; return when the next one may follow."""
+        if not page.records:
+            if page.at_tip:
+                shard.take(_AT_TIP, self._clock.steady_ms(), page.began_ms)
+                await shard.admitted()
+            return
+        kill_point("batch.received")
+        received_ms, now_ms = self._clock.steady_ms(), self._clock.now_ms()
+        shard.began()
+        # AWS does not say: only that something was there. By this host's clock that is the lag, if it is right.
+        lag_ms = max(1, now_ms - (page.records[-1].arrival_ms or now_ms))
+        payload = Records(page.records, lag_ms)
+        async with reading.claim.work():
+            outcome = await self._runtime.process(Delivery(reading.shard_id, payload, now_ms, shard.after))
+            kill_point("batch.handled")
+            handled_ms = self._clock.steady_ms()
+            admitted = shard.take(outcome, handled_ms)
+            kill_point("batch.buffered")
+            if not admitted:
+                await shard.admitted()
+        self._failed.pop(reading.shard_id, None)
+        progress.note(outcome, payload.size, handled_ms - received_ms)
+
+    async def _end(self, shard_id: str, shard: ShardIntake, claim: Claim) -> bool:
+        """Make a shard's end durable; False: it is owned elsewhere."""
+        claim.evict()
+        async with claim.work():
+            await self._runtime.notify(shard_id, Hook.SHARD_ENDED)
+            ended = await shard.end()
+        kill_point("shard.end_durable")
+        return ended
+
+
+def _shown(position: Sequence | None) -> str | None:
+    return None if position is None else str(position)

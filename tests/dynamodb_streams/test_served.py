@@ -1,0 +1,140 @@
+"""``source = dynamodb://…``: whole servers, over HTTP and aioboto3, read a stream into windows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow.dataset as ds
+import pytest
+from support.serving import no_aws, quick, serving, until
+
+from mldserver.config.resolve import resolve
+from mldserver.dynamodb_streams.beginning import Beginning
+from mldserver.dynamodb_streams.positions import ShardPosition, Token
+from mldserver.dynamodb_streams.shard_tree import LATEST, TRIM_HORIZON, After, At, Since
+from mldserver.errors import ConfigError
+from mldserver.server import EXIT_FAULT, Server
+from mldserver.testing import FakeStreams, LocalEngine
+
+HANDLER = """
+from mldserver import tumbling
+
+schema = "id BIGINT NOT NULL"
+windows = tumbling("10 seconds")
+
+
+def process_record(record):
+    return int(record.json()["dynamodb"]["Keys"]["id"]["N"]),
+"""
+
+
+@pytest.fixture
+def handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    no_aws(monkeypatch, tmp_path)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    (tmp_path / "changed_ids.py").write_text(HANDLER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "changed_ids"
+
+
+def reading(out: Path, handler: str, url: str, **changes: Any) -> Any:
+    source = f"dynamodb://orders?endpoint_url={url}&region=us-east-1"
+    return quick(out, handler, source=source, poll_interval=0.05, list_shards_interval=1.0, **changes)
+
+
+def published(out: Path) -> Counter[int]:
+    files = [str(path) for path in out.glob("window=*/*.parquet")]
+    return Counter(ds.dataset(files, format="parquet").to_table(columns=["id"])["id"].to_pylist())
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("workers", [None, 1], ids=["inline", "in a worker"])
+async def test_a_server_reads_a_stream_by_its_settings_and_goes_on_after_a_restart(
+    tmp_path: Path, handler: str, workers: int | None, logged: list[dict[str, Any]]
+) -> None:
+    fake, out = FakeStreams(shards=2), tmp_path / "out"
+    async with fake.serving() as url:
+        settings = reading(out, handler, url, workers=workers)
+        for number in range(100):
+            fake.put({"id": number})
+        async with serving(settings) as server:
+            assert await server.listening() == fake.arn
+            await until(lambda: server.status().rows_durable == 100)
+        for number in range(100, 150):
+            fake.put({"id": number})
+        fake.split(fake.open_shards[0])
+        for number in range(150, 200):
+            fake.put({"id": number})
+        for shard in fake.shards.values():
+            shard.closed = True
+        async with serving(settings) as server:
+            await server.finished()
+    assert published(out) == Counter(range(200))
+    assert {entry["address"] for entry in logged if entry["event"] == "server.listening"} == {fake.arn}
+
+
+@pytest.mark.timeout(60)
+async def test_a_table_without_a_stream_ends_the_start_with_what_to_do(
+    tmp_path: Path, handler: str, logged: list[dict[str, Any]]
+) -> None:
+    fake = FakeStreams()
+    fake.disable()
+    async with fake.serving() as url:
+        server = Server(reading(tmp_path / "out", handler, url), engine=LocalEngine())
+        assert await asyncio.wait_for(server.run(), 30) == EXIT_FAULT
+    failed = next(entry for entry in logged if entry["event"] == "server.failed")
+    assert "has no enabled stream" in failed["what"]
+    assert fake.arn in failed["advice"]
+
+
+def settings(**given: str) -> Any:
+    return resolve({"handler": "handlers.x", **given}, environ={"HOME": "/"}, folder=Path("/nowhere"))
+
+
+ARN = "arn:aws:dynamodb:eu-west-3:123456789012:table/orders/stream/2026-11-22T18:00:00.000"
+
+
+def test_a_source_is_daemons_a_table_or_a_streams_arn() -> None:
+    assert settings().source == "mld"
+    table = settings(source="dynamodb://Orders?region=eu-west-1&endpoint_url=http://localhost:8000").source
+    assert (table.table, table.region, table.endpoint_url) == ("Orders", "eu-west-1", "http://localhost:8000")
+    assert str(table) == "dynamodb://Orders?region=eu-west-1&endpoint_url=http://localhost:8000"
+    stream = settings(source=f"dynamodb://{ARN}").source
+    assert (stream.table, stream.region) == (ARN, "eu-west-3")
+
+
+@pytest.mark.parametrize(
+    "wrong", ["kinesis://x", "dynamodb://", "dynamodb://arn:aws:s3:::x", "dynamodb://orders?x=1"]
+)
+def test_any_other_source_is_refused(wrong: str) -> None:
+    with pytest.raises(ConfigError, match="source"):
+        settings(source=wrong)
+
+
+def test_a_stream_that_daemons_read_is_no_source_of_ours() -> None:
+    with pytest.raises(ConfigError, match="Leave one of the two out"):
+        settings(source="dynamodb://orders", stream="kinesis-orders")
+
+
+def test_trap_06_a_beginning_is_read_in_any_case_and_a_time_needs_its_offset() -> None:
+    assert Beginning.of(settings(from_="Latest").from_).everywhere is LATEST
+    assert Beginning.of("trim-horizon").everywhere is TRIM_HORIZON
+    assert Beginning.of("1970-01-01T00:00:01Z").everywhere == Since(1000)
+    with pytest.raises(ConfigError, match="no offset"):
+        Beginning.of("2026-11-22T18:00:00")
+
+
+def test_a_token_is_given_as_text_or_in_a_file_and_begins_only_its_shards(tmp_path: Path) -> None:
+    token = Token(ARN, (ShardPosition("a", None, After(5)), ShardPosition("b", "z", At(7))))
+    (tmp_path / "token.json").write_text(str(token))
+    for text in (str(token), str(tmp_path / "token.json")):
+        beginning = Beginning.of(text)
+        assert beginning.token == token
+        assert beginning.shards == {"a": After(5), "b": At(7)}
+        assert beginning.start("c", found_ms=None) is TRIM_HORIZON
+    assert json.loads(str(token))["stream"] == ARN
