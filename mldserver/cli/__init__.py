@@ -68,7 +68,7 @@ _COMMANDS: Final = {
     "kcl": "Run the Java MultiLangDaemon, connected to a server.",
 }
 
-_ELSEWHERE: Final = {"drain": "serve:drain_app", "sim": "play:app", "demo": "play:demo_app"}
+_ELSEWHERE: Final = {"drain": "serve:drain_app"}
 """Commands whose module has another's name."""
 
 _STDOUT: Final = 1

@@ -38,6 +38,8 @@ _PAGE: Final = 1000
 _BASE_SECONDS: Final = 0.25
 _CAP_SECONDS: Final = 10.0
 _RETRIES_LOGGED_MS: Final = 60_000
+_TEXT: Final = 400
+"""Characters of an error."""
 _CONNECTIONS: Final = 1000
 """A shard that answers slowly holds one, and must not keep the others from theirs."""
 _OK: Final = 200
@@ -310,7 +312,7 @@ class StreamsApi:
                 waited = (self._clock.steady_ms() - began_ms) / 1000
                 if self._patience_seconds is not None and waited + delay > self._patience_seconds:
                     raise NotThereYet(
-                        f"DynamoDB Streams is out of reach: {error}.",
+                        f"DynamoDB Streams is out of reach: {_text(error)}.",
                         did=f"It was asked for {waited:.0f} seconds ({action}).",
                         advice="Look at AWS, the network and the endpoint.",
                         aws=code,
@@ -333,7 +335,7 @@ class StreamsApi:
                 "stream.retried",
                 action=action,
                 error=error_code(error),
-                what=str(error),
+                what=_text(error),
                 attempt=attempt,
                 delay_seconds=round(delay, 3),
                 times=self._retries,
@@ -343,11 +345,16 @@ class StreamsApi:
     def _refused(self, action: str, error: Exception) -> OperatorError:
         code = error_code(error)
         return OperatorError(
-            f"DynamoDB Streams cannot be read: {error}.",
+            f"DynamoDB Streams cannot be read: {_text(error)}.",
             did=f"{action} was refused; it is not tried again.",
             advice=_ADVICE.get(code, "Look at what AWS says, and at the settings."),
             aws=code,
         )
+
+
+def _text(error: Exception) -> str:
+    """Return what an error says as one line, and not a whole page of a proxy's or an emulator's."""
+    return " ".join(str(error).split())[:_TEXT].rstrip(".")
 
 
 class _FilterRefused(Exception):

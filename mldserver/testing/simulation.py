@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
 
 from mldserver.base.clock import SystemClock
 from mldserver.errors import EXIT_FAULT, EXIT_OPERATOR
@@ -119,7 +120,71 @@ class Report:
         return EXIT_OPERATOR if self.server_exit == EXIT_OPERATOR else EXIT_FAULT
 
 
-class Simulation:
+class Run(ABC):
+    """One run of a server beside what it is given to read: ``_play`` says what that is, in a class of its own."""
+
+    server: Server
+
+    def __init__(self, clock: Clock) -> None:
+        """Nothing runs yet."""
+        self.clock = clock
+        self._status: CoordinatorStatus | None = None
+
+    @abstractmethod
+    async def _play(self) -> None:
+        """Give the server what it is to read; return when there is no more, and all that comes of it is published."""
+
+    @property
+    @abstractmethod
+    def delivered(self) -> bool:
+        """Whether the server was given all there is."""
+
+    async def _served(self, watch: Callable[[Self], None]) -> int:
+        """Run the server until it was played to the end, and stop it; return its exit code.
+
+        ``watch`` is called a few times a second.
+        """
+        async with asyncio.TaskGroup() as group:
+            server = group.create_task(self.server.run(), name="server")
+            play = group.create_task(self._play(), name="play")
+            ticker = group.create_task(self._tick(watch), name="watch")
+            await asyncio.wait({server, play}, return_when=asyncio.FIRST_COMPLETED)
+            play.cancel()
+            await asyncio.wait({play})
+            self.server.stop("the simulation is over")
+            if self.halted:
+                self.server.force()  # the windows wait for a person; nobody will come
+            await asyncio.wait({server})
+            ticker.cancel()
+        watch(self)
+        return server.result()
+
+    async def _finished(self) -> None:
+        """Return when the server has published every window, or a window waits for a person."""
+        while not self.halted:
+            if await finishes_within(self.clock, _PATIENCE_SECONDS, self.server.finished()):
+                return
+
+    async def _tick(self, watch: Callable[[Self], None]) -> None:
+        while True:
+            watch(self)
+            await self.clock.sleep(_TICK_SECONDS)
+
+    @property
+    def status(self) -> CoordinatorStatus | None:
+        """The server's latest snapshot; None before its parts are built."""
+        with contextlib.suppress(RuntimeError):
+            self._status = self.server.status()
+        return self._status
+
+    @property
+    def halted(self) -> bool:
+        """Whether a window has failed for good."""
+        status = self.status
+        return status is not None and bool(status.windows_halted)
+
+
+class Simulation(Run):
     """One run of a server over a fake stream."""
 
     def __init__(
@@ -139,13 +204,12 @@ class Simulation:
 
         ``speed``: so many seconds of arrival times are played in one second; None: all records are there at once.
         """
+        super().__init__(clock or SystemClock())
         self.stream = stream
         self._speed = speed
         self.faults = faults or Faults()
         self.server = Server(settings, engine=engine, clock=clock)
-        self._clock = clock or SystemClock()
         self._dice = random.Random(f"{seed}/faults")  # noqa: S311  # repeatable, not secret
-        self._status: CoordinatorStatus | None = None
         self._graceful = False
         self.mld = FakeMLD(
             stream,
@@ -158,21 +222,9 @@ class Simulation:
 
     async def run(self, watch: Callable[[Simulation], None] = lambda _self: None) -> Report:
         """Play the stream to its end and stop the server; ``watch`` is called a few times a second."""
-        async with asyncio.TaskGroup() as group:
-            server = group.create_task(self.server.run(), name="server")
-            play = group.create_task(self._play(), name="play")
-            ticker = group.create_task(self._tick(watch), name="watch")
-            await asyncio.wait({server, play}, return_when=asyncio.FIRST_COMPLETED)
-            play.cancel()
-            await asyncio.wait({play})
-            self.server.stop("the simulation is over")
-            if self._halted:
-                self.server.force()  # the windows wait for a person; nobody will come
-            await asyncio.wait({server})
-            ticker.cancel()
-        watch(self)
+        server_exit = await self._served(watch)
         return Report(
-            server_exit=server.result(),
+            server_exit=server_exit,
             status=self.status,
             finished=self.mld.finished,
             violations=tuple(self.mld.violations),
@@ -182,16 +234,9 @@ class Simulation:
         )
 
     @property
-    def status(self) -> CoordinatorStatus | None:
-        """The server's latest snapshot; None before its parts are built."""
-        with contextlib.suppress(RuntimeError):
-            self._status = self.server.status()
-        return self._status
-
-    async def _tick(self, watch: Callable[[Simulation], None]) -> None:
-        while True:
-            watch(self)
-            await self._clock.sleep(_TICK_SECONDS)
+    def delivered(self) -> bool:
+        """Whether every record was delivered, and every shard's end checkpointed."""
+        return self.mld.finished
 
     async def _play(self) -> None:
         """Run the daemon, started again after each crash that was asked for, until the stream is over."""
@@ -203,22 +248,16 @@ class Simulation:
             self.mld.at(self._dice.randint(1, records), self._lose_some_lease)
         if (speed := self._speed) is not None:
             # The stream's time begins now, with its first record.
-            began_ms, shards = self._clock.steady_ms(), self.stream.shards.values()
+            began_ms, shards = self.clock.steady_ms(), self.stream.shards.values()
             first_ms = min((shard.records[0].arrival_ms for shard in shards if shard.records), default=0)
-            self.stream.tip_ms = lambda: first_ms + int((self._clock.steady_ms() - began_ms) * speed)
+            self.stream.tip_ms = lambda: first_ms + int((self.clock.steady_ms() - began_ms) * speed)
         try:
             while await self.mld.run() == EXIT_KILLED:
-                await self._clock.sleep(_RESTART_SECONDS)
+                await self.clock.sleep(_RESTART_SECONDS)
         except (NoServer, DaemonHangs):
             return  # the server's exit code says so, or it is among the violations, with its line
-        while self.mld.finished and not self._halted:
-            if await finishes_within(self._clock, _PATIENCE_SECONDS, self.server.finished()):
-                return
-
-    @property
-    def _halted(self) -> bool:
-        status = self.status
-        return status is not None and bool(status.windows_halted)
+        if self.mld.finished:
+            await self._finished()
 
     def _lose_some_lease(self) -> None:
         shard_id = self._dice.choice(sorted(self.mld.active_shards))

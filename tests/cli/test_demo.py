@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pytest
 from rich.console import Console
 
-from mldserver.cli.play import phase, play, read_windows, results
+from mldserver.cli.demo import Departures, phase, play, read_windows
 from mldserver.testing import LocalEngine, playground
 
 if TYPE_CHECKING:
@@ -68,9 +68,7 @@ def test_it_counts_every_departure_and_says_where_the_output_is(
 )
 def test_its_progress_waits_only_for_what_is_missing(known: dict[str, object], words: str) -> None:
     status = SimpleNamespace(**({"windows_halted": (), "windows_waiting": 0, "stream_ended": True} | known))
-    stopped = SimpleNamespace(
-        status=status, mld=SimpleNamespace(finished=True), server=SimpleNamespace(is_ready=False)
-    )
+    stopped = SimpleNamespace(status=status, delivered=True, server=SimpleNamespace(is_ready=False))
     assert words in phase(stopped)  # type: ignore[arg-type]  # what it asks of a simulation
 
 
@@ -110,7 +108,7 @@ def test_a_day_without_a_flight_that_left_has_no_delay() -> None:
         }
     )
     console = Console(file=io.StringIO(), width=120)
-    console.print(results(rows))
+    console.print(Departures.results(rows))
     assert "2013-01-01" in console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
     assert "every flight was cancelled" in console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
 

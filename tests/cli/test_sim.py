@@ -68,7 +68,7 @@ def test_the_output_has_the_window_columns_that_the_handler_names(
 def test_progress_says_how_far_it_is_and_waits_for_nothing_in_the_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mldserver.cli.play._PROGRESS_SECONDS", 0)
+    monkeypatch.setattr("mldserver.cli.sim._PROGRESS_SECONDS", 0)
     arguments = [
         "handlers.departures_daily",
         "--engine",
@@ -105,7 +105,7 @@ def test_a_run_leaves_the_configured_ledger_table_and_dead_letters_alone(
 def test_a_run_plays_by_arrival_times_when_it_is_told_a_speed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("mldserver.cli.play._PROGRESS_SECONDS", 0)
+    monkeypatch.setattr("mldserver.cli.sim._PROGRESS_SECONDS", 0)
     arguments = ["handlers.departures_daily", "--engine", "local", "--limit", "50", "--shards", "1"]
     pace = ["--rate", "1", "--speed", "20"]
     assert run(["sim", *arguments, *pace, "--out", str(tmp_path / "out")]) == 0

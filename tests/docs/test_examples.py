@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.pages import PAGES, ROOT, Example, examples
 
-from mldserver.cli import command_line, play
+from mldserver.cli import command_line, demo
 from mldserver.config.resolve import resolve
 from mldserver.protocol.codec import decode, encode, encode_status
 from mldserver.protocol.messages import CheckpointRequest, Version
@@ -40,6 +40,17 @@ RECORD = {
     "sensor": "a7",
 }
 """What every handler on the pages makes a row of."""
+ORDER = {"id": {"S": "a"}, "customer": {"S": "Ada"}, "total": {"N": "7.25"}}
+CHANGE = {
+    "eventName": "MODIFY",
+    "dynamodb": {
+        "ApproximateCreationDateTime": 1_357_035_300,
+        "Keys": {"id": {"S": "a"}},
+        "OldImage": ORDER,
+        "NewImage": ORDER | {"total": {"N": "8"}},
+    },
+}
+"""What every handler of changes on the pages makes a row of."""
 
 
 def each(language: str, word: str = "") -> Any:
@@ -56,7 +67,7 @@ def test_no_block_of_code_is_left_out() -> None:
     assert {one.language for one in EXAMPLES} == tested | shown
     assert [one for one in EXAMPLES if not one.language and one.text.startswith("mldserver ")] == []
     python = [one.text for one in EXAMPLES if one.language == "python"]
-    kinds = ("def process_record", "async def test_", "current_files", "FakeMLD")
+    kinds = ("def process_record", "def on_insert", "async def test_", "current_files", "FakeMLD")
     assert [text for text in python if not any(kind in text for kind in kinds)] == []
 
 
@@ -67,11 +78,22 @@ def test_no_block_of_code_is_left_out() -> None:
 def test_a_handler_passes_the_check_and_makes_rows(
     example: Example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    makes_a_row(example, RECORD, tmp_path, monkeypatch)
+
+
+@each("python", "def on_insert")
+def test_a_handler_of_changes_passes_the_check_and_makes_rows(
+    example: Example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    makes_a_row(example, CHANGE, tmp_path, monkeypatch)
+
+
+def makes_a_row(example: Example, record: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = f"example_{example.page.partition('.')[0]}_{example.line}"
     (tmp_path / f"{module}.py").write_text(example.text)
     monkeypatch.syspath_prepend(tmp_path)
     path = f"{module}:Clicks" if "class Clicks" in example.text else module
-    found = report(path, None, [json.dumps(RECORD).encode()])
+    found = report(path, None, [json.dumps(record).encode()])
     assert (found.findings, found.trial and (found.trial.rows, found.trial.failures)) == ((), (1, ()))
 
 
@@ -159,7 +181,7 @@ def test_the_demos_output_is_what_the_demo_says_of_these_flights() -> None:
     (shown,) = (
         one.text for one in EXAMPLES if one.page == "README.md" and "every window is published" in one.text
     )
-    source = inspect.getsource(play)
+    source = inspect.getsource(demo)
     doing = re.findall(r"^ +[\d.]+ s  (.+?)(?:  [\d,]+ rows durable, \d+ windows)?$", shown, re.MULTILINE)
     assert len(doing) == 5
     assert [each for each in doing if each not in source] == []

@@ -135,6 +135,11 @@ async def test_a_closed_shard_may_end_with_an_empty_page(clock: VirtualClock) ->
     assert [(numbers(page), page.end) for page in pages] == [([1], False), ([], True)]
 
 
+async def test_an_end_is_no_tip(clock: VirtualClock) -> None:
+    (page,) = await read(clock, reader(Script(clock, *[[]] * 5, closed=True)), 1)
+    assert (page.end, page.at_tip) == (True, False)
+
+
 @pytest.mark.parametrize("start", [TRIM_HORIZON, LATEST, At(7), After(7), Since(NOW_MS)])
 async def test_reading_begins_where_it_is_told(clock: VirtualClock, start: Start) -> None:
     script = Script(clock, [raw(8)])
@@ -210,14 +215,26 @@ async def test_without_a_record_reading_begins_again_where_it_began(
 async def test_latest_goes_on_with_what_was_created_since_the_last_look(clock: VirtualClock) -> None:
     script = Script(clock)
     shard = reader(script, LATEST)
-    (tip,) = await read(clock, shard, 1)
-    assert tip.at_tip
+    await read(clock, shard, 1)
+    await clock.advance(600 - clock.steady_ms() / 1000)
+    await read(clock, shard, 1)
+    looked_ms = NOW_MS + script.asked_ms[-1]
     await clock.advance(1000)
-    old, new = raw(1, NOW_MS - 60_000), raw(2, NOW_MS + 60_000)
-    script.pages.extend([IteratorExpired(), [old], [], [raw(3, NOW_MS - 120_000), new, raw(4)]])
+    old, new = raw(1, looked_ms - 60_000), raw(2, looked_ms + 60_000)
+    script.pages.extend([IteratorExpired(), [old], [], [raw(3, looked_ms - 60_000), new, raw(4, NOW_MS)]])
     (page,) = await read(clock, shard, 1)
     assert numbers(page) == [2, 4]
-    assert script.places == [LATEST, Since(NOW_MS - 5000)]
+    assert script.places == [LATEST, Since(looked_ms - 5000)]
+
+
+@pytest.mark.parametrize("lost", [IteratorExpired(), Trimmed()])
+async def test_latest_is_when_its_iterator_was_made(clock: VirtualClock, lost: Exception) -> None:
+    script = Script(clock, lost, [raw(1, NOW_MS), raw(2, NOW_MS + 3_600_000)])
+    shard = reader(script, LATEST)
+    await clock.advance(3600)
+    (page,) = await read(clock, shard, 1)
+    assert (numbers(page), page.gap) == ([2], False)
+    assert script.places == [LATEST, Since(NOW_MS + 3_595_000)]
 
 
 async def test_a_reader_at_the_tip_asks_in_time_however_long_its_interval(clock: VirtualClock) -> None:
@@ -297,6 +314,7 @@ async def test_trap_14_a_shard_that_is_gone_ends_with_a_gap(
     script.refusals.extend([ShardGone()] * 3)
     page, again = await read(clock, reader(script, After(5)), 2)
     assert (page.records, page.end, page.gap, again.end, again.gap) == ([], True, True, True, False)
+    assert page.began_ms == 375 + 750  # the third time that AWS did not know it
     assert [(event["event"], event["position"]) for event in logged] == [("stream.shard_gone", "5")]
 
 

@@ -211,6 +211,21 @@ async def test_trap_12_records_that_expire_before_they_are_read_are_a_gap(
     assert [event["event"] for event in logged] == ["stream.gap"]
 
 
+async def test_a_page_that_cannot_be_read_is_not_passed_over(clock: VirtualClock) -> None:
+    fake = FakeStreams(clock=clock)
+    (shard_id,) = fake.open_shards
+    fake.put({"id": 1})
+    change = fake.shards[shard_id].records[0]["dynamodb"]
+    keys = change.pop("Keys")
+    async with in_memory(fake) as api:
+        shard = reader(api, fake, shard_id, clock=clock)
+        for _ in range(2):
+            with pytest.raises(ExceptionGroup):
+                await clock.drive(shard.next())
+        change["Keys"] = keys
+        assert len((await clock.drive(shard.next())).records) == 1
+
+
 async def test_trap_14_a_shard_that_was_trimmed_whole_ends(clock: VirtualClock) -> None:
     fake = FakeStreams(clock=clock)
     (shard_id,) = fake.open_shards

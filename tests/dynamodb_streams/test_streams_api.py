@@ -324,6 +324,17 @@ async def test_retries_are_told_once_a_minute_with_how_many_there_were(
     assert [(told["times"], told["attempt"]) for told in logged] == [(1, 1), (11, 12)]
 
 
+async def test_a_whole_page_of_an_error_is_told_as_a_line(
+    client: Client, api: StreamsApi, logged: list[dict[str, Any]]
+) -> None:
+    page = ClientError({"Error": {"Code": "500", "Message": "<html>\n" * 200}}, "Action")
+    page.response["ResponseMetadata"] = {"HTTPStatusCode": 500}  # type: ignore[typeddict-item]  # the part that matters
+    client.script("get_records", page, {"Records": []})
+    await client.clock.drive(api.records("here"), step=1)
+    assert len(logged[0]["what"]) <= 400
+    assert "\n" not in logged[0]["what"]
+
+
 async def test_a_patience_ends_the_asking(client: Client) -> None:
     client.script("get_records", *[EndpointConnectionError(endpoint_url="http://nowhere")] * 5)
     async with made(client, patience_seconds=3) as api:

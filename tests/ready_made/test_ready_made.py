@@ -6,6 +6,7 @@ import base64
 import json
 import pkgutil
 from datetime import UTC, datetime
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -32,6 +33,7 @@ PATHS = [
     "handlers.raw",
     "handlers.audit",
     "handlers.dynamodb_changes",
+    "handlers.shop",
 ]
 AT = datetime(2013, 1, 1, 10, 15, tzinfo=UTC)
 
@@ -177,6 +179,25 @@ async def test_changes_of_a_table_are_rows(run: Any) -> None:
         ("update", '{"id": "a"}', '{"id": "a", "n": 1}', '{"id": "a", "n": 2.5}', AT),
         ("delete", '{"id": "a"}', None, None, AT),
         ("insert", '{"id": "\\u00e9"}', None, None, AT),
+    ]
+
+
+async def test_a_shop_takes_back_what_an_order_gave_before_it_was_changed_or_cancelled(run: Any) -> None:
+    def order(total: str) -> dict[str, Any]:
+        return {"id": {"S": "a"}, "product": {"S": "espresso"}, "total": {"N": total}}
+
+    def change(event: str, **images: Any) -> dict[str, Any]:
+        seconds = {"ApproximateCreationDateTime": AT.timestamp()}
+        return {"eventName": event, "dynamodb": {"Keys": {"id": {"S": "a"}}, **seconds, **images}}
+
+    placed = change("INSERT", NewImage=order("2.40"))
+    changed = change("MODIFY", OldImage=order("2.40"), NewImage=order("4.80"))
+    cancelled = change("REMOVE", OldImage=order("4.80"))
+    assert rows(await run("handlers.shop", placed, changed, cancelled)) == [
+        ("espresso", 1, Decimal("2.40"), AT),
+        ("espresso", -1, Decimal("-2.40"), AT),
+        ("espresso", 1, Decimal("4.80"), AT),
+        ("espresso", -1, Decimal("-4.80"), AT),
     ]
 
 

@@ -1,0 +1,211 @@
+"""``mldserver demo``: real departures through the server; the windows are shown and checked."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from cyclopts import App, Parameter
+
+from mldserver.cli import working_directory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from datetime import datetime
+    from pathlib import Path
+
+    import pyarrow as pa
+    from rich.console import Console
+    from rich.table import Table
+
+    from mldserver.config.settings import Settings
+    from mldserver.jobs.engine import Engine
+    from mldserver.testing.simulation import Run, Simulation
+
+_HELP = """
+Play real departures through the server and show the windows. Ends by itself.
+
+27,004 flights that left New York in January 2013 go as records of three shards through a fake MultiLangDaemon, over
+TCP, into the server; the handler `handlers.departures_daily` makes rows of them, and Spark counts flights and averages
+delays, once per closed day.
+
+```
+mldserver demo
+mldserver demo --out departures
+```
+"""
+
+SHARDS: Final = 3
+_PLAIN_SECONDS: Final = 5.0
+
+app = App(name="demo", help=_HELP, help_format="markdown")
+
+
+@app.default
+def demo(
+    *,
+    out: Annotated[
+        str | None, Parameter(help="Local folder for the output; new or empty. [default: a temporary one]")
+    ] = None,
+) -> int:
+    """Run the demonstration and return the exit code."""
+    from rich.console import Console  # noqa: PLC0415  # `--help` must not wait for it
+
+    # The stream is named: what handlers print meanwhile goes to the log, by way of another ``sys.stdout``.
+    return play(Console(file=sys.stdout, highlight=False), out)
+
+
+def play(console: Console, out: str | Path | None, *, engine: Engine | None = None) -> int:
+    """Play; ``engine`` takes Spark's place (tests). Raises OperatorError."""
+    import uvloop  # noqa: PLC0415  # `--help` must not wait for the server's imports
+
+    from mldserver.observe.logging import logging_to  # noqa: PLC0415  # see above
+    from mldserver.testing import playground  # noqa: PLC0415  # see above
+
+    began = time.monotonic()
+    show = Departures()
+    folder = playground.fresh_folder(out, "demo")
+    settings = playground.play_settings(show.handler, folder, environ=os.environ, folder=working_directory())
+    console.print(show.intro)
+    with logging_to(settings):
+        run = show.prepared(settings, engine or playground.quick_spark(settings))
+        with _progress(console, show.rows) as watch:
+            report = uvloop.run(run.run(watch))
+    if not report.ok:
+        for text in (*playground.told_failures(settings.log_file), *report.violations, *report.exits):
+            console.print(text, markup=False)
+        console.print(f"The demonstration failed; its log is {folder / '_server.log'}")
+        return report.exit_code
+    rows = read_windows(folder)
+    console.print(show.results(rows))
+    text, right = show.counted(rows)
+    console.print(f"{text}; {time.monotonic() - began:.1f} s in all")
+    console.print(f"Parquet: {folder}{os.sep}window=…{os.sep}*.parquet", soft_wrap=True)
+    console.print(f"Log:     mldserver logs {folder / '_server.log'}", soft_wrap=True)
+    return 0 if right else 1
+
+
+class Departures:
+    """January 2013 at New York's airports, through a fake MultiLangDaemon."""
+
+    handler: Final = "handlers.departures_daily"
+
+    def __init__(self) -> None:
+        from mldserver.testing import playground  # noqa: PLC0415  # see above
+
+        self._lines = playground.read_lines(None)
+        self.rows = len(self._lines)
+        self.intro = (
+            f"{self.rows:,} departures from New York, January 2013 → {SHARDS} shards → fake MultiLangDaemon → TCP → "
+            f"{self.handler} → Spark → Parquet"
+        )
+
+    def prepared(self, settings: Settings, engine: Engine | None) -> Simulation:
+        """Return the run."""
+        from mldserver.testing.simulation import Simulation, build_stream  # noqa: PLC0415  # see above
+
+        start_ms = time.time_ns() // 1_000_000 - self.rows
+        stream = build_stream(self._lines, shards=SHARDS, seed=1, start_ms=start_ms)
+        return Simulation(settings, stream, engine=engine)
+
+    def counted(self, rows: pa.Table) -> tuple[str, bool]:
+        """Return what the windows come to, as text, and whether that is right."""
+        counted = sum(row["flights"] for row in rows.to_pylist())
+        return f"{counted:,} of {self.rows:,} flights in {rows.num_rows} rows", counted == self.rows
+
+    @staticmethod
+    def results(rows: pa.Table) -> Table:
+        """Return the windows as a table for people: one line a window."""
+        from rich.table import Table  # noqa: PLC0415  # `--help` must not wait for it
+
+        table = Table("day (UTC)", title="One line a window, read from the committed Parquet")
+        for name in ("flights", "carriers"):
+            table.add_column(name, justify="right")
+        table.add_column("most delayed, on average")
+        table.add_column("least delayed")
+        windows: dict[datetime, list[dict[str, Any]]] = {}
+        for row in rows.to_pylist():
+            windows.setdefault(row["window_start"], []).append(row)
+        for start, carriers in sorted(windows.items()):
+            delays = [
+                (row["mean_delay"], row["carrier"]) for row in carriers if row["mean_delay"] is not None
+            ]
+            ends = (
+                [f"{name} {minutes:+.1f} min" for minutes, name in (max(delays), min(delays))]
+                if delays
+                else []
+            )
+            flights = sum(row["flights"] for row in carriers)
+            table.add_row(
+                f"{start:%Y-%m-%d}",
+                f"{flights:,}",
+                str(len(carriers)),
+                *(ends or ["every flight was cancelled"] * 2),
+            )
+        return table
+
+
+def read_windows(folder: Path) -> pa.Table:
+    """Return the published windows: what any reader of the folder sees."""
+    import pyarrow.dataset as ds  # noqa: PLC0415  # `--help` must not wait for it
+
+    return ds.dataset(folder, format="parquet").to_table()
+
+
+def phase(run: Run) -> str:
+    """Return what the demonstration is doing, or waiting for, in words."""
+    status = run.status
+    if status is None:
+        return "starting the server"
+    if not run.delivered:
+        return "delivering records"
+    if status.windows_halted:
+        return "stopped: a window has failed for good"
+    # At the end the server is not ready either, but nothing waits any more.
+    if status.windows_waiting and not run.server.is_ready:
+        return "every record is durable and checkpointed; waiting for Spark to start"
+    if not status.stream_ended:
+        return "waiting for other shards to show up: the stream may not be over yet"
+    return "computing windows" if status.windows_waiting else "every window is published"
+
+
+@contextmanager
+def _progress(console: Console, rows: int) -> Iterator[Callable[[Run], None]]:
+    """Show progress: bars on a terminal, elsewhere a line whenever something changes."""
+    if not console.is_terminal:
+        began = told_at = time.monotonic()
+        told = ""
+
+        def tell(run: Run) -> None:
+            """Write a line when the phase changes, and every few seconds while it does not."""
+            nonlocal told, told_at
+            now, doing = time.monotonic(), phase(run)
+            if doing == told and now - told_at < _PLAIN_SECONDS:
+                return
+            told, told_at = doing, now
+            status = run.status
+            counts = (
+                f"{status.rows_durable:,} rows durable, {status.windows_published} windows" if status else ""
+            )
+            console.print(f"{now - began:5.1f} s  {doing}  {counts}".rstrip(), soft_wrap=True)
+
+        yield tell
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415  # only on terminals
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        durable = progress.add_task("rows durable", total=rows)
+        windows = progress.add_task("windows", total=None)
+
+        def watch(run: Run) -> None:
+            progress.update(windows, description=phase(run))
+            if status := run.status:
+                progress.update(durable, completed=status.rows_durable)
+                known = status.windows_published + status.windows_waiting + status.windows_open
+                progress.update(windows, completed=status.windows_published, total=known or None)
+
+        yield watch
