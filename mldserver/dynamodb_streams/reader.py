@@ -37,7 +37,7 @@ _CALLS_PER_SECOND: Final = 4.0
 """GetRecords of one shard that AWS answers without throttling."""
 _LONGEST_WAIT_SECONDS: Final = 12 * 60.0
 """Between two calls, so that the iterator does not expire."""
-_CLOCKS_APART_MS: Final = 5000
+CLOCKS_APART_MS: Final = 5000
 """By how much this host's clock may be ahead of AWS's."""
 _GONE: Final = 3
 """So often in a row AWS must not know a shard before it is believed: one that was just named may take a moment."""
@@ -136,7 +136,7 @@ class ShardReader:
             except (IteratorExpired, Trimmed) as error:
                 self._iterator = None
                 if self._place is LATEST:
-                    self._since_ms = self._looked_ms - _CLOCKS_APART_MS
+                    self._since_ms = self._looked_ms - CLOCKS_APART_MS
                     self._place = Since(self._since_ms)
                 elif isinstance(error, Trimmed):
                     self._tell_gap("stream.gap", "Reading goes on at the oldest record that is still there.")

@@ -1,0 +1,450 @@
+"""A DynamoDB stream as one sequence of changes, for programs that need no server.
+
+    async with Stream("orders", "trim_horizon") as stream:
+        async for change in stream:
+            print(change.kind, change.keys)
+            save(stream.token)
+
+Every shard has a reader of its own, which is a page or two ahead; ``merge`` puts their records into one order. What was
+read and not handed over yet is in no position: a token moves with each change that is handed over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from functools import partial
+from random import random as any_random
+from typing import TYPE_CHECKING, Final, Self
+
+from mldserver.base.backoff import Backoff
+from mldserver.base.clock import SystemClock
+from mldserver.dynamodb_streams.change import Change
+from mldserver.dynamodb_streams.merge import Merge
+from mldserver.dynamodb_streams.positions import ShardPosition, Token, parse_position
+from mldserver.dynamodb_streams.reader import CLOCKS_APART_MS, ShardReader
+from mldserver.dynamodb_streams.shard_tree import (
+    LATEST,
+    TRIM_HORIZON,
+    At,
+    Sentinel,
+    ShardTree,
+    Since,
+    StreamShard,
+)
+from mldserver.dynamodb_streams.streams_api import StreamsApi, streams_client
+from mldserver.errors import MldserverError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from mldserver.base.clock import Clock
+    from mldserver.dynamodb_streams.positions import Position
+    from mldserver.dynamodb_streams.reader import Page
+    from mldserver.dynamodb_streams.shard_tree import Start
+    from mldserver.dynamodb_streams.streams_api import Description, MakeClient
+    from mldserver.records import Record
+
+_AHEAD: Final = 1000
+"""Records of a shard that wait to be handed over, from which on it is not read: with the next page, two pages at most."""
+_TAKEN: Final = 1000
+"""Records that are merged at a time; the loop gets a turn between."""
+_LISTED_SECONDS: Final = 30.0
+"""Between two listings, which find shards that are new."""
+_ASKED: Final = 4
+"""How often a listing is asked for that lacks what should be there, before it is believed."""
+_CHILDREN_ASKED: Final = 10
+"""How often the children of a closed shard are asked for before others go on; later listings find them still."""
+_FIRST_WAIT_SECONDS: Final = 0.05
+_LONGEST_WAIT_SECONDS: Final = 1.0
+_SURE: Final = 3
+"""Listings in a row of a disabled stream without a shard to read, until that is its end."""
+
+
+class Stream:
+    """The changes of a table in order: ``async for`` gives each once, as a ``Change``.
+
+    The order is that of the times of creation; inside a shard, and between a shard and its children, it is DynamoDB's
+    own, which keeps all changes of an item in their order. The iteration ends when the stream was disabled and is read
+    to its end. What DynamoDB Streams refuses is raised by it, as OperatorError; it may go on after that.
+    """
+
+    def __init__(
+        self,
+        table: str,
+        position: object,
+        *,
+        region: str | None = None,
+        endpoint_url: str | None = None,
+        poll_seconds: float = 1.0,
+        plain_numbers: bool = False,
+        make_client: MakeClient | None = None,
+        clock: Clock | None = None,
+        random: Callable[[], float] = any_random,
+    ) -> None:
+        """Name a table, or a stream by its ARN, and where to begin.
+
+        ``position``: ``trim_horizon`` (the oldest change that is still there), ``latest``, an aware datetime, or a token.
+        ``poll_seconds``: how often a shard without news is asked. ``plain_numbers``: as ``Change`` takes it. The last
+        three are for tests. Raises ConfigError for what is no position.
+        """
+        self._table = table
+        self._position = parse_position(position)
+        self._poll_seconds = poll_seconds
+        self._plain_numbers = plain_numbers
+        self._clock: Clock = clock or SystemClock()
+        self._random = random
+        make_client = make_client or partial(streams_client, region=region, endpoint_url=endpoint_url)
+        self._api = StreamsApi(make_client, clock=self._clock, random=random)
+        self._resources = contextlib.AsyncExitStack()
+        self._arn = ""
+        self._current: _Reading | None = None
+
+    async def __aenter__(self) -> Self:
+        """Find the stream and begin to read. Raises OperatorError; ConfigError for a token of another stream."""
+        async with contextlib.AsyncExitStack() as resources:
+            await resources.enter_async_context(self._api)
+            self._arn = await self._api.resolve(self._table)
+            await self._move(self._position)
+            self._resources = resources.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End all readers."""
+        reading, self._current = self._reading, None
+        async with self._resources:
+            await reading.close()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Change:
+        """Return the next change. Whoever is cancelled while it waits loses none."""
+        while True:
+            reading = self._reading
+            if (record := reading.next()) is not None:
+                return Change(record, plain_numbers=self._plain_numbers)
+            if reading.over:
+                raise StopAsyncIteration
+            await reading.merge_on()
+
+    @property
+    def token(self) -> str:
+        """Where the stream was handed over up to: JSON that is a position, here and for ``mldserver serve --from``."""
+        return str(self._reading.token())
+
+    @property
+    def gaps(self) -> int:
+        """How often records were trimmed before they could be read, since this position. Each is logged."""
+        return self._reading.gaps
+
+    async def move_to(self, position: object) -> None:
+        """Go on from another position. Raises ConfigError or OperatorError before anything changes."""
+        await self._move(parse_position(position))
+
+    async def heartbeat(self) -> None:
+        """Return once every shard that has brought nothing yet was asked again.
+
+        The readers do that by themselves while the loop runs: this is for programs that must be sure that they could,
+        for a position in a shard without a record holds for 15 minutes only.
+        """
+        reading = self._reading
+        before = dict(reading.idle())
+        while reading is self._current and before.items() & reading.idle().items():
+            reading.raise_failure()
+            await reading.changed()
+
+    async def _move(self, position: Position) -> None:
+        if isinstance(position, Token):
+            position.require(self._arn)
+        following = _Reading(
+            self._api, self._arn, clock=self._clock, random=self._random, poll_seconds=self._poll_seconds
+        )
+        await following.begin(position)
+        former, self._current = self._current, following
+        if former is not None:
+            await former.close()
+
+    @property
+    def _reading(self) -> _Reading:
+        if self._current is None:
+            raise RuntimeError("the stream is not open: use it inside `async with Stream(...) as stream`")
+        return self._current
+
+
+class _Reading:
+    """All shards of a stream, read from one position on."""
+
+    def __init__(
+        self, api: StreamsApi, arn: str, *, clock: Clock, random: Callable[[], float], poll_seconds: float
+    ) -> None:
+        self.gaps = 0
+        self.over = False
+        """A disabled stream was read to its end."""
+        self._api = api
+        self._arn = arn
+        self._clock = clock
+        self._random = random
+        self._new_reader = partial(
+            ShardReader, api, arn, clock=clock, random=random, poll_seconds=poll_seconds
+        )
+        self._tree = ShardTree()
+        self._merge: Merge[Record] = Merge()
+        self._positions: dict[str, ShardPosition] = {}
+        """Of the shards that are read, and of those that were read to their end and whose children are not open yet."""
+        self._since_ms: int | None = None
+        self._begun: tuple[str, ...] = ()
+        """The shards that reading began with; their ancestors are not wanted."""
+        self._latest = False
+        """Whether it began behind the newest records of these."""
+        self._readers: dict[str, ShardReader] = {}
+        self._looks: dict[str, int] = {}
+        """How often each of them has returned."""
+        self._opened: set[str] = set()
+        self._ready: list[Record] = []
+        """Merged, in order."""
+        self._times: list[int] = []
+        """Their effective times."""
+        self._at = 0
+        """The first of them that was not handed over."""
+        self._noted = 0
+        """The first of them that is not in the positions."""
+        self._failure: MldserverError | None = None
+        self._news = asyncio.Event()
+        self._handed_over = asyncio.Event()
+        self._task: asyncio.Task[None]
+
+    # What the consumer does.
+
+    def next(self) -> Record | None:
+        """Hand the next record over, if one is merged."""
+        if not self.ready():
+            return None
+        record = self._ready[self._at]
+        self._at += 1
+        if not self.ready():
+            self._handed_over.set()
+        return record
+
+    def ready(self) -> bool:
+        """Whether a merged record is there."""
+        return self._at < len(self._ready)
+
+    async def merge_on(self) -> None:
+        """Merge what has come; when nothing may go out yet, wait for news. Raises what a reader failed by.
+
+        What the others have read goes out before that. The loop has a turn in any case.
+        """
+        await asyncio.sleep(0)
+        if not self.ready():
+            self._note()
+            self._ready, self._times = self._merge.take(_TAKEN)
+            self._at = self._noted = 0
+            self._handed_over.set()
+        if not self.ready():
+            self.raise_failure()
+            await self.changed()
+
+    async def changed(self) -> None:
+        """Wait until something was read, found or refused, or reading has ended."""
+        if not self._task.done():
+            self._news.clear()
+            await self._news.wait()
+
+    def raise_failure(self) -> None:
+        """Raise what a reader failed by, once; it is tried again all the same. Or what ended them all: a bug."""
+        if self._task.done() and not self._task.cancelled():
+            self._task.result()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def token(self) -> Token:
+        """Return where the stream was handed over up to."""
+        self._note()
+        return Token(self._arn, tuple(sorted(self._positions.values())), self._since_ms)
+
+    def idle(self) -> dict[str, int]:
+        """Return the shards that have brought nothing yet, and how often each was asked."""
+        return {name: self._looks[name] for name, reader in self._readers.items() if reader.after is None}
+
+    def _note(self) -> None:
+        """Move the positions behind what was handed over."""
+        handed_over = slice(self._noted, self._at)
+        last = {
+            record.shard_id: (record, effective_ms)
+            for record, effective_ms in zip(self._ready[handed_over], self._times[handed_over], strict=True)
+        }
+        self._noted = self._at
+        for shard_id, (record, effective_ms) in last.items():
+            position = self._positions[shard_id]
+            self._positions[shard_id] = position.moved(record.sequence_number, effective_ms)
+
+    # How shards are found.
+
+    async def begin(self, position: Position) -> None:
+        """List the stream's shards, and start to read them. Raises OperatorError."""
+        shards = position.shards if isinstance(position, Token) else ()
+        self._tree.learn([StreamShard(shard.id, shard.parent) for shard in shards], whole=False)
+        await self._list({shard.id for shard in shards})
+        match position:
+            case Token():
+                self._since_ms = position.since_ms
+            case Since(ms):
+                self._since_ms = ms
+            case Sentinel.LATEST:
+                self._latest = True
+                # Later than no record that is wanted, by AWS's clock.
+                self._since_ms = self._clock.now_ms() - CLOCKS_APART_MS
+                leaves = [name for name in self._tree.listing() if not self._tree.children(name)]
+                shards = tuple(map(self._first, leaves))
+            case Sentinel.TRIM_HORIZON:
+                pass
+        self._begun = tuple(shard.id for shard in shards)
+        self._positions = {shard.id: shard for shard in shards}
+        self._task = asyncio.create_task(self._run(self._open_readable()))
+        self._task.add_done_callback(lambda _: self._news.set())
+
+    async def close(self) -> None:
+        """End all readers, and raise what had ended them before: a bug."""
+        self._task.cancel()
+        await asyncio.wait({self._task})
+        if not self._task.cancelled():
+            self._task.result()
+
+    async def _run(self, first: list[ShardReader]) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            self._start(first, tasks)
+            quiet = 0
+            while not self.over:
+                await self._clock.sleep(_LONGEST_WAIT_SECONDS if quiet else _LISTED_SECONDS)
+                try:
+                    described = await self._list(set())
+                except MldserverError as error:
+                    self._fail(error)
+                    continue
+                self._start(self._open_readable(), tasks)
+                read_out = all(map(self._tree.is_finished, self._positions))
+                quiet = quiet + 1 if read_out and described.status == "DISABLED" else 0
+                self.over = quiet >= _SURE
+            self._news.set()
+
+    async def _list(self, wanted: set[str]) -> Description:
+        """Learn which shards there are. Raises OperatorError.
+
+        An answer that is empty, or lacks a wanted shard or the parent of a new one, may be short for a moment only.
+        """
+        named: set[str] = set()
+        for attempt in range(_ASKED):
+            described = await self._api.describe(self._arn)
+            self._tree.learn(described.shards, whole=True)
+            named |= {shard.id for shard in described.shards}
+            new = [name for name in self._tree.readable() if name not in self._opened]
+            if (
+                named
+                and wanted <= named
+                and all(parent in self._tree for name in new for parent in self._tree.parents(name))
+            ):
+                break
+            await self._clock.sleep(_FIRST_WAIT_SECONDS * 2**attempt)
+        return described
+
+    def _start(self, readers: list[ShardReader], tasks: asyncio.TaskGroup) -> None:
+        for reader in readers:
+            tasks.create_task(self._read(reader, tasks))
+
+    def _open_readable(self) -> list[ShardReader]:
+        """Open every shard whose time has come; return their readers. Children take their parent's place in the positions."""
+        for ancestor in {each for name in self._begun for each in self._tree.ancestors(name)}.difference(
+            self._begun
+        ):
+            self._tree.finished(ancestor)
+        new = [name for name in self._tree.readable() if name not in self._opened]
+        positions = [self._positions.get(name) or self._first(name) for name in new]
+        for position in positions:
+            latest = self._latest and position.id in self._begun
+            self._opened.add(position.id)
+            self._positions[position.id] = position
+            self._merge.open(position.id, floor_ms=position.effective_ms)
+            self._looks[position.id] = 0
+            self._readers[position.id] = self._new_reader(position.id, LATEST if latest else position.start)
+        for name in tuple(filter(self._tree.is_finished, self._positions)):
+            children = self._tree.children(name)
+            if children and self._opened.issuperset(children):
+                del self._positions[name]
+        return [self._readers[name] for name in new]
+
+    def _first(self, shard_id: str) -> ShardPosition:
+        """Return where a shard begins that was never read."""
+        (parent,) = self._tree.parents(shard_id) or (None,)
+        if parent in self._positions:
+            return self._positions[parent].child(shard_id)
+        start: Start = TRIM_HORIZON if self._since_ms is None else Since(self._since_ms)
+        return ShardPosition(shard_id, parent, start)
+
+    # How one shard is read.
+
+    async def _read(self, reader: ShardReader, tasks: asyncio.TaskGroup) -> None:
+        """Read a shard to its end; when all of it was handed over, its children."""
+        shard_id, failures, page = reader.shard_id, Backoff(1.0, 60.0), None
+        while page is None or not page.end:
+            while self._merge.waiting(shard_id) >= _AHEAD:
+                self._handed_over.clear()
+                await self._handed_over.wait()
+            try:
+                page = await reader.next()
+            except MldserverError as error:
+                self._fail(error)
+                await self._clock.sleep(failures.failed(self._random()))
+            else:
+                failures.worked()
+                self._take_in(shard_id, page)
+        del self._readers[shard_id], self._looks[shard_id]
+        while self._merge.waiting(shard_id) or self.ready():
+            self._handed_over.clear()
+            await self._handed_over.wait()
+        await self._find_children(shard_id)
+        self._note()
+        self._tree.finished(shard_id)
+        children = self._open_readable()
+        self._merge.close(shard_id)
+        if page.gap and not self._tree.children(shard_id):
+            # AWS knows it no more: children that turn up all the same count as new.
+            self._positions.pop(shard_id, None)
+        self._start(children, tasks)
+        self._news.set()
+
+    def _take_in(self, shard_id: str, page: Page) -> None:
+        records, position = page.records, self._positions[shard_id]
+        self.gaps += page.gap
+        self._looks[shard_id] += 1
+        if records:
+            if isinstance(position.start, Since):
+                # From here on its place is known, even before any of it is handed over.
+                self._positions[shard_id] = position._replace(start=At(records[0].sequence_number))
+            times = [record.arrival_ms or 0 for record in records]
+            self._merge.feed(shard_id, records, times, now_ms=self._clock.steady_ms())
+        if page.end:
+            self._merge.end(shard_id)
+        elif page.at_tip:
+            self._merge.tip(shard_id, began_ms=page.began_ms)
+        self._news.set()
+
+    async def _find_children(self, shard_id: str) -> None:
+        """Ask for the children of a shard that has ended: they may turn up a moment later than its end."""
+        for attempt in range(_CHILDREN_ASKED):
+            if self._tree.children(shard_id):
+                return
+            try:
+                self._tree.learn(await self._api.children(self._arn, shard_id), whole=False)
+            except MldserverError as error:
+                self._fail(error)
+            if not self._tree.children(shard_id):
+                await self._clock.sleep(min(_LONGEST_WAIT_SECONDS, _FIRST_WAIT_SECONDS * 2**attempt))
+
+    def _fail(self, error: MldserverError) -> None:
+        self._failure = error
+        self._news.set()
