@@ -1,8 +1,9 @@
 """One end of the socket between the server and a child: messages in MessagePack, and descriptors beside them.
 
 A frame is one datagram (``SOCK_SEQPACKET``): it is there as a whole or not at all, from however many threads frames are
-sent. It holds an array of messages. What a turn of the event loop sends goes in one frame; what is longer than the socket
-takes at once goes into a file in memory, whose descriptor is sent in its place.
+sent. It holds an array of messages. What a turn of the event loop sends goes in one frame, with what nobody waits for that
+came shortly before; what is longer than the socket takes at once goes into a file in memory, whose descriptor is sent in its
+place.
 
 Both sides are the same program. Bytes that do not fit raise WireError: then the other side is not to be trusted any more.
 """
@@ -114,7 +115,9 @@ class Channel(Generic[M]):
         self._receive = receive
         self._ended = ended
         self._parts: list[bytes] = []
-        """Messages of the frame that is sent at the end of this turn."""
+        """Messages of the next frame."""
+        self._soon = False
+        """Whether it is sent at the end of this turn."""
         self._bytes = 0
         self._files: Descriptors = []
         self._waiting: deque[tuple[bytes, Descriptors]] = deque()
@@ -124,8 +127,8 @@ class Channel(Generic[M]):
         self._loop.add_reader(end, self._readable)
         self._open = True
 
-    def send(self, message: Message, files: Sequence[int] = ()) -> None:
-        """Send, at the end of this turn of the loop or when there is room.
+    def send(self, message: Message, files: Sequence[int] = (), *, within_seconds: float = 0.0) -> None:
+        """Send, at the end of this turn of the loop or when there is room; it may wait ``within_seconds`` for others.
 
         After the end it does nothing: the end itself is told of by ``ended``. Raises nothing.
         """
@@ -138,7 +141,10 @@ class Channel(Generic[M]):
         if not self._open:
             _close(files)
             return
-        if not self._parts:
+        if within_seconds and not self._parts:
+            self._loop.call_later(within_seconds, self.flush)
+        elif not within_seconds and not self._soon:
+            self._soon = True
             self._loop.call_soon(self.flush)
         self._parts.append(part)
         self._bytes += len(part)
@@ -146,11 +152,12 @@ class Channel(Generic[M]):
 
     @property
     def unsent(self) -> bool:
-        """Whether this turn has brought something that is not sent yet."""
+        """Whether something has come that is not sent yet."""
         return bool(self._parts)
 
     def flush(self) -> None:
-        """Send now what this turn has brought."""
+        """Send now what has come so far."""
+        self._soon = False
         if not self._parts:
             return
         parts, files = self._parts, self._files

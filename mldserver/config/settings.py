@@ -135,7 +135,7 @@ class ConnectionSettings:
     close_timeout_seconds: float = rare(seconds(), 5.0)
     """How long a daemon may leave an ended connection open."""
     answer_deadline_seconds: float | None = rare(kinds.optional(seconds()), 20.0)
-    """A batch that takes longer is answered while the handler works on; its checkpoint waits."""
+    """A batch that takes longer is answered while the handler works on; its checkpoint waits. none: only what is done is answered."""
 
 
 @dataclass(frozen=True, kw_only=True)

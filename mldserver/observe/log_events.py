@@ -134,7 +134,7 @@ log.lost  warning  lines since
 worker.started  info  worker pid generation
     A worker process takes shards.
 worker.lost  error  worker pid reason stacks batches delay_seconds
-    A worker process died or was killed; what so many shards had given it is given to the next one.
+    A worker process died or was killed; what it had in hand is given to the next one: so many batches, and other requests.
 worker.replaced  warning  worker pid reason bytes limit_bytes delay_seconds
     A worker process had grown beyond its memory limit; it finished what it had begun.
 worker.failed  critical  worker

@@ -1,18 +1,18 @@
 """The batches of one connection: each from its line to the status.
 
 Nearly every batch is one synchronous call, from the received bytes to the status (``Batches.at_once``), and with a worker
-two: one there and one back. Whatever is to be waited for is awaited in the connection's task (``Batches.process``), where
-the same functions go on with what was done so far.
+two: one there and one back. Whatever is to be waited for is awaited in the task of what is under way (``Batches._work``),
+where the same functions go on with what was done so far.
 
-A batch that takes long is answered before it is done (``inflight.py``).
+A batch that takes long is answered before it is done (``inflight.py``). So is one that is handed to a worker whose last
+was soon done: the next comes while this one is worked on, and a few that are short go in one message.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mldserver.base.clock import Clock
     from mldserver.protocol.messages import Line
     from mldserver.records import Sequence
-    from mldserver.runtime.interface import Begun, Runtime
+    from mldserver.runtime.interface import Runtime
     from mldserver.sources.inflight import EarlyAnswers
     from mldserver.sources.intake import ShardIntake
     from mldserver.sources.link import Link
@@ -40,6 +40,11 @@ if TYPE_CHECKING:
 
 _LONG_MS: Final = 1000
 """A batch whose shard was held back for so long has a line of its own."""
+_QUICK_MS: Final = 50
+"""The next batch is answered ahead where the last was done within so long."""
+_MOST_AHEAD: Final = 64
+"""Batches of a shard that are answered and not done; what they take of memory is bounded by their lines."""
+_MOST_AHEAD_BYTES: Final = 1 << 20
 
 
 class OpenShard(msgspec.Struct, frozen=True, eq=False):
@@ -60,29 +65,6 @@ class _Done(msgspec.Struct, frozen=True):
     began_ms: int
     handled_ms: int
     answerable_ms: int
-
-
-class _Begun(msgspec.Struct, frozen=True):
-    """A batch that was worked on at once until something was to be waited for."""
-
-    received_ms: int
-    outcome: BatchOutcome | None = None
-    """What became of it; the coordinator has it."""
-    rest: Begun | None = None
-    """What the runtime has still to do."""
-    late: bool = False
-    """Whether it has taken so long that the daemon is answered before it is done."""
-    line: Line = b""
-    """What came, while the runtime works on it by itself."""
-
-    def close(self) -> None:
-        """Let go of what was not done, if anything is left of it."""
-        rest: Any = self.rest
-        if isinstance(rest, asyncio.Future) and not rest.cancel():
-            # It is done, and perhaps with more to be awaited.
-            rest = None if rest.cancelled() or rest.exception() is not None else rest.result()
-        if inspect.iscoroutine(rest):
-            rest.close()
 
 
 class Batches:
@@ -115,17 +97,18 @@ class Batches:
         """Set while no request is outstanding."""
         self.under_way = UnderWay(
             self._work,
-            late=lambda _, done: self._note(done, clock.steady_ms(), late=True),
+            late=lambda batch, done: self._note(done, clock.steady_ms(), late=batch.late),
             failed=failed,
             freed=link.processed,
             has_room=link.has_room,
+            goes_on=self._goes_on,
             early=early,
             clock=clock,
         )
-        self._begun: _Begun | None = None
-        """A batch that ``process`` is to go on with."""
-        self._posted: _Begun | None = None
-        """A batch that the runtime works on by itself."""
+        self._owed: Batch[_Done] | None = None
+        """The last batch, if it is begun and the daemon waits for it: ``process`` is to answer, once the task takes over."""
+        self._quick = False
+        """Whether the last batch that the runtime worked on by itself was soon done."""
         self.progress = Progress(link.log, progress)
         link.at_once = self.at_once
 
@@ -137,72 +120,8 @@ class Batches:
 
     @property
     def over(self) -> bool:
-        """Whether no batch may begin any more, and ``process`` has none to go on with."""
-        return self.finishing and self._begun is None
-
-    def at_once(self, line: Line) -> bool:
-        """Work on a batch and answer it, before anything else happens; False: ``process`` is to do it, or the rest of it.
-
-        It goes over into the connection's task before it begins where anything is under way, or another has the shard; and
-        in the middle, with what was done so far, where the handler failed or the shard is held back, or a checkpoint is
-        due.
-        """
-        shard = self._open
-        if (
-            shard is None
-            or self.finishing
-            or not self.quiet.up
-            or self.under_way.batches
-            or not shard.claim.free
-        ):
-            return False
-        kill_point("batch.received")
-        received_ms, intake = self._clock.steady_ms(), shard.intake
-        delivery = Delivery(
-            shard.id,
-            MLDLine(line, shard.version),
-            received_ms=received_ms + self._wall_ms,
-            after=intake.after,
-        )
-        try:
-            outcome = self._runtime.begin(delivery)
-            if type(outcome) is BatchOutcome:
-                return self._finish(shard, outcome, len(line), received_ms)
-            intake.began()
-            if not isinstance(outcome, asyncio.Future):
-                return self._go_over(_Begun(received_ms, rest=outcome))
-            self._post(shard, _Begun(received_ms, rest=outcome, line=line), outcome)
-        except Exception as error:  # noqa: BLE001  # whatever it is, only this connection may end by it
-            self._refuse(error)
-        return True
-
-    def _finish(
-        self, shard: OpenShard, outcome: BatchOutcome, size: int, received_ms: int, *, began: bool = False
-    ) -> bool:
-        """Take what became of a batch, and answer it; False: the connection's task is to answer."""
-        kill_point("batch.handled")
-        now_ms = self._clock.steady_ms()
-        answerable = shard.intake.take(outcome, now_ms, None if began else received_ms)
-        kill_point("batch.buffered")
-        if not answerable or self.finishing or shard.intake.checkpoint_due() is not None:
-            return self._go_over(_Begun(received_ms, outcome))
-        self._link.answer()
-        kill_point("batch.answered")
-        self._note(_Done(outcome, size, received_ms, received_ms, now_ms, now_ms), now_ms)
-        return True
-
-    def _go_over(self, begun: _Begun) -> Literal[False]:
-        """Let the connection's task go on with a batch; nobody else comes between."""
-        self._begun = begun
-        self.opened.claim.hold()
-        self.quiet.clear()
-        return False
-
-    def _refuse(self, error: Exception) -> None:
-        if isinstance(error, PeerError):
-            self._link.reject(error)
-        else:
-            self._failed(error)
+        """Whether no batch may begin any more, and ``process`` has none to answer."""
+        return self.finishing and self._owed is None
 
     @property
     def opened(self) -> OpenShard:
@@ -210,77 +129,153 @@ class Batches:
         assert self._open is not None, "initialize opened the shard, or the claim is not current"
         return self._open
 
-    # A batch that the runtime works on by itself: nobody is woken for it, unless it takes long.
+    def at_once(self, line: Line) -> bool:
+        """Work on a batch and answer it, or begin it, before anything else happens; False: ``process`` is to do it all.
 
-    def _post(self, shard: OpenShard, begun: _Begun, outcome: asyncio.Future[Any]) -> None:
-        self._posted = begun
-        shard.claim.hold()
-        self.quiet.clear()
-        self._link.hold(len(begun.line))
-        self._early.owes(self)
-        outcome.add_done_callback(self._handled)
-
-    @property
-    def since_ms(self) -> int | None:
-        """When the batch came that is worked on and not answered (see ``EarlyAnswers``)."""
-        return None if self._posted is None else self._posted.received_ms
-
-    def answer_early(self) -> None:
-        """Let the connection's task answer, and wait for what becomes of the batch; not while memory is short."""
-        if self._link.has_room() and (posted := self._unpost()) is not None:
-            self._go_over(_Begun(posted.received_ms, rest=posted.rest, late=True))
-            self._link.wake(ProcessRecords(posted.line))
-
-    def _unpost(self) -> _Begun | None:
-        posted, self._posted = self._posted, None
-        if posted is not None:
-            self._early.has_answered(self)
-            self._link.processed(len(posted.line))
-        return posted
-
-    def _handled(self, outcome: asyncio.Future[Any]) -> None:
-        """Answer a batch that was worked on; where something is to be waited for, wake the connection's task."""
-        posted = self._unpost()
-        if posted is None or outcome.cancelled():
-            return  # it went over, or is not wanted any more
-        shard = self.opened
+        That is so where the task works on others, or another has the shard. The task takes over in the middle, with what
+        was done so far, where the handler failed or the shard is held back, or a checkpoint is due.
+        """
+        shard, under_way = self._open, self.under_way
+        if shard is None or self.finishing or not self.quiet.up or under_way.awaited or not shard.claim.free:
+            return False
+        kill_point("batch.received")
+        received_ms, intake, first = self._clock.steady_ms(), shard.intake, not under_way.batches
+        ahead = self._quick and self._may_be_ahead(shard, len(line))
+        delivery = self._delivery(shard, line, received_ms, behind=not first)
         try:
-            result = outcome.result()
-            if type(result) is not BatchOutcome:
-                self._go_over(_Begun(posted.received_ms, rest=result))
-            elif self._finish(shard, result, len(posted.line), posted.received_ms, began=True):
-                shard.claim.let_go()
-                self.quiet.set()
-                return
-            self._link.wake(ProcessRecords(posted.line))
+            outcome = self._runtime.begin(delivery)
+            taken = first and type(outcome) is BatchOutcome
+            if type(outcome) is BatchOutcome and first:
+                now_ms = self._clock.steady_ms()
+                if self._take(shard, outcome, now_ms, received_ms) and intake.checkpoint_due() is None:
+                    self._link.answer()
+                    kill_point("batch.answered")
+                    self._note(_Done(outcome, len(line), received_ms, received_ms, now_ms, now_ms), now_ms)
+                    return True
+            elif first:
+                intake.began()
+            batch: Batch[_Done] = Batch(line, received_ms, begun=outcome, after=delivery.after, taken=taken)
+            shard.claim.hold()
+            self._link.hold(batch.size)
+            if not ahead or not isinstance(outcome, asyncio.Future):
+                batch.answer = asyncio.get_running_loop().create_future()
+                self._owed = batch
+                self.quiet.clear()
+            under_way.add(batch)
+            if batch.answer is None:
+                self._link.answer()
+                kill_point("batch.answered")
+            if isinstance(outcome, asyncio.Future):
+                outcome.add_done_callback(self._handled)
+            else:
+                under_way.go_on()
+        except Exception as error:  # noqa: BLE001  # whatever it is, only this connection may end by it
+            self._refuse(error)
+        return True
+
+    def _may_be_ahead(self, shard: OpenShard, size: int) -> bool:
+        """Whether a batch of so many bytes may be answered before it is done, though that will not take long."""
+        return (
+            len(self.under_way.batches) < _MOST_AHEAD
+            and self.under_way.bytes + size <= _MOST_AHEAD_BYTES
+            and self._link.has_room()
+            and shard.intake.checkpoint_due() is None
+        )
+
+    def _delivery(self, shard: OpenShard, line: Line, received_ms: int, *, behind: bool = False) -> Delivery:
+        return Delivery(
+            shard.id,
+            MLDLine(line, shard.version),
+            received_ms=received_ms + self._wall_ms,
+            after=shard.intake.after,
+            behind=behind,
+        )
+
+    def _take(
+        self, shard: OpenShard, outcome: BatchOutcome, now_ms: int, received_ms: int | None = None
+    ) -> bool:
+        """Take what became of a batch; return whether the shard is not held back."""
+        kill_point("batch.handled")
+        admitted = shard.intake.take(outcome, now_ms, received_ms)
+        kill_point("batch.buffered")
+        return admitted
+
+    def _handled(self, _: asyncio.Future[Any]) -> None:
+        """Take what the runtime has done by itself, in order; where something is to be waited for, the task takes over."""
+        shard, under_way = self.opened, self.under_way
+        try:
+            while under_way.batches and not under_way.awaited:
+                batch = under_way.batches[0]
+                begun = batch.begun
+                assert isinstance(begun, asyncio.Future), "else the task has taken over"
+                if not begun.done():
+                    return
+                outcome = None if self.finishing or begun.exception() is not None else begun.result()
+                if not isinstance(outcome, BatchOutcome) or _overlaps(shard, batch, outcome):
+                    under_way.go_on()
+                    return
+                now_ms, ahead = self._clock.steady_ms(), batch.answer is None
+                if not self._take(shard, outcome, now_ms) or not (
+                    ahead or shard.intake.checkpoint_due() is None
+                ):
+                    batch.begun, batch.taken = outcome, True
+                    under_way.go_on()
+                    return
+                under_way.take_out()
+                if under_way.batches:
+                    shard.intake.began()  # the next one is worked on: the shard is not silent
+                else:
+                    shard.claim.let_go()
+                if not ahead:
+                    self._owed = None
+                    self._link.answer()
+                    kill_point("batch.answered")
+                    self.quiet.set()
+                received_ms = batch.received_ms
+                self._quick = now_ms - received_ms < _QUICK_MS and self._early.deadline_seconds is not None
+                self._note(_Done(outcome, batch.size, received_ms, received_ms, now_ms, now_ms), now_ms)
         except Exception as error:  # noqa: BLE001  # see above
             self._refuse(error)
 
-    def _superseded(self) -> None:
-        """Another connection has the shard, in the middle of a batch: answer it unread."""
-        posted = self._unpost()
-        if posted is not None:
-            posted.close()
-            self._unread(ProcessRecords(posted.line))
-            self.quiet.set()
+    def _refuse(self, error: Exception) -> None:
+        if isinstance(error, PeerError):
+            self._link.reject(error)
+        else:
+            self._failed(error)
 
-    def drop_begun(self) -> None:
-        """Let go of a batch that was begun and is not to be taken any more."""
-        for begun in (self._begun, self._unpost()):
-            if begun is not None:
-                begun.close()
-        self._begun = None
+    def _goes_on(self) -> None:
+        """The task has taken over: let the connection's task wait for it, where the daemon does."""
+        self._quick = False
+        if self._owed is not None:
+            self._link.wake(ProcessRecords(b""))  # the line is kept already
+
+    def _superseded(self) -> None:
+        """Another connection has the shard: let go of what is under way, answer unread what is not answered."""
+        if not self.under_way.awaited:
+            owed = self._owed
+            self.let_go()
+            if owed is not None:
+                self._unread(ProcessRecords(b""))
+                self.quiet.set()
+
+    def let_go(self) -> None:
+        """Give up all that is under way: it is not to be taken any more."""
+        self._owed = None
+        self.under_way.give_up()
 
     # In the connection's task.
 
     async def process(self, line: Line) -> None:
-        """Take a batch, or what is left of the one that was begun, and answer it."""
-        begun = self._begun
-        if begun is None:
-            kill_point("batch.received")
-        received_ms = self._clock.steady_ms() if begun is None else begun.received_ms
+        """Take a batch, or wait for the one that was begun, and answer it."""
+        batch, self._owed = self._owed, None
         try:
-            done = await self.under_way.submit(line, received_ms, late=begun is not None and begun.late)
+            if batch is not None:
+                done = await self.under_way.answer(batch)
+            else:
+                kill_point("batch.received")
+                if not self.under_way.batches:
+                    self.opened.intake.began()
+                done = await self.under_way.submit(line, self._clock.steady_ms())
         except PeerError as error:
             self._link.reject(error)
             return
@@ -312,34 +307,24 @@ class Batches:
 
     async def _work(self, batch: Batch[_Done]) -> _Done:
         """Take one batch through handler and coordinator; return when the daemon may be answered."""
-        shard = self.opened
-        began_ms, intake = self._clock.steady_ms(), shard.intake
-        if self._begun is None:
-            intake.began()  # from here on: a shard whose batch waits, behind dead letters that run again, is not silent
-        begun, self._begun = self._begun or _Begun(batch.received_ms), None
-        with contextlib.closing(begun):
+        shard, began_ms = self.opened, self._clock.steady_ms()
+        intake = shard.intake
+        with contextlib.closing(batch):
             async with shard.claim.work():
-                outcome, answerable = begun.outcome, False
-                if outcome is None:
-                    delivery = Delivery(
-                        shard.id,
-                        MLDLine(batch.line, shard.version),
-                        received_ms=batch.received_ms + self._wall_ms,
-                        after=intake.after,
-                    )
-                    outcome = await outcome_of(begun.rest or self._runtime.process(delivery))
-                    kill_point("batch.handled")
+                outcome = None if batch.begun is None else await outcome_of(batch.begun)
+                if outcome is None or (not batch.taken and _overlaps(shard, batch, outcome)):
+                    delivery = self._delivery(shard, batch.line, batch.received_ms)
+                    outcome = await self._runtime.process(delivery)
                 self.under_way.free(batch)
                 batch.handled = True
                 handled_ms = self._clock.steady_ms()
-                if begun.outcome is None:
-                    answerable = intake.take(outcome, handled_ms)
-                    kill_point("batch.buffered")
-                if not answerable:
+                if batch.taken or not self._take(shard, outcome, handled_ms):
                     await intake.admitted()
                 answerable_ms = self._clock.steady_ms()
                 if self.finishing:
                     await intake.drain()
+        if len(self.under_way.batches) > 1:
+            intake.began()  # the next one is worked on: the shard is not silent
         return _Done(outcome, batch.size, batch.received_ms, began_ms, handled_ms, answerable_ms)
 
     def _note(
@@ -371,6 +356,12 @@ class Batches:
             checkpoint=_shown(checkpoint),
             seconds=(now_ms - done.received_ms) / 1000,
         )
+
+
+def _overlaps(shard: OpenShard, batch: Batch[_Done], outcome: BatchOutcome) -> bool:
+    """Whether a batch that was begun behind others has records of theirs: it is to be worked on again, without them."""
+    first, after = outcome.outline.first, shard.intake.after
+    return first is not None and after is not None and first <= after and batch.after != after
 
 
 def _shown(position: Sequence | None) -> str | None:

@@ -9,14 +9,18 @@ answer is what slows its daemon down.
 When the work on a batch fails, no later one is worked on: what follows a record that was not taken would be accepted, and
 the position move past it.
 
+Batches that a runtime works on by itself are under way too (``add``). While all goes well nobody is woken for them; with
+the first that is to be waited for, the task takes over (``go_on``), until none is under way any more.
+
 ``EarlyAnswers`` is one watch for all connections: a task for each would be most of what an idle connection costs.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
 
 from mldserver.base.clock import Flag
 
@@ -25,6 +29,8 @@ if TYPE_CHECKING:
 
     from mldserver.base.clock import Clock
     from mldserver.protocol.messages import Line
+    from mldserver.records import Sequence
+    from mldserver.runtime.interface import Begun
 
 _AGAIN_SECONDS: Final = 1.0
 """How soon it is looked again at a batch that is due for an early answer but may not get one yet."""
@@ -96,8 +102,17 @@ class Batch(Generic[_T]):
     line: Line
     received_ms: int
     """Steady time."""
-    answer: asyncio.Future[_T | None]
-    """Resolved when the daemon may be answered: with what the work came to, or with None when it goes on."""
+    answer: asyncio.Future[_T | None] | None = None
+    """Resolved when the daemon may be answered: with what the work came to, or with None when it goes on. None: it is
+    answered already."""
+    begun: Begun | None = None
+    """What the runtime does with it already, or what became of it."""
+    after: Sequence | None = None
+    """The position behind which it was begun."""
+    taken: bool = False
+    """Whether the coordinator has what became of it."""
+    late: bool = False
+    """Whether it is answered because its deadline was over."""
     handled: bool = False
     """Whether the handler is done with it: what it still waits for is room."""
     held: bool = True
@@ -112,7 +127,16 @@ class Batch(Generic[_T]):
     @property
     def answered(self) -> bool:
         """Whether the daemon was, or is being, answered."""
-        return self.answer.done()
+        return self.answer is None or self.answer.done()
+
+    def close(self) -> None:
+        """Let go of what was not done, if anything is left of it."""
+        rest: Any = self.begun
+        if isinstance(rest, asyncio.Future) and not rest.cancel():
+            # It is done, and perhaps with more to be awaited.
+            rest = None if rest.cancelled() or rest.exception() is not None else rest.result()
+        if inspect.iscoroutine(rest):
+            rest.close()
 
 
 class UnderWay(Generic[_T]):
@@ -126,6 +150,7 @@ class UnderWay(Generic[_T]):
         failed: Callable[[Exception], None],
         freed: Callable[[int], None],
         has_room: Callable[[], bool],
+        goes_on: Callable[[], None],
         early: EarlyAnswers,
         clock: Clock,
     ) -> None:
@@ -133,17 +158,23 @@ class UnderWay(Generic[_T]):
 
         ``late`` is told what came of a batch that was answered early, ``failed`` why its work failed; of the others
         ``submit`` returns or raises it. ``freed`` is told once for each batch, however it leaves, of how many bytes its
-        line was. ``has_room``: whether more may be held in memory. ``early`` is told of each batch that is owed an answer.
+        line was. ``has_room``: whether more may be held in memory. ``goes_on`` is told when the task takes over. ``early``
+        is told of each batch that is owed an answer.
         """
         self._work = work
         self._late = late
         self._failed = failed
         self._freed = freed
         self._has_room = has_room
+        self._goes_on = goes_on
         self._early = early
         self._clock = clock
         self.batches: list[Batch[_T]] = []
         """In order; read only."""
+        self.bytes = 0
+        """What their lines take; read only."""
+        self.awaited = False
+        """Whether the task works on them, or none may follow."""
         self._come = Flag()
         self._idle = Flag()
         self._idle.set()
@@ -152,29 +183,50 @@ class UnderWay(Generic[_T]):
         self.incomplete = False
         """Whether something of what was submitted was not taken, and will not be: none of what follows it may be."""
 
-    @property
-    def bytes(self) -> int:
-        """What the lines of all batches take."""
-        return sum(batch.size for batch in self.batches)
+    def add(self, batch: Batch[_T]) -> None:
+        """Put a batch behind those that are under way."""
+        self.batches.append(batch)
+        self.bytes += batch.size
+        self._idle.clear()
+        if batch.answer is not None:
+            self._early.owes(self)
 
-    async def submit(self, line: Line, received_ms: int, *, late: bool = False) -> _T | None:
-        """Work on a batch behind those before it; ``late``: it has taken too long already.
+    def take_out(self) -> None:
+        """Let go of the first batch, which is done, where the task has not taken over."""
+        batch = self.batches.pop(0)
+        self.bytes -= batch.size
+        self.free(batch)
+        if batch.answer is not None:
+            self._early.has_answered(self)
+        if not self.batches:
+            self._idle.set()
 
-        ``received_ms``: when it came, by steady time.
+    def go_on(self) -> None:
+        """Let the task work on what is under way, one batch after the other."""
+        if not self.awaited:
+            self.awaited = True
+            self._come.set()
+            self._goes_on()
 
-        Returns what the work came to, or None when the daemon is to be answered while it goes on. Raises what the
-        work raises, and RuntimeError after ``drop`` and after a failure.
+    async def submit(self, line: Line, received_ms: int) -> _T | None:
+        """Let the task work on a batch behind those before it; return as ``answer`` does.
+
+        ``received_ms``: when it came, by steady time. Raises RuntimeError after ``drop`` and after a failure.
         """
         if self._over:
             self._freed(len(line))
             raise RuntimeError("batches were given up, or have failed: none may follow them")
         batch: Batch[_T] = Batch(line, received_ms, asyncio.get_running_loop().create_future())
-        self.batches.append(batch)
-        self._idle.clear()
-        self._come.set()
-        if late:
-            batch.answer.set_result(None)
-        self._early.owes(self)
+        self.add(batch)
+        self.go_on()
+        return await self.answer(batch)
+
+    async def answer(self, batch: Batch[_T]) -> _T | None:
+        """Return what the work on a batch came to, or None when the daemon is to be answered while it goes on.
+
+        Raises what the work raises.
+        """
+        assert batch.answer is not None, "who is answered does not wait"
         try:
             return await batch.answer
         finally:
@@ -198,7 +250,10 @@ class UnderWay(Generic[_T]):
         """Answer the last batch while the work on it goes on; not while its shard is held back."""
         batch = self._unanswered()
         if batch is not None and not self.batches[0].handled and self._has_room():
+            assert batch.answer is not None, "it is not answered"
+            batch.late = True
             batch.answer.set_result(None)
+            self.go_on()
 
     async def idle(self) -> None:
         """Return when no batch is under way; ``incomplete`` says whether all were taken."""
@@ -209,7 +264,7 @@ class UnderWay(Generic[_T]):
         if self._worker is not None:
             self._worker.cancel()
             await asyncio.wait({self._worker})
-        return self._give_up()
+        return self.give_up()
 
     def free(self, batch: Batch[_T]) -> None:
         """Note that a batch's line is not needed any more."""
@@ -217,14 +272,17 @@ class UnderWay(Generic[_T]):
             batch.held = False
             self._freed(batch.size)
 
-    def _give_up(self, error: Exception | None = None) -> int:
-        given_up, self.batches = self.batches, []
-        self._over = True
+    def give_up(self, error: Exception | None = None) -> int:
+        """Do as ``drop`` does, where the task does not work on any; ``error``: why, for who waits for an answer."""
+        given_up, self.batches, self.bytes = self.batches, [], 0
+        self._over = self.awaited = True
         self.incomplete |= bool(given_up)
         for batch in given_up:
             self.free(batch)
-            if not batch.answered:
+            batch.close()
+            if batch.answer is not None and not batch.answered:
                 batch.answer.cancel() if error is None else batch.answer.set_exception(error)
+        self._early.has_answered(self)
         self._idle.set()
         return len(given_up)
 
@@ -233,8 +291,11 @@ class UnderWay(Generic[_T]):
             await self._come.wait()
             while self.batches:
                 await self._see_to(self.batches[0])
-                del self.batches[:1]
+                for batch in self.batches[:1]:
+                    self.bytes -= batch.size
+                    del self.batches[0]
             self._come.clear()
+            self.awaited = self._over
             self._idle.set()
 
     async def _see_to(self, batch: Batch[_T]) -> None:
@@ -243,10 +304,10 @@ class UnderWay(Generic[_T]):
         except Exception as error:  # noqa: BLE001  # passed on to whoever can end the connection by it
             if batch.answered:
                 self._failed(error)
-            self._give_up(error)
+            self.give_up(error)
         else:
             self.free(batch)
-            if batch.answered:
+            if batch.answer is None or batch.answered:
                 self._late(batch, result)
             else:
                 batch.answer.set_result(result)

@@ -48,8 +48,8 @@ class Claim:
 
     @property
     def free(self) -> bool:
-        """Whether it is current, and nobody works on the shard or waits for that."""
-        return self.current and not self._visits and not self.lock.locked()
+        """Whether it is current, and nobody else works on the shard or waits for that."""
+        return self.current and not self._visits and (self.holds or not self.lock.locked())
 
     def hold(self) -> None:
         """Take the lock for the next work, where it is free: part of that is done, and nobody may come between."""

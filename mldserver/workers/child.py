@@ -25,7 +25,7 @@ import uvloop
 from mldserver.base.clock import SystemClock, first_of
 from mldserver.children.channel import Channel
 from mldserver.children.parent_death import die_with_parent
-from mldserver.errors import MldserverError
+from mldserver.errors import InternalError, MldserverError
 from mldserver.handler.inspection import load_spec
 from mldserver.records import Hook, Shard
 from mldserver.runtime.inline import InlineRuntime
@@ -65,12 +65,14 @@ class Child:
         self._over = asyncio.Event()
         self._start: asyncio.Future[wire.Start] = asyncio.get_running_loop().create_future()
         self._group: asyncio.TaskGroup | None = None
-        self._tasks: dict[int, tuple[str, asyncio.Task[None]]] = {}
-        """What works on each request, and for which shard."""
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        """What works on each request."""
         self._cancelled: set[int] = set()
         """The requests of which the server says that nobody waits for them any more."""
-        self._ending: dict[str, set[asyncio.Task[None]]] = {}
-        """What still works on such requests, by shard: its hooks may take their time to end."""
+        self._working: dict[str, set[asyncio.Task[None]]] = {}
+        """What works on requests of a shard, or on those that nobody waits for any more: what comes next waits for them."""
+        self._failed: set[str] = set()
+        """Shards of which a batch has failed: what was sent behind it is not worked on."""
         self._runtime: InlineRuntime | None = None
         self._pid = os.getpid()
         self._slow = False
@@ -164,28 +166,24 @@ class Child:
         self, message: wire.Request, work: Coroutine[Any, Any, _Answer | None], *, behind: bool = True
     ) -> None:
         assert self._group is not None
-        before = self._ending.get(message.shard)
-        if before and behind:
+        if behind and (before := self._working.get(message.shard)):
             work = _behind(frozenset(before), work)
-        self._tasks[message.id] = message.shard, self._group.create_task(self._answer(message.id, work))
+        task = self._tasks[message.id] = self._group.create_task(self._answer(message.id, work))
+        if behind:
+            self._working.setdefault(message.shard, set()).add(task)
+            task.add_done_callback(partial(self._ended, message.shard))
+
+    def _ended(self, shard: str, task: asyncio.Task[None]) -> None:
+        self._working[shard].discard(task)
+        if not self._working[shard]:
+            del self._working[shard]
 
     def _cancel(self, request: int) -> None:
         """Nobody waits for a request any more; what follows for its shard begins when it has ended all the same."""
-        if request not in self._tasks or request in self._cancelled:
-            return
-        shard, task = self._tasks[request]
-        self._cancelled.add(request)
-        ending = self._ending.setdefault(shard, set())
-        ending.add(task)
-
-        def ended(_: object) -> None:
-            ending.discard(task)
-            if not ending and self._ending.get(shard) is ending:
-                del self._ending[shard]
-
-        task.add_done_callback(ended)
-        # Behind its first step, however soon this comes: without that it would end without an answer.
-        asyncio.get_running_loop().call_soon(task.cancel)
+        if request in self._tasks and request not in self._cancelled:
+            self._cancelled.add(request)
+            # Behind its first step, however soon this comes: without that it would end without an answer.
+            asyncio.get_running_loop().call_soon(self._tasks[request].cancel)
 
     async def _answer(self, request: int, work: Coroutine[Any, Any, _Answer | None]) -> None:
         try:
@@ -212,13 +210,16 @@ class Child:
             condemned=message.condemned,
             redriven=message.redriven,
         )
+        if not message.behind and not message.redriven:
+            self._failed.discard(message.shard)  # the server knows of it
         runtime, began = self._ready(), time.monotonic()
         if self._channel.unsent and (self._slow or began - self._unsent > _LONG_SECONDS):
             self._channel.flush()  # what is done does not wait for a call that may take long
         outcome: Begun | None = None
         self._mark.add(1)
         try:
-            if message.shard not in self._ending:
+            self._check_before(message)
+            if message.shard not in self._working:
                 outcome = runtime.begin(delivery)
             if os.getpid() != self._pid:
                 os._exit(1)  # the handler has forked: its child may neither answer nor go on
@@ -228,18 +229,32 @@ class Child:
                 self._channel.send(*_answer_at_once(message.id, outcome))
                 return
         except Exception as error:  # noqa: BLE001  # told to the server, as the error that it is
+            self._fail(message)
             self._channel.send(wire.failed(message.id, error))
             return
         finally:
             self._mark.add(-1)
             self._slow = time.monotonic() - began > _LONG_SECONDS
-        self._begin(message, self._go_on(message, outcome or runtime.process(delivery)))
+        self._begin(message, self._go_on(message, delivery, outcome))
 
-    async def _go_on(self, message: wire.Process, begun: Begun) -> _Answer:
-        """Do what is left of a batch."""
+    def _check_before(self, message: wire.Process) -> None:
+        """Raise InternalError for a batch behind one that has failed: its records may not reach the handler before those."""
+        if message.behind and message.shard in self._failed:
+            raise InternalError("A batch before this one has failed.", shard=message.shard)
+
+    def _fail(self, message: wire.Process) -> None:
+        if not message.redriven:  # a dead letter that runs again is before nothing
+            self._failed.add(message.shard)
+
+    async def _go_on(self, message: wire.Process, delivery: Delivery, begun: Begun | None) -> _Answer:
+        """Do what is left of a batch, or all of it behind others."""
+        self._check_before(message)
         threads = self._ready().threads(message.shard)
         try:
-            return await _answer_of(message.id, await outcome_of(begun))
+            return await _answer_of(message.id, await outcome_of(begun or self._ready().process(delivery)))
+        except Exception:
+            self._fail(message)
+            raise
         except asyncio.CancelledError:
             # The answer gives the line's room back, which a thread may still read.
             for thread in threads:

@@ -12,7 +12,7 @@ import itertools
 import os
 import signal
 import sys
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -42,6 +42,9 @@ _KEPT_LINES: Final = 200
 """Of what a worker prints, for when it dies."""
 _MOST_FILES: Final = 64
 """Lines that are with a worker in files of their own, each of which is an open descriptor."""
+_TOGETHER_SECONDS: Final = 0.002
+"""How long requests may wait for others where somebody is patient: to wake a worker costs as much as several batches of
+one record."""
 _ROOT: Final = str(Path(mldserver.__file__).parents[1])
 
 
@@ -130,8 +133,8 @@ class WorkerProcess:
         """Whether nobody need be told what it loads: another has."""
         self.done = 0
         """How many batches it has done."""
-        self.lost: frozenset[str] = frozenset()
-        """Shards whose requests were unanswered when it ended."""
+        self.lost: Counter[str] = Counter()
+        """How many requests of a shard were unanswered when it ended."""
         self.beat: wire.BeatMessage | None = None
         self._beat_ms = clock.steady_ms()
         self._channel = Channel[wire.Loaded](
@@ -223,7 +226,7 @@ class WorkerProcess:
         self.is_open = False
         self._gone.set()
         for shard_id, future, _, otherwise in self._requests.values():
-            self.lost |= {shard_id}
+            self.lost[shard_id] += 1
             if future.done():
                 continue
             gone = WorkerGone(ended, alone=alone)
@@ -278,10 +281,12 @@ class WorkerProcess:
         *,
         offset: int | None = None,
         otherwise: Callable[[WorkerGone], Any] | None = None,
+        patient: bool = False,
     ) -> asyncio.Future[Any]:
         """Do as ``ask`` does, but return what will hold the answer; whoever does not want it any more cancels the request.
 
-        ``otherwise`` makes the answer when the process ends before it has one.
+        ``otherwise`` makes the answer when the process ends before it has one. Who is ``patient`` lets it go together
+        with others.
         """
         if self._closed or not self.is_open:
             for each in files:
@@ -289,7 +294,7 @@ class WorkerProcess:
             raise WorkerGone("it has ended", alone=False)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._requests[message.id] = message.shard, future, offset, otherwise
-        self._channel.send(message, files)
+        self._channel.send(message, files, within_seconds=_TOGETHER_SECONDS if patient else 0)
         return future
 
     def forget(self, shard_id: str) -> None:

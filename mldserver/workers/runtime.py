@@ -220,7 +220,10 @@ class WorkerRuntime:
                 self._note(shard_id, batch.result())
 
         begun = process.post(
-            message, offset=offset, otherwise=lambda gone: self.process(delivery, after=gone)
+            message,
+            offset=offset,
+            otherwise=lambda gone: self.process(delivery, after=gone),
+            patient=delivery.behind,
         )
         begun.add_done_callback(ended)
         return begun
@@ -445,4 +448,5 @@ def _message(process: WorkerProcess, delivery: Delivery, held: Held, offset: int
         None if part is None else (part.start, part.stop),
         delivery.condemned,
         delivery.redriven,
+        delivery.behind,
     )

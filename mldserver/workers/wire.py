@@ -73,6 +73,8 @@ class Process(Request, frozen=True):
     condemned: str | None = None
     """Why none of them may reach the handler any more: they are dead letters."""
     redriven: bool = False
+    behind: bool = False
+    """Those before it may be unanswered: it is not worked on if one of them fails."""
 
 
 class Open(Request, frozen=True):

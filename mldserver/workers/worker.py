@@ -255,7 +255,7 @@ class Worker:
         else:
             if words := stacks or process.last_words:
                 fields["stacks"] = words
-            log.error("worker.lost", batches=len(process.lost), **fields)
+            log.error("worker.lost", batches=process.lost.total(), **fields)
         if self.failed and not was_failed:
             log.critical(
                 "worker.failed",

@@ -111,6 +111,25 @@ async def test_what_one_turn_sends_is_one_datagram(ends: Ends) -> None:
     there.close()
 
 
+async def test_what_may_wait_goes_after_its_time_or_with_the_next_that_may_not(ends: Ends) -> None:
+    ends.receiver.close()
+    here, there = pair()
+    there.setblocking(False)
+    sender = Channel[Text](here, Text, receive=lambda *_: None, ended=lambda _: None)
+    for data, within in ((b"1", 60), (b"2", 60), (b"3", 0)):
+        await asyncio.sleep(0)
+        with pytest.raises(BlockingIOError):
+            receive_now(there, Text)
+        sender.send(Text(data), within_seconds=within)
+    await asyncio.sleep(0)
+    assert receive_now(there, Text) == [Text(b"1"), Text(b"2"), Text(b"3")]
+    sender.send(Text(b"4"), within_seconds=0.001)
+    there.setblocking(True)
+    assert await asyncio.to_thread(receive_now, there, Text) == [Text(b"4")]
+    sender.close()
+    there.close()
+
+
 @pytest.mark.parametrize("size", [10, 100_000])
 async def test_descriptors_go_along_with_their_messages_and_are_closed_here(ends: Ends, size: int) -> None:
     for number in range(100):

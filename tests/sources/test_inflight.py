@@ -36,6 +36,7 @@ class Bench:
             failed=lambda error: self.note("failed", str(error)),
             freed=self.freed.append,
             has_room=lambda: self.room,
+            goes_on=lambda: None,
             early=self.early,
             clock=self.clock,
         )

@@ -138,7 +138,7 @@ class Book:
                 "a process called a record twice, or opened its shard twice"
             )
             repeated = [what for what in called if final[what] != process]
-            assert len(repeated) <= max_records
             assert repeated == called[len(called) - len(repeated) :]
-            again[process] += bool(repeated)
-        assert again <= lost
+            again[process] += len(repeated)
+        for process, repeats in again.items():
+            assert repeats <= lost[process] * max_records

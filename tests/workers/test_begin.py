@@ -8,19 +8,22 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec.structs import replace
 from support.serving import until
 from workers.kit import delivery, named, running
 
-from mldserver.errors import InternalError
+from mldserver.errors import HandlerHalted, InternalError
 from mldserver.records import Shard
-from mldserver.runtime.failure_policy import FailurePolicy
-from mldserver.runtime.interface import BatchOutcome
+from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
+from mldserver.runtime.interface import BatchOutcome, outcome_of
 from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.worker import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
     from pathlib import Path
+
+    from mldserver.runtime.interface import Begun
 
 pytestmark = pytest.mark.usefixtures("logged")
 
@@ -133,3 +136,81 @@ async def test_a_process_whose_descriptors_are_used_up_leaves_its_batch_to_the_n
         assert outcome.rows.num_rows == 1
     (lost,) = named(logged, "worker.lost")
     assert "The rows of a batch cannot be handed over" in lost["stacks"]
+
+
+IN_ORDER = """
+import asyncio, pathlib
+
+async def process_record(record):
+    with open("book", "a") as book:
+        book.write("begins " + record.text() + "\\n")
+    while record.text() == "long" and not pathlib.Path("go").exists():
+        await asyncio.sleep(0.01)
+    with open("book", "a") as book:
+        book.write("ends " + record.text() + "\\n")
+    if record.text() == "fails":
+        raise ValueError
+"""
+
+
+def begun_together(runtime: WorkerRuntime, *texts: str) -> list[Begun]:
+    """Begin batches of one shard, each behind the one before it."""
+    begun = [
+        runtime.begin(replace(delivery("a", text), behind=number > 1)) for number, text in enumerate(texts, 1)
+    ]
+    assert all(isinstance(each, asyncio.Future) for each in begun)
+    return begun
+
+
+async def test_batches_of_a_shard_that_are_sent_together_never_overlap(
+    runtime: WorkerRuntime, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(IN_ORDER)
+    async with running(runtime), asyncio.timeout(60):
+        await runtime.open(Shard("a"))
+        texts = ["long", "second", "third"]
+        begun = begun_together(runtime, *texts)
+        await until((tmp_path / "book").exists)
+        (tmp_path / "go").touch()
+        assert [(await outcome_of(each)).outline.records for each in begun] == [1, 1, 1]
+    assert (tmp_path / "book").read_text().split("\n")[:-1] == [
+        f"{what} {text}" for text in texts for what in ("begins", "ends")
+    ]
+
+
+@pytest.mark.parametrize(
+    "handler", [IN_ORDER, IN_ORDER.replace("async ", "").replace("await asyncio", "time")]
+)
+async def test_behind_one_that_fails_none_reaches_the_handler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handler: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(f"import time\n{handler}")
+    policy = FailurePolicy(attempts=1, on_failure=OnFailure.HALT)
+    runtime = WorkerRuntime("mine", workers=1, policy=policy, limits=Limits(None, None))
+    async with running(runtime), asyncio.timeout(60):
+        await runtime.open(Shard("a"))
+        halted, behind = begun_together(runtime, "fails", "second")
+        with pytest.raises(HandlerHalted):
+            await outcome_of(halted)
+        with pytest.raises(InternalError, match="before this one has failed"):
+            await outcome_of(behind)
+        assert (tmp_path / "book").read_text() == "begins fails\nends fails\n"
+        # The server knows of it: what it sends next is worked on.
+        assert (await runtime.process(delivery("a", "third"))).outline.records == 1
+
+
+async def test_where_the_process_ends_all_that_it_had_is_done_again_in_order(
+    runtime: WorkerRuntime, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(IN_ORDER)
+    async with running(runtime), asyncio.timeout(60):
+        await runtime.open(Shard("a"))
+        begun = begun_together(runtime, "long", "second")
+        await until((tmp_path / "book").exists)
+        os.kill((await runtime._workers[0].process()).pid, signal.SIGKILL)
+        (tmp_path / "go").touch()
+        for each in begun:
+            assert (await outcome_of(each)).outline.records == 1
+    lines = (tmp_path / "book").read_text().split("\n")[:-1]
+    assert lines == ["begins long", "begins long", "ends long", "begins second", "ends second"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -29,7 +30,7 @@ class Process:
         self.in_hand = 0
         self.is_busy = True
         self.done = 0
-        self.lost: frozenset[str] = frozenset()
+        self.lost: Counter[str] = Counter()
         self.last_words = ""
         self.closed = False
         self._ended = asyncio.Event()
@@ -43,7 +44,7 @@ class Process:
         await self._ended.wait()
 
     def end(self, *lost: str) -> None:
-        self.lost = frozenset(lost)
+        self.lost = Counter(lost)
         self._ended.set()
 
     def kill(self) -> None:
@@ -158,7 +159,7 @@ async def test_one_that_has_grown_is_not_waited_for_without_end_when_what_it_has
     stage: Stage, logged: list[dict[str, Any]]
 ) -> None:
     grown = stage.process
-    grown.beat, grown.in_hand, grown.lost = Beat(0, 0, 120), 1, frozenset({"shard-1"})
+    grown.beat, grown.in_hand, grown.lost = Beat(0, 0, 120), 1, Counter({"shard-1": 1})
     await stage.later(60)
     assert grown.is_open, "a call is under way"
     grown.is_busy = False
