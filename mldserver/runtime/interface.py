@@ -137,8 +137,8 @@ class Delivery(msgspec.Struct, frozen=True):
     """They are dead letters that run once more: those of parked keys too, and what fails for good is a dead letter
     again, whatever the policy says (so never HandlerHalted)."""
     behind: bool = False
-    """It is begun while batches of its shard are worked on: it may wait a few milliseconds to be handed on with others,
-    and does not reach the handler when one of those fails."""
+    """Its daemon was answered already, or batches before it are worked on: it may wait a few milliseconds to be handed on
+    with others, and does not reach the handler when one before it fails."""
 
 
 class BatchOutline(msgspec.Struct, frozen=True):

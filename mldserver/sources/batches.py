@@ -140,8 +140,8 @@ class Batches:
             return False
         kill_point("batch.received")
         received_ms, intake, first = self._clock.steady_ms(), shard.intake, not under_way.batches
-        ahead = self._quick and self._may_be_ahead(shard, len(line))
-        delivery = self._delivery(shard, line, received_ms, behind=not first)
+        ahead = self._quick and self._may_be_ahead(shard, 1, len(line))
+        delivery = self._delivery(shard, line, received_ms, behind=ahead or not first)
         try:
             outcome = self._runtime.begin(delivery)
             taken = first and type(outcome) is BatchOutcome
@@ -173,10 +173,10 @@ class Batches:
             self._refuse(error)
         return True
 
-    def _may_be_ahead(self, shard: OpenShard, size: int) -> bool:
-        """Whether a batch of so many bytes may be answered before it is done, though that will not take long."""
+    def _may_be_ahead(self, shard: OpenShard, count: int = 0, size: int = 0) -> bool:
+        """Whether all that is under way, and so many batches and bytes more, may be answered before it is done."""
         return (
-            len(self.under_way.batches) < _MOST_AHEAD
+            len(self.under_way.batches) + count <= _MOST_AHEAD
             and self.under_way.bytes + size <= _MOST_AHEAD_BYTES
             and self._link.has_room()
             and shard.intake.checkpoint_due() is None
@@ -226,13 +226,16 @@ class Batches:
                     shard.intake.began()  # the next one is worked on: the shard is not silent
                 else:
                     shard.claim.let_go()
-                if not ahead:
-                    self._owed = None
+                received_ms = batch.received_ms
+                self._quick = now_ms - received_ms < _QUICK_MS and self._early.deadline_seconds is not None
+                if (owed := self._owed) is not None and (
+                    batch is owed or (self._quick and self._may_be_ahead(shard))
+                ):
+                    self._owed = owed.answer = None
+                    self._early.has_answered(under_way)
                     self._link.answer()
                     kill_point("batch.answered")
                     self.quiet.set()
-                received_ms = batch.received_ms
-                self._quick = now_ms - received_ms < _QUICK_MS and self._early.deadline_seconds is not None
                 self._note(_Done(outcome, batch.size, received_ms, received_ms, now_ms, now_ms), now_ms)
         except Exception as error:  # noqa: BLE001  # see above
             self._refuse(error)

@@ -196,8 +196,6 @@ class UnderWay(Generic[_T]):
         batch = self.batches.pop(0)
         self.bytes -= batch.size
         self.free(batch)
-        if batch.answer is not None:
-            self._early.has_answered(self)
         if not self.batches:
             self._idle.set()
 
