@@ -289,9 +289,8 @@ class UnderWay(Generic[_T]):
             await self._come.wait()
             while self.batches:
                 await self._see_to(self.batches[0])
-                for batch in self.batches[:1]:
-                    self.bytes -= batch.size
-                    del self.batches[0]
+                if self.batches:
+                    self.bytes -= self.batches.pop(0).size
             self._come.clear()
             self.awaited = self._over
             self._idle.set()
