@@ -129,6 +129,8 @@ class ChildProcess:
         self._process = process
         self.pid = process.pid
         """The process's id, which is its group's too."""
+        self.wait = process.wait
+        """Waits for its end and returns its exit code."""
         self._closed = False
         self.outputs = outputs
         self.end = end
@@ -195,10 +197,6 @@ class ChildProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self.signal(signal.SIGKILL)  # it may have left its group
-
-    async def wait(self) -> int:
-        """Wait for its end and return its exit code."""
-        return await self._process.wait()
 
     async def close(self, drain_seconds: float = 0.0) -> None:
         """Kill it, wait for its end, and read what it has printed last. Closing again does nothing.

@@ -164,11 +164,8 @@ def _read(file: Path, pipeline: str) -> LedgerState:
 
 def _named(state: LedgerState) -> Iterator[str]:
     """Yield the files that a ledger counts on."""
-    for segment in state.late_segments:
-        yield segment.path
+    yield from state.paths()
     for entry in state.windows.values():
-        for segment in (*entry.segments, *entry.pending):
-            yield segment.path
         if entry.staging is not None:
             yield from (f"{entry.staging}/{file}" for file in entry.files)
 

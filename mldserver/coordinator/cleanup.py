@@ -139,9 +139,7 @@ async def _inherit(ledger: Ledger, store: OutputStore, *, own: bool) -> tuple[in
     alive = {writer_tag(state.ledger_id, server_id) for server_id in servers}
     late = tuple(segment for segment in state.late_segments if tag_of(segment.path) not in alive)
     await publish_late(late, ledger, store)
-    named: set[str | None] = {segment.path for segment in state.late_segments}
-    for entry in state.windows.values():
-        named |= {entry.staging, *(segment.path for segment in (*entry.segments, *entry.pending))}
+    named = state.paths() | {entry.staging for entry in state.windows.values()}
 
     def nameless(paths: list[str], writing: set[str]) -> list[str]:
         return [path for path in paths if path not in named and tag_of(path) not in writing]

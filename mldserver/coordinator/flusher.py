@@ -195,10 +195,7 @@ class Flusher:
         that stays away would fill the disk with files that nobody names.
         """
         if self._doubtful:
-            state = await self.ledger.peek()
-            named = {segment.path for segment in state.late_segments}
-            for entry in state.windows.values():
-                named.update(segment.path for segment in (*entry.segments, *entry.pending))
+            named = (await self.ledger.peek()).paths()
             self.garbage.add(segment for segment in self._doubtful if segment.path not in named)
             self._doubtful = ()
         await self.garbage.delete()

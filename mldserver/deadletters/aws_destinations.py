@@ -18,11 +18,11 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from mldserver.base.aws import aws_client
 from mldserver.base.backoff import backoff
-from mldserver.deadletters.destinations import document, file_content, file_name, grouped, identity
+from mldserver.deadletters.destinations import batches, document, file_content, file_name, grouped, identity
 from mldserver.errors import LedgerError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from mldserver.base.clock import Clock
     from mldserver.records import DeadLetter
@@ -55,20 +55,6 @@ class Message:
     """ASCII only: SQS refuses some characters that JSON allows."""
     bytes: int
     """With what counts beside the body."""
-
-
-def batches(messages: Iterable[Message], *, count: int, size: int) -> Iterator[list[Message]]:
-    """Yield messages in order, as many at a time as one call may take; one that is larger than that goes alone."""
-    batch: list[Message] = []
-    total = 0
-    for message in messages:
-        total += message.bytes
-        if batch and (len(batch) == count or total > size):
-            yield batch
-            batch, total = [], message.bytes
-        batch.append(message)
-    if batch:
-        yield batch
 
 
 @dataclass
@@ -156,7 +142,9 @@ class _Sending(AwsDestination):
                 did="The ledger keeps it.",
             )
         fitting = (message for message in messages if message.bytes <= limit)
-        for batch in batches(fitting, count=self.count, size=self.call_bytes):
+        for batch in batches(
+            fitting, size=lambda message: message.bytes, count=self.count, most=self.call_bytes
+        ):
             left = batch
             for turn in range(_SENDINGS):
                 left, why = await self._send(client, left)

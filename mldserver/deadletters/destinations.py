@@ -18,7 +18,7 @@ import base64
 import fnmatch
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import orjson
 import pyarrow as pa
@@ -31,10 +31,11 @@ from mldserver.ledger.contract import storable
 from mldserver.records import DeadLetter, Sequence
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from mldserver.output.store import OutputStore
 
+T = TypeVar("T")
 
 _TYPES: Final[Mapping[str, tuple[type, ...]]] = {
     "shard": (str,),
@@ -135,6 +136,20 @@ def grouped(letters: tuple[DeadLetter, ...]) -> Iterator[tuple[DeadLetter, ...]]
         yield tuple(group)
 
 
+def batches(items: Iterable[T], *, size: Callable[[T], int], count: int, most: int) -> Iterator[list[T]]:
+    """Yield items in order, as many at a time as may go together: ``count``, of ``most`` bytes unless one alone is larger."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        total += size(item)
+        if batch and (len(batch) == count or total > most):
+            yield batch
+            batch, total = [], size(item)
+        batch.append(item)
+    if batch:
+        yield batch
+
+
 def file_name(letters: tuple[DeadLetter, ...], suffix: str) -> str:
     """Return the path of a file of one shard's letters: ``<shard>/<sequence>-<sub>.<suffix>`` of the first.
 
@@ -226,16 +241,8 @@ class FolderDestination:
 
     def _write(self, letters: tuple[DeadLetter, ...]) -> None:
         for group in grouped(letters):
-            path = f"{self.folder}/{file_name(group, self.kind)}"
             data = file_content(group, self.pipeline, self.kind)
-            if not self.output.local:
-                self.output.put(path, data)
-                continue
-            # Readers see a file whole or not at all, also after a power cut.
-            self.output.put(f"{path}.part", data)
-            self.output.sync(f"{path}.part")
-            self.output.rename(f"{path}.part", path)
-            self.output.sync(path)
+            self.output.replace(f"{self.folder}/{file_name(group, self.kind)}", data)
 
     async def close(self) -> None:
         """Do nothing."""

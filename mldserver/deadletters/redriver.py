@@ -22,6 +22,7 @@ import msgspec
 import structlog
 
 from mldserver.base.kill_points import kill_point
+from mldserver.deadletters.destinations import batches
 from mldserver.errors import HandlerError, LedgerError, MldserverError, PeerError
 from mldserver.ledger.contract import LETTERS_AT_ONCE
 from mldserver.records import Record, Shard
@@ -257,15 +258,7 @@ def _cut(
     items: Iterable[_T], *, place: Callable[[_T], tuple[str, Sequence]], size: Callable[[_T], int]
 ) -> Iterator[tuple[_T, ...]]:
     for _, of_shard in groupby(sorted(items, key=place), key=lambda item: place(item)[0]):
-        portion: list[_T] = []
-        total = 0
-        for item in of_shard:
-            total += size(item)
-            if portion and (total > _PORTION_BYTES or len(portion) == LETTERS_AT_ONCE):
-                yield tuple(portion)
-                portion, total = [], size(item)
-            portion.append(item)
-        yield tuple(portion)
+        yield from map(tuple, batches(of_shard, size=size, count=LETTERS_AT_ONCE, most=_PORTION_BYTES))
 
 
 async def _read(book: Ledger, part: tuple[_Seen, ...]) -> list[StoredLetter]:

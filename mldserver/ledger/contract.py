@@ -327,6 +327,11 @@ class LedgerState:
     under_way: dict[str, WindowEntry] = field(default_factory=dict, compare=False)
     """All windows that are cut or committed, whatever ``since`` is."""
 
+    def paths(self) -> set[str]:
+        """Return the paths of the segments that are told of."""
+        of_windows = (segment for e in self.windows.values() for segment in (*e.segments, *e.pending))
+        return {segment.path for segment in (*self.late_segments, *of_windows)}
+
 
 @dataclass(frozen=True, slots=True)
 class ShapeChange:

@@ -99,9 +99,13 @@ def current_files(out: str, filesystem: FileSystem | None = None) -> CurrentFile
         filesystem, base = fs.LocalFileSystem(), str(Path(out).absolute())
     base = base.rstrip("/")
     # What is published by renaming is in folders of its own.
-    windows = [path for path in _list(filesystem, base, folders=True) if _name(path).startswith("window=")]
+    windows = [
+        path
+        for path in _list(filesystem, base, folders=True)
+        if path.rpartition("/")[2].startswith("window=")
+    ]
     files = [path for window in sorted(windows) for path in sorted(_list(filesystem, window, deep=True))]
-    renamed = (path for path in files if not _name(path).startswith(("_", ".")))
+    renamed = (path for path in files if not path.rpartition("/")[2].startswith(("_", ".")))
     return CurrentFiles(filesystem, (*renamed, *_named(filesystem, base)))
 
 
@@ -128,7 +132,3 @@ def _list(filesystem: FileSystem, folder: str, *, deep: bool = False, folders: b
     wanted = fs.FileType.Directory if folders else fs.FileType.File
     entries = filesystem.get_file_info(fs.FileSelector(folder, allow_not_found=True, recursive=deep))
     return [info.path for info in entries if info.type == wanted]
-
-
-def _name(path: str) -> str:
-    return path.rpartition("/")[2]

@@ -180,12 +180,10 @@ class OutputStore:
         if not self.local:
             self.put(path, data)
             return
-        target = Path(self._absolute(path))
-        part = target.with_name(f"{target.name}.part")
-        part.write_bytes(data)
-        sync(part)
-        part.replace(target)
-        sync(target.parent)
+        self.put(f"{path}.part", data)
+        self.sync(f"{path}.part")
+        self._fs.move(self._absolute(f"{path}.part"), self._absolute(path))
+        self.sync(path)
 
     def get(self, path: str) -> bytes:
         """Return a small file's content."""

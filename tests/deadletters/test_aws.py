@@ -15,7 +15,6 @@ from werkzeug.serving import make_server
 
 from mldserver.deadletters.aws_destinations import (
     BucketDestination,
-    Message,
     QueueDestination,
     StreamDestination,
     batches,
@@ -206,10 +205,6 @@ async def test_after_some_times_the_flush_fails(kind: Any) -> None:
 
 
 def test_calls_hold_as_many_messages_as_aws_takes() -> None:
-    def message(size: int) -> Message:
-        return Message(LETTERS[0], "", size)
-
-    sizes = [5, 5, 1, 11, 4, 4, 4]
-    found = [[each.bytes for each in batch] for batch in batches(map(message, sizes), count=2, size=10)]
+    found = list(batches([5, 5, 1, 11, 4, 4, 4], size=int, count=2, most=10))
     assert found == [[5, 5], [1], [11], [4, 4], [4]]
-    assert list(batches((), count=2, size=10)) == []
+    assert list(batches((), size=int, count=2, most=10)) == []
