@@ -19,7 +19,7 @@ from support.serving import until
 from mldserver.base.clock import SystemClock
 from mldserver.dynamodb_streams.reader import ShardReader, to_record
 from mldserver.dynamodb_streams.shard_tree import LATEST, TRIM_HORIZON, After, At, Since
-from mldserver.dynamodb_streams.streams_api import StreamsApi, streams_client
+from mldserver.dynamodb_streams.streams_api import ShardGone, StreamsApi, streams_client
 from mldserver.errors import OperatorError
 from mldserver.testing import FakeStreams, VirtualClock
 
@@ -86,6 +86,17 @@ async def test_a_shard_is_read_over_http_through_all_that_passes(logged: list[di
         assert await api.resolve("orders") == fake.arn
         assert await to_the_end(reader(api, fake, shard_id, clock=Hurried())) == written(fake, shard_id)
     assert {event["event"] for event in logged} == {"stream.retried"}
+
+
+async def test_the_client_itself_tries_nothing_again_and_takes_ids_of_any_length(
+    logged: list[dict[str, Any]],
+) -> None:
+    fake = FakeStreams()
+    fake.fail("GetShardIterator", "InternalServerError")
+    async with over_http(fake) as api:
+        with pytest.raises(ShardGone):
+            await api.iterator(fake.arn, "short", TRIM_HORIZON)
+    assert [(event["event"], event["attempt"]) for event in logged] == [("stream.retried", 1)]
 
 
 async def test_records_are_the_same_whoever_parses_them() -> None:

@@ -99,6 +99,7 @@ def test_a_finished_shard_is_forgotten_after_many_whole_answers_without_it() -> 
     for _ in range(FORGOTTEN_AFTER):
         shards.learn([StreamShard("d", "c")], whole=True)
     assert (len(shards), shards.children("a"), shards.roots()) == (1, (), ("d",))
+    assert shards._children == {"c": {"d"}}  # nothing grows with the shards of years
 
 
 def test_an_answer_that_names_it_again_begins_the_count_anew() -> None:
