@@ -5,7 +5,7 @@
 * ``columns``: Arrow in, Arrow out, for much data.
 * ``raw``: every payload as it came, in windows of arrival time.
 * ``audit``: side effects only, no rows, no Spark.
-* ``shop``: orders of a DynamoDB table as they are placed, changed and cancelled.
+* ``shop``: orders of a DynamoDB table as they are placed, changed and cancelled (``mldserver demo --source dynamodb``).
 * ``dynamodb_changes``: the changes of a DynamoDB table, as JSON.
 
 A folder ``handlers`` of your own in the working directory may stand beside this one: its modules come first.

@@ -1,4 +1,4 @@
-"""Orders and revenue per product and hour, from the changes of a table.
+"""Orders and revenue per product and hour, from the changes of a table: what ``mldserver demo --source dynamodb`` runs.
 
 Shows hooks for the changes of a DynamoDB table. An order that is changed or cancelled takes back what it has given: summed up
 over all hours, what is left are the orders that are in the table.

@@ -59,7 +59,7 @@ _COMMANDS: Final = {
     "drain": "Stop the servers of a pipeline and publish all they have, so that it can be changed.",
     "check": "Import a handler and report everything that is wrong with it.",
     "sim": "Run a whole pipeline without AWS or Java, faults on request.",
-    "demo": "Play real departures through the server and show the windows.",
+    "demo": "Play real departures, or a shop's orders, through the server and show the windows.",
     "logs": "Show and follow a server's log.",
     "windows": "Show windows, and run those again that were set aside.",
     "ledger": "Show where shards and servers stand; reset a shard, or accept its gap.",

@@ -1,12 +1,14 @@
-"""``mldserver demo``: real departures through the server; the windows are shown and checked."""
+"""``mldserver demo``: real departures, or the changes of a shop's table, through the server; the windows are shown and checked."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
+from collections import Counter
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from decimal import Decimal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from cyclopts import App, Parameter
 
@@ -23,23 +25,34 @@ if TYPE_CHECKING:
 
     from mldserver.config.settings import Settings
     from mldserver.jobs.engine import Engine
+    from mldserver.testing import shop
     from mldserver.testing.simulation import Run, Simulation
 
 _HELP = """
-Play real departures through the server and show the windows. Ends by itself.
+Play real departures, or a shop's orders, through the server and show the windows. Ends by itself.
 
 27,004 flights that left New York in January 2013 go as records of three shards through a fake MultiLangDaemon, over
 TCP, into the server; the handler `handlers.departures_daily` makes rows of them, and Spark counts flights and averages
 delays, once per closed day.
 
+With `--source dynamodb` orders are placed, changed and cancelled in a fake table of DynamoDB, whose stream the server reads
+directly while one of its shards splits. The handler `handlers.shop` makes rows of the changes, and Spark sums up orders and
+revenue, once per closed hour. All hours together must come to what is left in the table.
+
 ```
 mldserver demo
 mldserver demo --out departures
+mldserver demo --source dynamodb
 ```
 """
 
 SHARDS: Final = 3
+ORDERS: Final = 3000
+_OPENS_MS: Final = 8 * 3_600_000
+_DAY_MS: Final = 86_400_000
 _PLAIN_SECONDS: Final = 5.0
+
+Source = Literal["mld", "dynamodb"]
 
 app = App(name="demo", help=_HELP, help_format="markdown")
 
@@ -47,6 +60,10 @@ app = App(name="demo", help=_HELP, help_format="markdown")
 @app.default
 def demo(
     *,
+    source: Annotated[
+        Source,
+        Parameter(help="mld: departures through the MultiLangDaemon. dynamodb: the stream of a table."),
+    ] = "mld",
     out: Annotated[
         str | None, Parameter(help="Local folder for the output; new or empty. [default: a temporary one]")
     ] = None,
@@ -55,10 +72,12 @@ def demo(
     from rich.console import Console  # noqa: PLC0415  # `--help` must not wait for it
 
     # The stream is named: what handlers print meanwhile goes to the log, by way of another ``sys.stdout``.
-    return play(Console(file=sys.stdout, highlight=False), out)
+    return play(Console(file=sys.stdout, highlight=False), out, source=source)
 
 
-def play(console: Console, out: str | Path | None, *, engine: Engine | None = None) -> int:
+def play(
+    console: Console, out: str | Path | None, *, source: Source = "mld", engine: Engine | None = None
+) -> int:
     """Play; ``engine`` takes Spark's place (tests). Raises OperatorError."""
     import uvloop  # noqa: PLC0415  # `--help` must not wait for the server's imports
 
@@ -66,12 +85,12 @@ def play(console: Console, out: str | Path | None, *, engine: Engine | None = No
     from mldserver.testing import playground  # noqa: PLC0415  # see above
 
     began = time.monotonic()
-    show = Departures()
+    show: Departures | Shop = Shop() if source == "dynamodb" else Departures()
     folder = playground.fresh_folder(out, "demo")
     settings = playground.play_settings(show.handler, folder, environ=os.environ, folder=working_directory())
     console.print(show.intro)
     with logging_to(settings):
-        run = show.prepared(settings, engine or playground.quick_spark(settings))
+        run: Simulation | shop.Shop = show.prepared(settings, engine or playground.quick_spark(settings))
         with _progress(console, show.rows) as watch:
             report = uvloop.run(run.run(watch))
     if not report.ok:
@@ -144,6 +163,63 @@ class Departures:
                 f"{flights:,}",
                 str(len(carriers)),
                 *(ends or ["every flight was cancelled"] * 2),
+            )
+        return table
+
+
+class Shop:
+    """A day of a shop, through the stream of its table."""
+
+    handler: Final = "handlers.shop"
+
+    def __init__(self) -> None:
+        from mldserver.testing.shop import script  # noqa: PLC0415  # see above
+
+        yesterday_ms = (time.time_ns() // 1_000_000 // _DAY_MS - 1) * _DAY_MS
+        self._steps = script(ORDERS, start_ms=yesterday_ms + _OPENS_MS)
+        self.rows = sum(step.rows for step in self._steps)
+        deeds = Counter(step.deed for step in self._steps)
+        self.intro = (
+            f"{', '.join(f'{count:,} {deed}' for deed, count in deeds.items())}: a day's orders → a table's stream, "
+            f"2 shards → {self.handler} → Spark → Parquet"
+        )
+
+    def prepared(self, settings: Settings, engine: Engine | None) -> shop.Shop:
+        """Return the run."""
+        from mldserver.testing import shop  # noqa: PLC0415  # see above
+
+        self._run = shop.Shop(settings, self._steps, engine=engine)
+        return self._run
+
+    def counted(self, rows: pa.Table) -> tuple[str, bool]:
+        """Return what the windows come to, as text, and whether that is right."""
+        windows = rows.to_pylist()
+        orders = sum(row["orders"] for row in windows)
+        revenue = sum((row["revenue"] for row in windows), Decimal())
+        left, worth = self._run.left()
+        text = f"{orders:,} orders of {revenue:,} in the windows, {left:,} of {worth:,} in the table"
+        return text, (orders, revenue) == (left, worth)
+
+    @staticmethod
+    def results(rows: pa.Table) -> Table:
+        """Return the windows as a table for people: one line a window."""
+        from rich.table import Table  # noqa: PLC0415  # see above
+
+        table = Table("hour (UTC)", title="One line a window, read from the committed Parquet")
+        for name in ("orders", "revenue"):
+            table.add_column(name, justify="right")
+        table.add_column("best seller")
+        windows: dict[datetime, list[dict[str, Any]]] = {}
+        for row in rows.to_pylist():
+            windows.setdefault(row["window_start"], []).append(row)
+        for start, products in sorted(windows.items()):
+            orders, revenue = (sum(row[name] for row in products) for name in ("orders", "revenue"))
+            best = max(products, key=lambda row: row["revenue"])
+            table.add_row(
+                f"{start:%Y-%m-%d %H:%M}",
+                f"{orders:,}",
+                f"{revenue:,}",
+                f"{best['product']} {best['revenue']:,}",
             )
         return table
 

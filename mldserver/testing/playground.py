@@ -50,6 +50,8 @@ _OUTWARD: Final = frozenset(
         "sink_options",
         "dead_letters",
         # The real stream's shards are none of the fake one's.
+        "source",
+        "from",
         "stream",
         "region",
         "endpoint_url",

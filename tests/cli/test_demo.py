@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from datetime import UTC, datetime
+from decimal import Decimal
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,9 @@ import pyarrow.compute as pc
 import pytest
 from rich.console import Console
 
-from mldserver.cli.demo import Departures, phase, play, read_windows
-from mldserver.testing import LocalEngine, playground
+from mldserver.cli import demo
+from mldserver.cli.demo import Departures, Shop, Source, phase, play, read_windows
+from mldserver.testing import LocalEngine, playground, shop
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,9 +37,17 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(playground, "read_lines", lambda _file: lines)
 
 
-def played(out: Path, *, terminal: bool, on_table: object = summed) -> tuple[int, str]:
+def summed_orders(rows: pa.Table, _window: Window) -> pa.Table:
+    grouped = rows.group_by("product").aggregate([("orders", "sum"), ("revenue", "sum")])
+    return grouped.rename_columns(["product", "orders", "revenue"])
+
+
+def played(
+    out: Path, *, terminal: bool, on_table: object = summed, source: Source = "mld"
+) -> tuple[int, str]:
     console = Console(file=io.StringIO(), force_terminal=terminal, width=120, highlight=False)
-    code = play(console, out, engine=LocalEngine(on_table=on_table))  # type: ignore[arg-type]  # tests pass odd ones
+    engine = LocalEngine(on_table=on_table)  # type: ignore[arg-type]  # tests pass odd ones
+    code = play(console, out, source=source, engine=engine)
     return code, console.file.getvalue()  # type: ignore[attr-defined]  # it is a StringIO
 
 
@@ -111,6 +121,47 @@ def test_a_day_without_a_flight_that_left_has_no_delay() -> None:
     console.print(Departures.results(rows))
     assert "2013-01-01" in console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
     assert "every flight was cancelled" in console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
+
+
+def test_a_shops_changes_come_to_what_is_left_in_its_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "ORDERS", 300)
+    monkeypatch.setattr(shop, "DAY_SECONDS", 1.0)
+    code, told = played(tmp_path / "out", terminal=False, on_table=summed_orders, source="dynamodb")
+    assert code == 0, told
+    assert "300 placed" in told
+    assert "cancelled" in told
+    (counted,) = re.findall(r"([\d,]+ orders of [\d,.]+) in the windows", told)
+    assert f"{counted.replace('orders ', '')} in the table" in told
+    assert len(re.findall(r"\d\d-\d\d \d\d:00 ", told)) in {8, 9}
+    log = (tmp_path / "out" / "_server.log").read_text()
+    assert log.count('"event":"shard.ended"') == 4  # two, and the children of one
+
+
+def test_windows_that_do_not_come_to_what_is_in_the_table_are_no_success(tmp_path: Path) -> None:
+    show = Shop()
+    settings = playground.play_settings(show.handler, tmp_path, environ={}, folder=tmp_path)
+    show.prepared(settings, LocalEngine()).table.put({"id": "a", "total": Decimal("2.40")})
+    right = pa.table({"orders": [2, -1], "revenue": [Decimal("4.80"), Decimal("-2.40")]})
+    assert show.counted(right) == ("1 orders of 2.40 in the windows, 1 of 2.40 in the table", True)
+    assert show.counted(right.slice(0, 1))[1] is False
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("java") is None, reason="Spark needs Java")
+def test_the_shop_with_spark(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mldserver", "demo", "--source", "dynamodb", "--out", str(tmp_path / "out")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"2,700 orders of ([\d,.]+) in the windows, 2,700 of \1 in the table", done.stdout)
+    assert done.stderr == ""
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import re
@@ -17,9 +18,11 @@ from support.pages import PAGES, ROOT, Example, examples
 
 from mldserver.cli import command_line, demo
 from mldserver.config.resolve import resolve
+from mldserver.dynamodb_streams import streams_api
 from mldserver.protocol.codec import decode, encode, encode_status
 from mldserver.protocol.messages import CheckpointRequest, Version
 from mldserver.runtime.trial import report
+from mldserver.testing import FakeStreams
 from mldserver.testing.playground import read_lines
 
 if TYPE_CHECKING:
@@ -67,7 +70,14 @@ def test_no_block_of_code_is_left_out() -> None:
     assert {one.language for one in EXAMPLES} == tested | shown
     assert [one for one in EXAMPLES if not one.language and one.text.startswith("mldserver ")] == []
     python = [one.text for one in EXAMPLES if one.language == "python"]
-    kinds = ("def process_record", "def on_insert", "async def test_", "current_files", "FakeMLD")
+    kinds = (
+        "def process_record",
+        "def on_insert",
+        "async def test_",
+        "current_files",
+        "FakeMLD",
+        "async def follow",
+    )
     assert [text for text in python if not any(kind in text for kind in kinds)] == []
 
 
@@ -102,8 +112,9 @@ async def test_a_test_passes(example: Example, virtual_clock: VirtualClock) -> N
     names: dict[str, Any] = {}
     exec(example.text, names)
     (test,) = (value for name, value in names.items() if name.startswith("test_"))
-    assert list(inspect.signature(test).parameters) == ["virtual_clock"]
-    await test(virtual_clock)
+    wanted = inspect.signature(test).parameters
+    assert wanted.keys() <= {"virtual_clock"}
+    await (test(virtual_clock) if wanted else test())
 
 
 @each("python", "current_files")
@@ -118,6 +129,43 @@ def test_the_files_that_count_are_found(
     exec(example.text, names)
     (path,) = names["found"].paths
     assert names["found"].filesystem.get_file_info(path).is_file
+
+
+@each("python", "async def follow")
+async def test_a_program_follows_a_stream_and_goes_on_behind_its_token(
+    example: Example,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    virtual_clock: VirtualClock,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(example.text, names)
+    table = FakeStreams("orders", clock=virtual_clock)
+    for number, told in enumerate(("insert {'id': 'a'}", "update {'id': 'a'}")):
+        table.put({"id": "a", "n": number})
+        following = asyncio.create_task(
+            names["follow"]("orders", make_client=table.client, clock=virtual_clock)
+        )
+        while not (printed := capsys.readouterr().out):
+            await virtual_clock.advance(1)
+        assert [line.partition("+00:00 ")[2] for line in printed.splitlines()] == [told]
+        following.cancel()
+        await asyncio.wait({following})
+    assert json.loads((tmp_path / "token.json").read_text())["stream"] == table.arn
+
+
+# Permissions
+
+
+@each("json", "Statement")
+def test_a_policy_allows_what_the_reader_asks_for(example: Example) -> None:
+    (statement,) = json.loads(example.text)["Statement"]
+    asked = re.findall(r"_call\(\s*\"(\w+)\"", inspect.getsource(streams_api))
+    allowed = {f"dynamodb:{action.title().replace('_', '')}" for action in asked}
+    assert set(statement["Action"]) == allowed
+    assert len(allowed) == 4
 
 
 # Commands

@@ -1,0 +1,159 @@
+"""A small shop on DynamoDB without AWS: orders are placed, changed and cancelled in a fake table while a server reads its stream.
+
+``mldserver demo --source dynamodb`` is this module with a face.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from mldserver.base.clock import SystemClock
+from mldserver.config import locations
+from mldserver.server import Server
+from mldserver.testing.fake_streams import FakeStreams
+from mldserver.testing.simulation import Report, Run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from mldserver.base.clock import Clock
+    from mldserver.config.settings import Settings
+    from mldserver.jobs.engine import Engine
+
+TABLE: Final = "orders"
+_PRODUCTS: Final = (
+    ("espresso", "2.40"),
+    ("filter coffee", "3.10"),
+    ("croissant", "1.95"),
+    ("cheesecake", "4.50"),
+)
+_HOURS: Final = 8
+_CHANGED: Final = 0.3
+_CANCELLED: Final = 0.1
+_LATER_MS: Final = 40 * 60_000
+"""Within which an order is changed or cancelled, at most."""
+_STEPS_PER_SECOND: Final = 20
+DAY_SECONDS: Final = 8.0
+"""How long the day takes."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Step:
+    """One thing that happens in the shop."""
+
+    at_ms: int
+    order: int
+    deed: Literal["placed", "changed", "cancelled"]
+    item: Any = None
+    """The order's attributes, unless it is cancelled."""
+
+    @property
+    def rows(self) -> int:
+        """How many rows ``handlers.shop`` makes of it."""
+        return 2 if self.deed == "changed" else 1
+
+
+def script(orders: int, *, start_ms: int, seed: int = 1) -> list[Step]:
+    """Return what happens on a day of the shop, in the order of time; ``start_ms``: when it opens."""
+    dice = random.Random(seed)  # noqa: S311  # repeatable, not secret
+    steps = []
+    for number in range(orders):
+        product, price = dice.choice(_PRODUCTS)
+        at_ms = start_ms + dice.randrange(_HOURS * 3_600_000)
+        pieces = dice.randint(1, 4)
+        steps.append(Step(at_ms, number, "placed", _order(number, product, price, pieces)))
+        chance, later_ms = dice.random(), at_ms + dice.randint(1000, _LATER_MS)
+        if chance < _CANCELLED:
+            steps.append(Step(later_ms, number, "cancelled"))
+        elif chance < _CANCELLED + _CHANGED:
+            steps.append(Step(later_ms, number, "changed", _order(number, product, price, pieces + 1)))
+    return sorted(steps, key=lambda step: (step.at_ms, step.order))
+
+
+def _order(number: int, product: str, price: str, pieces: int) -> dict[str, Any]:
+    return {"id": _id(number), "product": product, "pieces": pieces, "total": pieces * Decimal(price)}
+
+
+def _id(number: int) -> str:
+    return f"order-{number}"
+
+
+class Shop(Run):
+    """One day of the shop, and one run of a server that reads the stream of its table."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        steps: Sequence[Step],
+        *,
+        engine: Engine | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """Prepare. ``engine`` takes Spark's place."""
+        super().__init__(clock or SystemClock())
+        self.table = FakeStreams(TABLE, shards=2, clock=self.clock)
+        self.steps = steps
+        self.done = 0
+        """How many steps have happened."""
+        self._settings = settings
+        self._engine = engine
+
+    @property
+    def delivered(self) -> bool:
+        """Whether the day is over."""
+        return self.done == len(self.steps)
+
+    async def run(self, watch: Callable[[Shop], None] = lambda _self: None) -> Report:
+        """Play the day and stop the server; ``watch`` is called a few times a second."""
+        async with self.table.serving() as url:
+            source = locations.source.parse(
+                f"dynamodb://{TABLE}?region={self.table.region}&endpoint_url={url}"
+            )
+            self.server = Server(
+                replace(self._settings, source=source), engine=self._engine, clock=self.clock
+            )
+            with _credentials():
+                server_exit = await self._served(watch)
+        return Report(server_exit, self.status, self.delivered, (), (), len(self.steps))
+
+    async def _play(self) -> None:
+        await self.server.listening()
+        (first, *_) = self.table.open_shards
+        each = max(1, round(len(self.steps) / DAY_SECONDS / _STEPS_PER_SECOND))
+        for step in self.steps:
+            if step.deed == "cancelled":
+                self.table.delete({"id": _id(step.order)}, at_ms=step.at_ms)
+            else:
+                self.table.put(step.item, at_ms=step.at_ms)
+            self.done += 1
+            if self.done == len(self.steps) // 2:
+                self.table.split(first)
+            if self.done % each == 0:
+                await self.clock.sleep(1 / _STEPS_PER_SECOND)
+        self.table.disable()
+        await self._finished()
+
+    def left(self) -> tuple[int, Decimal]:
+        """Return how many orders are in the table, and what they come to: counted there, by nothing of the server's."""
+        totals = [Decimal(item["total"]["N"]) for item in self.table.items.values()]
+        return len(totals), sum(totals, Decimal())
+
+
+@contextlib.contextmanager
+def _credentials() -> Iterator[None]:
+    """Let AWS's client find credentials: the fake wants none, but the client signs what it sends."""
+    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, "none"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
