@@ -99,7 +99,7 @@ def as_operator_errors() -> Iterator[None]:
         raise OperatorError(f"{error.filename or 'A file'}: {error.strerror or error}.") from error
 
 
-def on_ledger(settings: Settings, work: Callable[[Ledger], Awaitable[None]]) -> None:
+def on_ledger(settings: Settings, work: Callable[[Ledger], Awaitable[object]]) -> None:
     """Run ``work`` on the ledger, which is not opened. No server notices: nothing is registered or locked.
 
     Raises OperatorError when the ledger is damaged, newer, somebody else's or out of reach.

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mldserver.config.settings import Settings
-    from mldserver.ledger.contract import LedgerState
-    from mldserver.ledger.operations import Ledger
     from mldserver.server import Server
 
 log = structlog.get_logger("mldserver")
@@ -222,12 +220,9 @@ def drain(handler: Handler = None, /, *, config: Config = None, **given: object)
     Raises OperatorError when there is no ledger to drain: none is made.
     """
     settings = _settings(handler, config, given)
-    from mldserver.cli.ledger_tool import at_ledger  # noqa: PLC0415  # `--help` and wrong settings must not wait for its imports
+    from mldserver.cli.ledger_tool import on_ledger  # noqa: PLC0415  # `--help` and wrong settings must not wait for its imports
 
-    async def can_be_read(_ledger: Ledger, _held: LedgerState) -> None:
-        """Then it can be drained."""
-
-    at_ledger(settings, can_be_read)
+    on_ledger(settings, lambda ledger: ledger.peek())  # what can be read can be drained
     return live(settings, drain=True)
 
 

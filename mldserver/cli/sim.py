@@ -103,7 +103,8 @@ def sim(
     ] = False,
 ) -> int:
     """Play a stream through a server and return the exit code."""
-    import uvloop  # noqa: PLC0415  # `--help` must not wait for the server's imports
+    import pyarrow.parquet as pq  # noqa: PLC0415  # `--help` must not wait for the server's imports
+    import uvloop  # noqa: PLC0415  # see above
 
     from mldserver.handler.inspection import load_spec  # noqa: PLC0415  # see above
     from mldserver.observe.logging import logging_to  # noqa: PLC0415  # see above
@@ -142,7 +143,9 @@ def sim(
         )
         report = uvloop.run(simulation.run(tell.progress))
     tell.summary(simulation, report, folder)
-    for number, text in enumerate(row_lines(first_rows(playground.window_rows(folder)))):
+    # What each published file holds, the earliest window first.
+    tables = (pq.ParquetFile(file).read() for file in sorted(folder.glob("window=*/*.parquet")))
+    for number, text in enumerate(row_lines(first_rows(tables))):
         tell.line("" if number else "first rows", text)
     failures: tuple[FailureClass, ...] = ()
     if report.status and report.status.dead_letters:

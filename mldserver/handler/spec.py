@@ -102,11 +102,6 @@ class HandlerSpec:
     """Which hooks take DynamoDB changes, if they do: ``target`` then stands around the module or class."""
 
     @property
-    def on_window(self) -> bool:
-        """Whether rows go through ``on_window``; otherwise they are written as they are."""
-        return "on_window" in self.hooks
-
-    @property
     def time_column(self) -> str | None:
         """The column that windows are cut on; None for the arrival time, and for batches."""
         return getattr(self.windows, "on", None)
@@ -193,7 +188,15 @@ class Schema:
     @property
     def ddl(self) -> str:
         """The schema as DDL that Spark reads back as the same columns, names quoted."""
-        return ", ".join(_column_ddl(column) for column in self.columns)
+        definitions = []
+        for column in self.columns:
+            not_null, comment = "" if column.nullable else " NOT NULL", ""
+            if column.comment is not None:
+                from sqlglot import exp  # noqa: PLC0415  # read by it, so imported
+
+                comment = " COMMENT " + exp.Literal.string(column.comment).sql("spark")
+            definitions.append(f"{_quoted(column.name)} {column.sql}{not_null}{comment}")
+        return ", ".join(definitions)
 
     def column(self, name: str) -> Column | None:
         """Return the column called exactly ``name``, or None."""
@@ -344,13 +347,3 @@ def _twice(names: list[str]) -> list[str]:
 
 def _quoted(name: str) -> str:
     return "`" + name.replace("`", "``") + "`"
-
-
-def _column_ddl(column: Column) -> str:
-    not_null = "" if column.nullable else " NOT NULL"
-    comment = ""
-    if column.comment is not None:
-        from sqlglot import exp  # noqa: PLC0415  # read by it, so imported
-
-        comment = " COMMENT " + exp.Literal.string(column.comment).sql("spark")
-    return f"{_quoted(column.name)} {column.sql}{not_null}{comment}"

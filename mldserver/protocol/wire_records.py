@@ -137,26 +137,22 @@ class FastDecoder:
         return DecodedBatch(records, message.millisBehindLatest)
 
     def _made(self, *, lazy: bool) -> msgspec.json.Decoder[Any]:
-        if lazy:
-            decoder = self._lazy = _decoder_of(_LazyRecord, self._shard_id)
-        else:
-            decoder = self._eager = _decoder_of(_EagerRecord, self._shard_id)
+        base = _LazyRecord if lazy else _EagerRecord
+        options: dict[str, Any] = {"frozen": True, "gc": False, "eq": False, "rename": _NAMES}
+        namespace = {"shard_id": self._shard_id}
+        record = msgspec.defstruct("Record", [], bases=(base,), namespace=namespace, **options)
+        message = msgspec.defstruct(
+            "Message",
+            [
+                # Not msgspec's tag: of keys that come twice the last one counts, here as elsewhere.
+                ("action", Literal["processRecords"]),
+                ("records", list[record]),  # type: ignore[valid-type]  # made above
+                ("millisBehindLatest", _Long | None, None),
+            ],
+        )
+        decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(message)
+        setattr(self, "_lazy" if lazy else "_eager", decoder)
         return decoder
-
-
-def _decoder_of(base: type[msgspec.Struct], shard_id: str) -> msgspec.json.Decoder[Any]:
-    options: dict[str, Any] = {"frozen": True, "gc": False, "eq": False, "rename": _NAMES}
-    record = msgspec.defstruct("Record", [], bases=(base,), namespace={"shard_id": shard_id}, **options)
-    message = msgspec.defstruct(
-        "Message",
-        [
-            # Not msgspec's tag: of keys that come twice the last one counts, here as elsewhere.
-            ("action", Literal["processRecords"]),
-            ("records", list[record]),  # type: ignore[valid-type]  # made above
-            ("millisBehindLatest", _Long | None, None),
-        ],
-    )
-    return msgspec.json.Decoder(message)
 
 
 def _rising(records: list[Any]) -> bool:

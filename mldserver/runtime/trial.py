@@ -16,7 +16,7 @@ import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import structlog
@@ -161,33 +161,34 @@ def check_handler(
         if lines:
             Path(folder, "records").write_bytes(b"\n".join(lines))
             arguments.append(str(Path(folder, "records")))
-        with printed.open("wb") as output:
-            code = _run(arguments, output, timeout)
+        command = [sys.executable, "-X", "faulthandler", "-m", "mldserver.runtime.trial", *arguments]
+        with (
+            printed.open("wb") as output,
+            subprocess.Popen(  # noqa: S603  # our own interpreter and module
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            ) as child,
+        ):
+            code: int | None = None
+            try:
+                code = child.wait(timeout)
+            except subprocess.TimeoutExpired:
+                # faulthandler answers SIGABRT with the place that each thread is at.
+                child.send_signal(signal.SIGABRT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(_DUMP_SECONDS)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
         text = printed.read_text("utf-8", "replace")
         if result.exists():
             report = msgspec.json.decode(result.read_bytes(), type=Report)
         else:
             report = Report((_unfinished(code, text, timeout, doing),))
     return replace(report, output=text[-_OUTPUT_LIMIT:])
-
-
-def _run(arguments: list[str], output: IO[bytes], timeout: float) -> int | None:
-    """Run the child; return its exit code, or None when it had to be killed."""
-    command = [sys.executable, "-X", "faulthandler", "-m", "mldserver.runtime.trial", *arguments]
-    with subprocess.Popen(  # noqa: S603  # our own interpreter and module
-        command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-    ) as child:
-        try:
-            return child.wait(timeout)
-        except subprocess.TimeoutExpired:
-            # faulthandler answers SIGABRT with the place that each thread is at.
-            child.send_signal(signal.SIGABRT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(_DUMP_SECONDS)
-            return None
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
 
 
 def _unfinished(code: int | None, output: str, timeout: float, doing: str) -> Finding:

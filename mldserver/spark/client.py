@@ -246,7 +246,7 @@ class SparkEngine:
         """Start a driver and see it through to its end. Raises OSError when there is none to start."""
         self._starts += 1
         began = time.monotonic()
-        start, wanted = await asyncio.to_thread(self._plan, java)
+        start, around, wanted = await asyncio.to_thread(self._plan, java)
         log.info(
             "spark.starting",
             master=self.master,
@@ -256,7 +256,7 @@ class SparkEngine:
         try:
             self._life = life = await Life.begin(
                 self.command,
-                self._environment(start, java),
+                around,
                 start,
                 self.clock,
                 cancel_grace=self.cancel_grace,
@@ -293,32 +293,34 @@ class SparkEngine:
             return
         await self.clock.sleep(self.archive_after)
         try:
-            start = await asyncio.to_thread(self._start, str(wanted), train=True)
+            start, around, _ = await asyncio.to_thread(self._plan, java, train=wanted)
         except OSError as error:  # a full disk is no reason to end a driver that works
             log.warning("spark.log", logger=__name__, text=f"No class archive was made. {error}")
         else:
-            await train(start, self.command, self._environment(start, java), self.clock)
+            await train(start, self.command, around, self.clock)
 
-    def _plan(self, java: Java | None) -> tuple[Start, Path | None]:
-        """Return how to start a driver, and the class archive that is wanted but not there yet."""
-        if java is None or self.cache_dir is None:
-            return self._start(None, train=False), None
-        path = archive_path(self.cache_dir, java, self.conf, os.environ, quick=self.quick)
-        if is_there(path):
-            return self._start(str(path), train=False), None
-        return self._start(None, train=False), path
+    def _plan(
+        self, java: Java | None, *, train: Path | None = None
+    ) -> tuple[Start, dict[str, str], Path | None]:
+        """Return how to start a driver, its environment, and the class archive that is wanted but not there yet.
 
-    def _start(self, archived: str | None, *, train: bool) -> Start:
+        ``train``: the archive that the driver is only to make. Raises OSError where there is no room for its files.
+        """
+        archive, wanted = train, None
+        if archive is None and java is not None and self.cache_dir is not None:
+            path = archive_path(self.cache_dir, java, self.conf, os.environ, quick=self.quick)
+            archive, wanted = (path, None) if is_there(path) else (None, path)
         if self._work is not None:
             self._work.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.mkdtemp(prefix=_SCRATCH, dir=self._work)
-        start = msgspec.structs.replace(self._setup, scratch=scratch, archive=archived)
-        if not train:
-            return start
-        return msgspec.structs.replace(start, train=True, handler="", master="local[1]", ui=False, sink=None)
-
-    def _environment(self, start: Start, java: Java | None) -> dict[str, str]:
-        return environment(start, os.environ, java_home=java.home if java else None)
+        start = msgspec.structs.replace(
+            self._setup, scratch=scratch, archive=None if archive is None else str(archive)
+        )
+        if train is not None:
+            start = msgspec.structs.replace(
+                start, train=True, handler="", master="local[1]", ui=False, sink=None
+            )
+        return start, environment(start, os.environ, java_home=java.home if java else None), wanted
 
     def _sweep(self) -> None:
         """Remove scratch directories of drivers whose server was killed. The directory is this server's own."""

@@ -169,32 +169,24 @@ def read(spark: SparkSession, schema: str, job: WindowJob, cores: int) -> DataFr
     of a number that it finds narrower an error.
     """
     of_old = {path for paths in job.older.values() for path in paths}
-    parts = [_read(spark, ddl, paths) for ddl, paths in job.older.items()]
+    written: list[tuple[str, Sequence[str]]] = list(job.older.items())
     if present := [path for path in job.segments if path not in of_old]:
-        parts.append(_read(spark, schema, present))
-    if parts and job.older:
-        parts = [_aligned(spark, part, schema) for part in parts]
+        written.append((schema, present))
+    parts = []
+    for ddl, paths in written:
+        # All that the ledger names is to be read, whatever the user's settings leave out elsewhere.
+        reader = spark.read.option("ignoreMissingFiles", "false").option("ignoreCorruptFiles", "false")
+        part = reader.schema(columns_ddl(ddl)).parquet(*map(escaped, paths))
+        if job.older:
+            # The present schema's columns hold all values of the older ones'.
+            columns = spark.createDataFrame([], columns_ddl(schema)).schema
+            quoted = {name: "`" + name.replace("`", "``") + "`" for name in part.columns}
+            held = [F.col(quoted[one.name]) if one.name in quoted else F.lit(None) for one in columns]
+            cast = [value.cast(one.dataType) for value, one in zip(held, columns, strict=True)]
+            part = part.select(*(value.alias(one.name) for value, one in zip(cast, columns, strict=True)))
+        parts.append(part)
     rows = functools.reduce(lambda left, right: left.unionAll(right), parts)
     return rows.coalesce(partitions(job.bytes, cores))
-
-
-def _read(spark: SparkSession, schema: str, paths: Iterable[str]) -> DataFrame:
-    # All that the ledger names is to be read, whatever the user's settings leave out elsewhere.
-    reader = spark.read.option("ignoreMissingFiles", "false").option("ignoreCorruptFiles", "false")
-    return reader.schema(columns_ddl(schema)).parquet(*map(escaped, paths))
-
-
-def _aligned(spark: SparkSession, rows: DataFrame, schema: str) -> DataFrame:
-    """Return rows of an older schema with the present one's columns, which hold all their values."""
-    columns = spark.createDataFrame([], columns_ddl(schema)).schema
-    quoted = {name: "`" + name.replace("`", "``") + "`" for name in rows.columns}
-    values = (F.col(quoted[column.name]) if column.name in quoted else F.lit(None) for column in columns)
-    return rows.select(
-        *(
-            value.cast(column.dataType).alias(column.name)
-            for value, column in zip(values, columns, strict=True)
-        )
-    )
 
 
 class Attempt:

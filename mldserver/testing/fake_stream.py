@@ -103,7 +103,8 @@ class FakeStream:
         A key of None (a DynamoDB stream has none) needs a ``shard_id``. Raises ValueError for a closed shard.
         """
         shard = self._target(partition_key, shard_id)
-        record = StreamRecord(self._sequence_number(), data, partition_key, self._arrive(arrival_ms))
+        number, at = self._next(arrival_ms)
+        record = StreamRecord(number, data, partition_key, at)
         shard.records.append(record)
         shard.raw.append(record)
         return record
@@ -124,7 +125,7 @@ class FakeStream:
             aggregator.add_user_record(key, data)
         key, _, blob = aggregator.clear_and_get().get_contents()
         shard = self._target(pairs[0][0], shard_id)
-        number, at = self._sequence_number(), self._arrive(arrival_ms)
+        number, at = self._next(arrival_ms)
         shard.raw.append(StreamRecord(number, blob, key, at))
         users = tuple(
             StreamRecord(number, data, user_key, at, sub, aggregated=True)
@@ -217,13 +218,11 @@ class FakeStream:
         self.shards[shard_id] = StreamShard(shard_id, parents, first_hash, last_hash)
         return shard_id
 
-    def _sequence_number(self) -> str:
+    def _next(self, arrival_ms: int | None) -> tuple[str, int]:
+        """Return the next sequence number, and when its record arrives."""
         self._next_number += self._random.randint(1, _STEP)
-        return str(self._next_number)
-
-    def _arrive(self, arrival_ms: int | None) -> int:
         self._now_ms = self._now_ms + 1 if arrival_ms is None else max(self._now_ms, arrival_ms)
-        return self._now_ms if arrival_ms is None else arrival_ms
+        return str(self._next_number), self._now_ms if arrival_ms is None else arrival_ms
 
 
 _BELOW_ALL: Final = {"AT_TIMESTAMP": -3, "TRIM_HORIZON": -2, "LATEST": -1}
@@ -295,17 +294,13 @@ class ShardCheckpointer:
         Raises WorkerMistake (IllegalArgumentException) outside the permitted range, JavaThrow when the lease table
         refuses.
         """
-        if number is None:
-            self._advance(self.largest)
-            return
-        wanted = Place(number, sub or 0)
-        if wanted.sub < 0 or not self.last.order() <= wanted.order() <= self.largest.order():
-            raise WorkerMistake(
-                "IllegalArgumentException", f"{wanted} is not between {self.last} and {self.largest}"
-            )
-        self._advance(wanted)
-
-    def _advance(self, wanted: Place) -> None:
+        wanted = self.largest
+        if number is not None:
+            wanted = Place(number, sub or 0)
+            if wanted.sub < 0 or not self.last.order() <= wanted.order() <= self.largest.order():
+                raise WorkerMistake(
+                    "IllegalArgumentException", f"{wanted} is not between {self.last} and {self.largest}"
+                )
         # The Java compares what was asked, not what would be stored: asking for the last record at the shard's end
         # stores nothing, and reports success, when exactly that record had been checkpointed before.
         if wanted == self.last:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import itertools
 import os
@@ -23,9 +24,7 @@ from mldserver.handler.inspection import load_spec
 from mldserver.output.layout import SPARK
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    import pyarrow as pa
+    from collections.abc import Mapping, Sequence
 
     from mldserver.config.settings import Settings
     from mldserver.jobs.engine import Engine
@@ -92,7 +91,16 @@ def arrival_times(lines: Sequence[bytes], field: str) -> list[int]:
 
     The field holds ISO 8601 (UTC unless it says) or ms since the epoch. Raises ConfigError when no record has it.
     """
-    known = [_instant_ms(_parsed(line).get(field)) for line in lines]
+    known: list[int | None] = []
+    for line in lines:
+        value, at = _parsed(line).get(field), None
+        with contextlib.suppress(ValueError):
+            if isinstance(value, int | float):
+                at = max(0, int(value))
+            else:
+                when = datetime.fromisoformat(str(value))
+                at = max(0, int((when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp() * 1000))
+        known.append(at)
     first = next((at for at in known if at is not None), None)
     if first is None:
         raise ConfigError(
@@ -100,16 +108,6 @@ def arrival_times(lines: Sequence[bytes], field: str) -> list[int]:
             advice="Name a field of JSON with ISO 8601 or ms since the epoch.",
         )
     return list(itertools.accumulate((first if at is None else at for at in known), max))
-
-
-def _instant_ms(value: object) -> int | None:
-    if isinstance(value, int | float):
-        return max(0, int(value))
-    try:
-        at = datetime.fromisoformat(str(value))
-    except ValueError:
-        return None
-    return max(0, int((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() * 1000))
 
 
 def fresh_folder(wanted: str | Path | None, name: str) -> Path:
@@ -184,14 +182,6 @@ def dead_letters(settings: Settings) -> list[DeadLetter]:
             await ledger.close()
 
     return asyncio.run(read())
-
-
-def window_rows(folder: Path) -> Iterator[pa.Table]:
-    """Yield what each published file of a run's folder holds, the earliest window first."""
-    import pyarrow.parquet as pq  # noqa: PLC0415  # `--help` must not wait for it
-
-    for file in sorted(folder.glob("window=*/*.parquet")):
-        yield pq.ParquetFile(file).read()
 
 
 def told_failures(log_file: Path | None, *, most: int = 5) -> list[str]:

@@ -66,28 +66,22 @@ def build_stream(
     """
     stream = FakeStream(shards, seed=seed, start_ms=start_ms)
     dice = random.Random(f"{seed}/shape")  # noqa: S311  # repeatable, not secret
-    changes = [*([_split] * splits), *([_merge] * merges)]
+    changes = [*(["split"] * splits), *(["merge"] * merges)]
     places = sorted(dice.randrange(len(lines) + 1) for _ in changes)
     dice.shuffle(changes)
     pending = list(zip(places, changes, strict=True))
-    for number, line in enumerate(lines):
+    for number in range(len(lines) + 1):
         while pending and pending[0][0] <= number:
-            pending.pop(0)[1](stream, dice)
-        at = arrivals[number] if arrivals else start_ms + round(number * 1000 / records_per_second)
-        stream.put(line, f"key-{number}", arrival_ms=at)
-    for _, change in pending:
-        change(stream, dice)
+            _, change = pending.pop(0)
+            if change == "split":
+                stream.split(dice.choice(stream.open_shards))
+            elif pairs := stream.adjacent_pairs():
+                stream.merge(*dice.choice(pairs))
+        if number < len(lines):
+            at = arrivals[number] if arrivals else start_ms + round(number * 1000 / records_per_second)
+            stream.put(lines[number], f"key-{number}", arrival_ms=at)
     stream.end()
     return stream
-
-
-def _split(stream: FakeStream, dice: random.Random) -> None:
-    stream.split(dice.choice(stream.open_shards))
-
-
-def _merge(stream: FakeStream, dice: random.Random) -> None:
-    if pairs := stream.adjacent_pairs():
-        stream.merge(*dice.choice(pairs))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import pytest
 from coordinator.pipeline import Crash, Faults, Pipeline, named
 
 from mldserver import cli
-from mldserver.cli import backup
+from mldserver.cli.ledger import _named
 from mldserver.ledger.contract import WindowState
 from mldserver.ledger.sqlite_file import copy_whole
 from mldserver.output.layout import LEDGER, QUARANTINE
@@ -171,12 +171,12 @@ async def test_files_that_go_while_they_are_copied_make_the_backup_a_later_one(
         assert pipeline.published() == {FIRST: [1]}, "and its segment is gone"
         sources = [stale]
         monkeypatch.setattr(
-            "mldserver.cli.backup.copy_whole",
+            "mldserver.cli.ledger.copy_whole",
             lambda path, target: copy_whole(sources.pop() if sources else path, target),
         )
         ledger("backup", "monday")
     assert sources == []
-    named_files = {Path(path).name for path in backup._named(pipeline.state())}
+    named_files = {Path(path).name for path in _named(pipeline.state())}
     assert set(files(tmp_path / "monday")) == named_files
     assert len(named_files) == 1
 

@@ -364,7 +364,7 @@ async def test_an_archive_under_which_the_driver_died_is_thrown_away(
 ) -> None:
     it = bench("dies first", master="local[1]", java_home=str(java))
     plan = it.engine._plan
-    _, wanted = plan(await probe(str(java), os.environ))
+    *_, wanted = plan(await probe(str(java), os.environ))
     wanted.parent.mkdir()
     wanted.write_text("damaged")
     for left in it.work.iterdir():

@@ -20,6 +20,8 @@ from mldserver.spark import client, driver_messages, driver_session
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from mldserver.spark.java import Java
+
 
 def texts(logged: list[dict[str, Any]], name: str) -> list[str]:
     return [event["text"] for event in logged if event["event"] == name]
@@ -107,14 +109,14 @@ async def test_a_disk_without_room_for_an_archive_costs_no_driver(
     tmp_path: Path, java: Path, logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = Bench(tmp_path, "good", master="local[1]", java_home=str(java), archive_after=60)
-    starts = it.engine._start
+    plan = it.engine._plan
 
-    def without_room(archived: str | None, *, train: bool) -> driver_messages.Start:
-        if train:
+    def without_room(found: Java | None, *, train: Path | None = None) -> Any:
+        if train is not None:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return starts(archived, train=train)
+        return plan(found)
 
-    monkeypatch.setattr(it.engine, "_start", without_room)
+    monkeypatch.setattr(it.engine, "_plan", without_room)
     async with it.running():
         await it.engine.ready()
         await it.clock.end_sleep()

@@ -224,8 +224,7 @@ class Record(_Attributes):
         """Return a field by its name on the wire, such as ``partitionKey``. Raises KeyError for others."""
         return _fields(self)[field]
 
-    def __getitem__(self, field: str) -> Any:
-        return self.get(field)
+    __getitem__ = get
 
 
 class DictRecord(dict[str, Any], _Attributes):
