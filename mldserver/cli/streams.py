@@ -13,14 +13,16 @@ from cyclopts import App, Parameter
 
 from mldserver.base.clock import SystemClock
 from mldserver.cli.ledger_tool import HERE, AsJson, Where, at_ledger, details, moment, table, tell, tell_json
+from mldserver.config.locations import DynamoPlace
 from mldserver.dynamodb_streams.shard_tree import TRIM_HORIZON, After, ShardTree, StreamShard
-from mldserver.errors import NotThereYet
+from mldserver.errors import ConfigError, NotThereYet
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from rich.table import Table
 
+    from mldserver.config.settings import Settings
     from mldserver.dynamodb_streams.streams_api import Description, StreamsApi
     from mldserver.ledger.contract import LedgerState, ShardState
     from mldserver.ledger.operations import Ledger
@@ -59,11 +61,18 @@ class _Row(NamedTuple):
 
 @app.command(name="describe")
 def describe_stream(
-    stream: Annotated[str, Parameter(help="A table's name: its newest stream. Or a stream's ARN.")],
+    stream: Annotated[
+        str | None,
+        Parameter(
+            help="A table's name: its newest stream. Or a stream's ARN. [default: `source`, as for `mldserver serve`]"
+        ),
+    ] = None,
     /,
     *,
-    region: Annotated[str | None, Parameter(help="AWS region. [default: as boto3 finds it]")] = None,
-    endpoint_url: Annotated[str | None, Parameter(help="Of an emulator. [default: AWS's]")] = None,
+    region: Annotated[str | None, Parameter(help="AWS region. [default: as for `mldserver serve`]")] = None,
+    endpoint_url: Annotated[
+        str | None, Parameter(help="Of an emulator. [default: as for `mldserver serve`]")
+    ] = None,
     where: Where = HERE,
     as_json: AsJson = False,
 ) -> int:
@@ -74,6 +83,7 @@ def describe_stream(
     """
     if not structlog.is_configured():
         structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    place = _place(stream, where.resolved(), region, endpoint_url)
     held: list[LedgerState] = []
     if where != HERE:
 
@@ -81,7 +91,7 @@ def describe_stream(
             held.append(state)
 
         at_ledger(where, look)
-    described, newest, rows = asyncio.run(_look(stream, region, endpoint_url, held[0] if held else None))
+    described, newest, rows = asyncio.run(_look(place, held[0] if held else None))
     if as_json:
         tell_json(_document(described, newest, rows))
     else:
@@ -89,21 +99,38 @@ def describe_stream(
     return 0
 
 
-async def _look(
-    stream: str, region: str | None, endpoint_url: str | None, held: LedgerState | None
-) -> tuple[Description, str, list[_Row]]:
+def _place(
+    stream: str | None, settings: Settings, region: str | None, endpoint_url: str | None
+) -> DynamoPlace:
+    """Return which stream is meant, and where it is. Raises ConfigError when nothing says that."""
+    place = settings.source
+    if stream is not None:
+        place = DynamoPlace(stream)
+    elif place == "mld":
+        raise ConfigError(
+            "No stream was named, and the settings name no source that is one.",
+            advice="Name a table, or a stream's ARN.",
+        )
+    return DynamoPlace(
+        place.table,
+        region or place.region or settings.region,
+        endpoint_url or place.endpoint_url or settings.endpoint_url,
+    )
+
+
+async def _look(place: DynamoPlace, held: LedgerState | None) -> tuple[Description, str, list[_Row]]:
     """Return the stream, the ARN of the table's newest one that is enabled, and a row for each shard."""
     from mldserver.dynamodb_streams.streams_api import StreamsApi, streams_client  # noqa: PLC0415  # `--help` must not wait for AWS's client
 
     clock = SystemClock()
     api = StreamsApi(
-        lambda: streams_client(region=region, endpoint_url=endpoint_url),
+        lambda: streams_client(region=place.region, endpoint_url=place.endpoint_url),
         clock=clock,
         random=random.random,
         patience_seconds=_PATIENCE_SECONDS,
     )
     async with api:
-        described = await api.describe(await api.resolve(stream))
+        described = await api.describe(await api.resolve(place.table))
         try:
             newest = await api.resolve(described.table)
         except NotThereYet:
@@ -131,6 +158,7 @@ def _rows(tree: ShardTree, held: LedgerState | None) -> Iterable[_Row]:
 
 async def _measured(api: StreamsApi, arn: str, row: _Row, now_ms: int) -> _Row:
     """Return a shard's row with its lag, if it has one."""
+    from mldserver.dynamodb_streams.reader import to_record  # noqa: PLC0415  # see above
     from mldserver.dynamodb_streams.streams_api import ShardGone, Trimmed  # noqa: PLC0415  # see above
 
     position = row.held.position if row.held else None
@@ -149,8 +177,8 @@ async def _measured(api: StreamsApi, arn: str, row: _Row, now_ms: int) -> _Row:
                 break
             records, iterator = await api.records(iterator, limit=1)
             if records:
-                created = records[0]["dynamodb"]["ApproximateCreationDateTime"]
-                return row._replace(lag_ms=max(0, now_ms - round(created.timestamp() * 1000)), note=note)
+                arrival_ms = to_record(row.shard.id, records[0]).arrival_ms
+                return row._replace(lag_ms=max(0, now_ms - (arrival_ms or now_ms)), note=note)
     except Trimmed:
         return row._replace(note="the position was trimmed: changes are lost")
     except ShardGone:
@@ -165,6 +193,7 @@ def _document(described: Description, newest: str, rows: list[_Row]) -> dict[str
         "status": described.status,
         "view_type": described.view_type,
         "newest_enabled": newest or None,
+        "lag_ms": _greatest_lag_ms(rows),
         "shards": [
             {
                 "shard": row.shard.id,
@@ -193,15 +222,18 @@ def _facts(described: Description, newest: str, rows: list[_Row]) -> list[tuple[
         ("status", f"{described.status}, {described.view_type}"),
         ("shards", counts or "none is listed"),
     ]
-    lags = [row.lag_ms for row in rows if row.lag_ms is not None]
-    if lags:
-        facts.append(("lag", _lag(max(lags))))
+    if (lag_ms := _greatest_lag_ms(rows)) is not None:
+        facts.append(("lag", _lag(lag_ms)))
     if described.arn != newest:
         other = f"The table's stream is {newest}." if newest else "The table has no enabled stream."
         facts.append(
             ("note", f"What is left of this stream can be read for 24 hours after it was disabled. {other}")
         )
     return facts
+
+
+def _greatest_lag_ms(rows: list[_Row]) -> int | None:
+    return max((row.lag_ms for row in rows if row.lag_ms is not None), default=None)
 
 
 def _shards(rows: list[_Row], *, with_ledger: bool) -> Table:

@@ -111,7 +111,7 @@ def test_with_a_ledger_there_are_positions_and_the_age_of_the_oldest_change_that
         ("open", str(done)),
         ("open", None),
     ]
-    assert 3_600_000 <= rows[left]["lag_ms"] < 3_700_000
+    assert 3_600_000 <= rows[left]["lag_ms"] == document["lag_ms"]
     assert (rows[right]["lag_ms"], rows[right]["note"]) == (0, "not begun")
     assert (rows[root]["lag_ms"], rows[root]["note"]) == (None, None)
     assert rows["shardId-gone"]["note"] == "not in the stream any more"
@@ -156,3 +156,11 @@ def test_a_stream_that_was_disabled_says_so_and_names_the_newest(
 
 def test_a_table_without_a_stream_is_told(describe: Callable[..., str]) -> None:
     assert "The table other has no enabled stream." in describe("other", code=1)
+
+
+def test_without_a_name_it_is_the_source_of_the_settings(
+    streams: FakeStreams, describe: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "No stream was named" in describe(code=2)
+    monkeypatch.setenv("MLDSERVER_SOURCE", "dynamodb://orders")
+    assert streams.arn in describe()
