@@ -300,7 +300,7 @@ class Server:
         coordinator.cuts_all = True
         while True:
             await coordinator.flush("drain")
-            if runner is not None and runner.waiting:
+            if runner is not None and len(runner.unfinished):
                 self._to_compute.set()
                 await runner.idle()
                 continue
@@ -395,7 +395,7 @@ class Server:
     async def finished(self) -> None:
         """Return once every known shard has ended and every window is published (or set aside)."""
         parts = await self._assembled()
-        while not parts.coordinator.is_over or (parts.runner is not None and parts.runner.waiting):
+        while not parts.coordinator.is_over or (parts.runner is not None and len(parts.runner.unfinished)):
             # Children may come while its last windows are computed.
             await parts.coordinator.over()
             if parts.runner is not None:

@@ -31,7 +31,7 @@ from mldserver.coordinator.core.sessions import Sessions
 from mldserver.coordinator.core.watermark import View, Watermark
 from mldserver.coordinator.flusher import Flusher
 from mldserver.coordinator.membership import Membership
-from mldserver.coordinator.reports import AheadRows, CoordinatorStatus, MissingShards, Reports
+from mldserver.coordinator.reports import CoordinatorStatus, Reports
 from mldserver.coordinator.shards import RedriveIntake, Shards
 from mldserver.errors import LedgerError, ServerBuried, told_of
 from mldserver.output.layout import PRIVATE, SEGMENTS, STAGING
@@ -107,9 +107,6 @@ class Coordinator:
             letters=letters,
         )
         self._view = self.watermark.view(now_ms)
-        # A shard that is missing is left out after its limit: what holds the watermark for longer needs a person.
-        self._reports = Reports(self._view, now_ms, limit_ms=rules.missing_limit_ms + rules.idle_time_ms)
-        self._ahead = AheadRows(now_ms)
         self._retention = Retention(
             rules=rules,
             ledger=ledger,
@@ -127,12 +124,8 @@ class Coordinator:
             timeout_ms=rules.server_timeout_ms,
             locks=locks,
         )
-        self._missing = MissingShards(
-            lineage=self.lineage,
-            # By then a lease has moved, and a server that died is buried.
-            tell_ms=max(rules.settle_time_ms, rules.server_timeout_ms),
-            limit_ms=rules.missing_limit_ms,
-            owned=self._membership.peers.owns,
+        self._reports = Reports(
+            self._view, now_ms, rules=rules, lineage=self.lineage, owned=self._membership.peers.owns
         )
         self._backpressure = Backpressure(
             rules=rules, buffer=self.buffer, watermark=self.watermark, clock=clock
@@ -164,7 +157,7 @@ class Coordinator:
             backpressure=self._backpressure,
             membership=self._membership,
             retention=self._retention,
-            ahead=self._ahead,
+            reports=self._reports,
             flush=self.flush,
             soon=self._cycle.soon,
             ask_stream=ask_stream,
@@ -205,11 +198,11 @@ class Coordinator:
 
     async def _run_cycle(self, reason: str) -> None:
         now_ms = self.clock.steady_ms()
-        self._ahead.tell(now_ms)
+        self._reports.tell_ahead(now_ms)
         view, mark = self.watermark.look(now_ms), self._membership.mark()
         batches = self.buffer.snapshot()
         await self._sync()
-        self._missing.look(now_ms)
+        self._reports.tell_missing(now_ms)
         complete = await self._flush(batches, reason)
         await self._flusher.publish_late()
         await self._membership.release()
@@ -272,7 +265,7 @@ class Coordinator:
         self._backpressure.segment_bytes += result.bytes
         self._sessions.registered(result.positions)
         self._sessions.left_out(batches.values(), result.lost_shards)
-        return self.watermark.reopened >= result.lost_shards
+        return result.lost_shards <= self.watermark.reopened.keys()
 
     async def _cut(self, view: View) -> None:
         if self._runner is not None:
@@ -315,12 +308,12 @@ class Coordinator:
             rows_accepted=self.shards.rows_accepted,
             rows_durable=flusher.rows_durable,
             rows_late=flusher.rows_late,
-            rows_ahead=self._ahead.rows,
+            rows_ahead=self._reports.rows_ahead,
             dead_letters=flusher.dead_letters,
             buffered_bytes=self.buffer.bytes,
             segment_bytes=self._backpressure.segment_bytes,
             windows_open=len(flusher.open_windows or ()),
-            windows_waiting=runner.waiting if runner else 0,
+            windows_waiting=len(runner.unfinished) if runner else 0,
             windows_published=runner.published if runner else 0,
             windows_set_aside=runner.set_aside if runner else 0,
             windows_halted=tuple(sorted(runner.halted)) if runner else (),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mldserver.coordinator.core.flush import Ahead
     from mldserver.coordinator.core.lineage import Lineage
     from mldserver.coordinator.core.watermark import View
+    from mldserver.coordinator.core.windows import CoordinatorRules
 
 log = structlog.get_logger("mldserver")
 
@@ -56,15 +57,32 @@ class CoordinatorStatus:
 
 
 class Reports:
-    """What was told last, and since when rows wait."""
+    """What was told last: of the watermark, of rows from the future, of missing shards."""
 
-    def __init__(self, view: View, now_ms: int, *, limit_ms: int) -> None:
-        """Begin with a view that is not worth a line; ``limit_ms``: how long rows may wait for it to move."""
-        self._limit_ms = limit_ms
+    def __init__(
+        self,
+        view: View,
+        now_ms: int,
+        *,
+        rules: CoordinatorRules,
+        lineage: Lineage,
+        owned: Callable[[str], bool],
+    ) -> None:
+        """Begin with a view that is not worth a line.
+
+        ``owned``: whether another server has taken a shard, of which nothing is told: it is on its way.
+        """
+        self._rules, self._lineage, self._owned = rules, lineage, owned
+        # By then a lease has moved, and a server that died is buried.
+        self._tell_ms = max(rules.settle_time_ms, rules.server_timeout_ms)
+        self._missing: set[str] = set()
         self._seen = view
         self._waiting_ms = self._told_ms = now_ms
         self.stuck = False
         """Whether rows wait for longer than they may."""
+        self.rows_ahead = self._untold = 0
+        self._ahead_told_ms = now_ms - _MINUTE_MS
+        self._furthest: tuple[int, str, str] = (0, "", "")
 
     def note(self, view: View, now_ms: int, *, waiting: bool) -> None:
         """Take in a view; ``waiting``: there are rows that wait for it to move."""
@@ -82,27 +100,19 @@ class Reports:
         elif now_ms - self._told_ms >= _MINUTE_MS:
             self._told_ms = now_ms
             log.info("watermark.held", seconds=(now_ms - self._waiting_ms) / 1000, **fields)
-        self.stuck = not view.idle and now_ms - self._waiting_ms >= self._limit_ms
+        # A shard that is missing is left out after its limit: what holds the watermark for longer needs a person.
+        limit_ms = self._rules.missing_limit_ms + self._rules.idle_time_ms
+        self.stuck = not view.idle and now_ms - self._waiting_ms >= limit_ms
 
-
-class AheadRows:
-    """Rows that run too far ahead of their records' arrival: counted, and told once a minute."""
-
-    def __init__(self, now_ms: int) -> None:
-        self._told_ms = now_ms - _MINUTE_MS
-        self._untold = 0
-        self._furthest: tuple[int, str, str] = (0, "", "")
-        self.rows = 0
-
-    def note(self, shard_id: str, ahead: Ahead) -> None:
-        """Count a batch's rows."""
-        self.rows += ahead.rows
+    def note_ahead(self, shard_id: str, ahead: Ahead) -> None:
+        """Count a batch's rows that run too far ahead of their records' arrival."""
+        self.rows_ahead += ahead.rows
         self._untold += ahead.rows
         self._furthest = max(self._furthest, (ahead.ahead_ms, shard_id, ahead.sequence))
 
-    def tell(self, now_ms: int) -> None:
-        """Log what came since the last time, unless that is less than a minute ago."""
-        if not self._untold or now_ms - self._told_ms < _MINUTE_MS:
+    def tell_ahead(self, now_ms: int) -> None:
+        """Log what ran ahead since the last time, unless that is less than a minute ago."""
+        if not self._untold or now_ms - self._ahead_told_ms < _MINUTE_MS:
             return
         ahead_ms, shard_id, sequence = self._furthest
         log.warning(
@@ -116,44 +126,30 @@ class AheadRows:
             advice="Mend the clock that stamped it. If it is right, raise max_ahead; to have such records as dead"
             " letters, set on_ahead to fail.",
         )
-        self._told_ms, self._untold, self._furthest = now_ms, 0, (0, "", "")
+        self._ahead_told_ms, self._untold, self._furthest = now_ms, 0, (0, "", "")
 
-
-@dataclass(kw_only=True, eq=False, slots=True)
-class MissingShards:
-    """What was told of the missing shards of a lineage."""
-
-    lineage: Lineage
-    tell_ms: int
-    """After so long without a connection a shard is told of."""
-    limit_ms: int
-    """After so long it is left out."""
-    owned: Callable[[str], bool]
-    """Whether another server has taken a shard, of which nothing is told: it is on its way."""
-    _told: set[str] = field(init=False, default_factory=set)
-
-    def look(self, now_ms: int) -> None:
-        """Log who is missing; leave out those that are missing for too long."""
-        missing = self.lineage.missing()
-        self._told.intersection_update(node.id for node in missing)
+    def tell_missing(self, now_ms: int) -> None:
+        """Log which shards are missing; leave out those that are for too long."""
+        missing, limit_ms = self._lineage.missing(), self._rules.missing_limit_ms
+        self._missing.intersection_update(node.id for node in missing)
         for node in missing:
             missing_ms = now_ms - node.since_ms
-            due = self.tell_ms <= missing_ms < self.limit_ms and not self.owned(node.id)
-            if due and node.id not in self._told:
-                self._told.add(node.id)
+            due = self._tell_ms <= missing_ms < limit_ms and not self._owned(node.id)
+            if due and node.id not in self._missing:
+                self._missing.add(node.id)
                 log.warning(
                     "shard.missing",
                     shard=node.id,
                     seconds=missing_ms / 1000,
                     what=f"Shard {node.id} is known but has no connection; no window closes before it returns.",
-                    advice=f"Start the daemon that owns it. After {self.limit_ms // 1000} s it is left out.",
+                    advice=f"Start the daemon that owns it. After {limit_ms // 1000} s it is left out.",
                 )
-        for shard_id in self.lineage.leave_out(now_ms, self.limit_ms):
+        for shard_id in self._lineage.leave_out(now_ms, limit_ms):
             log.error(
                 "shard.left_out",
                 shard=shard_id,
-                seconds=self.limit_ms / 1000,
-                what=f"Shard {shard_id} has been missing for {self.limit_ms // 1000} s.",
+                seconds=limit_ms / 1000,
+                what=f"Shard {shard_id} has been missing for {limit_ms // 1000} s.",
                 did="It holds the windows no longer: rows it still delivers for closed windows will be late.",
                 advice="Start the daemon that owns the shard, or raise missing_limit.",
             )

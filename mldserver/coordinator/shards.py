@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mldserver.coordinator.core.watermark import Watermark
     from mldserver.coordinator.core.windows import CoordinatorRules
     from mldserver.coordinator.membership import Membership
-    from mldserver.coordinator.reports import AheadRows
+    from mldserver.coordinator.reports import Reports
     from mldserver.ledger.contract import ShardState
     from mldserver.ledger.operations import Ledger
     from mldserver.records import Sequence
@@ -56,7 +56,7 @@ class Shards:
     backpressure: Backpressure
     membership: Membership
     retention: Retention
-    ahead: AheadRows
+    reports: Reports
     flush: Callable[[str], Awaitable[None]]
     """Returns when a whole cycle that began after the call is done."""
     soon: Callable[[], None]
@@ -222,7 +222,7 @@ class ShardSession:
             )
             batch.last = last
             if batch.ahead is not None:
-                shards.ahead.note(shard_id, batch.ahead)
+                shards.reports.note_ahead(shard_id, batch.ahead)
             shards.buffer.add(batch)
             shards.rows_accepted += 0 if batch.rows is None else len(batch.rows)
             effective_ms, event_ms = batch.effective_ms, batch.latest_event_ms

@@ -90,7 +90,7 @@ class WindowRunner:
         self._ledger, self._engine, self._clock = steps.ledger, steps.engine, steps.clock
         self._queue: asyncio.Queue[WindowEntry] = asyncio.Queue()
         self.unfinished: dict[tuple[str, int], int] = {}
-        """The windows and revisions that wait or run, and when each was submitted (ms)."""
+        """The windows and revisions that are cut and not published yet, and when each was submitted (ms)."""
         self.halted: dict[str, Halt] = {}
         """Windows that kept failing and that every other waits for."""
         self._go = asyncio.Event()
@@ -101,11 +101,6 @@ class WindowRunner:
         """Returns when no window is waiting or running."""
         self.published = 0
         self.set_aside = 0
-
-    @property
-    def waiting(self) -> int:
-        """How many windows are cut and not published yet."""
-        return len(self.unfinished)
 
     def begin(self, state: LedgerState, older: Mapping[str, str]) -> None:
         """Learn at the start which ledger this is; ``older``: the DDL of other schemas, by their shape's fingerprint."""

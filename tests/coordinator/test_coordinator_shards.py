@@ -261,7 +261,7 @@ async def test_a_stream_that_was_over_and_gets_a_child_is_over_when_that_has_end
         assert await child.end()
         await pipeline.clock.advance(5)
         assert waiting.done()
-        assert pipeline.runner.waiting == coordinator.status().windows_open == 0
+        assert len(pipeline.runner.unfinished) == coordinator.status().windows_open == 0
         assert pipeline.published() == {W[0]: [1], W[1]: [2]}
     assert [event["shards"] for event in named(logged, "stream.ended")] == [1, 2]
 

@@ -104,7 +104,7 @@ def memory(coordinator: Coordinator) -> dict[str, int]:
     """Count what the process remembers."""
     return {
         "lineage": len(coordinator.lineage),
-        "sessions": len(coordinator._sessions),
+        "sessions": len(coordinator._sessions._sessions),
     }
 
 

@@ -77,7 +77,7 @@ def test_a_shard_goes_to_its_newest_session_and_on_where_the_ledger_has_it(aroun
     assert around.lineage["a"].presence is Presence.CONNECTED
     assert around.lineage["a"].effective_ms == 500
     assert around.watermark.shard_ms("a") == 400
-    assert len(around.sessions) == 1
+    assert len(around.sessions._sessions) == 1
 
 
 def test_a_session_that_was_overtaken_while_it_was_opened_is_dead_and_changes_nothing(around: Around) -> None:

@@ -43,7 +43,7 @@ async def test_windows_that_are_ready_together_share_one_job_one_commit_and_one_
         await three_windows(pipeline)
         assert pipeline.published() == {W[0]: [1, 2], W[1]: [3, 4], W[2]: [5, 6]}
         assert pipeline.engine.groups == [3]
-        assert (pipeline.runner.published, pipeline.runner.waiting) == (3, 0)
+        assert (pipeline.runner.published, len(pipeline.runner.unfinished)) == (3, 0)
     calls = pipeline.faults.calls
     assert [calls.count(call) for call in ("begin_attempts", "commit", "published")] == [1, 1, 1]
     assert [(event["window"], event["rows_out"]) for event in named(logged, "window.done")] == [
@@ -85,7 +85,10 @@ async def test_when_a_shared_job_fails_each_window_runs_alone_and_only_the_bad_o
         assert list(pipeline.published())[:2] == W[1:3]
         assert pipeline.runner.set_aside == 1
         assert pipeline.engine.groups[:6] == [3, 1, 1, 1, 1, 1]
-        assert (pipeline.runner.waiting, pipeline.state().windows[W[0]].state) == (0, WindowState.SET_ASIDE)
+        assert (len(pipeline.runner.unfinished), pipeline.state().windows[W[0]].state) == (
+            0,
+            WindowState.SET_ASIDE,
+        )
     assert [event["windows"] for event in named(logged, "window.group_failed")] == [3]
     assert [event["attempt"] for event in named(logged, "window.failed")] == [1, 2]
 
@@ -168,7 +171,7 @@ async def test_windows_that_another_server_has_taken_are_dropped_in_silence(
     async with pipeline.life():
         await three_windows(pipeline)
         assert pipeline.published() == {}
-        assert (pipeline.runner.waiting, pipeline.engine.jobs) == (0, [])
+        assert (len(pipeline.runner.unfinished), pipeline.engine.jobs) == (0, [])
     assert {event["window"] for event in named(logged, "window.dropped")} == set(W[:3])
     assert named(logged, "window.failed", "window.group_failed") == []
 

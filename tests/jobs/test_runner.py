@@ -60,7 +60,7 @@ async def test_windows_are_computed_and_published_oldest_first(
         await three_windows(pipeline)
         assert pipeline.published() == {W[0]: [1, 2], W[1]: [3, 4], W[2]: [5, 6]}
         assert [job.window.id for job in pipeline.engine.jobs] == W[:3]
-        assert (pipeline.runner.published, pipeline.runner.waiting) == (3, 0)
+        assert (pipeline.runner.published, len(pipeline.runner.unfinished)) == (3, 0)
         await pipeline.runner.idle()
         assert len(pipeline.private_files()) == 1  # the window that is still open
     done = named(logged, "window.done")
@@ -129,7 +129,7 @@ async def test_under_halt_the_others_wait_until_the_window_succeeds(
         await pipeline.clock.advance(120)
         assert pipeline.published() == {}
         assert pipeline.coordinator.status().windows_halted == (W[0],)
-        assert pipeline.runner.waiting >= 3
+        assert len(pipeline.runner.unfinished) >= 3
         halted = named(logged, "window.halted")
         assert [(event["window"], event["attempts"]) for event in halted] == [(W[0], 3)]
         failing.clear()

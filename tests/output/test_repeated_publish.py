@@ -75,7 +75,7 @@ async def test_it_shows_nothing_of_the_revision_that_another_server_has_committe
         assert (entry(one).state, entry(one).revision) == (WindowState.COMMITTED, 2)
         assert entry(one).owner == "two"
         await clock.advance(30)
-        assert one.runner.waiting == 0, "it has repeated what it was not told of"
+        assert len(one.runner.unfinished) == 0, "it has repeated what it was not told of"
         assert (entry(one).state, entry(one).owner) == (WindowState.COMMITTED, "two")
         assert one.published()[W] == [1]
     third = server("three")

@@ -150,9 +150,6 @@ class Sessions:
     """Holds what they gave."""
     _sessions: dict[str, Session] = field(init=False, default_factory=dict)
 
-    def __len__(self) -> int:
-        return len(self._sessions)
-
     def live(self, shard_id: str) -> Session | None:
         """Return the session that has a shard; None when nobody here has it."""
         session = self._sessions.get(shard_id)

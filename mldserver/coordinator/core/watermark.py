@@ -39,7 +39,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from collections.abc import Set as AbstractSet
 
     from mldserver.coordinator.core.lineage import Lineage
     from mldserver.coordinator.core.windows import CoordinatorRules
@@ -139,13 +138,8 @@ class Watermark:
         self._watermark_ms: int | None = None
         self._arrival: tuple[int, int] | None = None
         """The arrival time that says most of AWS's clock, and the steady time at which it was known."""
-        self._reopened: dict[str, int | None] = {}
+        self.reopened: dict[str, int | None] = {}
         """Shards that were connected since the last ``look``, and the watermark with which each went on."""
-
-    @property
-    def reopened(self) -> AbstractSet[str]:
-        """The shards that were connected since the last ``look``."""
-        return self._reopened.keys()
 
     def settle(self, now_ms: int) -> None:
         """Start the settle time again: a shard appeared, or ended."""
@@ -165,7 +159,7 @@ class Watermark:
         clock.arrival_ms = clock.rowless_since_ms = arrival_ms
         clock.receive(now_ms)
         self._shards[shard_id] = clock
-        self._reopened[shard_id] = self._value(clock)
+        self.reopened[shard_id] = self._value(clock)
 
     def arrived(self, arrival_ms: int | None, now_ms: int) -> None:
         """A record is known, at a steady time, that had arrived at ``arrival_ms``; None: none is."""
@@ -247,7 +241,7 @@ class Watermark:
 
     def look(self, now_ms: int) -> View:
         """Return the watermark now, of which ``still`` tells later what is left."""
-        self._reopened.clear()
+        self.reopened.clear()
         return self.view(now_ms)
 
     def still(self, view: View, now_ms: int) -> View:
@@ -259,9 +253,9 @@ class Watermark:
         now = self.view(now_ms)
         if now.holds:
             return now
-        if view.holds or not self._reopened:
+        if view.holds or not self.reopened:
             return view
-        values = [(value, _holder(shard_id, value)) for shard_id, value in self._reopened.items()]
+        values = [(value, _holder(shard_id, value)) for shard_id, value in self.reopened.items()]
         return self._least(values if view.idle else [(view.own_ms, view.holder), *values])
 
     def view(self, now_ms: int) -> View:
