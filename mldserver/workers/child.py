@@ -31,8 +31,7 @@ from mldserver.records import Hook, Shard
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.runtime.interface import BatchOutcome, Delivery, outcome_of, unpacked
 from mldserver.workers import wire
-from mldserver.workers.heartbeat import Heartbeat
-from mldserver.workers.log_forwarder import telling_through
+from mldserver.workers.reports import Heartbeat, telling_through
 from mldserver.workers.shared_memory import Mark, made, mapped, rows_bytes, rows_file
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
     from mldserver.children.channel import Descriptors
     from mldserver.runtime.interface import Begun
-    from mldserver.workers.log_forwarder import LogForwarder
+    from mldserver.workers.reports import LogForwarder
 
 STACKS_SIGNAL: Final = signal.SIGUSR1
 """Makes the interpreter write where every thread is, even while one of them holds it."""

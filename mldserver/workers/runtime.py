@@ -31,11 +31,10 @@ from mldserver.runtime.interface import BatchOutcome
 from mldserver.runtime.outcome import halted
 from mldserver.runtime.plan import BatchPlan, Facts
 from mldserver.workers import wire
-from mldserver.workers.assignment import place, spread
 from mldserver.workers.process import Unopened, WorkerGone, WorkerProcess
 from mldserver.workers.shared_memory import NEAR_BYTES, Held
 from mldserver.workers.spares import Spares
-from mldserver.workers.worker import Worker
+from mldserver.workers.worker import Worker, place, spread
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping

@@ -2,6 +2,9 @@
 
 Restarts never overlap: a new process takes over when the old one has ended, whatever ended it. Requests that the old
 one had in hand raise WorkerGone in whoever asked, who asks again (``runtime.py``).
+
+A shard stays with its worker for as long as that can work, because its handler's state is there. So nothing is moved to even
+out what was closed; new shards go where there are fewest, and only what a worker left behind is spread anew.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,7 +23,7 @@ from mldserver.base.clock import first_of
 from mldserver.workers.exclusive import Exclusive
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 
     from mldserver.base.clock import Clock
     from mldserver.workers.process import WorkerProcess
@@ -112,6 +116,28 @@ def judge(beat: BeatMessage | None, silent_ms: int, limits: Limits) -> Cause | N
     if limits.worker_memory is not None and beat.resident_bytes > limits.worker_memory:
         return Cause.MEMORY if beat.resident_bytes > limits.worker_memory * 3 // 2 else Cause.GROWN
     return None
+
+
+def place(plan: Mapping[str, int], workers: Collection[int]) -> int:
+    """Return the worker for one more shard: one with the fewest. Raises ValueError when there is no worker."""
+    if not workers:
+        raise ValueError("there is no worker")
+    loads = Counter(plan.values())
+    return min(workers, key=lambda worker: (loads[worker], worker))
+
+
+def spread(plan: Mapping[str, int], workers: Collection[int]) -> dict[str, int]:
+    """Return the plan for another set of workers: what has none of them goes, one by one, where there are fewest.
+
+    What has one stays there. So a plan that is balanced within one is so again. Raises ValueError when there is no
+    worker.
+    """
+    if not workers:
+        raise ValueError("there is no worker")
+    made = {shard: worker for shard, worker in plan.items() if worker in workers}
+    for shard in sorted(plan.keys() - made.keys()):
+        made[shard] = place(made, workers)
+    return made
 
 
 class Worker:

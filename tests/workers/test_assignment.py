@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.workers.assignment import place, spread
+from mldserver.workers.worker import place, spread
 
 PLANS = st.dictionaries(st.text("abcdef", min_size=1, max_size=3), st.integers(0, 6), max_size=30)
 WORKERS = st.sets(st.integers(0, 6), min_size=1)

@@ -13,7 +13,7 @@ import structlog
 from mldserver.children.channel import pair, receive_now
 from mldserver.observe.logging import BURST
 from mldserver.workers import wire
-from mldserver.workers.log_forwarder import LONGEST, _plain, telling_through
+from mldserver.workers.reports import LONGEST, _plain, telling_through
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -1,5 +1,6 @@
-"""What is logged and printed in a worker goes to the server, whose log is the only one.
+"""What a worker tells the server by itself: that it lives, and what is logged and printed in it.
 
+The heartbeat has a thread of its own: a handler that keeps the loop busy does not stop it. The server's log is the only one.
 A flood of prints, or of what the handler and its libraries log, is cut: so many lines a second pass, the rest is
 counted. What is lost because the server does not listen is counted too.
 """
@@ -8,8 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
+import time
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -17,17 +21,21 @@ import structlog
 from mldserver.children.channel import send_now
 from mldserver.observe.log_events import EVENTS
 from mldserver.observe.logging import RateLimit, caught_output, libraries_through_us
-from mldserver.workers.wire import LogLine
+from mldserver.workers.wire import BeatMessage, LogLine
 
 if TYPE_CHECKING:
+    import asyncio
     import socket
-    from collections.abc import Iterator, Mapping, MutableMapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 
 PRINTED: Final = "handler.output"
 OURS: Final = frozenset(EVENTS) - {PRINTED, "library.log"}
 """Events that are the runtime's own, of which there are never more than it makes calls."""
 LONGEST: Final = 65_536
 """Characters of a text in an event."""
+BEAT_SECONDS: Final = 0.5
+_STATM: Final = Path("/proc/self/statm")
+_PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 URGENT_SECONDS: Final = 1.0
 """How long a thread waits for the server to take a warning or an error."""
 
@@ -64,7 +72,7 @@ class LogForwarder:
                     self._lose(1)
 
     def _sent(self, line: LogLine, wait: float) -> bool:
-        # Where the server is gone this process ends (``heartbeat.py``): there is nobody left to tell.
+        # Where the server is gone this process ends (``Heartbeat``): there is nobody left to tell.
         with contextlib.suppress(OSError):
             return send_now(self._end, line, wait_seconds=wait)
         return False
@@ -121,3 +129,59 @@ def telling_through(end: socket.socket, level: int) -> Iterator[LogForwarder]:
 
     with libraries_through_us(), caught_output(printed):
         yield teller
+
+
+class Heartbeat:
+    """Tells the server twice a second how the worker is."""
+
+    def __init__(
+        self,
+        end: socket.socket,
+        loop: asyncio.AbstractEventLoop,
+        running_ms: Callable[[], int],
+        in_call: Callable[[], bool],
+        tells: Iterable[Callable[[], None]],
+    ) -> None:
+        """``running_ms``: how long the present synchronous call runs; ``in_call``: whether one keeps the loop.
+
+        ``tells`` log what there is to tell. All of them are called in the thread.
+        """
+        self._end = end
+        self._loop = loop
+        self._running_ms = running_ms
+        self._in_call = in_call
+        self._tells = tuple(tells)
+        self._turned = time.monotonic()
+        self._resident = 0
+
+    def start(self) -> None:
+        """Beat until the process ends. Called on the loop."""
+        self._turn()
+        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
+
+    def _turn(self) -> None:
+        self._turned = time.monotonic()
+        self._loop.call_later(BEAT_SECONDS / 2, self._turn)
+
+    def _beat(self) -> None:
+        while True:
+            now = time.monotonic()
+            if self._in_call():
+                self._turned = now
+            blocked = max(0.0, now - self._turned - BEAT_SECONDS)
+            beat = BeatMessage(self._running_ms(), round(blocked * 1000), self._resident_bytes())
+            try:
+                send_now(self._end, beat)
+            except OSError:
+                # The server is gone, and the loop, which would have noticed, may be in the handler's hands.
+                os._exit(0)
+            for tell in self._tells:
+                with contextlib.suppress(Exception):  # a log that the handler has broken is no end of life
+                    tell()
+            time.sleep(BEAT_SECONDS)
+
+    def _resident_bytes(self) -> int:
+        # The handler may have used up all descriptors for a while: then it is as it was.
+        with contextlib.suppress(OSError):
+            self._resident = int(_STATM.read_text().split()[1]) * _PAGE
+        return self._resident
