@@ -29,7 +29,7 @@ class Beginning:
 
     everywhere: Start = TRIM_HORIZON
     shards: Mapping[str, Start] = field(default_factory=dict)
-    """Of a token: so its shards; none of their ancestors, and any other from its oldest record."""
+    """Of a token: so its shards, and none of their ancestors."""
     token: Token | None = None
 
     @classmethod
@@ -41,7 +41,8 @@ class Beginning:
         position = parse_position(written)
         if not isinstance(position, Token):
             return cls(position)
-        return cls(TRIM_HORIZON, {shard.id: shard.start for shard in position.shards}, position)
+        new = TRIM_HORIZON if position.since_ms is None else Since(position.since_ms)
+        return cls(new, {shard.id: shard.start for shard in position.shards}, position)
 
     def before(self, shards: Iterable[StreamShard], tree: ShardTree) -> set[str]:
         """Return the shards of a listing that lie before it: a token's ancestors; for ``latest`` all that is closed."""
@@ -55,7 +56,7 @@ class Beginning:
 
         ``found_ms``: when the pipeline began, for a shard that appeared later: all that was created since is wanted.
         """
-        start = self.shards.get(shard_id, TRIM_HORIZON if self.shards else self.everywhere)
+        start = self.shards.get(shard_id, self.everywhere)
         return Since(found_ms) if start is LATEST and found_ms is not None else start
 
 

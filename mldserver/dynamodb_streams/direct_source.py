@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from mldserver.dynamodb_streams.reader import Page
     from mldserver.dynamodb_streams.shard_tree import Start, StreamShard
     from mldserver.dynamodb_streams.streams_api import MakeClient
-    from mldserver.records import Sequence
     from mldserver.runtime.interface import Runtime
     from mldserver.sources.intake import Intake, Seen, ShardIntake
     from mldserver.sources.shard_claims import Claim, ShardOwners
@@ -117,18 +116,15 @@ class DirectSource:
         self._tree = ShardTree()
         self._first = False
         """Whether the ledger knew no position of any shard when this server began."""
-        self._first_ms = 0
-        """Time of day at which it began."""
+        self._first_ms = 0  # the time of day at which it began
         self._placing: set[str] = set()
         """Shards of the beginning whose place is not durable yet."""
         self._placed = asyncio.Event()
         self._reading: dict[str, _Reading] = {}
         self._failed: dict[str, tuple[Backoff, int]] = {}
         """Shards that failed, and the steady time at which they may be begun again."""
-        self._unread_since_ms: dict[str, int] = {}
-        """Since when shards are seen that nobody reads."""
-        self._in_hand = 0
-        """How many pages are being worked on."""
+        self._unread_since_ms: dict[str, int] = {}  # since when shards are seen that nobody reads
+        self._in_hand = 0  # how many pages are being worked on
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -348,7 +344,7 @@ class DirectSource:
         async with claim.work():
             if not shard.alive:  # another server has opened it
                 await runtime.notify(shard_id, Hook.LEASE_LOST)
-                log.info("shard.lost", shard=shard_id, position=_shown(shard.after))
+                log.info("shard.lost", shard=shard_id, position=str(shard.after))
                 return False
             position = await runtime.notify(shard_id, Hook.SHUTDOWN_REQUESTED)
             if position is not None:
@@ -356,7 +352,7 @@ class DirectSource:
             if not self._stopping.is_set():  # then the server's last flush makes all shards durable at once
                 await shard.drain()
                 kill_point("shard.drained")
-        log.info("shard.shutdown_requested", shard=shard_id, position=_shown(shard.after))
+        log.info("shard.shutdown_requested", shard=shard_id, position=str(shard.after))
         return False
 
     async def _placed_reader(self, shard_id: str, shard: ShardIntake) -> ShardReader:
@@ -451,7 +447,3 @@ class DirectSource:
             ended = await shard.end()
         kill_point("shard.end_durable")
         return ended
-
-
-def _shown(position: Sequence | None) -> str | None:
-    return None if position is None else str(position)

@@ -137,4 +137,6 @@ def test_a_token_is_given_as_text_or_in_a_file_and_begins_only_its_shards(tmp_pa
         assert beginning.token == token
         assert beginning.shards == {"a": After(5), "b": At(7)}
         assert beginning.start("c", found_ms=None) is TRIM_HORIZON
+    later = Token(ARN, (ShardPosition("a", None, After(5)),), since_ms=9)
+    assert Beginning.of(str(later)).start("c", found_ms=None) == Since(9)
     assert json.loads(str(token))["stream"] == ARN

@@ -32,10 +32,12 @@ QUICK: Final = (
     "protocol",
     "runtime",
     "sources",
+    "dynamodb_streams/test_beginning.py",
     "dynamodb_streams/test_merge.py",
     "dynamodb_streams/test_positions.py",
     "dynamodb_streams/test_reader.py",
     "dynamodb_streams/test_shard_tree.py",
+    "dynamodb_streams/test_sharing.py",
     "dynamodb_streams/test_streams_api.py",
     "ledger",
     "test_errors.py",
@@ -112,7 +114,14 @@ LONGEST: Final = (
     ("java", "workers/test_hurt.py"),
     # One Spark session serves all that need only that.
     ("spark", "cli/test_demo.py", "coordinator/test_bounded.py", "coordinator/test_month.py"),
-    ("crash", "simulation", "docs/test_for_real.py", "test_object_store.py", "typing"),
+    (
+        "crash",
+        "dynamodb_streams/test_kills.py",
+        "simulation",
+        "docs/test_for_real.py",
+        "test_object_store.py",
+        "typing",
+    ),
 )
 """What the processes of a lane begin with, each with one of these: at the end, none is left alone with a long test."""
 

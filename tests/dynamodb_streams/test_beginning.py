@@ -1,0 +1,97 @@
+"""Where shards begin that the ledger has no position of."""
+
+from __future__ import annotations
+
+import pytest
+
+from mldserver.dynamodb_streams.beginning import Beginning, inherited, storable, stored
+from mldserver.dynamodb_streams.shard_tree import (
+    LATEST,
+    TRIM_HORIZON,
+    After,
+    At,
+    ShardTree,
+    Since,
+    Start,
+    StreamShard,
+)
+from mldserver.records import Sequence
+from mldserver.sources.intake import KnownShard
+
+LISTED = (
+    StreamShard("grandparent", None, 1, 9),
+    StreamShard("parent", "grandparent", 10, 19),
+    StreamShard("child", "parent", 20),
+    StreamShard("other", None, 1, 9),
+)
+
+
+def tree() -> ShardTree:
+    made = ShardTree()
+    made.learn(LISTED, whole=True)
+    return made
+
+
+def known(**positions: Sequence | None) -> dict[str, KnownShard]:
+    return {name: KnownShard(position, ended=False, owner=None) for name, position in positions.items()}
+
+
+def test_everything_lies_behind_the_oldest_record() -> None:
+    beginning = Beginning()
+    assert beginning.before(LISTED, tree()) == set()
+    assert beginning.start("child", found_ms=7) is TRIM_HORIZON
+
+
+def test_latest_leaves_out_what_is_closed_and_of_later_shards_nothing() -> None:
+    beginning = Beginning(LATEST)
+    assert beginning.before(LISTED, tree()) == {"grandparent", "parent", "other"}
+    assert beginning.start("child", found_ms=None) is LATEST
+    assert beginning.start("new", found_ms=7) == Since(7)
+
+
+def test_a_time_is_looked_for_in_closed_shards_too() -> None:
+    beginning = Beginning(Since(5))
+    assert beginning.before(LISTED, tree()) == set()
+    assert beginning.start("other", found_ms=7) == Since(5)
+
+
+def test_a_token_leaves_out_the_ancestors_of_its_shards_and_nothing_else() -> None:
+    beginning = Beginning(TRIM_HORIZON, {"parent": After(12), "gone": At(3)})
+    assert beginning.before(LISTED, tree()) == {"grandparent"}
+    assert beginning.start("parent", found_ms=None) == After(12)
+    assert beginning.start("other", found_ms=None) is TRIM_HORIZON
+
+
+@pytest.mark.parametrize(
+    ("start", "position"),
+    [
+        (TRIM_HORIZON, None),
+        (LATEST, Sequence(0, 99)),
+        (Since(7), Sequence(0, 7)),
+        (After(12), Sequence(12)),
+        (At(12), Sequence(11)),
+    ],
+)
+def test_a_beginning_is_kept_as_a_position_that_no_record_lies_before(
+    start: Start, position: Sequence | None
+) -> None:
+    assert storable(start, 99) == position
+
+
+def test_a_kept_beginning_is_read_again_as_what_it_was() -> None:
+    assert stored(Sequence(12)) == After(12)
+    assert stored(Sequence(0, 7)) == Since(7)
+
+
+def test_a_child_of_a_shard_that_was_read_begins_with_its_oldest_record() -> None:
+    assert inherited(["parent"], known(parent=Sequence(12), other=Sequence(0, 7))) is TRIM_HORIZON
+    assert inherited(["parent"], known(parent=None, other=Sequence(0, 7))) is TRIM_HORIZON
+
+
+def test_a_child_of_a_shard_without_a_record_since_a_time_begins_at_that_time() -> None:
+    assert inherited(["parent"], known(parent=Sequence(0, 7))) == Since(7)
+
+
+def test_a_root_begins_with_its_oldest_record_unless_others_have_just_begun_at_a_time() -> None:
+    assert inherited([], known(other=Sequence(12))) is TRIM_HORIZON
+    assert inherited(["unknown"], known(one=Sequence(0, 9), other=Sequence(0, 7))) == Since(7)
