@@ -253,17 +253,6 @@ class DynamoLedger(Ledger):
             await self._resources.aclose()
 
 
-class _Copy:
-    """A snapshot on its way into the table."""
-
-    def __init__(self, version: int, data: bytes, blob: str) -> None:
-        pieces = (data[at : at + INLINE_BYTES] for at in range(0, len(data), INLINE_BYTES))
-        self.left = deque(enumerate(pieces))
-        """Its parts that are not written yet."""
-        self.value = Value(blob=blob, parts=len(self.left))
-        self.snapshot = Snapshot(version, len(data), self.value)
-
-
 @dataclass(kw_only=True, eq=False, slots=True)
 class Compaction:
     """Keeps the log of one pipeline short, for one server: writes snapshots while transactions of all servers go on.
@@ -290,7 +279,10 @@ class Compaction:
     clock: Clock
     _busy: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
     _closing: bool = field(init=False, default=False)
-    _copy: _Copy | None = field(init=False, default=None)
+    _copy: Snapshot | None = field(init=False, default=None)
+    """One that is on its way into the table."""
+    _left: deque[tuple[int, bytes]] = field(init=False, default_factory=deque)
+    """Its parts that are not written yet."""
     _not_before_ms: int = field(init=False, default=0)
 
     def due(self) -> bool:
@@ -329,7 +321,7 @@ class Compaction:
         async with self._busy:
             pass
 
-    async def _begin(self) -> _Copy | None:
+    async def _begin(self) -> Snapshot | None:
         """Return what is to be written; None when the log is short after all, or the ledger is being closed."""
         async with self.turn:
             if self._closing:
@@ -339,22 +331,24 @@ class Compaction:
                 return self._copy
             version, everything = self.journal.book.version, self.journal.book.everything()
         data = await asyncio.to_thread(pack_changes, everything, {})
-        copy = _Copy(version, data, f"{self.table.unique()}-s")
-        await self.table.put_waste(copy.value)
-        self._copy = copy
-        return copy
+        pieces = (data[at : at + INLINE_BYTES] for at in range(0, len(data), INLINE_BYTES))
+        self._left = deque(enumerate(pieces))
+        value = Value(blob=f"{self.table.unique()}-s", parts=len(self._left))
+        await self.table.put_waste(value)
+        self._copy = Snapshot(version, len(data), value)
+        return self._copy
 
-    async def _write(self, copy: _Copy) -> bool:
+    async def _write(self, copy: Snapshot) -> bool:
         """Write the parts that are left; False when that was ended, or is in vain."""
-        while copy.left and not self._closing:
+        while self._left and not self._closing:
             if not await self.table.is_waste(copy.value):
                 await self._give_up(copy)
                 return False
-            await self.table.put_part(copy.value, *copy.left[0])
-            copy.left.popleft()
+            await self.table.put_part(copy.value, *self._left[0])
+            self._left.popleft()
         return not self._closing
 
-    async def _put_in_force(self, copy: _Copy) -> Snapshot | None:
+    async def _put_in_force(self, copy: Snapshot) -> Snapshot | None:
         """Return the snapshot before it; None when it is not in force, be it not yet or never."""
         for failures in range(1, _NAMINGS + 1):
             if self._closing:
@@ -362,23 +356,23 @@ class Compaction:
             async with self.turn:
                 await self.journal.refresh()
                 before = self.journal.snapshot
-                if before.version < copy.snapshot.version and await self.journal.put_in_force(copy.snapshot):
+                if before.version < copy.version and await self.journal.put_in_force(copy):
                     self._copy = None
                     return before
-            if before.version >= copy.snapshot.version or not await self.table.is_waste(copy.value):
+            if before.version >= copy.version or not await self.table.is_waste(copy.value):
                 await self._give_up(copy)
                 return None
             await self.table.pause(failures, base=0.02, cap=0.5)
         return None
 
-    async def _give_up(self, copy: _Copy) -> None:
+    async def _give_up(self, copy: Snapshot) -> None:
         """Delete a snapshot that nobody needs: another is in force, or a sweep has taken it. Nobody else can name it."""
         async with self.turn:
             await self.journal.refresh()
             in_force = self.journal.snapshot.value
         self._copy = None
         # It is in force itself when the answer to that transaction was lost.
-        if in_force is None or in_force.blob != copy.value.blob:
+        if in_force.blob != copy.value.blob:
             await self.table.delete_value(copy.value)
 
     async def _sweep(self, listed: set[str | None], before: int) -> None:

@@ -130,7 +130,7 @@ class Journal:
 
     async def _load(self, snapshot: Snapshot, version: int) -> bool:
         book = Book()
-        if snapshot.value is not None:
+        if snapshot.value.blob:
             data = await self.table.bytes_of(snapshot.value)
             if data is None:
                 return False
@@ -286,7 +286,6 @@ class Journal:
         Raises as ``append``. The book must be up to date.
         """
         version, tx, named = self.book.version + 1, self.table.unique(), snapshot.attributes()
-        assert snapshot.value is not None, "it is written"
         nothing = Value(pack_changes(Changes(), {}))
         operations = [
             self._log(version, tx, nothing, named),

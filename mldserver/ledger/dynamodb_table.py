@@ -158,12 +158,11 @@ class Snapshot:
 
     version: int = 0
     bytes: int = 0
-    value: Value | None = None
+    value: Value = Value()
 
     def attributes(self) -> Item:
         """Return the attributes that name it."""
-        assert self.value is not None, "the empty snapshot is never written"
-        assert self.value.blob is not None, "snapshots are kept apart"
+        assert self.value.blob is not None, "the empty snapshot is never written, and others are kept apart"
         return {
             "snapshot": {"S": self.value.blob},
             "snapshot_parts": {"N": str(self.value.parts)},

@@ -278,7 +278,6 @@ async def test_of_two_snapshots_that_come_into_force_one_after_the_other_the_log
     for each in (tool, ledger, other):
         journal = each._journal
         assert journal is not None
-        assert journal.snapshot.value is not None
         assert journal.snapshot.value.blob == in_force(dynamo)
         assert len(journal.tail) == journal.book.version - journal.snapshot.version
         assert journal.tail_bytes == sum(journal.tail)
