@@ -152,7 +152,7 @@ def _version() -> str:
     return f"mldserver {mldserver.__version__} ({f'commit {commit}, ' if commit else ''}{python})"
 
 
-def show_page(topic: str | None = None, /) -> int:
+def show_page(topic: str | None = None, /) -> None:
     """Show a page of the documentation. Without a topic: list the pages.
 
     ```
@@ -176,7 +176,7 @@ def show_page(topic: str | None = None, /) -> int:
             "Read one with `mldserver help PAGE`; a command's options with `mldserver COMMAND --help`.",
         ]
         sys.stdout.write("\n".join(lines) + "\n")
-        return 0
+        return
     if topic not in pages:
         near = difflib.get_close_matches(topic, pages, n=3, cutoff=0.5)
         raise OperatorError(
@@ -186,13 +186,12 @@ def show_page(topic: str | None = None, /) -> int:
     text = pages[topic].read_text("utf-8")
     if not sys.stdout.isatty():
         sys.stdout.write(text)
-        return 0
+        return
     from rich.console import Console  # noqa: PLC0415  # see above
     from rich.markdown import Markdown  # noqa: PLC0415  # see above
 
     console = Console(file=sys.stdout)
     console.print(Markdown(text), width=min(console.width, _PROSE_WIDTH))
-    return 0
 
 
 def command_line(arguments: Sequence[str]) -> App:

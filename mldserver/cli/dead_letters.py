@@ -108,7 +108,7 @@ def list_letters(
     limit: Annotated[int | None, Parameter(validator=Number(gte=0))] = None,
     where: Where = HERE,
     as_json: AsJson = False,
-) -> int:
+) -> None:
     """List letters, in the order in which they were stored.
 
     Parameters
@@ -137,7 +137,6 @@ def list_letters(
         tell(_listed(chosen), counts + (f" ({more:,} more match; --limit)" if more else ""))
 
     at_ledger(settings, look)
-    return 0
 
 
 @app.command(name="show")
@@ -148,7 +147,7 @@ def show_letter(
     payload: Annotated[bool, Parameter(negative=())] = False,
     where: Where = HERE,
     as_json: AsJson = False,
-) -> int:
+) -> None:
     """Show all of a letter.
 
     Parameters
@@ -176,7 +175,6 @@ def show_letter(
             )
 
     at_ledger(settings, look)
-    return 0
 
 
 @app.command(name="redrive")
@@ -188,7 +186,7 @@ def redrive_letters(
     cancel: Annotated[bool, Parameter(negative=())] = False,
     where: Where = HERE,
     as_json: AsJson = False,
-) -> int:
+) -> None:
     """Have letters run through the present handler: by the server that runs, or the next that starts.
 
     Parameters
@@ -221,7 +219,6 @@ def redrive_letters(
         answer(as_json, {name: sorted(there, key=_age)}, f"{len(there):,} letters {what}.")
 
     at_ledger(settings, work)
-    return 0
 
 
 @app.command(name="purge")
@@ -232,7 +229,7 @@ def purge_letters(
     yes: Annotated[bool, Parameter(negative=())] = False,
     where: Where = HERE,
     as_json: AsJson = False,
-) -> int:
+) -> None:
     """Delete letters from the ledger, for good. Without `--yes` it only says how many those are.
 
     Parameters
@@ -257,7 +254,6 @@ def purge_letters(
         answer(as_json, {"purged": sorted(gone, key=_age)}, f"{len(gone):,} letters are deleted.")
 
     at_ledger(settings, work)
-    return 0
 
 
 async def _letters(ledger: Ledger, which: Which = _ALL) -> AsyncIterator[StoredLetter]:

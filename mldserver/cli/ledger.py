@@ -80,7 +80,7 @@ ShardId = Annotated[str, Parameter(help="Its id, as `ledger show` lists it.")]
 
 
 @app.command(name="show")
-def show_ledger(*, where: Where = HERE, as_json: AsJson = False) -> int:
+def show_ledger(*, where: Where = HERE, as_json: AsJson = False) -> None:
     """Show shards with their positions, servers, and counts of the rest."""
 
     async def look(_ledger: Ledger, held: LedgerState) -> None:
@@ -92,11 +92,10 @@ def show_ledger(*, where: Where = HERE, as_json: AsJson = False) -> int:
                 tell("", grid)
 
     at_ledger(where, look)
-    return 0
 
 
 @app.command(name="create")
-def create_ledger(*, where: Where = HERE) -> int:
+def create_ledger(*, where: Where = HERE) -> None:
     """Create the table in DynamoDB that `--ledger` names, unless it is there: on-demand billing, for any pipelines.
 
     `mldserver/ledger/dynamodb.py` lists the permissions that this and the servers need.
@@ -117,11 +116,10 @@ def create_ledger(*, where: Where = HERE) -> int:
 
     on_ledger(settings, create)
     tell(f"The table {place.table} is there.")
-    return 0
 
 
 @app.command(name="reset")
-def reset_shards(*shards: ShardId, where: Where = HERE, as_json: AsJson = False) -> int:
+def reset_shards(*shards: ShardId, where: Where = HERE, as_json: AsJson = False) -> None:
     """Forget shards' positions, so that all that a daemon delivers of them counts again.
 
     Rows that were stored before stay where they are: read again, they count twice. Only shards that no server holds
@@ -152,11 +150,10 @@ def reset_shards(*shards: ShardId, where: Where = HERE, as_json: AsJson = False)
             )
 
     at_ledger(where, work)
-    return 0
 
 
 @app.command(name="accept-gap")
-def accept_gap(shard: ShardId, /, *, where: Where = HERE, as_json: AsJson = False) -> int:
+def accept_gap(shard: ShardId, /, *, where: Where = HERE, as_json: AsJson = False) -> None:
     """Let a daemon start a shard beyond the ledger's position, once; the records between the two are lost."""
 
     async def work(ledger: Ledger, held: LedgerState) -> None:
@@ -170,7 +167,6 @@ def accept_gap(shard: ShardId, /, *, where: Where = HERE, as_json: AsJson = Fals
         )
 
     at_ledger(where, work)
-    return 0
 
 
 def _shard(held: LedgerState, shard_id: str) -> ShardState:
@@ -275,7 +271,7 @@ def _tables(held: LedgerState) -> tuple[Table, Table]:
 
 
 @app.command(name="backup")
-def backup_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = False) -> int:
+def backup_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = False) -> None:
     """Copy a ledger in SQLite and the files that it names into a new folder, beside servers that run.
 
     On one disk the files get a second name there and take no room. What has arrived since is not in the copy: after
@@ -322,11 +318,11 @@ def backup_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fal
         # Last: a folder without it is no backup.
         part.rename(folder / _LEDGER)
         sync(folder)
-    return _tell({"backup": str(folder), "pipeline": settings.pipeline, "files": len(kept)}, as_json=as_json)
+    _tell({"backup": str(folder), "pipeline": settings.pipeline, "files": len(kept)}, as_json=as_json)
 
 
 @app.command(name="restore")
-def restore_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = False) -> int:
+def restore_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = False) -> None:
     """Put a backup in the place of a pipeline's ledger, and bring back the files that it names. No server may run.
 
     The ledger that was there is kept beside it (`….replaced`). Files that were written since the backup are not
@@ -379,7 +375,7 @@ def restore_ledger(folder: Path, /, *, where: Where = HERE, as_json: AsJson = Fa
         "files": len(named),
         "replaced": replaced and str(replaced),
     }
-    return _tell(done, as_json=as_json)
+    _tell(done, as_json=as_json)
 
 
 def _places(where: Where) -> tuple[Settings, Path, OutputStore]:
@@ -424,6 +420,5 @@ def _set_aside(file: Path) -> Path | None:
     return target
 
 
-def _tell(done: dict[str, object], *, as_json: bool) -> int:
+def _tell(done: dict[str, object], *, as_json: bool) -> None:
     answer(as_json, done, details((name, str(value)) for name, value in done.items() if value is not None))
-    return 0

@@ -98,7 +98,7 @@ def logs(
     since: str | None = None,
     lines: Annotated[int | None, Parameter(name=("--lines", "-n"), validator=Number(gte=0))] = None,
     json: Annotated[bool, Parameter(negative=())] = False,
-) -> int:
+) -> None:
     """Show a log.
 
     Parameters
@@ -132,7 +132,6 @@ def logs(
             _show(view.all_shown(_standard_input()), lines)
         else:
             show_file(Path(file), view, last=lines, follow=follow)
-    return 0
 
 
 def _show(shown: Iterable[bytes], last: int | None = None) -> None:

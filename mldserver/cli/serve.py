@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import inspect
@@ -12,7 +11,6 @@ from keyword import iskeyword
 from pathlib import Path  # cyclopts reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import structlog
 from cyclopts import App, Group, Parameter
 
 from mldserver.cli import complain, working_directory
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
 
     from mldserver.config.settings import Settings
     from mldserver.server import Server
-
-log = structlog.get_logger("mldserver")
 
 _LAST_SECONDS: Final = 5.0
 """How long a forced server may take to end its parts, until the process ends without it."""
@@ -157,6 +153,11 @@ async def _life(server: Server, leave: Callable[[], None]) -> int:
     cancelled or not, and user code may refuse to be cancelled: only the end of the process is sure. What the server has
     started sees its sockets end then, and ends too.
     """
+    import asyncio  # noqa: PLC0415  # see ``live``
+
+    import structlog  # noqa: PLC0415  # see ``live``
+
+    log = structlog.get_logger("mldserver")
 
     async def last_resort() -> None:
         await server.forced()

@@ -54,7 +54,7 @@ def list_windows(
     retained: Annotated[bool, Parameter(name="--all", negative=())] = False,
     where: Where = HERE,
     as_json: AsJson = False,
-) -> int:
+) -> None:
     """List windows, oldest first: those that are not published, and counts of the others.
 
     Parameters
@@ -86,11 +86,10 @@ def list_windows(
         tell(_listed(chosen), (text or "no windows") + (f" ({hidden:,} not shown)" if hidden else ""))
 
     at_ledger(where, look)
-    return 0
 
 
 @app.command(name="show")
-def show_window(window: Windows, /, *, where: Where = HERE, as_json: AsJson = False) -> int:
+def show_window(window: Windows, /, *, where: Where = HERE, as_json: AsJson = False) -> None:
     """Show all that the ledger knows of a window."""
 
     async def look(_ledger: Ledger, held: LedgerState) -> None:
@@ -116,33 +115,30 @@ def show_window(window: Windows, /, *, where: Where = HERE, as_json: AsJson = Fa
             tell("", details([("error", entry.error)]))
 
     at_ledger(where, look)
-    return 0
 
 
 @app.command(name="retry")
-def retry_windows(*windows: Windows, where: Where = HERE, as_json: AsJson = False) -> int:
+def retry_windows(*windows: Windows, where: Where = HERE, as_json: AsJson = False) -> None:
     """Run windows again that are halted or were set aside, at once. A server that runs, or the next that starts, does."""
-    return _decide(
-        windows, "retry", "retried", "is tried again: a server that runs computes it.", where, as_json
-    )
+    _decide(windows, "retry", "retried", "is tried again: a server that runs computes it.", where, as_json)
 
 
 @app.command(name="set-aside")
-def set_windows_aside(*windows: Windows, where: Where = HERE, as_json: AsJson = False) -> int:
+def set_windows_aside(*windows: Windows, where: Where = HERE, as_json: AsJson = False) -> None:
     """Put windows aside that are halted, with their rows, so that those behind them go on; `retry` runs them later."""
     text = "is set aside with its rows: the windows behind it go on."
-    return _decide(windows, "set_aside", "set_aside", text, where, as_json)
+    _decide(windows, "set_aside", "set_aside", text, where, as_json)
 
 
 @app.command(name="skip")
-def skip_windows(*windows: Windows, where: Where = HERE, as_json: AsJson = False) -> int:
+def skip_windows(*windows: Windows, where: Where = HERE, as_json: AsJson = False) -> None:
     """Give up windows that are halted or were set aside: they count as published, without new output, and stay so.
 
     Their segments are deleted after `retention`, late rows that wait among them; those that come later go to the late
     dataset. What an earlier revision has published stays.
     """
     text = "is skipped: it counts as published, without new output, and {rows:,} rows are given up."
-    return _decide(windows, "skip", "skipped", text, where, as_json)
+    _decide(windows, "skip", "skipped", text, where, as_json)
 
 
 def _decide(
@@ -152,7 +148,7 @@ def _decide(
     text: str,
     where: Where,
     as_json: bool,  # noqa: FBT001  # the command's own flag
-) -> int:
+) -> None:
     if not windows:
         raise OperatorError("No window was named.", advice="`mldserver windows list` shows them.")
 
@@ -175,7 +171,6 @@ def _decide(
             tell_json({name: done})
 
     at_ledger(where, work)
-    return 0
 
 
 def _choices(entry: WindowEntry) -> tuple[Decision, ...]:

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from mldserver.errors import ProtocolViolation
+from mldserver.errors import DecodeError, ProtocolViolation
 from mldserver.protocol import events as ev
 from mldserver.records import Sequence
 from tests.protocol.wire import (
     BATCH,
     ENDED,
+    LIMITS,
     LOST,
     REQUESTED,
     STOP,
@@ -59,3 +60,9 @@ def test_a_lease_that_went_during_a_batch_lets_the_shards_end_be_answered(tries:
         wire.connection.checkpoint(None)
     wire.connection.answer()
     assert wire.sent() == status("shardEnded")
+
+
+def test_a_line_that_is_too_long_behind_the_one_that_ended_the_connection_is_not_told_too() -> None:
+    wire = Wire(V2)
+    wire.connection.receive_data(b"nonsense\n" + b"x" * 2 * LIMITS.line_limit)
+    wire.fails_with(DecodeError)
