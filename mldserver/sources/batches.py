@@ -140,7 +140,8 @@ class Batches:
             return False
         kill_point("batch.received")
         received_ms, intake, first = self._clock.steady_ms(), shard.intake, not under_way.batches
-        ahead = self._quick and self._may_be_ahead(shard, 1, len(line))
+        size = len(line)
+        ahead = self._quick and self._may_be_ahead(shard, 1, size)
         delivery = self._delivery(shard, line, received_ms, behind=ahead or not first)
         try:
             outcome = self._runtime.begin(delivery)
@@ -150,13 +151,16 @@ class Batches:
                 if self._take(shard, outcome, now_ms, received_ms) and intake.checkpoint_due() is None:
                     self._link.answer()
                     kill_point("batch.answered")
-                    self._note(_Done(outcome, len(line), received_ms, received_ms, now_ms, now_ms), now_ms)
+                    self._note(_Done(outcome, size, received_ms, received_ms, now_ms, now_ms), now_ms)
                     return True
             elif first:
                 intake.began()
-            batch: Batch[_Done] = Batch(line, received_ms, begun=outcome, after=delivery.after, taken=taken)
-            shard.claim.hold()
-            self._link.hold(batch.size)
+            batch: Batch[_Done] = Batch(
+                line, size, received_ms, begun=outcome, after=delivery.after, taken=taken
+            )
+            if first:
+                shard.claim.hold()
+            self._link.hold(size)
             if not ahead or not isinstance(outcome, asyncio.Future):
                 batch.answer = asyncio.get_running_loop().create_future()
                 self._owed = batch

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
 
 from mldserver.base.clock import Flag
@@ -100,6 +100,8 @@ class Batch(Generic[_T]):
     """A batch from its receipt until its work is done."""
 
     line: Line
+    size: int
+    """Bytes of the line as it came; a runtime may empty a long one once it has passed it on."""
     received_ms: int
     """Steady time."""
     answer: asyncio.Future[_T | None] | None = None
@@ -117,12 +119,6 @@ class Batch(Generic[_T]):
     """Whether the handler is done with it: what it still waits for is room."""
     held: bool = True
     """Whether its line is in memory still."""
-    size: int = field(init=False)
-    """Bytes of the line as it came; a runtime may empty a long one once it has passed it on."""
-
-    def __post_init__(self) -> None:
-        """Measure the line."""
-        self.size = len(self.line)
 
     @property
     def answered(self) -> bool:
@@ -214,7 +210,7 @@ class UnderWay(Generic[_T]):
         if self._over:
             self._freed(len(line))
             raise RuntimeError("batches were given up, or have failed: none may follow them")
-        batch: Batch[_T] = Batch(line, received_ms, asyncio.get_running_loop().create_future())
+        batch: Batch[_T] = Batch(line, len(line), received_ms, asyncio.get_running_loop().create_future())
         self.add(batch)
         self.go_on()
         return await self.answer(batch)

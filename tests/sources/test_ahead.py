@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -341,3 +342,46 @@ async def test_a_visitor_comes_between_two_batches(stream: Stream) -> None:
     await visitor
     assert seen == [2]
     assert stream.shard.calls == DONE * 4
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_whatever_becomes_of_them_each_is_taken_once_and_in_order(stream: Stream, seed: int) -> None:
+    dice = random.Random(seed)
+    await stream.warm_up()
+    last, taken, shard = 40, [1], stream.shard
+    take = shard.take
+
+    def noted(outcome: BatchOutcome, now_ms: int, received_ms: int | None = None) -> bool:
+        assert outcome.outline.last is not None
+        taken.append(outcome.outline.last.number)
+        if dice.random() < 0.1:
+            shard.durable = shard.after  # a checkpoint is due
+        return take(outcome, now_ms, received_ms)
+
+    shard.take = noted  # type: ignore[method-assign]  # the double of the double
+    numbers = iter(range(2, last + 1))
+    of_future: dict[int, int] = {0: 1}
+
+    async def play() -> None:
+        for number in numbers:
+            of_future[len(stream.begun)] = number
+            await stream.daemon.process(number)
+            while (said := await stream.daemon.receive())["action"] == "checkpoint":
+                await stream.daemon.send({**said, "error": None})
+
+    async def rest(number: int) -> BatchOutcome:
+        await asyncio.sleep(dice.random() / 500)
+        return outcome_of(number)
+
+    playing = asyncio.create_task(play())
+    while len(taken) < last:
+        await asyncio.sleep(dice.random() / 500)
+        if dice.random() < 0.1:
+            (shard.gate.clear if shard.gate.is_set() else shard.gate.set)()
+        for place, future in enumerate(stream.begun):
+            if not future.done() and dice.random() < 0.5:
+                number = of_future[place]
+                future.set_result(rest(number) if dice.random() < 0.2 else outcome_of(number))
+    shard.gate.set()
+    await playing
+    assert taken == list(range(1, last + 1))
