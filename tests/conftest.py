@@ -10,7 +10,7 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 from support.checked_logger import CheckedLogger
-from support.lanes import ALLOWED_SECONDS, EXAMPLES, PROCESSES, dealt, is_quick
+from support.lanes import EXAMPLES, PROCESSES, allowed_seconds, dealt, is_quick
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,9 +76,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             for line in report.capstdout.splitlines():
                 if "seed" in line.lower():
                     terminalreporter.write_line(f"{report.nodeid}: {line}")
-        lane = "long" if config.option.long else "quick" if "quick" in report.keywords else "day"
-        if report.when == "call" and report.duration > ALLOWED_SECONDS[lane]:
-            took = f"{report.duration:.0f} s, of {ALLOWED_SECONDS[lane]:.0f} s"
+        allowed = allowed_seconds(lane := lane_of(config), report.keywords)
+        if report.when == "call" and report.duration > allowed:
+            took = f"{report.duration:.0f} s, of {allowed:.0f} s"
             terminalreporter.write_line(f"too slow for the {lane} lane: {report.nodeid} ({took})")
 
 

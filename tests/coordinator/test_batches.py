@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["separate", "recompute"])
+@pytest.mark.parametrize(
+    "recompute",
+    [pytest.param(False, id="separate", marks=pytest.mark.long), pytest.param(True, id="recompute")],
+)
 async def test_the_number_of_one_that_was_cut_for_its_age_is_not_given_again_after_a_restart(
     tmp_path: Path, recompute: bool
 ) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(1800)
 
 EVERY = sorted(STEPS.keys() - NEVER.keys())
-FEW = 16
+FEW = 10
 """How many of the steps a day's run draws. A server that is alone dies at each every day, pairs do in simulated worlds."""
 ON_A_TABLE = 90
 """Deaths there: each costs 2.5 s of a processor, since the emulator computes each transaction over all that it holds."""

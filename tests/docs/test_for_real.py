@@ -31,7 +31,7 @@ def example(page: str, language: str, word: str) -> str:
 def test_the_readmes_handler_is_checked_and_played_by_the_readmes_commands(tmp_path: Path) -> None:
     (tmp_path / "departures.py").write_text(example("README.md", "python", "process_record"))
     with gzip.open(FLIGHTS) as lines:
-        (tmp_path / "events.jsonl").write_bytes(b"".join(next(lines) for _ in range(300)))
+        (tmp_path / "events.jsonl").write_bytes(b"".join(next(lines) for _ in range(120)))
     said = []
     for line in example("README.md", "sh", "mldserver check").splitlines():
         program, command, *arguments = shlex.split(line, comments=True)
@@ -52,9 +52,9 @@ def test_the_readmes_handler_is_checked_and_played_by_the_readmes_commands(tmp_p
             assert done.returncode == 0, done.stdout + done.stderr
             said.append(done.stdout)
     assert "departures: it can be run" in said[0]
-    assert "300 durable, 0 late, 0 dead letters" in said[1]
+    assert "120 durable, 0 late, 0 dead letters" in said[1]
     flights = ds.dataset(tmp_path / "out", format="parquet").to_table().column("flights")
-    assert sum(flights.to_pylist()) == 300
+    assert sum(flights.to_pylist()) == 120
 
 
 async def test_the_page_of_testing_plays_a_stream_to_a_server(

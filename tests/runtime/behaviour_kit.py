@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import pytest
+from workers.kit import without_spare
 
 from mldserver.base.clock import SystemClock
 from mldserver.protocol.messages import Version
@@ -123,8 +124,7 @@ async def on_stage(cast: Cast) -> AsyncIterator[Stage]:
     runtime = cast.runtime()
     if isinstance(runtime, WorkerRuntime):
         if "harm" not in cast.handler:
-            # Nobody dies here: a spare process would only cost a second of the processor.
-            runtime._spares.run = asyncio.Event().wait  # type: ignore[method-assign]  # it never ends
+            without_spare(runtime)
         await runtime.load()
     await runtime.start()
     running = asyncio.create_task(runtime.run())

@@ -128,7 +128,9 @@ class Stack:
         options = {
             "listen": self.address,
             "out": str(self.out),
-            "cache-dir": str(self.folder / "cache"),
+            # Nothing can be kept there: else a driver of its own, begun a minute later, would archive Spark's classes.
+            "cache-dir": f"{os.devnull}/cache",
+            "spark-conf": "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
             "flush-interval": "500 ms",
             "stream": STREAM,
             "region": REGION,

@@ -7,11 +7,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Container, Iterable, Sequence
 
     import pytest
 
-__all__ = ["ALLOWED_SECONDS", "EXAMPLES", "PROCESSES", "dealt", "is_quick"]
+__all__ = [
+    "EXAMPLES",
+    "LONGEST",
+    "NOT_QUICK",
+    "PROCESSES",
+    "QUICK",
+    "TESTS",
+    "allowed_seconds",
+    "dealt",
+    "is_quick",
+]
 
 TESTS: Final = Path(__file__).parents[1]
 
@@ -50,6 +60,8 @@ NOT_QUICK: Final = (
     "coordinator/test_any_order.py",
     "coordinator/test_batches.py",
     "coordinator/test_bounded.py",
+    "coordinator/test_clocks.py",
+    "coordinator/test_coordinator_bounds.py",
     "coordinator/test_exactly_once.py",
     "coordinator/test_future.py",
     "coordinator/test_leases_at_random.py",
@@ -73,6 +85,7 @@ NOT_QUICK: Final = (
     "protocol/test_against_fake_mld.py",
     "protocol/test_connection_fuzz.py",
     "runtime/test_behaviour.py",
+    "runtime/test_behaviour_changes.py",
     "runtime/test_behaviour_harm.py",
     "runtime/test_behaviour_life.py",
     "runtime/test_trial.py",
@@ -101,7 +114,9 @@ NOT_QUICK: Final = (
 """What is in those rooms and takes longer."""
 
 ALLOWED_SECONDS: Final = {"quick": 2.0, "day": 60.0, "long": 1800.0}
-"""How long one test may take in its lane, on two slow cores, before the run's summary names it."""
+"""How long one test may take in a lane, on two slow cores, before the run's summary names it."""
+JVM_SECONDS: Final = 180.0
+"""The same, by day, for a test marked ``slow``."""
 
 EXAMPLES: Final = {"quick": 20, "day": 100, "long": 500}
 """How many examples Hypothesis draws for a property that does not say it."""
@@ -130,6 +145,13 @@ LONGEST: Final = (
 def is_quick(path: Path) -> bool:
     """Tell whether a test file is in the quick lane."""
     return _within(path, QUICK) is not None and _within(path, NOT_QUICK) is None
+
+
+def allowed_seconds(lane: str, keywords: Container[str]) -> float:
+    """Return how long a test with these marks may take in a lane."""
+    if lane == "day" and "quick" in keywords:
+        return ALLOWED_SECONDS["quick"] * EXAMPLES["day"] / EXAMPLES["quick"]
+    return JVM_SECONDS if lane == "day" and "slow" in keywords else ALLOWED_SECONDS[lane]
 
 
 def dealt(items: Sequence[pytest.Item], processes: int) -> list[pytest.Item]:

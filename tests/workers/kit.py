@@ -32,6 +32,7 @@ __all__ = [
     "named",
     "no_descriptor",
     "running",
+    "without_spare",
 ]
 
 START = wire.Start(
@@ -47,9 +48,16 @@ START = wire.Start(
 """What a process is begun with, for tests in which it loads nothing."""
 
 
+def without_spare(runtime: WorkerRuntime) -> None:
+    """Let a runtime with one worker keep no spare process: where nobody dies, it only costs a second of the processor."""
+    runtime._spares.run = asyncio.Event().wait  # type: ignore[method-assign,assignment]  # it never ends
+
+
 @contextlib.asynccontextmanager
-async def running(runtime: WorkerRuntime) -> AsyncIterator[WorkerRuntime]:
+async def running(runtime: WorkerRuntime, *, spare: bool = True) -> AsyncIterator[WorkerRuntime]:
     """Load the handler, and keep the workers running while the block runs."""
+    if not spare:
+        without_spare(runtime)
     await runtime.load()
     task = asyncio.create_task(runtime.run())
     try:

@@ -66,7 +66,10 @@ async def test_a_worker_that_is_busy_for_longer_than_any_call_may_take_is_not_ta
     runtime_of: Callable[[str, Limits], WorkerRuntime], logged: list[dict[str, Any]], define: str
 ) -> None:
     busy = BUSY.format(define=define, seconds=CALL_SECONDS)
-    async with running(runtime_of(busy, Limits(KILL_AFTER_MS, None))) as runtime, asyncio.timeout(60):
+    async with (
+        running(runtime_of(busy, Limits(KILL_AFTER_MS, None)), spare=False) as runtime,
+        asyncio.timeout(60),
+    ):
         await runtime.open(Shard("s"))
         outcome = await runtime.process(delivery("s", *map(str, range(RECORDS))))
     assert outcome.outline.records == RECORDS

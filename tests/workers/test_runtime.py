@@ -256,7 +256,7 @@ async def test_a_line_keeps_its_room_until_no_thread_reads_it_any_more_though_it
         "    pathlib.Path('runs').touch()\n"
         "    while not pathlib.Path('go').exists(): time.sleep(0.01)\n"
     )
-    async with running(runtime_of(text)) as runtime, asyncio.timeout(60):
+    async with running(runtime_of(text), spare=False) as runtime, asyncio.timeout(60):
         await runtime.open(Shard("a"))
         process = await runtime._workers[0].process()
         given_up = asyncio.create_task(runtime.process(delivery("a", "x", key="k" * 5000)))
@@ -274,7 +274,10 @@ async def test_a_line_keeps_its_room_until_no_thread_reads_it_any_more_though_it
 async def test_what_is_given_up_before_the_worker_has_heard_of_it_is_answered_all_the_same(
     runtime_of: Callable[..., WorkerRuntime],
 ) -> None:
-    async with running(runtime_of("async def process_record(record): ...\n")) as runtime, asyncio.timeout(60):
+    async with (
+        running(runtime_of("async def process_record(record): ...\n"), spare=False) as runtime,
+        asyncio.timeout(60),
+    ):
         shards = [str(number) for number in range(20)]
         for shard in shards:
             await runtime.open(Shard(shard))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from workers.kit import without_spare
 
 from mldserver.base.clock import SystemClock
 from mldserver.errors import MldserverError
@@ -138,13 +139,14 @@ class Both:
         self._numbers = itertools.count()
         common: dict[str, Any] = {"policy": policy, "deadline_seconds": None}
         self.inline = InlineRuntime(path, clock=SystemClock(), random=random.random, **common)
-        self.workers = WorkerRuntime(path, workers=2, limits=Limits(None, None), **common)
+        self.workers = WorkerRuntime(path, workers=1, limits=Limits(None, None), **common)
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self._runner.run(work)
 
     async def start(self) -> asyncio.Task[None]:
         await self.inline.start()
+        without_spare(self.workers)
         await self.workers.load()
         await self.workers.start()
         return asyncio.create_task(self.workers.run())
