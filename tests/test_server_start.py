@@ -95,8 +95,15 @@ def lives(pid: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("workers", ["1", "inline"])
+@pytest.mark.parametrize(
+    ("workers", "number"),
+    [
+        ("1", signal.SIGINT),
+        ("inline", signal.SIGTERM),
+        pytest.param("1", signal.SIGTERM, marks=pytest.mark.long),
+        pytest.param("inline", signal.SIGINT, marks=pytest.mark.long),
+    ],
+)
 async def test_a_signal_ends_a_start_that_hangs_in_the_handlers_import_in_order(
     workers: str, number: signal.Signals, tmp_path: Path
 ) -> None:

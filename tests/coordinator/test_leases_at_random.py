@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from coordinator.leases import stream, until_published
@@ -16,7 +16,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.mark.parametrize("seed", range(6))
+def seeds(count: int) -> list[Any]:
+    """Return so many seeds, the second half for the long lane."""
+    return [pytest.param(n, marks=pytest.mark.long) if 2 * n >= count else n for n in range(count)]
+
+
+@pytest.mark.parametrize("seed", seeds(6))
 async def test_leases_that_move_gently_make_no_row_late(tmp_path: Path, seed: int) -> None:
     one, other = two(tmp_path)
     daemon = stream(random.Random(seed), one.clock)
@@ -30,7 +35,7 @@ async def test_leases_that_move_gently_make_no_row_late(tmp_path: Path, seed: in
 SPECS = {"tumbling": Tumbling(10_000), "batches": batches(max_rows=4, max_age="2 s")}
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(8))
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 async def test_leases_that_move_at_any_moment_lose_and_double_nothing(
     tmp_path: Path, spec: WindowSpec, seed: int
@@ -43,7 +48,7 @@ async def test_leases_that_move_at_any_moment_lose_and_double_nothing(
     daemon.assert_all(one)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(10))
 async def test_servers_that_die_at_any_call_lose_and_double_nothing(tmp_path: Path, seed: int) -> None:
     choose = random.Random(seed)
     spec = choose.choice(list(SPECS.values()))

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from mldserver.testing import VirtualClock
 
 SPEC = Tumbling(10_000, "at")
-every_policy = pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "separate"])
 
 
 def stream() -> Daemon:
@@ -88,7 +87,10 @@ async def restarted(disk: Disk, number: int, out: Path, clock: VirtualClock, *, 
     assert pipeline.nameless_files() == []
 
 
-@every_policy
+@pytest.mark.parametrize(
+    "recompute",
+    [pytest.param(True, id="recompute"), pytest.param(False, id="separate", marks=pytest.mark.long)],
+)
 async def test_a_restart_after_a_power_cut_makes_every_row_once(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, recompute: bool, long: bool
 ) -> None:
@@ -99,7 +101,7 @@ async def test_a_restart_after_a_power_cut_makes_every_row_once(
         await restarted(disk, number, tmp_path / str(number), pipeline.clock, recompute=recompute)
 
 
-@every_policy
+@pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "separate"])
 async def test_whatever_the_ledger_names_is_on_disk_at_every_moment(
     tmp_path: Path, disk: Disk, recompute: bool
 ) -> None:

@@ -38,6 +38,7 @@ class FakeRuntime:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
+        self.decoders: dict[str, BatchDecoder] = {}
         self.opened: list[Shard] = []
         self.gate = asyncio.Event()
         self.gate.set()
@@ -72,7 +73,8 @@ class FakeRuntime:
             self.cancelled += 1
             raise
         self._fail("process")
-        batch = delivery.payload.decode(BatchDecoder(delivery.shard_id))
+        shard_id = delivery.shard_id
+        batch = delivery.payload.decode(self.decoders.setdefault(shard_id, BatchDecoder(shard_id)))
         _, line = delivery.payload.packed()
         if self.empties and isinstance(line, bytearray):
             line.clear()
