@@ -19,6 +19,14 @@ python_version = 3.11
 
 [mypy-pyarrow.*]
 ignore_missing_imports = true
+
+# As where it is installed: what it imports itself is none of the user's.
+[mypy-mldserver.*]
+follow_imports = silent
+
+# All of Spark would be analysed, for one name.
+[mypy-pyspark.*]
+follow_imports = skip
 """
 
 
