@@ -21,10 +21,9 @@ from mldserver.output.layout import (
     QUARANTINE,
     SEGMENTS,
     late_path,
-    ledger_of,
     server_tag,
-    tag_of,
     writer_tag,
+    written,
 )
 from mldserver.output.publish import Publisher
 
@@ -137,18 +136,18 @@ async def _inherit(ledger: Ledger, store: OutputStore, *, own: bool) -> tuple[in
     state = await ledger.peek()
     servers = [server_id for server_id in state.servers if own or server_id != ledger.server_id]
     alive = {writer_tag(state.ledger_id, server_id) for server_id in servers}
-    late = tuple(segment for segment in state.late_segments if tag_of(segment.path) not in alive)
+    late = tuple(segment for segment in state.late_segments if written(segment.path).tag not in alive)
     await publish_late(late, ledger, store)
     named = state.paths() | {entry.staging for entry in state.windows.values()}
 
     def nameless(paths: list[str], writing: set[str]) -> list[str]:
-        return [path for path in paths if path not in named and tag_of(path) not in writing]
+        return [path for path in paths if path not in named and written(path).tag not in writing]
 
     unread = await asyncio.to_thread(publisher.unread, attempts, nameless(attempts, alive))
     others = alive - {writer_tag(state.ledger_id, ledger.server_id)}
     garbage = [*nameless(segments, others), *unread]
-    gone = [path for path in garbage if ledger_of(path) == state.ledger_id]
-    strangers = [path for path in garbage if ledger_of(path) != state.ledger_id]
+    gone = [path for path in garbage if written(path).ledger == state.ledger_id]
+    strangers = [path for path in garbage if written(path).ledger != state.ledger_id]
     kill_point("recovery.sweeping")
     await asyncio.to_thread(
         _sweep, store, gone, strangers, quarantine=f"{QUARANTINE}/{state.ledger_id}-{state.claims}"

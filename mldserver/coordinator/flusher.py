@@ -25,7 +25,7 @@ from mldserver.ledger.contract import (
     SegmentKind,
     WindowState,
 )
-from mldserver.output.layout import segment_path, tag_of, writer_tag
+from mldserver.output.layout import segment_path, writer_tag, written
 from mldserver.output.store import Garbage
 from mldserver.windows import Batches
 
@@ -121,7 +121,9 @@ class Flusher:
         self._tag = writer_tag(state.ledger_id, self.ledger.server_id)
         self._merge_clock = max(self._merge_clock, state.clock)
         # Also those of a registration whose answer was lost.
-        self._late = tuple(segment for segment in state.late_segments if tag_of(segment.path) == self._tag)
+        self._late = tuple(
+            segment for segment in state.late_segments if written(segment.path).tag == self._tag
+        )
         if self.open_windows is None:
             return
         if state.batch_progress.number >= self.open_windows.progress.number:

@@ -18,7 +18,7 @@ import structlog
 from mldserver.base.kill_points import kill_point
 from mldserver.jobs.engine import PublishJob, WindowJob, WindowResult
 from mldserver.ledger.contract import Commit, WindowState
-from mldserver.output.layout import SEGMENTS, shape_of, writer_tag
+from mldserver.output.layout import SEGMENTS, writer_tag, written
 from mldserver.output.publish import Output, Publisher
 from mldserver.windows import as_window
 
@@ -153,8 +153,8 @@ class WindowSteps:
     def _job(self, begun: _Begun) -> WindowJob:
         entry = begun.entry
         older: dict[str, tuple[str, ...]] = {}
-        for path in (segment.path for segment in entry.segments if shape_of(segment.path) in self.older):
-            ddl = self.older[shape_of(path)]
+        for path in (segment.path for segment in entry.segments if written(segment.path).shape in self.older):
+            ddl = self.older[written(path).shape]
             older[ddl] = (*older.get(ddl, ()), self.store.uri(path))
         return WindowJob(
             self._window(entry),

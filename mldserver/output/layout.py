@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from typing import NamedTuple
 
 from mldserver.ledger.contract import SegmentKind
 
@@ -76,38 +77,29 @@ def attempt_path(root: str, window_id: str, attempt: int, tag: str) -> str:
     return f"{root}/{window_id}/{attempt:04d}-{tag}"
 
 
-def attempt_number(folder: str) -> int:
-    """Return the number of the attempt that a folder belongs to; 0 when it is no attempt's."""
-    match = _ATTEMPT.fullmatch(folder.rpartition("/")[2])
-    return int(match[1]) if match else 0
+class Written(NamedTuple):
+    """What the name of a segment, or of an attempt's folder, says of who wrote it; nothing for other names."""
+
+    clock: int = 0
+    """The merge clock at which a segment was written: no ledger's clock is before it, unless that was rolled back."""
+    attempt: int = 0
+    """An attempt's number."""
+    tag: str | None = None
+    """The writer's."""
+    ledger: str | None = None
+    """The id of the ledger that it was written for."""
+    shape: str = ""
+    """The fingerprint of the shape of a segment's rows."""
 
 
-def tag_of(path: str) -> str | None:
-    """Return the tag of the writer of a segment, or of an attempt's folder; None when the name has none."""
+def written(path: str) -> Written:
+    """Return what the last part of a path says."""
     name = path.rpartition("/")[2]
-    match = _SEGMENT.fullmatch(name) or _ATTEMPT.fullmatch(name)
-    return match[2] if match else None
-
-
-def clock_of(path: str) -> int:
-    """Return the merge clock at which a segment was written; 0 when the name has none.
-
-    No ledger's clock is before that of a segment that was written for it, unless it was rolled back.
-    """
-    match = _SEGMENT.fullmatch(path.rpartition("/")[2])
-    return int(match[1]) if match else 0
-
-
-def ledger_of(path: str) -> str | None:
-    """Return the id of the ledger that a segment, or an attempt's folder, was written for; None: the name has none."""
-    tag = tag_of(path)
-    return None if tag is None else tag[:8]
-
-
-def shape_of(path: str) -> str:
-    """Return the fingerprint of the shape of a segment's rows; empty when the name has none."""
-    match = _SEGMENT.fullmatch(path.rpartition("/")[2])
-    return (match[3] or "") if match else ""
+    if match := _SEGMENT.fullmatch(name):
+        return Written(clock=int(match[1]), tag=match[2], ledger=match[2][:8], shape=match[3] or "")
+    if match := _ATTEMPT.fullmatch(name):
+        return Written(attempt=int(match[1]), tag=match[2], ledger=match[2][:8])
+    return Written()
 
 
 def late_path(segment: str) -> str:

@@ -24,9 +24,8 @@ from mldserver.output.layout import (
     OWNER,
     PUBLISH_LOCK,
     SEGMENTS,
-    clock_of,
-    ledger_of,
     window_path,
+    written,
 )
 from mldserver.output.manifest import MANIFESTS
 
@@ -201,7 +200,7 @@ class FolderClaim:
         if owner.ledger_id not in {None, state.ledger_id} and state.folder is not None:
             return _refusal(f"The ledger {named} is not the one that {out} had last.")
         # What was listed before the ledger was read was written at a clock that a ledger has at least, ever after.
-        clocks = [clock_of(path) for path in self._segments if ledger_of(path) == state.ledger_id]
+        clocks = [written(path).clock for path in self._segments if written(path).ledger == state.ledger_id]
         behind = state.claims < owner.claims or max(clocks, default=0) > state.clock
         if owner.ledger_id == state.ledger_id and behind:
             return _refusal(

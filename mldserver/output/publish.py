@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from mldserver.base.kill_points import kill_point
 from mldserver.errors import OperatorError
-from mldserver.output.layout import OUTPUTS, PUBLISH_LOCK, STAGING, attempt_number, attempt_path, window_path
+from mldserver.output.layout import OUTPUTS, PUBLISH_LOCK, STAGING, attempt_path, window_path, written
 from mldserver.output.manifest import MANIFESTS, Manifest, latest, manifest_path
 
 if TYPE_CHECKING:
@@ -148,10 +148,10 @@ class Publisher:
         """Delete what published outputs have replaced: older revisions, and attempts that came to nothing."""
         by_manifest = not self._store.local and self.table is None
         for output in outputs:
-            last = attempt_number(output.staging)
+            last = written(output.staging).attempt
             for folder in list(self._store.folders(f"{self._root}/{output.window_id}")):
                 # Attempts behind the published one may be under way already.
-                if attempt_number(folder) <= last and not (by_manifest and folder == output.staging):
+                if written(folder).attempt <= last and not (by_manifest and folder == output.staging):
                     self._store.delete(folder)
             self._store.drop_empty(f"{self._root}/{output.window_id}")
             # Those of older revisions, after that of the present one was written.

@@ -39,42 +39,40 @@ def test_a_late_segment_is_published_into_the_late_dataset_under_its_own_name() 
 def test_each_attempt_has_a_folder_of_its_own(root: str) -> None:
     path = layout.attempt_path(root, "w", 12, TAG)
     assert path == f"{root}/w/0012-{TAG}"
-    assert (layout.attempt_number(path), layout.tag_of(path)) == (12, TAG)
-    assert layout.attempt_number(layout.attempt_path(root, "w", 123_456, TAG)) == 123_456
+    assert (layout.written(path).attempt, layout.written(path).tag) == (12, TAG)
+    assert layout.written(layout.attempt_path(root, "w", 123_456, TAG)).attempt == 123_456
 
 
 def test_what_is_no_attempts_folder_has_no_number() -> None:
-    assert layout.attempt_number("_mldserver/staging/w/.exchange-one") == 0
+    assert layout.written("_mldserver/staging/w/.exchange-one").attempt == 0
 
 
 @pytest.mark.parametrize("kind", SegmentKind)
 def test_a_segments_name_tells_which_server_wrote_it(kind: SegmentKind) -> None:
-    assert layout.tag_of(segment(5, kind)) == TAG
+    assert layout.written(segment(5, kind)).tag == TAG
 
 
 @pytest.mark.parametrize("path", [segment(5), layout.attempt_path(layout.STAGING, "w", 1, TAG)])
 def test_names_tell_for_which_ledger_it_was_written(path: str) -> None:
-    assert layout.ledger_of(path) == "0123abcd"
+    assert layout.written(path).ledger == "0123abcd"
 
 
 @pytest.mark.parametrize("kind", SegmentKind)
 def test_a_segments_name_tells_its_clock(kind: SegmentKind) -> None:
-    assert layout.clock_of(segment(10**17, kind)) == 10**17
-    assert layout.clock_of(layout.attempt_path(layout.STAGING, "w", 1, TAG)) == 0
+    assert layout.written(segment(10**17, kind)).clock == 10**17
+    assert layout.written(layout.attempt_path(layout.STAGING, "w", 1, TAG)).clock == 0
 
 
 @pytest.mark.parametrize(
     "name", ["x.parquet", "0000000000000009-u.parquet", "0001", "0001-0123abcd", "", "late-"]
 )
 def test_other_names_tell_nothing(name: str) -> None:
-    path = f"_mldserver/segments/w/{name}"
-    assert layout.tag_of(path) is layout.ledger_of(path) is None
-    assert layout.shape_of(path) == ""
+    assert layout.written(f"_mldserver/segments/w/{name}") == layout.Written()
 
 
 @pytest.mark.parametrize("kind", SegmentKind)
 def test_a_segments_name_tells_the_shape_of_its_rows(kind: SegmentKind) -> None:
-    assert layout.shape_of(segment(5, kind)) == SHAPE
+    assert layout.written(segment(5, kind)).shape == SHAPE
 
 
 def test_readers_of_the_output_see_neither_private_files_nor_late_rows() -> None:

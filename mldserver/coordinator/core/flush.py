@@ -1,6 +1,6 @@
 """From accepted batches to what one flush writes and registers. A synchronous core on Arrow tables.
 
-``buffered`` gives a batch its final effective times and event times; ``plan`` merges the batches, numbers the rows with
+``buffered`` gives a batch its final effective times and event times; ``Buffer`` holds it; ``plan`` merges the batches, numbers the rows with
 the pipeline's clock and splits them by window. A plan is pure: when the ledger refuses it (a shard was lost, a window
 was cut or expired meanwhile), the caller plans again with what it has learned.
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.ledger.contract import ShapeChange, WindowState
-from mldserver.output.layout import shape_of
+from mldserver.output.layout import written
 from mldserver.windows import Tumbling, span_text
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class Shape:
         unfit = {
             entry.window_id: (entry, faults[shape])
             for entry in state.windows.values()
-            for shape in {shape_of(segment.path) for segment in (*entry.segments, *entry.pending)}
+            for shape in {written(segment.path).shape for segment in (*entry.segments, *entry.pending)}
             if faults.get(shape)
         }
         for entry, reasons in unfit.values():
