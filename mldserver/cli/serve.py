@@ -28,11 +28,12 @@ _LAST_SECONDS: Final = 5.0
 """How long a forced server may take to end its parts, until the process ends without it."""
 
 _HELP = """
-Run a handler: listen for daemons, compute windows, checkpoint.
+Run a handler: listen for daemons or read a stream, compute windows, checkpoint.
 
 ```
 mldserver serve handlers.departures --listen 127.0.0.1:7070 --out out/departures
 mldserver serve mypackage.orders:Orders --listen unix:/run/orders.sock --log-file orders.log
+mldserver serve handlers.shop --source 'dynamodb://orders?region=eu-central-1' --from latest
 ```
 
 `--help` shows the options of the first days, `--help-all` every one. Every option is also a variable (`--line-limit` is `MLDSERVER_LINE_LIMIT`) and a key of `mldserver.toml`

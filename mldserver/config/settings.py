@@ -225,7 +225,7 @@ class FlowSettings:
     """How long ended shards are remembered, at least: longer than the stream keeps records. With `stream` they are
     for as long as it lists them."""
     accept_gap: bool = rare(kinds.flag, False)
-    """Take a daemon that skipped records; counted, logged."""
+    """Take a daemon that skipped records, or a source that is another stream than before; logged."""
     server_timeout_ms: int = rare(ms(), 30_000)
     """A server silent for this long is taken for dead by the others."""
 

@@ -80,7 +80,7 @@ shard.held  info  short_of used_bytes budget_bytes
 shard.released  info  seconds
     The shard goes on.
 shard.discovered  info  parents
-    ListShards names a shard that was not known.
+    The stream lists a shard that was not known.
 batch.done  info|debug  records rows duplicates dead_letters skipped discarded bytes first last \
     millis_behind_latest attempts handler_seconds held_seconds checkpoint seconds
     A batch is done. At info where it was unusual: records failed or came again, or it was held back or answered
@@ -204,7 +204,7 @@ stream.ended  info  shards
 stream.quiet  info  seconds
     Every shard is caught up and silent; the open windows close.
 stream.unlisted  warning  stream
-    ListShards failed; shards are known from the ledger and from connections only.
+    The stream could not be listed; shards are known from the ledger, from connections and from before.
 stream.retried  warning  action attempt delay_seconds times
     DynamoDB Streams was throttled, out of reach or at fault; it is asked again. Told once a minute, with how
     many ``times`` it came since.

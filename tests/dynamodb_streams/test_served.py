@@ -79,6 +79,25 @@ async def test_a_server_reads_a_stream_by_its_settings_and_goes_on_after_a_resta
 
 
 @pytest.mark.timeout(60)
+async def test_changes_of_an_item_wait_behind_its_dead_letter_also_after_a_restart(
+    tmp_path: Path, handler: str
+) -> None:
+    picky = HANDLER.replace("return int", "assert b'broken' not in record.data\n    return int")
+    (tmp_path / f"{handler}.py").write_text(picky)
+    fake, out = FakeStreams(), tmp_path / "out"
+    async with fake.serving() as url:
+        settings = reading(out, handler, url, on_key_failure="park", attempts="1")
+        for item in ({"id": 3, "is": "broken"}, {"id": 4}, {"id": 3, "is": "mended"}):
+            fake.put(item)
+        async with serving(settings) as server:
+            await until(lambda: (server.status().rows_durable, server.status().dead_letters) == (1, 2))
+        async with serving(settings) as server:
+            fake.put({"id": 3, "is": "well"})
+            fake.put({"id": 5})
+            await until(lambda: (server.status().rows_durable, server.status().dead_letters) == (1, 1))
+
+
+@pytest.mark.timeout(60)
 async def test_a_table_without_a_stream_ends_the_start_with_what_to_do(
     tmp_path: Path, handler: str, logged: list[dict[str, Any]]
 ) -> None:

@@ -1,0 +1,190 @@
+"""Two server processes share a stream and a ledger, and either is killed at any instant: what comes out is what was put.
+
+Four deaths by day, fifty in the long lane. ``CRASH_SEED`` plays the same again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.parquet as pq
+import pytest
+from crash.lives import Plan
+from crash.local_life import LocalLife
+from crash.seeds import crash_seed
+from crash.test_two_servers import CREDENTIALS, Ground, a_file, a_table
+
+from mldserver.testing import FakeStreams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractAsyncContextManager
+    from pathlib import Path
+
+pytestmark = pytest.mark.timeout(1500)
+
+HANDLER = """
+from mldserver import tumbling
+
+schema = "n BIGINT NOT NULL"
+windows = tumbling("2 seconds")
+
+
+def process_record(record):
+    return int(record.json()["dynamodb"]["NewImage"]["n"]["N"]),
+"""
+NAMES = ("left", "right")
+
+
+class Table:
+    """A table that is written all the time, while its stream's shards split and roll over."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice = random.Random(seed)
+        self.fake = FakeStreams(shards=3, seed=seed)
+        self.fake.trouble, self.fake.page_records = 0.02, 50
+        self.numbers = 0
+
+    async def write(self) -> None:
+        """Write until cancelled."""
+        while True:
+            for _ in range(self.dice.randrange(30)):
+                self.fake.put({"id": self.numbers % 50, "n": self.numbers})
+                self.numbers += 1
+            if self.dice.random() < 0.02:
+                children = self.dice.choice((1, 1, 2)) if len(self.fake.open_shards) < 6 else 1
+                shard = self.dice.choice(self.fake.open_shards)
+                self.fake.split(shard, children=children, visible_after=self.dice.random())
+            await asyncio.sleep(0.02 + self.dice.random() * 0.05)
+
+    def check(self, out: Path) -> None:
+        """Compare what was published, and is late, with the stream itself: each record once, in its lineage's order."""
+        files = [*out.glob("window=*/*.parquet"), *out.glob("_late/window=*/*.parquet")]
+        rows = [row for file in files for row in pq.ParquetFile(file).read().to_pylist()]
+        rows.sort(key=lambda row: (row["_time"], row["_clock"]))
+        shards = self.fake.shards.values()
+        put = {
+            shard.id: [int(each["dynamodb"]["SequenceNumber"]) for each in shard.records] for shard in shards
+        }
+        came: dict[str, list[int]] = {name: [] for name in put}
+        ended: dict[str, int] = {}
+        begun: dict[str, int] = {}
+        for place, row in enumerate(rows):
+            came[row["_shard"]].append(int(row["_sequence"]))
+            begun.setdefault(row["_shard"], place)
+            ended[row["_shard"]] = place
+        lost = {
+            name: sorted(set(put[name]) - set(came[name])) for name in put if set(put[name]) - set(came[name])
+        }
+        twice = {
+            name: [n for n, count in Counter(numbers).items() if count > 1] for name, numbers in came.items()
+        }
+        assert not lost
+        assert not any(twice.values()), twice
+        assert came == put
+        assert Counter(row["n"] for row in rows) == Counter(range(self.numbers))
+        for shard in shards:
+            if shard.parent in ended and shard.id in begun:
+                assert ended[shard.parent] < begun[shard.id], f"{shard.id} came before the end of its parent"
+
+
+class Servers:
+    """Two lives at a time, on one ledger."""
+
+    def __init__(self, root: Path, url: str, ground: Ground, dice: random.Random) -> None:
+        (root / "numbers_of_items.py").write_text(HANDLER)
+        self._root, self._url, self._ground, self._dice = root, url, ground, dice
+        self._lives: dict[str, LocalLife] = {}
+        self._count = 0
+
+    @property
+    def out(self) -> Path:
+        return self._root / "out"
+
+    async def start(self, name: str) -> None:
+        """Start a life, under the name of the one before or a new one."""
+        self._count += 1
+        settings: dict[str, Any] = {
+            "source": f"dynamodb://orders?endpoint_url={self._url}&region=us-east-1",
+            "poll_interval": 0.1,
+            "list_shards_interval": 1.0,
+            "flush_interval": 0.1,
+            "settle_time": 0.3,
+            "quiet_time": 600.0,
+            "idle_time": 600.0,
+            "recompute_delay": 0.1,
+            "server_timeout": self._ground.timeout_seconds,
+            "server_id": self._dice.choice([name, f"{name}-{self._count}"]),
+            "log_file": self._root / f"{name}.log",
+            "log_format": "json",
+            **self._ground.settings,
+        }
+        if self._ground.dynamodb is not None:
+            settings["ledger"] = self._ground.dynamodb
+        plan = Plan(self.out, "numbers_of_items", str(self._root), settings, CREDENTIALS)
+        self._lives[name] = LocalLife(plan, None)
+        await self._lives[name].start()
+
+    async def kill(self, name: str) -> None:
+        """End a life, whatever it is at."""
+        life = self._lives.pop(name)
+        life.kill()
+        code = await life.ended()
+        assert code == -signal.SIGKILL, f"{name} had ended with {code}: {self.told(name)}"
+
+    async def finish(self) -> None:
+        """Let both end once all is published."""
+        for life in self._lives.values():
+            life.stream_is_over()
+        codes = {name: await life.ended() for name, life in self._lives.items()}
+        assert set(codes.values()) == {0}, {name: self.told(name) for name in codes}
+
+    def told(self, name: str) -> str:
+        log = self._root / f"{name}.log"
+        return log.read_text("utf-8", "replace")[-4000:] if log.exists() else ""
+
+    def opened(self) -> int:
+        return sum(self._root.joinpath(f"{name}.log").read_text().count('"shard.opened"') for name in NAMES)
+
+
+@pytest.mark.parametrize(
+    "grounds",
+    [pytest.param(a_file, id="sqlite"), pytest.param(a_table, id="dynamodb", marks=pytest.mark.long)],
+)
+async def test_two_servers_on_one_stream_survive_kill_9_of_either_at_any_instant(
+    tmp_path: Path,
+    long: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    grounds: Callable[[], AbstractAsyncContextManager[Ground]],
+) -> None:
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    seed, began = crash_seed(), time.monotonic()
+    kills, dice, table = 50 if long else 4, random.Random(seed), Table(seed)
+    async with grounds() as ground, table.fake.serving() as url:
+        servers = Servers(tmp_path, url, ground, dice)
+        writing = asyncio.ensure_future(table.write())
+        for name in NAMES:
+            await servers.start(name)
+        for _ in range(kills):
+            await asyncio.sleep(ground.pace * (0.3 + dice.random() * 2.0))
+            victim = dice.choice(NAMES)
+            await servers.kill(victim)
+            await asyncio.sleep(dice.choice((0.0, 0.5, ground.timeout_seconds * 1.5)))
+            await servers.start(victim)
+        await asyncio.sleep(2.0)
+        writing.cancel()
+        for shard in table.fake.shards.values():
+            shard.closed = True
+        async with asyncio.timeout(240):
+            await servers.finish()
+    table.check(servers.out)
+    print(
+        f"{kills} kills, {table.numbers} records of {len(table.fake.shards)} shards, "
+        f"opened {servers.opened()} times, {time.monotonic() - began:.0f} s"
+    )
