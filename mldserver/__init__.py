@@ -5,8 +5,8 @@ A handler imports what it needs from here::
     from mldserver import Record, Window, tumbling
 
 The map of the package, from the ground up: ``protocol`` speaks with the MultiLangDaemon (bytes and states, no event
-loop); ``handler`` finds and checks the user's code; ``runtime`` runs it, ``workers`` in processes of its own; ``state``
-keeps the ledger; ``output`` is the folder of segments and windows; ``jobs`` takes windows through an engine, ``spark``
+loop); ``handler`` finds and checks the user's code; ``runtime`` runs it, ``workers`` in processes of its own; ``ledger``
+keeps what counts; ``output`` is the folder of segments and windows; ``jobs`` takes windows through an engine, ``spark``
 is that engine; ``coordinator`` merges shards, cuts windows and moves positions; ``sources`` are sockets to daemons;
 ``deadletters`` are kept elsewhere and come back; ``config``, ``observe``, ``kcl``, ``server`` and ``cli`` put it all
 together; ``testing`` is a daemon to test against.

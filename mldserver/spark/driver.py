@@ -24,6 +24,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,6 @@ from mldserver.windows import Window
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from subprocess import Popen
 
     from mldserver.spark.sinks.sink import SinkSpec
     from mldserver.spark.window_job import Pipeline
@@ -49,6 +49,8 @@ _CANCEL_AGAIN_SECONDS = 0.5
 
 _CLOSED = "[INVALID_HANDLE.SESSION_"
 """What a Spark Connect server's errors name when it has let go of a session: after an hour without a job, say."""
+
+_STOPPED = "The Spark session is stopped, and no job can run on it any more."
 
 _DEATH_SECONDS = 5
 """How long after its calls began to fail a dying JVM may still be there."""
@@ -270,7 +272,8 @@ class Driver:
             pipeline = replace(pipeline, check=check_result)
         session = self._session = open_session(start)
         if session.jvm is not None:
-            threading.Thread(target=self._watch_jvm, args=(session.jvm,), name="jvm", daemon=True).start()
+            wait = session.jvm.wait
+            threading.Thread(target=lambda: self._fall(wire.JvmGone(wait())), name="jvm", daemon=True).start()
         self.send(wire.Started(session.spark.version, session.ui))
         self._warm_up(session, start)
         if start.sink is not None:
@@ -281,7 +284,7 @@ class Driver:
             pipeline=pipeline,
             send=self.send,
             concurrency=start.concurrency,
-            stopped=self._session_stopped,
+            stopped=partial(self._fall, wire.Log("warning", _STOPPED)),
             sink=start.sink,
         )
 
@@ -300,15 +303,10 @@ class Driver:
             self.send(wire.Log("warning", f"The warm-up in {place} failed: {wire.describe(error).message}"))
         shutil.rmtree(place, ignore_errors=True)
 
-    def _watch_jvm(self, jvm: Popen[bytes]) -> None:
-        code = jvm.wait()
+    def _fall(self, last_words: wire.JvmGone | wire.Log) -> None:
+        """End at once, unless it was told to stop."""
         if not self._stopping:
-            self.send(wire.JvmGone(code))
-            self.die()
-
-    def _session_stopped(self) -> None:
-        if not self._stopping:
-            self.send(wire.Log("warning", "The Spark session is stopped, and no job can run on it any more."))
+            self.send(last_words)
             self.die()
 
     def _stop(self) -> None:
