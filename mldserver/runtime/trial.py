@@ -41,6 +41,7 @@ _RAISED: Final = re.compile(r'^[ |+]*File "(?P<file>[^"]+)", line (?P<line>\d+)'
 """A frame of a traceback."""
 _BATCH: Final = 500
 """Records that the handler gets at a time."""
+_OWN_FOLDER: Final = f"{Path(__file__).parents[1]}{os.sep}"
 _OUTPUT_LIMIT: Final = 10_000
 _ROWS_SHOWN: Final = 5
 _COLUMNS_SHOWN: Final = 8
@@ -57,7 +58,7 @@ class FailureClass:
     error: str
     """The example's message, its first line."""
     place: str
-    """The line of the user's code that raised it, ``file:line``; empty when the server refused what was returned."""
+    """The line of the user's code that raised it, ``file:line``; empty when the server refused what it was given, or returned."""
     data: str
     """The beginning of the example's payload."""
 
@@ -73,8 +74,10 @@ def by_class(letters: Iterable[DeadLetter]) -> tuple[FailureClass, ...]:
     classes = []
     for name, one in sorted(examples.items(), key=lambda item: -counts[item[0]]):
         # The innermost place outside libraries: an error inside one is placed where the user's code called it.
-        frames = [frame for frame in _RAISED.finditer(one.traceback) if not frame["file"].startswith("<")]
-        frames = [frame for frame in frames if not is_library(frame["file"])] or frames
+        found = [frame for frame in _RAISED.finditer(one.traceback) if not frame["file"].startswith("<")]
+        frames = [frame for frame in found if not is_library(frame["file"])] or found
+        if frames and frames[-1]["file"].startswith(_OWN_FOLDER):
+            frames = []
         place = f"{relative(frames[-1]['file'])}:{frames[-1]['line']}" if frames else ""
         error = _cut(" ".join(one.error.splitlines()[:1]), _EXAMPLE_WIDTH)
         data = _cut(one.data[:1000].decode("utf-8", "backslashreplace"), _EXAMPLE_WIDTH)
@@ -193,7 +196,7 @@ def check_handler(
 
 def _unfinished(code: int | None, output: str, timeout: float, doing: str) -> Finding:
     """Tell how the child ended without a result: where, is the innermost place in its dump that is not the library's or ours."""
-    own = (f"{Path(__file__).parents[1]}{os.sep}", str(Path(os.__file__).parent), "<")
+    own = (_OWN_FOLDER, str(Path(os.__file__).parent), "<")
     places = ((frame["file"], frame["line"]) for frame in _FRAME.finditer(output))
     theirs = (place for place in places if "site-packages" in place[0] or not place[0].startswith(own))
     file, line = next(theirs, ("", "0"))

@@ -61,13 +61,13 @@ class Step:
 def script(orders: int, *, start_ms: int, seed: int = 1) -> list[Step]:
     """Return what happens on a day of the shop, in the order of time; ``start_ms``: when it opens."""
     dice = random.Random(seed)  # noqa: S311  # repeatable, not secret
-    steps = []
+    steps, closes_ms = [], start_ms + _HOURS * 3_600_000
     for number in range(orders):
         product, price = dice.choice(_PRODUCTS)
-        at_ms = start_ms + dice.randrange(_HOURS * 3_600_000)
+        at_ms = dice.randrange(start_ms, closes_ms)
         pieces = dice.randint(1, 4)
         steps.append(Step(at_ms, number, "placed", _order(number, product, price, pieces)))
-        chance, later_ms = dice.random(), at_ms + dice.randint(1000, _LATER_MS)
+        chance, later_ms = dice.random(), min(at_ms + dice.randint(1000, _LATER_MS), closes_ms - 1)
         if chance < _CANCELLED:
             steps.append(Step(later_ms, number, "cancelled"))
         elif chance < _CANCELLED + _CHANGED:

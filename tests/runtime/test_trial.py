@@ -86,7 +86,7 @@ def test_a_handler_of_changes_is_summed_up_and_tried(check: Any) -> None:
         ),
     )
     assert (found.trial.rows, found.trial.first) == (1, (("id",), ("7",)))
-    assert [(each.name, each.records) for each in found.trial.failures] == [("NotAChange", 1)]
+    assert [(each.name, each.records, each.place) for each in found.trial.failures] == [("NotAChange", 1, "")]
 
 
 def test_findings_and_retention_come_through(check: Any) -> None:

@@ -43,6 +43,7 @@ QUICK: Final = (
     "runtime",
     "sources",
     "dynamodb_streams/test_beginning.py",
+    "dynamodb_streams/test_change.py",
     "dynamodb_streams/test_merge.py",
     "dynamodb_streams/test_positions.py",
     "dynamodb_streams/test_reader.py",
