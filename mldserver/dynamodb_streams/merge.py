@@ -42,7 +42,7 @@ class _Shard:
 class _Page(Generic[_T]):
     shard: _Shard
     items: Sequence[_T]
-    times: Sequence[int]
+    times: list[int]
     """Their effective times, in order."""
     came_ms: int
     """Steady time at which it was here: its items were created before."""
@@ -64,11 +64,11 @@ class Merge(Generic[_T]):
         """Let a shard take part: nothing beyond ``floor_ms`` (its parent's last) goes out before it was heard of."""
         self._shards[shard_id] = _Shard(0 if floor_ms is None else floor_ms)
 
-    def feed(self, shard_id: str, items: Sequence[_T], times: Sequence[int], *, now_ms: int) -> None:
+    def feed(self, shard_id: str, items: Sequence[_T], times: list[int], *, now_ms: int) -> None:
         """Take a page of an open shard in: at least one item, with their times (ms). ``now_ms``: steady time."""
         shard = self._shards[shard_id]
         # Most pages are in order as they are, which costs little to see.
-        if times[0] < shard.last_ms or list(times) != sorted(times):
+        if times[0] < shard.last_ms or times != sorted(times):
             times = list(accumulate(times, max, initial=shard.last_ms))[1:]
         shard.last_ms = times[-1]
         shard.waiting += len(items)
@@ -94,10 +94,9 @@ class Merge(Generic[_T]):
         """Return how many items of an open shard came and did not go out."""
         return self._shards[shard_id].waiting
 
-    def take(self, limit: int) -> tuple[list[_T], list[int]]:
-        """Return what may go out next, and the effective times. Not much more than ``limit`` items; none if all wait."""
+    def take(self, limit: int) -> list[_T]:
+        """Return what may go out next: not much more than ``limit`` items, none if all must wait."""
         items: list[_T] = []
-        times: list[int] = []
         heads = self._heads
         sure_ms = min((shard.last_ms for shard in self._shards.values()), default=math.inf)
         while heads and len(items) < limit:
@@ -112,14 +111,13 @@ class Merge(Generic[_T]):
             else:
                 stop = bisect_left(page.times, next_ms, page.at)
             items += page.items[page.at : stop]
-            times += page.times[page.at : stop]
             page.shard.waiting -= stop - page.at
             page.at = stop
             if stop < len(page.times):
                 heapq.heapreplace(heads, (page.times[stop], clock, page))
             else:
                 heapq.heappop(heads)
-        return items, times
+        return items
 
     def _until(self, came_ms: int) -> float:
         """Return up to which effective time a page's items may go out that was here at ``came_ms``."""

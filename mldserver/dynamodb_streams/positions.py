@@ -36,9 +36,9 @@ class ShardPosition(NamedTuple):
     effective_ms: int | None = None
     """Effective time of what was handed over last, here or in the parent: no later record counts as earlier."""
 
-    def moved(self, number: int, effective_ms: int) -> ShardPosition:
-        """Return the position behind a record that was handed over."""
-        return self._replace(start=After(number), effective_ms=effective_ms)
+    def moved(self, number: int, latest_ms: int) -> ShardPosition:
+        """Return the position behind records that were handed over, the latest of them created at ``latest_ms``."""
+        return self._replace(start=After(number), effective_ms=max(self.effective_ms or 0, latest_ms))
 
     def child(self, shard_id: str) -> ShardPosition:
         """Return where a child begins once this shard was read to its end.

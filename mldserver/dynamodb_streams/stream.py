@@ -42,13 +42,12 @@ if TYPE_CHECKING:
     from mldserver.base.clock import Clock
     from mldserver.dynamodb_streams.positions import Position
     from mldserver.dynamodb_streams.reader import Page
-    from mldserver.dynamodb_streams.shard_tree import Start
-    from mldserver.dynamodb_streams.streams_api import Description, MakeClient
+    from mldserver.dynamodb_streams.streams_api import MakeClient
     from mldserver.records import Record
 
 _AHEAD: Final = 1000
 """Records of a shard that wait to be handed over, from which on it is not read: with the next page, two pages at most."""
-_TAKEN: Final = 1000
+_TAKEN: Final = 4000
 """Records that are merged at a time; the loop gets a turn between."""
 _LISTED_SECONDS: Final = 30.0
 """Between two listings, which find shards that are new."""
@@ -85,9 +84,8 @@ class Stream:
     ) -> None:
         """Name a table, or a stream by its ARN, and where to begin.
 
-        ``position``: ``trim_horizon`` (the oldest change that is still there), ``latest``, an aware datetime, or a token.
-        ``poll_seconds``: how often a shard without news is asked. ``plain_numbers``: as ``Change`` takes it. The last
-        three are for tests. Raises ConfigError for what is no position.
+        ``position``: ``trim_horizon`` (the oldest change that is still there), ``latest``, an aware datetime, or a token;
+        raises ConfigError for all else. ``poll_seconds``: how often a shard without news is asked.
         """
         self._table = table
         self._position = parse_position(position)
@@ -206,15 +204,14 @@ class _Reading:
         self._opened: set[str] = set()
         self._ready: list[Record] = []
         """Merged, in order."""
-        self._times: list[int] = []
-        """Their effective times."""
         self._at = 0
         """The first of them that was not handed over."""
         self._noted = 0
         """The first of them that is not in the positions."""
         self._failure: MldserverError | None = None
         self._news = asyncio.Event()
-        self._handed_over = asyncio.Event()
+        self._held: dict[str, asyncio.Event] = {}
+        """What the readers of shards wait for that have brought enough, or all."""
         self._task: asyncio.Task[None]
 
     # What the consumer does.
@@ -226,7 +223,7 @@ class _Reading:
         record = self._ready[self._at]
         self._at += 1
         if not self.ready():
-            self._handed_over.set()
+            self._let_readers_go()
         return record
 
     def ready(self) -> bool:
@@ -241,9 +238,9 @@ class _Reading:
         await asyncio.sleep(0)
         if not self.ready():
             self._note()
-            self._ready, self._times = self._merge.take(_TAKEN)
+            self._ready = self._merge.take(_TAKEN)
             self._at = self._noted = 0
-            self._handed_over.set()
+            self._let_readers_go()
         if not self.ready():
             self.raise_failure()
             await self.changed()
@@ -268,20 +265,25 @@ class _Reading:
         return Token(self._arn, tuple(sorted(self._positions.values())), self._since_ms)
 
     def idle(self) -> dict[str, int]:
-        """Return the shards that have brought nothing yet, and how often each was asked."""
+        """Return how often each shard was asked that has brought nothing yet."""
         return {name: self._looks[name] for name, reader in self._readers.items() if reader.after is None}
 
     def _note(self) -> None:
         """Move the positions behind what was handed over."""
-        handed_over = slice(self._noted, self._at)
-        last = {
-            record.shard_id: (record, effective_ms)
-            for record, effective_ms in zip(self._ready[handed_over], self._times[handed_over], strict=True)
-        }
+        last: dict[str, Record] = {}
+        latest_ms: dict[str, int] = {}
+        for record in self._ready[self._noted : self._at]:
+            shard_id = record.shard_id
+            last[shard_id] = record
+            latest_ms[shard_id] = max(latest_ms.get(shard_id, 0), record.arrival_ms or 0)
         self._noted = self._at
-        for shard_id, (record, effective_ms) in last.items():
+        for shard_id, record in last.items():
             position = self._positions[shard_id]
-            self._positions[shard_id] = position.moved(record.sequence_number, effective_ms)
+            self._positions[shard_id] = position.moved(record.sequence_number, latest_ms[shard_id])
+
+    def _let_readers_go(self) -> None:
+        for shard_id in [name for name in self._held if self._merge.waiting(name) < _AHEAD]:
+            self._held.pop(shard_id).set()
 
     # How shards are found.
 
@@ -322,18 +324,18 @@ class _Reading:
             while not self.over:
                 await self._clock.sleep(_LONGEST_WAIT_SECONDS if quiet else _LISTED_SECONDS)
                 try:
-                    described = await self._list(set())
+                    status = await self._list(set())
                 except MldserverError as error:
                     self._fail(error)
                     continue
                 self._start(self._open_readable(), tasks)
                 read_out = all(map(self._tree.is_finished, self._positions))
-                quiet = quiet + 1 if read_out and described.status == "DISABLED" else 0
+                quiet = quiet + 1 if read_out and status == "DISABLED" else 0
                 self.over = quiet >= _SURE
             self._news.set()
 
-    async def _list(self, wanted: set[str]) -> Description:
-        """Learn which shards there are. Raises OperatorError.
+    async def _list(self, wanted: set[str]) -> str:
+        """Learn which shards there are, and return the stream's status. Raises OperatorError.
 
         An answer that is empty, or lacks a wanted shard or the parent of a new one, may be short for a moment only.
         """
@@ -350,7 +352,7 @@ class _Reading:
             ):
                 break
             await self._clock.sleep(_FIRST_WAIT_SECONDS * 2**attempt)
-        return described
+        return described.status
 
     def _start(self, readers: list[ShardReader], tasks: asyncio.TaskGroup) -> None:
         for reader in readers:
@@ -382,8 +384,8 @@ class _Reading:
         (parent,) = self._tree.parents(shard_id) or (None,)
         if parent in self._positions:
             return self._positions[parent].child(shard_id)
-        start: Start = TRIM_HORIZON if self._since_ms is None else Since(self._since_ms)
-        return ShardPosition(shard_id, parent, start)
+        since_ms = self._since_ms
+        return ShardPosition(shard_id, parent, TRIM_HORIZON if since_ms is None else Since(since_ms))
 
     # How one shard is read.
 
@@ -392,8 +394,7 @@ class _Reading:
         shard_id, failures, page = reader.shard_id, Backoff(1.0, 60.0), None
         while page is None or not page.end:
             while self._merge.waiting(shard_id) >= _AHEAD:
-                self._handed_over.clear()
-                await self._handed_over.wait()
+                await self._held.setdefault(shard_id, asyncio.Event()).wait()
             try:
                 page = await reader.next()
             except MldserverError as error:
@@ -404,8 +405,7 @@ class _Reading:
                 self._take_in(shard_id, page)
         del self._readers[shard_id], self._looks[shard_id]
         while self._merge.waiting(shard_id) or self.ready():
-            self._handed_over.clear()
-            await self._handed_over.wait()
+            await self._held.setdefault(shard_id, asyncio.Event()).wait()
         await self._find_children(shard_id)
         self._note()
         self._tree.finished(shard_id)

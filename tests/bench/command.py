@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 import structlog
-from bench import catch_up, checkpoints, per_row, poison, retained, small_windows, windows
+from bench import catch_up, checkpoints, per_row, poison, retained, small_windows, streams, windows
 from bench.hot import measure as hot
 from bench.hot.lines import SHAPES
 from bench.hot.matrix import CONNECTIONS, Chosen
@@ -40,7 +40,17 @@ __all__ = ["main"]
 T = TypeVar("T")
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("windows", "small_windows", "per_row", "checkpoints", "retained", "catch_up", "poison", "hot")
+PARTS = (
+    "windows",
+    "small_windows",
+    "per_row",
+    "checkpoints",
+    "retained",
+    "catch_up",
+    "poison",
+    "streams",
+    "hot",
+)
 MATRIX = "matrix"
 """A part of ``hot`` that can be asked for alone."""
 FEW = (1, 4)
@@ -86,6 +96,10 @@ def _run(given: argparse.Namespace) -> int:
         if "poison" in parts:
             document["poison"] = poison.measure(given.poison, given.rounds, folder / "poison")
             console.print(poison_table(document["poison"]))
+        if "streams" in parts:
+            document["streams"] = streams.measure(given.records, given.rounds)
+            console.print(merge_table(document["streams"]["merge"], given.records))
+            console.print(read_table(document["streams"]["read"]))
         if "hot" in parts:
             document["hot"] = hot.everything(Effort(given.rounds, given.share), _cells(given), hush.print)
             for table in (*hot_tables(document["hot"]), *matrix_tables(document["hot"]["matrix"])):
@@ -116,6 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=int, default=3600, help="of the virtual stream of checkpoints")
     parser.add_argument("--retained", type=int, default=86_400, help="windows that are retained")
     parser.add_argument("--poison", type=int, default=20_000, help="records of which each fails")
+    parser.add_argument("--records", type=int, default=1_000_000, help="of DynamoDB Streams that are merged")
     parser.add_argument("--disk", type=int, default=32, help="budget of segments of the catch-up, in MiB")
     parser.add_argument(
         "--share", type=float, default=1.0, help="of the hot path's batches; less than 1: a quick look"
@@ -293,6 +308,31 @@ def poison_table(measured: dict[str, float]) -> Table:
     good, poisoned = measured["good"], measured["poison"]
     table.add_row("each a row", f"{good:,.0f}", "")
     table.add_row("each a dead letter", f"{poisoned:,.0f}", f"{poisoned / good:.2f} x good; at least 0.20")
+    return table
+
+
+def merge_table(measured: dict[int, dict[str, float]], records: int) -> Table:
+    """Show what merges the shards of a stream."""
+    table = Table(
+        title=f"Shards merged by time, {records:,} records, a second of processor", title_justify="left"
+    )
+    for name in ("shards", "merge", "heap of single records", "ratio; at least 5"):
+        table.add_column(name, justify="right")
+    for shards, each in measured.items():
+        merge, heap = each["merge"], each["heap"]
+        table.add_row(str(shards), f"{merge:,.0f}", f"{heap:,.0f}", f"{merge / heap:.1f}")
+    return table
+
+
+def read_table(measured: dict[int, dict[str, float]]) -> Table:
+    """Show how fast shards are read."""
+    table = Table(
+        title="DynamoDB Streams read from the fake, at most 4 pages a second and shard", title_justify="left"
+    )
+    for name in ("shards", "records/s", "us of processor a record"):
+        table.add_column(name, justify="right")
+    for shards, each in measured.items():
+        table.add_row(str(shards), f"{each['records_s']:,.0f}", f"{each['cpu_us']:.0f}")
     return table
 
 

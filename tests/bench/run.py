@@ -8,6 +8,7 @@ They assert results, never times. Each module says what it measures:
 * ``checkpoints.py``: how far checkpoints lag while windows take an hour to close.
 * ``retained.py``: what a day of one-second windows costs a start and a cycle.
 * ``poison.py``: streams in which every record fails, against the same stream without a fault.
+* ``streams.py``: the merge of DynamoDB's shards against a heap of single records, and how fast shards are read.
 * ``hot/``: CPU, latency and memory against amazon_kclpy, a raw uvloop echo and the bare decode, and what they must reach;
   and the matrix of that, each shape of batches at 1 to 2,000 connections (``--only matrix``: nothing else).
 * ``catch_up.py``: what a catch-up over far more than the budgets holds at most.

@@ -52,6 +52,8 @@ def test_every_benchmark_runs_at_a_tiny_size(tmp_path: Path, capsys: pytest.Capt
         "300",
         "--poison",
         "500",
+        "--records",
+        "3000",
         "--disk",
         "2",
         "--share",
@@ -76,6 +78,8 @@ def test_every_benchmark_runs_at_a_tiny_size(tmp_path: Path, capsys: pytest.Capt
     assert 0 < document["checkpoints"]["median_seconds"] <= document["checkpoints"]["longest_seconds"] <= 8
     assert set(document["retained"]) == {"100", "300"}
     assert set(document["poison"]) == {"good", "poison", "share"}
+    assert set(document["streams"]["merge"]) == {"8", "64", "512"}
+    assert set(document["streams"]["read"]) == {"1", "8", "64"}
     caught = document["catch_up"]
     assert caught["stream_bytes"] == 10 * caught["disk_bytes"]
     assert caught["buffered_bytes"] <= caught["buffer_bytes"] + 4 * 300_000

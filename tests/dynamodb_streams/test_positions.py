@@ -177,7 +177,9 @@ def test_a_token_of_another_stream_is_refused() -> None:
 
 def test_a_position_moves_behind_what_was_handed_over() -> None:
     position = ShardPosition("a", "p", TRIM_HORIZON)
-    assert position.moved(9, NOON_MS) == ShardPosition("a", "p", After(9), NOON_MS)
+    moved = position.moved(9, NOON_MS)
+    assert moved == ShardPosition("a", "p", After(9), NOON_MS)
+    assert moved.moved(10, NOON_MS - 1) == ShardPosition("a", "p", After(10), NOON_MS)
 
 
 def test_a_child_begins_at_its_beginning_not_before_its_parents_last_time() -> None:
