@@ -89,6 +89,7 @@ NOT_QUICK: Final = (
     "runtime/test_behaviour_changes.py",
     "runtime/test_behaviour_harm.py",
     "runtime/test_behaviour_life.py",
+    "runtime/test_lanes.py",
     "runtime/test_trial.py",
     # Sockets.
     "sources/test_mld.py",
