@@ -78,8 +78,7 @@ class WorkerRuntime:
         ``clock`` is what deaths and silence are measured by; processes live in the machine's time, whatever the
         server's clock is.
         """
-        self._policy = policy
-        self._parks = policy.parks
+        self._policy, self._parks = policy, policy.parks
         clock = clock or SystemClock()
         start = wire.Start(
             handler=handler,
