@@ -88,7 +88,7 @@ def play(
     show: Departures | Shop = Shop() if source == "dynamodb" else Departures()
     folder = playground.fresh_folder(out, "demo")
     settings = playground.play_settings(show.handler, folder, environ=os.environ, folder=working_directory())
-    console.print(show.intro)
+    console.print(show.intro, soft_wrap=True)
     with logging_to(settings):
         run: Simulation | shop.Shop = show.prepared(settings, engine or playground.quick_spark(settings))
         with _progress(console, show.rows) as watch:
@@ -101,7 +101,7 @@ def play(
     rows = read_windows(folder)
     console.print(show.results(rows))
     text, right = show.counted(rows)
-    console.print(f"{text}; {time.monotonic() - began:.1f} s in all")
+    console.print(f"{text}; {time.monotonic() - began:.1f} s in all", soft_wrap=True)
     console.print(f"Parquet: {folder}{os.sep}window=…{os.sep}*.parquet", soft_wrap=True)
     console.print(f"Log:     mldserver logs {folder / '_server.log'}", soft_wrap=True)
     return 0 if right else 1
