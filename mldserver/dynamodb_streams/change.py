@@ -103,8 +103,10 @@ class Change(RecordMethods):
     @property
     def expired(self) -> bool:
         """Whether DynamoDB itself deleted the item because its time to live was over."""
-        identity = self._event.get("userIdentity") or {}
-        return self.kind == "delete" and _TTL in {identity.get("principalId"), identity.get("PrincipalId")}
+        identity = self._event.get("userIdentity")
+        if self.kind != "delete" or not isinstance(identity, dict):
+            return False
+        return _TTL in (identity.get("principalId"), identity.get("PrincipalId"))
 
     @property
     def raw_data(self) -> str | bytes | None:

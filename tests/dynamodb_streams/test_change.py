@@ -152,6 +152,8 @@ def test_an_image_that_is_not_there_is_none(name: str, images: dict[str, Any], k
         ({"type": "Service", "principalId": "replication.dynamodb.amazonaws.com"}, "REMOVE", False),
         ({"type": "Service", "principalId": "dynamodb.amazonaws.com"}, "MODIFY", False),
         (None, "REMOVE", False),
+        ("dynamodb.amazonaws.com", "REMOVE", False),
+        ({"principalId": ["dynamodb.amazonaws.com"]}, "REMOVE", False),
     ],
 )
 def test_a_delete_by_time_to_live_has_expired(identity: Any, name: str, expired: bool) -> None:
