@@ -286,13 +286,17 @@ def _listener(settings: Settings, parts: SourceParts) -> Source:
 def _reader(settings: Settings, place: DynamoPlace, parts: SourceParts) -> Source:
     from mldserver.dynamodb_streams.beginning import Beginning  # noqa: PLC0415  # most servers never need AWS's client
     from mldserver.dynamodb_streams.direct_source import DirectSource  # noqa: PLC0415  # as above
+    from mldserver.dynamodb_streams.positions import parse_position  # noqa: PLC0415  # as above
     from mldserver.dynamodb_streams.streams_api import streams_client  # noqa: PLC0415  # as above
 
+    written = settings.from_.strip()
+    if not written.startswith("{") and Path(written).is_file():
+        written = Path(written).read_text("utf-8")  # a token that `Stream` has given
     region, endpoint_url = place.region or settings.region, place.endpoint_url or settings.endpoint_url
     return DirectSource(
         place.table,
         partial(streams_client, region=region, endpoint_url=endpoint_url),
-        beginning=Beginning.of(settings.from_),
+        beginning=Beginning.of(parse_position(written)),
         accept_gap=settings.accept_gap,
         poll_seconds=settings.poll_interval_seconds,
         list_seconds=settings.list_shards_interval_seconds,

@@ -9,16 +9,16 @@ oldest record: it is a child of one that was read, or a root that is new.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mldserver.dynamodb_streams.positions import Token, parse_position
+from mldserver.dynamodb_streams.positions import Token
 from mldserver.dynamodb_streams.shard_tree import LATEST, TRIM_HORIZON, After, At, Since
 from mldserver.records import Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from mldserver.dynamodb_streams.positions import Position
     from mldserver.dynamodb_streams.shard_tree import ShardTree, Start, StreamShard
     from mldserver.sources.intake import KnownShard
 
@@ -33,12 +33,8 @@ class Beginning:
     token: Token | None = None
 
     @classmethod
-    def of(cls, text: str) -> Beginning:
-        """Read what the setting ``from`` says: a position, or a file with a token. Raises ConfigError."""
-        written = text.strip()
-        if not written.startswith("{") and Path(written).is_file():
-            written = Path(written).read_text()
-        position = parse_position(written)
+    def of(cls, position: Position) -> Beginning:
+        """Begin at a position."""
         if not isinstance(position, Token):
             return cls(position)
         new = TRIM_HORIZON if position.since_ms is None else Since(position.since_ms)

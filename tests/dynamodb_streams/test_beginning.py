@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mldserver.dynamodb_streams.beginning import Beginning, inherited, storable, stored
+from mldserver.dynamodb_streams.positions import ShardPosition, Token
 from mldserver.dynamodb_streams.shard_tree import (
     LATEST,
     TRIM_HORIZON,
@@ -95,3 +96,12 @@ def test_a_child_of_a_shard_without_a_record_since_a_time_begins_at_that_time() 
 def test_a_root_begins_with_its_oldest_record_unless_others_have_just_begun_at_a_time() -> None:
     assert inherited([], known(other=Sequence(12))) is TRIM_HORIZON
     assert inherited(["unknown"], known(one=Sequence(0, 9), other=Sequence(0, 7))) == Since(7)
+
+
+def test_a_position_is_a_beginning_and_a_tokens_new_shards_begin_at_its_time() -> None:
+    assert Beginning.of(LATEST) == Beginning(LATEST)
+    shards = (ShardPosition("a", None, After(5)), ShardPosition("b", "z", At(7)))
+    beginning = Beginning.of(token := Token("arn", shards))
+    assert (beginning.shards, beginning.token) == ({"a": After(5), "b": At(7)}, token)
+    assert beginning.start("c", found_ms=None) is TRIM_HORIZON
+    assert Beginning.of(Token("arn", shards, since_ms=9)).start("c", found_ms=None) == Since(9)

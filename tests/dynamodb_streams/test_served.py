@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,10 @@ import pytest
 from support.serving import no_aws, quick, serving, until
 
 from mldserver.config.resolve import resolve
-from mldserver.dynamodb_streams.beginning import Beginning
 from mldserver.dynamodb_streams.positions import ShardPosition, Token
-from mldserver.dynamodb_streams.shard_tree import LATEST, TRIM_HORIZON, After, At, Since
+from mldserver.dynamodb_streams.shard_tree import After
 from mldserver.errors import ConfigError
-from mldserver.server import EXIT_FAULT, Server
+from mldserver.server import EXIT_FAULT, EXIT_OPERATOR, Server
 from mldserver.testing import FakeStreams, LocalEngine
 
 HANDLER = """
@@ -140,22 +138,31 @@ def test_a_stream_that_daemons_read_is_no_source_of_ours() -> None:
         settings(source="dynamodb://orders", stream="kinesis-orders")
 
 
-def test_trap_06_a_beginning_is_read_in_any_case_and_a_time_needs_its_offset() -> None:
-    assert Beginning.of(settings(from_="Latest").from_).everywhere is LATEST
-    assert Beginning.of("trim-horizon").everywhere is TRIM_HORIZON
-    assert Beginning.of("1970-01-01T00:00:01Z").everywhere == Since(1000)
-    with pytest.raises(ConfigError, match="no offset"):
-        Beginning.of("2026-11-22T18:00:00")
+@pytest.mark.timeout(60)
+async def test_a_token_in_a_file_says_where_a_pipeline_begins(tmp_path: Path, handler: str) -> None:
+    fake, out = FakeStreams(), tmp_path / "out"
+    (shard,) = fake.shards
+    numbers = [fake.put({"id": number}) for number in range(10)]
+    after = After(int(numbers[6]["dynamodb"]["SequenceNumber"]))  # type: ignore[index]  # each changed something
+    (tmp_path / "token.json").write_text(str(Token(fake.arn, (ShardPosition(shard, None, after),))))
+    for closed in fake.shards.values():
+        closed.closed = True
+    async with fake.serving() as url:
+        settings = reading(out, handler, url, **{"from": str(tmp_path / "token.json")})
+        async with serving(settings) as server:
+            await server.finished()
+    assert published(out) == Counter([7, 8, 9])
 
 
-def test_a_token_is_given_as_text_or_in_a_file_and_begins_only_its_shards(tmp_path: Path) -> None:
-    token = Token(ARN, (ShardPosition("a", None, After(5)), ShardPosition("b", "z", At(7))))
-    (tmp_path / "token.json").write_text(str(token))
-    for text in (str(token), str(tmp_path / "token.json")):
-        beginning = Beginning.of(text)
-        assert beginning.token == token
-        assert beginning.shards == {"a": After(5), "b": At(7)}
-        assert beginning.start("c", found_ms=None) is TRIM_HORIZON
-    later = Token(ARN, (ShardPosition("a", None, After(5)),), since_ms=9)
-    assert Beginning.of(str(later)).start("c", found_ms=None) == Since(9)
-    assert json.loads(str(token))["stream"] == ARN
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("begin", ["2026-11-22T18:00:00", "yesterday", "{}", "foreign"])
+async def test_trap_06_a_beginning_that_means_nothing_here_ends_the_start(
+    tmp_path: Path, handler: str, begin: str, logged: list[dict[str, Any]]
+) -> None:
+    fake = FakeStreams()
+    begin = str(Token(ARN, ())) if begin == "foreign" else begin
+    async with fake.serving() as url:
+        settings = reading(tmp_path / "out", handler, url, **{"from": begin})
+        server = Server(settings, engine=LocalEngine())
+        assert await asyncio.wait_for(server.run(), 30) == EXIT_OPERATOR
+    assert [entry["error"] for entry in logged if entry["event"] == "server.failed"] == ["ConfigError"]

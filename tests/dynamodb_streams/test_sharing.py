@@ -11,7 +11,9 @@ from mldserver.dynamodb_streams.sharing import Plan, share
 
 SERVERS = st.sets(st.sampled_from(["ann", "ben", "cleo", "dan", "eve"]), min_size=1)
 OWNERS = st.dictionaries(
-    st.integers(0, 30).map("shard-{:02d}".format), st.sampled_from([None, "ann", "ben", "cleo", "dan", "eve"])
+    st.integers(0, 30).map("shard-{:02d}".format),
+    st.sampled_from([None, "ann", "ben", "cleo", "dan", "eve"]),
+    max_size=12,
 )
 
 
