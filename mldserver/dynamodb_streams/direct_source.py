@@ -187,15 +187,17 @@ class DirectSource:
     async def _find(self) -> None:
         """Find the stream and its shards, and see whether they are those that the ledger knows."""
         self._arn = await self._api.resolve(self._stream)
+        self._first_ms = self._clock.now_ms()
         while True:
-            self._first_ms = self._clock.now_ms()
             described = await self._api.describe(self._arn)
-            if described.shards:
+            self._learn(described.shards, whole=True)
+            if described.shards and not self._tree.doubtful():
                 break
-            await self._clock.sleep(self._poll_seconds)  # every stream has shards: the answer is too early
+            await self._clock.sleep(
+                self._poll_seconds
+            )  # a stream has shards, and says twice that a parent is gone
         seen = self._intake.seen()
         self._first = not any(shard.position or shard.ended for shard in seen.shards.values())
-        self._learn(described.shards, whole=True)
         if self._first:
             if (token := self._beginning.token) is not None:
                 token.require(self._arn)
@@ -252,11 +254,11 @@ class DirectSource:
             if shard.ended and shard_id in tree:
                 tree.finished(shard_id)
         # What the ledger expects and nobody lists any more is ended by reading it, or it would hold the windows.
-        unlisted = [name for name, shard in seen.shards.items() if name not in tree and not shard.ended]
-        known = {
-            name: seen.shards[name].owner for name in (*tree.readable(), *unlisted) if name in seen.shards
-        }
-        owners = dict.fromkeys((*tree.readable(), *unlisted)) | known | dict.fromkeys(self._reading, me)
+        unlisted = {name for name, shard in seen.shards.items() if name not in tree and not shard.ended}
+        waiting = {name for name in tree.readable() if unlisted & {*tree.parents(name)}}
+        readable = sorted({*tree.readable(), *unlisted} - waiting - {*tree.doubtful()})
+        known = {name: seen.shards[name].owner for name in readable if name in seen.shards}
+        owners = dict.fromkeys(readable) | known | dict.fromkeys(self._reading, me)
         unread = {name for name, owner in owners.items() if owner in {None, me} and name not in self._reading}
         self._unread_since_ms = {name: self._unread_since_ms.get(name, now_ms) for name in unread}
         forsaken = {name for name in unread if now_ms - self._unread_since_ms[name] >= self._forsaken_ms}
@@ -309,24 +311,20 @@ class DirectSource:
             group.create_task(self._find_children(shard_id))
 
     def _fail(self, shard_id: str, error: Exception) -> None:
-        if not isinstance(error, MldserverError):
-            fault = InternalError(f"Unexpected {type(error).__name__}: {error}")
-            fault.__cause__ = error
-            error = fault
         failures, _ = self._failed.get(shard_id, (Backoff(*_AGAIN_SECONDS), 0))
         delay = failures.failed(self._random())
         self._failed[shard_id] = failures, self._clock.steady_ms() + round(delay * 1000)
-        log.error("shard.failed", shard=shard_id, delay_seconds=round(delay, 3), **error.told())
+        told = error if isinstance(error, MldserverError) else InternalError(f"Unexpected {error!r}")
+        seconds, bug = round(delay, 3), None if told is error else error
+        log.error("shard.failed", shard=shard_id, delay_seconds=seconds, exc_info=bug, **told.told())
 
     async def _read(self, reading: _Reading) -> bool:
         """Open a shard and hand its pages in; return whether it has ended, durably."""
         shard_id, claim, runtime = reading.shard_id, reading.claim, self._runtime
         async with claim.work():
             kill_point("shard.opening")
-            parents = self._tree.parents(shard_id)
-            shard = await self._intake.open_shard(
-                ShardOpening(shard_id, None, tells_lag=True, parents=parents)
-            )
+            opening = ShardOpening(shard_id, None, tells_lag=True, parents=self._tree.parents(shard_id))
+            shard = await self._intake.open_shard(opening)
             reading.intake = shard
             kill_point("shard.opened")
             reader = await self._placed_reader(shard_id, shard)

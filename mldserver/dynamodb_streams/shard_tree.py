@@ -73,6 +73,8 @@ class _Node:
     finished: bool = False
     absent: int = 0
     """Whole answers in a row without it."""
+    orphaned: int = 0
+    """Whole answers that named it without its parent."""
 
 
 @dataclass(slots=True)
@@ -101,6 +103,8 @@ class ShardTree:
         new = tuple(sorted(named.keys() - self._nodes.keys()))
         for shard in named.values():
             self._put(shard)
+        for name in named if whole else ():
+            self._nodes[name].orphaned += self._is_orphan(self._nodes[name].shard)
         if whole and named:
             for node in [node for node in self._nodes.values() if node.shard.id not in named]:
                 node.absent += 1
@@ -120,6 +124,14 @@ class ShardTree:
         """Whether nothing more is to be read of a shard; an unknown one counts as finished."""
         node = self._nodes.get(shard_id)
         return node is None or node.finished
+
+    def doubtful(self) -> tuple[str, ...]:
+        """Return the shards whose parent is not known, as one whole answer alone has said: it may have been short."""
+        nodes = self._nodes.values()
+        return tuple(node.shard.id for node in nodes if node.orphaned == 1 and self._is_orphan(node.shard))
+
+    def _is_orphan(self, shard: StreamShard) -> bool:
+        return shard.parent is not None and shard.parent not in self._nodes
 
     def readable(self) -> tuple[str, ...]:
         """Return the shards to read now: those that are not finished, while their parents are. In the order of their ids."""

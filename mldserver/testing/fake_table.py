@@ -194,6 +194,8 @@ class FakeTable:
         # Numbers of unrelated shards say nothing about each other.
         last = _DIGIT_BORDER - self.random.randint(2, 40) * _STEP if parent is None else parent.number
         visible_ms = self.clock.steady_ms() + round(visible_after * 1000)
+        if parent is not None:
+            visible_ms = max(visible_ms, parent.visible_ms)
         name = None if parent is None else parent.id
         shards[shard_id] = FakeShard(shard_id, name, low, high, last + 1, last + 1, visible_ms)
         return shard_id

@@ -151,6 +151,26 @@ async def test_trap_14_a_shard_that_only_the_ledger_knows_is_ended_with_a_gap(
     assert sorted(set(stream.written()) - set(stream.values())) == [20, 21, 22, 23, 24]
 
 
+@pytest.mark.parametrize("read", [False, True], ids=["never read", "read in part"])
+async def test_a_parent_that_a_listing_leaves_out_for_a_moment_is_read_before_its_children(
+    tmp_path: Path, read: bool
+) -> None:
+    stream = Stream(tmp_path, list_seconds=1)
+    (parent,) = stream.fake.open_shards
+    stream.put(10)
+    if read:
+        async with stream.serving():
+            await stream.clock.advance(5)
+    stream.put(10)
+    stream.fake.split(parent)
+    stream.put(10)
+    stream.fake.shards[parent].visible_ms = stream.clock.steady_ms() + 600
+    stream.end()
+    async with stream.serving():
+        await stream.until(lambda: len(stream.values()) == 30, seconds=60)
+    stream.exactly_once()
+
+
 async def test_what_was_trimmed_meanwhile_is_a_gap_that_is_told(
     tmp_path: Path, logged: list[dict[str, Any]]
 ) -> None:
@@ -262,6 +282,37 @@ async def test_a_handler_that_halts_stops_its_own_shard_and_is_tried_again(
         stream.end()
         await stream.until(lambda: len(stream.values()) == 20)
     stream.exactly_once()
+
+
+async def test_what_nobody_expected_ends_one_shard_for_a_while_and_is_told_whole(
+    tmp_path: Path, logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = Stream(tmp_path)
+    stream.put(10)
+    async with stream.serving():
+        with monkeypatch.context() as broken:
+            broken.setattr(stream.handler, "process", None)
+            await stream.clock.advance(5)
+        stream.end()
+        await stream.until(lambda: len(stream.values()) == 10)
+    failed = next(entry for entry in logged if entry["event"] == "shard.failed")
+    assert failed["what"] == """Unexpected TypeError("'NoneType' object is not callable")"""
+    stream.exactly_once()
+
+
+async def test_a_shard_that_cannot_be_opened_for_long_is_given_up_by_the_stop(tmp_path: Path) -> None:
+    stream = Stream(tmp_path)
+    async with stream.serving() as source:
+        opening = asyncio.Event()
+        stream.handler.open = lambda _: opening.wait()  # type: ignore[method-assign,assignment]  # it never ends
+        await stream.clock.advance(5)
+        assert source.connections == 1
+        await stream.clock.drive(source.drain())
+        assert source.connections == 0
+    async with stream.serving():
+        stream.put(10)
+        stream.end()
+        await stream.until(lambda: len(stream.values()) == 10)
 
 
 async def test_two_servers_share_and_hand_over_when_a_third_comes_and_when_one_dies(tmp_path: Path) -> None:

@@ -204,3 +204,23 @@ def test_whatever_aws_says_every_shard_is_read_once_and_none_hangs(
             shards.finished(shard_id)
     assert sorted(read) == sorted({name for answer, _ in answers for name in answer})
     assert sorted(shard.id for _, shard in shards.walk()) == sorted(shards.listing())
+
+
+def test_that_a_parent_is_gone_is_believed_once_two_whole_answers_say_so() -> None:
+    tree = ShardTree()
+    child = StreamShard("child", "parent")
+    tree.learn([child], whole=True)
+    assert tree.doubtful() == ("child",)
+    tree.learn([child], whole=False)
+    assert tree.doubtful() == ("child",)
+    tree.learn([child], whole=True)
+    assert tree.doubtful() == ()
+
+
+def test_a_parent_that_was_only_left_out_takes_the_doubt_away() -> None:
+    tree = ShardTree()
+    tree.learn([StreamShard("child", "parent"), StreamShard("root")], whole=True)
+    assert tree.doubtful() == ("child",)
+    tree.learn([StreamShard("parent")], whole=False)
+    assert tree.doubtful() == ()
+    assert tree.readable() == ("parent", "root")
