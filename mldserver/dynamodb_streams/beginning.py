@@ -47,6 +47,14 @@ class Beginning:
             out.update(tree.ancestors(shard_id))
         return {shard_id for shard_id in out if shard_id in tree} - self.shards.keys()
 
+    def is_ahead(self, known: Mapping[str, KnownShard]) -> bool:
+        """Whether nothing was read yet: no shard has a position, but for places of a token that were kept before a crash.
+
+        That a shard has ended says nothing: where its child is opened, it has, unread.
+        """
+        places = {shard_id: storable(start, 0) for shard_id, start in self.shards.items()}
+        return all(shard.position in {None, places.get(name)} for name, shard in known.items())
+
     def start(self, shard_id: str, *, found_ms: int | None) -> Start:
         """Return where a shard without a known parent begins.
 

@@ -61,13 +61,11 @@ class _Reading:
     claim: Claim
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
     intake: ShardIntake | None = None
-    task: asyncio.Task[None] | None = None
+    reader: ShardReader | None = None
 
     async def leave(self) -> None:
-        """Let it go after the page in hand. One that is still being opened is given up: nothing of it was taken."""
+        """Let it go after the page in hand; one that is still being opened, at once: nothing of it was taken."""
         self.leaving.set()
-        if self.task is not None and not self.claim.opened:
-            self.task.cancel()
         if self.intake is not None:
             await self.intake.finish()
 
@@ -115,7 +113,7 @@ class DirectSource:
         self._arn = ""
         self._tree = ShardTree()
         self._first = False
-        """Whether the ledger knew no position of any shard when this server began."""
+        """Whether nothing was read yet when this server began."""
         self._first_ms = 0  # the time of day at which it began
         self._placing: set[str] = set()
         """Shards of the beginning whose place is not durable yet."""
@@ -193,11 +191,10 @@ class DirectSource:
             self._learn(described.shards, whole=True)
             if described.shards and not self._tree.doubtful():
                 break
-            await self._clock.sleep(
-                self._poll_seconds
-            )  # a stream has shards, and says twice that a parent is gone
+            # A stream has shards, and says twice that a parent is gone.
+            await self._clock.sleep(self._poll_seconds)
         seen = self._intake.seen()
-        self._first = not any(shard.position or shard.ended for shard in seen.shards.values())
+        self._first = self._beginning.is_ahead(seen.shards)
         if self._first:
             if (token := self._beginning.token) is not None:
                 token.require(self._arn)
@@ -239,12 +236,12 @@ class DirectSource:
             if not begun:
                 begun, self._placing = True, set(plan.take) if self._first else set()
                 self._is_placed("")
-            for shard_id in plan.give_up:
-                await self._reading[shard_id].leave()
-            for shard_id in plan.take:
+            for shard_id in plan.take:  # before anything is awaited: a stop would not know of them
                 reading = self._reading[shard_id] = _Reading(shard_id, self._owners.take(shard_id))
                 self._idle.clear()
-                reading.task = group.create_task(self._serve(reading, group), name=shard_id)
+                group.create_task(self._serve(reading), name=shard_id)
+            for reading in [self._reading[shard_id] for shard_id in plan.give_up]:
+                await reading.leave()
             await first_of(self._wake.wait(), self._clock.sleep(self._look_seconds))
 
     def _plan(self, seen: Seen) -> Plan:
@@ -285,11 +282,12 @@ class DirectSource:
 
     # One shard.
 
-    async def _serve(self, reading: _Reading, group: asyncio.TaskGroup) -> None:
+    async def _serve(self, reading: _Reading) -> None:
         """Read a shard until it ends, is given up, or fails; then let it go."""
-        shard_id, claim, ended = reading.shard_id, reading.claim, False
+        shard_id, claim = reading.shard_id, reading.claim
         try:
-            ended = await self._read(reading)
+            if await self._read(reading):
+                self._tree.finished(shard_id)
         except* Exception as errors:  # noqa: BLE001  # whatever it is, only this shard may end by it
             self._fail(shard_id, next(leaves(errors)))
         finally:
@@ -306,9 +304,6 @@ class DirectSource:
             if not self._reading:
                 self._idle.set()
             self._wake.set()
-        if ended:
-            self._tree.finished(shard_id)
-            group.create_task(self._find_children(shard_id))
 
     def _fail(self, shard_id: str, error: Exception) -> None:
         failures, _ = self._failed.get(shard_id, (Backoff(*_AGAIN_SECONDS), 0))
@@ -321,23 +316,15 @@ class DirectSource:
     async def _read(self, reading: _Reading) -> bool:
         """Open a shard and hand its pages in; return whether it has ended, durably."""
         shard_id, claim, runtime = reading.shard_id, reading.claim, self._runtime
-        async with claim.work():
-            kill_point("shard.opening")
-            opening = ShardOpening(shard_id, None, tells_lag=True, parents=self._tree.parents(shard_id))
-            shard = await self._intake.open_shard(opening)
-            reading.intake = shard
-            kill_point("shard.opened")
-            reader = await self._placed_reader(shard_id, shard)
-            after = shard.after
-            await runtime.open(
-                Shard(shard_id, str(after.number) if after and after.number else "TRIM_HORIZON")
-            )
-            if shard.parked:
-                await runtime.park(shard_id, shard.parked)
-            claim.opened = True
+        await first_of(self._open(reading), reading.leaving.wait())
+        if (shard := reading.intake) is None or (reader := reading.reader) is None or not claim.opened:
+            return False
         await self._placed.wait()
         if await self._hand_in_pages(reading, shard, reader):
-            return await self._end(shard_id, shard, claim)
+            # Before it has ended: its children are to hold the windows from then on.
+            await first_of(self._find_children(shard_id), reading.leaving.wait())
+            if not reading.leaving.is_set():
+                return await self._end(shard_id, shard, claim)
         claim.evict()
         async with claim.work():
             if not shard.alive:  # another server has opened it
@@ -352,6 +339,20 @@ class DirectSource:
                 kill_point("shard.drained")
         log.info("shard.shutdown_requested", shard=shard_id, position=str(shard.after))
         return False
+
+    async def _open(self, reading: _Reading) -> None:
+        shard_id, runtime = reading.shard_id, self._runtime
+        async with reading.claim.work():
+            kill_point("shard.opening")
+            opening = ShardOpening(shard_id, None, tells_lag=True, parents=self._tree.parents(shard_id))
+            reading.intake = shard = await self._intake.open_shard(opening)
+            kill_point("shard.opened")
+            reading.reader = await self._placed_reader(shard_id, shard)
+            start = str(shard.after.number) if shard.after and shard.after.number else "TRIM_HORIZON"
+            await runtime.open(Shard(shard_id, start))
+            if shard.parked:
+                await runtime.park(shard_id, shard.parked)
+            reading.claim.opened = True
 
     async def _placed_reader(self, shard_id: str, shard: ShardIntake) -> ShardReader:
         """Return a reader of a shard at its place, which is durable by then where it could be decided otherwise later."""
@@ -376,7 +377,7 @@ class DirectSource:
     def _start(self, shard_id: str) -> Start:
         """Return where to begin with a shard of which the ledger has no position."""
         known, parents = self._intake.seen().shards, self._tree.parents(shard_id)
-        if not self._first or known.keys() & set(parents):
+        if not self._first or any(known[parent].position for parent in parents if parent in known):
             return inherited(parents, known)
         late = shard_id not in self._placing
         return self._beginning.start(shard_id, found_ms=self._first_ms if late else None)

@@ -105,3 +105,13 @@ def test_a_position_is_a_beginning_and_a_tokens_new_shards_begin_at_its_time() -
     assert (beginning.shards, beginning.token) == ({"a": After(5), "b": At(7)}, token)
     assert beginning.start("c", found_ms=None) is TRIM_HORIZON
     assert Beginning.of(Token("arn", shards, since_ms=9)).start("c", found_ms=None) == Since(9)
+
+
+def test_a_pipeline_is_ahead_until_more_is_known_than_places_and_ends_of_what_was_not_read() -> None:
+    beginning = Beginning(shards={"child": After(25), "other": TRIM_HORIZON})
+    unread = {"parent": KnownShard(None, ended=True, owner=None), **known(other=None)}
+    assert beginning.is_ahead({})
+    assert beginning.is_ahead(unread | known(child=Sequence(25)))
+    assert not beginning.is_ahead(unread | known(child=Sequence(26)))
+    assert not beginning.is_ahead(known(other=Sequence(3)))
+    assert not Beginning(LATEST).is_ahead(known(child=Sequence(0, 7)))

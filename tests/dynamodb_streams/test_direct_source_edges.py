@@ -1,0 +1,121 @@
+"""A stream that is read directly, at its edges: servers that stop or die while shards are opened, answers that are short."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from coordinator.pipeline import Crash, Faults
+from dynamodb_streams.direct import Stream
+
+from mldserver.dynamodb_streams.beginning import Beginning
+from mldserver.dynamodb_streams.shard_tree import LATEST
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocking calls run on the loop: scenarios are the same every time."""
+
+    async def inline(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        await asyncio.sleep(0)
+        return function(*args, **named)
+
+    monkeypatch.setattr(asyncio, "to_thread", inline)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+async def test_a_crash_before_any_place_is_durable_begins_where_the_operator_said(
+    tmp_path: Path,
+) -> None:
+    stream = Stream(tmp_path, beginning=Beginning(LATEST))
+    stream.put(10)
+    (child,) = stream.fake.split(stream.fake.open_shards[0], children=1)
+    stream.put(10)
+    await stream.clock.advance(20)
+
+    def die(name: str, after: bool) -> None:
+        # The closed parent is proved ended when the child is opened: before the child's place is durable.
+        if name == "end_shards" and after:
+            stream.pipeline.faults.dead = True
+            raise Crash(name)
+
+    stream.pipeline.faults.hook = die
+    with contextlib.suppress(BaseExceptionGroup, Crash):
+        async with stream.serving():
+            await stream.clock.advance(5)
+    shards = stream.pipeline.state().shards
+    assert [(name, shard.position, shard.ended) for name, shard in shards.items() if name != child] == [
+        (next(iter(stream.fake.shards)), None, True)
+    ]
+    stream.pipeline.faults = Faults()
+    async with stream.serving():
+        await stream.clock.advance(5)
+        stream.put(10)
+        stream.end()
+        await stream.until(lambda: len(stream.values()) >= 10)
+        await stream.clock.advance(30)
+    assert stream.values() == [*range(20, 30)]
+
+
+@pytest.mark.parametrize("turns", range(0, 60, 3))
+async def test_a_stop_in_any_moment_of_an_opening_ends_at_once(tmp_path: Path, turns: int) -> None:
+    stream = Stream(tmp_path, shards=2)
+    stream.put(10)
+    async with stream.serving() as source:
+
+        async def stop() -> None:
+            for _ in range(10_000):
+                if source.connections:
+                    break
+                await asyncio.sleep(0)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await source.drain()
+
+        stopping = asyncio.ensure_future(stop())
+        await stream.clock.advance(10)
+        assert stopping.done()
+        assert source.connections == 0
+
+
+async def test_a_stop_ends_at_once_while_the_shards_that_failed_are_still_forgotten(tmp_path: Path) -> None:
+    stream = Stream(tmp_path)
+    (shard,) = stream.fake.open_shards
+    stream.fake.fail("GetShardIterator", "AccessDeniedException", shard_id=shard)
+    async with stream.serving(beginning=Beginning(LATEST)) as source:
+        visited, leave = asyncio.Event(), asyncio.Event()
+        stopping: list[asyncio.Task[None]] = []
+
+        async def forget(_: str) -> None:
+            visited.set()
+            await leave.wait()
+
+        stream.handler.forget = forget  # type: ignore[method-assign]
+        await stream.until(visited.is_set)
+        stopping.append(asyncio.ensure_future(source.drain()))
+        await stream.clock.advance(0.1)
+        leave.set()
+        await stream.clock.advance(1)
+        assert stopping[0].done()
+
+
+async def test_no_window_closes_before_the_children_of_a_shard_that_ended_are_named(tmp_path: Path) -> None:
+    stream = Stream(tmp_path)
+    stream.put(10)
+    async with stream.serving():
+        await stream.clock.advance(11)
+        stream.put(10)
+        stream.fake.split(stream.fake.open_shards[0], visible_after=5)
+        stream.put(10)
+        await stream.clock.advance(30)
+        stream.end()
+        await stream.until(lambda: len(stream.values()) == 30)
+    stream.exactly_once()
+    assert stream.pipeline.late() == []
