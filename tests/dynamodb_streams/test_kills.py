@@ -90,7 +90,10 @@ class Table:
         assert Counter(row["n"] for row in rows) == Counter(range(self.numbers))
         for shard in shards:
             if shard.parent in ended and shard.id in begun:
-                assert ended[shard.parent] < begun[shard.id], f"{shard.id} came before the end of its parent"
+                last, first = rows[ended[shard.parent]], rows[begun[shard.id]]
+                assert ended[shard.parent] < begun[shard.id], (
+                    f"{first} came before the end of its parent, {last}"
+                )
 
 
 class Servers:
