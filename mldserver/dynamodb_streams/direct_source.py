@@ -20,7 +20,7 @@ from mldserver.base.kill_points import kill_point
 from mldserver.dynamodb_streams.beginning import Beginning, inherited, storable, stored
 from mldserver.dynamodb_streams.reader import ShardReader
 from mldserver.dynamodb_streams.shard_tree import LATEST, ShardTree
-from mldserver.dynamodb_streams.sharing import Plan, share
+from mldserver.dynamodb_streams.sharing import Plan, Unread, share
 from mldserver.dynamodb_streams.streams_api import StreamsApi
 from mldserver.errors import InternalError, MldserverError, OperatorError, leaves
 from mldserver.records import Hook, Shard
@@ -108,7 +108,7 @@ class DirectSource:
         self._poll_seconds = poll_seconds
         self._list_seconds = list_seconds
         self._look_seconds = look_seconds
-        self._forsaken_ms = round(forsaken_seconds * 1000)
+        self._unread = Unread(round(forsaken_seconds * 1000))
         self._progress = ProgressLog(clock=clock, seconds=look_seconds)
         self._arn = ""
         self._tree = ShardTree()
@@ -121,7 +121,6 @@ class DirectSource:
         self._reading: dict[str, _Reading] = {}
         self._failed: dict[str, tuple[Backoff, int]] = {}
         """Shards that failed, and the steady time at which they may be begun again."""
-        self._unread_since_ms: dict[str, int] = {}  # since when shards are seen that nobody reads
         self._in_hand = 0  # how many pages are being worked on
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -257,15 +256,14 @@ class DirectSource:
         known = {name: seen.shards[name].owner for name in readable if name in seen.shards}
         owners = dict.fromkeys(readable) | known | dict.fromkeys(self._reading, me)
         unread = {name for name, owner in owners.items() if owner in {None, me} and name not in self._reading}
-        self._unread_since_ms = {name: self._unread_since_ms.get(name, now_ms) for name in unread}
-        forsaken = {name for name in unread if now_ms - self._unread_since_ms[name] >= self._forsaken_ms}
+        forsaken = self._unread.look(unread, now_ms)
         leaving = {name for name, reading in self._reading.items() if reading.leaving.is_set()}
         plan = share(
             owners | dict.fromkeys(forsaken), seen.servers, me, leaving=leaving | unread, forsaken=forsaken
         )
         return Plan(
             tuple(name for name in plan.take if now_ms >= self._failed.get(name, (None, 0))[1]),
-            tuple(name for name in plan.give_up if name not in leaving | unread),
+            tuple(name for name in plan.give_up if name not in leaving | unread | self._unread.kept),
         )
 
     async def _find_children(self, shard_id: str) -> None:

@@ -6,11 +6,16 @@ take the same shard: the ledger's epochs leave it to the later one.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from collections.abc import Set as AbstractSet
+
+
+_KEPT: Final = 10
+"""For how many times as long a shard is kept that had to be forsaken first: whoever it was left to cannot read."""
 
 
 class Plan(NamedTuple):
@@ -50,3 +55,28 @@ def share(
     mine = [shard_id for shard_id, owner in owners.items() if owner == me]
     mine.sort(key=lambda shard_id: (shard_id not in leaving, shard_id))
     return Plan(tuple(take), tuple(mine[: max(0, len(mine) - targets[me])]))
+
+
+@dataclass(slots=True)
+class Unread:
+    """Shards that nobody seems to read, though each has somebody whose turn it is."""
+
+    forsaken_ms: int
+    """After so long anybody may take them."""
+    _since_ms: dict[str, int] = field(default_factory=dict)
+    _kept_until_ms: dict[str, int] = field(default_factory=dict)
+
+    def look(self, unread: AbstractSet[str], now_ms: int) -> frozenset[str]:
+        """Take in which shards are unread now, at a steady time; return those that are forsaken."""
+        self._since_ms = {name: self._since_ms.get(name, now_ms) for name in unread}
+        forsaken = {
+            name for name, since_ms in self._since_ms.items() if now_ms - since_ms >= self.forsaken_ms
+        }
+        kept = {name: ms for name, ms in self._kept_until_ms.items() if now_ms < ms}
+        self._kept_until_ms = kept | dict.fromkeys(forsaken, now_ms + _KEPT * self.forsaken_ms)
+        return frozenset(forsaken)
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """Those that were forsaken lately: whoever has taken one keeps it for now."""
+        return frozenset(self._kept_until_ms)

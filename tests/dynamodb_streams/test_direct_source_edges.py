@@ -119,3 +119,17 @@ async def test_no_window_closes_before_the_children_of_a_shard_that_ended_are_na
         await stream.until(lambda: len(stream.values()) == 30)
     stream.exactly_once()
     assert stream.pipeline.late() == []
+
+
+async def test_a_server_that_cannot_read_the_stream_does_not_starve_the_shards(tmp_path: Path) -> None:
+    stream = Stream(tmp_path, shards=4, servers=2)
+    async with stream.serving("one") as one:
+        await stream.until(lambda: one.connections == 4)
+        cut_off = stream.pipelines["two"]
+        async with cut_off.life():  # its ledger is in reach, AWS is not
+            await stream.clock.advance(20)
+            counts = []
+            for _ in range(30):
+                await stream.clock.advance(1)
+                counts.append(one.connections)
+    assert min(counts) == 4

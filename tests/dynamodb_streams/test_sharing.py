@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.dynamodb_streams.sharing import Plan, share
+from mldserver.dynamodb_streams.sharing import Plan, Unread, share
 
 SERVERS = st.sets(st.sampled_from(["ann", "ben", "cleo", "dan", "eve"]), min_size=1)
 OWNERS = st.dictionaries(
@@ -81,3 +81,14 @@ def test_what_is_shared_fairly_already_stays(owners: dict[str, str | None], serv
         shard: sorted(servers)[place % len(servers)] for place, shard in enumerate(owners)
     }
     assert all(share(fair, servers, server) == Plan((), ()) for server in servers)
+
+
+def test_a_shard_that_nobody_reads_is_forsaken_after_a_while_and_then_kept_for_longer() -> None:
+    unread = Unread(1000)
+    assert unread.look({"s1", "s2"}, 0) == frozenset()
+    assert unread.look({"s1"}, 900) == unread.kept == frozenset()
+    assert unread.look({"s1", "s2"}, 1000) == {"s1"}, "that which somebody read meanwhile begins anew"
+    assert unread.look(set(), 2000) == frozenset()
+    assert unread.kept == {"s1"}
+    unread.look(set(), 11_000)
+    assert unread.kept == frozenset()
