@@ -194,10 +194,10 @@ class _Reading:
         self._positions: dict[str, ShardPosition] = {}
         """Of the shards that are read, and of those that were read to their end and whose children are not open yet."""
         self._since_ms: int | None = None
-        self._begun: tuple[str, ...] = ()
-        """The shards that reading began with; their ancestors are not wanted."""
-        self._latest = False
-        """Whether it began behind the newest records of these."""
+        self._read_before: set[str] = set()
+        """Parents of shards that reading began with: they and their ancestors are not wanted."""
+        self._latest: set[str] = set()
+        """The shards whose newest records it began behind."""
         self._readers: dict[str, ShardReader] = {}
         self._looks: dict[str, int] = {}
         """How often each of them has returned."""
@@ -298,14 +298,13 @@ class _Reading:
             case Since(ms):
                 self._since_ms = ms
             case Sentinel.LATEST:
-                self._latest = True
                 # Later than no record that is wanted, by AWS's clock.
                 self._since_ms = self._clock.now_ms() - CLOCKS_APART_MS
-                leaves = [name for name in self._tree.listing() if not self._tree.children(name)]
-                shards = tuple(map(self._first, leaves))
+                self._latest = {name for name in self._tree.listing() if not self._tree.children(name)}
+                shards = tuple(map(self._first, self._latest))
             case Sentinel.TRIM_HORIZON:
                 pass
-        self._begun = tuple(shard.id for shard in shards)
+        self._read_before = {shard.parent for shard in shards if shard.parent is not None}
         self._positions = {shard.id: shard for shard in shards}
         self._task = asyncio.create_task(self._run(self._open_readable()))
         self._task.add_done_callback(lambda _: self._news.set())
@@ -360,19 +359,19 @@ class _Reading:
 
     def _open_readable(self) -> list[ShardReader]:
         """Open every shard whose time has come; return their readers. Children take their parent's place in the positions."""
-        for ancestor in {each for name in self._begun for each in self._tree.ancestors(name)}.difference(
-            self._begun
-        ):
-            self._tree.finished(ancestor)
+        for parent in self._read_before:
+            for name in (parent, *self._tree.ancestors(parent)):
+                self._tree.finished(name)
         new = [name for name in self._tree.readable() if name not in self._opened]
         positions = [self._positions.get(name) or self._first(name) for name in new]
         for position in positions:
-            latest = self._latest and position.id in self._begun
             self._opened.add(position.id)
             self._positions[position.id] = position
             self._merge.open(position.id, floor_ms=position.effective_ms)
             self._looks[position.id] = 0
-            self._readers[position.id] = self._new_reader(position.id, LATEST if latest else position.start)
+            self._readers[position.id] = self._new_reader(
+                position.id, LATEST if position.id in self._latest else position.start
+            )
         for name in tuple(filter(self._tree.is_finished, self._positions)):
             children = self._tree.children(name)
             if children and self._opened.issuperset(children):
@@ -381,7 +380,8 @@ class _Reading:
 
     def _first(self, shard_id: str) -> ShardPosition:
         """Return where a shard begins that was never read."""
-        (parent,) = self._tree.parents(shard_id) or (None,)
+        # A parent that is not known may turn up yet: it was not read.
+        (parent,) = tuple(filter(self._tree.__contains__, self._tree.parents(shard_id))) or (None,)
         if parent in self._positions:
             return self._positions[parent].child(shard_id)
         since_ms = self._since_ms

@@ -450,6 +450,23 @@ async def test_a_short_answer_at_the_start_is_not_believed(scene: Scene) -> None
 
 
 @virtual
+async def test_a_parent_that_is_listed_long_after_its_child_is_read_all_the_same(scene: Scene) -> None:
+    scene.put("1")
+    (child,) = scene.fake.split(scene.root, children=1, visible_after=50)
+    scene.put("2", shard=child)
+    (grandchild,) = scene.fake.split(child, children=1)
+    scene.fake.shards[grandchild].visible_ms = 0
+    scene.put("3", shard=grandchild)
+    async with scene.stream() as stream:
+        assert sorted(await scene.within(stream, 30)) == ["1", "3"]
+        token = stream.token
+        assert await scene.within(stream, 90) == ["2"]
+    async with scene.stream(token) as stream:
+        scene.put("4", shard=grandchild)
+        assert await scene.within(stream, 20) == ["2", "4"]
+
+
+@virtual
 async def test_a_token_of_another_stream_is_refused_before_anything_changes(scene: Scene) -> None:
     scene.put("1", "2")
     async with scene.stream() as stream:
