@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -257,7 +258,10 @@ class Batches:
             self._link.wake(ProcessRecords(b""))  # the line is kept already
 
     def _superseded(self) -> None:
-        """Another connection has the shard: let go of what is under way, answer unread what is not answered."""
+        """Another connection has the shard: let go of what is under way, answer unread what is not answered.
+
+        The task, if it works on that, is cancelled with the claim, and lets go itself: not before its call has ended.
+        """
         if not self.under_way.awaited:
             owed = self._owed
             self.let_go()
@@ -318,6 +322,9 @@ class Batches:
         intake = shard.intake
         with contextlib.closing(batch):
             async with shard.claim.work():
+                if inspect.iscoroutine(batch.begun) and batch.after != intake.after:
+                    batch.begun.close()  # it waited behind others, and is to know what they brought
+                    batch.begun = None
                 outcome = None if batch.begun is None else await outcome_of(batch.begun)
                 if outcome is None or (not batch.taken and _overlaps(shard, batch, outcome)):
                     delivery = self._delivery(shard, batch.line, batch.received_ms)
@@ -328,8 +335,8 @@ class Batches:
                 if batch.taken or not self._take(shard, outcome, handled_ms):
                     await intake.admitted()
                 answerable_ms = self._clock.steady_ms()
-                if self.finishing:
-                    await intake.drain()
+                if self.finishing and batch is self.under_way.batches[-1]:
+                    await intake.drain()  # once for all of them: the stop has a deadline
         if len(self.under_way.batches) > 1:
             intake.began()  # the next one is worked on: the shard is not silent
         return _Done(outcome, batch.size, batch.received_ms, began_ms, handled_ms, answerable_ms)

@@ -163,7 +163,6 @@ class Conductor:
 
     def _take_unread(self, message: RequestMessage) -> None:
         """Answer for a shard that another connection owns: its records reach the handler there."""
-        self._batches.let_go()
         if not self._told_taken_over:
             self._told_taken_over = True
             self._link.log.warning("shard.taken_over", peer=self._link.peer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,21 @@ DONE = ["began", "accept"]
 def outcome_of(first: int, last: int | None = None) -> BatchOutcome:
     places = Sequence(first), Sequence(first if last is None else last)
     return BatchOutcome(BatchOutline(1, 0, *places, None, 0), None)
+
+
+def line_of(*numbers: int) -> bytes:
+    records = [
+        {
+            "action": "record",
+            "data": "eA==",
+            "partitionKey": "k",
+            "sequenceNumber": str(number),
+            "approximateArrivalTimestamp": 1_700_000_000_000,
+            "subSequenceNumber": 0,
+        }
+        for number in numbers
+    ]
+    return json.dumps({"action": "processRecords", "records": records}).encode() + b"\n"
 
 
 class Stream:
@@ -65,6 +81,12 @@ class Stream:
         await self.daemon.process(number)
         while len(self.given) < number:  # noqa: ASYNC110  # the double has no event for it
             await asyncio.sleep(0)
+
+    def receive(self, data: bytes) -> None:
+        """Let the connection have bytes at this very moment."""
+        (link,) = self.house.listener._serving
+        link.get_buffer(-1)[: len(data)] = data
+        link.buffer_updated(len(data))
 
     async def ahead(self, *numbers: int) -> None:
         """Send batches, each of which is answered before it is done."""
@@ -220,6 +242,22 @@ async def test_records_that_come_again_meanwhile_are_told_from_fresh_ones(stream
     assert stream.shard.after == Sequence(3)
 
 
+async def test_a_long_one_that_has_records_of_those_before_it_is_worked_on_once(stream: Stream) -> None:
+    await stream.warm_up()
+    await stream.ahead(2)
+    runtime = stream.house.runtime
+    # Its bytes are gone once they are passed on: it cannot be worked on again.
+    runtime.empties, runtime.begin = True, runtime.process  # type: ignore[method-assign]  # the double of the double
+    # What comes in parts is a bytearray, as long lines are.
+    line = line_of(2, 3)
+    stream.receive(line[:50])
+    stream.receive(line[50:])
+    stream.begun[1].set_result(outcome_of(2))
+    await stream.daemon.answered("processRecords")
+    assert stream.shard.calls == DONE * 3
+    assert runtime.calls.count(("process", SHARD)) == 1
+
+
 @pytest.mark.parametrize("error", [PeerError("no batch"), RuntimeError("no good")])
 async def test_behind_one_that_fails_nothing_is_taken(
     stream: Stream, logged: list[dict[str, Any]], error: Exception
@@ -264,6 +302,34 @@ async def test_a_new_connection_gets_the_shard_and_is_given_them_again(stream: S
     assert (len(stream.given), stream.accepted()) == (3, 1)
 
 
+async def test_what_comes_with_the_new_connection_leaves_the_call_of_the_old_to_its_cancellation(
+    stream: Stream, logged: list[dict[str, Any]]
+) -> None:
+    await stream.warm_up()
+    await stream.ahead(2)
+    inside, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def rest() -> BatchOutcome:
+        inside.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        return outcome_of(2)
+
+    stream.begun[1].set_result(rest())
+    await inside.wait()
+    stream.house.listener.owners.take(SHARD)
+    stream.receive(line_of(3))
+    await stream.daemon.answered("processRecords")
+    await cancelled.wait()
+    await stream.daemon.process(4)
+    await stream.daemon.answered("processRecords")
+    assert named(logged, "connection.failed") == []
+    assert (stream.accepted(), stream.house.listener._budget.held) == (1, 0)
+
+
 @pytest.mark.parametrize(
     ("request_", "calls"), [("shutdownRequested", ["drain"]), ("shardEnded", ["end"])], ids=["lease", "end"]
 )
@@ -302,6 +368,8 @@ async def test_a_stop_takes_what_is_ahead(stream: Stream) -> None:
         stream.begun[number - 1].set_result(outcome_of(number))
     await drained
     assert stream.accepted() == 3
+    # What all of them brought is made durable at once: a stop has a deadline.
+    assert stream.shard.calls == [*DONE * 3, "drain", "disconnected"]
 
 
 async def test_one_that_takes_long_is_answered_after_its_deadline(
