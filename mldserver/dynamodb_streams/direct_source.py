@@ -18,7 +18,7 @@ from mldserver.base.backoff import Backoff, backoff
 from mldserver.base.clock import first_of
 from mldserver.base.kill_points import kill_point
 from mldserver.dynamodb_streams.beginning import Beginning, inherited, storable, stored
-from mldserver.dynamodb_streams.reader import ShardReader
+from mldserver.dynamodb_streams.reader import CLOCKS_APART_MS, ShardReader
 from mldserver.dynamodb_streams.shard_tree import LATEST, ShardTree
 from mldserver.dynamodb_streams.sharing import Plan, Unread, share
 from mldserver.dynamodb_streams.streams_api import StreamsApi
@@ -114,7 +114,7 @@ class DirectSource:
         self._tree = ShardTree()
         self._first = False
         """Whether nothing was read yet when this server began."""
-        self._first_ms = 0  # the time of day at which it began
+        self._first_ms = 0  # the time of day at which it began, at the earliest
         self._placing: set[str] = set()
         """Shards of the beginning whose place is not durable yet."""
         self._placed = asyncio.Event()
@@ -184,7 +184,8 @@ class DirectSource:
     async def _find(self) -> None:
         """Find the stream and its shards, and see whether they are those that the ledger knows."""
         self._arn = await self._api.resolve(self._stream)
-        self._first_ms = self._clock.now_ms()
+        # By the clock of AWS, which the one of this host may be ahead of: what comes from now on is no earlier.
+        self._first_ms = self._clock.now_ms() - CLOCKS_APART_MS
         while True:
             described = await self._api.describe(self._arn)
             self._learn(described.shards, whole=True)

@@ -133,3 +133,21 @@ async def test_a_server_that_cannot_read_the_stream_does_not_starve_the_shards(t
                 await stream.clock.advance(1)
                 counts.append(one.connections)
     assert min(counts) == 4
+
+
+async def test_latest_loses_nothing_by_a_crash_where_this_hosts_clock_is_ahead_of_aws(tmp_path: Path) -> None:
+    stream = Stream(tmp_path, beginning=Beginning(LATEST))
+
+    def put(number: int) -> None:
+        stream.fake.put({"id": number, "n": number}, at_ms=stream.clock.now_ms() - 3000)
+
+    put(1)
+    await stream.clock.advance(10)
+    async with stream.serving() as source:
+        await stream.until(lambda: bool(stream.handler.opened))
+        assert not source._placing
+        put(2)
+    async with stream.serving():
+        stream.end()
+        await stream.until(lambda: bool(stream.values()))
+    assert stream.values() == [2]
