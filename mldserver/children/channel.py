@@ -13,6 +13,7 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
+import errno
 import functools
 import os
 import select
@@ -197,8 +198,10 @@ class Channel(Generic[M]):
             return False
         except (BrokenPipeError, ConnectionResetError):
             _close(files)  # the reader learns of the end
-        except OSError as error:  # it is too long for this socket, say: it is lost
-            _close(files)
+        except OSError as error:
+            if error.errno == errno.ETOOMANYREFS:
+                return False  # of its user, more descriptors are on their way than a process may have: they will arrive
+            _close(files)  # it is too long for this socket, say: it is lost
             self._loop.call_soon(self._fail, f"a message cannot be sent: {error}")
         return True
 

@@ -9,7 +9,7 @@ import os
 import resource
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -150,6 +150,26 @@ async def test_what_the_socket_does_not_take_at_once_waits_with_its_descriptors(
     await ends.come(number + 1)
     assert ends.received[-1] == (b"last", [b"late"])
     assert not ends.sender._waiting
+
+
+async def test_while_too_many_descriptors_are_on_their_way_a_frame_waits(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send_fds, refusals = socket.send_fds, 3
+
+    def refused(*arguments: Any) -> int:
+        nonlocal refusals
+        refusals -= 1
+        if refusals >= 0:
+            raise OSError(errno.ETOOMANYREFS, "too many references")
+        return send_fds(*arguments)
+
+    monkeypatch.setattr(socket, "send_fds", refused)
+    ends.send(b"first", b"file")
+    await asyncio.sleep(0)
+    ends.send(b"second")
+    await ends.come(2)
+    assert (ends.received, ends.ended) == ([(b"first", [b"file"]), (b"second", [])], [])
 
 
 async def test_the_end_is_told_once_and_sending_after_it_does_nothing(ends: Ends) -> None:
