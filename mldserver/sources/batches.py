@@ -243,6 +243,7 @@ class Batches:
                     self.quiet.set()
                 self._note(_Done(outcome, batch.size, received_ms, received_ms, now_ms, now_ms), now_ms)
         except Exception as error:  # noqa: BLE001  # see above
+            self.let_go()  # neither this one again nor any behind it
             self._refuse(error)
 
     def _refuse(self, error: Exception) -> None:

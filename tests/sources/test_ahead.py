@@ -272,6 +272,28 @@ async def test_behind_one_that_fails_nothing_is_taken(
     assert (stream.accepted(), stream.house.listener._budget.held) == (1, 0)
 
 
+async def test_behind_one_that_cannot_be_taken_nothing_is(
+    stream: Stream, logged: list[dict[str, Any]]
+) -> None:
+    await stream.warm_up()
+    await stream.ahead(2, 3)
+    take, tried = stream.shard.take, []
+
+    def fails_once(outcome: BatchOutcome, now_ms: int, received_ms: int | None = None) -> bool:
+        tried.append(outcome.outline.last)
+        if len(tried) == 1:
+            raise MemoryError("no room")
+        return take(outcome, now_ms, received_ms)
+
+    stream.shard.take = fails_once  # type: ignore[method-assign]  # the double of the double
+    for number in (2, 3):
+        stream.begun[number - 1].set_result(outcome_of(number))
+    await stream.daemon.sees_the_end()
+    await stream.house.empty()
+    assert "no room" in named(logged, "connection.failed")[-1]["what"]
+    assert (tried, stream.accepted()) == ([Sequence(2)], 1)
+
+
 async def test_one_that_fails_ends_the_connection_whose_daemon_waits(stream: Stream) -> None:
     await stream.warm_up()
     await stream.ahead(2)
