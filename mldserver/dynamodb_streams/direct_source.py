@@ -395,7 +395,7 @@ class DirectSource:
             fetch = group.create_task(reader.next())
             while shard.alive and not (page and page.end):
                 await asyncio.wait({leaving, fetch}, return_when=asyncio.FIRST_COMPLETED)
-                if leaving.done():
+                if leaving.done() or not shard.alive:
                     break
                 page = fetch.result()
                 ahead = self._in_hand < _PAGES_AHEAD and not page.end

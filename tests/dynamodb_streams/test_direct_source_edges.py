@@ -151,3 +151,21 @@ async def test_latest_loses_nothing_by_a_crash_where_this_hosts_clock_is_ahead_o
         stream.end()
         await stream.until(lambda: bool(stream.values()))
     assert stream.values() == [2]
+
+
+async def test_no_page_is_handled_of_a_shard_that_was_lost_while_it_was_fetched(tmp_path: Path) -> None:
+    stream = Stream(tmp_path)
+    (shard,) = stream.fake.open_shards
+    handled: list[int] = []
+    async with stream.serving():
+        await stream.clock.advance(5)
+        stream.handler.halts = lambda number: handled.append(number) is not None
+        session = stream.pipeline.coordinator.shards.sessions.live(shard)
+        assert session is not None
+        session.disconnected()
+        stream.put(3)
+        await stream.until(lambda: bool(stream.handler.hooks))
+        assert (stream.handler.hooks, handled) == ([(shard, "LEASE_LOST")], [])
+        stream.end()
+        await stream.until(lambda: len(stream.values()) == 3)
+    stream.exactly_once()
