@@ -103,6 +103,8 @@ OUTWARD: dict[str, Any] = {
     "endpoint_url": "http://localhost:4566",
     "list_shards_interval": "1 min",
     "spark_master": "spark://cluster:7077",
+    "source": "dynamodb://orders?region=eu-central-1",
+    "from": "latest",
 }
 FIXED = {"handler", "out", "listen", "log_file", "log_format", "settle_time", "flush_interval"}
 THE_USERS = {
@@ -114,6 +116,7 @@ THE_USERS = {
     *("recompute_delay", "retention", "retention_bytes", "shard_retention"),
     *("idle_time", "quiet_time", "missing_limit", "max_ahead", "on_ahead"),
     *("connection_limit", "line_limit", "initialize_timeout", "partial_line_timeout", "close_timeout"),
+    "poll_interval",
     *(
         "server_timeout",
         "grace",
