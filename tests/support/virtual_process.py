@@ -261,17 +261,14 @@ class VirtualWorker:
 
 @contextlib.contextmanager
 def stand_ins(replaced: Mapping[object, object], package: str = "mldserver") -> Iterator[None]:
-    """Let other objects stand in for classes, under every name that a loaded module of ``package`` has for them.
-
-    The module that defines a class keeps it, so that a stand-in may be a subclass.
-    """
+    """Let other objects stand in for classes, under every name that a loaded module of ``package`` has for them."""
     changed: list[tuple[Any, str, object]] = []
     try:
         for module_name, module in sorted(sys.modules.items()):
             if module_name.split(".")[0] != package or module_name.startswith(f"{package}.testing"):
                 continue
             for name, value in list(vars(module).items()):
-                if not isinstance(value, type) or value not in replaced or value.__module__ == module_name:
+                if not isinstance(value, type) or value not in replaced:
                     continue
                 changed.append((module, name, value))
                 setattr(module, name, replaced[value])
