@@ -93,6 +93,8 @@ class ShardReader:
         """Time of day of the last look: all that was there then was read, or is not wanted."""
         self._since_ms = start.ms if isinstance(start, Since) else None
         """Until the first record that was created then or later."""
+        self.gaps = 0
+        """How often something was trimmed before it could be read."""
         self._gap = False
         self._ended = False
         self._held: Page | None = None
@@ -175,11 +177,13 @@ class ShardReader:
 
     def _tell_gap(self, event: str, did: str) -> None:
         self._gap = True
+        self.gaps += 1
         log.error(
             event,
             shard=self.shard_id,
             stream=self._arn,
             position=str(self.after),
+            gaps=self.gaps,
             did=did,
             advice="A stream keeps its records for 24 hours: watch the lag.",
         )

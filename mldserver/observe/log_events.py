@@ -208,9 +208,9 @@ stream.unlisted  warning  stream
 stream.retried  warning  action attempt delay_seconds times
     DynamoDB Streams was throttled, out of reach or at fault; it is asked again. Told once a minute, with how
     many ``times`` it came since.
-stream.gap  error  stream position
-    A shard's position was trimmed before it could be read: records are lost.
-stream.shard_gone  error  stream position
+stream.gap  error  stream position gaps
+    A shard's position was trimmed before it could be read: records are lost, so many times since this server reads it.
+stream.shard_gone  error  stream position gaps
     DynamoDB does not know the shard any more: what it still held is lost.
 stream.disabled  warning  stream status newest
     The stream that is named by its ARN was disabled; its table may have a newer one.

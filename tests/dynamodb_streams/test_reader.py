@@ -282,6 +282,7 @@ async def test_trap_12_a_position_that_was_trimmed_in_mid_stream_goes_on_at_the_
     assert script.places == [TRIM_HORIZON, TRIM_HORIZON]
     (gap,) = logged
     assert (gap["event"], gap["level"], gap["shard"], gap["position"]) == ("stream.gap", "error", SHARD, "1")
+    assert gap["gaps"] == 1
 
 
 async def test_trap_12_a_stored_position_that_was_trimmed_goes_on_at_the_horizon(
