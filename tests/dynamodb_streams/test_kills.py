@@ -1,6 +1,7 @@
 """Two server processes share a stream and a ledger, and either is killed at any instant: what comes out is what was put.
 
-Six deaths by day, fifty-two in the long lane. ``CRASH_SEED`` plays the same again.
+Six deaths by day, fifty-two in the long lane, and twelve on a ledger in DynamoDB, whose emulator is slow. ``CRASH_SEED``
+plays the same again.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import pytest
 from crash.lives import Plan
 from crash.local_life import LocalLife
 from crash.seeds import crash_seed
-from crash.test_two_servers import CREDENTIALS, Ground, a_file
+from crash.test_two_servers import CREDENTIALS, Ground, a_file, a_table
 
 from mldserver.testing import FakeStreams
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
 pytestmark = pytest.mark.timeout(1500)
@@ -146,14 +149,25 @@ class Servers:
         life = self._lives.pop(name)
         life.kill()
         code = await life.ended()
-        assert code == -signal.SIGKILL, f"{name} had ended with {code}: {self.told(name)}"
+        assert code == -signal.SIGKILL or self.was_buried(name), (
+            f"{name} had ended with {code}: {self.told(name)}"
+        )
 
     async def finish(self) -> None:
-        """Let both end once all is published."""
+        """Let both end once all is published; one that was taken for dead is started again, as by a supervisor."""
+        codes: dict[str, int] = {}
         for life in self._lives.values():
             life.stream_is_over()
-        codes = {name: await life.ended() for name, life in self._lives.items()}
+        for name in NAMES:
+            while (code := await self._lives[name].ended()) and self.was_buried(name):
+                await self.start(name)
+                self._lives[name].stream_is_over()
+            codes[name] = code
         assert set(codes.values()) == {0}, {name: self.told(name) for name in codes}
+
+    def was_buried(self, name: str) -> bool:
+        """Whether a server ended because the other took it for dead: an emulator may answer too late."""
+        return "raise the time-out" in self.told(name).rpartition("server.starting")[2]
 
     def told(self, name: str) -> str:
         log = self._root / f"{name}.log"
@@ -163,16 +177,26 @@ class Servers:
         return sum(self._root.joinpath(f"{name}.log").read_text().count('"shard.opened"') for name in NAMES)
 
 
+@pytest.mark.parametrize(
+    ("grounds", "kills_by_day", "kills_in_all"),
+    [
+        pytest.param(a_file, 4, 50, id="sqlite"),
+        pytest.param(a_table, 10, 10, id="dynamodb", marks=pytest.mark.long),
+    ],
+)
 async def test_two_servers_on_one_stream_survive_kill_9_of_either_at_any_instant(
     tmp_path: Path,
     long: bool,
     monkeypatch: pytest.MonkeyPatch,
+    grounds: Callable[[], AbstractAsyncContextManager[Ground]],
+    kills_by_day: int,
+    kills_in_all: int,
 ) -> None:
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
     seed, began = crash_seed(), time.monotonic()
-    kills, dice, table = 50 if long else 4, random.Random(seed), Table(seed)
-    async with a_file() as ground, table.fake.serving() as url:
+    kills, dice, table = kills_in_all if long else kills_by_day, random.Random(seed), Table(seed)
+    async with grounds() as ground, table.fake.serving() as url:
         servers = Servers(tmp_path, url, ground, dice)
         writing = asyncio.ensure_future(table.write())
         for name in NAMES:
