@@ -113,12 +113,11 @@ class ShardTree:
         return new
 
     def finished(self, shard_id: str) -> None:
-        """Note that all records of a shard were handed over: its children may start. It need not be known yet."""
-        self._nodes.setdefault(shard_id, _Node(StreamShard(shard_id))).finished = True
+        """Note that nothing of a shard is left to hand over (all of it was, or AWS says that it is gone): its children may start.
 
-    def trimmed(self, shard_id: str) -> None:
-        """Note that AWS says of this very shard that it is gone: there is nothing more to hand over."""
-        self.finished(shard_id)
+        It need not be known yet.
+        """
+        self._nodes.setdefault(shard_id, _Node(StreamShard(shard_id))).finished = True
 
     def is_finished(self, shard_id: str) -> bool:
         """Whether nothing more is to be read of a shard; an unknown one counts as finished."""

@@ -79,7 +79,7 @@ def test_an_old_answer_does_not_open_a_closed_shard_again() -> None:
 
 def test_a_shard_that_aws_says_is_gone_lets_its_children_start() -> None:
     shards = tree(ROOT, LEFT)
-    shards.trimmed("a")
+    shards.finished("a")
     assert shards.readable() == ("b",)
     assert shards.learn([ROOT, LEFT], whole=True) == ()  # an old answer still names it
     assert shards.readable() == ("b",)
