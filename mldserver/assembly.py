@@ -23,7 +23,7 @@ from mldserver.coordinator.core.windows import CoordinatorRules
 from mldserver.coordinator.membership import ServerLocks
 from mldserver.deadletters.destinations import FOLDER, FolderDestination
 from mldserver.deadletters.redriver import Redriver
-from mldserver.errors import NotThereYet, OperatorError
+from mldserver.errors import ConfigError, NotThereYet, OperatorError
 from mldserver.handler.inspection import load_spec
 from mldserver.handler.spec import HandlerKind
 from mldserver.jobs.runner import WindowRunner
@@ -290,8 +290,13 @@ def _reader(settings: Settings, place: DynamoPlace, parts: SourceParts) -> Sourc
     from mldserver.dynamodb_streams.streams_api import streams_client  # noqa: PLC0415  # as above
 
     written = settings.from_.strip()
-    if not written.startswith("{") and Path(written).is_file():
-        written = Path(written).read_text("utf-8")  # a token that `Stream` has given
+    try:
+        if not written.startswith("{") and Path(written).is_file():
+            written = Path(written).read_text("utf-8")  # a token that `Stream` has given
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"from = {written} cannot be read: {error}.", advice="Give a file that holds a token of Stream."
+        ) from error
     region, endpoint_url = place.region or settings.region, place.endpoint_url or settings.endpoint_url
     return DirectSource(
         place.table,

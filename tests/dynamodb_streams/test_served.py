@@ -166,3 +166,15 @@ async def test_trap_06_a_beginning_that_means_nothing_here_ends_the_start(
         server = Server(settings, engine=LocalEngine())
         assert await asyncio.wait_for(server.run(), 30) == EXIT_OPERATOR
     assert [entry["error"] for entry in logged if entry["event"] == "server.failed"] == ["ConfigError"]
+
+
+async def test_a_token_s_file_that_cannot_be_read_is_the_operators_error(
+    tmp_path: Path, handler: str, logged: list[dict[str, Any]]
+) -> None:
+    (tmp_path / "token.json").write_bytes(b"\xff\xfe")
+    settings = reading(
+        tmp_path / "out", handler, "http://127.0.0.1:1", **{"from": str(tmp_path / "token.json")}
+    )
+    assert await asyncio.wait_for(Server(settings, engine=LocalEngine()).run(), 30) == EXIT_OPERATOR
+    (failed,) = [entry for entry in logged if entry["event"] == "server.failed"]
+    assert "token.json cannot be read" in failed["what"]
