@@ -64,8 +64,7 @@ class World:
 
     def settings(self, **changes: Any) -> Any:
         """Windows close by their rows, or by a drain; by no silence."""
-        usual = {"pipeline": "p", "quiet_time": 600.0, "idle_time": 600.0, "recompute_delay": 0.05}
-        return quick(self.out, self.handler, **(usual | changes))
+        return quick(self.out, self.handler, **({"pipeline": "p"} | changes))
 
     def put(self, *seconds: int) -> None:
         """Put a record for each second; its number is how many were put before."""

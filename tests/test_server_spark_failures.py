@@ -43,7 +43,8 @@ def handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "seconds_by_spark"
 
 
-def engine(folder: Path, plan: str, **settings: Any) -> SparkEngine:
+def engine(folder: Path, plan: str) -> SparkEngine:
+    """Only jobs that never end have a deadline, and only who does not listen is not waited for: a slow machine is neither."""
     return SparkEngine(
         "seconds_by_spark",
         "id BIGINT NOT NULL, at TIMESTAMP",
@@ -51,12 +52,12 @@ def engine(folder: Path, plan: str, **settings: Any) -> SparkEngine:
         work_dir=folder / "work",
         cache_dir=folder / "cache",
         command=[sys.executable, str(DRIVER), plan, str(folder / "plan")],
-        cancel_grace=0.2,
-        **settings,
+        job_deadline=5.0 if plan in {"hang", "deaf"} else None,
+        cancel_grace=2.0 if plan == "deaf" else 60.0,
     )
 
 
-def stream() -> FakeStream:
+def filled() -> FakeStream:
     made = FakeStream(2, seed=1, start_ms=1_800_000_000_000)
     for number in range(RECORDS):
         at = f"2027-01-15T08:00:{number // 10:02d}Z"
@@ -65,9 +66,12 @@ def stream() -> FakeStream:
     return made
 
 
+STREAM = filled()
+
+
 async def read_all(server: Server) -> None:
     """Play the stream to its end: every row is durable then, every shard's end checkpointed, whatever Spark does."""
-    daemon = FakeMLD(stream(), await server.listening(), habits=Habits(max_records=30))
+    daemon = FakeMLD(STREAM, await server.listening(), habits=Habits(max_records=30))
     async with asyncio.timeout(60):
         await daemon.run()
     assert (daemon.violations, daemon.life, daemon.finished) == ([], 1, True)
@@ -97,9 +101,8 @@ def told(logged: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
 async def test_a_window_whose_job_fails_is_tried_again_and_comes_out_once(
     tmp_path: Path, handler: str, logged: list[dict[str, Any]], plan: str, failures: int, lost: list[str]
 ) -> None:
-    settings = quick(tmp_path / "out", handler, quiet_time=600.0, idle_time=600.0, window_attempts=5)
-    spark = engine(tmp_path, plan, job_deadline=1.0)
-    async with serving(settings, engine=spark) as server:
+    settings = quick(tmp_path / "out", handler, window_attempts=5)
+    async with serving(settings, engine=engine(tmp_path, plan), stream=STREAM) as server:
         await read_all(server)
         async with asyncio.timeout(60):
             await server.finished()
@@ -115,8 +118,8 @@ async def test_a_window_whose_job_fails_is_tried_again_and_comes_out_once(
 async def test_readiness_is_red_while_spark_is_away_and_green_again_afterwards(
     tmp_path: Path, handler: str, logged: list[dict[str, Any]]
 ) -> None:
-    settings = quick(tmp_path / "out", handler, quiet_time=600.0, idle_time=600.0, window_attempts=5)
-    async with serving(settings, engine=engine(tmp_path, "die")) as server:
+    settings = quick(tmp_path / "out", handler, window_attempts=5)
+    async with serving(settings, engine=engine(tmp_path, "die"), stream=STREAM) as server:
         async with asyncio.timeout(30):
             await server.ready()
         await read_all(server)
@@ -130,8 +133,8 @@ async def test_readiness_is_red_while_spark_is_away_and_green_again_afterwards(
 async def test_under_halt_the_server_says_so_goes_on_reading_and_goes_on_trying(
     tmp_path: Path, handler: str, logged: list[dict[str, Any]]
 ) -> None:
-    settings = quick(tmp_path / "out", handler, quiet_time=600.0, idle_time=600.0, window_attempts=2)
-    async with serving(settings, engine=engine(tmp_path, "fail,fail,fail,fail")) as server:
+    settings = quick(tmp_path / "out", handler, window_attempts=2)
+    async with serving(settings, engine=engine(tmp_path, "fail,fail,fail,fail"), stream=STREAM) as server:
         await read_all(server)
         async with asyncio.timeout(60):
             await server.finished()
@@ -170,12 +173,10 @@ async def test_windows_that_were_set_aside_are_listed_and_run_again(
     settings = quick(
         out,
         handler,
-        quiet_time=600.0,
-        idle_time=600.0,
         window_attempts=2,
         window_on_failure="dead_letter",
     )
-    async with serving(settings, engine=engine(tmp_path, "fail…")) as server:
+    async with serving(settings, engine=engine(tmp_path, "fail…"), stream=STREAM) as server:
         await read_all(server)
         async with asyncio.timeout(60):
             await server.finished()
@@ -190,7 +191,7 @@ async def test_windows_that_were_set_aside_are_listed_and_run_again(
     assert len(listed) == WINDOWS
     assert "ValueError: no good" in await asyncio.to_thread(windows, "show", "2027-01-15T08-00-00Z")
     await asyncio.to_thread(windows, "retry", *(each["window"] for each in listed))
-    async with serving(settings, engine=LocalEngine()) as server:
+    async with serving(settings, engine=LocalEngine(), stream=STREAM) as server:
         async with asyncio.timeout(60):
             await until(lambda: server.status().windows_published == WINDOWS)
     assert ids(out) == Counter(range(RECORDS))

@@ -71,7 +71,7 @@ async def computing(server: Server, spark: SparkEngine) -> int:
 async def test_a_stop_while_a_job_runs_is_a_clean_end(
     tmp_path: Path, handler: str, logged: list[dict[str, Any]], plan: str, said: list[str]
 ) -> None:
-    settings = quick(tmp_path / "out", handler, grace=2.0)
+    settings = quick(tmp_path / "out", handler, grace=5.0)
     spark = engine(tmp_path, plan, stop_grace=0.5 if plan == "stay" else 60)
     async with serving(settings, engine=spark, exit_code=EXIT_CLEAN) as server:
         driver = await computing(server, spark)

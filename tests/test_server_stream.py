@@ -10,7 +10,6 @@ from support.kinesis import FakeKinesis
 from support.serving import KEEP_EVERYTHING, connect, quick, serving, until
 from support.store import SqliteStore
 
-from mldserver.base.clock import SystemClock
 from mldserver.output.layout import LEDGER
 from mldserver.testing import FakeStream
 
@@ -37,7 +36,7 @@ def initialize(shard_id: str) -> bytes:
 async def test_shards_that_the_stream_lists_are_missing_until_a_daemon_connects(
     tmp_path: Path, handler: str
 ) -> None:
-    kinesis = FakeKinesis(FakeStream(4), SystemClock())
+    kinesis = FakeKinesis(FakeStream(4))
     async with serving(settings(tmp_path, handler), kinesis=kinesis.make) as server, asyncio.timeout(30):
         await until(lambda: server.status().shards_missing == kinesis.stream.open_shards)
         assert kinesis.clients == 1
@@ -48,7 +47,7 @@ async def test_a_child_that_connects_before_the_next_listing_is_asked_for_and_co
     tmp_path: Path, handler: str
 ) -> None:
     stream = FakeStream(1)
-    kinesis = FakeKinesis(stream, SystemClock())
+    kinesis = FakeKinesis(stream)
     async with serving(settings(tmp_path, handler), kinesis=kinesis.make) as server, asyncio.timeout(30):
         await until(lambda: len(server.status().shards_missing) == 1)
         [parent] = stream.open_shards

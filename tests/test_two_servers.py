@@ -70,10 +70,6 @@ def exactly_once(out: Path, records: int) -> None:
     assert Counter(ids(out)) + Counter(ids(out / "_late")) == Counter(range(records))
 
 
-def calm(out: Path, handler: str, **changes: Any) -> Any:
-    return quick(out, handler, quiet_time=600.0, idle_time=600.0, **changes)
-
-
 @contextlib.asynccontextmanager
 async def playing(application: Application) -> AsyncIterator[list[asyncio.Task[int]]]:
     async with asyncio.TaskGroup() as group:
@@ -86,7 +82,9 @@ async def test_leases_that_move_between_servers_neither_lose_nor_double_a_row(
 ) -> None:
     records, out = 1500, tmp_path / "out"
     application = Application(filled(records, seed=seed), seed=seed, habits=Habits(seed=seed, max_records=20))
-    async with serving(calm(out, handler)) as one, serving(calm(out, handler)) as two:
+    settings = quick(out, handler)
+    stream = application.stream
+    async with serving(settings, stream=stream) as one, serving(settings, stream=stream) as two:
         for daemon, server in zip(application.daemons.values(), (one, two), strict=True):
             daemon.address = await server.listening()
         async with asyncio.timeout(90), playing(application) as daemons:
@@ -121,7 +119,7 @@ async def test_a_server_that_was_taken_for_dead_exits_with_a_fault_and_its_daemo
     tmp_path: Path, handler: str, logged: list[dict[str, Any]]
 ) -> None:
     out = tmp_path / "out"
-    server = Server(calm(out, handler, server_id="one"), engine=LocalEngine())
+    server = Server(quick(out, handler, server_id="one"), engine=LocalEngine())
     async with asyncio.TaskGroup() as group, asyncio.timeout(20):
         life = group.create_task(server.run())
         await server.listening()

@@ -8,7 +8,7 @@ import tempfile
 import threading
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import pytest
 from py4j.protocol import Py4JJavaError
@@ -65,8 +65,7 @@ class Shop:
         )
 
     def settings(self, late: str) -> Settings:
-        given: dict[str, Any] = {"listen": self._address, "quiet_time": 600.0, "idle_time": 600.0}
-        return quick(self.out, "read_by_spark", late=late, recompute_delay=0.02, **given)
+        return quick(self.out, "read_by_spark", late=late, recompute_delay=0.02, listen=self._address)
 
     def put(self, second: int, *ids: int) -> None:
         for number in ids:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+from mldserver.base.clock import SystemClock
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
@@ -19,14 +21,14 @@ _PAGE = 3
 class FakeKinesis:
     """Lists a stream's shards as they are when it answers."""
 
-    def __init__(self, stream: FakeStream, clock: Clock, *, latency: float = 0.0) -> None:
-        """Answer after ``latency`` seconds of ``clock``."""
+    def __init__(self, stream: FakeStream, clock: Clock | None = None, *, latency: float = 0.0) -> None:
+        """Answer after ``latency`` seconds of ``clock``; None: the machine's."""
         self.stream = stream
         self.listings = 0
         """How many were asked for."""
         self.clients = 0
         """How many clients are open."""
-        self._clock = clock
+        self._clock = clock or SystemClock()
         self._latency = latency
 
     @contextlib.asynccontextmanager
