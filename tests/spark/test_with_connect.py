@@ -3,75 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import socket
-import subprocess
-import sys
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pyspark
 import pytest
+from support.cluster import spark_parts
 
 from mldserver.errors import WindowFailed
 from mldserver.jobs.engine import WindowJob
 from mldserver.spark.client import SparkEngine
 from mldserver.windows import Window
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
 pytest.importorskip("grpc", reason="Spark Connect's packages are not installed")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
 HERE = Path(__file__).parent
-HOME = Path(pyspark.__file__).parent
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@asynccontextmanager
-async def connect_server() -> AsyncIterator[str]:
-    """Run a Spark Connect server of our own and yield its address."""
-    port = free_port()
-    settings = {
-        "spark.connect.grpc.binding.address": "127.0.0.1",
-        "spark.connect.grpc.binding.port": str(port),
-        "spark.master": "local[1]",
-        "spark.ui.enabled": "false",
-        "spark.driver.defaultJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
-    }
-    options = [word for name, value in settings.items() for word in ("--conf", f"{name}={value}")]
-    name = "org.apache.spark.sql.connect.service.SparkConnectServer"
-    process = await asyncio.create_subprocess_exec(
-        str(HOME / "bin" / "spark-submit"),
-        *("--class", name, *options, "spark-internal"),
-        env={**os.environ, "SPARK_LOCAL_IP": "127.0.0.1", "PYSPARK_PYTHON": sys.executable},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-    assert process.stderr is not None
-    try:
-        while line := await process.stderr.readline():
-            if b"Spark Connect server started" in line:
-                break
-        async with asyncio.TaskGroup() as tasks:
-            drain = tasks.create_task(process.stderr.read())
-            yield f"sc://127.0.0.1:{port}"
-            drain.cancel()
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
 
 
 def segment(folder: Path) -> str:
@@ -89,7 +38,8 @@ async def test_windows_are_computed_failed_and_cancelled_over_connect(tmp_path: 
         window = Window(name, None, None)
         return WindowJob(window, 1, (rows,), str(tmp_path / "staging" / name), 3, 1000)
 
-    async with connect_server() as address:
+    async with spark_parts(tmp_path) as parts:
+        _, address = await parts.connect_server()
         engine = SparkEngine(
             "window_handlers:Windows",
             "carrier STRING, delay DOUBLE",

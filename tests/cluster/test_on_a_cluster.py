@@ -1,0 +1,82 @@
+"""The engine on a real standalone cluster: a master and two workers, each with an executor of one core."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support.cluster import CONF, spark_parts
+
+from mldserver.jobs.engine import WindowJob
+from mldserver.spark.client import SparkEngine
+from mldserver.windows import Window
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+
+HANDLERS = Path(__file__).parents[1] / "spark"
+ROWS = 500
+MIB = 1024 * 1024
+
+
+@asynccontextmanager
+async def running(engine: SparkEngine) -> AsyncIterator[SparkEngine]:
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(engine.run())
+        try:
+            await engine.ready()
+            yield engine
+        finally:
+            await engine.close()
+
+
+def engine(master: str, work: Path, **changes: Any) -> SparkEngine:
+    given: dict[str, Any] = {
+        "master": master,
+        "conf": CONF,
+        "work_dir": work,
+        "python_path": (str(HANDLERS),),
+        "quick": True,
+        **changes,
+    }
+    return SparkEngine("window_handlers:Windows", "carrier STRING, delay DOUBLE", **given)
+
+
+def segments(folder: Path, count: int) -> tuple[str, ...]:
+    """Write segments, each with ROWS rows of its own."""
+    folder.mkdir()
+    for number in range(count):
+        delays = [float(number * ROWS + i) for i in range(ROWS)]
+        rows = {"carrier": ["AA" if i % 3 else "UA" for i in range(ROWS)], "delay": delays}
+        pq.write_table(
+            pa.table({**rows, "_time": pa.array(range(ROWS), pa.int64())}), folder / f"{number}.parquet"
+        )
+    return tuple(map(str, sorted(folder.glob("*.parquet"))))
+
+
+async def test_windows_are_computed_on_all_executors_of_a_cluster_exactly(tmp_path: Path) -> None:
+    paths = segments(tmp_path / "segments", 4)
+    async with spark_parts(tmp_path) as parts:
+        _, workers = await parts.cluster(workers=2)
+        async with running(engine(parts.url, tmp_path / "work")) as spark:
+            for name in ("identity", "grouped"):
+                window = Window(name, None, None)
+                job = WindowJob(window, 1, paths, str(tmp_path / "staging" / name), 4 * ROWS, 64 * MIB)
+                result = await spark.compute(job)
+                files = [tmp_path / "staging" / name / file for file in result.files]
+                table = pa.concat_tables(pq.ParquetFile(file).read() for file in files)
+                if name == "identity":
+                    assert len(files) > 1
+                    assert sorted(table["delay"].to_pylist()) == [float(i) for i in range(4 * ROWS)]
+                else:
+                    counts = dict(zip(*(table[c].to_pylist() for c in ("carrier", "flights")), strict=True))
+                    assert counts == {"UA": 4 * 167, "AA": 4 * 333}
+            assert [len(worker.executors()) for worker in workers] == [1, 1]
+    assert [worker.executors() for worker in workers] == [[], []]
