@@ -433,5 +433,7 @@ def _red(parts: Parts) -> tuple[str, bool] | None:
     if trouble is not None:
         return trouble, True
     if parts.engine is not None and not parts.engine.is_ready:
-        return "Spark is not running: windows wait for it, rows go on being stored", False
+        why = parts.engine.trouble
+        reason = "Spark is not running" if why is None else f"Spark computes no window. {why}"
+        return f"{reason}: windows wait for it, rows go on being stored", why is not None
     return None

@@ -17,6 +17,7 @@ class World:
     """The parts as readiness sees them, under the test's control."""
 
     spark: bool = True
+    spark_trouble: str | None = None
     halted: tuple[str, ...] = ()
     flush_failing: bool = False
     stuck: bool = False
@@ -39,7 +40,7 @@ class World:
             coordinator=SimpleNamespace(status=lambda: status),
             source=SimpleNamespace(waits_for=None if self.listening else "no address is listened on"),
             runtime=SimpleNamespace(trouble=self.trouble),
-            engine=SimpleNamespace(is_ready=self.spark),
+            engine=SimpleNamespace(is_ready=self.spark, trouble=self.spark_trouble),
         )
         return self.readiness.look(cast("Parts", parts))
 
@@ -89,6 +90,18 @@ def test_what_breaks_while_spark_is_away_is_told_too() -> None:
     world.halted = ("2013-01-01T10-00-00Z",)
     assert world.look() is None
     world.halted, world.spark = (), True
+    assert told(world.look()) == "ready"
+
+
+def test_what_spark_waits_for_is_told_in_its_words_also_while_it_starts() -> None:
+    world = World(spark=False)
+    assert world.look() is None
+    world.spark_trouble = "The cluster has given it no executors for 20 s"
+    assert told(world.look()) == (
+        "Spark computes no window. The cluster has given it no executors for 20 s: windows wait for it, rows go on being stored"
+    )
+    assert world.look() is None
+    world.spark, world.spark_trouble = True, None
     assert told(world.look()) == "ready"
 
 

@@ -330,6 +330,20 @@ def optional(of: Kind[T], *, word: str = "none") -> Kind[T | None]:
     return Kind(f"{of.allowed}, or {word}", parse, show, metavar=of.metavar)
 
 
+def or_word(of: Kind[T], word: str) -> Kind[Any]:
+    """The kind, or a ``word`` that stands for itself."""
+
+    def parse(raw: object) -> T | str:
+        return (
+            word if isinstance(raw, str) and raw.strip().lower().replace("-", "_") == word else of.parse(raw)
+        )
+
+    def show(value: T | str) -> str:
+        return value if isinstance(value, str) else of.show(value)
+
+    return Kind(f"{of.allowed}, or {word}", parse, show, metavar=of.metavar)
+
+
 _CLASS_NAME = re.compile(rf"{_IDENTIFIER}(\.{_IDENTIFIER})*")
 _RETRY = re.compile(r"retry(?::(?P<attempts>[1-9]\d{0,8}))?")
 

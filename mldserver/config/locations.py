@@ -154,6 +154,45 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
         ) from error
 
 
+_LOCAL_MASTER = re.compile(
+    r"local|local\[(\*|[1-9]\d*)(\s*,\s*\d+)?\]|local-cluster\[\s*\d+\s*,\s*\d+\s*,\s*\d+\s*\]"
+)
+_HOST_AND_PORT = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?")
+
+
+@kind(
+    "local, local[N], local[*], spark://HOST:PORT, yarn, k8s://URL or sc://HOST:PORT, as Spark takes them",
+    metavar="MASTER",
+)
+def spark_master(raw: object) -> str:
+    """A master on which a session can be made, as far as its name tells. It may hold a token: no message repeats it."""
+    master = as_text(raw)
+    scheme, url, rest = master.partition("://")
+    if not url:
+        if master != "yarn" and not _LOCAL_MASTER.fullmatch(master):
+            raise ValueError("it is no master that Spark knows")
+    elif scheme == "spark":
+        if not all((match := _HOST_AND_PORT.fullmatch(each)) and match[2] for each in rest.split(",")):
+            raise ValueError("after spark:// comes HOST:PORT, or several with commas between")
+    elif scheme == "k8s":
+        web, url, server = rest.rpartition("://")
+        if web not in ({"http", "https"} if url else {""}) or not urlsplit(f"//{server}").hostname:
+            raise ValueError("after k8s:// comes the URL of the cluster's API, such as https://HOST:PORT")
+    elif scheme == "sc":
+        server, *options = rest.split(";")
+        if not _HOST_AND_PORT.fullmatch(server.removesuffix("/")):
+            raise ValueError(
+                "after sc:// comes HOST or HOST:PORT, and /; before the first of KEY=VALUE;KEY=VALUE"
+            )
+        if not all(
+            key and equals and "=" not in value for key, equals, value in (o.partition("=") for o in options)
+        ):
+            raise ValueError("after sc://HOST:PORT/; come KEY=VALUE with ';' between them")
+    else:
+        raise ValueError("no cluster that Spark knows has such a URL")
+    return master
+
+
 _PARQUET: Final = "parquet"
 _SQL_PART: Final = r"(?:[\w$#]+|\"[^\"]+\"|`[^`]+`|\[[^\]]+\])"
 _SQL_NAME = re.compile(rf"{_SQL_PART}(?:\.{_SQL_PART})*")

@@ -70,6 +70,8 @@ def resolve(
             f"{CONFIG_FILE}.",
         )
     _check(settings)
+    if handler_required:
+        _check_yarn(settings, environ)
     return settings
 
 
@@ -192,6 +194,16 @@ def _check(settings: Settings) -> None:
             f"on_key_failure = park ({settings.origin('on_key_failure')}) needs dead letters in the ledger: only it "
             "tells which keys wait.",
             advice="Leave dead_letters out, or set on_key_failure = continue.",
+        )
+
+
+def _check_yarn(settings: Settings, environ: Mapping[str, str]) -> None:
+    variables = ("HADOOP_CONF_DIR", "YARN_CONF_DIR")
+    if settings.spark_master == "yarn" and not any(environ.get(variable) for variable in variables):
+        raise ConfigError(
+            f"spark_master = yarn ({settings.origin('spark_master')}): Spark finds the cluster by its configuration, "
+            f"and neither {' nor '.join(variables)} names its folder.",
+            advice="Set one of these variables to the folder that holds yarn-site.xml and core-site.xml.",
         )
 
 

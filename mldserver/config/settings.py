@@ -242,8 +242,11 @@ class WindowSettings:
     """First wait between runs; it doubles."""
     window_retry_cap_seconds: float = rare(seconds(), 60.0)
     """Longest wait between runs."""
-    window_deadline_seconds: float | None = rare(kinds.optional(seconds()), None)
-    """A run that takes longer is cancelled."""
+    window_deadline_seconds: float | Literal["by_size"] | None = rare(
+        kinds.optional(kinds.or_word(seconds(), "by_size")), "by_size"
+    )
+    """A run that takes longer is cancelled. by_size: 15 minutes, and 10 s for each MiB of its segments (for a write
+    into a table 5 s for each 1,000 rows). A wait for a cluster's executors does not count."""
     window_concurrency: int = setting(kinds.count(at_least=1), 1)
     """Windows that Spark computes at a time."""
     window_group: int = rare(kinds.count(at_least=1), 16)
@@ -277,7 +280,7 @@ class StreamSettings:
 class SparkSettings:
     """Spark: where windows are computed."""
 
-    spark_master: str = setting(kinds.text("a Spark master or an sc:// URL"), "local[*]")
+    spark_master: str = setting(locations.spark_master, "local[*]")
     """Spark master, or a Spark Connect URL."""
     spark_conf: Mapping[str, str] = setting(kinds.pairs, Made(dict, "none"))
     """Spark properties; may be repeated."""

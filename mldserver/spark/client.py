@@ -26,7 +26,7 @@ import structlog
 from mldserver.base.backoff import Backoff
 from mldserver.base.clock import Clock, SystemClock, happens
 from mldserver.errors import DriverLost, HandlerInvalid, HandlerUnready, NotThereYet, OperatorError
-from mldserver.jobs.engine import PublishJob, WindowJob, WindowResult
+from mldserver.jobs.engine import PublishJob, WindowJob, WindowResult, deadline_seconds
 from mldserver.spark.driver_messages import Start
 from mldserver.spark.driver_session import Life, driver_command
 from mldserver.spark.java import Java, archive_path, discard, is_there, probe
@@ -35,6 +35,7 @@ from mldserver.spark.session import environment, is_connect, is_local
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from mldserver.jobs.engine import Deadline
     from mldserver.spark.sinks.sink import SinkSpec
 
 log = structlog.get_logger("mldserver")
@@ -70,8 +71,8 @@ class SparkEngine:
     python_path: Sequence[str] | None = None
     """Folders that are importable in the driver and in Spark's workers; None: the working directory."""
     concurrency: int = 1
-    job_deadline: float | None = None
-    """What a window's job may take; None: for ever."""
+    job_deadline: Deadline = None
+    """What a window's job may take: the setting ``window_deadline``."""
     start_deadline: float = 600
     cancel_grace: float = 10
     stop_grace: float = 10
@@ -118,12 +119,22 @@ class SparkEngine:
         self._ended = asyncio.Event()
         self._starts = 0
         self._failed_starts = 0
+        self._lost: str | None = None
+        """How the last driver ended, until another is warm."""
         self._was_ready = False
 
     @property
     def is_ready(self) -> bool:
         """Whether a job would start at once."""
-        return self._ready_life is not None and not self._ready_life.over.is_set()
+        life = self._ready_life
+        return life is not None and not life.over.is_set() and not life.trouble
+
+    @property
+    def trouble(self) -> str | None:
+        """Why no job would start, in words: what the driver says, or how the last one ended."""
+        if (life := self._life) is not None:
+            return life.reason(briefly=True) if life.over.is_set() else life.trouble or self._lost
+        return self._lost
 
     async def run(self) -> None:
         """Live until closed or cancelled.
@@ -160,10 +171,9 @@ class SparkEngine:
         See ``Engine.compute_group``.
         """
         began = time.monotonic()
-        deadline = None if self.job_deadline is None else self.job_deadline * len(jobs)
         async with self._slots:
             life = await self._ready()
-            outputs = await life.compute(jobs, deadline)
+            outputs = await life.compute(jobs, deadline_seconds(self.job_deadline, jobs))
         seconds = time.monotonic() - began
         return tuple(WindowResult(output.files, output.rows, seconds) for output in outputs)
 
@@ -171,7 +181,7 @@ class SparkEngine:
         """Write an output into the table, waiting for a driver and for a free slot first. See ``Engine.publish``."""
         async with self._slots:
             life = await self._ready()
-            await life.publish(job, self.job_deadline)
+            await life.publish(job, deadline_seconds(self.job_deadline, (job,)))
 
     async def close(self) -> None:
         """Stop the driver in good order within the grace, kill it beyond. No process is left on return."""
@@ -208,7 +218,7 @@ class SparkEngine:
             try:
                 life = await self._one_life(java)
             except OSError as error:
-                reason = f"No process could be started: {error}"
+                self._lost = reason = f"No process could be started: {error}"
             else:
                 if self._closing.is_set():
                     return
@@ -268,6 +278,8 @@ class SparkEngine:
                 await life.live(self.start_deadline)
                 follow.cancel()
         finally:
+            if self._life is not None:
+                self._lost = self._life.reason(briefly=True)
             self._life = None
             self._announce(None)
             await asyncio.to_thread(shutil.rmtree, start.scratch, ignore_errors=True)
@@ -281,6 +293,7 @@ class SparkEngine:
         """Say when the driver is ready; later, make the class archive that is ``wanted``."""
         await life.warm.wait()
         self._was_ready = True
+        self._lost = None
         self._announce(life)
         started = life.started
         log.info(

@@ -159,7 +159,7 @@ class Jobs:
             spark.sparkContext.setJobGroup(job.group, f"window {window.id}{others}", interruptOnCancel=False)
         try:
             if isinstance(job.run, wire.Run):
-                schema, cores = self.schema, self.session.cores
+                schema, cores = self.schema, self.session.slots()
                 return wire.Done(job.run.id, run_windows(spark, schema, self.pipeline, job.run.jobs, cores))
             if self.sink is None:
                 raise ValueError("no table was named to publish into")
@@ -295,7 +295,7 @@ class Driver:
         window = Window("warm-up", None, None)
         job = WindowJob(window, 0, (str(place / "segment"),), str(place / "out"), 1, 1)
         try:
-            warm_up(session.spark, start.schema, job, session.cores)
+            warm_up(session.spark, start.schema, job, session.slots())
         except Exception as error:  # what it means depends on where Spark runs
             if is_local(start.master):
                 raise

@@ -2,7 +2,7 @@
 
 server → driver    Start, then any number of Run, Publish and Cancel, then Stop (or just the end of the socket)
 driver → server    Started, Warm (or StartFailed), then Progress, and for each Run and Publish once Done or FailedJob;
-                   Log at any time, JvmGone at the end
+                   Health and Log at any time, JvmGone at the end
 
 An error is put into a message for the person who wrote ``on_window``. A failed call into Spark brings fifty lines of py4j
 and Java with it. What helps is the sentence of the innermost error and the user's own frames; that is what is kept.
@@ -137,6 +137,15 @@ class FailedJob(channel.Message, frozen=True):
     cancelled: bool = False
 
 
+class Health(channel.Message, frozen=True):
+    """Whether a job would run now. Sent when that changes."""
+
+    trouble: str
+    """Why it would not, in a sentence; empty: it would."""
+    over: bool = False
+    """Whether nothing will ever run on this session: the driver ends."""
+
+
 class JvmGone(channel.Message, frozen=True):
     """The driver's last words when its JVM has died under it."""
 
@@ -152,7 +161,7 @@ class Log(channel.Message, frozen=True):
 
 
 FromServer = Start | Run | Publish | Cancel | Stop
-FromDriver = Started | Warm | StartFailed | Progress | Done | FailedJob | JvmGone | Log
+FromDriver = Started | Warm | StartFailed | Progress | Done | FailedJob | Health | JvmGone | Log
 Message = FromServer | FromDriver
 
 

@@ -67,6 +67,8 @@ class Life:
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._stdout, self._stderr = Printed(), Printed()
         self._reason = ""
+        self.trouble: str | None = None
+        """Why a job would not run, as the driver says."""
         self.over = asyncio.Event()
         """Set when a job would not even be sent: the driver is dead, or is being killed."""
         self.warm = asyncio.Event()
@@ -102,11 +104,11 @@ class Life:
         """The driver's exit code, once it is dead."""
         return self._child.exit_code
 
-    def reason(self) -> str:
-        """Return why the life ended, in a sentence."""
+    def reason(self, *, briefly: bool = False) -> str:
+        """Return why the life ended, in a sentence; unless ``briefly`` with what was said last."""
         if self._reason:
             return self._reason
-        said = f" It said last: {' | '.join(self._last_lines)}" if self._last_lines else ""
+        said = f" It said last: {' | '.join(self._last_lines)}" if self._last_lines and not briefly else ""
         if self.jvm_exit_code is not None:
             return f"The JVM died ({ending(self.jvm_exit_code)}), and its driver with it.{said}"
         if self.failed is not None:
@@ -185,16 +187,15 @@ class Life:
         try:
             self._channel.send(asked)
             kill_point("sink.writing" if isinstance(asked, wire.Publish) else "job.running")
-            async with asyncio.timeout(deadline) as limit:
-                return await answer
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise WindowFailed(
-                f"The job ran longer than its deadline of {deadline:g} seconds.",
-                did="It was cancelled.",
-                **_window_of(asked),
-            ) from None
+            while not (await asyncio.wait({answer}, timeout=deadline))[0]:
+                if self.trouble is None:
+                    raise WindowFailed(
+                        f"The job ran longer than its deadline of {deadline:g} seconds.",
+                        did="It was cancelled.",
+                        **_window_of(asked),
+                    )
+                # One that waits for the cluster has its time once more: to run it again would not be quicker.
+            return answer.result()
         finally:
             no_answer = self._waiting.pop(asked.id, None) is not None
             if no_answer and not self.over.is_set() and self._tasks is not None:
@@ -226,23 +227,29 @@ class Life:
                 self.failed = message
             case wire.Done() | wire.FailedJob():
                 self._answer(message)
-            case wire.Progress() if message.id in self._waiting:
-                asked = self._waiting[message.id][0]
-                log.debug(
-                    "spark.progress",
-                    window=asked.job.window.id,
-                    job=message.id,
-                    stages=message.stages,
-                    tasks=message.tasks,
-                    tasks_done=message.tasks_done,
-                )
             case wire.Progress():
-                pass  # the last words of a job that nobody waits for
+                self._take_progress(message)
+            case wire.Health():
+                self.trouble = message.trouble or None
+                if message.over:
+                    self._reason = self._reason or message.trouble
             case wire.JvmGone():
                 self.jvm_exit_code = message.exit_code
             case wire.Log():
                 self._last_lines.append(message.text[:_LINE_CHARACTERS])
                 self._log(Entry(message.level, message.text, "mldserver.spark.driver"))
+
+    def _take_progress(self, message: wire.Progress) -> None:
+        if message.id in self._waiting:  # or it is the last word of a job that nobody waits for
+            asked = self._waiting[message.id][0]
+            log.debug(
+                "spark.progress",
+                window=asked.job.window.id,
+                job=message.id,
+                stages=message.stages,
+                tasks=message.tasks,
+                tasks_done=message.tasks_done,
+            )
 
     def _answer(self, message: wire.Done | wire.FailedJob) -> None:
         if message.id in self._cancelling:

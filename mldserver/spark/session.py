@@ -7,6 +7,7 @@ long as the server. Where the start's seconds go, and what halves them, is told 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,8 +174,8 @@ class Session:
 
     spark: SparkSession
     connect: bool
-    cores: int
-    """Tasks that run at the same time, as far as it is known: bounds how finely small windows are cut."""
+    cores: int | None
+    """Of a local master, which never change; None: ``slots`` asks the cluster."""
     jvm: Popen[bytes] | None
     """The JVM's process; None on Spark Connect."""
 
@@ -182,6 +183,19 @@ class Session:
     def ui(self) -> str | None:
         """The UI's address, if there is one."""
         return None if self.connect else self.spark.sparkContext.uiWebUrl
+
+    def slots(self) -> int:
+        """Return how many tasks run at the same time, as the cluster is now: bounds how finely small windows are cut.
+
+        A Connect server is asked in a round trip without a job, by the plan of a range that names no parts.
+        """
+        if self.cores is not None:
+            return self.cores
+        if not self.connect:
+            return self.spark.sparkContext.defaultParallelism
+        (plan,) = self.spark.sql("EXPLAIN SELECT * FROM range(1)").collect()
+        found = re.search(r"splits=(\d+)", plan[0])
+        return int(found[1]) if found else os.cpu_count() or 1
 
     @property
     def is_stopped(self) -> bool:
@@ -216,12 +230,9 @@ def open_session(start: Start) -> Session:
         builder = builder.config(name, value)
     spark: SparkSession = builder.getOrCreate()
     if connect:
-        return Session(
-            spark, connect=True, cores=int(spark.conf.get("spark.sql.shuffle.partitions") or cores), jvm=None
-        )
-    return Session(
-        spark, connect=False, cores=spark.sparkContext.defaultParallelism, jvm=_gateway(spark).proc
-    )
+        return Session(spark, connect=True, cores=None, jvm=None)
+    local = spark.sparkContext.defaultParallelism if is_local(start.master) else None
+    return Session(spark, connect=False, cores=local, jvm=_gateway(spark).proc)
 
 
 def _gateway(spark: SparkSession) -> Any:

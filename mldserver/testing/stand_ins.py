@@ -76,6 +76,10 @@ class LocalEngine:
         """Whether ``run`` has started it and ``close`` has not ended it."""
         return self._ready.is_set() and not self._closed.is_set()
 
+    @property
+    def trouble(self) -> None:
+        """None: it never is in any."""
+
     async def ready(self) -> None:
         """Return once ``run`` has started it."""
         await self._ready.wait()

@@ -262,6 +262,15 @@ def test_a_named_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert "cannot be read: No such file" in refusal(config=tmp_path / "none.toml")
 
 
+def test_yarn_without_its_configuration_is_refused_where_a_handler_is_to_run() -> None:
+    given = {"handler": "h", "spark_master": "yarn"}
+    told = refusal(command_line=given)
+    assert "yarn (command line --spark-master)" in told
+    assert "neither HADOOP_CONF_DIR nor YARN_CONF_DIR" in told
+    resolve(given, environ={}, folder=Path("/nowhere"), handler_required=False)
+    resolved(given, environ={"YARN_CONF_DIR": "/etc/hadoop/conf"})
+
+
 def test_no_handler_at_all_is_refused() -> None:
     assert "No handler was named" in refusal(command_line={"handler": None})
 

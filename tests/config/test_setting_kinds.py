@@ -261,3 +261,59 @@ def test_optional_values_may_be_none() -> None:
     assert kind.parse(None) is None
     assert kind.parse("5 s") == 5.0
     assert (kind.show(None), kind.show(5.0)) == ("none", "5 s")
+
+
+def test_a_word_may_stand_for_itself() -> None:
+    kind = kinds.optional(kinds.or_word(kinds.duration_seconds(), "by_size"))
+    assert [kind.parse(raw) for raw in ("5 s", "By-Size", "none", 7)] == [5.0, "by_size", None, 7.0]
+    assert [kind.show(value) for value in (5.0, "by_size", None)] == ["5 s", "by_size", "none"]
+    assert kind.allowed.endswith(", or by_size, or none")
+
+
+@pytest.mark.parametrize(
+    "master",
+    [
+        *("local", "local[4]", "local[*]", "local[2,3]", "local-cluster[2,1,1024]", "yarn"),
+        *("spark://h:7077", "spark://a.b:7077,10.0.0.1:7077", "spark://[::1]:7077"),
+        *("k8s://https://h:6443", "k8s://kubernetes.default.svc", "k8s://http://127.0.0.1:8001/path"),
+        *(
+            "sc://h",
+            "sc://h:15002",
+            "sc://h:15002/",
+            "sc://h:443/;use_ssl=true;token=abc",
+            "sc://h/;user_id=me",
+        ),
+    ],
+)
+def test_a_master_is_what_spark_takes(master: str) -> None:
+    assert locations.spark_master.parse(f" {master} ") == master
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        ("foo", "no master that Spark knows"),
+        ("local[x]", "no master that Spark knows"),
+        ("local[0]", "no master that Spark knows"),
+        ("yarn-client", "no master that Spark knows"),
+        ("", "empty"),
+        ("foo://x", "no cluster that Spark knows has such a URL"),
+        ("http://h:7077", "no cluster that Spark knows has such a URL"),
+        ("spark://", "after spark:// comes HOST:PORT"),
+        ("spark://h", "after spark:// comes HOST:PORT"),
+        ("spark://h:7077,", "after spark:// comes HOST:PORT"),
+        ("spark://h:port", "after spark:// comes HOST:PORT"),
+        ("k8s://", "after k8s:// comes the URL"),
+        ("k8s://https://", "after k8s:// comes the URL"),
+        ("k8s://ftp://h", "after k8s:// comes the URL"),
+        ("sc://", "after sc:// comes HOST"),
+        ("sc://h:15002/path", "after sc:// comes HOST"),
+        ("sc://h:x", "after sc:// comes HOST"),
+        ("sc://h/;token", "come KEY=VALUE"),
+        ("sc://h/;token=hush=hush", "come KEY=VALUE"),
+    ],
+)
+def test_a_master_on_which_no_session_can_be_made_is_refused(raw: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why) as caught:
+        locations.spark_master.parse(raw)
+    assert "hush" not in str(caught.value)

@@ -17,6 +17,7 @@ class FakeDriver:
     def __init__(self, script: str, state: Path, sock: socket.socket) -> None:
         self.script = script
         self.sock = sock
+        self.starving = 0
         with state.open("a") as lives:
             lives.write(f"{os.getpid()}\n")
         self.life = len(state.read_text().split())
@@ -88,6 +89,16 @@ class FakeDriver:
         elif name == "jvm dies":
             self.send(driver_messages.JvmGone(-9))
             os.kill(os.getpid(), signal.SIGKILL)
+        elif name == "starves":
+            self.starving = run.id
+            self.send(driver_messages.Health("No executors."))
+        elif name == "feeds":
+            done = (driver_messages.Output((), 0),)
+            self.send(driver_messages.Health(""), driver_messages.Done(self.starving, done))
+            self.send(driver_messages.Done(run.id, done))
+        elif name == "is forgotten":
+            self.send(driver_messages.Health("The master has forgotten us.", over=True))
+            os._exit(1)
         elif name == "garbage":
             self.sock.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
         elif name == "wrong":

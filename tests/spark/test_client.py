@@ -231,6 +231,37 @@ async def test_a_job_beyond_its_deadline_fails_and_is_cancelled(bench: Callable[
     assert len(it.lives) == 1
 
 
+async def test_a_job_that_waits_for_executors_outlives_its_deadline_and_the_engine_says_why_it_waits(
+    bench: Callable[..., Bench],
+) -> None:
+    it = bench(job_deadline=0.05, concurrency=2)
+    async with it.running():
+        starving = asyncio.ensure_future(it.engine.compute(job("starves")))
+        await until(lambda: it.engine.trouble is not None)
+        assert (it.engine.trouble, it.engine.is_ready) == ("No executors.", False)
+        await asyncio.wait({starving}, timeout=0.2)
+        assert not starving.done()
+        await it.engine.compute(job("feeds"))
+        await starving
+        assert (it.engine.trouble, it.engine.is_ready) == (None, True)
+
+
+async def test_a_driver_that_judges_its_session_dead_ends_with_the_reason_and_a_fresh_one_follows(
+    bench: Callable[..., Bench], logged: list[dict[str, Any]]
+) -> None:
+    it = bench()
+    async with it.running():
+        with pytest.raises(DriverLost, match="The master has forgotten us"):
+            await it.engine.compute(job("is forgotten"))
+        await until(lambda: bool(events(logged, "spark.lost")))
+        assert (it.engine.trouble, it.engine.is_ready) == ("The master has forgotten us.", False)
+        await it.clock.end_sleep()
+        assert (await it.engine.compute(job("w"))).rows == 5
+        assert (it.engine.trouble, it.engine.is_ready) == (None, True)
+    assert [event["reason"] for event in events(logged, "spark.lost")] == ["The master has forgotten us."]
+    assert len(it.lives) == 2
+
+
 async def test_everything_that_is_said_reaches_the_log(
     bench: Callable[..., Bench], logged: list[dict[str, Any]]
 ) -> None:

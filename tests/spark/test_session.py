@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import os
 import sys
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from mldserver.spark.driver_messages import Start
-from mldserver.spark.session import defaults, environment, is_connect, is_local, jvm_options
+from mldserver.spark.session import Session, defaults, environment, is_connect, is_local, jvm_options
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 
 def start(master: str = "local[*]", **told: Any) -> Start:
@@ -60,6 +65,38 @@ def test_jvm_options_follow_what_is_asked() -> None:
     assert "-XX:SharedArchiveFile=/c/a.jsa" in jvm_options(quick=False, archive="/c/a.jsa", train=False)
     trained = jvm_options(quick=False, archive="/a b/a.jsa", train=True)
     assert any(option.startswith('"-XX:ArchiveClassesAtExit=/a b/a.jsa.') for option in trained)
+
+
+class Cluster:
+    """A session of which only its parallelism is asked."""
+
+    def __init__(self, plan: str = "") -> None:
+        self.defaultParallelism = 2
+        self.sparkContext = self
+        self.plan = plan
+
+    def sql(self, _: str) -> Cluster:
+        return self
+
+    def collect(self) -> list[tuple[str]]:
+        return [(self.plan,)]
+
+
+def test_a_cluster_is_asked_for_its_cores_each_time() -> None:
+    cluster = Cluster()
+    session = Session(cast("SparkSession", cluster), connect=False, cores=None, jvm=None)
+    assert session.slots() == 2
+    cluster.defaultParallelism = 64
+    assert session.slots() == 64
+    assert replace(session, cores=4).slots() == 4
+
+
+def test_a_connect_server_tells_its_cores_by_the_plan_of_a_range() -> None:
+    plan = "== Physical Plan ==\n*(1) Range (0, 1, step=1, splits=48)\n"
+    session = Session(cast("SparkSession", Cluster(plan)), connect=True, cores=None, jvm=None)
+    assert session.slots() == 48
+    unknown = replace(session, spark=cast("SparkSession", Cluster("another plan")))
+    assert unknown.slots() == (os.cpu_count() or 1)
 
 
 @pytest.mark.parametrize("inherited", [{}, {"PYTHONPATH": "/old"}])
