@@ -15,7 +15,7 @@ from mldserver.base.aws import aws_client
 from mldserver.base.threads import aside
 from mldserver.config.kinds import UnixAddress
 from mldserver.config.locations import DynamoPlace, RemoteOut, SqlitePlace
-from mldserver.config.resolve import home, ledger_file, sink_of
+from mldserver.config.resolve import home, ledger_file, sink_of, with_spark_properties
 from mldserver.coordinator.coordinator import Coordinator
 from mldserver.coordinator.core.lineage import DRAIN
 from mldserver.coordinator.core.shape import Column, Shape
@@ -179,7 +179,9 @@ async def _assembled(settings: Settings, around: Surroundings, runtime: Runtime,
         engine = None
     else:
         work_dir = home(settings) / SPARK / server_tag(server_id)
-        engine = engine or spark_of(settings, spec, work_dir=work_dir, clock=clock)
+        if engine is None:
+            making_spark = partial(spark_of, settings, spec, work_dir=work_dir, clock=clock)
+            engine = await aside(making_spark, name="mldserver-spark")
         steps = WindowSteps(
             pipeline=settings.pipeline,
             ledger=ledger,
@@ -357,15 +359,20 @@ def _locks(settings: Settings) -> ServerLocks | None:
 
 
 def spark_of(settings: Settings, spec: HandlerSpec, **more: Any) -> Engine:
-    """Return Spark as the settings say, not started; ``more``: what else ``SparkEngine`` takes, or takes instead."""
+    """Return Spark as the settings say, not started; ``more``: what else ``SparkEngine`` takes, or takes instead.
+
+    Raises ConfigError as ``with_spark_properties``. Blocking.
+    """
     from mldserver.spark.client import SparkEngine  # noqa: PLC0415  # not needed where another engine stands in
 
     assert spec.schema is not None
+    settings = with_spark_properties(settings)
     # A shared job's files are renamed from one directory into others, which object stores cannot.
     group_limit = 1 if isinstance(settings.out, RemoteOut) else settings.window_group
     arguments: dict[str, Any] = {
         "master": settings.spark_master,
         "conf": settings.spark_conf,
+        "app_name": f"mldserver: {settings.pipeline}",
         "ui": settings.spark_ui,
         "java_home": str(settings.java_home) if settings.java_home else None,
         "cache_dir": settings.cache_dir,

@@ -3,20 +3,20 @@
 pyarrow's URIs carry options as their query (``s3://bucket/prefix?endpoint_override=…``), and credentials as user and
 password. Spark's are names only: ``s3://bucket/prefix/x``, and how they are reached is said in its configuration.
 
-Settings hold more that must not be told a log or a terminal: values that open something, in pairs, in databases' URLs and
-among Java's options.
+Settings hold more that must not be told a log or a terminal: values that open something, in pairs, in databases' URLs, in
+addresses of Spark Connect and among Java's options. What other programs say is searched for these very values.
 """
 
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote, urlsplit
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from pyarrow.fs import FileSystem
 
@@ -104,18 +104,43 @@ _SECRET_OPTION = re.compile(r"([^;?&:=]*(?:secret|password|token|key)[^;?&:=]*=)
 _PASSWORD = re.compile(r"([:/][^/:@;?]+[/:])[^/@;?]+@")
 """``//user:password@host``, and Oracle's ``:user/password@host``."""
 
+_CONNECT_OPTION = re.compile(r";(?!(?:use_ssl|user_id|user_agent|session_id|grpc_\w+)=)([^;=]*=)([^;]*)")
+"""``;token=…`` of Spark Connect. Names that Spark does not know become headers of each call: they may open a proxy."""
+
+_SHORTEST = 6
+"""Characters of a secret that is searched for. A shorter one is a word of any text, such as ``true``."""
+
+
+def secrets_of(value: Mapping[str, str]) -> dict[str, str]:
+    """Return the pairs whose values are secret, or, as Spark sees it, hold one (``-DkeyStorePassword=…``)."""
+    return {key: item for key, item in value.items() if _SECRET_NAME.search(key) or _SECRET_NAME.search(item)}
+
 
 def redacted_pairs(value: Mapping[str, str]) -> dict[str, str]:
-    """Return pairs without the values that are secret, or, as Spark sees it, hold one (``-DkeyStorePassword=…``)."""
-    return {
-        key: _HIDDEN if _SECRET_NAME.search(key) or _SECRET_NAME.search(item) else item
-        for key, item in value.items()
-    }
+    """Return pairs without the values that are secret."""
+    return {**value, **dict.fromkeys(secrets_of(value), _HIDDEN)}
 
 
 def redacted_url(text: str) -> str:
-    """Return a URL, JDBC's too, without its password and secret options."""
+    """Return a URL, JDBC's and Spark Connect's too, without its password and secret options."""
+    if text.startswith("sc://"):
+        return _CONNECT_OPTION.sub(rf";\1{_HIDDEN}", text)
     return _PASSWORD.sub(rf"\1{_HIDDEN}@", _SECRET_OPTION.sub(rf"\1{_HIDDEN}", text))
+
+
+def redaction(master: str, *pairs: Mapping[str, str]) -> Callable[[str], str]:
+    """Return what hides a Spark master's secrets, and those of pairs, in what Spark and the user's code say."""
+    written = [option[2] for option in _CONNECT_OPTION.finditer(master) if master.startswith("sc://")]
+    secrets = {
+        *written,
+        *map(unquote, written),
+        *(item for one in pairs for item in secrets_of(one).values()),
+    }
+    # The longest first: one may begin as another does.
+    found = sorted((secret for secret in secrets if len(secret) >= _SHORTEST), key=len, reverse=True)
+    if not found:
+        return lambda text: text
+    return partial(re.compile("|".join(map(re.escape, found))).sub, _HIDDEN)
 
 
 def redacted_option(option: str) -> str:

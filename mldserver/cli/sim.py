@@ -31,6 +31,7 @@ connection a shard, and plays a file's lines as records.
 mldserver sim handlers.departures_daily --shards 3 --seed 1
 mldserver sim mypackage.orders --input events.jsonl --splits 2 --merges 1
 mldserver sim mypackage.orders --input events.jsonl --lost-leases 3 --throttle 0.2 --crashes 2 --engine local
+mldserver sim mypackage.orders --input events.jsonl --spark-master spark://HOST:7077 --out /shared/trial
 ```
 
 The same seed gives the same stream and the same faults. Exit code 0 means: every record was delivered, every shard's
@@ -98,6 +99,12 @@ def sim(
         Literal["spark", "local"],
         Parameter(help="spark, or local: rows are written as they are, at once, without `on_window`."),
     ] = "spark",
+    spark_master: Annotated[
+        str | None,
+        Parameter(
+            help="Spark that computes the windows. A cluster must see --out. [default: the setting, if that is local; or local[*]]"
+        ),
+    ] = None,
     allow_dead_letters: Annotated[
         bool, Parameter(negative=(), help="Records that become dead letters do not change the exit code.")
     ] = False,
@@ -106,17 +113,26 @@ def sim(
     import pyarrow.parquet as pq  # noqa: PLC0415  # `--help` must not wait for the server's imports
     import uvloop  # noqa: PLC0415  # see above
 
+    from mldserver.errors import ConfigError  # noqa: PLC0415  # see above
     from mldserver.handler.inspection import load_spec  # noqa: PLC0415  # see above
     from mldserver.observe.logging import logging_to  # noqa: PLC0415  # see above
     from mldserver.runtime.trial import by_class, first_rows  # noqa: PLC0415  # see above
+    from mldserver.spark.session import is_local  # noqa: PLC0415  # see above
     from mldserver.testing import playground  # noqa: PLC0415  # see above
     from mldserver.testing.daemon import Form  # noqa: PLC0415  # see above
     from mldserver.testing.simulation import Faults, Simulation, build_stream  # noqa: PLC0415  # see above
     from mldserver.testing.stand_ins import LocalEngine  # noqa: PLC0415  # see above
 
     lines = playground.read_lines(input, limit=limit)
+    if out is None and spark_master is not None and not is_local(spark_master):
+        raise ConfigError(
+            "A temporary folder of this machine is no place for a cluster's output.",
+            advice="Name a folder that Spark's executors see too: --out.",
+        )
     folder = playground.fresh_folder(out, "sim")
-    settings = playground.play_settings(handler, folder, environ=os.environ, folder=working_directory())
+    settings = playground.play_settings(
+        handler, folder, environ=os.environ, folder=working_directory(), spark_master=spark_master
+    )
     stream = build_stream(
         lines,
         shards=shards,

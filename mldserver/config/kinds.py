@@ -294,10 +294,11 @@ def pairs(raw: object) -> Mapping[str, str]:
     if not isinstance(items, list | tuple):
         raise ValueError("it is no list of key=value")  # noqa: TRY004  # kinds promise ValueError
     table = {}
-    for item in map(str, items):
+    for number, item in enumerate(map(str, items), 1):
         key, equals, value = (part.strip() for part in item.partition("="))
         if item.strip() and not (equals and key):
-            raise ValueError(f"{item.strip()!r} is not key=value")
+            # It may be the rest of a secret that has a ';' in it.
+            raise ValueError(f"the pair {number} is not key=value")
         if key:
             table[key] = value
     return table

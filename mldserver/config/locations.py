@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
-from mldserver.base.uris import SCHEMES, local_path, redacted
+from mldserver.base.uris import SCHEMES, local_path, redacted, redacted_url
 from mldserver.config.kinds import as_text, kind
 from mldserver.errors import ConfigError
 from mldserver.spark.sinks import SINKS, find
@@ -162,6 +162,7 @@ _HOST_AND_PORT = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?")
 
 @kind(
     "local, local[N], local[*], spark://HOST:PORT, yarn, k8s://URL or sc://HOST:PORT, as Spark takes them",
+    redacted_url,
     metavar="MASTER",
 )
 def spark_master(raw: object) -> str:

@@ -10,6 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import structlog
+
+from mldserver.base.java_properties import from_text
 from mldserver.base.kill_points import KILL_VARIABLE
 from mldserver.base.uris import redacted_url
 from mldserver.config.kinds import OnKeyFailure
@@ -25,6 +28,10 @@ if TYPE_CHECKING:
 
 CONFIG_FILE: Final = "mldserver.toml"
 CONFIG_VARIABLE: Final = f"{ENV_PREFIX}CONFIG"
+
+_SPACE: Final = "".join(chr(code) for code in range(33) if chr(code) not in "\r\n")
+
+log = structlog.get_logger("mldserver")
 
 
 class _Raw(NamedTuple):
@@ -212,6 +219,41 @@ def sink_of(settings: Settings) -> SinkSpec | None:
     if settings.sink is None:
         return None
     return replace(settings.sink, table=settings.sink_table or "", options=dict(settings.sink_options))
+
+
+def with_spark_properties(settings: Settings) -> Settings:
+    """Return the settings with what ``spark_properties_file`` says, where they do not say it themselves. Blocking.
+
+    Raises ConfigError for a file that cannot be read, and for an impossible ``spark.master``.
+    """
+    file, conf = settings.spark_properties_file, dict(settings.spark_conf)
+    if file is not None:
+        where = f"spark_properties_file = {file} ({settings.origin('spark_properties_file')})"
+        try:
+            pairs = from_text(file.read_text("utf-8"))
+        except OSError as error:
+            raise ConfigError(
+                f"{where} cannot be read: {error.strerror}.", advice="Check its path and rights."
+            ) from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"{where} is not UTF-8.", advice="Write it in UTF-8, or with escapes."
+            ) from error
+        except ValueError as error:
+            raise ConfigError(
+                f"{where}: {error}.", advice="Double a backslash that is meant as one."
+            ) from error
+        if ignored := [name for name in pairs if not name.startswith("spark.")]:
+            log.warning("spark.ignored", file=str(file), names=ignored)
+        # Spark, too, takes the space around a value away, but not ends of lines: they were written as escapes.
+        conf = {name: pairs[name].strip(_SPACE) for name in pairs if name not in ignored} | conf
+    # As with spark-submit: what names a master by itself goes before what properties say.
+    master = conf.pop("spark.master", None)
+    if master is None or "spark_master" in settings.origins:
+        master = settings.spark_master
+    else:
+        master = _parsed("spark_master", _Raw(master, "the property spark.master"))
+    return replace(settings, spark_conf=conf, spark_master=master)
 
 
 def home(settings: Settings) -> Path:

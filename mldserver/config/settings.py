@@ -284,6 +284,8 @@ class SparkSettings:
     """Spark master, or a Spark Connect URL."""
     spark_conf: Mapping[str, str] = setting(kinds.pairs, Made(dict, "none"))
     """Spark properties; may be repeated."""
+    spark_properties_file: Path | None = rare(kinds.optional(kinds.folder), None)
+    """A file of Spark properties, as spark-submit takes it; `spark_conf` goes before it."""
     spark_ui: bool = rare(kinds.flag, False)
     """Whether Spark's web page is served."""
     java_home: Path | None = setting(kinds.optional(kinds.folder), None)

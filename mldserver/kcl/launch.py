@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import mldserver
+from mldserver.base.java_properties import as_text
 from mldserver.children import parent_death
 from mldserver.errors import ConfigError, InternalError, JavaError, OperatorError
 from mldserver.kcl.digest import LOGBACK_XML
-from mldserver.kcl.properties import as_text
 from mldserver.spark.java import probe
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The Java daemon's properties file, made from a few settings: pure text in, text out.
+"""The Java daemon's properties file, made from a few settings: which properties, and what they may be.
 
 Names and Java types are those of KCL 3.1.3's ``MultiLangDaemonConfiguration`` and the beans it delegates to. Two traps
 of its reader are caught here, since Java says nothing about them: an unknown name is skipped, and a value that equals
@@ -249,21 +249,3 @@ def parse_pairs(texts: Iterable[str]) -> dict[str, str]:
             raise ConfigError(f"--property {text!r} is not KEY=VALUE.", advice="For example maxRecords=5000.")
         pairs[name.strip()] = value.strip()
     return pairs
-
-
-def as_text(properties: Mapping[str, str]) -> str:
-    """Return the text of a Java properties file: ASCII, with escapes where ``java.util.Properties`` needs them."""
-    return "".join(f"{_escaped(name, ' =:')} = {_escaped(value)}\n" for name, value in properties.items())
-
-
-def _escaped(text: str, special: str = "") -> str:
-    written = []
-    for index, char in enumerate(text):
-        if char == "\\" or char in special or (index == 0 and char in " #!"):
-            written.append(f"\\{char}")
-        elif " " <= char <= "~":
-            written.append(char)
-        else:
-            units = char.encode("utf-16-be")
-            written.extend(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))
-    return "".join(written)

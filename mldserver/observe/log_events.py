@@ -216,6 +216,8 @@ stream.disabled  warning  stream status newest
     The stream that is named by its ARN was disabled; its table may have a newer one.
 spark.starting  info  master java start
     The driver process starts.
+spark.ignored  warning  file names
+    Properties in ``spark_properties_file`` whose names do not begin with ``spark.``: Spark takes no others.
 spark.ready  info  seconds spark_version ui
     The session is warm.
 spark.progress  debug  job stages tasks tasks_done

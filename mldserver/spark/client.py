@@ -25,6 +25,7 @@ import structlog
 
 from mldserver.base.backoff import Backoff
 from mldserver.base.clock import Clock, SystemClock, happens
+from mldserver.base.uris import redacted_url
 from mldserver.errors import DriverLost, HandlerInvalid, HandlerUnready, NotThereYet, OperatorError
 from mldserver.jobs.engine import PublishJob, WindowJob, WindowResult, deadline_seconds
 from mldserver.spark.driver_messages import Start
@@ -85,6 +86,8 @@ class SparkEngine:
     """What is started as the driver."""
     sink: SinkSpec | None = None
     """The table to publish into, if any."""
+    app_name: str = "mldserver"
+    """What the application is called, unless ``conf`` says it; a Spark Connect server is an application of its own."""
     group_limit: int = 1
     """How many windows share one Spark job at most; on Spark Connect always 1 (``window_job.py``), and it must be 1 where
     staging is not on a local file system."""
@@ -103,6 +106,7 @@ class SparkEngine:
             quick=self.quick,
             concurrency=self.concurrency,
             sink=self.sink,
+            app_name=self.app_name,
         )
         self._work = None if self.work_dir is None else self.work_dir.absolute()
         if is_connect(self.master):
@@ -234,14 +238,16 @@ class SparkEngine:
 
     def _give_up(self, life: Life) -> None:
         """Raise when another start cannot end better than the last."""
-        failed, master = life.failed, self.master
+        failed = life.failed
         if self._was_ready or failed is None:
             return
         if failed.fault == "handler":
             of_handler = HandlerUnready if failed.error == HandlerUnready.__name__ else HandlerInvalid
             raise of_handler(failed.message, handler=self.handler_path, traceback=failed.traceback)
         self._failed_starts += 1
-        if failed.fault != "operator" and not (is_local(master) and self._failed_starts >= _FIRST_STARTS):
+        if failed.fault != "operator" and not (
+            is_local(self.master) and self._failed_starts >= _FIRST_STARTS
+        ):
             return
         if failed.error == OperatorError.__name__:
             raise OperatorError(failed.message)  # it has said all there is, and what to do
@@ -250,6 +256,7 @@ class SparkEngine:
             advice = "Spark Connect needs more packages: pip install 'mldserver[connect]'."
         # What the settings say of Spark itself is all right; its database, or memory, may be back by the next start.
         kind = OperatorError if failed.fault == "operator" else NotThereYet
+        master = redacted_url(self.master)
         raise kind(f"Spark cannot start on {master}: {failed.error}: {failed.message}", advice=advice)
 
     async def _one_life(self, java: Java | None) -> Life:
@@ -259,7 +266,7 @@ class SparkEngine:
         start, around, wanted = await asyncio.to_thread(self._plan, java)
         log.info(
             "spark.starting",
-            master=self.master,
+            master=redacted_url(self.master),
             java=java.version if java else None,
             start=self._starts,
         )

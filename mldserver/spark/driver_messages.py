@@ -46,6 +46,8 @@ class Start(channel.Message, frozen=True):
     concurrency: int = 1
     sink: SinkSpec | None = None
     """The table that Publish writes into."""
+    app_name: str = "mldserver"
+    """What the cluster, the UI and the event log call the application, unless ``conf`` does."""
 
 
 class Run(channel.Message, frozen=True):

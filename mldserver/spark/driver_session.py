@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING
 
 import orjson
 import structlog
+from msgspec.structs import replace
 
 from mldserver.base.clock import SystemClock, happens
 from mldserver.base.kill_points import kill_point
+from mldserver.base.uris import redaction
 from mldserver.children.channel import Channel
 from mldserver.children.process import ChildProcess, ending
 from mldserver.errors import DriverLost, WindowFailed
@@ -66,6 +68,9 @@ class Life:
         self._tasks: asyncio.TaskGroup | None = None
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._stdout, self._stderr = Printed(), Printed()
+        options = {} if start.sink is None else start.sink.options
+        self._redacted = redaction(start.master, start.conf, options)
+        """Without the secrets that the driver was given: it, Spark and the user's code may say them."""
         self._reason = ""
         self.trouble: str | None = None
         """Why a job would not run, as the driver says."""
@@ -224,7 +229,11 @@ class Life:
             case wire.Warm():
                 self.warm.set()
             case wire.StartFailed():
-                self.failed = message
+                self.failed = replace(
+                    message,
+                    message=self._redacted(message.message),
+                    traceback=self._redacted(message.traceback),
+                )
             case wire.Done() | wire.FailedJob():
                 self._answer(message)
             case wire.Progress():
@@ -236,8 +245,9 @@ class Life:
             case wire.JvmGone():
                 self.jvm_exit_code = message.exit_code
             case wire.Log():
-                self._last_lines.append(message.text[:_LINE_CHARACTERS])
-                self._log(Entry(message.level, message.text, "mldserver.spark.driver"))
+                text = self._redacted(message.text)
+                self._last_lines.append(text[:_LINE_CHARACTERS])
+                self._log(Entry(message.level, text, "mldserver.spark.driver"))
 
     def _take_progress(self, message: wire.Progress) -> None:
         if message.id in self._waiting:  # or it is the last word of a job that nobody waits for
@@ -263,7 +273,9 @@ class Life:
             return
         answer.set_exception(
             WindowFailed(
-                f"{message.error}: {message.message}", traceback=message.traceback, **_window_of(asked)
+                self._redacted(f"{message.error}: {message.message}"),
+                traceback=self._redacted(message.traceback),
+                **_window_of(asked),
             )
         )
 
@@ -272,6 +284,7 @@ class Life:
 
     def _take_stdout(self, lines: list[str]) -> bool:
         """Log lines, or count them; return whether all were logged."""
+        lines = list(map(self._redacted, lines))
         if self.started is None:  # a crash at start is told on standard output
             self._last_lines += [line[:_LINE_CHARACTERS] for line in lines]
         passed = [self._stdout.passes() for _ in lines]
@@ -281,7 +294,10 @@ class Life:
 
     def _take_stderr(self, lines: list[str]) -> bool:
         """Log what lines say, or count them; return whether all were logged."""
-        entries = [parse(line) for line in lines]
+        entries = [
+            Entry(one.level, self._redacted(one.text), one.logger, self._redacted(one.exception))
+            for one in map(parse, lines)
+        ]
         self._last_lines += [entry.text[:_LINE_CHARACTERS] for entry in entries if entry.level != "debug"]
         passed = [self._stderr.passes() for _ in lines]
         for entry in itertools.compress(entries, passed):

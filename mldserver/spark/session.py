@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mldserver.base.java_properties import as_text
+from mldserver.base.uris import secrets_of
 from mldserver.spark.java import unfinished
 
 if TYPE_CHECKING:
@@ -37,7 +40,6 @@ _EVERYWHERE = {
 """Settings that a session may change on any master, Spark Connect included."""
 
 _CLASSIC = {
-    "spark.app.name": "mldserver",
     "spark.ui.showConsoleProgress": "false",
     # A driver that lives for months remembers the last few jobs only.
     "spark.ui.retainedJobs": "100",
@@ -60,6 +62,7 @@ _LOCAL = {
 }
 
 LOG_SETTINGS = "log4j2.properties"
+_SECRETS = "secrets.properties"
 
 _LOG4J = """\
 rootLogger.level = warn
@@ -122,7 +125,7 @@ def defaults(start: Start, cores: int) -> dict[str, str]:
     """Return the session's settings for ``start``: ours, overridden by the user's."""
     if is_connect(start.master):
         return {**_EVERYWHERE, **start.conf}
-    ours = {**_EVERYWHERE, **_CLASSIC}
+    ours = {**_EVERYWHERE, **_CLASSIC, "spark.app.name": start.app_name}
     options = [
         _quoted(f"-Djava.io.tmpdir={start.scratch}"),
         _quoted(f"-Dlog4j2.configurationFile={Path(start.scratch) / LOG_SETTINGS}"),
@@ -138,7 +141,16 @@ def defaults(start: Start, cores: int) -> dict[str, str]:
     if is_local(start.master):
         ours |= _LOCAL
         ours["spark.sql.shuffle.partitions"] = str(cores)
-    return {**ours, **start.conf}
+    # A start that only writes an archive is no application for the history server.
+    last = {"spark.eventLog.enabled": "false"} if start.train else {}
+    return {**ours, **start.conf, **last}
+
+
+def hidden(start: Start) -> dict[str, str]:
+    """Return the settings that come to a JVM by a file of the driver's own: a command line shows them to the whole host."""
+    if is_connect(start.master):
+        return {}
+    return {name: value for name, value in secrets_of(start.conf).items() if name.startswith("spark.")}
 
 
 def environment(start: Start, inherited: Mapping[str, str], *, java_home: str | None) -> dict[str, str]:
@@ -153,6 +165,11 @@ def environment(start: Start, inherited: Mapping[str, str], *, java_home: str | 
     ):
         ours.pop(name, None)
     ours["TMPDIR"] = start.scratch
+    if hidden(start):
+        # Spark's defaults are read beside it, as they are without it.
+        file = shlex.quote(str(Path(start.scratch) / _SECRETS))
+        others = inherited.get("PYSPARK_SUBMIT_ARGS", "pyspark-shell")
+        ours["PYSPARK_SUBMIT_ARGS"] = f"--properties-file {file} --load-spark-defaults {others}"
     ours["PYTHONPATH"] = os.pathsep.join([*start.python_path, *filter(None, [inherited.get("PYTHONPATH")])])
     if java_home is not None:
         ours["JAVA_HOME"] = java_home
@@ -222,12 +239,14 @@ def open_session(start: Start) -> Session:
     from pyspark.sql import SparkSession  # noqa: PLC0415  # the server imports this module and never pyspark
 
     connect = is_connect(start.master)
-    (Path(start.scratch) / LOG_SETTINGS).write_text(_LOG4J)
+    scratch, secrets = Path(start.scratch), hidden(start)
+    (scratch / LOG_SETTINGS).write_text(_LOG4J)
+    (scratch / _SECRETS).write_text(as_text(secrets))
     cores = os.cpu_count() or 1
     builder: Any = SparkSession.builder
     builder = builder.remote(start.master) if connect else builder.master(start.master)
     for name, value in defaults(start, cores).items():
-        builder = builder.config(name, value)
+        builder = builder if name in secrets else builder.config(name, value)
     spark: SparkSession = builder.getOrCreate()
     if connect:
         return Session(spark, connect=True, cores=None, jvm=None)

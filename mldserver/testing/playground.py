@@ -22,6 +22,7 @@ from mldserver.config.resolve import home, resolve
 from mldserver.errors import ConfigError
 from mldserver.handler.inspection import load_spec
 from mldserver.output.layout import SPARK
+from mldserver.spark.session import is_local
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -134,10 +135,12 @@ def fresh_folder(wanted: str | Path | None, name: str) -> Path:
     return place.resolve()
 
 
-def play_settings(handler: str, out: Path, *, environ: Mapping[str, str], folder: Path) -> Settings:
+def play_settings(
+    handler: str, out: Path, *, environ: Mapping[str, str], folder: Path, spark_master: str | None = None
+) -> Settings:
     """Return settings for a run on this machine: the user's own, but for address, log, and all that would leave ``out``.
 
-    Raises ConfigError.
+    Spark leaves it only for a ``spark_master`` that is named here. Raises ConfigError.
     """
     fixed = {
         "handler": handler,
@@ -150,10 +153,9 @@ def play_settings(handler: str, out: Path, *, environ: Mapping[str, str], folder
         "flush_interval": "1 s",
     }
     settings = resolve(fixed, environ=environ, folder=folder, leave_out=_OUTWARD)
-    if settings.spark_master.startswith("local"):
-        return settings
-    # Machines of a cluster do not see this one's folder.
-    return resolve(fixed, environ=environ, folder=folder, leave_out=_OUTWARD | {"spark_master"})
+    # Machines of a cluster do not see just any folder of this one's. Named here, no property names another master.
+    master = spark_master or (settings.spark_master if is_local(settings.spark_master) else "local[*]")
+    return resolve(fixed | {"spark_master": master}, environ=environ, folder=folder, leave_out=_OUTWARD)
 
 
 def quick_spark(settings: Settings) -> Engine | None:

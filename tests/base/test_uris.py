@@ -8,7 +8,16 @@ import pyarrow as pa
 import pytest
 from pyarrow import fs
 
-from mldserver.base.uris import SCHEMES, opened, reach, redacted, spark_uri
+from mldserver.base.uris import (
+    SCHEMES,
+    opened,
+    reach,
+    redacted,
+    redacted_pairs,
+    redacted_url,
+    redaction,
+    spark_uri,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,6 +52,55 @@ def test_spark_gets_names_without_options_and_credentials(uri: str, name: str) -
 )
 def test_logs_get_no_secrets(uri: str, shown: str) -> None:
     assert redacted(uri) == shown
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("local[*]", "local[*]"),
+        ("spark://a:7077,b:7077", "spark://a:7077,b:7077"),
+        ("sc://h:1/;use_ssl=true;token=abc;user_id=me", "sc://h:1/;use_ssl=true;token=…;user_id=me"),
+        ("sc://h/;x-proxy=abc;grpc_keepalive_enabled=true", "sc://h/;x-proxy=…;grpc_keepalive_enabled=true"),
+        ("sc://h/;TOKEN=a:b@c", "sc://h/;TOKEN=…"),
+        (
+            "jdbc:postgresql://me:abc@db/x?user=me&password=abc",
+            "jdbc:postgresql://me:…@db/x?user=me&password=…",
+        ),
+    ],
+)
+def test_an_address_is_shown_without_what_opens_it(address: str, shown: str) -> None:
+    assert redacted_url(address) == shown
+
+
+def test_pairs_are_shown_in_their_order_without_their_secrets() -> None:
+    pairs = {
+        "spark.a": "1",
+        "spark.hadoop.fs.s3a.secret.key": "hush",
+        "spark.b": "-DkeyStorePassword=hush -Dx=y",
+    }
+    assert list(redacted_pairs(pairs).items()) == [
+        ("spark.a", "1"),
+        ("spark.hadoop.fs.s3a.secret.key", "…"),
+        ("spark.b", "…"),
+    ]
+
+
+def test_what_others_say_is_told_without_the_secrets_that_they_were_given() -> None:
+    hidden = redaction(
+        "sc://h:1/;user_id=me_myself;token=a%2Fb.c%3D%3D",
+        {"spark.some.secret": "a/b.c==(longer)", "spark.authenticate": "true", "spark.use.tokens": "true"},
+        {"user": "mldserver", "password": "open sesame"},
+    )
+    said = "a/b.c==(longer) a/b.c== a%2Fb.c%3D%3D open sesame true mldserver me_myself axb.c=="
+    assert hidden(said) == "… … … … true mldserver me_myself axb.c=="
+
+
+@pytest.mark.parametrize("master", ["local[2]", "sc://h:1/;user_id=me_myself", "spark://h:1;token=abcdefg"])
+def test_where_there_are_no_secrets_all_is_told(master: str) -> None:
+    assert (
+        redaction(master, {"spark.a": "abcdefg"})(f"abcdefg me_myself {master}")
+        == f"abcdefg me_myself {master}"
+    )
 
 
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))

@@ -47,6 +47,11 @@ def test_a_run_ends_with_a_summary_and_success(
     assert list(out.glob("window=*/*.parquet"))
 
 
+def test_a_cluster_needs_a_folder_that_it_sees(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["sim", "handlers.departures_daily", "--spark-master", "spark://h:7077"]) == 2
+    assert "Name a folder that Spark's executors see too: --out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("declared", "columns"), [("None", ["id"]), ('("since", "until")', ["id", "since", "until"])]
 )

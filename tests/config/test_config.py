@@ -190,6 +190,12 @@ def test_what_was_given_is_told_without_secrets() -> None:
     }
 
 
+def test_a_token_of_spark_connect_is_not_told() -> None:
+    settings = resolved({"spark_master": "sc://h:1/;user_id=me;token=hush"})
+    assert settings.spark_master == "sc://h:1/;user_id=me;token=hush"
+    assert settings.given()["spark_master"].startswith("sc://h:1/;user_id=me;token=… (")
+
+
 @pytest.mark.parametrize(
     "pair",
     [
@@ -210,7 +216,8 @@ def test_no_value_that_opens_something_is_told(pair: str) -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"sink_options": ["password=hush", "oops"]}, "sink_options .* 'oops' is not key=value"),
+        ({"sink_options": ["password=hush", "oops"]}, "sink_options .* the pair 2 is not key=value"),
+        ({"spark_conf": "a.secret=hush;hush; b=c"}, "spark_conf .* the pair 2 is not key=value"),
         ({"spark_conf": {"a.secret": "hush", "b": []}}, "spark_conf .* the value of 'b' is neither"),
         ({"sink": "jbdc:postgresql://db/x?user=me&password=hush"}, r"sink = 'jbdc:.*password=…' \("),
         ({"out": "s4://key:hush@bucket/x"}, r"out = 's4://key:…@bucket/x' \("),

@@ -3,13 +3,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mldserver.errors import ConfigError
 from mldserver.kcl.properties import (
     DaemonSettings,
-    as_text,
     daemon_properties,
     parse_pairs,
     shutdown_seconds,
@@ -180,40 +177,3 @@ def test_a_pair_without_a_name_or_an_equals_sign_is_refused(text: str) -> None:
 
 def test_the_grace_is_told_in_seconds() -> None:
     assert shutdown_seconds({"shutdownGraceMillis": "1500"}) == 1.5
-
-
-def test_java_reads_special_characters_through_escapes() -> None:
-    assert as_text({"a b": " C:\\x", "k": "ü😀\n", "e": ""}) == (
-        "a\\ b = \\ C:\\\\x\nk = \\u00fc\\ud83d\\ude00\\u000a\ne = \n"
-    )
-
-
-def read_as_java(text: str) -> dict[str, str]:
-    """Read a properties file by the rules of java.util.Properties, as far as written files use them."""
-
-    def plain(escaped: str) -> str:
-        out, at = "", 0
-        while at < len(escaped):
-            if escaped[at] != "\\":
-                out, at = out + escaped[at], at + 1
-            elif escaped[at + 1] == "u":
-                out, at = out + chr(int(escaped[at + 2 : at + 6], 16)), at + 6
-            else:
-                out, at = out + escaped[at + 1], at + 2
-        return out.encode("utf-16", "surrogatepass").decode("utf-16")
-
-    found = {}
-    for line in text.splitlines():
-        assert line.isascii()
-        end = next(
-            i
-            for i, c in enumerate(line)
-            if c in " =:" and (len(line[:i]) - len(line[:i].rstrip("\\"))) % 2 == 0
-        )
-        found[plain(line[:end])] = plain(line[end:].removeprefix(" = "))
-    return found
-
-
-@given(st.dictionaries(st.text(min_size=1), st.text(), max_size=3))
-def test_what_is_written_is_what_java_reads(properties: dict[str, str]) -> None:
-    assert read_as_java(as_text(properties)) == properties

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -72,7 +73,24 @@ class FakeDriver:
         if self.script == "stubborn":
             subprocess.Popen(["sleep", "600"])
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if self.script == "says all it knows":
+            self.say(repr(start), start)
+            self.send(driver_messages.Log("warning", f"log {start!r}"))
+            if self.life == 1:
+                self.send(driver_messages.StartFailed("spark", "SomeError", f"no {start!r}", f"at {start!r}"))
+                os._exit(1)
+        self.start = start
         self.send(driver_messages.Started("4.3.0", "http://ui"), driver_messages.Warm())
+
+    def say(self, said: str, start: driver_messages.Start) -> None:
+        """Print it in every way that Spark and users' code have."""
+        print("printed", said)
+        entry = {"level": "WARN", "logger": "a.B", "msg": f"msg {said}", "exception": f"stack {said}"}
+        print("plain", said, json.dumps(entry), sep="\n", file=sys.stderr)
+        for pairs in (start.conf, start.sink.options if start.sink else {}):
+            print(*pairs.items(), sep="\n", file=sys.stderr)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
 
     def run(self, run: driver_messages.Run) -> None:
         name = run.job.window.id
@@ -86,6 +104,11 @@ class FakeDriver:
             self.send(driver_messages.Done(run.id, (driver_messages.Output((), 0),)))
         elif name.startswith("forks"):
             self.fork(leave=name == "forks away")
+        elif name == "tells":
+            self.say(repr(self.start), self.start)
+            self.send(
+                driver_messages.FailedJob(run.id, "ValueError", f"f {self.start!r}", f"at {self.start!r}")
+            )
         elif name == "jvm dies":
             self.send(driver_messages.JvmGone(-9))
             os.kill(os.getpid(), signal.SIGKILL)

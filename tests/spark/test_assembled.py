@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mldserver import assembly
 from mldserver.config.resolve import resolve
+from mldserver.errors import ConfigError
 from mldserver.handler.inspection import load_spec
+from mldserver.spark.client import SparkEngine
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,3 +34,24 @@ def test_windows_share_a_job_where_their_files_can_be_renamed_and_run_singly_els
     settings = resolve(given, environ={}, folder=tmp_path)
     engine = assembly.spark_of(settings, load_spec(settings.handler))
     assert (settings.window_group, engine.group_limit) == (12, limit)
+
+
+def engine_of(folder: Path, **given: Any) -> SparkEngine:
+    settings = resolve({"handler": "handlers.departures", **given}, environ={}, folder=folder)
+    engine = assembly.spark_of(settings, load_spec(settings.handler))
+    assert isinstance(engine, SparkEngine)
+    return engine
+
+
+def test_properties_come_from_the_file_and_those_of_spark_conf_go_before_them(tmp_path: Path) -> None:
+    file = tmp_path / "spark.conf"
+    file.write_text("spark.a  of the file\nspark.b  of the file\n")
+    engine = engine_of(tmp_path, spark_properties_file=str(file), spark_conf=["spark.b=of spark_conf"])
+    assert engine.conf == {"spark.a": "of the file", "spark.b": "of spark_conf"}
+    with pytest.raises(ConfigError, match=r"= none\.conf .* cannot be read"):
+        engine_of(tmp_path, spark_properties_file="none.conf")
+
+
+def test_the_application_is_called_after_the_pipeline(tmp_path: Path) -> None:
+    assert engine_of(tmp_path).app_name == "mldserver: departures"
+    assert engine_of(tmp_path, pipeline="nightly").app_name == "mldserver: nightly"

@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import shutil
+import traceback
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +18,7 @@ from mldserver.jobs.engine import WindowResult
 from mldserver.spark import client, driver_messages
 from mldserver.spark.client import SparkEngine
 from mldserver.spark.java import probe
+from mldserver.spark.sinks.sink import SinkSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -176,6 +178,39 @@ async def test_a_jvm_that_dies_under_its_driver_is_named(
         await it.clock.end_sleep()
     lost = events(logged, "spark.lost")[0]
     assert (lost["who"], lost["exit_code"]) == ("jvm", -9)
+
+
+async def test_secrets_are_in_no_event_and_in_no_error_whatever_a_driver_says(
+    bench: Callable[..., Bench], logged: list[dict[str, Any]]
+) -> None:
+    it = bench(
+        "says all it knows",
+        master="sc://me_myself:1/;user_id=me_myself;token=open%2Fsesame",
+        conf={"spark.hadoop.fs.s3a.secret.key": "hush-hush", "spark.x": "told-freely"},
+        sink=SinkSpec("jdbc", "jdbc:h2:mem", "t", {"user": "me_myself", "password": 'hush "quoted"'}),
+    )
+    async with it.running():
+        await it.clock.end_sleep()
+        await it.engine.ready()
+        with pytest.raises(WindowFailed) as caught:
+            await it.engine.compute(job("tells"))
+    all_said = [*map(repr, logged), str(caught.value), repr(caught.value.where)]
+    assert {event["event"] for event in logged} == {
+        *("spark.starting", "handler.output", "spark.log", "spark.lost", "spark.ready")
+    }
+    assert not [said for said in all_said if re.search(r"hush|sesame|open/", said)]
+    assert [said for said in all_said if "told-freely" in said]
+    assert events(logged, "spark.starting")[0]["master"] == "sc://me_myself:1/;user_id=me_myself;token=…"
+
+
+async def test_a_start_that_is_given_up_is_told_without_the_token(bench: Callable[..., Bench]) -> None:
+    it = bench("fails:operator", master="sc://nowhere/;token=open-sesame")
+    with pytest.raises(ExceptionGroup) as caught:
+        async with it.running():
+            await it.engine.ready()
+    told = "".join(traceback.format_exception(caught.value))
+    assert "Spark cannot start on sc://nowhere/;token=…: SomeError" in told
+    assert "open-sesame" not in told
 
 
 async def test_closing_does_not_wait_for_the_back_off(bench: Callable[..., Bench]) -> None:

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from mldserver.spark.driver_messages import Start
-from mldserver.spark.session import Session, defaults, environment, is_connect, is_local, jvm_options
+from mldserver.spark.session import (
+    Session,
+    defaults,
+    environment,
+    hidden,
+    is_connect,
+    is_local,
+    jvm_options,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -40,6 +48,23 @@ def test_small_local_data_gets_small_local_settings() -> None:
     assert conf["spark.ui.enabled"] == "false"
     assert conf["spark.driver.bindAddress"] == "127.0.0.1"
     assert "spark.scheduler.mode" not in conf
+
+
+def test_the_application_is_called_after_its_pipeline_unless_the_user_names_it() -> None:
+    named = {"spark.app.name": "nightly"}
+    assert (
+        defaults(start(app_name="mldserver: departures"), cores=3)["spark.app.name"]
+        == "mldserver: departures"
+    )
+    assert (
+        defaults(start(app_name="mldserver: departures", conf=named), cores=3)["spark.app.name"] == "nightly"
+    )
+
+
+def test_a_start_that_only_writes_an_archive_leaves_no_event_log() -> None:
+    logging = {"spark.eventLog.enabled": "true"}
+    assert defaults(start(conf=logging), cores=3)["spark.eventLog.enabled"] == "true"
+    assert defaults(start(conf=logging, train=True), cores=3)["spark.eventLog.enabled"] == "false"
 
 
 def test_asked_for_things_are_there() -> None:
@@ -120,6 +145,32 @@ def test_the_drivers_environment_has_the_users_path_first_and_nothing_of_another
 def test_a_clusters_workers_choose_their_own_python() -> None:
     ours = environment(start("spark://h:7077"), {}, java_home=None)
     assert not {"PYSPARK_PYTHON", "SPARK_LOCAL_IP", "JAVA_HOME"} & set(ours)
+
+
+SECRETS = {"spark.hadoop.fs.s3a.secret.key": "hush hush", "spark.x": "1", "other.password": "hush hush"}
+
+
+def test_secrets_go_to_the_jvm_in_a_file_and_not_on_its_command_line() -> None:
+    ours = environment(start(conf=SECRETS), {}, java_home=None)
+    assert ours["PYSPARK_SUBMIT_ARGS"] == (
+        "--properties-file /scratch/secrets.properties --load-spark-defaults pyspark-shell"
+    )
+    assert hidden(start(conf=SECRETS)) == {"spark.hadoop.fs.s3a.secret.key": "hush hush"}
+    assert "hush" not in repr(ours)
+
+
+def test_the_users_arguments_for_spark_are_kept_beside_the_file() -> None:
+    inherited = {"PYSPARK_SUBMIT_ARGS": "--packages a:b:1 pyspark-shell"}
+    assert environment(start(), inherited, java_home=None) | inherited == environment(
+        start(), inherited, java_home=None
+    )
+    ours = environment(start(conf=SECRETS), inherited, java_home=None)
+    assert ours["PYSPARK_SUBMIT_ARGS"].endswith("--load-spark-defaults --packages a:b:1 pyspark-shell")
+
+
+def test_a_connect_session_takes_its_secrets_with_its_other_settings() -> None:
+    assert hidden(start("sc://h", conf=SECRETS)) == {}
+    assert defaults(start("sc://h", conf=SECRETS), cores=3).items() >= SECRETS.items()
 
 
 def test_the_users_scratch_disks_are_kept() -> None:

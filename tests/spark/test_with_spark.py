@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.request import urlopen
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -32,6 +33,7 @@ HERE = Path(__file__).parent
 SCHEMA = "carrier STRING, delay DOUBLE"
 START = datetime(2013, 1, 1, 10, tzinfo=UTC)
 ROWS = 200
+SECRET = "hush-hush"
 
 
 def processes() -> dict[int, tuple[int, str]]:
@@ -61,7 +63,17 @@ class World:
         self.root = root
         self.segments = tuple(self._segment(number) for number in range(3))
         self.settings: dict[str, Any] = {
-            "conf": {"spark.sql.shuffle.partitions": "3", "spark.app.name": "my windows"},
+            "conf": {
+                "spark.sql.shuffle.partitions": "3",
+                "spark.hadoop.fs.s3a.secret.key": SECRET,
+                "spark.ui.port": "0",
+                "spark.eventLog.enabled": "true",
+                "spark.eventLog.dir": str(root),
+                "spark.eventLog.rolling.enabled": "false",
+                "spark.eventLog.compress": "false",
+            },
+            "app_name": "mldserver: windows",
+            "ui": True,
             "work_dir": root / "work [1]",
             "cache_dir": root / "cache",
             "python_path": (str(HERE), str(HERE / "packages")),
@@ -121,8 +133,14 @@ async def living(world: World) -> AsyncIterator[World]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
-    async with living(World(tmp_path_factory.mktemp("spark"))) as it:
-        yield it
+    hosts = tmp_path_factory.mktemp("conf")
+    (hosts / "spark-defaults.conf").write_text(
+        "spark.of.the.host  yes\nspark.sql.shuffle.partitions 7\nspark.sql.session.timeZone Europe/Berlin\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPARK_CONF_DIR", str(hosts))
+        async with living(World(tmp_path_factory.mktemp("spark"))) as it:
+            yield it
     # In order, so nothing of the driver is left: no process of its session, no scratch space.
     assert not list(it.settings["work_dir"].iterdir())
 
@@ -177,13 +195,24 @@ async def test_an_async_hook_and_one_instance_for_all_windows(world: World) -> N
 
 
 async def test_the_users_settings_win_and_the_defaults_hold(world: World) -> None:
+    """The host's own defaults count where neither names a property; a secret is in no command line, UI or event log."""
     result = await world.engine.compute(world.job("settings"))
-    settings = {row["name"]: row["value"] for row in world.output("settings", result.files).to_pylist()}
-    assert settings == {
-        "spark.sql.shuffle.partitions": "3",
-        "spark.sql.session.timeZone": "UTC",
-        "spark.app.name": "my windows",
+    told = {row["name"]: row["value"] for row in world.output("settings", result.files).to_pylist()}
+    ui = told.pop("ui")
+    assert told == {
+        "sql.shuffle.partitions": "3",
+        "sql.session.timeZone": "UTC",
+        "app.name": "mldserver: windows",
+        "of.the.host": "yes",
+        "secret": SECRET,
     }
+    page = await asyncio.to_thread(lambda: urlopen(f"{ui}/api/v1/applications").read())
+    (application,) = json.loads(page)
+    assert application["name"] == "mldserver: windows"
+    (event_log,) = world.root.glob(f"{application['id']}*")
+    shown = event_log.read_text() + "".join(command for _, command in processes().values())
+    assert all(word in shown for word in ("mldserver: windows", "spark.eventLog.dir", "--properties-file"))
+    assert SECRET not in shown
 
 
 @pytest.mark.parametrize(

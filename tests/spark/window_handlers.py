@@ -45,11 +45,14 @@ class Windows:
         return rows.select(F.lit(self.calls).alias("calls")).limit(1)
 
     def settings(self, rows: DataFrame, _: Window) -> DataFrame:
-        conf = rows.sparkSession.conf
-        names = ("spark.sql.shuffle.partitions", "spark.sql.session.timeZone", "spark.app.name")
-        return rows.sparkSession.createDataFrame(
-            [(name, conf.get(name)) for name in names], "name STRING, value STRING"
-        )
+        spark = rows.sparkSession
+        names = ("sql.shuffle.partitions", "sql.session.timeZone", "app.name", "of.the.host")
+        told = [(name, spark.conf.get(f"spark.{name}")) for name in names]
+        told += [
+            ("secret", spark.conf.get("spark.hadoop.fs.s3a.secret.key")),
+            ("ui", spark.sparkContext.uiWebUrl),
+        ]
+        return spark.createDataFrame(told, "name STRING, value STRING")
 
     def nothing(self, rows: DataFrame, _: Window) -> None:
         rows.count()

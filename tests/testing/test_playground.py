@@ -124,6 +124,7 @@ THE_USERS = {
         "new_ledger",
         "log_level",
         "spark_conf",
+        "spark_properties_file",
         "spark_ui",
         "java_home",
     ),
@@ -174,6 +175,21 @@ def test_a_spark_of_this_machines_own_is_the_users(tmp_path: Path) -> None:
     environ = {"MLDSERVER_SPARK_MASTER": "local[2]", "MLDSERVER_LEDGER": "sqlite:/elsewhere"}
     settings = play_settings("a.b", tmp_path, environ=environ, folder=tmp_path)
     assert (settings.spark_master, settings.ledger) == ("local[2]", SqlitePlace())
+
+
+@pytest.mark.parametrize("told", ["MLDSERVER_SPARK_MASTER", "MLDSERVER_SPARK_CONF"])
+def test_a_cluster_is_used_where_it_is_named_for_the_run_alone(tmp_path: Path, told: str) -> None:
+    cluster = "spark://cluster:7077"
+    environ = {told: cluster if told.endswith("MASTER") else f"spark.master={cluster}"}
+    used = []
+    for named in (None, "spark://other:7077"):
+        settings = play_settings(
+            "handlers.departures", tmp_path, environ=environ, folder=tmp_path, spark_master=named
+        )
+        engine = quick_spark(settings)
+        assert isinstance(engine, SparkEngine)
+        used.append(engine.master)
+    assert used == ["local[*]", "spark://other:7077"]
 
 
 def test_spark_stands_ready_for_handlers_with_rows(tmp_path: Path) -> None:
