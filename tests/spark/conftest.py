@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
+from support.postgres import JAR
 
 from mldserver.spark.driver_messages import Start
 from mldserver.spark.session import environment, open_session
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     """One JVM for all tests of this process that need a session: a start costs ten seconds of a processor."""
     scratch = tmp_path_factory.mktemp("spark")
-    derby = {"spark.driver.extraJavaOptions": f"-Dderby.system.home={scratch}"}
-    start = Start("", "", "local[2]", str(scratch), conf=derby, quick=True)
+    conf = {"spark.driver.extraJavaOptions": f"-Dderby.system.home={scratch}"}
+    if JAR.exists():
+        conf["spark.jars"] = str(JAR)
+    start = Start("", "", "local[2]", str(scratch), conf=conf, quick=True)
     before = dict(os.environ)
     os.environ.update(environment(start, os.environ, java_home=os.environ.get("JAVA_HOME")))
     try:

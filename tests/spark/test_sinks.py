@@ -15,7 +15,7 @@ import pytest
 from mldserver.errors import OperatorError
 from mldserver.jobs.engine import PublishJob
 from mldserver.spark.sinks import find, jdbc
-from mldserver.spark.sinks.jdbc import connected
+from mldserver.spark.sinks.database import connected
 from mldserver.spark.sinks.sink import SinkSpec, staged
 from mldserver.windows import Window
 

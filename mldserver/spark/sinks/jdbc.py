@@ -20,17 +20,17 @@ import contextlib
 import re
 import secrets
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from mldserver.errors import OperatorError
-from mldserver.spark.sinks.sink import WINDOW, check_made_here, staged
+from mldserver.errors import NotThereYet, OperatorError
+from mldserver.spark.sinks.database import DatabaseError, connected, last_name, suffixed
+from mldserver.spark.sinks.sink import REVISION, WINDOW, check_made_here, staged
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from pyspark.sql import DataFrame, SparkSession
 
     from mldserver.jobs.engine import PublishJob
+    from mldserver.spark.sinks.database import Database
     from mldserver.spark.sinks.sink import SinkSpec
 
 _URL = re.compile(r"[A-Za-z0-9]+:\S.*")
@@ -39,6 +39,11 @@ _NONE: Final = "none"
 
 _COLUMN_TYPES: Final = f"`{WINDOW}` VARCHAR(64)"
 """Databases make strings large objects, which cannot be compared, unless they are told a length."""
+
+_LONGEST_SUFFIX: Final = len("__stage_") + 12
+
+_NOT_THERE_YET: Final = ("08", "40", "53", "57")
+"""How SQLSTATEs begin of what passes by itself: no connection, a deadlock, no room, a database that starts or stops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,23 +79,86 @@ def check_settings(sink: SinkSpec) -> None:
 
 
 def check(spark: SparkSession, sink: SinkSpec) -> None:
-    """Raise OperatorError where there is no driver, are no transactions, or the table is not one of ours."""
+    """Raise OperatorError where a window's steps cannot work; they are rehearsed, without rows. NotThereYet: for now."""
     if type(spark).__module__.startswith("pyspark.sql.connect"):
         raise OperatorError(
             "Spark Connect gives no access to JDBC transactions.",
             advice="Set spark_master to a Spark of the server's own, such as local[*], or choose another sink.",
         )
-    with connected(spark, sink) as database:
-        if not database.has_transactions():
-            raise OperatorError("The database of sink has no transactions.", advice="Choose another sink.")
-        columns = database.columns(sink.table)
-    if columns is not None:
-        check_made_here(columns, sink.table)
+    try:
+        with connected(spark, sink) as database:
+            if not database.has_transactions():
+                raise OperatorError(
+                    "The database of sink has no transactions.", advice="Choose another sink."
+                )
+            _check_name(sink.table, database.longest_name())
+            columns = database.columns(sink.table)
+            if columns is not None:
+                check_made_here(columns, sink.table)
+            _rehearse(database, sink.table, columns)
+    except DatabaseError as error:
+        kind = NotThereYet if error.state.startswith(_NOT_THERE_YET) else OperatorError
+        raise kind(
+            f"The database of sink does not do what windows need. It says: {error}.",
+            advice="sink_options name the user and the password of one who may create tables beside sink_table, and "
+            "select, insert and delete in it.",
+        ) from error
+
+
+def _check_name(table: str, longest: int) -> None:
+    """Raise OperatorError where the names beside the table's would be cut short, and so fall together."""
+    room, size = longest - _LONGEST_SUFFIX, len(last_name(table).strip('"`[]').encode())
+    if longest and size > room:
+        raise OperatorError(
+            f"The name of sink_table = {table} is too long: it has {size} bytes. This database takes {longest} for a name, "
+            f"and windows are staged under names that have {_LONGEST_SUFFIX} more.",
+            advice=f"Choose a name of at most {room} bytes.",
+        )
+
+
+def _rehearse(database: Database, table: str, columns: dict[str, str] | None) -> None:
+    """Do all that a window needs the right for, without rows: a database looks at rights and types all the same."""
+    windows, stage = suffixed(table, "__windows"), _new_stage(table)
+    _make_windows(database, windows)
+    with database.together():
+        database.change(f"CREATE TABLE {stage} (stage INTEGER)")
+        database.change(f"DROP TABLE {stage}")
+    nothing = f"FROM {windows} WHERE 1 = 0"
+    database.change(f"INSERT INTO {windows} SELECT * {nothing}")  # noqa: S608  # the operator's own name
+    database.change(f"UPDATE {windows} SET revision = 0 WHERE 1 = 0")  # noqa: S608  # see above
+    if columns is None:
+        return
+    window, revision = (database.quoted(columns[name]) for name in (WINDOW, REVISION))
+    database.change(f"DELETE FROM {table} WHERE {window} = ? AND 1 = 0", "")  # noqa: S608  # see above
+    try:
+        database.change(f"INSERT INTO {table} ({window}, {revision}) SELECT stage, revision {nothing}")  # noqa: S608  # see above
+    except DatabaseError as error:
+        # Of the columns that are not named here a window gives values.
+        if error.state.startswith("42"):
+            raise
+
+
+def _make_windows(database: Database, windows: str) -> None:
+    if database.columns(windows) is not None:
+        return
+    try:
+        database.change(
+            f"CREATE TABLE {windows} (pipeline VARCHAR(255) NOT NULL, window_id VARCHAR(64) NOT NULL,"
+            " revision INTEGER NOT NULL, stage VARCHAR(255) NOT NULL, PRIMARY KEY (pipeline, window_id))"
+        )
+    except DatabaseError:
+        # Another server may have made it in the same instant.
+        if database.columns(windows) is None:
+            raise
+
+
+def _new_stage(table: str) -> str:
+    return suffixed(table, f"__stage_{secrets.token_hex(6)}")
 
 
 def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:
     """Replace the window's rows in the table by those of its revision, unless it has them, or later ones, already."""
-    attempt = Try(job, sink.table, suffixed(sink.table, f"__stage_{secrets.token_hex(6)}"))
+    attempt = Try(job, sink.table, _new_stage(sink.table))
     with connected(spark, sink) as database:
         if not claim(database, attempt):
             return
@@ -99,19 +167,21 @@ def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:
         fill(staged(spark, job), sink, attempt, create=create)
     with connected(spark, sink) as database:
         try:
+            if job.files and create:
+                _make_index(database, sink.table)
             move(database, attempt)
-        finally:
-            clear(database, attempt)
+        except BaseException:
+            # The first error is the one to tell; the next try drops the stage.
+            with contextlib.suppress(DatabaseError):
+                clear(database, attempt)
+            raise
+        clear(database, attempt)
 
 
 def claim(database: Database, attempt: Try) -> bool:
     """Name this try's stage as the window's, and drop that of a try that died. False: the table has the revision."""
     windows, revision = attempt.windows, attempt.job.window.revision
-    if database.columns(windows) is None:
-        database.change(
-            f"CREATE TABLE {windows} (pipeline VARCHAR(255) NOT NULL, window_id VARCHAR(64) NOT NULL,"
-            " revision INTEGER NOT NULL, stage VARCHAR(255) NOT NULL, PRIMARY KEY (pipeline, window_id))"
-        )
+    _make_windows(database, windows)
     line = database.first(
         f"SELECT revision, stage FROM {windows} WHERE pipeline = ? AND window_id = ?",  # noqa: S608  # the operator's own name
         *attempt.key,
@@ -135,6 +205,15 @@ def claim(database: Database, attempt: Try) -> bool:
         if not due:
             _name_none(database, attempt, left)
     return due
+
+
+def _make_index(database: Database, table: str) -> None:
+    """Make an index for a table that Spark made, or each window would look through all others for its own rows."""
+    columns, name = database.columns(table), last_name(table)
+    assert columns is not None
+    database.change(
+        f"CREATE INDEX {suffixed(name, '__window')} ON {table} ({database.quoted(columns[WINDOW])})"
+    )
 
 
 def fill(rows: DataFrame, sink: SinkSpec, attempt: Try, *, create: bool) -> None:
@@ -208,140 +287,3 @@ def _name_none(database: Database, attempt: Try, stage: str) -> None:
         *attempt.key,
         stage,
     )
-
-
-_OF_SPARK: Final = frozenset(
-    {
-        "batchsize",
-        "cascadetruncate",
-        "createtablecolumntypes",
-        "createtableoptions",
-        "driver",
-        "isolationlevel",
-        "numpartitions",
-        "querytimeout",
-        "sessioninitstatement",
-        "truncate",
-    }
-)
-"""Options of Spark's writer, lower case: they are no properties of a connection."""
-
-_NO_TABLE: Final = ("42", "S0")
-"""How SQLSTATEs begin that tell of names that are not there (SQL:2003 class 42; SQL Server says S0002 too)."""
-
-_ADVICE: Final = (
-    "Give Spark the database's driver: spark_conf spark.jars=PATH or spark.jars.packages=GROUP:NAME:VERSION, and "
-    "sink_options driver=CLASS."
-)
-
-
-class Database:
-    """One connection. Every statement is a transaction of its own, but for those within ``together``."""
-
-    def __init__(self, connection: Any, dialect: Any) -> None:
-        """Hold a ``java.sql.Connection`` and Spark's ``JdbcDialect``."""
-        self._connection = connection
-        self._dialect = dialect
-
-    def quoted(self, name: str) -> str:
-        """Return a column's name as Spark writes it too, when it creates a table."""
-        return str(self._dialect.quoteIdentifier(name))
-
-    def has_transactions(self) -> bool:
-        """Whether several statements can be made one."""
-        return bool(self._connection.getMetaData().supportsTransactions())
-
-    def change(self, statement: str, *values: str | int) -> int:
-        """Run a statement that changes something; return how many rows it did."""
-        with self._prepared(statement, *values) as prepared:
-            return int(prepared.executeUpdate())
-
-    def first(self, statement: str, *values: str | int) -> tuple[str, ...] | None:
-        """Return the first row of a query as text, None when there is none."""
-        with self._prepared(statement, *values) as prepared:
-            rows = prepared.executeQuery()
-            width = rows.getMetaData().getColumnCount()
-            return tuple(str(rows.getString(place + 1)) for place in range(width)) if rows.next() else None
-
-    def columns(self, table: str) -> dict[str, str] | None:
-        """Return a table's columns, by their names in lower case; None when there is no such table."""
-        from py4j.protocol import Py4JJavaError  # noqa: PLC0415  # only the driver pays for pyspark
-
-        try:
-            with self._prepared(f"SELECT * FROM {table} WHERE 1 = 0") as prepared:  # noqa: S608  # the operator's own name
-                about = prepared.executeQuery().getMetaData()
-                names = [str(about.getColumnName(place + 1)) for place in range(about.getColumnCount())]
-        except Py4JJavaError as error:
-            if str(error.java_exception.getSQLState()).startswith(_NO_TABLE):
-                return None
-            raise
-        return {name.lower(): name for name in names}
-
-    @contextlib.contextmanager
-    def _prepared(self, statement: str, *values: str | int) -> Iterator[Any]:
-        prepared = self._connection.prepareStatement(statement)
-        try:
-            for place, value in enumerate(values, 1):
-                prepared.setObject(place, value)
-            yield prepared
-        finally:
-            prepared.close()
-
-    def drop(self, table: str) -> None:
-        """Drop a table, if it exists."""
-        if self.columns(table) is not None:
-            self.change(f"DROP TABLE {table}")
-
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Make the statements within one transaction: all count at its end, none when it raises."""
-        self._connection.setAutoCommit(False)
-        try:
-            yield
-            self._connection.commit()
-        except BaseException:
-            self._connection.rollback()
-            raise
-        finally:
-            self._connection.setAutoCommit(True)
-
-
-@contextlib.contextmanager
-def connected(spark: SparkSession, sink: SinkSpec) -> Iterator[Database]:
-    """Open a connection in the driver's JVM. Raises OperatorError without a driver for the URL, and Py4JJavaError."""
-    from py4j.protocol import Py4JJavaError  # noqa: PLC0415  # only the driver pays for pyspark
-
-    # The only way to java.sql; what is called there has been the same since Java 1.4.
-    jvm: Any = spark.sparkContext._jvm  # noqa: SLF001  # see above
-    url = f"jdbc:{sink.target}"
-    properties = jvm.java.util.Properties()
-    for name, value in sink.options.items():
-        if name.lower() not in _OF_SPARK:
-            properties.setProperty(name, value)
-    class_name = sink.options.get("driver")
-    try:
-        if class_name is None:
-            java_driver = jvm.java.sql.DriverManager.getDriver(url)
-        else:
-            # As Spark does: jars of spark.jars are known to this loader only.
-            loader = jvm.java.lang.Thread.currentThread().getContextClassLoader()
-            java_driver = jvm.java.lang.Class.forName(class_name, True, loader).newInstance()
-    except Py4JJavaError as error:
-        what = "no driver for the URL of sink" if class_name is None else f"no class {class_name}"
-        raise OperatorError(f"Java has {what}.", advice=_ADVICE) from error
-    connection = java_driver.connect(url, properties)
-    if connection is None:
-        raise OperatorError(
-            f"The class {class_name} is no driver for the URL of sink.", advice="Look at both settings."
-        )
-    try:
-        yield Database(connection, jvm.org.apache.spark.sql.jdbc.JdbcDialects.get(url))
-    finally:
-        connection.close()
-
-
-def suffixed(table: str, suffix: str) -> str:
-    """Return the name of a table beside ``table``, in its schema and in its quotes."""
-    closing = re.search(r"[\"`\]]?$", table)
-    assert closing is not None
-    return f"{table[: closing.start()]}{suffix}{closing[0]}"

@@ -1,0 +1,198 @@
+"""One JDBC connection in the driver's JVM, and what databases have in common: names, transactions, words."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from mldserver.errors import OperatorError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pyspark.sql import SparkSession
+
+    from mldserver.spark.sinks.sink import SinkSpec
+
+_OF_SPARK: Final = frozenset(
+    {
+        "batchsize",
+        "cascadetruncate",
+        "createtablecolumntypes",
+        "createtableoptions",
+        "driver",
+        "isolationlevel",
+        "numpartitions",
+        "querytimeout",
+        "sessioninitstatement",
+        "truncate",
+    }
+)
+"""Options of Spark's writer, lower case: they are no properties of a connection."""
+
+_NO_TABLE: Final = ("42", "S0")
+"""How SQLSTATEs begin that tell of names that are not there (SQL:2003 class 42; SQL Server says S0002 too)."""
+
+_NO_RIGHT: Final = "425"
+"""How those of that class begin that tell of rights that are not there."""
+
+_ADVICE: Final = (
+    "Give Spark the database's driver: spark_conf spark.jars=PATH or spark.jars.packages=GROUP:NAME:VERSION, and "
+    "sink_options driver=CLASS."
+)
+
+
+class DatabaseError(RuntimeError):
+    """What the database said instead of doing it."""
+
+    def __init__(self, said: str, state: str) -> None:
+        """Hold its words and the SQLSTATE, empty where there is none."""
+        super().__init__(f"{said} (SQLSTATE {state})" if state else said)
+        self.state = state
+
+
+class Database:
+    """One connection. Every statement is a transaction of its own, but for those within ``together``."""
+
+    def __init__(self, connection: Any, dialect: Any) -> None:
+        """Hold a ``java.sql.Connection`` and Spark's ``JdbcDialect``."""
+        self._connection = connection
+        self._dialect = dialect
+
+    def quoted(self, name: str) -> str:
+        """Return a column's name as Spark writes it too, when it creates a table."""
+        return str(self._dialect.quoteIdentifier(name))
+
+    def has_transactions(self) -> bool:
+        """Whether several statements can be made one."""
+        with _in_words():
+            return bool(self._connection.getMetaData().supportsTransactions())
+
+    def longest_name(self) -> int:
+        """Return how long a table's name may be, 0 where nothing is known."""
+        with _in_words():
+            return int(self._connection.getMetaData().getMaxTableNameLength())
+
+    def change(self, statement: str, *values: str | int) -> int:
+        """Run a statement that changes something; return how many rows it did."""
+        with self._prepared(statement, *values) as prepared:
+            return int(prepared.executeUpdate())
+
+    def first(self, statement: str, *values: str | int) -> tuple[str, ...] | None:
+        """Return the first row of a query as text, None when there is none."""
+        with self._prepared(statement, *values) as prepared:
+            rows = prepared.executeQuery()
+            width = rows.getMetaData().getColumnCount()
+            return tuple(str(rows.getString(place + 1)) for place in range(width)) if rows.next() else None
+
+    def columns(self, table: str) -> dict[str, str] | None:
+        """Return a table's columns, by their names in lower case; None when there is no such table."""
+        try:
+            with self._prepared(f"SELECT * FROM {table} WHERE 1 = 0") as prepared:  # noqa: S608  # the operator's own name
+                about = prepared.executeQuery().getMetaData()
+                names = [str(about.getColumnName(place + 1)) for place in range(about.getColumnCount())]
+        except DatabaseError as error:
+            if error.state.startswith(_NO_TABLE) and not error.state.startswith(_NO_RIGHT):
+                return None
+            raise
+        return {name.lower(): name for name in names}
+
+    @contextlib.contextmanager
+    def _prepared(self, statement: str, *values: str | int) -> Iterator[Any]:
+        with _in_words():
+            prepared = self._connection.prepareStatement(statement)
+            try:
+                for place, value in enumerate(values, 1):
+                    prepared.setObject(place, value)
+                yield prepared
+            finally:
+                prepared.close()
+
+    def drop(self, table: str) -> None:
+        """Drop a table, if it exists."""
+        if self.columns(table) is not None:
+            self.change(f"DROP TABLE {table}")
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Make the statements within one transaction: all count at its end, none when it raises."""
+        self._call("setAutoCommit", False)
+        try:
+            yield
+            self._call("commit")
+        except BaseException:
+            # A database takes back by itself what a connection did that is gone; the first error is the one to tell.
+            with contextlib.suppress(DatabaseError):
+                self._call("rollback")
+                self._call("setAutoCommit", True)
+            raise
+        self._call("setAutoCommit", True)
+
+    def _call(self, name: str, *values: bool) -> None:
+        with _in_words():
+            getattr(self._connection, name)(*values)
+
+
+@contextlib.contextmanager
+def _in_words() -> Iterator[None]:
+    """Raise DatabaseError for what Java raises: the database's words, without a stack of Java."""
+    from py4j.protocol import Py4JError, Py4JJavaError  # noqa: PLC0415  # only the driver pays for pyspark
+
+    try:
+        yield
+    except Py4JJavaError as error:
+        state = None
+        with contextlib.suppress(Py4JError):  # not every error of Java has one
+            state = error.java_exception.getSQLState()
+        said = " ".join(str(error.java_exception.getMessage()).split())
+        raise DatabaseError(said, state or "") from error
+
+
+@contextlib.contextmanager
+def connected(spark: SparkSession, sink: SinkSpec) -> Iterator[Database]:
+    """Open a connection in the driver's JVM. Raises OperatorError without a driver for the URL, and DatabaseError."""
+    from py4j.protocol import Py4JJavaError  # noqa: PLC0415  # only the driver pays for pyspark
+
+    # The only way to java.sql; what is called there has been the same since Java 1.4.
+    jvm: Any = spark.sparkContext._jvm  # noqa: SLF001  # see above
+    url = f"jdbc:{sink.target}"
+    properties = jvm.java.util.Properties()
+    for name, value in sink.options.items():
+        if name.lower() not in _OF_SPARK:
+            properties.setProperty(name, value)
+    class_name = sink.options.get("driver")
+    try:
+        if class_name is None:
+            java_driver = jvm.java.sql.DriverManager.getDriver(url)
+        else:
+            # As Spark does: jars of spark.jars are known to this loader only.
+            loader = jvm.java.lang.Thread.currentThread().getContextClassLoader()
+            java_driver = jvm.java.lang.Class.forName(class_name, True, loader).newInstance()
+    except Py4JJavaError as error:
+        what = "no driver for the URL of sink" if class_name is None else f"no class {class_name}"
+        raise OperatorError(f"Java has {what}.", advice=_ADVICE) from error
+    with _in_words():
+        connection = java_driver.connect(url, properties)
+    if connection is None:
+        raise OperatorError(
+            f"The class {class_name} is no driver for the URL of sink.", advice="Look at both settings."
+        )
+    try:
+        yield Database(connection, jvm.org.apache.spark.sql.jdbc.JdbcDialects.get(url))
+    finally:
+        connection.close()
+
+
+def suffixed(table: str, suffix: str) -> str:
+    """Return the name of a table beside ``table``, in its schema and in its quotes."""
+    closing = re.search(r"[\"`\]]?$", table)
+    assert closing is not None
+    return f"{table[: closing.start()]}{suffix}{closing[0]}"
+
+
+def last_name(table: str) -> str:
+    """Return a table's name without its schema, in its quotes."""
+    name = re.search(r"(?:\"[^\"]*\"|`[^`]*`|\[[^\]]*\]|[^.]*)$", table)
+    assert name is not None
+    return name[0]
