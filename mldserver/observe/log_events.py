@@ -220,6 +220,8 @@ spark.ignored  warning  file names
     Properties in ``spark_properties_file`` whose names do not begin with ``spark.``: Spark takes no others.
 spark.ready  info  seconds spark_version ui
     The session is warm.
+sink.untested  warning  table
+    This project's tests know what such a table is handed, and have no real one: try it before you rely on it.
 spark.progress  debug  job stages tasks tasks_done
     A running job's tasks.
 spark.log  debug|info|warning|error  logger text

@@ -32,6 +32,7 @@ from mldserver.spark.driver_messages import Start
 from mldserver.spark.driver_session import Life, driver_command
 from mldserver.spark.java import Java, archive_path, discard, is_there, probe
 from mldserver.spark.session import environment, is_connect, is_local
+from mldserver.spark.sinks import is_tested
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -151,6 +152,8 @@ class SparkEngine:
         try:
             java = None if is_connect(self.master) else await probe(self.java_home, os.environ)
             await asyncio.to_thread(self._sweep)
+            if self.sink is not None and not is_tested(self.sink):
+                log.warning("sink.untested", table=str(self.sink))
             await self._keep_alive(java)
         except BaseException as error:
             over = f"The engine ended: {error}"
@@ -249,8 +252,9 @@ class SparkEngine:
             is_local(self.master) and self._failed_starts >= _FIRST_STARTS
         ):
             return
-        if failed.error == OperatorError.__name__:
-            raise OperatorError(failed.message)  # it has said all there is, and what to do
+        for told in (OperatorError, NotThereYet):
+            if failed.error == told.__name__:
+                raise told(failed.message)  # it has said all there is, and what to do
         advice = "Look at the settings spark_master and spark_conf."
         if failed.error == "PySparkImportError" or "grpc" in failed.message:
             advice = "Spark Connect needs more packages: pip install 'mldserver[connect]'."

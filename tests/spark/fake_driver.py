@@ -67,8 +67,9 @@ class FakeDriver:
         if self.script == "killed, then fails":
             self.script = "fails:spark"
         if self.script.startswith("fails:"):
-            fault = self.script.removeprefix("fails:")
-            self.send(driver_messages.StartFailed(fault, "SomeError", "no session", "Traceback …"))
+            fault, _, error = self.script.removeprefix("fails:").partition(":")
+            said = (fault, error or "SomeError", "no session", "Traceback …")
+            self.send(driver_messages.StartFailed(*said))
             os._exit(1)
         if self.script == "stubborn":
             subprocess.Popen(["sleep", "600"])

@@ -13,7 +13,7 @@ import pytest
 from spark.bench import Bench, job
 from support.serving import until
 
-from mldserver.errors import DriverLost, HandlerInvalid, JavaError, OperatorError, WindowFailed
+from mldserver.errors import DriverLost, HandlerInvalid, JavaError, NotThereYet, OperatorError, WindowFailed
 from mldserver.jobs.engine import WindowResult
 from mldserver.spark import client, driver_messages
 from mldserver.spark.client import SparkEngine
@@ -369,6 +369,41 @@ async def test_settings_that_cannot_work_end_the_engine(bench: Callable[..., Ben
     it = bench("fails:operator")
     with pytest.raises(OperatorError, match="Spark cannot start on sc://nowhere: SomeError: no session"):
         await it.engine.run()
+
+
+@pytest.mark.parametrize("kind", [OperatorError, NotThereYet])
+async def test_what_a_sink_finds_at_the_start_ends_the_engine_with_its_words_and_as_the_same_error(
+    bench: Callable[..., Bench], kind: type[OperatorError]
+) -> None:
+    it = bench(f"fails:operator:{kind.__name__}")
+    with pytest.raises(OperatorError, match=r"^no session$") as caught:
+        await it.engine.run()
+    assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize(
+    ("sink", "told"),
+    [
+        (SinkSpec("delta", "/lake/events"), ["delta:/lake/events"]),
+        (SinkSpec("iceberg", "lake.db.events"), ["iceberg:lake.db.events"]),
+        (
+            SinkSpec("jdbc", "mysql://me:secret@here/db", "events"),
+            ["jdbc:mysql://me:…@here/db"],
+        ),
+        (SinkSpec("jdbc", "postgresql://here/db", "events"), []),
+        (SinkSpec("toy", "/toys"), []),
+        (None, []),
+    ],
+)
+async def test_a_sink_that_was_never_tried_on_a_real_table_says_so_once_at_the_start(
+    bench: Callable[..., Bench], logged: list[dict[str, Any]], sink: SinkSpec | None, told: list[str]
+) -> None:
+    it = bench("dies first", sink=sink)
+    async with it.running():
+        await it.clock.end_sleep()
+        await it.engine.ready()
+    assert len(it.lives) == 2
+    assert [event["table"] for event in events(logged, "sink.untested")] == told
 
 
 async def test_a_cluster_that_is_away_is_waited_for(

@@ -11,7 +11,8 @@ The steps, each of which may be the last of a process:
     clear     the stage is dropped, the line names none
 
 Whoever claims later, on this server or another, wins: the transaction of the earlier one finds its stage named no more.
-Classic Spark only: Spark Connect gives no access to ``java.sql``.
+Classic Spark only: over Spark Connect a program has no connection to the database, and Spark's own writer commits each
+task for itself, so no step could be made one.
 """
 
 from __future__ import annotations
@@ -124,14 +125,14 @@ def _rehearse(database: Database, table: str, columns: dict[str, str] | None) ->
         database.change(f"CREATE TABLE {stage} (stage INTEGER)")
         database.change(f"DROP TABLE {stage}")
     nothing = f"FROM {windows} WHERE 1 = 0"
-    database.change(f"INSERT INTO {windows} SELECT * {nothing}")  # noqa: S608  # the operator's own name
-    database.change(f"UPDATE {windows} SET revision = 0 WHERE 1 = 0")  # noqa: S608  # see above
+    database.change(f"INSERT INTO {windows} SELECT * {nothing}")
+    database.change(f"UPDATE {windows} SET revision = 0 WHERE 1 = 0")  # noqa: S608  # the operator's own name
     if columns is None:
         return
     window, revision = (database.quoted(columns[name]) for name in (WINDOW, REVISION))
     database.change(f"DELETE FROM {table} WHERE {window} = ? AND 1 = 0", "")  # noqa: S608  # see above
     try:
-        database.change(f"INSERT INTO {table} ({window}, {revision}) SELECT stage, revision {nothing}")  # noqa: S608  # see above
+        database.change(f"INSERT INTO {table} ({window}, {revision}) SELECT stage, revision {nothing}")
     except DatabaseError as error:
         # Of the columns that are not named here a window gives values.
         if error.state.startswith("42"):
