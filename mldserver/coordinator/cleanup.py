@@ -20,6 +20,7 @@ from mldserver.output.layout import (
     PRIVATE,
     QUARANTINE,
     SEGMENTS,
+    is_joined,
     late_path,
     server_tag,
     writer_tag,
@@ -139,6 +140,12 @@ async def _inherit(ledger: Ledger, store: OutputStore, *, own: bool) -> tuple[in
     late = tuple(segment for segment in state.late_segments if written(segment.path).tag not in alive)
     await publish_late(late, ledger, store)
     named = state.paths() | {entry.staging for entry in state.windows.values()}
+    # Joined files are of use, whoever wrote them, until their window is published.
+    waiting = {
+        entry.window_id for entry in state.windows.values() if entry.state is not WindowState.PUBLISHED
+    }
+    joined = (path for path in segments if is_joined(path) and path.split("/")[-2] in waiting)
+    named |= {path for path in joined if written(path).ledger == state.ledger_id}
 
     def nameless(paths: list[str], writing: set[str]) -> list[str]:
         return [path for path in paths if path not in named and written(path).tag not in writing]

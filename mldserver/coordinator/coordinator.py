@@ -220,6 +220,7 @@ class Coordinator:
         )
         self._reports.note(view, now_ms, waiting=waiting)
         await self._cut(view)
+        await self._flusher.join_small()
         freed, shards, more = await self._retention.step(self._backpressure.segment_bytes)
         self._backpressure.segment_bytes -= freed
         self._sessions.forget(shards)

@@ -6,6 +6,7 @@ Also cuts: both change which windows are open, so both live here and only the co
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,6 +26,7 @@ from mldserver.ledger.contract import (
     SegmentKind,
     WindowState,
 )
+from mldserver.output import joined
 from mldserver.output.layout import segment_path, writer_tag, written
 from mldserver.output.store import Garbage
 from mldserver.windows import Batches
@@ -103,6 +105,8 @@ class Flusher:
     _merge_clock: int = field(init=False, default=0)
     _late: tuple[Segment, ...] = field(init=False, default=())
     _doubtful: tuple[Segment, ...] = field(init=False, default=())
+    _small: dict[str, list[str]] = field(init=False, default_factory=dict)
+    """Small segments of open windows that are not joined yet."""
 
     def __post_init__(self) -> None:
         self.open_windows = None if self.spec is None else OpenWindows(self.spec)
@@ -308,6 +312,9 @@ class Flusher:
         for segment in late:
             self.rows_late += segment.rows
             log.warning("window.late", window=segment.window_id, rows=segment.rows, kind=str(segment.kind))
+        for segment in segments:
+            if segment.kind is SegmentKind.WINDOW and segment.bytes <= joined.SMALL_BYTES:
+                self._small.setdefault(segment.window_id, []).append(segment.path)
         self._late += tuple(segment for segment in late if segment.kind is SegmentKind.LATE)
         again = [segment.window_id for segment in late if segment.kind is SegmentKind.RECOMPUTE]
         self.cut_windows.registered(again, self.clock.steady_ms())
@@ -317,6 +324,19 @@ class Flusher:
         if self._late:
             await publish_late(self._late, self.ledger, self.store)
             self._late = ()
+
+    async def join_small(self) -> None:
+        """Join small segments of the open window that has most of them, if these are enough for one file."""
+        open_windows = self.open_windows or ()
+        self._small = {window: paths for window, paths in self._small.items() if window in open_windows}
+        paths = max(self._small.values(), key=len, default=[])
+        if len(paths) < joined.TOGETHER:
+            return
+        members = paths[: joined.TOGETHER]
+        del paths[: joined.TOGETHER]
+        # They are read themselves then; and a disk that fails is told of by the next flush.
+        with contextlib.suppress(OSError):
+            await asyncio.to_thread(joined.join, self.store, members)
 
     async def cut(
         self, watermark_ms: int | None, *, close_all: bool, gather: bool = False

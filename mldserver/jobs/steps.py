@@ -18,6 +18,7 @@ import structlog
 from mldserver.base.kill_points import kill_point
 from mldserver.jobs.engine import PublishJob, WindowJob, WindowResult
 from mldserver.ledger.contract import Commit, WindowState
+from mldserver.output import joined
 from mldserver.output.layout import SEGMENTS, writer_tag, written
 from mldserver.output.publish import Output, Publisher
 from mldserver.windows import as_window
@@ -47,6 +48,8 @@ class _Begun:
     attempt: int
     staging: str
     began_ms: int
+    files: Mapping[str, int]
+    """What holds the window's rows, and each one's bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,38 +134,39 @@ class WindowSteps:
         began_ms = self.clock.steady_ms()
         attempts = await self.ledger.begin_attempts(tuple(entry.window_id for entry in entries))
         tag = writer_tag(self.ledger_id, self.ledger.server_id)
-        begun = []
         for entry in entries:
-            number = attempts.get(entry.window_id)
-            if number is None:
+            if entry.window_id not in attempts:
                 log.debug("window.dropped", window=entry.window_id, revision=entry.revision)
-            else:
-                staging = self.publisher.attempt(entry.window_id, number, tag)
-                begun.append(_Begun(entry, number, staging, began_ms))
         kill_point("attempt.begun")
 
-        def make_room() -> None:
-            for attempt in begun:
-                # What an earlier life left under the same number is not this attempt's.
-                self.store.delete(attempt.staging)
+        def begin() -> tuple[_Begun, ...]:
+            begun = []
+            for entry in entries:
+                number = attempts.get(entry.window_id)
+                if number is not None:
+                    staging = self.publisher.attempt(entry.window_id, number, tag)
+                    files = joined.to_read(self.store, entry.window_id, entry.segments)
+                    # What an earlier life left under the same number is not this attempt's.
+                    self.store.delete(staging)
+                    begun.append(_Begun(entry, number, staging, began_ms, files))
             self.store.prepare(*(attempt.staging.rpartition("/")[0] for attempt in begun))
+            return tuple(begun)
 
-        await asyncio.to_thread(make_room)
-        return tuple(begun)
+        return await asyncio.to_thread(begin)
 
     def _job(self, begun: _Begun) -> WindowJob:
         entry = begun.entry
         older: dict[str, tuple[str, ...]] = {}
-        for path in (segment.path for segment in entry.segments if written(segment.path).shape in self.older):
+        for path in (path for path in begun.files if written(path).shape in self.older):
             ddl = self.older[written(path).shape]
             older[ddl] = (*older.get(ddl, ()), self.store.uri(path))
         return WindowJob(
             self._window(entry),
             begun.attempt,
-            tuple(self.store.uri(segment.path) for segment in entry.segments),
+            tuple(self.store.uri(path) for path in begun.files),
             self.store.uri(begun.staging),
             sum(segment.rows for segment in entry.segments),
-            sum(segment.bytes for segment in entry.segments),
+            sum(begun.files.values()),
             self.store.place,
             older,
         )
@@ -220,8 +224,10 @@ class WindowSteps:
         def clean() -> None:
             self.publisher.clean(at_once)
             kill_point("window.cleaning")
-            for segment in freed:
-                self.store.delete(segment.path)
+            many = [window.entry for window in committed if len(window.entry.segments) >= joined.TOGETHER]
+            copies = [path for entry in many for path in joined.files(self.store, entry.window_id)]
+            for path in (*copies, *(segment.path for segment in freed)):
+                self.store.delete(path)
             for window_id in {segment.window_id for segment in freed}:
                 self.store.drop_empty(f"{SEGMENTS}/{window_id}")
 

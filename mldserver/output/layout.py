@@ -5,7 +5,7 @@
     <out>/_mldserver/ledger.sqlite              the ledger
     <out>/_mldserver/owner.json                 whose the folder is (``owner.py``)
     <out>/_mldserver/servers/<tag>.lock         held by each server that lives
-    <out>/_mldserver/segments/<id>/             rows of windows that are not published yet, or retained
+    <out>/_mldserver/segments/<id>/             rows of windows that are not published yet, or retained (``joined.py`` too)
     <out>/_mldserver/staging/<id>/<n>-<tag>/    the n-th attempt's output
     <out>/_mldserver/spark/<tag>/               scratch space of a server's Spark driver
     <out>/_mldserver/quarantine/<ledger>-<n>/   files of other ledgers, as the n-th start on this one found them
@@ -45,7 +45,8 @@ QUARANTINE = f"{PRIVATE}/quarantine"
 LATE = "_late"
 
 _PREFIX = {SegmentKind.WINDOW: "", SegmentKind.RECOMPUTE: "again-", SegmentKind.LATE: "late-"}
-_SEGMENT = re.compile(r"(?:again-|late-)?(\d{16,})-([0-9a-f]{16})-(?:([0-9a-f]{12})-)?[^/]*")
+_JOINED = "joined-"
+_SEGMENT = re.compile(r"(?:again-|late-|joined-)?(\d{16,})-([0-9a-f]{16})-(?:([0-9a-f]{12})-)?[^/]*")
 _ATTEMPT = re.compile(r"(\d{4,})-([0-9a-f]{16})")
 
 
@@ -70,6 +71,17 @@ def segment_path(window_id: str, clock: int, unique: str, *, kind: SegmentKind, 
     ``clock`` makes names sort in merge order, ``unique`` tells retries apart, ``shape`` is the fingerprint of its rows'.
     """
     return f"{SEGMENTS}/{window_id}/{_PREFIX[kind]}{clock:016d}-{tag}-{shape}-{unique}.parquet"
+
+
+def joined_path(segment: str) -> str:
+    """Return the path of the file that joins a segment with those behind it: it is told from others as the segment is."""
+    folder, _, name = segment.rpartition("/")
+    return f"{folder}/{_JOINED}{name}"
+
+
+def is_joined(path: str) -> bool:
+    """Whether a file in a window's folder of segments is a joined one."""
+    return path.rpartition("/")[2].startswith(_JOINED)
 
 
 def attempt_path(root: str, window_id: str, attempt: int, tag: str) -> str:

@@ -100,6 +100,10 @@ class OutputStore:
             raise FileNotFoundError(errno.ENOENT, "it is gone as soon as it was written", path)
         return int(size)
 
+    def parquet(self, path: str) -> pq.ParquetFile:
+        """Open a Parquet file, to be closed by its reader. Raises OSError, and ArrowInvalid where it is not whole."""
+        return pq.ParquetFile(self._absolute(path), filesystem=self._fs)
+
     def sync(self, *paths: str) -> None:
         """Force local files (or all in folders) and every directory entry that leads to them to disk, each once."""
         if not self.local:

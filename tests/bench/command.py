@@ -42,6 +42,7 @@ T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 PARTS = (
     "windows",
+    "segments",
     "small_windows",
     "per_row",
     "checkpoints",
@@ -81,6 +82,9 @@ def _run(given: argparse.Namespace) -> int:
         if "windows" in parts:
             document["windows"] = _windows(given, folder / "windows", hush.print)
             console.print(windows_table(document["windows"], given.engine))
+        if "segments" in parts:
+            document["segments"] = _segments(given, folder / "segments", hush.print)
+            console.print(segments_table(document["segments"], given.segment_rows, given.engine))
         if "small_windows" in parts:
             document["small_windows"] = _small_windows(given, folder / "small_windows", hush.print)
             console.print(small_windows_table(document["small_windows"], given.engine))
@@ -125,6 +129,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--rows", type=int, nargs="+", default=[1_000, 100_000, 1_000_000], help="of windows")
     parser.add_argument("--pace", type=int, default=100_000, help="of these, rows a second; 0: unbounded")
+    parser.add_argument(
+        "--segments", type=int, nargs="+", default=[1, 100, 1_000, 4_000], help="of one window"
+    )
+    parser.add_argument("--segment-rows", type=int, default=1_000_000, help="of that window")
     parser.add_argument("--small-windows", type=int, default=120, help="windows that are ready together")
     parser.add_argument("--per-row", type=int, default=200_000, help="rows of one flush")
     parser.add_argument("--seconds", type=int, default=3600, help="of the virtual stream of checkpoints")
@@ -182,6 +190,20 @@ def _windows(
     return [dataclasses.asdict(each) | {"rows_per_second": each.rows_per_second} for each in measured]
 
 
+def _segments(given: argparse.Namespace, folder: Path, progress: Callable[[str], None]) -> dict[int, float]:
+    async def measure(engine: Engine) -> dict[int, float]:
+        return await windows.measure_segments(
+            engine,
+            given.segments,
+            rows=given.segment_rows,
+            rounds=given.rounds,
+            folder=folder,
+            progress=progress,
+        )
+
+    return asyncio.run(_with_engine(given, measure))
+
+
 def _small_windows(
     given: argparse.Namespace, folder: Path, progress: Callable[[str], None]
 ) -> dict[str, float]:
@@ -234,6 +256,17 @@ def windows_table(measured: list[dict[str, Any]], engine: str) -> Table:
             f"{each['floor_seconds']:.3f}",
             f"{each['ratio']:.2f}",
         )
+    return table
+
+
+def segments_table(measured: dict[int, float], rows: int, engine: str) -> Table:
+    """Show what the number of segments costs a job."""
+    table = Table(title=f"The job of a window of {rows:,} rows ({engine})", title_justify="left")
+    for name in ("segments", "seconds", "against the first"):
+        table.add_column(name, justify="right")
+    floor = next(iter(measured.values()))
+    for segments, seconds in measured.items():
+        table.add_row(f"{segments:,}", f"{seconds:.3f}", f"{seconds / floor:.2f}")
     return table
 
 

@@ -3,6 +3,7 @@
 They assert results, never times. Each module says what it measures:
 
 * ``windows.py``: from the last record to the published window, against the same Spark job over one ready file.
+  And (``--only segments``) that job by the number of segments that its rows are in.
 * ``small_windows.py``: how many windows of a second are published a second, in shared jobs and in a job for each.
 * ``per_row.py``: merging and writing, against a heap of single records and pyarrow's bare write.
 * ``checkpoints.py``: how far checkpoints lag while windows take an hour to close.

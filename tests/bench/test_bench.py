@@ -46,6 +46,11 @@ def test_every_benchmark_runs_at_a_tiny_size(tmp_path: Path, capsys: pytest.Capt
         "1",
         "--pace",
         "0",
+        "--segments",
+        "1",
+        "20",
+        "--segment-rows",
+        "3000",
         "--small-windows",
         "12",
         "--retained",
@@ -70,6 +75,7 @@ def test_every_benchmark_runs_at_a_tiny_size(tmp_path: Path, capsys: pytest.Capt
     document = json.loads(told.read_text())
     assert [each["rows"] for each in document["windows"]] == [10, 3000]
     assert all(each["ratio"] > 0 for each in document["windows"])
+    assert set(document["segments"]) == {"1", "20"}
     assert set(document["small_windows"]) == {"together", "singly"}
     assert set(document["per_row"]) == {"merge", "heap", "write", "bare_write", "bare_write_snappy"}
     assert document["checkpoints"]["batches"] == 3 * 40

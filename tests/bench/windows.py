@@ -5,11 +5,15 @@ the default settings meanwhile. What the flushes have left in memory when the la
 measured; how much that is depends on when the last flush was, so each round begins at another place in the interval.
 So is everything after it: the flush, the cut, the job, the commit, the publication. Left out is the wait for the next
 flush, which is a setting (``flush_interval``).
+
+And the job alone, by the number of segments that its window has: an hour with the default flush interval has 720 for each
+server. One segment is the floor.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import shutil
 import statistics
 import time
@@ -25,6 +29,10 @@ from bench.rounds import in_turn, medians
 from mldserver.base.clock import SystemClock
 from mldserver.coordinator.core.windows import CoordinatorRules
 from mldserver.jobs.engine import WindowJob
+from mldserver.ledger.contract import Segment, SegmentKind
+from mldserver.output import joined
+from mldserver.output.layout import segment_path
+from mldserver.output.store import OutputStore
 from mldserver.windows import Tumbling, Window, tumbling_id
 
 if TYPE_CHECKING:
@@ -33,7 +41,7 @@ if TYPE_CHECKING:
 
     from mldserver.jobs.engine import Engine
 
-__all__ = ["Measured", "measure"]
+__all__ = ["Measured", "measure", "measure_segments"]
 
 SPEC = Tumbling(HOUR_MS, on="scheduled")
 RULES = CoordinatorRules(on_arrival=False, settle_time_ms=0)
@@ -87,10 +95,29 @@ class Bench:
 
     async def floor(self) -> float:
         """Return the seconds that the engine takes for the one file."""
+        return await self.job([self._file])
+
+    def cut(self, segments: int) -> list[Path]:
+        """Write the one file's rows as so many segments, as flushes do, and return what an attempt reads."""
+        rows, window = pq.read_table(self._file), f"segments-{segments}"
+        store, written = OutputStore(str(self._folder)), []
+        for number in range(segments):
+            first, last = (self.rows * place // segments for place in (number, number + 1))
+            path = segment_path(window, first, "0", kind=SegmentKind.WINDOW, tag="0" * 16, shape="0" * 12)
+            size = store.write(path, rows.slice(first, last - first))
+            written.append(Segment(path, window, last - first, size))
+        small = [segment.path for segment in written if segment.bytes <= joined.SMALL_BYTES]
+        for place in range(0, len(small) - joined.TOGETHER + 1, joined.TOGETHER):
+            joined.join(store, small[place : place + joined.TOGETHER])
+        return [self._folder / path for path in joined.to_read(store, window, written)]
+
+    async def job(self, segments: Sequence[Path]) -> float:
+        """Return the seconds that the engine takes for segments that are ready."""
         self._attempts += 1
-        staging = self._folder / f"floor-{self._attempts}"
-        size = self._file.stat().st_size
-        job = WindowJob(Window(ID, None, None), 1, (str(self._file),), str(staging), self.rows, size)
+        staging = self._folder / f"job-{self._attempts}"
+        size = sum(segment.stat().st_size for segment in segments)
+        paths = tuple(map(str, segments))
+        job = WindowJob(Window(ID, None, None), 1, paths, str(staging), self.rows, size)
         began = time.perf_counter()
         await self._engine.compute(job)
         seconds = time.perf_counter() - began
@@ -192,3 +219,25 @@ async def measure(
         found.append(Measured(rows, middle["all"], middle["flush"], middle["job"], middle["floor"], ratio))
         shutil.rmtree(folder / str(rows))
     return found
+
+
+async def measure_segments(
+    engine: Engine,
+    counts: Sequence[int],
+    *,
+    rows: int,
+    rounds: int,
+    folder: Path,
+    progress: Callable[[str], None],
+) -> dict[int, float]:
+    """Return the seconds of the job over the same rows by the number of segments; the best rounds. One warms up."""
+    bench = Bench(rows, folder, engine)
+    segments = {count: bench.cut(count) for count in counts}
+    best = dict.fromkeys(counts, math.inf)
+    for number, count in enumerate(in_turn(tuple(counts), 1 + rounds)):
+        seconds = await bench.job(segments[count])
+        progress(f"{rows:>9,} rows in {count:,} segments: {seconds:.3f} s")
+        if number >= len(counts):
+            best[count] = min(best[count], seconds)
+    shutil.rmtree(folder)
+    return best

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from coordinator.pipeline import Pipeline
 
+from mldserver.output import joined
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
@@ -27,3 +29,9 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(asyncio, "to_thread", inline)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def joins_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every two small segments of a window are joined: short runs have no more of them."""
+    monkeypatch.setattr(joined, "TOGETHER", 2)

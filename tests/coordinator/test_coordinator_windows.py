@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from coordinator.pipeline import RULES, Pipeline, named
 
+from mldserver.output.layout import is_joined
 from mldserver.records import Sequence
 from mldserver.windows import Tumbling, tumbling_id
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from mldserver.coordinator.shards import ShardSession
 
 S = Sequence
 W = [tumbling_id(start) for start in range(0, 100_000, 10_000)]
@@ -183,3 +186,27 @@ async def test_a_stream_that_is_idle_is_never_stuck_and_neither_is_one_whose_win
             await pipeline.give(session, [(1, 1_000_000)], columns={"at": at}, lag_ms=lag_ms)
             await pipeline.clock.advance(300)
             assert (coordinator.status().windows_open, coordinator.status().stuck) == (1, False)
+
+
+async def test_a_window_of_many_flushes_is_read_from_few_files_in_this_life_and_the_next(
+    pipeline: Pipeline,
+) -> None:
+    flushes = 150
+
+    async def flush(numbers: range, session: ShardSession) -> None:
+        for number in numbers:
+            await pipeline.give(session, [(number, 1000 + number)])
+            await pipeline.cycle()
+
+    async with pipeline.life():
+        await flush(range(1, 71), await pipeline.open("a"))
+    async with pipeline.life():
+        # What the first life joined is there yet; its last six segments stay as they are.
+        session = await pipeline.open("a", S(70))
+        await flush(range(71, flushes + 1), session)
+        await pipeline.give(session, [(flushes + 1, 25_000)])
+        await pipeline.clock.advance(3)
+        (job,) = pipeline.engine.jobs
+    assert (job.rows, len(job.segments)) == (flushes, 1 + 6 + 1 + 16)
+    assert pipeline.published() == {W[0]: list(range(1, flushes + 1))}
+    assert [name for name in pipeline.private_files() if is_joined(name)] == []

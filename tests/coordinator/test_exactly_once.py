@@ -19,6 +19,8 @@ from mldserver.windows import Tumbling, WindowSpec, batches
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.usefixtures("joins_early")
+
 CASES: dict[str, tuple[WindowSpec, bool]] = {
     "recompute": (Tumbling(10_000, "at"), True),
     "separate": (Tumbling(10_000, "at"), False),

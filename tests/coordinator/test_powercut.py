@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from mldserver.testing import VirtualClock
 
+pytestmark = pytest.mark.usefixtures("joins_early")
+
 SPEC = Tumbling(10_000, "at")
 
 

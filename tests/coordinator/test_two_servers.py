@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from mldserver.coordinator.shards import ShardSession
 
+pytestmark = pytest.mark.usefixtures("joins_early")
 
 W = [tumbling_id(start) for start in range(0, 100_000, 10_000)]
 

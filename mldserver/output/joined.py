@@ -1,0 +1,80 @@
+"""Joined files: each stands for many small segments of a window. Blocking; call these in a thread.
+
+Whoever reads a window pays for each of its files, Spark one to four milliseconds, and an hour with the default flush
+interval has 720 of each server. So while a window is open each server writes its own small segments a second time, many
+as one file beside them. The ledger knows nothing of it. A joined file names its segments itself, in Parquet's metadata,
+and an attempt that is to read all of these reads it instead. One that is missing, or was never finished, is no loss:
+then the segments are read. Joined files are deleted when their window is published.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Final
+
+import pyarrow as pa
+
+from mldserver.output.layout import SEGMENTS, is_joined, joined_path
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mldserver.ledger.contract import Segment
+    from mldserver.output.store import OutputStore
+
+TOGETHER: Final = 64
+"""Segments that a joined file stands for."""
+
+SMALL_BYTES: Final = 128 * 1024
+"""Larger segments are not joined: their rows cost more than their file does. So a joined file has 8 MiB at most."""
+
+_MEMBERS: Final = b"mldserver.segments"
+_READERS: Final = 16
+"""Files that are looked into at the same time: on object stores each takes tens of milliseconds."""
+
+
+def join(store: OutputStore, segments: Sequence[str]) -> None:
+    """Write the rows of one window's segments, of one shape, as one file. Raises OSError."""
+    tables, joined = [], joined_path(segments[0])
+    for path in segments:
+        with store.parquet(path) as file:
+            tables.append(file.read(use_threads=False))
+    rows = pa.concat_tables(tables).replace_schema_metadata({_MEMBERS: "\n".join(segments)})
+    try:
+        store.write(joined, rows)
+    except OSError:
+        # On a full disk a part of it would only be in the way.
+        store.delete(joined)
+        raise
+
+
+def to_read(store: OutputStore, window_id: str, segments: Sequence[Segment]) -> dict[str, int]:
+    """Return the files that hold the rows of these segments, and each one's bytes. Raises OSError."""
+    left = {segment.path: segment.bytes for segment in segments}
+    if len(left) < TOGETHER:
+        return left
+    joined = files(store, window_id)
+    found: dict[str, int] = {}
+    with ThreadPoolExecutor(_READERS) as pool:
+        for (path, size), members in zip(
+            joined.items(), pool.map(lambda path: _members(store, path), joined), strict=True
+        ):
+            if members and left.keys() >= members:
+                found[path] = size
+                for member in members:
+                    del left[member]
+    return found | left
+
+
+def files(store: OutputStore, window_id: str) -> dict[str, int]:
+    """Return a window's joined files in order, and each one's bytes. Raises OSError."""
+    return {path: size for path, size in sorted(store.files(f"{SEGMENTS}/{window_id}")) if is_joined(path)}
+
+
+def _members(store: OutputStore, path: str) -> frozenset[str]:
+    try:
+        with store.parquet(path) as file:
+            named = (file.metadata.metadata or {}).get(_MEMBERS, b"").decode()
+    except (OSError, pa.ArrowInvalid):
+        return frozenset()  # its server died while it wrote
+    return frozenset(named.split("\n")) - {""}
