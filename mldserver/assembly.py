@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import socket
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from mldserver.deadletters.destinations import FOLDER, FolderDestination
 from mldserver.deadletters.redriver import Redriver
 from mldserver.errors import ConfigError, NotThereYet, OperatorError
 from mldserver.handler.inspection import load_spec
+from mldserver.handler.loader import entries_of
 from mldserver.handler.spec import HandlerKind
 from mldserver.jobs.runner import WindowRunner
 from mldserver.jobs.steps import WindowSteps
@@ -144,6 +146,8 @@ async def assemble(settings: Settings, around: Surroundings, *, step: Callable[[
 
 async def _runtime(settings: Settings, around: Surroundings) -> tuple[Runtime, HandlerSpec]:
     """Load the handler: in a worker, unless the settings say otherwise; then no code of the user's is run here."""
+    # The handler's module may import what executors import; workers have this process's path.
+    sys.path += [entry for entry in entries_of(settings.spark_py_files) if entry not in sys.path]
     common: dict[str, Any] = {
         "policy": _failure_policy(settings),
         "deadline_seconds": settings.handler_timeout_seconds,
@@ -370,10 +374,8 @@ def spark_of(settings: Settings, spec: HandlerSpec, **more: Any) -> Engine:
     # A shared job's files are renamed from one directory into others, which object stores cannot.
     group_limit = 1 if isinstance(settings.out, RemoteOut) else settings.window_group
     arguments: dict[str, Any] = {
-        "master": settings.spark_master,
-        "conf": settings.spark_conf,
+        **{name: getattr(settings, f"spark_{name}") for name in ("master", "conf", "py_files", "python", "ui")},
         "app_name": f"mldserver: {settings.pipeline}",
-        "ui": settings.spark_ui,
         "java_home": str(settings.java_home) if settings.java_home else None,
         "cache_dir": settings.cache_dir,
         "concurrency": settings.window_concurrency,

@@ -77,6 +77,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "base",
         "children",
         "handler.loader",
+        "handler.sessions",
         "jobs.engine",
         "observe.logging",
     ),

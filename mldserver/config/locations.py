@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from mldserver.base.uris import SCHEMES, local_path, redacted, redacted_url
-from mldserver.config.kinds import as_text, kind
+from mldserver.config.kinds import as_text, folder, kind
 from mldserver.errors import ConfigError
 from mldserver.spark.sinks import SINKS, find
 from mldserver.spark.sinks.sink import SinkSpec
@@ -197,6 +197,26 @@ def spark_master(raw: object) -> str:
 _PARQUET: Final = "parquet"
 _SQL_PART: Final = r"(?:[\w$#]+|\"[^\"]+\"|`[^`]+`|\[[^\]]+\])"
 _SQL_NAME = re.compile(rf"{_SQL_PART}(?:\.{_SQL_PART})*")
+
+
+@kind(
+    ".py, .zip or .egg files, repeated or with commas between",
+    lambda files: ", ".join(map(str, files)),
+    many=True,
+    metavar="PATH",
+)
+def python_files(raw: object) -> tuple[Path, ...]:
+    """Files of Python code, as spark-submit's ``--py-files`` takes them; they must be there."""
+    texts = [raw] if isinstance(raw, str) else raw
+    if not isinstance(texts, list | tuple):
+        raise ValueError("it is no list of files")  # noqa: TRY004  # kinds promise ValueError
+    files = tuple(folder.parse(item) for text in texts for item in str(text).split(",") if item.strip())
+    for file in files:
+        if file.suffix not in {".py", ".zip", ".egg"}:
+            raise ValueError(f"{file} is neither a .py nor a .zip nor an .egg file")
+        if not file.is_file():
+            raise ValueError(f"there is no file {file}")
+    return files
 
 
 @kind(

@@ -224,7 +224,7 @@ def sink_of(settings: Settings) -> SinkSpec | None:
 def with_spark_properties(settings: Settings) -> Settings:
     """Return the settings with what ``spark_properties_file`` says, where they do not say it themselves. Blocking.
 
-    Raises ConfigError for a file that cannot be read, and for an impossible ``spark.master``.
+    Raises ConfigError for a file that cannot be read, for an impossible ``spark.master``, and for what means nothing to it.
     """
     file, conf = settings.spark_properties_file, dict(settings.spark_conf)
     if file is not None:
@@ -253,6 +253,12 @@ def with_spark_properties(settings: Settings) -> Settings:
         master = settings.spark_master
     else:
         master = _parsed("spark_master", _Raw(master, "the property spark.master"))
+    if settings.spark_python is not None and master.startswith("sc://"):
+        raise ConfigError(
+            f"spark_python ({settings.origin('spark_python')}) means nothing to a Spark Connect server: it starts the "
+            "executors' Python itself.",
+            advice="Leave it out, and set PYSPARK_PYTHON where that server starts.",
+        )
     return replace(settings, spark_conf=conf, spark_master=master)
 
 

@@ -286,6 +286,10 @@ class SparkSettings:
     """Spark properties; may be repeated."""
     spark_properties_file: Path | None = rare(kinds.optional(kinds.folder), None)
     """A file of Spark properties, as spark-submit takes it; `spark_conf` goes before it."""
+    spark_py_files: tuple[Path, ...] = setting(locations.python_files, Made(tuple, "none"))
+    """Python code that executors import, beside the handler's own modules; may be repeated."""
+    spark_python: str | None = setting(kinds.optional(kinds.text("a command or path on executors")), None)
+    """Python that executors run; none: `PYSPARK_PYTHON`, then the server's on a local master, `python3` on others."""
     spark_ui: bool = rare(kinds.flag, False)
     """Whether Spark's web page is served."""
     java_home: Path | None = setting(kinds.optional(kinds.folder), None)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from mldserver.errors import HandlerInvalid, HandlerNotFound, HandlerUnready
+from mldserver.handler import sessions
 from mldserver.handler.failure import describe
 from mldserver.handler.kclpy.amazon_kclpy import standing_in
 
@@ -34,6 +35,11 @@ if TYPE_CHECKING:
 
 _DIGITS: Final = 12
 """Of the hash: enough to tell a handler's versions apart, short enough for a table."""
+_WANT_A_SESSION: Final = ("[SESSION_OR_CONTEXT_NOT_EXISTS]", "[NO_ACTIVE_OR_DEFAULT_SESSION]")
+_NO_SESSION: Final = (
+    "Only Spark's driver has a session. Write the type as an object, such as IntegerType() or StructType([...]), "
+    "or make it inside on_window."
+)
 _LIBRARIES: Final = (
     *{sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")},
     f"{Path(__file__).parents[1]}{os.sep}",
@@ -98,6 +104,12 @@ def load(path: str, *, directory: str | Path | None = None) -> Loaded:
     return Loaded(path, module, target, name)
 
 
+def entries_of(files: Iterable[str | Path]) -> tuple[str, ...]:
+    """Return the entries of Python's path that make files of code importable: .py files by their folder, archives as they are."""
+    paths = map(Path, files)
+    return tuple(dict.fromkeys(str(path.parent if path.suffix == ".py" else path) for path in paths))
+
+
 def relative(file: str) -> str:
     """Return a file's path from the working directory when it lies below it, else as it is."""
     try:
@@ -130,9 +142,14 @@ def _structlog_as_it_is() -> Iterator[None]:
 
 
 def _import(module_name: str, path: str) -> ModuleType:
+    guard = sessions.ImportGuard()
     try:
         with standing_in(), _structlog_as_it_is():
-            return importlib.import_module(module_name)
+            guard.begin()
+            try:
+                return importlib.import_module(module_name)
+            finally:
+                guard.end()
     except KeyboardInterrupt:
         raise
     except ModuleNotFoundError as error:
@@ -167,7 +184,8 @@ def _widen(missing: str) -> bool:
 def _broken(error: BaseException, path: str) -> HandlerInvalid:
     """Tell of an error inside the user's module as it is."""
     # Neither the import machinery's frames nor ours.
-    stack, skipped = traceback.extract_tb(error.__traceback__), (__file__, importlib.__file__)
+    skipped = (__file__, importlib.__file__, sessions.__file__)
+    stack = traceback.extract_tb(error.__traceback__)
     frames = [f for f in stack if not f.filename.startswith("<frozen ") and f.filename not in skipped]
     file, line = "", 0
     if isinstance(error, SyntaxError) and error.filename:
@@ -182,7 +200,8 @@ def _broken(error: BaseException, path: str) -> HandlerInvalid:
     where = f"{relative(file)}:{line}: " if file else ""
     text = "".join(traceback.format_list(frames) + traceback.format_exception_only(error))
     kind = HandlerUnready if isinstance(error, ConnectionError | TimeoutError | gaierror) else HandlerInvalid
-    return kind(f"{where}{what}", handler=path, file=file, line=line, traceback=text)
+    advice = _NO_SESSION if any(condition in what for condition in _WANT_A_SESSION) else ""
+    return kind(f"{where}{what}", advice=advice, handler=path, file=file, line=line, traceback=text)
 
 
 def _module_advice(missing: str) -> str:

@@ -72,6 +72,10 @@ class SparkEngine:
     Connect server, must see segments and staging under the same paths; one that sees it too can be warmed up there."""
     python_path: Sequence[str] | None = None
     """Folders that are importable in the driver and in Spark's workers; None: the working directory."""
+    py_files: Sequence[str | Path] = ()
+    """Files of Python code (.py, .zip, .egg) that executors import, beside the handler's own."""
+    python: str | None = None
+    """The executors' interpreter; None: PYSPARK_PYTHON, or what Spark takes."""
     concurrency: int = 1
     job_deadline: Deadline = None
     """What a window's job may take: the setting ``window_deadline``."""
@@ -108,6 +112,8 @@ class SparkEngine:
             concurrency=self.concurrency,
             sink=self.sink,
             app_name=self.app_name,
+            py_files=tuple(map(str, self.py_files)),
+            python=self.python,
         )
         self._work = None if self.work_dir is None else self.work_dir.absolute()
         if is_connect(self.master):

@@ -32,6 +32,7 @@ from mldserver.children.channel import WireError, receive_now, send_now
 from mldserver.errors import HandlerError, MldserverError
 from mldserver.jobs.engine import WindowJob
 from mldserver.spark import driver_messages as wire
+from mldserver.spark import user_code
 from mldserver.spark.java import keep
 from mldserver.spark.session import Session, is_local, open_session
 from mldserver.spark.sinks import find
@@ -257,24 +258,15 @@ class Driver:
             jobs.watch()
 
     def _make_ready(self, start: wire.Start) -> tuple[Session, Jobs]:
-        """Load the handler, make the session, warm it up. The handler comes first: its errors are the quickest."""
-        from mldserver.handler.loader import load  # noqa: PLC0415  # imports belong to what may fail
-
-        sys.path[:0] = [entry for entry in start.python_path if entry not in sys.path]
+        """Make the session, load the handler, warm up. UDFs and columns at module level need the session."""
         if start.train:
             os.nice(19)
-        directory = start.python_path[0] if start.python_path else None
-        handler = load(start.handler, directory=directory).target if start.handler else None
-        from mldserver.spark.window_job import pipeline_of  # noqa: PLC0415  # pyspark, behind the handler
-
-        pipeline = pipeline_of(handler)
-        if start.sink is not None:
-            pipeline = replace(pipeline, check=check_result)
         session = self._session = open_session(start)
         if session.jvm is not None:
             wait = session.jvm.wait
             threading.Thread(target=lambda: self._fall(wire.JvmGone(wait())), name="jvm", daemon=True).start()
         self.send(wire.Started(session.spark.version, session.ui))
+        pipeline = self._load(session, start)
         self._warm_up(session, start)
         if start.sink is not None:
             find(start.sink.format).check(session.spark, start.sink)
@@ -287,6 +279,21 @@ class Driver:
             stopped=partial(self._fall, wire.Log("warning", _STOPPED)),
             sink=start.sink,
         )
+
+    def _load(self, session: Session, start: wire.Start) -> Pipeline:
+        """Load the handler, and see that its code reaches the executors."""
+        from mldserver.handler.loader import load  # noqa: PLC0415  # imports belong to what may fail
+        from mldserver.spark.window_job import pipeline_of  # noqa: PLC0415  # see above
+
+        sys.path[:0] = [entry for entry in start.python_path if entry not in sys.path]
+        directory = start.python_path[0] if start.python_path else None
+        user_code.guard_executors(connect=session.connect)
+        handler = load(start.handler, directory=directory).target if start.handler else None
+        pipeline = pipeline_of(handler)
+        if pipeline.on_window is not None:
+            for warning in user_code.equip(session, start):
+                self.send(wire.Log("warning", warning))
+        return pipeline if start.sink is None else replace(pipeline, check=check_result)
 
     def _warm_up(self, session: Session, start: wire.Start) -> None:
         from mldserver.spark.window_job import warm_up  # noqa: PLC0415  # imports belong to what may fail

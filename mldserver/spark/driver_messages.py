@@ -48,6 +48,10 @@ class Start(channel.Message, frozen=True):
     """The table that Publish writes into."""
     app_name: str = "mldserver"
     """What the cluster, the UI and the event log call the application, unless ``conf`` does."""
+    py_files: tuple[str, ...] = ()
+    """Files of Python code for the executors, beside the handler's own."""
+    python: str | None = None
+    """The executors' interpreter; None: PYSPARK_PYTHON, or what Spark takes."""
 
 
 class Run(channel.Message, frozen=True):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mldserver.base.java_properties import as_text
 from mldserver.base.uris import secrets_of
+from mldserver.handler.loader import entries_of
 from mldserver.spark.java import unfinished
 
 if TYPE_CHECKING:
@@ -170,7 +171,11 @@ def environment(start: Start, inherited: Mapping[str, str], *, java_home: str | 
         file = shlex.quote(str(Path(start.scratch) / _SECRETS))
         others = inherited.get("PYSPARK_SUBMIT_ARGS", "pyspark-shell")
         ours["PYSPARK_SUBMIT_ARGS"] = f"--properties-file {file} --load-spark-defaults {others}"
-    ours["PYTHONPATH"] = os.pathsep.join([*start.python_path, *filter(None, [inherited.get("PYTHONPATH")])])
+    path = [*start.python_path, *filter(None, [inherited.get("PYTHONPATH")]), *entries_of(start.py_files)]
+    ours["PYTHONPATH"] = os.pathsep.join(path)
+    # Of its settings, spark-submit alone reads the interpreter's.
+    if python := start.python or start.conf.get("spark.pyspark.python"):
+        ours["PYSPARK_PYTHON"] = python
     if java_home is not None:
         ours["JAVA_HOME"] = java_home
     ours.setdefault("SPARK_LAUNCHER_OPTS", _LAUNCHER_OPTIONS)

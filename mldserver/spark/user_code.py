@@ -1,0 +1,217 @@
+"""The user's code on executors: what is shipped to them, and whether their Python is the driver's. Runs in the driver.
+
+Executors on other machines do not see the handler's folder, and a function of an importable module travels by its name.
+So the handler's module goes to them, with the modules of its folders that it has imported, as one archive that is named after its
+content; what ``spark_py_files`` names goes as it is. On a local master they have the driver's path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import operator
+import os
+import platform
+import re
+import sys
+from importlib import import_module, metadata
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from zipfile import ZipFile
+
+from mldserver.errors import OperatorError
+from mldserver.handler import sessions
+from mldserver.handler.loader import is_library
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from pyspark.sql import SparkSession
+
+    from mldserver.spark.driver_messages import Start
+    from mldserver.spark.session import Session
+
+_DIGITS: Final = 12
+"""Of the hash: enough to tell a handler's versions apart."""
+
+_MOST_TASKS: Final = 64
+"""Of the job that looks at executors' Python: Spark Connect does not tell how many cores there are."""
+
+_PYTHON_FUNCTIONS: Final = re.compile(
+    rb"\b(\w*ud(t?f|af)|\w+In(Pandas|Arrow)\w*|rdd|foreach|foreachPartition|dataSource)\b|pyspark\.pandas"
+)
+"""What of Spark runs the user's Python on executors."""
+
+
+def sources(handler: str, folders: Sequence[str], modules: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return what is shipped, as paths in an archive and their text: modules of the handler's package and of the user's folders.
+
+    ``modules``: what is imported. What is installed stays where it is, but for the handler's own package.
+    """
+    package = handler.partition(":")[0].partition(".")[0]
+    roots = tuple(f"{Path(folder).resolve()}{os.sep}" for folder in folders)
+    found = {}
+    for name, module in list(modules.items()):
+        file = Path(getattr(module, "__file__", None) or "")
+        users = str(file.resolve()).startswith(roots) and not is_library(str(file))
+        if (users or name.partition(".")[0] == package) and file.suffix == ".py" and file.is_file():
+            place = name.replace(".", "/") + ("/__init__" if file.name == "__init__.py" else "")
+            found[f"{place}.py"] = file.read_bytes()
+    return found
+
+
+def pack(files: Mapping[str, bytes], folder: Path) -> Path:
+    """Write the files into an archive that is named after their content."""
+    digest = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:_DIGITS]
+    path = folder / f"handler-{digest}.zip"
+    with ZipFile(path, "w") as archive:
+        # Packages without an __init__.py are found by their folder's entry.
+        for parent in sorted(
+            {str(parent) for name in files for parent in PurePosixPath(name).parents} - {"."}
+        ):
+            archive.mkdir(parent)
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return path
+
+
+def ship(session: Session, paths: Iterable[str]) -> None:
+    """Make files importable on the executors of this session. Raises what pyspark raises."""
+    for path in paths:
+        if session.connect:
+            session.spark.addArtifacts(path, pyfile=True)
+        else:
+            session.spark.sparkContext.addPyFile(path)
+
+
+class _Ahead:
+    """Pickled, it is the code that guards imports where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        guard = "\nif not any(type(finder).__name__ == 'ImportGuard' for finder in sys.meta_path): ImportGuard().begin()\n"
+        return exec, (Path(sessions.__file__).read_text() + guard, {"__name__": "mldserver_guard"})
+
+
+class _Guarded:
+    """Pickled, it is ``code``, with the guard ahead of it: a tuple is unpickled in its order."""
+
+    def __init__(self, code: object) -> None:
+        self.code = code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return operator.getitem, ((_Ahead(), self.code), 1)
+
+
+def guard_executors(*, connect: bool) -> None:
+    """Make functions travel with the guard that lets the modules they name be imported where there is no session."""
+    from pyspark.serializers import CloudPickleSerializer  # noqa: PLC0415  # the server imports this module
+
+    class Guarding(CloudPickleSerializer):
+        def dumps(self, obj: object) -> bytes:
+            text: bytes = super().dumps(_Guarded(obj))
+            return text
+
+    # Where functions are pickled, and nothing else.
+    names = ("sql.connect.expressions", "sql.connect.plan") if connect else ("core.rdd",)
+    for name in names:
+        setattr(import_module(f"pyspark.{name}"), "CloudPickleSerializer", Guarding)  # noqa: B010  # it is no attribute to mypy
+
+
+class Interpreter(NamedTuple):
+    """A Python as it is found in the driver, or by a task."""
+
+    host: str
+    python: str
+    versions: dict[str, str]
+    """Of pandas and pyarrow; empty where there is none."""
+    error: str = ""
+    """Why the handler's module cannot be imported there."""
+
+
+def look(spark: SparkSession, handler: str, tasks: int) -> tuple[Interpreter, list[Interpreter]]:
+    """Return the driver's interpreter, and those of executors by a job of ``tasks`` tasks. Raises what Spark raises."""
+    from pyspark.sql import functions as F  # noqa: N812, PLC0415  # the server imports this module
+    from pyspark.sql.types import StringType  # noqa: PLC0415  # see above
+
+    module = handler.partition(":")[0]
+
+    def task(_: int) -> str:
+        # A function inside another travels whole: nothing of ours is on an executor.
+        versions, error = {"pandas": "", "pyarrow": ""}, ""
+        for name in versions:
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                versions[name] = metadata.version(name)
+        try:
+            import_module(module)
+        except BaseException as raised:  # noqa: BLE001  # the user's module may raise anything
+            error = f"{type(raised).__name__}: {raised}"
+        return json.dumps([platform.node(), platform.python_version(), versions, error])
+
+    tasks = min(tasks, _MOST_TASKS)
+    column = F.udf(task, StringType(), useArrow=False)("id")
+    rows = spark.range(0, tasks, 1, tasks).select(column).collect()
+    driver, *executors = (Interpreter(*json.loads(told)) for told in (task(0), *(row[0] for row in rows)))
+    return driver, executors
+
+
+def runs_python(files: Mapping[str, bytes]) -> bool:
+    """Whether the user's modules name anything that runs their Python on executors."""
+    return any(_PYTHON_FUNCTIONS.search(text) for text in files.values())
+
+
+def differences(driver: Interpreter, executors: Iterable[Interpreter], handler: str) -> list[str]:
+    """Return what differs between the driver's Python and executors', one sentence each, with what to do."""
+    told = {}
+    for one in executors:
+        for name, version in driver.versions.items():
+            its = one.versions[name]
+            if version and its.split(".")[:2] != version.split(".")[:2]:
+                held = f"{name} {its}" if its else f"no {name}"
+                told[name] = (
+                    f"The executors' Python (on {one.host}) has {held}, the driver's {name} {version}. Functions on "
+                    "pandas or Arrow may fail there or compute otherwise: install the same version, or set spark_python."
+                )
+        if one.error:
+            told["import"] = (
+                f"The handler's module {handler.partition(':')[0]} cannot be imported on executors (on {one.host}): "
+                f"{one.error}. Functions that need it fail there: install what it imports, or name it in spark_py_files."
+            )
+    return list(told.values())
+
+
+def check(session: Session, handler: str, tasks: int) -> list[str]:
+    """Return what to warn of.
+
+    Raises OperatorError where executors cannot run the driver's functions at all: no Python, or of another minor version.
+    """
+    try:
+        driver, executors = look(session.spark, handler, tasks)
+    except Exception as error:
+        ours = ".".join(map(str, sys.version_info[:2]))
+        if other := re.search(r"different version: (\S+) than", str(error)):
+            what = f"Python {other[1]} runs on the executors, {ours} in the driver"
+        elif missing := re.search(r'Cannot run program "([^"]*)"', str(error)):
+            what = f"The executors cannot run {missing[1]}"
+        else:
+            raise
+        raise OperatorError(
+            f"{what}: Spark could run none of the handler's functions there. Set spark_python (on Spark Connect: "
+            f"PYSPARK_PYTHON in its server's environment) to an interpreter of Python {ours} that is there."
+        ) from error
+    return differences(driver, executors, handler)
+
+
+def equip(session: Session, start: Start) -> list[str]:
+    """Bring the handler's code to the executors of this session; return what to warn of there. Raises as ``check``.
+
+    On a local master there is nothing to bring: its Python workers have the driver's path and interpreter.
+    """
+    if start.master.startswith("local"):
+        return []
+    files = sources(start.handler, start.python_path, sys.modules)
+    ship(session, (*start.py_files, str(pack(files, Path(start.scratch)))))
+    # An executor may lack Python as long as none runs there.
+    if start.python is None and not start.py_files and not runs_python(files):
+        return []
+    return check(session, start.handler, session.cores)

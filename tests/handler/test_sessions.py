@@ -1,0 +1,80 @@
+"""Modules that use Spark while they are imported, where there is no session: in ``mldserver check``'s process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mldserver.runtime.trial import check_handler
+
+HANDLER = """
+schema = "carrier STRING, delay DOUBLE"
+def process_record(record): ...
+def on_window(rows, window): return rows
+"""
+
+FUNCTIONS = """
+import pandas as pd
+from pyspark.sql import Window, functions as F
+from pyspark.sql.functions import pandas_udf, udf
+
+LATE = F.when(F.col("delay") > 15, F.lit("late")).otherwise(F.expr("'in time'"))
+LATEST = Window.partitionBy("carrier").orderBy(F.desc("delay")).rowsBetween(0, 1)
+
+@udf("int")
+def twice(delay):
+    return int(2 * delay)
+
+@udf("a INT, b STRING")
+def pair(delay): ...
+
+@pandas_udf("double")
+def half(delays: pd.Series) -> pd.Series: ...
+
+@pandas_udf("double")
+def mean(delays: pd.Series) -> float: ...
+
+TWICE = twice("delay").alias("twice")
+"""
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write(text: str) -> None:
+    Path("flights.py").write_text(text)
+
+
+def test_functions_and_columns_at_module_level_need_no_session_where_nobody_calls_them() -> None:
+    write(FUNCTIONS + HANDLER)
+    report = check_handler("flights")
+    assert (report.findings, report.output, report.can_run) == ((), "", True)
+
+
+@pytest.mark.parametrize(
+    "makes",
+    [
+        "from pyspark.sql import SparkSession\nspark = SparkSession.builder.master('local[1]').getOrCreate()\n",
+        "import pyspark\ncontext = pyspark.SparkContext('local[1]')\n",
+        "from pyspark import SparkContext\ncontext = SparkContext.getOrCreate()\n",
+    ],
+)
+def test_a_session_that_a_module_makes_is_refused_with_its_line(makes: str) -> None:
+    write(makes + HANDLER)
+    (found,) = check_handler("flights").findings
+    assert str(found) == (
+        "flights.py:2: SessionAtImport: the module makes a Spark session while it is imported. The server makes the only "
+        "one: take rows.sparkSession in on_window"
+    )
+
+
+def test_a_schema_that_only_spark_can_read_is_refused_with_the_way_out() -> None:
+    write("from pyspark.sql.types import StructType\nROW = StructType.fromDDL('a INT')\n" + HANDLER)
+    (found,) = check_handler("flights").findings
+    assert "[SESSION_OR_CONTEXT_NOT_EXISTS]" in found.text
+    assert found.text.endswith(
+        "Write the type as an object, such as IntegerType() or StructType([...]), or make it inside on_window."
+    )

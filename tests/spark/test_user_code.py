@@ -1,0 +1,237 @@
+"""What is shipped to executors, and what is said of their Python. No Spark runs here."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from mldserver.config.locations import python_files
+from mldserver.errors import OperatorError
+from mldserver.handler.loader import entries_of
+from mldserver.spark import user_code
+from mldserver.spark.driver_messages import Start
+from mldserver.spark.session import environment
+from mldserver.spark.user_code import (
+    Interpreter,
+    check,
+    differences,
+    importable,
+    pack,
+    runs_python,
+    ship,
+    sources,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mldserver.spark.session import Session
+
+VERSIONS = {"pandas": "2.2.3", "pyarrow": "21.0.0"}
+DRIVER = Interpreter("here", "3.11.2", VERSIONS)
+
+
+def module(name: str, file: Path | str | None) -> ModuleType:
+    made = ModuleType(name)
+    made.__file__ = None if file is None else str(file)
+    return made
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> dict[str, ModuleType]:
+    """What is imported by the name of its module: the user's folder, and what is not in it."""
+    files = {
+        "flow": None,  # a package without an __init__
+        "flow.departures": "mine/flow/departures.py",
+        "flow.udfs": "mine/flow/udfs/__init__.py",
+        "flow.udfs.late": "mine/flow/udfs/late.py",
+        "flow.quick": "mine/flow/quick.so",
+        "shared": "mine/shared.py",
+        "gone": "mine/gone.py",
+        "elsewhere": "yours/elsewhere.py",
+    }
+    for file in filter(None, files.values()):
+        path = tmp_path / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"NAME = {path.name!r}\n")
+    (tmp_path / "mine/gone.py").unlink()
+    mine = {name: module(name, file and tmp_path / file) for name, file in files.items()}
+    return {**mine, "os": os, "pytest": pytest, "sys": sys}
+
+
+def test_the_handlers_package_and_what_it_imports_of_its_folder_are_shipped(
+    loaded: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    files = sources("flow.departures:Flights", [str(tmp_path / "mine")], loaded)
+    assert set(files) == {
+        "flow/departures.py",
+        "flow/udfs/__init__.py",
+        "flow/udfs/late.py",
+        "shared.py",
+    }
+
+
+def test_an_installed_handlers_own_package_is_shipped(loaded: dict[str, ModuleType], tmp_path: Path) -> None:
+    assert set(sources("elsewhere", [str(tmp_path / "mine/flow")], loaded)) == {
+        "elsewhere.py",
+        "flow/departures.py",
+        "flow/udfs/__init__.py",
+        "flow/udfs/late.py",
+    }
+
+
+def test_the_archive_is_named_after_its_content_and_can_be_imported_from(
+    loaded: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    files = sources("flow.departures", [str(tmp_path / "mine")], loaded)
+    archive = pack(files, tmp_path)
+    again = pack(dict(reversed(files.items())), tmp_path)
+    changed = pack({**files, "shared.py": b"NAME = 'another'"}, tmp_path)
+    assert archive == again != changed
+    program = "import flow.departures, flow.udfs.late, shared; print(flow.udfs.late.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={"PYTHONPATH": str(archive)}, capture_output=True, check=True
+    )
+    assert done.stdout.decode().strip() == str(archive / "flow/udfs/late.py")
+
+
+def test_files_go_by_the_way_of_their_kind_of_session() -> None:
+    told: list[Any] = []
+    classic = SimpleNamespace(sparkContext=SimpleNamespace(addPyFile=told.append))
+    remote = SimpleNamespace(addArtifacts=lambda path, pyfile: told.append((path, pyfile)))
+    ship(cast("Session", SimpleNamespace(connect=False, spark=classic)), ["/a.zip"])
+    ship(cast("Session", SimpleNamespace(connect=True, spark=remote)), ["/a.zip"])
+    assert told == ["/a.zip", ("/a.zip", True)]
+
+
+def test_a_local_master_is_shipped_nothing() -> None:
+    start = Start("flow", "", "local[2]", "/scratch", py_files=("/a.py",))
+    assert user_code.equip(cast("Session", SimpleNamespace()), start) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "runs"),
+    [
+        (b"from pyspark.sql.functions import udf", True),
+        (b"@F.pandas_udf('double')", True),
+        (b"rows.groupBy('a').applyInPandas(f, s)", True),
+        (b"rows.mapInArrow(f, s)", True),
+        (b"rows.rdd.map(f)", True),
+        (b"import pyspark.pandas as ps", True),
+        (b"rows.groupBy('a').agg(F.avg('delay'))", False),
+        (b"rows.toPandas()", False),
+    ],
+)
+def test_handlers_that_run_python_on_executors_are_known_by_their_text(text: bytes, *, runs: bool) -> None:
+    assert runs_python({"shared.py": b"", "flow.py": text}) is runs
+
+
+def test_executors_like_the_driver_are_nothing_to_tell_of() -> None:
+    patched = Interpreter("there", "3.11.9", {**VERSIONS, "pandas": "2.2.1"})
+    assert differences(DRIVER, [DRIVER, patched], "flow") == []
+
+
+def test_what_differs_is_told_once_with_what_to_do() -> None:
+    other = Interpreter("there", "3.11.9", {"pandas": "1.5.3", "pyarrow": ""}, "ImportError: no aiohttp")
+    wrong = "Functions on pandas or Arrow may fail there or compute otherwise: install the same version, or set spark_python."
+    assert differences(DRIVER, [DRIVER, other, other], "flow.departures:Flights") == [
+        f"The executors' Python (on there) has pandas 1.5.3, the driver's pandas 2.2.3. {wrong}",
+        f"The executors' Python (on there) has no pyarrow, the driver's pyarrow 21.0.0. {wrong}",
+        (
+            "The handler's module flow.departures cannot be imported on executors (on there): ImportError: no aiohttp. "
+            "Functions that need it fail there: install what it imports, or name it in spark_py_files."
+        ),
+    ]
+
+
+def test_what_the_driver_has_not_executors_need_not_have() -> None:
+    driver = Interpreter("here", "3.11.2", {"pandas": "", "pyarrow": "21.0.0"})
+    assert differences(driver, [DRIVER], "flow") == []
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("[PYTHON_VERSION_MISMATCH] Python in worker has different version: 3.9 than that in driver: 3.11, …",
+         "Python 3.9 runs on the executors, 3."),
+        ('Cannot run program "python9": error=2', "The executors cannot run python9: "),
+    ],
+)  # fmt: skip
+def test_executors_that_can_run_none_of_the_functions_are_refused(
+    monkeypatch: pytest.MonkeyPatch, said: str, told: str
+) -> None:
+    def look(*_: object) -> Any:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(user_code, "look", look)
+    with pytest.raises(OperatorError, match="Set spark_python") as refused:
+        check(cast("Session", SimpleNamespace(spark=None)), "flow", 2)
+    assert refused.value.what.startswith(told)
+
+
+def test_another_failure_of_the_job_is_sparks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(*_: object) -> Any:
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(user_code, "look", look)
+    with pytest.raises(RuntimeError, match="no room"):
+        check(cast("Session", SimpleNamespace(spark=None)), "flow", 2)
+
+
+def test_the_executors_interpreter_is_in_the_drivers_environment() -> None:
+    def python(start: Start) -> str | None:
+        return environment(start, {"PYSPARK_PYTHON": "inherited"}, java_home=None).get("PYSPARK_PYTHON")
+
+    conf = {"spark.pyspark.python": "configured"}
+    assert python(Start("h", "", "spark://m", "/s")) == "inherited"
+    assert python(Start("h", "", "spark://m", "/s", conf=conf)) == "configured"
+    assert python(Start("h", "", "local[1]", "/s", conf=conf, python="set")) == "set"
+
+
+def test_python_files_can_be_imported_in_the_driver_too() -> None:
+    files = ("/a/one.py", "/a/two.py", "/b/three.zip")
+    assert entries_of(files) == ("/a", "/b/three.zip")
+    ours = environment(
+        Start("h", "", "local[1]", "/s", py_files=files), {"PYTHONPATH": "/old"}, java_home=None
+    )
+    assert ours["PYTHONPATH"] == "/old:/a:/b/three.zip"
+
+
+def test_python_files_are_a_list_of_files_that_are_there(tmp_path: Path) -> None:
+    for name in ("a.py", "b.zip", "c.txt"):
+        (tmp_path / name).touch()
+    a, b = tmp_path / "a.py", tmp_path / "b.zip"
+    assert python_files.parse(f"{a}, {b}") == python_files.parse([str(a), b]) == (a, b)
+    assert (python_files.show((a, b)), python_files.show(())) == (f"{a}, {b}", "")
+    for raw, wrong in (
+        (f"{tmp_path}/c.txt", "is neither a .py nor a .zip nor an .egg file"),
+        (f"{tmp_path}/d.py", "there is no file"),
+        (7, "it is no list of files"),
+    ):
+        with pytest.raises(ValueError, match=wrong):
+            python_files.parse(raw)
+
+
+def test_functions_bring_the_guard_that_lets_modules_be_imported() -> None:
+    """It is there before what travels with it is unpickled, once."""
+    travelling = pickle.dumps(user_code._Guarded(("a", importlib.import_module)))
+    program = (
+        "import pickle, sys\n"
+        f"for _ in range(2): code = pickle.loads({travelling!r})\n"
+        "print(code[0], [type(finder).__name__ for finder in sys.meta_path].count('ImportGuard'))\n"
+        "from pyspark.sql.functions import col\n"
+        "from pyspark.sql import SparkSession\n"
+        "print(col('a') > 1)\n"
+        "try: SparkSession.builder.getOrCreate()\n"
+        "except Exception as error: print(type(error).__name__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    first, _, last = done.stdout.splitlines()
+    assert (first, last) == ("a 1", "SessionAtImport")
