@@ -88,11 +88,11 @@ class ImportGuard:
         for name in _GUARDED:
             if name in sys.modules:
                 self._guard(sys.modules[name])
-        sys.meta_path.insert(0, self)  # type: ignore[arg-type]  # find_spec is all that the import system asks for
+        sys.meta_path.insert(0, self)
 
     def end(self) -> None:
         """Put everything back."""
-        sys.meta_path.remove(self)  # type: ignore[arg-type]  # see above
+        sys.meta_path.remove(self)
         for owner, name, value in reversed(self._before):
             setattr(owner, name, value)
         self._before.clear()

@@ -109,7 +109,7 @@ def guard_executors(*, connect: bool) -> None:
 
     class Guarding(CloudPickleSerializer):
         def dumps(self, obj: object) -> bytes:
-            text: bytes = super().dumps(_Guarded(obj))
+            text: bytes = super().dumps(_Guarded(obj))  # type: ignore[no-untyped-call]  # pyspark's own
             return text
 
     # Where functions are pickled, and nothing else.
@@ -209,9 +209,14 @@ def equip(session: Session, start: Start) -> list[str]:
     """
     if start.master.startswith("local"):
         return []
+    if session.connect and start.python is not None:
+        raise OperatorError(
+            "spark_python says nothing to a Spark Connect server, which starts executors' Python itself. Leave it out, and "
+            "set PYSPARK_PYTHON in the environment of its server."
+        )
     files = sources(start.handler, start.python_path, sys.modules)
     ship(session, (*start.py_files, str(pack(files, Path(start.scratch)))))
     # An executor may lack Python as long as none runs there.
     if start.python is None and not start.py_files and not runs_python(files):
         return []
-    return check(session, start.handler, session.cores)
+    return check(session, start.handler, session.slots())
