@@ -374,7 +374,8 @@ def spark_of(settings: Settings, spec: HandlerSpec, **more: Any) -> Engine:
     # A shared job's files are renamed from one directory into others, which object stores cannot.
     group_limit = 1 if isinstance(settings.out, RemoteOut) else settings.window_group
     arguments: dict[str, Any] = {
-        **{name: getattr(settings, f"spark_{name}") for name in ("master", "conf", "py_files", "python", "ui")},
+        **{name: getattr(settings, f"spark_{name}") for name in ("master", "conf", "py_files", "python")},
+        "ui": settings.spark_ui,
         "app_name": f"mldserver: {settings.pipeline}",
         "java_home": str(settings.java_home) if settings.java_home else None,
         "cache_dir": settings.cache_dir,

@@ -139,7 +139,9 @@ async def test_over_connect_too_and_after_a_restart_the_changed_module_is_the_on
         assert await user.computed(user.engine(address)) == expected("first")
         (user.home / "flow/functions.py").write_text(FUNCTIONS.replace("first", "second"))
         assert await user.computed(user.engine(address)) == expected("second")
-        with pytest.raises(HandlerInvalid, match=r"own\.py:3: SessionAtImport: the module makes a Spark session"):
+        with pytest.raises(
+            HandlerInvalid, match=r"own\.py:3: SessionAtImport: the module makes a Spark session"
+        ):
             await user.engine(address, "flow.own").run()
         with pytest.raises(OperatorError, match="set PYSPARK_PYTHON in the environment of its server"):
             await user.engine(address, python=sys.executable).run()
@@ -150,5 +152,7 @@ async def test_a_cluster_without_the_drivers_python_is_refused(tmp_path: Path) -
     user = Pipeline(tmp_path)
     async with spark_parts(tmp_path) as parts:
         await parts.cluster(workers=1)
-        with pytest.raises(OperatorError, match="The executors cannot run /no/python: Spark could run none of"):
+        with pytest.raises(
+            OperatorError, match="The executors cannot run /no/python: Spark could run none of"
+        ):
             await user.engine(parts.url, python="/no/python").run()

@@ -103,3 +103,10 @@ def test_a_master_that_properties_name_is_checked_as_the_setting_is() -> None:
         ConfigError, match=r"spark_master = 'foo://h' \(the property spark\.master\) is not possible"
     ):
         properties(spark_conf={"spark.master": "foo://h"})
+
+
+def test_a_connect_server_chooses_its_executors_python_itself() -> None:
+    assert resolved(spark_master="spark://h:7077", spark_python="/py").spark_python == "/py"
+    with pytest.raises(ConfigError, match="means nothing to a Spark Connect server") as refused:
+        resolved(spark_master="sc://h", spark_python="/py")
+    assert refused.value.advice == "Leave it out, and set PYSPARK_PYTHON where that server starts."

@@ -22,7 +22,6 @@ from mldserver.spark.user_code import (
     Interpreter,
     check,
     differences,
-    importable,
     pack,
     runs_python,
     ship,
