@@ -118,6 +118,8 @@ class ImportGuard:
             owner = module
             for part in owners:
                 owner = getattr(owner, part, None)
+            if name not in getattr(owner, "__dict__", {}):
+                continue  # executors may have another version of pyspark
             if name == "__init__":
                 self._is_here = owner._active_spark_context is not None  # noqa: SLF001  # where pyspark itself looks for it
                 if not self._is_here:

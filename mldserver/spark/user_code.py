@@ -209,11 +209,6 @@ def equip(session: Session, start: Start) -> list[str]:
     """
     if start.master.startswith("local"):
         return []
-    if session.connect and start.python is not None:
-        raise OperatorError(
-            "spark_python says nothing to a Spark Connect server, which starts executors' Python itself. Leave it out, and "
-            "set PYSPARK_PYTHON in the environment of its server."
-        )
     files = sources(start.handler, start.python_path, sys.modules)
     ship(session, (*start.py_files, str(pack(files, Path(start.scratch)))))
     # An executor may lack Python as long as none runs there.

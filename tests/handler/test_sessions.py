@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from mldserver.handler.sessions import ImportGuard
 from mldserver.runtime.trial import check_handler
 
 HANDLER = """
@@ -78,3 +81,17 @@ def test_a_schema_that_only_spark_can_read_is_refused_with_the_way_out() -> None
     assert found.text.endswith(
         "Write the type as an object, such as IntegerType() or StructType([...]), or make it inside on_window."
     )
+
+
+def test_what_another_pyspark_does_not_have_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = ModuleType("pyspark.sql.session")
+    builder = type("Builder", (), {"getOrCreate": "as it was"})
+    other.SparkSession = type("SparkSession", (), {"Builder": builder})  # type: ignore[attr-defined]  # as pyspark's has it
+    monkeypatch.setitem(sys.modules, "pyspark.sql.session", other)
+    monkeypatch.setitem(sys.modules, "pyspark.sql.udf", ModuleType("pyspark.sql.udf"))
+    guard = ImportGuard()
+    guard.begin()
+    assert (builder.__dict__["getOrCreate"] == "as it was", hasattr(builder, "create")) == (False, False)
+    guard.end()
+    assert builder.__dict__["getOrCreate"] == "as it was"
+    assert guard not in sys.meta_path
