@@ -120,7 +120,7 @@ def relative(file: str) -> str:
 
 def is_library(file: str) -> bool:
     """Whether a file is the standard library's, an installed package's or this one's."""
-    return file.startswith(_LIBRARIES)
+    return file.startswith(_LIBRARIES) or "/site-packages/" in file or "/dist-packages/" in file
 
 
 @contextlib.contextmanager

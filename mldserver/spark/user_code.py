@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import json
 import operator
-import os
 import platform
 import re
 import sys
@@ -50,11 +49,11 @@ def sources(handler: str, folders: Sequence[str], modules: Mapping[str, Any]) ->
     ``modules``: what is imported. What is installed stays where it is, but for the handler's own package.
     """
     package = handler.partition(":")[0].partition(".")[0]
-    roots = tuple(f"{Path(folder).resolve()}{os.sep}" for folder in folders)
+    roots = [Path(folder).resolve() for folder in folders]
     found = {}
     for name, module in list(modules.items()):
         file = Path(getattr(module, "__file__", None) or "")
-        users = str(file.resolve()).startswith(roots) and not is_library(str(file))
+        users = any(map(file.resolve().is_relative_to, roots)) and not is_library(str(file))
         if (users or name.partition(".")[0] == package) and file.suffix == ".py" and file.is_file():
             place = name.replace(".", "/") + ("/__init__" if file.name == "__init__.py" else "")
             found[f"{place}.py"] = file.read_bytes()
