@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
 import zipfile
 from contextlib import asynccontextmanager
@@ -78,6 +79,7 @@ class Pipeline:
         self.tools = folder / "tools.zip"
         with zipfile.ZipFile(self.tools, "w") as archive:
             archive.writestr("tools.py", TOOLS)
+        self.numbers = itertools.count()
         self.rows = folder / "0.parquet"
         columns: dict[str, Any] = {"carrier": ["AA", "UA"], "delay": [1.0, 5.0]}
         pq.write_table(pa.table({**columns, "_time": pa.array([1, 2], pa.int64())}), self.rows)
@@ -97,7 +99,7 @@ class Pipeline:
     async def computed(self, engine: SparkEngine) -> list[dict[str, Any]]:
         """Return the rows of a window that a driver of its own computes."""
         async with running(engine):
-            place = self.folder / "staging" / str(id(engine))
+            place = self.folder / "staging" / str(next(self.numbers))
             job = WindowJob(Window("w", None, None), 1, (str(self.rows),), str(place), 2, 1000)
             result = await engine.compute(job)
         rows = [row for file in result.files for row in pq.ParquetFile(place / file).read().to_pylist()]
