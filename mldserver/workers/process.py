@@ -319,6 +319,8 @@ class WorkerProcess:
             case wire.Done() | wire.Finished() | wire.Failed() if message.id:
                 self._answered(message, files)
             case wire.Loaded() if not self._loaded.done():
+                # It beats from now on, however long loading took.
+                self._beat_ms = self._clock.steady_ms()
                 self._loaded.set_result(message)
             case wire.Failed() if not self._loaded.done():
                 self._loaded.set_exception(wire.error_of(message))

@@ -103,7 +103,7 @@ class Cause(enum.StrEnum):
 
 
 def judge(beat: BeatMessage | None, silent_ms: int, limits: Limits) -> Cause | None:
-    """Return why a worker must go, None when it may stay. ``silent_ms``: since the last beat, or since the start."""
+    """Return why a worker must go, None when it may stay. ``silent_ms``: since the last beat, or since it has loaded."""
     longest = limits.worker_kill_after_ms
     if longest is not None and silent_ms > longest:
         return Cause.SILENT

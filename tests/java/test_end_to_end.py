@@ -38,6 +38,9 @@ def on_window(rows, window):
 KEYS = ["amber", "blau", "céladon", "дуб", "elm", "fir", "灰", "hazel", "ivy", "jet", "kelp"]
 START = datetime(2026, 3, 1, tzinfo=UTC)
 PER_HOUR = 300
+CLOSERS = len(KEYS)
+"""Orders of the hour after the last, one of each key: in every shard they close the windows before them, which a silence on a
+slow machine must not."""
 
 
 def orders(first: int, last: int) -> list[dict[str, Any]]:
@@ -71,8 +74,9 @@ def published(stack: Stack) -> dict[tuple[datetime, str], list[int]]:
 
 
 def all_published(stack: Stack, hours: int) -> bool:
-    windows = stack.windows()
-    return len(windows) == hours and set(windows.values()) == {"published"}
+    """Tell whether all but the window of the closers is."""
+    states = [state for _, state in sorted(stack.windows().items())]
+    return states == [*["published"] * hours, "open"]
 
 
 @pytest.fixture
@@ -97,13 +101,13 @@ async def test_no_row_is_lost_or_doubled_while_a_shard_splits_all_are_restarted_
     stack: Stack,
 ) -> None:
     hours = 6
-    everything = orders(0, hours * PER_HOUR)
+    everything = orders(0, hours * PER_HOUR + CLOSERS)
     fifth = len(everything) // 5
-    pieces = [everything[at : at + fifth] for at in range(0, len(everything), fifth)]
+    pieces = [everything[fifth * at : fifth * (at + 1)] for at in range(4)]
+    pieces.append(everything[fifth * 4 :])
     parent = "shardId-000000000000"
-    unhurried = {"quiet_time": "10 min", "idle_time": "10 min"}
     async with stack.running(shards=2):
-        stack.start_server(**unhurried)
+        stack.start_server()
         stack.start_daemon()
         await stack.put(pieces[0])
         await stack.until_durable()
@@ -112,7 +116,7 @@ async def test_no_row_is_lost_or_doubled_while_a_shard_splits_all_are_restarted_
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(stack.put(pieces[1]))
             assert await stack.end(stack.server) == 0
-        stack.start_server(**unhurried)
+        stack.start_server()
         await stack.until_durable()
 
         # A shard ends, and its children go on.
@@ -137,7 +141,7 @@ async def test_no_row_is_lost_or_doubled_while_a_shard_splits_all_are_restarted_
         assert not list((stack.out / "_mldserver").glob("spark/**/spark-*"))
         assert await stack.end(stack.daemon) in {0, 3}
         polled = len(stack.daemon_events())
-        stack.start_server(quiet_time="5 s", idle_time="5 s")
+        stack.start_server()
         stack.start_daemon(retrieval="fan-out")
         await stack.put(pieces[4])
         await stack.until_durable()
@@ -150,7 +154,7 @@ async def test_no_row_is_lost_or_doubled_while_a_shard_splits_all_are_restarted_
         assert len((await stack.kinesis.list_stream_consumers(StreamARN=arn))["Consumers"]) == 1
         assert await stack.end(stack.daemon) == 0
         assert await stack.end(stack.server) == 0
-    assert published(stack) == computed(everything)
+    assert published(stack) == computed(everything[:-CLOSERS])
     no_rows_beside(stack)
     assert stack.samples.taken > 20
     assert stack.samples.ahead == []
@@ -164,13 +168,13 @@ async def test_no_row_is_lost_or_doubled_while_a_shard_splits_all_are_restarted_
 async def test_server_and_jvm_killed_again_and_again_lose_and_double_nothing(stack: Stack) -> None:
     dice = random.Random(crash_seed())
     hours = 4
-    everything = orders(0, hours * PER_HOUR)
+    everything = orders(0, hours * PER_HOUR + CLOSERS)
     kills = ["server", "jvm"] * 3
     dice.shuffle(kills)
     pieces = len(kills) + 1
     size = -(-len(everything) // pieces)
     async with stack.running(shards=2):
-        stack.start_server(quiet_time="15 s", idle_time="15 s")
+        stack.start_server()
         stack.start_daemon()
         await stack.put(everything[:size])
         await stack.until_durable()
@@ -182,7 +186,7 @@ async def test_server_and_jvm_killed_again_and_again_lose_and_double_nothing(sta
                 await stack.until("something is durable", lambda before=before: stack.positions() != before)
             if what == "server":
                 await stack.end(stack.server, signal.SIGKILL)
-                stack.start_server(quiet_time="15 s", idle_time="15 s")
+                stack.start_server()
             else:
                 await stack.until("there is a JVM", stack.kill_jvm)
         await stack.until_durable()
@@ -191,7 +195,7 @@ async def test_server_and_jvm_killed_again_and_again_lose_and_double_nothing(sta
         await stack.until_checkpointed({shard: str(number) for shard, number in last.items()})
         assert await stack.end(stack.daemon) == 0
         assert await stack.end(stack.server) == 0
-    assert published(stack) == computed(everything)
+    assert published(stack) == computed(everything[:-CLOSERS])
     no_rows_beside(stack)
     assert stack.samples.taken > 20
     assert stack.samples.ahead == []

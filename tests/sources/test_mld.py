@@ -14,6 +14,7 @@ import pytest
 
 from mldserver.base.clock import SystemClock
 from mldserver.errors import OperatorError
+from mldserver.protocol.events import Timer
 from mldserver.protocol.states import State
 from mldserver.sources.mld import MLDListener
 from tests.sources.house import QUICK
@@ -114,15 +115,18 @@ async def test_a_line_that_is_never_finished_is_not_waited_for(
 
 
 async def test_a_long_line_may_take_longer_than_the_pause_that_it_may_make(
-    build: Build, logged: list[dict[str, Any]]
+    house: House, logged: list[dict[str, Any]]
 ) -> None:
-    house = await build(partial_line_timeout_seconds=1.0)
     peer = await house.connect()
     await peer.initialize()
-    line = b'{"action":"leaseLost"' + b" " * 20 + b"}\n"
+    (link,) = house.listener._serving
+    line = b'{"action":"leaseLost"' + b" " * 20 + b"}"
     for place in range(0, len(line), 2):
         await peer.send(line[place : place + 2])
-        await asyncio.sleep(0.1)  # more than twice as long in all, and far from it each time
+        await house.holds(place + 2)
+        if place:
+            link._fire(Timer.PARTIAL_LINE)  # the time of a pause is over, and meanwhile something came
+    await peer.send(b"\n")
     await peer.answered("leaseLost")
     assert named(logged, "connection.failed") == []
 

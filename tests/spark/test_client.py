@@ -62,13 +62,15 @@ async def test_several_jobs_come_back_in_their_order(bench: Callable[..., Bench]
 
 
 async def test_a_group_fails_dies_and_ends_at_its_deadline_as_a_whole(bench: Callable[..., Bench]) -> None:
-    it = bench(job_deadline=0.05)
+    it = bench()
     async with it.running():
         with pytest.raises(WindowFailed, match="ValueError: no good") as caught:
             await it.engine.compute_group((job("a"), job("fails")))
         assert caught.value.where == {"traceback": "File my.py"}
+        it.engine.job_deadline = 0.05
         with pytest.raises(WindowFailed, match=r"deadline of 0\.1 seconds"):
             await it.engine.compute_group((job("a"), job("hangs")))
+        it.engine.job_deadline = None
         assert len(await it.engine.compute_group((job("a"), job("b")))) == 2
     it = bench()
     async with it.running():
@@ -262,6 +264,7 @@ async def test_a_job_beyond_its_deadline_fails_and_is_cancelled(bench: Callable[
     async with it.running():
         with pytest.raises(WindowFailed, match=r"longer than its deadline of 0\.05 seconds"):
             await it.engine.compute(job("hangs"))
+        it.engine.job_deadline = None
         assert (await it.engine.compute(job("w"))).rows == 5
     assert len(it.lives) == 1
 

@@ -132,6 +132,8 @@ class Stack:
             "cache-dir": f"{os.devnull}/cache",
             "spark-conf": "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
             "flush-interval": "500 ms",
+            "quiet-time": "10 min",
+            "idle-time": "10 min",
             "stream": STREAM,
             "region": REGION,
             "endpoint-url": self.url,

@@ -186,7 +186,7 @@ def test_nobody_is_beside_one_that_goes_alone_and_everybody_gets_in(acts: Sequen
             alone = [name for name in visitors.inside if name.isupper()]
             assert not alone or len(visitors.inside) == 1
         await visitors.go(*visitors.leave)
-        await asyncio.wait_for(asyncio.gather(*visitors.tasks.values(), return_exceptions=True), 1)
+        await asyncio.gather(*visitors.tasks.values(), return_exceptions=True)
         assert visitors.inside == []
 
     asyncio.run(scene())

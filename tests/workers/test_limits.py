@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-KILL_AFTER_MS = 4000
-"""Eight beats, and eight calls: a slow machine may miss a few."""
-CALL_SECONDS = 0.5
-RECORDS = 14
+KILL_AFTER_MS = 8000
+"""Sixteen beats, and eight calls: a slow machine may miss a few."""
+CALL_SECONDS = 1.0
+RECORDS = 12
 """Whose calls take longer together than one may take, and it takes to see that."""
 BUSY = """
 import time

@@ -15,6 +15,7 @@ from workers.kit import START, descriptors, named, no_descriptor
 
 from mldserver.children.channel import pair, send_now
 from mldserver.errors import HandlerInvalid
+from mldserver.handler.inspection import load_spec
 from mldserver.testing import VirtualClock
 from mldserver.workers import wire
 from mldserver.workers.process import WorkerGone, WorkerProcess, _Printed
@@ -185,6 +186,13 @@ async def test_why_a_handler_cannot_be_loaded_is_told_though_the_process_has_end
     await process.close()
     with pytest.raises(HandlerInvalid):
         await process.loaded()
+
+
+async def test_how_long_a_handler_took_to_load_is_no_silence(process: WorkerProcess, child: Child) -> None:
+    await cast("VirtualClock", process._clock).advance(600)
+    child.says(wire.loaded_of(load_spec("handlers.raw")))
+    await process.loaded()
+    assert process.silent_ms == 0
 
 
 async def test_a_line_that_cannot_be_logged_costs_nothing_else(process: WorkerProcess, child: Child) -> None:

@@ -231,7 +231,7 @@ async def test_a_call_that_hangs_when_its_batch_was_given_up_does_not_hold_up_ot
         "        pathlib.Path('hangs').touch()\n"
         "        time.sleep(3600)\n"
     )
-    async with running(runtime_of(text, 3000)) as runtime, asyncio.timeout(60):
+    async with running(runtime_of(text, 8000)) as runtime, asyncio.timeout(60):
         for shard in "ab":
             await runtime.open(Shard(shard))
         hanging = asyncio.create_task(runtime.process(delivery("a", "hang")))
