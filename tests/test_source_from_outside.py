@@ -144,7 +144,6 @@ def published(out: Path) -> Counter[int]:
     return Counter(ds.dataset(files, format="parquet").to_table(columns=["id"])["id"].to_pylist())
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("workers", [None, 1], ids=["inline", "in a worker"])
 async def test_a_source_from_outside_feeds_windows_once_across_a_restart(
     tmp_path: Path, handler: str, workers: int | None
@@ -174,7 +173,6 @@ async def test_a_source_from_outside_feeds_windows_once_across_a_restart(
     assert toys[1].told == ["ValueError: broken"]
 
 
-@pytest.mark.timeout(120)
 async def test_letters_of_such_a_shard_run_again_between_its_batches(tmp_path: Path, handler: str) -> None:
     toys: list[Toy] = []
 

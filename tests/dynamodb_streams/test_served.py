@@ -50,7 +50,6 @@ def published(out: Path) -> Counter[int]:
     return Counter(ds.dataset(files, format="parquet").to_table(columns=["id"])["id"].to_pylist())
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("workers", [None, 1], ids=["inline", "in a worker"])
 async def test_a_server_reads_a_stream_by_its_settings_and_goes_on_after_a_restart(
     tmp_path: Path, handler: str, workers: int | None, logged: list[dict[str, Any]]
@@ -76,7 +75,6 @@ async def test_a_server_reads_a_stream_by_its_settings_and_goes_on_after_a_resta
     assert {entry["address"] for entry in logged if entry["event"] == "server.listening"} == {fake.arn}
 
 
-@pytest.mark.timeout(60)
 async def test_changes_of_an_item_wait_behind_its_dead_letter_also_after_a_restart(
     tmp_path: Path, handler: str
 ) -> None:
@@ -95,7 +93,6 @@ async def test_changes_of_an_item_wait_behind_its_dead_letter_also_after_a_resta
             await until(lambda: (server.status().rows_durable, server.status().dead_letters) == (1, 1))
 
 
-@pytest.mark.timeout(60)
 async def test_a_table_without_a_stream_ends_the_start_with_what_to_do(
     tmp_path: Path, handler: str, logged: list[dict[str, Any]]
 ) -> None:
@@ -103,7 +100,7 @@ async def test_a_table_without_a_stream_ends_the_start_with_what_to_do(
     fake.disable()
     async with fake.serving() as url:
         server = Server(reading(tmp_path / "out", handler, url), engine=LocalEngine())
-        assert await asyncio.wait_for(server.run(), 30) == EXIT_FAULT
+        assert await asyncio.wait_for(server.run(), 120) == EXIT_FAULT
     failed = next(entry for entry in logged if entry["event"] == "server.failed")
     assert "has no enabled stream" in failed["what"]
     assert fake.arn in failed["advice"]
@@ -138,7 +135,6 @@ def test_a_stream_that_daemons_read_is_no_source_of_ours() -> None:
         settings(source="dynamodb://orders", stream="kinesis-orders")
 
 
-@pytest.mark.timeout(60)
 async def test_a_token_in_a_file_says_where_a_pipeline_begins(tmp_path: Path, handler: str) -> None:
     fake, out = FakeStreams(), tmp_path / "out"
     (shard,) = fake.shards
@@ -154,7 +150,6 @@ async def test_a_token_in_a_file_says_where_a_pipeline_begins(tmp_path: Path, ha
     assert published(out) == Counter([7, 8, 9])
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("begin", ["2026-11-22T18:00:00", "yesterday", "{}", "foreign"])
 async def test_trap_06_a_beginning_that_means_nothing_here_ends_the_start(
     tmp_path: Path, handler: str, begin: str, logged: list[dict[str, Any]]
@@ -164,7 +159,7 @@ async def test_trap_06_a_beginning_that_means_nothing_here_ends_the_start(
     async with fake.serving() as url:
         settings = reading(tmp_path / "out", handler, url, **{"from": begin})
         server = Server(settings, engine=LocalEngine())
-        assert await asyncio.wait_for(server.run(), 30) == EXIT_OPERATOR
+        assert await asyncio.wait_for(server.run(), 120) == EXIT_OPERATOR
     assert [entry["error"] for entry in logged if entry["event"] == "server.failed"] == ["ConfigError"]
 
 
@@ -175,6 +170,6 @@ async def test_a_token_s_file_that_cannot_be_read_is_the_operators_error(
     settings = reading(
         tmp_path / "out", handler, "http://127.0.0.1:1", **{"from": str(tmp_path / "token.json")}
     )
-    assert await asyncio.wait_for(Server(settings, engine=LocalEngine()).run(), 30) == EXIT_OPERATOR
+    assert await asyncio.wait_for(Server(settings, engine=LocalEngine()).run(), 120) == EXIT_OPERATOR
     (failed,) = [entry for entry in logged if entry["event"] == "server.failed"]
     assert "token.json cannot be read" in failed["what"]

@@ -315,9 +315,8 @@ def test_a_log_that_nobody_reads_does_not_hold_the_event_loop_and_tells_what_it_
         assert process.stdin
         assert process.stdout
         assert process.stderr
-        assert (
-            float(process.stderr.readline()) < 2
-        )  # it was never held: what is left is the machine's own noise
+        # It was never held, which would have been for ever: what is left is the machine's own noise.
+        assert float(process.stderr.readline()) < 60
         process.stdin.write("\n")
         process.stdin.close()
         told = [orjson.loads(line) for line in process.stdout]

@@ -113,7 +113,7 @@ SCENARIOS = {
 def test_on_uvloop(tmp_path: Path, scenario: Callable[[House], Awaitable[None]], unix: bool) -> None:
     async def play() -> None:
         address = (tmp_path / "s",) if unix else ("127.0.0.1", 0)
-        async with asyncio.timeout(20), serving(address, **SCENARIOS[scenario]) as house:
+        async with asyncio.timeout(120), serving(address, **SCENARIOS[scenario]) as house:
             await scenario(house)
 
     uvloop.run(play())
