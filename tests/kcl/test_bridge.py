@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from mldserver.kcl.launch import Files
 
-LIMIT = 20
+LIMIT = 120
 """Seconds after which a test gives up; nothing here takes longer than the bridge's linger of 2 s."""
 
 MIB = 1024 * 1024

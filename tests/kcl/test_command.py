@@ -21,7 +21,7 @@ from mldserver.kcl.launch import Files, prepare, private_files
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-LIMIT = 30
+LIMIT = 120
 APP = ["--app", "a"]
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "emulated", "AWS_SECRET_ACCESS_KEY": "emulated"}
 
