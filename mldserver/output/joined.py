@@ -40,11 +40,15 @@ def join(store: OutputStore, segments: Sequence[str]) -> None:
         with store.parquet(path) as file:
             tables.append(file.read(use_threads=False))
     rows = pa.concat_tables(tables).replace_schema_metadata({_MEMBERS: "\n".join(segments)})
+    # Under its name it is whole, also after a power cut; on object stores a file is there once it is whole.
+    unfinished = f"{joined}.part" if store.local else joined
     try:
-        store.write(joined, rows)
+        store.write(unfinished, rows)
+        if store.local:
+            store.rename(unfinished, joined)
     except OSError:
         # On a full disk a part of it would only be in the way.
-        store.delete(joined)
+        store.delete(unfinished)
         raise
 
 

@@ -81,7 +81,8 @@ def joined_path(segment: str) -> str:
 
 def is_joined(path: str) -> bool:
     """Whether a file in a window's folder of segments is a joined one."""
-    return path.rpartition("/")[2].startswith(_JOINED)
+    name = path.rpartition("/")[2]
+    return name.startswith(_JOINED) and name.endswith(".parquet")
 
 
 def attempt_path(root: str, window_id: str, attempt: int, tag: str) -> str:

@@ -84,6 +84,24 @@ def test_rows_are_read_once_though_two_joined_files_hold_them(store: OutputStore
     )
 
 
+def test_a_joined_file_has_its_name_only_once_it_is_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = OutputStore(str(tmp_path))
+    own = segments(store, joined.TOGETHER)
+
+    def dies(_store: OutputStore, *_paths: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(OutputStore, "sync", dies)
+    with pytest.raises(KeyboardInterrupt):
+        joined.join(store, paths(own))
+    (left,) = (path for path, _ in store.files(SEGMENTS) if path not in paths(own))
+    assert not is_joined(left)
+    assert written(left) == written(own[0].path), "a later start does not know whose it is"
+    assert list(joined.to_read(store, "w", own)) == paths(own)
+
+
 @pytest.mark.parametrize("left", [0, 4, 700])
 def test_a_joined_file_that_was_never_finished_is_not_read(store: OutputStore, left: int) -> None:
     own = segments(store, joined.TOGETHER)
