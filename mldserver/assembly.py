@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast
 
 from mldserver.base.aws import aws_client
 from mldserver.base.threads import aside
+from mldserver.base.uris import hadoop_settings
 from mldserver.config.kinds import UnixAddress
 from mldserver.config.locations import DynamoPlace, RemoteOut, SqlitePlace
 from mldserver.config.resolve import home, ledger_file, sink_of, with_spark_properties
@@ -371,8 +372,7 @@ def spark_of(settings: Settings, spec: HandlerSpec, **more: Any) -> Engine:
 
     assert spec.schema is not None
     settings = with_spark_properties(settings)
-    # A shared job's files are renamed from one directory into others, which object stores cannot.
-    group_limit = 1 if isinstance(settings.out, RemoteOut) else settings.window_group
+    uri = settings.out.uri if isinstance(settings.out, RemoteOut) else ""
     arguments: dict[str, Any] = {
         **{name: getattr(settings, f"spark_{name}") for name in ("master", "conf", "py_files", "python")},
         "ui": settings.spark_ui,
@@ -381,7 +381,8 @@ def spark_of(settings: Settings, spec: HandlerSpec, **more: Any) -> Engine:
         "cache_dir": settings.cache_dir,
         "concurrency": settings.window_concurrency,
         "job_deadline": settings.window_deadline_seconds,
-        "group_limit": group_limit,
+        "group_limit": settings.window_group,
+        "storage": hadoop_settings(uri, settings.spark_conf),
         "sink": sink_of(settings),
     }
     return SparkEngine(spec.path, spec.schema.ddl, **(arguments | more))

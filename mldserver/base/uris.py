@@ -13,7 +13,7 @@ import re
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 SCHEMES: Final = frozenset({"s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss"})
 """What ``pyarrow.fs.FileSystem.from_uri`` understands, beside ``file``."""
+
+NOTHING_RENAMED: Final = frozenset({"s3", "gcs", "abfs"})
+"""Types of pyarrow's file systems that hold objects under names, and know folders by those only."""
 
 _CONTAINERS: Final = frozenset({"abfs", "abfss"})
 """Where the user's place in a URI names a container, for Hadoop as for pyarrow."""
@@ -61,6 +64,37 @@ def spark_uri(uri: str) -> str:
     user, at, host = found.netloc.rpartition("@")
     kept = f"{user.partition(':')[0]}{at}" if found.scheme in _CONTAINERS else ""
     return f"{found.scheme}://{kept}{host}{unquote(found.path)}".rstrip("/")
+
+
+def hadoop_settings(uri: str, given: Mapping[str, str]) -> dict[str, str]:
+    """Return Hadoop's settings that lead Spark to the bucket of an ``s3://`` URI as its options lead pyarrow there.
+
+    They are the bucket's own, so that whatever else a job reads is reached as before. What ``given``, Spark's
+    configuration, says for this bucket or for all is left out. Empty for other URIs.
+    """
+    found = urlsplit(uri)
+    if found.scheme != "s3":
+        return {}
+    user, _, bucket = found.netloc.rpartition("@")
+    key, _, secret = map(unquote, user.partition(":"))
+    options = dict(parse_qsl(found.query))
+    endpoint = options.get("endpoint_override")
+    wanted = {
+        "access.key": key,
+        "secret.key": secret,
+        "endpoint": endpoint,
+        "endpoint.region": options.get("region"),
+        "path.style.access": "true" if endpoint else None,
+        "connection.ssl.enabled": "false" if options.get("scheme") == "http" else None,
+    }
+    said = {name.removeprefix("spark.hadoop.") for name in given}
+    settings = {"fs.s3.impl": "org.apache.hadoop.fs.s3a.S3AFileSystem"}
+    settings |= {
+        f"fs.s3a.bucket.{bucket}.{name}": value
+        for name, value in wanted.items()
+        if value and f"fs.s3a.{name}" not in said
+    }
+    return {name: value for name, value in settings.items() if name not in said}
 
 
 def opened(uri: str) -> tuple[FileSystem, str]:

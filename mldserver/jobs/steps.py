@@ -139,18 +139,21 @@ class WindowSteps:
                 log.debug("window.dropped", window=entry.window_id, revision=entry.revision)
         kill_point("attempt.begun")
 
+        def begin_one(entry: WindowEntry) -> _Begun:
+            number = attempts[entry.window_id]
+            staging = self.publisher.attempt(entry.window_id, number, tag)
+            files = joined.to_read(self.store, entry.window_id, entry.segments)
+            # What an earlier life left under the same number is not this attempt's.
+            self.store.delete(staging)
+            return _Begun(entry, number, staging, began_ms, files)
+
         def begin() -> tuple[_Begun, ...]:
-            begun = []
-            for entry in entries:
-                number = attempts.get(entry.window_id)
-                if number is not None:
-                    staging = self.publisher.attempt(entry.window_id, number, tag)
-                    files = joined.to_read(self.store, entry.window_id, entry.segments)
-                    # What an earlier life left under the same number is not this attempt's.
-                    self.store.delete(staging)
-                    begun.append(_Begun(entry, number, staging, began_ms, files))
-            self.store.prepare(*(attempt.staging.rpartition("/")[0] for attempt in begun))
-            return tuple(begun)
+            begun = self.store.for_each(
+                begin_one, [entry for entry in entries if entry.window_id in attempts]
+            )
+            if self.store.local:
+                self.store.prepare(*(attempt.staging.rpartition("/")[0] for attempt in begun))
+            return begun
 
         return await asyncio.to_thread(begin)
 
@@ -226,8 +229,7 @@ class WindowSteps:
             kill_point("window.cleaning")
             many = [window.entry for window in committed if len(window.entry.segments) >= joined.TOGETHER]
             copies = [path for entry in many for path in joined.files(self.store, entry.window_id)]
-            for path in (*copies, *(segment.path for segment in freed)):
-                self.store.delete(path)
+            self.store.for_each(self.store.delete, [*copies, *(segment.path for segment in freed)])
             for window_id in {segment.window_id for segment in freed}:
                 self.store.drop_empty(f"{SEGMENTS}/{window_id}")
 

@@ -108,10 +108,12 @@ class Publisher:
             # The outputs themselves were synced before they were committed.
             self._store.sync_entries()
             return
-        for output in outputs:
-            files = tuple(f"{output.staging}/{file}" for file in output.files)
-            manifest = Manifest(output.window_id, output.revision, files, output.rows)
-            self._store.put(manifest_path(output.window_id, output.revision), manifest.encode())
+        self._store.for_each(self._name, outputs)
+
+    def _name(self, output: Output) -> None:
+        files = tuple(f"{output.staging}/{file}" for file in output.files)
+        manifest = Manifest(output.window_id, output.revision, files, output.rows)
+        self._store.put(manifest_path(output.window_id, output.revision), manifest.encode())
 
     def _show(self, output: Output) -> None:
         store, target = self._store, window_path(output.window_id)
@@ -146,19 +148,25 @@ class Publisher:
 
     def clean(self, outputs: Iterable[Output]) -> None:
         """Delete what published outputs have replaced: older revisions, and attempts that came to nothing."""
+        self._store.for_each(self._clean, outputs)
+
+    def _clean(self, output: Output) -> None:
         by_manifest = not self._store.local and self.table is None
-        for output in outputs:
-            last = written(output.staging).attempt
-            for folder in list(self._store.folders(f"{self._root}/{output.window_id}")):
-                # Attempts behind the published one may be under way already.
-                if written(folder).attempt <= last and not (by_manifest and folder == output.staging):
-                    self._store.delete(folder)
-            self._store.drop_empty(f"{self._root}/{output.window_id}")
-            # Those of older revisions, after that of the present one was written.
-            manifests = list(self._store.files(f"{MANIFESTS}/{output.window_id}")) if by_manifest else []
-            for path, _ in manifests:
-                if path < manifest_path(output.window_id, output.revision):
-                    self._store.delete(path)
+        last = written(output.staging).attempt
+        for folder in list(self._store.folders(f"{self._root}/{output.window_id}")):
+            # Attempts behind the published one may be under way already.
+            if written(folder).attempt <= last and not (by_manifest and folder == output.staging):
+                self._store.delete(folder)
+        self._store.drop_empty(f"{self._root}/{output.window_id}")
+        # Those of older revisions, after that of the present one was written: the first has replaced none.
+        manifests = (
+            self._store.files(f"{MANIFESTS}/{output.window_id}")
+            if by_manifest and output.revision > 1
+            else ()
+        )
+        for path, _ in list(manifests):
+            if path < manifest_path(output.window_id, output.revision):
+                self._store.delete(path)
 
     def attempts(self) -> list[str]:
         """Return the folders of attempts; on object stores also of those that readers read (``unread``)."""

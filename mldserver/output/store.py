@@ -11,24 +11,31 @@ import contextlib
 import errno
 import fcntl
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from mldserver.base.disk import exchange, make_folder, sync
-from mldserver.base.uris import opened, spark_uri
+from mldserver.base.uris import NOTHING_RENAMED, opened, spark_uri
 from mldserver.output.layout import SPARK
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     import pyarrow as pa
 
     from mldserver.ledger.contract import Segment
 
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
 _DELETE_TRIES = 5
+
+_REQUESTS = 16
+"""How many an object store is sent at the same time; pyarrow's client has more connections."""
 
 _DELTA = {
     **dict.fromkeys(("_time", "_clock", "_arrival", "_sub_sequence"), "DELTA_BINARY_PACKED"),
@@ -51,6 +58,7 @@ class OutputStore:
         else:
             self._fs, self._base = pafs.LocalFileSystem(), str(Path(out).absolute())
         self.local = isinstance(self._fs, pafs.LocalFileSystem)
+        self._folders = self._fs.type_name not in NOTHING_RENAMED
         self.place = "" if self.local else out
         """The folder's URI as pyarrow takes it, options and credentials included; empty for a local folder."""
         self._root = self._base if self.local else spark_uri(out)
@@ -62,6 +70,21 @@ class OutputStore:
 
     def _absolute(self, path: str) -> str:
         return f"{self._base}/{path}" if path else self._base
+
+    def _make_room(self, target: str) -> None:
+        """Make the folder that a file is to lie in; an object store has none, and would be asked about each on the way."""
+        if self._folders:
+            self._fs.create_dir(target.rpartition("/")[0], recursive=True)
+
+    def for_each(self, step: Callable[[_T], _R], items: Iterable[_T]) -> tuple[_R, ...]:
+        """Do a step for each item: one after the other on a disk, side by side where each waits for another machine.
+
+        Raises what a step raises, when all are over.
+        """
+        if self.local:
+            return tuple(map(step, items))
+        with ThreadPoolExecutor(_REQUESTS, thread_name_prefix="storage") as pool:
+            return tuple(pool.map(step, items))
 
     def prepare(self, *folders: str, durable: bool = False) -> None:
         """Make the folder, and the named ones in it; ``durable``: no power cut takes these away again."""
@@ -76,13 +99,12 @@ class OutputStore:
         Raises OSError: FileNotFoundError when it is gone at once, taken away by a server that buried this one.
         """
         target, names = self._absolute(path), rows.column_names
-        folder = target.rpartition("/")[0]
-        self._fs.create_dir(folder, recursive=True)
+        self._make_room(target)
         try:
             stream = self._fs.open_output_stream(target)
         except FileNotFoundError:
             # ``drop_empty`` of another thread took the folder in between.
-            self._fs.create_dir(folder, recursive=True)
+            self._make_room(target)
             stream = self._fs.open_output_stream(target)
         with stream:
             pq.write_table(
@@ -132,8 +154,7 @@ class OutputStore:
 
         Raises FileNotFoundError when neither source nor target exists.
         """
-        destination = self._absolute(target)
-        self._fs.create_dir(destination.rpartition("/")[0], recursive=True)
+        self._make_room(self._absolute(target))
         try:
             self.rename(source, target)
         except OSError:
@@ -154,7 +175,7 @@ class OutputStore:
         """Move a file or folder to where nothing is, making the folders above. Not synced."""
         for path in [source] if self.local else [path for path, _ in self.files(source)] or [source]:
             destination = self._absolute(target + path.removeprefix(source))
-            self._fs.create_dir(destination.rpartition("/")[0], recursive=True)
+            self._make_room(destination)
             self._fs.move(self._absolute(path), destination)
 
     def exchange(self, one: str, other: str) -> None:
@@ -175,7 +196,7 @@ class OutputStore:
     def put(self, path: str, data: bytes) -> None:
         """Write a small file at once (on object stores: one put)."""
         target = self._absolute(path)
-        self._fs.create_dir(target.rpartition("/")[0], recursive=True)
+        self._make_room(target)
         with self._fs.open_output_stream(target) as stream:
             stream.write(data)
 
@@ -213,7 +234,7 @@ class OutputStore:
     def bring_back(self, source: Path, path: str) -> None:
         """Do the opposite of ``save``. Not synced."""
         target = self._absolute(path)
-        self._fs.create_dir(target.rpartition("/")[0], recursive=True)
+        self._make_room(target)
         if self.local:
             _second_name(source, Path(target))
         else:

@@ -94,8 +94,9 @@ class SparkEngine:
     app_name: str = "mldserver"
     """What the application is called, unless ``conf`` says it; a Spark Connect server is an application of its own."""
     group_limit: int = 1
-    """How many windows share one Spark job at most; on Spark Connect always 1 (``window_job.py``), and it must be 1 where
-    staging is not on a local file system."""
+    """How many windows share one Spark job at most."""
+    storage: Mapping[str, str] = field(default_factory=dict)
+    """Hadoop's settings of the storage that holds segments and outputs."""
 
     def __post_init__(self) -> None:
         """Prepare; nothing is started."""
@@ -114,10 +115,9 @@ class SparkEngine:
             app_name=self.app_name,
             py_files=tuple(map(str, self.py_files)),
             python=self.python,
+            storage=dict(self.storage),
         )
         self._work = None if self.work_dir is None else self.work_dir.absolute()
-        if is_connect(self.master):
-            self.group_limit = 1
         self._slots = asyncio.Semaphore(self.concurrency)
         self._changed = asyncio.Event()
         """Set and replaced at each change of ``_ready_life`` or ``_over``."""

@@ -52,6 +52,8 @@ class Start(channel.Message, frozen=True):
     """Files of Python code for the executors, beside the handler's own."""
     python: str | None = None
     """The executors' interpreter; None: PYSPARK_PYTHON, or what Spark takes."""
+    storage: dict[str, str] = msgspec.field(default_factory=dict)
+    """Hadoop's settings of the output folder's storage: the session's own, never on the JVM's command line."""
 
 
 class Run(channel.Message, frozen=True):

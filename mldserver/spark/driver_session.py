@@ -69,7 +69,7 @@ class Life:
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._stdout, self._stderr = Printed(), Printed()
         options = {} if start.sink is None else start.sink.options
-        self._redacted = redaction(start.master, start.conf, options)
+        self._redacted = redaction(start.master, start.conf, start.storage, options)
         """Without the secrets that the driver was given: it, Spark and the user's code may say them."""
         self._reason = ""
         self.trouble: str | None = None

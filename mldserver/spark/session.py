@@ -55,9 +55,6 @@ _CLASSIC = {
 _LOCAL = {
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
-    # Checksum files beside every output file would need publishing too; Parquet has checksums of its own.
-    "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
-    "spark.hadoop.fs.AbstractFileSystem.file.impl": "org.apache.hadoop.fs.local.RawLocalFs",
     # A window of more than 32 segments would cost a job just to look at its files.
     "spark.sql.sources.parallelPartitionDiscovery.threshold": "10000",
 }
@@ -253,6 +250,8 @@ def open_session(start: Start) -> Session:
     for name, value in defaults(start, cores).items():
         builder = builder if name in secrets else builder.config(name, value)
     spark: SparkSession = builder.getOrCreate()
+    for name, value in start.storage.items():
+        spark.conf.set(name, value)
     if connect:
         return Session(spark, connect=True, cores=None, jvm=None)
     local = spark.sparkContext.defaultParallelism if is_local(start.master) else None

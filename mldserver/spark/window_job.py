@@ -6,11 +6,10 @@ and what an attempt leaves behind when it fails is nobody's concern here.
 Rows are counted on their way in and on their way out: an executor that does not see the output folder reads nothing, or
 writes to its own disk, and Spark says that all went well.
 
-Several small windows cost about as much as one, as one job: their results are written together, then sorted into each
-one's own directory. ``on_window`` is called for every window before any is computed; where it fails, and where the job
-fails, all of them have failed: the server then runs each alone. Files are renamed from one directory to another, so that
-staging must be on a local file system; and plans must be fixed once the hook has returned, as they are in classic Spark:
-on Spark Connect a temporary view that the next call of the hook replaces would change what the last one returned.
+Several small windows cost about as much as one, as one job: their results are written together, then each one's files are
+renamed into its own directory, or copied by the object store itself, which cannot rename. ``on_window`` is called for
+every window before any is computed; where it fails, and where the job fails, all of them have failed: the server then
+runs each alone.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ import functools
 import inspect
 import itertools
 import math
-import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow.parquet as pq
 from pyarrow import fs
 from pyspark.sql import DataFrame, Observation
 from pyspark.sql import functions as F  # noqa: N812  # its usual name
 
-from mldserver.base.uris import reach
+from mldserver.base.uris import NOTHING_RENAMED, reach
 from mldserver.errors import HandlerInvalid
 from mldserver.spark.driver_messages import Output
 from mldserver.spark.sinks.sink import escaped
@@ -54,6 +53,21 @@ _TASK_BYTES = 8 * 1024 * 1024
 """A task costs tens of milliseconds whatever it does: less than this is not worth one of its own."""
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+_WRITTEN: Final = {
+    "mapreduce.fileoutputcommitter.marksuccessfuljobs": "false",
+    # Each task's files go to their place when it commits, and not once more when the job does: an attempt that fails
+    # counts for nothing, wherever its files are. On an object store each move is a copy.
+    "mapreduce.fileoutputcommitter.algorithm.version": "2",
+}
+_LOCAL_FILES: Final = {
+    # Without a checksum file beside every output file, which would be published too; Parquet has checksums of its own.
+    # For this one job: Hadoop's own disk buffers, which S3A and ABFS write through, work with the default only, and the
+    # cache would hand it out.
+    "fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
+    "fs.file.impl.disable.cache": "true",
+}
+"""Hadoop's settings for the writing of local files."""
 
 _COUNT_SECONDS = 60
 """How long after a job Spark may take to tell what it counted; it is milliseconds."""
@@ -197,28 +211,45 @@ class Attempt:
     ) -> None:
         """Call the hook. Raises what it raises, and CountsDiffer as ``check_read``."""
         self.job = job
-        self._rows = read(spark, schema, job, cores)
+        self.rows = read(spark, schema, job, cores)
         self._count: Count | None = None
         if pipeline.writes_for_itself:
             # First of all: what it writes elsewhere cannot be taken back.
-            self.check_read()
-            self.result = pipeline.apply(self._rows, job.window)
+            check_read([self])
+            self.result = pipeline.apply(self.rows, job.window)
         else:
-            self._count = Count(self._rows)
+            self._count = Count(self.rows)
             self.result = pipeline.apply(self._count.frame, job.window)
 
-    def check_read(self) -> None:
-        """Raise CountsDiffer when Spark does not read as many rows as the ledger has registered.
+    def fix(self, name: str) -> None:
+        """Let the result stay what it is now, by a view of this name: Spark Connect looks names up when a plan runs.
 
-        Where another number was counted on the way (the hook took a part of the rows), or none, the executors count
-        the files' rows: from their footers, in a short job.
+        A temporary view that the next call of the hook replaces would change what the last one returned.
         """
-        seen = None if self._count is None else self._count.rows(ran=False)
-        if seen != self.job.rows and (rows := self._rows.count()) != self.job.rows:
+        if self.result is not None and type(self.result).__module__.startswith("pyspark.sql.connect."):
+            self.result.createOrReplaceTempView(name)
+            self.result = self.result.sparkSession.table(name)
+
+    def counted(self) -> int | None:
+        """Return the rows that were counted on the way; None: they were not."""
+        return None if self._count is None else self._count.rows(ran=False)
+
+
+def check_read(attempts: Iterable[Attempt]) -> None:
+    """Raise CountsDiffer when Spark does not read as many rows of a window as the ledger has registered.
+
+    Where another number was counted on the way (the hook took a part of the rows), or none, the executors count the
+    files' rows: from their footers, in one short job.
+    """
+    doubtful = {one.job.window.id: one for one in attempts if one.counted() != one.job.rows}
+    if not doubtful:
+        return
+    counts = [one.rows.agg(F.lit(name).alias("window"), F.count(F.lit(1))) for name, one in doubtful.items()]
+    for name, rows in functools.reduce(lambda left, right: left.unionAll(right), counts).collect():
+        if rows != (registered := doubtful[name].job.rows):
             raise CountsDiffer(
-                f"Spark reads {rows} rows of window {self.job.window.id}, but the ledger has registered "
-                f"{self.job.rows}. Nothing of this attempt counts. Each executor must see the output folder, whole and "
-                "under the same path."
+                f"Spark reads {rows} rows of window {name}, but the ledger has registered {registered}. Nothing of this "
+                "attempt counts. Each executor must see the output folder, whole and under the same path."
             )
 
 
@@ -274,7 +305,7 @@ def write(
     # Above the count, where few lines of generated code hold the bounds and are compiled for each window anew.
     frame = with_bounds(count.frame, window_columns, [job.window for job in jobs], tag)
     # Spark's default mode is the one that is wanted; Connect does not know it by its name "errorifexists".
-    writer = frame.write.option("mapreduce.fileoutputcommitter.marksuccessfuljobs", "false")
+    writer = frame.write.options(**_WRITTEN, **({} if jobs[0].out else _LOCAL_FILES))
     (writer if tag is None else writer.partitionBy(tag)).parquet(staging)
     return count.rows(ran=True) or 0
 
@@ -285,15 +316,17 @@ def inspect_output(staging: str, out: str = "") -> Output:
     ``out``: ``WindowJob.out``, where ``staging`` is no local path.
     """
     filesystem, root = reach(staging, out)
-    files, rows = [], 0
-    entries = filesystem.get_file_info(fs.FileSelector(root, recursive=True))
-    for info in sorted(entries, key=lambda entry: str(entry.path)):
-        if info.type != fs.FileType.File or info.base_name.startswith(("_", ".")):
-            continue
-        with filesystem.open_input_file(info.path) as source:
+    files, rows = _data_files(filesystem, root), 0
+    for path in files:
+        with filesystem.open_input_file(path) as source:
             rows += pq.read_metadata(source).num_rows
-        files.append(info.path[len(root) :].lstrip("/"))
-    return Output(tuple(files), rows)
+    return Output(tuple(path[len(root) :].lstrip("/") for path in files), rows)
+
+
+def _data_files(filesystem: fs.FileSystem, root: str) -> list[str]:
+    entries = filesystem.get_file_info(fs.FileSelector(root, recursive=True))
+    files = (entry for entry in entries if entry.type == fs.FileType.File)
+    return sorted(entry.path for entry in files if not entry.base_name.startswith(("_", ".")))
 
 
 def run_windows(
@@ -303,7 +336,12 @@ def run_windows(
 
     Raises CountsDiffer, and what Spark or the user's ``on_window`` raises.
     """
-    attempts = [Attempt(spark, schema, pipeline, job, cores) for job in jobs]
+    attempts = []
+    for number, job in enumerate(jobs):
+        attempts.append(Attempt(spark, schema, pipeline, job, cores))
+        if len(jobs) > 1:
+            # This thread's next group replaces the view.
+            attempts[-1].fix(f"_mldserver_{threading.get_ident()}_{number}")
     alike: dict[str, list[tuple[DataFrame, Attempt]]] = {}
     for attempt in attempts:
         if attempt.result is not None:
@@ -318,9 +356,8 @@ def run_windows(
         else:
             results = [result for result, _ in members]
             written = _write_together(results, members_jobs, pipeline.window_columns, cores)
-            staging = str(Path(staging).parent.parent)
-        for _, attempt in members:
-            attempt.check_read()
+            staging = staging.rsplit("/", 2)[0]
+        check_read(attempt for _, attempt in members)
         output_of = {job.window.id: inspect_output(job.staging, job.out) for job in members_jobs}
         check_written(written, list(output_of.values()), staging)
         outputs |= output_of
@@ -337,27 +374,37 @@ def _write_together(
     # Texts, which generated code refers to, where it would hold a number: it is compiled once, not for each window.
     tagged = [result.withColumn(tag, F.lit(f"w{number}")) for number, result in enumerate(results)]
     union = functools.reduce(lambda left, right: left.unionAll(right), tagged)
-    place = Path(jobs[0].staging) / "_together"  # gone with that directory, whatever happens
-    written = write(union, str(place), jobs, window_columns, cores, tag)
-    empty: list[WindowJob] = []
-    for number, job in enumerate(jobs):
-        folder = place / f"{tag}=w{number}"
-        files = [file for file in folder.glob("*") if not file.name.startswith(("_", "."))]
-        if files:
-            Path(job.staging).mkdir(parents=True, exist_ok=True)
-        else:
-            empty.append(job)
-        for file in files:
-            file.rename(Path(job.staging) / file.name)
-    shutil.rmtree(place)
-    if empty:
+    place, out = f"{jobs[0].staging}/_together", jobs[0].out  # gone with that directory, whatever happens
+    written = write(union, place, jobs, window_columns, cores, tag)
+    filesystem, root = reach(place, out)
+    files_of: dict[str, list[str]] = {f"{tag}=w{number}": [] for number in range(len(jobs))}
+    for path in _data_files(filesystem, root):
+        files_of[path.split("/")[-2]].append(path)
+    nothing = "", b""
+    if empty := [number for number, files in enumerate(files_of.values()) if not files]:
         # Windows without rows get a file that has the columns, as they have it when they run alone.
-        first = empty[0]
-        if Path(first.staging).exists():
-            Path(first.staging).rmdir()  # it held the group
-        write(results[jobs.index(first)].limit(0), first.staging, [first], window_columns, cores)
-    for job in empty[1:]:
-        shutil.copytree(first.staging, job.staging)
+        first, none = jobs[empty[0]], f"{place}/none"
+        write(results[empty[0]].limit(0), none, [first], window_columns, cores)
+        (file,) = _data_files(filesystem, f"{root}/none")
+        with filesystem.open_input_stream(file) as source:
+            nothing = file.rpartition("/")[2], source.read()
+    renames = filesystem.type_name not in NOTHING_RENAMED
+    transfer = filesystem.move if renames else filesystem.copy_file
+
+    def sort(job: WindowJob, files: list[str]) -> None:
+        target = reach(job.staging, out)[1]
+        if renames:
+            filesystem.create_dir(target, recursive=True)
+        for path in files:
+            transfer(path, f"{target}/{path.rpartition('/')[2]}")
+        if not files:
+            with filesystem.open_output_stream(f"{target}/{nothing[0]}") as stream:
+                stream.write(nothing[1])
+
+    # Side by side: on an object store each step is a wait.
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        list(pool.map(sort, jobs, files_of.values()))
+    filesystem.delete_dir(root)
     return written
 
 

@@ -10,6 +10,7 @@ from pyarrow import fs
 
 from mldserver.base.uris import (
     SCHEMES,
+    hadoop_settings,
     opened,
     reach,
     redacted,
@@ -101,6 +102,33 @@ def test_where_there_are_no_secrets_all_is_told(master: str) -> None:
         redaction(master, {"spark.a": "abcdefg"})(f"abcdefg me_myself {master}")
         == f"abcdefg me_myself {master}"
     )
+
+
+def test_hadoop_is_led_to_a_bucket_as_pyarrow_is() -> None:
+    emulated = {
+        "fs.s3.impl": "org.apache.hadoop.fs.s3a.S3AFileSystem",
+        "fs.s3a.bucket.bucket.access.key": "key",
+        "fs.s3a.bucket.bucket.secret.key": "se/cret",
+        "fs.s3a.bucket.bucket.endpoint": "127.0.0.1:1",
+        "fs.s3a.bucket.bucket.endpoint.region": "us-east-1",
+        "fs.s3a.bucket.bucket.path.style.access": "true",
+        "fs.s3a.bucket.bucket.connection.ssl.enabled": "false",
+    }
+    assert hadoop_settings(URI.replace("secret", "se%2Fcret"), {}) == emulated
+    assert set(hadoop_settings("s3://bucket/x", {})) == {"fs.s3.impl"}
+    assert hadoop_settings("gs://bucket/x?region=r", {}) == {}
+    assert hadoop_settings("", {}) == {}
+
+
+def test_what_spark_conf_says_of_s3_wins_whether_of_the_bucket_or_of_all() -> None:
+    given = {
+        "spark.hadoop.fs.s3a.bucket.bucket.endpoint": "inside:9000",
+        "spark.hadoop.fs.s3a.access.key": "another",
+        "fs.s3a.secret.key": "on Spark Connect",
+        "spark.hadoop.fs.s3.impl": "com.example.Files",
+    }
+    left = {name.removeprefix("fs.s3a.bucket.bucket.") for name in hadoop_settings(URI, given)}
+    assert left == {"endpoint.region", "path.style.access", "connection.ssl.enabled"}
 
 
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))

@@ -17,23 +17,27 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize(
-    ("place", "limit"),
+    ("place", "storage"),
     [
-        ({"out": "s3://lake/departures?region=eu-central-1", "ledger": "sqlite:{folder}/ledger.sqlite"}, 1),
-        ({"out": "gs://lake/departures", "ledger": "dynamodb://positions"}, 1),
-        ({"out": "{folder}/out"}, 12),
-        ({"out": "{folder}/out", "spark_master": "sc://nowhere"}, 1),
+        (
+            {"out": "s3://lake/departures?region=eu-central-1", "ledger": "sqlite:{folder}/ledger.sqlite"},
+            {
+                "fs.s3.impl": "org.apache.hadoop.fs.s3a.S3AFileSystem",
+                "fs.s3a.bucket.lake.endpoint.region": "eu-central-1",
+            },
+        ),
+        ({"out": "gs://lake/departures", "ledger": "dynamodb://positions"}, {}),
+        ({"out": "{folder}/out"}, {}),
+        ({"out": "{folder}/out", "spark_master": "sc://nowhere"}, {}),
     ],
     ids=["on S3", "on Google's store", "on a disk", "on Spark Connect"],
 )
-def test_windows_share_a_job_where_their_files_can_be_renamed_and_run_singly_elsewhere(
-    tmp_path: Path, place: dict[str, str], limit: int
+def test_windows_share_a_job_wherever_they_lie_and_spark_is_told_how_s3_is_reached(
+    tmp_path: Path, place: dict[str, str], storage: dict[str, str]
 ) -> None:
     told = {name: value.format(folder=tmp_path) for name, value in place.items()}
-    given = {"handler": "handlers.departures", "window_group": "12", **told}
-    settings = resolve(given, environ={}, folder=tmp_path)
-    engine = assembly.spark_of(settings, load_spec(settings.handler))
-    assert (settings.window_group, engine.group_limit) == (12, limit)
+    engine = engine_of(tmp_path, window_group="12", **told)
+    assert (engine.group_limit, engine.storage) == (12, storage)
 
 
 def engine_of(folder: Path, **given: Any) -> SparkEngine:

@@ -16,7 +16,6 @@ from support.serving import until
 from mldserver.errors import DriverLost, HandlerInvalid, JavaError, NotThereYet, OperatorError, WindowFailed
 from mldserver.jobs.engine import WindowResult
 from mldserver.spark import client, driver_messages
-from mldserver.spark.client import SparkEngine
 from mldserver.spark.java import probe
 from mldserver.spark.sinks.sink import SinkSpec
 
@@ -84,11 +83,6 @@ async def test_a_group_fails_dies_and_ends_at_its_deadline_as_a_whole(bench: Cal
         with pytest.raises(asyncio.CancelledError):
             await call
         assert len(await it.engine.compute_group((job("a"), job("b")))) == 2
-
-
-@pytest.mark.parametrize(("master", "limit"), [("local[2]", 16), ("sc://nowhere", 1)])
-def test_windows_share_a_job_where_plans_are_fixed_when_the_hook_returns(master: str, limit: int) -> None:
-    assert SparkEngine("handlers.x", "a INT", master=master, group_limit=16).group_limit == limit
 
 
 async def test_a_job_asked_for_early_waits_for_the_driver(bench: Callable[..., Bench]) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -8,11 +9,13 @@ import pytest
 from support.s3 import bucket
 
 from mldserver.base.uris import opened
+from mldserver.jobs.engine import WindowJob
 from mldserver.runtime.interface import META_COLUMNS
-from mldserver.spark.window_job import META_DDL, Output, columns_ddl, inspect_output, partitions, read
+from mldserver.spark.window_job import META_DDL, Output, columns_ddl, inspect_output, partitions, read, write
+from mldserver.windows import Window
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from mldserver.spark.session import Session
 
 MIB = 1024 * 1024
 
@@ -60,6 +63,21 @@ def test_output_on_an_object_store_is_inspected_by_way_of_the_output_folders_own
         assert inspect_output("s3://lake/my rows/w/0001-x", out) == Output(("part-1.parquet",), 2)
 
 
+@pytest.mark.slow
+def test_outputs_have_no_checksum_files_and_hadoops_disk_buffers_the_file_system_that_they_need(
+    session: Session, tmp_path: Path
+) -> None:
+    job = WindowJob(Window("w", None, None), 1, (), str(tmp_path / "out"), 3, 100)
+    assert write(session.spark.range(3).toDF("id"), job.staging, [job], None, 2) == 3
+    assert [file.suffix for file in Path(job.staging).iterdir()] == [".parquet"]
+    context: Any = session.spark.sparkContext
+    conf = context._jvm.org.apache.hadoop.conf.Configuration(context._jsc.hadoopConfiguration())
+    conf.set("buffers", str(tmp_path / "buffers"))
+    # S3A's and ABFS's way to a buffer on disk.
+    buffers = context._jvm.org.apache.hadoop.fs.LocalDirAllocator("buffers")
+    assert Path(buffers.createTmpFileForWrite("block", 10, conf).getParent()).name == "buffers"
+
+
 def test_an_output_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         inspect_output(str(tmp_path / "nowhere"))
@@ -81,9 +99,6 @@ def test_brackets_in_a_path_are_not_a_pattern() -> None:
 
         def coalesce(self, number: int) -> Reader:
             return self
-
-    from mldserver.jobs.engine import WindowJob
-    from mldserver.windows import Window
 
     reader = Reader()
     spark = type("Spark", (), {"read": reader})()

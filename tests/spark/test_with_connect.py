@@ -58,8 +58,15 @@ async def test_windows_are_computed_failed_and_cancelled_over_connect(tmp_path: 
                 await asyncio.wait({call}, timeout=2)
                 call.cancel()
                 assert (await engine.compute(job("identity"))).rows == 3
+                jobs = tuple(job(name) for name in ("by_view", "by_the_same_view", "empty_view"))
+                together = await engine.compute_group(jobs)
             finally:
                 await engine.close()
     (file,) = result.files
     output = pq.ParquetFile(tmp_path / "staging" / "grouped" / file).read().select(["carrier", "flights"])
     assert sorted(map(tuple, (row.values() for row in output.to_pylist()))) == [("AA", 2), ("UA", 1)]
+    for name, one in zip(("by_view", "by_the_same_view", "empty_view"), together, strict=True):
+        (file,) = one.files
+        rows_of = pq.ParquetFile(tmp_path / "staging" / name / file).read().to_pylist()
+        assert {row["window"] for row in rows_of} == ({name} if one.rows else set())
+        assert (one.rows, len(rows_of)) == ((0, 0) if name == "empty_view" else (3, 3))

@@ -41,6 +41,16 @@ class Windows:
             F.count("*").alias("flights"), mean, F.lit(window.start).alias("start")
         )
 
+    def by_view(self, rows: DataFrame, window: Window) -> DataFrame:
+        """Each call replaces the view of the one before."""
+        rows.withColumn("window", F.lit(window.id)).createOrReplaceTempView("rows")
+        return rows.sparkSession.sql("SELECT * FROM rows")
+
+    by_the_same_view = by_view
+
+    def empty_view(self, rows: DataFrame, window: Window) -> DataFrame:
+        return self.by_view(rows, window).where("delay > 1000")
+
     async def awaited(self, rows: DataFrame, _: Window) -> DataFrame:
         return rows.select(F.lit(self.calls).alias("calls")).limit(1)
 
