@@ -20,14 +20,21 @@ class SessionAtImport(Exception):
     """A module makes a SparkSession while it is imported."""
 
 
+def _useless(*_: object) -> Any:
+    raise RuntimeError(
+        "A function or column was made where there was no Spark session, and cannot be used in one that came later: "
+        "import its module again"
+    )
+
+
 class NoSpark:
-    """Stands in for the context and its JVM: whatever is asked, it answers with itself. What is made of it is never used."""
+    """Stands in for the context and its JVM: whatever is asked, it answers with itself. What is made of it cannot be used."""
 
     def __getattr__(self, name: str) -> Any:
-        """Answer."""
+        """Answer, but not to a JVM."""
         if name.startswith("__"):
             raise AttributeError(name)
-        return self
+        return _useless() if name == "_get_object_id" else self
 
     def __call__(self, *_: object, **__: object) -> Any:
         """Answer."""
@@ -42,12 +49,14 @@ class NoSpark:
 
     def _parse_ddl(self, ddl: str) -> Any:
         """Return a type that passes for a UDF's result; a schema that is to be used is not made up."""
-        from pyspark.sql.types import NullType, StructType  # noqa: PLC0415  # whoever calls it has imported it
+        from pyspark.sql.types import DecimalType, StructType  # noqa: PLC0415  # whoever calls it has imported it
 
         if not sys._getframe(2).f_code.co_filename.endswith(("udf.py", "udtf.py")):  # noqa: SLF001  # the public way costs every frame
             self._to_ddl()
         is_struct = re.match(r"\s*(struct\s*<|[\w`]+\s*[:\s]\s*\w)", ddl, re.IGNORECASE)
-        return StructType() if is_struct else NullType()
+        passing: Any = StructType() if is_struct else DecimalType()
+        passing.json = _useless
+        return passing
 
     def _to_ddl(self, *_: object) -> Any:
         from pyspark.errors import PySparkRuntimeError  # noqa: PLC0415  # see above

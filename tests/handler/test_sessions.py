@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +11,8 @@ import pytest
 
 from mldserver.handler.sessions import ImportGuard
 from mldserver.runtime.trial import check_handler
+
+pytestmark = pytest.mark.slow  # each imports pyspark in a process of its own
 
 HANDLER = """
 schema = "carrier STRING, delay DOUBLE"
@@ -80,6 +83,26 @@ def test_a_schema_that_only_spark_can_read_is_refused_with_the_way_out() -> None
     assert "[SESSION_OR_CONTEXT_NOT_EXISTS]" in found.text
     assert found.text.endswith(
         "Write the type as an object, such as IntegerType() or StructType([...]), or make it inside on_window."
+    )
+
+
+def test_what_was_made_without_a_session_says_so_in_one_that_comes_later() -> None:
+    write(FUNCTIONS + HANDLER)
+    program = (
+        "from mldserver.handler.loader import load\n"
+        "from py4j.protocol import get_command_part\n"
+        "flights = load('flights').target\n"
+        "def told(use):\n"
+        "    try: use()\n"
+        "    except RuntimeError as error: return str(error)\n"
+        "print(told(lambda: get_command_part(flights.LATE._jc, {})))\n"
+        "for function in (flights.twice, flights.pair, flights.mean): print(told(function.returnType.json))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    told = done.stdout.splitlines()
+    assert len(told) == 4
+    assert all(
+        line.startswith("A function or column was made where there was no Spark session") for line in told
     )
 
 
