@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -31,15 +32,20 @@ def segment(folder: Path) -> str:
     return str(path)
 
 
-async def test_windows_are_computed_failed_and_cancelled_over_connect(tmp_path: Path) -> None:
-    rows = segment(tmp_path)
+async def test_windows_are_computed_failed_and_cancelled_over_connect(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    """The server wants a token, which nobody else sees."""
+    rows, token = segment(tmp_path), "hush-hush/="
 
     def job(name: str) -> WindowJob:
         window = Window(name, None, None)
         return WindowJob(window, 1, (rows,), str(tmp_path / "staging" / name), 3, 1000)
 
     async with spark_parts(tmp_path) as parts:
-        _, address = await parts.connect_server()
+        _, address = await parts.connect_server(conf={"spark.connect.authenticate.token": token})
+        # A token goes over TLS, or to this very host by its name.
+        address = f"{address.replace('127.0.0.1', 'localhost')}/;user_id=tests;token={quote(token, safe='')}"
         engine = SparkEngine(
             "window_handlers:Windows",
             "carrier STRING, delay DOUBLE",
@@ -70,3 +76,6 @@ async def test_windows_are_computed_failed_and_cancelled_over_connect(tmp_path: 
         rows_of = pq.ParquetFile(tmp_path / "staging" / name / file).read().to_pylist()
         assert {row["window"] for row in rows_of} == ({name} if one.rows else set())
         assert (one.rows, len(rows_of)) == ((0, 0) if name == "empty_view" else (3, 3))
+    (master,) = (event["master"] for event in logged if event["event"] == "spark.starting")
+    assert master.endswith("/;user_id=tests;token=…")
+    assert "hush" not in repr(logged)
