@@ -183,9 +183,10 @@ async def _assembled(settings: Settings, around: Surroundings, runtime: Runtime,
     if spec.schema is None:
         engine = None
     else:
-        work_dir = home(settings) / SPARK / server_tag(server_id)
+        own = f"{SPARK}/{server_tag(server_id)}"
         if engine is None:
-            making_spark = partial(spark_of, settings, spec, work_dir=work_dir, clock=clock)
+            where = {"work_dir": home(settings) / own, "place": store.uri(own) if store.place else ""}
+            making_spark = partial(spark_of, settings, spec, out=store.place, clock=clock, **where)
             engine = await aside(making_spark, name="mldserver-spark")
         steps = WindowSteps(
             pipeline=settings.pipeline,

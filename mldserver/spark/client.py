@@ -68,8 +68,8 @@ class SparkEngine:
     cache_dir: Path | None = None
     """Where class archives lie; None: none is used."""
     work_dir: Path | None = None
-    """A directory for scratch space, this server's own; None: the machine's temporary directory. A cluster, and a Spark
-    Connect server, must see segments and staging under the same paths; one that sees it too can be warmed up there."""
+    """A directory for scratch space, this server's own; None: the machine's temporary directory. With a local output
+    folder it lies in it: there a cluster proves that it shares the folder (``warm_up.py``)."""
     python_path: Sequence[str] | None = None
     """Folders that are importable in the driver and in Spark's workers; None: the working directory."""
     py_files: Sequence[str | Path] = ()
@@ -97,6 +97,10 @@ class SparkEngine:
     """How many windows share one Spark job at most."""
     storage: Mapping[str, str] = field(default_factory=dict)
     """Hadoop's settings of the storage that holds segments and outputs."""
+    out: str = field(default="", repr=False)
+    """``WindowJob.out`` of all jobs."""
+    place: str = ""
+    """With ``out``: a folder in it, this server's own, as Spark knows it. The proof is given there."""
 
     def __post_init__(self) -> None:
         """Prepare; nothing is started."""
@@ -116,6 +120,8 @@ class SparkEngine:
             py_files=tuple(map(str, self.py_files)),
             python=self.python,
             storage=dict(self.storage),
+            place=self.place,
+            out=self.out,
         )
         self._work = None if self.work_dir is None else self.work_dir.absolute()
         self._slots = asyncio.Semaphore(self.concurrency)
@@ -348,7 +354,7 @@ class SparkEngine:
         )
         if train is not None:
             start = msgspec.structs.replace(
-                start, train=True, handler="", master="local[1]", ui=False, sink=None
+                start, train=True, handler="", master="local[1]", ui=False, sink=None, place="", out=""
             )
         return start, environment(start, os.environ, java_home=java.home if java else None), wanted
 

@@ -30,14 +30,12 @@ from typing import TYPE_CHECKING
 
 from mldserver.children.channel import WireError, receive_now, send_now
 from mldserver.errors import HandlerError, MldserverError
-from mldserver.jobs.engine import WindowJob
 from mldserver.spark import driver_messages as wire
 from mldserver.spark import user_code
 from mldserver.spark.java import keep
-from mldserver.spark.session import Session, is_local, open_session
+from mldserver.spark.session import Session, open_session
 from mldserver.spark.sinks import find
 from mldserver.spark.sinks.sink import check_result
-from mldserver.windows import Window
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -267,7 +265,9 @@ class Driver:
             threading.Thread(target=lambda: self._fall(wire.JvmGone(wait())), name="jvm", daemon=True).start()
         self.send(wire.Started(session.spark.version, session.ui))
         pipeline = self._load(session, start)
-        self._warm_up(session, start)
+        from mldserver.spark.warm_up import warm_up  # noqa: PLC0415  # imports belong to what may fail
+
+        warm_up(session, start)
         if start.sink is not None:
             find(start.sink.format).check(session.spark, start.sink)
         return session, Jobs(
@@ -294,21 +294,6 @@ class Driver:
             for warning in user_code.equip(session, start):
                 self.send(wire.Log("warning", warning))
         return pipeline if start.sink is None else replace(pipeline, check=check_result)
-
-    def _warm_up(self, session: Session, start: wire.Start) -> None:
-        from mldserver.spark.window_job import warm_up  # noqa: PLC0415  # imports belong to what may fail
-
-        place = Path(start.scratch) / "warm-up"
-        window = Window("warm-up", None, None)
-        job = WindowJob(window, 0, (str(place / "segment"),), str(place / "out"), 1, 1)
-        try:
-            warm_up(session.spark, start.schema, job, session.slots())
-        except Exception as error:  # what it means depends on where Spark runs
-            if is_local(start.master):
-                raise
-            # A cluster need not share this folder; whether it sees the segments' storage, the first window will tell.
-            self.send(wire.Log("warning", f"The warm-up in {place} failed: {wire.describe(error).message}"))
-        shutil.rmtree(place, ignore_errors=True)
 
     def _fall(self, last_words: wire.JvmGone | wire.Log) -> None:
         """End at once, unless it was told to stop."""

@@ -32,7 +32,7 @@ class Start(channel.Message, frozen=True):
     """The handler's own columns as Spark DDL."""
     master: str
     scratch: str
-    """A directory of this driver's life: temporary files, the warm-up's window."""
+    """A directory of this driver's life: for temporary files."""
     conf: dict[str, str] = msgspec.field(default_factory=dict)
     """The user's settings; they win over every default."""
     python_path: tuple[str, ...] = ()
@@ -54,6 +54,10 @@ class Start(channel.Message, frozen=True):
     """The executors' interpreter; None: PYSPARK_PYTHON, or what Spark takes."""
     storage: dict[str, str] = msgspec.field(default_factory=dict)
     """Hadoop's settings of the output folder's storage: the session's own, never on the JVM's command line."""
+    place: str = ""
+    """Where the warm-up's window lies, as Spark knows it, in the storage of the output; empty: in ``scratch``."""
+    out: str = ""
+    """``WindowJob.out`` of it."""
 
 
 class Run(channel.Message, frozen=True):

@@ -49,7 +49,7 @@ META_DDL = (
 )
 """``META_COLUMNS`` of runtime/interface.py as Spark reads them."""
 
-_TASK_BYTES = 8 * 1024 * 1024
+TASK_BYTES = 8 * 1024 * 1024
 """A task costs tens of milliseconds whatever it does: less than this is not worth one of its own."""
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -167,7 +167,7 @@ def partitions(size: int, cores: int) -> int:
     Small windows get one, so that a group-by needs no shuffle and the output is one file; larger ones as many as
     there are cores to share them; the largest one for every 128 MiB.
     """
-    shared = min(cores, math.ceil(size / _TASK_BYTES))
+    shared = min(cores, math.ceil(size / TASK_BYTES))
     return max(1, shared, math.ceil(size / _FILE_BYTES))
 
 
@@ -413,15 +413,3 @@ def free_name(columns: Iterable[str]) -> str:
     taken = {column.lower() for column in columns}
     names = (f"_window{number or ''}" for number in itertools.count())
     return next(name for name in names if name not in taken)
-
-
-def warm_up(spark: SparkSession, schema: str, job: WindowJob, cores: int) -> None:
-    """Send one row through the path that windows take: a write, a read with the schema, a group-by, a write.
-
-    The user's ``on_window`` is not called: it may write to places where a made-up row must not appear.
-    """
-    columns = spark.createDataFrame([], columns_ddl(schema)).schema
-    row = spark.range(1).select(*(F.lit(None).cast(c.dataType).alias(c.name) for c in columns))
-    row.write.parquet(job.segments[0])
-    pipeline = Pipeline(lambda rows, _window: rows.groupBy("_shard").count())
-    run_windows(spark, schema, pipeline, (job,), cores)

@@ -191,14 +191,17 @@ class Parts:
         return await self._started(
             [f"{_STAND_ALONE}.worker.Worker", *of_its_own, "--work-dir", str(folder), self.url],
             "Successfully registered with master",
-            before=[] if blind is None else _blinded(blind) or [],
+            blind=blind,
             SPARK_LOCAL_IP=host,
         )
 
     async def connect_server(
-        self, master: str = "local[1]", conf: Mapping[str, str] | None = None
+        self, master: str = "local[1]", conf: Mapping[str, str] | None = None, *, blind: Path | None = None
     ) -> tuple[Part, str]:
-        """Start a Spark Connect server whose session is on ``master``; return it and its address."""
+        """Start a Spark Connect server whose session is on ``master``; return it and its address.
+
+        ``blind``: as of a worker.
+        """
         port = free_port()
         settings = {
             "spark.connect.grpc.binding.address": "127.0.0.1",
@@ -214,13 +217,16 @@ class Parts:
         part = await self._started(
             ["org.apache.spark.deploy.SparkSubmit", "--class", name, *options, "spark-internal"],
             "Spark Connect server started",
+            blind=blind,
             PYSPARK_PYTHON=sys.executable,
         )
         return part, f"sc://127.0.0.1:{port}"
 
     async def _started(
-        self, arguments: Sequence[str], up: str, *, before: Sequence[str] = (), **environment: str
+        self, arguments: Sequence[str], up: str, *, blind: Path | None = None, **environment: str
     ) -> Part:
+        before = [] if blind is None else _blinded(blind)
+        assert before is not None, "no process can be given mounts of its own here"
         tied = [sys.executable, "-ISE", parent_death.__file__, str(os.getpid())]
         of_daemons = {
             "SPARK_LOCAL_IP": "127.0.0.1",

@@ -1,0 +1,164 @@
+"""A session's first window, made up: it warms Spark up, and proves that the executors share the output's storage.
+
+Where Spark runs on other machines, or the output lies on an object store, that window lies in the output's storage. This
+process writes a file for each core; the executors read these and write as many, which are counted here. An executor that
+sees another disk under that path finds nothing there, or writes where nobody looks, and Spark says that all went well.
+One that joins later is caught by the counts of windows (``window_job.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import fs
+from pyspark.errors import AnalysisException
+
+from mldserver.base.uris import reach
+from mldserver.errors import NotThereYet, OperatorError
+from mldserver.jobs.engine import WindowJob
+from mldserver.spark.driver_messages import lost_connection, message
+from mldserver.spark.session import is_local
+from mldserver.spark.sinks.sink import escaped
+from mldserver.spark.window_job import TASK_BYTES, Pipeline, columns_ddl, inspect_output, run_windows, write
+from mldserver.windows import Window
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from mldserver.spark.driver_messages import Start
+    from mldserver.spark.session import Session
+
+_ROUNDS: Final = 3
+"""How often the proof is given at most, where executors came while it was."""
+
+_GROUP: Final = "mldserver-warm-up"
+
+_WRITERS: Final = 8
+
+_FILE: Final = re.compile(r"part-(\d+)-.*")
+"""What Spark calls a file: the number is that of the partition whose task wrote it."""
+
+_ADVICE: Final = (
+    "Windows would lack rows. Set out to shared storage that this host and every executor reach under the same path: "
+    "a folder of a network file system that is mounted there on each of them, or an object store."
+)
+
+
+def warm_up(session: Session, start: Start) -> None:
+    """Send rows through the path that windows take: files are read by the schema, grouped and written.
+
+    The user's ``on_window`` is not called: it may write to places where made-up rows must not appear. Raises
+    OperatorError where executors do not share the storage, NotThereYet where Spark fails on it, and on a local master
+    with a local output what Spark raises.
+    """
+    place = start.place or f"{start.scratch}/warm-up"
+    filesystem, root = reach(place, start.out)
+    elsewhere = bool(start.out) or not is_local(start.master)
+    _forget(filesystem, root)  # what a driver that was killed has left
+    try:
+        if elsewhere:
+            for number in range(_ROUNDS):
+                _prove(session, start, f"{place}/{number}")
+                if not _newcomers(session):
+                    break
+        grouped = Pipeline(lambda rows, _window: rows.groupBy("_shard").count())
+        job = _job(start, f"{place}/window", 1)
+        run_windows(session.spark, start.schema, grouped, (job,), session.slots())
+    except Exception as error:
+        if isinstance(error, OperatorError) or not elsewhere or lost_connection(error):
+            raise
+        # What the driver's side of Spark does not find it will not find later either.
+        kind = OperatorError if isinstance(error, AnalysisException) else NotThereYet
+        raise kind(f"Spark cannot work on windows in {place}: {message(error)} {_ADVICE}") from error
+    finally:
+        _forget(filesystem, root)
+
+
+def _job(start: Start, place: str, count: int) -> WindowJob:
+    """Write ``count`` segments with a row each, and return the job over them."""
+    filesystem, root = reach(place, start.out)
+    names = [f"segments/{number}.parquet" for number in range(count)]
+    filesystem.create_dir(f"{root}/segments", recursive=True)
+
+    def write_one(name: str) -> None:
+        pq.write_table(pa.table({"_clock": [0]}), f"{root}/{name}", filesystem=filesystem)
+
+    with ThreadPoolExecutor(_WRITERS) as pool:
+        list(pool.map(write_one, names))
+    paths = tuple(f"{place}/{name}" for name in names)
+    # As many bytes as give each of them a task.
+    window = Window("warm-up", None, None)
+    return WindowJob(window, 0, paths, f"{place}/out", count, count * TASK_BYTES, start.out)
+
+
+def _prove(session: Session, start: Start, place: str) -> None:
+    """Let each core read a file and write one. Raises OperatorError unless as many rows come back."""
+    cores = session.slots()
+    spark, job = session.spark, _job(start, place, cores)
+    if not session.connect:
+        spark.sparkContext.setJobGroup(_GROUP, "the proof that executors share the output's storage")
+    # One file a task, however small they are and however few executors Spark has counted.
+    wanted = "spark.sql.files.maxPartitionBytes"
+    before = spark.conf.get(wanted) or ""
+    spark.conf.set(wanted, str(1 << 16))
+    try:
+        # Who does not see a file is to find nothing: a task that fails is only given to another executor.
+        reader = spark.read.option("ignoreMissingFiles", "true").schema(columns_ddl(start.schema))
+        write(reader.parquet(*map(escaped, job.segments)), job.staging, (job,), None, cores)
+    finally:
+        spark.conf.set(wanted, before)
+    try:
+        came = inspect_output(job.staging, job.out).rows
+    except FileNotFoundError:
+        came = 0  # none of them sees this host's folder
+    if came != job.rows:
+        raise OperatorError(
+            f"Spark's executors do not all see the output's storage: this server wrote {job.rows} files in {place}, and "
+            f"of {came} of them the executors' copies are here.{_failed(spark, job)} {_ADVICE}"
+        )
+
+
+def _newcomers(session: Session) -> bool:
+    """Whether there are executors that had no task yet; on Connect nobody knows."""
+    # No Python face yet: what another Spark answers otherwise is no answer.
+    with contextlib.suppress(Exception):
+        executors = _store(session.spark).executorList(True)
+        told = [executors.apply(number) for number in range(executors.size())]
+        return any(executor.id() != "driver" and not executor.totalTasks() for executor in told)
+    return False
+
+
+def _failed(spark: SparkSession, job: WindowJob) -> str:
+    """Return a sentence about the hosts of executors whose rows are not there; nothing where they are not known."""
+    filesystem, root = reach(job.staging, job.out)
+    there = set()
+    hosts: set[str] = set()
+    with contextlib.suppress(Exception):  # see _newcomers
+        for info in filesystem.get_file_info(fs.FileSelector(root)):
+            if (match := _FILE.match(info.base_name)) and pq.read_metadata(
+                info.path, filesystem=filesystem
+            ).num_rows:
+                there.add(int(match[1]))
+        tracker: Any = spark.sparkContext.statusTracker()
+        last = max(tracker.getJobIdsForGroup(_GROUP))
+        stage = max(int(number) for number in tracker.getJobInfo(last).stageIds)
+        tasks = _store(spark).taskList(stage, 0, job.rows + 1)
+        for task in map(tasks.apply, range(tasks.size())):
+            if task.index() not in there:
+                hosts.add(f"{task.host()} (executor {task.executorId()})")
+    return f" Those that failed are on {', '.join(sorted(hosts))}." if hosts else ""
+
+
+def _store(spark: SparkSession) -> Any:
+    context: Any = spark.sparkContext
+    return context._jsc.sc().statusStore()  # noqa: SLF001  # no Python face yet
+
+
+def _forget(filesystem: fs.FileSystem, root: str) -> None:
+    with contextlib.suppress(OSError):
+        filesystem.delete_dir(root)
