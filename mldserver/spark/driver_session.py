@@ -239,9 +239,9 @@ class Life:
             case wire.Progress():
                 self._take_progress(message)
             case wire.Health():
-                self.trouble = message.trouble or None
+                self.trouble = self._redacted(message.trouble) or None
                 if message.over:
-                    self._reason = self._reason or message.trouble
+                    self._reason = self._reason or self.trouble or ""
             case wire.JvmGone():
                 self.jvm_exit_code = message.exit_code
             case wire.Log():

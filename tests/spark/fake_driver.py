@@ -107,9 +107,10 @@ class FakeDriver:
             self.fork(leave=name == "forks away")
         elif name == "tells":
             self.say(repr(self.start), self.start)
-            self.send(
-                driver_messages.FailedJob(run.id, "ValueError", f"f {self.start!r}", f"at {self.start!r}")
+            failed = driver_messages.FailedJob(
+                run.id, "ValueError", f"f {self.start!r}", f"at {self.start!r}"
             )
+            self.send(driver_messages.Health(f"No {self.start!r}."), failed)
         elif name == "jvm dies":
             self.send(driver_messages.JvmGone(-9))
             os.kill(os.getpid(), signal.SIGKILL)
