@@ -158,9 +158,6 @@ class Pair:
             "server_timeout": self._ground.timeout_seconds,
             "flush_interval": 0.03,
             "settle_time": 0.08,
-            "quiet_time": 600.0,
-            "idle_time": 600.0,
-            "recompute_delay": 0.05,
             **KINDS[self.story.kind].settings,
             **self._ground.settings,
         }

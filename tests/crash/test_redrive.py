@@ -101,9 +101,6 @@ def ward(tmp_path: Path) -> Iterator[Ward]:
             "attempts": 1,
             "flush_interval": 0.03,
             "settle_time": 0.08,
-            "quiet_time": 600.0,
-            "idle_time": 600.0,
-            "recompute_delay": 0.05,
             "log_file": tmp_path / "log",
             "log_format": "json",
         }

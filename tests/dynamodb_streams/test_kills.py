@@ -128,8 +128,6 @@ class Servers:
             "list_shards_interval": 1.0,
             "flush_interval": 0.1,
             "settle_time": 0.3,
-            "quiet_time": 600.0,
-            "idle_time": 600.0,
             "recompute_delay": 0.1,
             "server_timeout": self._ground.timeout_seconds,
             "server_id": self._dice.choice([name, f"{name}-{self._count}"]),
