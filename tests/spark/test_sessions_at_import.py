@@ -12,8 +12,6 @@ import pytest
 from mldserver.handler.sessions import ImportGuard
 from mldserver.runtime.trial import check_handler
 
-pytestmark = pytest.mark.slow  # each imports pyspark in a process of its own
-
 HANDLER = """
 schema = "carrier STRING, delay DOUBLE"
 def process_record(record): ...
