@@ -11,13 +11,27 @@ from support.s3 import bucket
 from mldserver.base.uris import opened
 from mldserver.jobs.engine import WindowJob
 from mldserver.runtime.interface import META_COLUMNS
-from mldserver.spark.window_job import META_DDL, Output, columns_ddl, inspect_output, partitions, read, write
+from mldserver.spark import window_job
+from mldserver.spark.window_job import (
+    META_DDL,
+    Output,
+    Pipeline,
+    columns_ddl,
+    inspect_output,
+    partitions,
+    read,
+    run_windows,
+    write,
+)
 from mldserver.windows import Window
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from mldserver.spark.session import Session
 
 MIB = 1024 * 1024
+GIB = 1024 * MIB
 
 
 @pytest.mark.parametrize(
@@ -105,3 +119,51 @@ def test_brackets_in_a_path_are_not_a_pattern() -> None:
     job = WindowJob(Window("w", None, None), 1, ("/a[1]/{b}*?.parquet", "/plain"), "/out", 1, 1)
     read(spark, "a INT", job, 2)
     assert reader.paths == (r"/a\[1\]/\{b\}\*\?.parquet", "/plain")
+
+
+@pytest.fixture
+def of_a_cluster(request: pytest.FixtureRequest, session: Session) -> Iterator[Session]:
+    """A session that cuts files for as many cores as a cluster has."""
+    session.spark.conf.set("spark.sql.files.minPartitionNum", str(request.param))
+    yield session
+    session.spark.conf.unset("spark.sql.files.minPartitionNum")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("of_a_cluster", "cores", "tasks"),
+    [(2, 2, 800), (1600, 1600, 1600)],
+    indirect=["of_a_cluster"],
+)
+def test_a_window_of_100_gib_is_read_by_a_task_for_each_core_and_for_128_mib_at_most(
+    of_a_cluster: Session, cores: int, tasks: int, tmp_path: Path
+) -> None:
+    segments = [tmp_path / f"{number}.parquet" for number in range(100)]
+    for segment in segments:
+        with segment.open("wb") as file:
+            file.truncate(GIB)  # a hole, of which the plan sees only the size
+    job = WindowJob(Window("w", None, None), 1, tuple(map(str, segments)), "/staging", 1, 100 * GIB)
+    assert read(of_a_cluster.spark, "a INT", job, cores).rdd.getNumPartitions() == tasks
+
+
+@pytest.mark.slow
+def test_a_large_window_is_written_by_as_many_tasks_as_it_is_read_by(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # All in proportion: 64 KiB for 128 MiB.
+    monkeypatch.setattr(window_job, "_FILE_BYTES", 64 * 1024)
+    rows, segments = 7500, [tmp_path / f"{number}.parquet" for number in range(12)]
+    for segment in segments:
+        pq.write_table(pa.table({"n": range(rows)}), segment, use_dictionary=False, compression="none")
+    size = sum(segment.stat().st_size for segment in segments)
+    staging = str(tmp_path / "staging" / "w")
+    job = WindowJob(
+        Window("w", None, None), 1, tuple(map(str, segments)), staging, rows * len(segments), size
+    )
+    assert partitions(size, 2) == len(segments)
+    session.spark.conf.set("spark.sql.files.maxPartitionBytes", str(64 * 1024))
+    try:
+        (output,) = run_windows(session.spark, "n BIGINT", Pipeline(None), (job,), 2)
+    finally:
+        session.spark.conf.unset("spark.sql.files.maxPartitionBytes")
+    assert (len(output.files), output.rows) == (len(segments), job.rows)
