@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,7 +16,7 @@ import structlog
 
 from mldserver.base.kill_points import kill_point
 from mldserver.coordinator.cleanup import publish_late
-from mldserver.coordinator.core.flush import BufferedBatch, FlushPlan, plan
+from mldserver.coordinator.core.flush import BufferedBatch, FlushPlan, WindowRows, plan
 from mldserver.coordinator.core.windows import CutWindows, OpenWindows, WindowKey
 from mldserver.errors import LedgerError
 from mldserver.ledger.contract import (
@@ -278,21 +280,40 @@ class Flusher:
 
     async def _write(self, planned: FlushPlan) -> tuple[Segment, ...]:
         segments: list[Segment] = []
-        for file in planned.files:
-            key = file.key
-            path = segment_path(
-                key.id, self._merge_clock, self.unique(), kind=file.kind, tag=self._tag, shape=self.shape
-            )
+        for window_id, parts in itertools.groupby(planned.files, lambda file: file.key.id):
+            files = {
+                segment_path(
+                    window_id,
+                    self._merge_clock,
+                    self.unique(),
+                    kind=file.kind,
+                    tag=self._tag,
+                    shape=self.shape,
+                ): file
+                for file in parts
+            }
             try:
-                size = await asyncio.to_thread(self.store.write, path, file.rows)
+                sizes = await asyncio.to_thread(self._write_parts, files)
             except OSError:
                 # A full disk must not fill further with what no ledger entry will ever name.
-                self.garbage.add_unfinished(path)
+                for path in files:
+                    self.garbage.add_unfinished(path)
                 await self._discard(segments)
                 raise
             kill_point("segment.written")
-            segments.append(Segment(path, key.id, len(file.rows), size, key.start_ms, key.end_ms, file.kind))
+            for (path, file), size in zip(files.items(), sizes, strict=True):
+                key = file.key
+                segments.append(Segment(path, key.id, len(file), size, key.start_ms, key.end_ms, file.kind))
         return tuple(segments)
+
+    def _write_parts(self, files: Mapping[str, WindowRows]) -> list[int]:
+        def write(path: str, file: WindowRows) -> int:
+            return self.store.write(path, file.rows)
+
+        if len(files) == 1:
+            return [write(path, file) for path, file in files.items()]
+        with ThreadPoolExecutor(len(files)) as pool:
+            return list(pool.map(write, files, files.values()))
 
     async def _discard(self, segments: Iterable[Segment]) -> None:
         self.garbage.add(segments)

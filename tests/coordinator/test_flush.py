@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
@@ -10,7 +11,15 @@ from coordinator.outcomes import dead_letter, outcome
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mldserver.coordinator.core.flush import Ahead, BufferedBatch, FlushPlan, buffered, plan, shard_end
+from mldserver.coordinator.core.flush import (
+    HALVED_BYTES,
+    Ahead,
+    BufferedBatch,
+    FlushPlan,
+    buffered,
+    plan,
+    shard_end,
+)
 from mldserver.ledger.contract import BatchProgress, PositionUpdate, SegmentKind, batch_id
 from mldserver.records import Sequence
 from mldserver.windows import Batches, Tumbling, WindowSpec, tumbling_id
@@ -268,13 +277,24 @@ def test_dead_letters_are_stored_in_the_order_of_their_batches() -> None:
     assert planned(*batches).dead_letters == tuple(letters)
 
 
+@pytest.mark.parametrize(("halved", "files"), [(HALVED_BYTES, [4, 1]), (100, [2, 2, 1]), (1, [2, 2, 1])])
+def test_rows_of_one_window_that_are_many_bytes_are_two_files(halved: int, files: list[int]) -> None:
+    batches = [take("a", [(1, 10), (2, 30), (3, 1500)]), take("b", [(1, 20), (2, 40)])]
+    with patch("mldserver.coordinator.core.flush.HALVED_BYTES", halved):
+        flush = planned(*batches)
+    assert [len(file) for file in flush.files] == [len(file.rows) for file in flush.files] == files
+    times = [ms for file in flush.files for ms in file.rows["_time"].to_pylist()]
+    assert times == [10, 20, 30, 40, 1500]
+
+
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.lists(st.integers(0, 4000), max_size=5)), max_size=10),
     st.integers(0, 10**6),
     st.sampled_from([Tumbling(1000), Batches(3, 1000)]),
+    st.sampled_from([HALVED_BYTES, 1]),
 )
 def test_a_plan_loses_no_row_and_keeps_the_total_order(
-    deliveries: list[tuple[str, list[int]]], clock: int, spec: WindowSpec
+    deliveries: list[tuple[str, list[int]]], clock: int, spec: WindowSpec, halved: int
 ) -> None:
     floors: dict[str, int] = {}
     counts: dict[str, int] = {}
@@ -290,7 +310,8 @@ def test_a_plan_loses_no_row_and_keeps_the_total_order(
             naive.append((floors[shard], shard, number))
         batches.append(batch)
     naive.sort(key=lambda row: row[0])  # stable: ties keep the order of acceptance
-    flush = planned(*batches, spec=spec, clock=clock)
+    with patch("mldserver.coordinator.core.flush.HALVED_BYTES", halved):
+        flush = planned(*batches, spec=spec, clock=clock)
     assert planned(*batches, spec=spec, clock=clock).positions == flush.positions
     found = [row for file in flush.files for row in file.rows.to_pylist()]
     found.sort(key=lambda row: row["_clock"])

@@ -175,6 +175,28 @@ async def test_a_full_disk_leaves_no_partial_file_and_changes_nothing(writing: W
     assert writing.files() == {f"{W[i]}/{zero(0)}": [i + 1] for i in range(3)}
 
 
+async def test_two_files_of_a_window_are_written_together_or_not_at_all(
+    writing: Writing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mldserver.coordinator.core.flush.HALVED_BYTES", 1)
+    shard = await writing.ledger.open_shard("a")
+    batch = writing.batch(shard, (1, 1000), (2, 1001), (3, 1002))
+
+    def full(name: str, after: bool) -> None:
+        if name == "write" and after and writing.faults.calls.count("write") == 2:
+            raise OSError(28, "No space left on device")
+
+    writing.faults.hook = full
+    with pytest.raises(OSError, match="No space left"):
+        await writing.flush([batch], "interval")
+    assert writing.files() == {}
+    writing.faults.hook = None
+    await writing.flush([batch], "interval")
+    segments = writing.registered().windows[W[0]].segments
+    written = [pq.read_table(writing.out / segment.path)["value"].to_pylist() for segment in segments]
+    assert (written, [segment.rows for segment in segments]) == ([[1], [2, 3]], [1, 2])
+
+
 async def test_a_ledger_that_fails_changes_nothing_and_the_flush_can_be_repeated(writing: Writing) -> None:
     shard = await writing.ledger.open_shard("a")
     batch = writing.batch(shard, (1, 1000))

@@ -112,14 +112,15 @@ class SwapsValues(Flusher):
     def _plan(self, *args: Any) -> FlushPlan:
         planned = super()._plan(*args)
         return replace(
-            planned, files=tuple(replace(each, rows=_swapped(each.rows)) for each in planned.files)
+            planned,
+            files=tuple(replace(each, merged=_swapped(each.rows), order=None) for each in planned.files),
         )
 
 
 def _swapped(rows: pa.Table) -> pa.Table:
     values = rows.column("n").to_pylist()
     turned = pa.array([*values[1::-1], *values[2:]], pa.int64())
-    return rows.set_column(rows.schema.get_field_index("n"), "n", turned)
+    return rows.drop_columns("_clock").set_column(rows.schema.get_field_index("n"), "n", turned)
 
 
 class DropsLateRows(Flusher):
