@@ -14,6 +14,7 @@ import operator
 import platform
 import re
 import sys
+from functools import cache
 from importlib import import_module, metadata
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -84,12 +85,25 @@ def ship(session: Session, paths: Iterable[str]) -> None:
             session.spark.sparkContext.addPyFile(path)
 
 
+_GUARD: Final = """\
+import sys
+if not any(type(finder).__name__ == "ImportGuard" for finder in sys.meta_path):
+    exec(source)
+    ImportGuard().begin()
+"""
+"""A Python worker runs many tasks; only the first has to compile the guard."""
+
+
 class _Ahead:
     """Pickled, it is the code that guards imports where it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        guard = "\nif not any(type(finder).__name__ == 'ImportGuard' for finder in sys.meta_path): ImportGuard().begin()\n"
-        return exec, (Path(sessions.__file__).read_text() + guard, {"__name__": "mldserver_guard"})
+        return exec, (_GUARD, {"source": _source(), "__name__": "mldserver_guard"})
+
+
+@cache
+def _source() -> str:
+    return Path(sessions.__file__).read_text("utf-8")
 
 
 class _Guarded:
