@@ -10,9 +10,9 @@ from urllib.parse import quote
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.cluster import spark_parts
+from support.cluster import can_blind, spark_parts
 
-from mldserver.errors import WindowFailed
+from mldserver.errors import NotThereYet, OperatorError, WindowFailed
 from mldserver.jobs.engine import WindowJob
 from mldserver.spark.client import SparkEngine
 from mldserver.windows import Window
@@ -79,3 +79,16 @@ async def test_windows_are_computed_failed_and_cancelled_over_connect(
     (master,) = (event["master"] for event in logged if event["event"] == "spark.starting")
     assert master.endswith("/;user_id=tests;token=…")
     assert "hush" not in repr(logged)
+
+
+async def test_a_connect_server_that_does_not_see_the_output_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    if not can_blind(out):
+        pytest.skip("no process can be given mounts of its own here")
+    async with spark_parts(tmp_path) as parts:
+        _, address = await parts.connect_server(blind=out)
+        engine = SparkEngine("", "carrier STRING", master=address, work_dir=out / "work")
+        with pytest.raises(OperatorError, match=r"(?s)PATH_NOT_FOUND.*Set out to shared storage") as refused:
+            await engine.run()
+    assert not isinstance(refused.value, NotThereYet)

@@ -1,0 +1,162 @@
+"""A server as users start it, ``mldserver serve`` on a Spark master, with a daemon that plays it a stream in portions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.dataset as ds
+from support.cluster import CONF, SMALL_JVM, free_port
+from support.serving import until
+
+from mldserver.children import parent_death
+from mldserver.testing import FakeMLD, FakeStream, Habits
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+HANDLER = '''
+"""Keeps every record; a row makes the executor that computes its window wait for as long as the record says."""
+from mldserver import batches
+
+schema = "id BIGINT NOT NULL, pause BIGINT"
+windows = batches(max_rows=100, max_age="1 second")
+
+
+def process_record(record):
+    event = record.json()
+    return event["id"], event["pause"]
+
+
+def on_window(rows, window):
+    return rows.selectExpr("id", "java_method('java.lang.Thread', 'sleep', pause) AS waited")
+'''
+_PATIENCE_SECONDS = 240
+
+
+class Served:
+    """The server, killed and started again as a test likes, and the daemon beside it."""
+
+    def __init__(self, folder: Path, master: str, **settings: str) -> None:
+        """Lay the handler into ``folder``; nothing is started."""
+        self.folder, self.out = folder, folder / "out"
+        (folder / "kept.py").write_text(HANDLER)
+        self._address = f"127.0.0.1:{free_port()}"
+        # A Spark Connect server has its own.
+        conf = {} if master.startswith("sc:") else {**CONF, "spark.driver.extraJavaOptions": SMALL_JVM}
+        told = {
+            "out": str(self.out),
+            "listen": self._address,
+            "spark-master": master,
+            "log-file": str(folder / "log.jsonl"),
+            "cache-dir": f"{os.devnull}/cache",
+            "workers": "inline",
+            "flush-interval": "50 ms",
+            "settle-time": "200 ms",
+            "window-retry-base": "500 ms",
+            "window-retry-cap": "1 s",
+            **settings,
+        }
+        options = [*told.items(), *(("spark-conf", f"{name}={value}") for name, value in conf.items())]
+        self._options = [word for name, value in options for word in (f"--{name}", value)]
+        self._process: asyncio.subprocess.Process
+        self._stream = FakeStream(1, seed=1)
+        self._sent = 0
+
+    async def start(self) -> None:
+        """Start the server."""
+        tied = [sys.executable, "-ISE", parent_death.__file__, str(os.getpid())]
+        self._process = await asyncio.create_subprocess_exec(
+            *(*tied, sys.executable, "-m", "mldserver", "serve", "kept", *self._options),
+            cwd=self.folder,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(
+                    [str(self.folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+                ),
+            },
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    async def ended(self) -> int:
+        """Return the exit code once the server is gone."""
+        await self.until(lambda: self._process.returncode is not None)
+        return await self._process.wait()
+
+    async def kill(self) -> None:
+        """Kill the server; Spark must notice by itself."""
+        self._process.kill()
+        await self._process.wait()
+
+    @contextlib.asynccontextmanager
+    async def fed(self) -> AsyncIterator[None]:
+        """Start the server, and play it all that is sent while the block runs; then it stops in good order."""
+        await self.start()
+        daemon = FakeMLD(
+            self._stream, self._address, habits=Habits(idle_seconds=0.2), supervised=True, backoff_seconds=0.5
+        )
+        try:
+            async with asyncio.TaskGroup() as group:
+                playing = group.create_task(daemon.run())
+                yield
+                self._stream.end()
+                await playing
+            self._process.send_signal(signal.SIGTERM)
+            assert await self.ended() == 0
+            assert daemon.violations == []
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    def send(self, *, pause_ms: int = 0) -> None:
+        """Put the rows of one window into the stream, each of which takes so long to compute."""
+        for number in range(self._sent, self._sent + 100):
+            self._stream.put(json.dumps({"id": number, "pause": pause_ms}).encode(), f"key-{number}")
+        self._sent += 100
+
+    def rows(self) -> Counter[int]:
+        """Return the ids that readers of the output see."""
+        files = [str(path) for path in self.out.glob("window=*/*.parquet")]
+        return Counter(ds.dataset(files, format="parquet").to_table()["id"].to_pylist() if files else [])
+
+    async def until_exact(self) -> None:
+        """Wait until all that was sent is published; at no time is a row there twice."""
+
+        def all_there() -> bool:
+            rows = self.rows()
+            assert not rows or max(rows.values()) == 1
+            return rows.total() == self._sent
+
+        await self.until(all_there)
+
+    async def until_computing(self) -> None:
+        """Wait until Spark works on a window."""
+        staging = self.out / "_mldserver" / "staging"
+        await self.until(lambda: any(staging.glob("*/*/_temporary/0/_temporary/attempt*")))
+
+    async def until(self, condition: Any) -> None:
+        """Wait; where that takes too long, tell the log's end."""
+        try:
+            async with asyncio.timeout(_PATIENCE_SECONDS):
+                await until(condition)
+        except TimeoutError:
+            told = "\n".join(str(event)[:600] for event in self.log()[-30:])
+            raise AssertionError(
+                f"not within {_PATIENCE_SECONDS} s; the server's log ends with:\n{told}"
+            ) from None
+
+    def log(self, *names: str) -> list[dict[str, Any]]:
+        """Return the server's events of these names, or all."""
+        file = self.folder / "log.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        events = [json.loads(line) for line in lines if line.endswith("}")]
+        return [event for event in events if not names or event["event"] in names]
