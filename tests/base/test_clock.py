@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def test_the_time_of_day_may_be_set_and_steady_time_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SystemClock()
-    assert abs(clock.now_ms() - time.time() * 1000) < 5000
+    assert abs(clock.now_ms() - time.time() * 1000) < 300_000
     wall, steady = clock.now_ms(), clock.steady_ms()
     set_back_ns = time.time_ns() - 3_600_000_000_000
     monkeypatch.setattr(time, "time_ns", lambda: set_back_ns)

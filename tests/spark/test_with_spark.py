@@ -272,7 +272,7 @@ async def test_a_hook_that_sleeps_past_the_deadline_costs_the_driver_its_life_an
     driver = life._child.pid
     # The one session of the module: a driver of its own would cost this test another start.
     with monkeypatch.context() as short:
-        short.setattr(world.engine, "_job_deadline", 5.0)
+        short.setattr(world.engine, "job_deadline", 5.0)
         short.setattr(life, "_cancel_grace", 0.2)
         with pytest.raises(WindowFailed, match=r"longer than its deadline of 5 seconds") as caught:
             await world.engine.compute(world.job("sleeping"))
