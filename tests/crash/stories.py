@@ -20,7 +20,7 @@ from mldserver.spark.sinks.sink import SinkSpec
 from mldserver.testing import FakeStream
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     import pyarrow as pa
@@ -203,15 +203,17 @@ class Row:
     late: bool
 
 
-def published(out: Path) -> Iterator[Row]:
-    """Yield what readers of the output and of the late dataset see."""
+def published(out: Path, tables: Iterable[tuple[str, pa.Table]] = ()) -> Iterator[Row]:
+    """Yield what readers of the output and of the late dataset see; ``tables``: a window's rows in a table elsewhere."""
     for late, folder in ((False, out), (True, out / "_late")):
         for file in ds.dataset(folder, format="parquet").files if folder.exists() else ():
             window = file.rsplit("/", 2)[1].removeprefix("window=")
             yield from _rows(pq.ParquetFile(file).read(), window, late=late)
-    for window, (_, tables) in read_table(out / TABLE).items():
-        for table in tables:
+    for window, (_, files) in read_table(out / TABLE).items():
+        for table in files:
             yield from _rows(table, window, late=False)
+    for window, table in tables:
+        yield from _rows(table, window, late=False)
 
 
 def _rows(table: pa.Table, window: str, *, late: bool) -> Iterator[Row]:
@@ -262,12 +264,19 @@ def _replaced(file: Path, held: Held) -> bool:
     return exchanged or window in held.revised
 
 
-def check(story: Story, out: Path, held: Held, *, alone: bool = True) -> None:
+def check(
+    story: Story,
+    out: Path,
+    held: Held,
+    *,
+    alone: bool = True,
+    tables: Iterable[tuple[str, pa.Table]] = (),
+) -> None:
     """Compare everything that came out with what must; each difference is named.
 
-    ``alone``: no two servers ran at the same time, so that no two rows have one ``_clock``.
+    ``alone``: no two servers ran at the same time, so that no two rows have one ``_clock``. ``tables``: see ``published``.
     """
-    rows = list(published(out))
+    rows = list(published(out, tables))
     found = Counter(row.columns for row in rows)
     assert found == story.rows, f"lost: {story.rows - found}; doubled or foreign: {found - story.rows}"
     letters = held.letters

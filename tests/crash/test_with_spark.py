@@ -7,15 +7,21 @@ import os
 import random
 import time
 from collections import Counter
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import orjson
+import pyarrow as pa
 import pytest
 from crash.spark_life import SparkLife
 from crash.stories import told
 from crash.world import RECORDS, Death, Toll, World, play_all
+from support.postgres import JAR, serving
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from crash.lives import Life, Plan
     from crash.stories import Story
 
@@ -45,6 +51,8 @@ EXTRA: Final = 3
 """How many stories are played beyond that, at most, until both were killed."""
 A_LIFE: Final = 2
 """How often Spark is killed in one life of a server: a third JVM that cannot start would end the server, rightly."""
+OF_A_TABLE: Final = ("attempt.staged", "window.committed", "sink.writing", "window.published")
+"""The same, where the output goes into a table."""
 QUICK: Final = {
     "spark_conf": "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
     "workers": "inline",  # lives with the small engine have worker processes
@@ -142,3 +150,55 @@ async def test_a_server_with_spark_killed_again_and_again_loses_and_doubles_noth
     assert [step for step in steps if not toll.died[step]] == []
     assert toll.died.total() >= len(deaths)
     assert spark.keys() >= victims
+
+
+@pytest.mark.long
+async def test_a_server_that_publishes_into_postgresql_dies_with_its_driver_and_the_table_is_exact(
+    tmp_path: Path, seed: int
+) -> None:
+    dice = random.Random(seed)
+    toll = Toll.of([Death(step, dice.randint(1, 2)) for step in (*OF_A_TABLE, *OF_A_TABLE)])
+    spark = [*sorted(("driver", "jvm")) * SPARK_KILLS]
+    options = f"{QUICK['spark_conf']};spark.jars={JAR}"
+    with serving() as server:
+
+        def tables() -> Iterator[tuple[str, pa.Table]]:
+            with server.session() as session:
+                assert session.ask("SELECT count(*) FROM events__windows WHERE stage <> 'none'") == ["0"]
+                names = session.ask("SELECT tablename FROM pg_tables WHERE schemaname = 'public' ORDER BY 1")
+                assert names == ["events", "events__windows"]
+                for line in session.ask("SELECT row_to_json(events) FROM events"):
+                    row = orjson.loads(line)
+                    for name in ("at", "_arrival"):
+                        row[name] = datetime.fromisoformat(row[name])
+                    del row["_revision"]
+                    yield row.pop("_window"), pa.Table.from_pylist([row])
+
+        async def play(folder: Path, story: Story, toll: Toll, kills: int) -> None:
+            with server.session() as session:
+                session.ask("DROP SCHEMA public CASCADE; CREATE SCHEMA public")
+            settings = {
+                **QUICK,
+                "spark_conf": options,
+                "sink": server.url,
+                "sink_table": "events",
+                "sink_options": "driver=org.postgresql.Driver;user=postgres",
+                "cache_dir": tmp_path / "cache",
+                "window_retry_base": 0.05,
+                "window_retry_cap": 0.5,
+            }
+            world = SparkWorld(
+                folder,
+                story,
+                toll,
+                kills=kills,
+                dice=random.Random(story.seed),
+                spark_ahead=spark,
+                settings=settings,
+                patience_seconds=300,
+                tables=tables,
+            )
+            await world.play()
+
+        await play_all(tmp_path, toll, seed, at_once=1, play=play, kind_for=lambda _toll, _usual: "table")
+    assert toll.died.keys() == {*OF_A_TABLE}

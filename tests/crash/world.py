@@ -23,6 +23,7 @@ from mldserver.testing import FakeMLD, Habits
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
+    import pyarrow as pa
     from crash.lives import Life
 
 RECORDS: Final = 500
@@ -95,16 +96,18 @@ class World:
         life: Callable[[Plan, str | None], Life] = LocalLife,
         settings: dict[str, Any] | None = None,
         patience_seconds: float = 120.0,
+        tables: Callable[[], Iterable[tuple[str, pa.Table]]] = tuple,
     ) -> None:
         """Die at most ``kills`` times of what ``toll`` holds; ``life`` makes a life armed for a step.
 
-        No life may take longer than ``patience_seconds``: a server that hangs fails the test.
+        ``tables`` reads windows that are published elsewhere than below ``root``. No life may take longer than ``patience_seconds``: a server that hangs fails the test.
         """
         self.story = story
         self._toll = toll
         self._kills = kills
         self._life = life
         self._patience = patience_seconds
+        self._tables = tables
         self._dice = random.Random(f"{story.seed}/world")
         self._out = root / "out"
         # Not below ``root``: the path of a Unix socket may have 107 bytes.
@@ -154,7 +157,7 @@ class World:
                 daemon = group.create_task(self._mld.run(), name="daemon")
                 while not await self._live(daemon):
                     pass
-        check(self.story, self._out, in_sqlite(self._out))
+        check(self.story, self._out, in_sqlite(self._out), tables=self._tables())
         serious = [told for told in self._mld.violations if "EOF" not in told and "reset" not in told]
         assert not serious, f"the daemon complains: {serious}"
         assert self._mld.finished, f"not every shard's end is checkpointed: {self._mld.checkpoints}"

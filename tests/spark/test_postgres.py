@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import os
 import signal
 import threading
 from collections import Counter
@@ -11,13 +13,16 @@ from datetime import UTC, date, datetime
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from support.postgres import Postgres, serving
+from support.postgres import JAR, Postgres, serving
 
-from mldserver.errors import NotThereYet, OperatorError
+from mldserver.errors import DriverLost, NotThereYet, OperatorError
 from mldserver.jobs.engine import PublishJob
+from mldserver.spark.client import SparkEngine
 from mldserver.spark.sinks import jdbc
-from mldserver.spark.sinks.database import DatabaseError
+from mldserver.spark.sinks.database import DatabaseError, connected
 from mldserver.spark.sinks.sink import SinkSpec
 from mldserver.windows import Window
 
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
     from mldserver.spark.session import Session
+    from mldserver.spark.sinks.database import Database
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -186,13 +192,17 @@ def test_of_two_servers_that_publish_the_same_windows_neither_loses_nor_doubles_
 
 
 @pytest.mark.parametrize(
-    "how",
+    ("where", "how"),
     [
-        pytest.param(signal.SIGKILL, id="killed"),
-        pytest.param(signal.SIGINT, id="restarted", marks=pytest.mark.long),
+        ("before the transaction", signal.SIGKILL),
+        ("at its end", signal.SIGKILL),
+        pytest.param("in its middle", signal.SIGKILL, marks=pytest.mark.long),
+        pytest.param("after it", signal.SIGKILL, marks=pytest.mark.long),
+        pytest.param("before the transaction", signal.SIGINT, marks=pytest.mark.long),
+        pytest.param("at its end", signal.SIGINT, marks=pytest.mark.long),
+        pytest.param("after it", signal.SIGINT, marks=pytest.mark.long),
     ],
 )
-@pytest.mark.parametrize("where", ["before the transaction", "in its middle", "at its end", "after it"])
 def test_a_database_that_ends_at_any_step_comes_back_with_the_old_rows_or_the_new_ones(
     place: Place, monkeypatch: pytest.MonkeyPatch, where: str, how: signal.Signals
 ) -> None:
@@ -297,6 +307,86 @@ def test_a_table_of_other_columns_is_named_and_the_window_comes_once_it_is_mende
         place.publish(place.staged(place.spark.sql("SELECT 3000000000 AS n"), revision=3))
     place.publish(place.output(0, window="w2"))
     assert place.tables() == ["events", "events__windows"]
+
+
+def test_a_server_that_froze_in_its_transaction_holds_others_up_no_longer_than_the_database_lets_it(
+    place: Place,
+) -> None:
+    place.publish(place.output(10))
+    job = place.output(20, revision=2)
+    place.sink = place.sink_of("postgres", options="-c idle_in_transaction_session_timeout=500")
+
+    def freeze(database: Database) -> None:
+        with database.together():
+            database.change("UPDATE events__windows SET revision = 9")
+            place.publish(job)
+            assert place.rows() == {"w1": "20|2|2"}
+
+    with (
+        connected(place.spark, place.sink) as database,
+        pytest.raises(DatabaseError, match="idle-in-transaction timeout"),
+    ):
+        freeze(database)
+    assert place.ask("SELECT * FROM events__windows") == ["flights|w1|2|none"]
+
+
+GATE = """
+CREATE OR REPLACE FUNCTION pass_gate() RETURNS trigger LANGUAGE plpgsql AS
+$$ BEGIN PERFORM pg_advisory_xact_lock_shared(1); RETURN NEW; END $$;
+CREATE TRIGGER gate BEFORE {what} FOR EACH ROW EXECUTE FUNCTION pass_gate()
+"""
+"""Who changes a row like this waits for whoever holds the lock."""
+
+
+async def test_a_driver_killed_between_stage_and_commit_or_in_the_transaction_loses_and_doubles_nothing(
+    server: Postgres, tmp_path: Path, long: bool
+) -> None:
+    places = ["INSERT ON events", *(["UPDATE OF revision ON events__windows"] if long else [])]
+    noon = datetime(2027, 3, 28, 12, tzinfo=UTC)
+    conf = {
+        "spark.jars": str(JAR),
+        # Far from UTC, which nobody who reads the table should notice.
+        "spark.driver.extraJavaOptions": "-Duser.timezone=Asia/Kolkata",
+    }
+    sink = SinkSpec("jdbc", server.url.removeprefix("jdbc:"), "events", DRIVER | {"user": "postgres"})
+    work = {"work_dir": tmp_path / "work", "archive_after": None, "python_path": ()}
+    engine = SparkEngine("", "n BIGINT", master="local[1]", conf=conf, quick=True, sink=sink, **work)
+
+    def output(revision: int) -> PublishJob:
+        rows = pa.table({"n": range(10 * revision), "at": [noon] * 10 * revision})
+        pq.write_table(rows, tmp_path / f"{revision}.parquet")
+        window = Window("w1", None, None, revision, "flights")
+        return PublishJob(window, str(tmp_path), (f"{revision}.parquet",), rows.num_rows)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(engine.run())
+        with server.session() as session, server.session() as holder:
+            session.ask("DROP SCHEMA public CASCADE; CREATE SCHEMA public")
+            await engine.publish(output(1))
+            for revision, place in enumerate(places, 2):
+                session.ask(GATE.format(what=place))
+                holder.ask("SELECT pg_advisory_lock(1)")
+                call = asyncio.ensure_future(engine.publish(output(revision)))
+                async with asyncio.timeout(60):
+                    while session.ask("SELECT count(*) FROM pg_locks WHERE NOT granted") != ["1"]:  # noqa: ASYNC110  # another process has no event to wait on
+                        await asyncio.sleep(0.05)
+                assert engine._life is not None
+                os.kill(engine._life._child.pid, signal.SIGKILL)
+                with pytest.raises(DriverLost):
+                    await call
+                seen = session.ask("SELECT count(*), min(_revision), max(_revision) FROM events")
+                assert seen == [f"{10 * revision - 10}|{revision - 1}|{revision - 1}"]
+                holder.ask("SELECT pg_advisory_unlock(1)")
+                await engine.publish(output(revision))
+                session.ask(f"DROP TRIGGER gate ON {place.rpartition(' ')[2]}")
+                seen = session.ask(
+                    "SELECT count(*), min(_revision), max(_revision), min(at), max(at) FROM events"
+                )
+                noons = "2027-03-28 12:00:00+00"
+                assert seen == [f"{10 * revision}|{revision}|{revision}|{noons}|{noons}"]
+            assert session.ask("SELECT stage FROM events__windows") == ["none"]
+            assert session.ask("SELECT count(*) FROM pg_tables WHERE schemaname = 'public'") == ["2"]
+        await engine.close()
 
 
 def test_a_window_s_own_rows_are_found_by_an_index_where_the_server_makes_the_table(place: Place) -> None:
