@@ -153,12 +153,11 @@ async def test_a_server_with_spark_killed_again_and_again_loses_and_doubles_noth
 
 
 @pytest.mark.long
-async def test_a_server_that_publishes_into_postgresql_dies_with_its_driver_and_the_table_is_exact(
+async def test_a_server_that_publishes_into_postgresql_dies_at_each_step_and_the_table_is_exact(
     tmp_path: Path, seed: int
 ) -> None:
     dice = random.Random(seed)
-    toll = Toll.of([Death(step, dice.randint(1, 2)) for step in (*OF_A_TABLE, *OF_A_TABLE)])
-    spark = [*sorted(("driver", "jvm")) * SPARK_KILLS]
+    toll = Toll.of([Death(step, dice.randint(1, 2)) for step in OF_A_TABLE])
     options = f"{QUICK['spark_conf']};spark.jars={JAR}"
     with serving() as server:
 
@@ -187,13 +186,12 @@ async def test_a_server_that_publishes_into_postgresql_dies_with_its_driver_and_
                 "window_retry_base": 0.05,
                 "window_retry_cap": 0.5,
             }
-            world = SparkWorld(
+            world = World(
                 folder,
                 story,
                 toll,
                 kills=kills,
-                dice=random.Random(story.seed),
-                spark_ahead=spark,
+                life=SparkLife,
                 settings=settings,
                 patience_seconds=300,
                 tables=tables,
