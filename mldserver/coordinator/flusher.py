@@ -293,7 +293,11 @@ class Flusher:
                 for file in parts
             }
             try:
-                sizes = await asyncio.to_thread(self._write_parts, files)
+                if len(files) == 1:
+                    [(path, file)] = files.items()
+                    sizes = [await asyncio.to_thread(self.store.write, path, file.rows)]
+                else:
+                    sizes = await asyncio.to_thread(self._write_parts, files)
             except OSError:
                 # A full disk must not fill further with what no ledger entry will ever name.
                 for path in files:
@@ -307,13 +311,9 @@ class Flusher:
         return tuple(segments)
 
     def _write_parts(self, files: Mapping[str, WindowRows]) -> list[int]:
-        def write(path: str, file: WindowRows) -> int:
-            return self.store.write(path, file.rows)
-
-        if len(files) == 1:
-            return [write(path, file) for path, file in files.items()]
+        """Gather and write each in a thread of its own."""
         with ThreadPoolExecutor(len(files)) as pool:
-            return list(pool.map(write, files, files.values()))
+            return list(pool.map(lambda path, file: self.store.write(path, file.rows), files, files.values()))
 
     async def _discard(self, segments: Iterable[Segment]) -> None:
         self.garbage.add(segments)

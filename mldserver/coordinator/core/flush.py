@@ -76,7 +76,7 @@ class BufferedBatch(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class WindowRows:
-    """The rows of one file: gathered when it is written, in a thread, where the files of a large flush share the cores."""
+    """The rows of one file: gathered when it is written, so that the halves of a large one share the cores."""
 
     key: WindowKey
     merged: pa.Table
