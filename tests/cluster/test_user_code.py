@@ -145,8 +145,6 @@ async def test_over_connect_too_and_after_a_restart_the_changed_module_is_the_on
             HandlerInvalid, match=r"own\.py:3: SessionAtImport: the module makes a Spark session"
         ):
             await user.engine(address, "flow.own").run()
-        with pytest.raises(OperatorError, match="set PYSPARK_PYTHON in the environment of its server"):
-            await user.engine(address, python=sys.executable).run()
 
 
 @pytest.mark.long
