@@ -115,11 +115,14 @@ async def test_a_window_whose_job_fails_is_tried_again_and_comes_out_once(
     assert told(logged, "connection.failed") == []
 
 
-async def test_readiness_is_red_while_spark_is_away_and_green_again_afterwards(
-    tmp_path: Path, handler: str, logged: list[dict[str, Any]]
+@pytest.mark.parametrize(
+    ("plan", "reason"), [("die", "The driver's process died"), ("forget", "The master has forgotten it.")]
+)
+async def test_readiness_is_red_while_spark_is_away_says_why_and_is_green_again_afterwards(
+    tmp_path: Path, handler: str, logged: list[dict[str, Any]], plan: str, reason: str
 ) -> None:
     settings = quick(tmp_path / "out", handler, window_attempts=5)
-    async with serving(settings, engine=engine(tmp_path, "die"), stream=STREAM) as server:
+    async with serving(settings, engine=engine(tmp_path, plan), stream=STREAM) as server:
         async with asyncio.timeout(120):
             await server.ready()
         await read_all(server)
@@ -128,6 +131,7 @@ async def test_readiness_is_red_while_spark_is_away_and_green_again_afterwards(
             await until(lambda: server.is_ready)
     changes = [event["event"] for event in told(logged, "server.ready", "server.unready")]
     assert changes == ["server.ready", "server.unready", "server.ready"]
+    assert told(logged, "server.unready")[0]["reason"].startswith(f"Spark computes no window. {reason}")
 
 
 async def test_under_halt_the_server_says_so_goes_on_reading_and_goes_on_trying(

@@ -32,6 +32,7 @@ from mldserver.children.channel import WireError, receive_now, send_now
 from mldserver.errors import HandlerError, MldserverError
 from mldserver.spark import driver_messages as wire
 from mldserver.spark import user_code
+from mldserver.spark.health import CLOSED, STOPPED, Watch
 from mldserver.spark.java import keep
 from mldserver.spark.session import Session, open_session
 from mldserver.spark.sinks import find
@@ -43,13 +44,7 @@ if TYPE_CHECKING:
     from mldserver.spark.sinks.sink import SinkSpec
     from mldserver.spark.window_job import Pipeline
 
-_PROGRESS_SECONDS = 0.5
 _CANCEL_AGAIN_SECONDS = 0.5
-
-_CLOSED = "[INVALID_HANDLE.SESSION_"
-"""What a Spark Connect server's errors name when it has let go of a session: after an hour without a job, say."""
-
-_STOPPED = "The Spark session is stopped, and no job can run on it any more."
 
 _DEATH_SECONDS = 5
 """How long after its calls began to fail a dying JVM may still be there."""
@@ -132,7 +127,7 @@ class Jobs:
                     self.session.jvm.wait(_DEATH_SECONDS)
                     return  # not the job's failure: whoever watches the JVM ends this process, and so the job
             fault = wire.describe(error)
-            closed = self.session.connect and _CLOSED in fault.message
+            closed = self.session.connect and CLOSED in fault.message
             answer = wire.FailedJob(
                 job.run.id, fault.error, fault.message, fault.traceback, cancelled=job.cancelled
             )
@@ -168,18 +163,16 @@ class Jobs:
             if self.session.connect:
                 spark.removeTag(job.group)
 
-    def watch(self) -> None:
-        """Send the progress of running jobs whenever it changes; for a thread of its own, never returns."""
-        pause = threading.Event()
-        while not pause.wait(_PROGRESS_SECONDS):
-            with self._lock:
-                running = [job for job in self._jobs.values() if job.running]
-            for job in running:
-                with contextlib.suppress(Exception):  # a courtesy: a JVM that is going is not noticed here
-                    progress = self._tasks(job.group)
-                    if progress[0] and progress != job.progress:
-                        job.progress = progress
-                        self.send(wire.Progress(job.run.id, *progress))
+    def report(self) -> None:
+        """Send the progress of running jobs, where it has changed. On Spark Connect nothing tells it."""
+        with self._lock:
+            running = [job for job in self._jobs.values() if job.running and not self.session.connect]
+        for job in running:
+            with contextlib.suppress(Exception):  # a courtesy: a JVM that is going is not noticed here
+                progress = self._tasks(job.group)
+                if progress[0] and progress != job.progress:
+                    job.progress = progress
+                    self.send(wire.Progress(job.run.id, *progress))
 
     def _tasks(self, group: str) -> tuple[int, int, int]:
         tracker = self.session.spark.sparkContext.statusTracker()
@@ -240,7 +233,7 @@ class Driver:
 
     def _open(self, start: wire.Start) -> None:
         try:
-            session, jobs = self._make_ready(start)
+            self._jobs = self._make_ready(start)
         except BaseException as error:  # noqa: BLE001  # importing the user's module may raise anything
             fault = wire.describe(error)
             if isinstance(error, HandlerError):
@@ -250,12 +243,9 @@ class Driver:
                 told = fault.traceback
             self.send(wire.StartFailed(whose, fault.error, fault.message, told))
             self.die()
-        self._jobs = jobs
         self.send(wire.Warm())
-        if not session.connect:
-            jobs.watch()
 
-    def _make_ready(self, start: wire.Start) -> tuple[Session, Jobs]:
+    def _make_ready(self, start: wire.Start) -> Jobs:
         """Make the session, load the handler, warm up. UDFs and columns at module level need the session."""
         if start.train:
             os.nice(19)
@@ -263,6 +253,8 @@ class Driver:
         if session.jvm is not None:
             wait = session.jvm.wait
             threading.Thread(target=lambda: self._fall(wire.JvmGone(wait())), name="jvm", daemon=True).start()
+        watch = Watch(session.look(), self.send, self._fall)
+        threading.Thread(target=watch.run, name="watch", daemon=True).start()
         self.send(wire.Started(session.spark.version, session.ui))
         pipeline = self._load(session, start)
         from mldserver.spark.warm_up import warm_up  # noqa: PLC0415  # imports belong to what may fail
@@ -270,15 +262,17 @@ class Driver:
         warm_up(session, start)
         if start.sink is not None:
             find(start.sink.format).check(session.spark, start.sink)
-        return session, Jobs(
+        jobs = Jobs(
             session=session,
             schema=start.schema,
             pipeline=pipeline,
             send=self.send,
             concurrency=start.concurrency,
-            stopped=partial(self._fall, wire.Log("warning", _STOPPED)),
+            stopped=partial(self._fall, wire.Health(STOPPED, over=True)),
             sink=start.sink,
         )
+        watch.report = jobs.report
+        return jobs
 
     def _load(self, session: Session, start: wire.Start) -> Pipeline:
         """Load the handler, and see that its code reaches the executors."""
@@ -295,7 +289,7 @@ class Driver:
                 self.send(wire.Log("warning", warning))
         return pipeline if start.sink is None else replace(pipeline, check=check_result)
 
-    def _fall(self, last_words: wire.JvmGone | wire.Log) -> None:
+    def _fall(self, last_words: wire.JvmGone | wire.Health) -> None:
         """End at once, unless it was told to stop."""
         if not self._stopping:
             self.send(last_words)

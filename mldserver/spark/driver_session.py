@@ -199,7 +199,7 @@ class Life:
                         did="It was cancelled.",
                         **_window_of(asked),
                     )
-                # One that waits for the cluster has its time once more: to run it again would not be quicker.
+                # As in `_kill_unless`: it has its time once more.
             return answer.result()
         finally:
             no_answer = self._waiting.pop(asked.id, None) is not None
@@ -211,8 +211,11 @@ class Life:
                 self._tasks.create_task(self._kill_unless(ended, self._cancel_grace, late, self._clock))
 
     async def _kill_unless(self, event: asyncio.Event, seconds: float, reason: str, clock: Clock) -> None:
-        if not await happens(event, clock, seconds):
-            self.kill(reason)
+        while not await happens(event, clock, seconds):
+            if self.trouble is None:
+                self.kill(reason)
+                return
+            # What waits for the cluster has its time once more: another driver would not be quicker.
 
     async def _watch_end(self) -> None:
         """See an end that the socket does not tell: what the user's code has forked holds it open."""
@@ -242,6 +245,7 @@ class Life:
                 self.trouble = self._redacted(message.trouble) or None
                 if message.over:
                     self._reason = self._reason or self.trouble or ""
+                    self.over.set()
             case wire.JvmGone():
                 self.jvm_exit_code = message.exit_code
             case wire.Log():

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 from mldserver.base.java_properties import as_text
 from mldserver.base.uris import secrets_of
 from mldserver.handler.loader import entries_of
+from mldserver.spark.health import Cluster, ConnectServer, impatient_client, with_session
 from mldserver.spark.java import unfinished
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from subprocess import Popen
 
     from pyspark.sql import SparkSession
@@ -197,6 +198,8 @@ class Session:
     """Of a local master, which never change; None: ``slots`` asks the cluster."""
     jvm: Popen[bytes] | None
     """The JVM's process; None on Spark Connect."""
+    server: ConnectServer | None = None
+    """What looks at the Spark Connect server, and hears of its jobs."""
 
     @property
     def ui(self) -> str | None:
@@ -224,6 +227,14 @@ class Session:
         context = self.spark.sparkContext._jsc  # noqa: SLF001  # no Python face yet
         return context is None or bool(context.sc().isStopped())
 
+    def look(self) -> Callable[[], dict[str, str]] | None:
+        """Return what looks at the session for signs of trouble (``health.py``); None on a local master."""
+        spark: Any = self.spark
+        if self.server is not None:
+            spark.registerProgressHandler(self.server.hear)
+            return self.server.look
+        return Cluster(spark, lambda: self.is_stopped).look if self.cores is None else None
+
     def stop(self) -> None:
         """Stop the session and, in classic mode, let the JVM exit by itself (its standard input ends)."""
         if self.jvm is None:
@@ -246,14 +257,21 @@ def open_session(start: Start) -> Session:
     (scratch / _SECRETS).write_text(as_text(secrets))
     cores = os.cpu_count() or 1
     builder: Any = SparkSession.builder
-    builder = builder.remote(start.master) if connect else builder.master(start.master)
+    server = None
+    if connect:
+        url = with_session(start.master)
+        server = ConnectServer(impatient_client(url))
+        # At once, and in words: the session's own client would try for ten minutes.
+        for text in server.look().values():
+            raise ConnectionError(f"the Spark Connect server does not answer: {text}")
+    builder = builder.remote(url) if connect else builder.master(start.master)
     for name, value in defaults(start, cores).items():
         builder = builder if name in secrets else builder.config(name, value)
     spark: SparkSession = builder.getOrCreate()
     for name, value in start.storage.items():
         spark.conf.set(name, value)
     if connect:
-        return Session(spark, connect=True, cores=None, jvm=None)
+        return Session(spark, connect=True, cores=None, jvm=None, server=server)
     local = spark.sparkContext.defaultParallelism if is_local(start.master) else None
     return Session(spark, connect=False, cores=local, jvm=_gateway(spark).proc)
 

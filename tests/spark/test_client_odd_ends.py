@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from spark.bench import Bench, job
+from spark.bench import Bench, HandClock, job
 from support.serving import until
 
 from mldserver.errors import DriverLost
@@ -139,3 +139,22 @@ async def test_a_cache_that_cannot_be_looked_into_is_gone_without(
     (text,) = texts(logged, "spark.log")
     assert text.startswith("No class archive was made. [Errno 36]")
     assert len(it.lives) == 1
+
+
+async def test_a_driver_that_waits_for_the_cluster_at_its_start_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[str] = []
+    clock = HandClock()
+    start = driver_messages.Start("h", "", "spark://h:7077", str(tmp_path))
+    life = driver_session.Life(start, clock, cancel_grace=0)
+    monkeypatch.setattr(life, "kill", killed.append)
+    life.trouble = "The cluster has given Spark no executor for more than 20 s."
+    late = asyncio.create_task(life._kill_unless(life.warm, 600, "late", clock))
+    assert [await clock.end_sleep() for _ in range(3)] == [600] * 3
+    _, ended = await clock.sleeps.get()
+    assert killed == []
+    life.trouble = None
+    ended.set()
+    await late
+    assert killed == ["late"]

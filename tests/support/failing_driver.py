@@ -4,6 +4,7 @@
     die     the process dies under it           deaf    it never ends, whatever it is told
     jvm     its JVM dies, and takes it along    full    the output disk is full in the middle of the output
     stay    as deaf, and it does not stop when it is told to
+    forget  the master does not know it any more: it says so, and ends
 
 After the plan every job succeeds; with ``…`` at its end the last one is repeated for ever. How far the plan is, is kept
 in a file, over the lives of the drivers.
@@ -80,6 +81,9 @@ class FailingDriver:
                 self.send(driver_messages.FailedJob(run.id, "IOException", "No space left on device"))
             case "die":
                 os._exit(9)
+            case "forget":
+                self.send(driver_messages.Health("The master has forgotten it.", over=True))
+                os._exit(1)
             case "jvm":
                 self.send(driver_messages.JvmGone(-9))
                 os.kill(os.getpid(), signal.SIGKILL)

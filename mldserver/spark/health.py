@@ -1,0 +1,227 @@
+"""Whether a session on other machines still lives: what is seen of it, and what follows. Runs in the driver's process.
+
+Little of it raises an error by itself. A standalone master that was started again kills the executors of an application that
+it does not know, and jobs wait for ever; a Connect client repeats its calls for minutes when its server is gone. So the driver
+looks every few seconds. What a fresh driver would mend ends this one. What only more resources would mend is told in words:
+a cluster that is full has none for a fresh driver either.
+
+A local master dies with its JVM, which is watched anyway: there is nothing to look at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import time
+import uuid
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from mldserver.spark import driver_messages as wire
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+_TICK_SECONDS: Final = 0.5
+"""How often jobs tell their progress, and the judge looks at the time."""
+_LOOK_TICKS: Final = 4
+"""A session is looked at every so many ticks."""
+_STOOD_STILL_SECONDS: Final = 10.0
+"""When the judge itself has not run for so long, this machine stood still: that says nothing of others."""
+
+CLOSED: Final = "[INVALID_HANDLE.SESSION_"
+"""What a Spark Connect server's errors name when it has let go of a session, or is another than it was."""
+
+STOPPED: Final = "The Spark session is stopped, and no job can run on it any more."
+
+
+class _Rule(NamedTuple):
+    """What follows from a sign that does not pass."""
+
+    seconds: float
+    text: str
+    """A sentence; ``{}`` in it is what was heard."""
+    over: bool = False
+    """Whether nothing will ever run on this session."""
+
+
+_RULES: Final[Mapping[str, tuple[_Rule, ...]]] = {
+    "stopped": (_Rule(0, STOPPED, over=True),),
+    "closed": (_Rule(0, "The Spark Connect server has let go of the session: {}", over=True),),
+    # A server that is only started again forgets the session, too.
+    "gone": (_Rule(10, "The Spark Connect server is gone: {}", over=True),),
+    "refused": (_Rule(10, "The Spark Connect server refuses calls: {}"),),
+    # While a master is down executors live on, and jobs run; one that takes over from another tells the driver.
+    "unknown": (
+        _Rule(
+            5,
+            "No executor is left, and Spark's master does not know the application any more, or is gone.",
+            over=True,
+        ),
+    ),
+    "no executors": (_Rule(20, "The cluster has given Spark no executor for more than 20 s."),),
+    "starved": (_Rule(20, "No task of a job that waits has run for more than 20 s: the cluster is full."),),
+    "silent": (
+        _Rule(120, "Spark has not answered for 2 minutes.", over=True),
+        _Rule(20, "Spark has not answered for more than 20 s."),
+    ),
+}
+
+
+@dataclass(slots=True)
+class Judge:
+    """Says what follows from the signs that are seen. Times are steady seconds."""
+
+    _since: dict[str, float] = field(default_factory=dict)
+    """When each sign that is there was first seen."""
+    _judged: float = 0.0
+
+    def verdict(self, now: float, signs: Mapping[str, str]) -> wire.Health:
+        """Return how the session is; ``signs``: all that are seen now, and what was heard with each."""
+        still = now - self._judged if now - self._judged > _STOOD_STILL_SECONDS else 0.0
+        self._judged = now
+        self._since = {sign: self._since[sign] + still if sign in self._since else now for sign in signs}
+        for sign, rules in _RULES.items():
+            for rule in rules:
+                if sign in signs and now - self._since[sign] >= rule.seconds:
+                    return wire.Health(rule.text.format(signs[sign]), rule.over)
+        return wire.Health("")
+
+
+class Cluster:
+    """Looks at a classic session whose executors run elsewhere."""
+
+    def __init__(self, spark: Any, is_stopped: Callable[[], bool]) -> None:
+        """Learn how executors come: all at the start, or with the work."""
+        self._is_stopped = is_stopped
+        self._context = spark.sparkContext
+        conf = self._context.getConf()
+        self._dynamic = conf.get("spark.dynamicAllocation.enabled", "false") == "true"
+        self._most = int(conf.get("spark.dynamicAllocation.maxExecutors", "2147483647"))
+        self._standalone = str(self._context.master).startswith("spark://")
+
+    def look(self) -> dict[str, str]:
+        """Return the signs of trouble. Raises what py4j raises when the JVM is going."""
+        if self._is_stopped():
+            return {"stopped": ""}
+        spark = self._context._jsc.sc()  # noqa: SLF001  # no Python face yet
+        if spark.getExecutorMemoryStatus().size() > 1:  # beside the driver's own
+            return {}
+        wanted = self._waiting_tasks() if self._dynamic else self._most
+        if not wanted:
+            return {}  # as it should be: executors come with the work
+        signs = {"no executors": ""}
+        if self._standalone and not self._knows_us(spark, min(wanted, self._most)):
+            signs["unknown"] = ""
+        return signs
+
+    def _waiting_tasks(self) -> int:
+        tracker = self._context.statusTracker()
+        stages = [stage for stage in map(tracker.getStageInfo, tracker.getActiveStageIds()) if stage]
+        return sum(stage.numTasks - stage.numCompletedTasks for stage in stages)
+
+    def _knows_us(self, spark: Any, wanted: int) -> bool:
+        """Ask the master for the executors that it is to give anyway: it refuses an application that it does not know."""
+        maps = getattr(self._context._jvm, "scala.collection.immutable.Map$")  # noqa: SLF001  # as above
+        nowhere = getattr(maps, "MODULE$").empty()
+        try:
+            return bool(spark.requestTotalExecutors(wanted, 0, nowhere))
+        except Exception:  # noqa: BLE001  # Java's: there is no way to the master
+            return False
+
+
+class ConnectServer:
+    """Looks at a session of Spark Connect by a client of its own."""
+
+    def __init__(self, client: Any) -> None:
+        """``client``: one that repeats nothing (``impatient_client``)."""
+        self._client = client
+        self._waiting: dict[str | None, bool] = {}
+        """By operation: whether tasks of it wait and none runs."""
+
+    def look(self) -> dict[str, str]:
+        """Return the signs of trouble. A look also keeps the server from closing a session for want of use."""
+        try:
+            self._client.get_configs("spark.sql.session.timeZone")
+        except Exception as error:  # noqa: BLE001  # of any of the client's classes
+            text = wire.message(error)
+            details = re.search(r'details = "(.*)"', text)
+            sign = (
+                "closed" if CLOSED in text else "gone" if "UNAVAILABLE" in _status(error, text) else "refused"
+            )
+            return {sign: details[1] if details else text}
+        # A copy: threads that run jobs change it.
+        return {"starved": ""} if any(self._waiting.copy().values()) else {}
+
+    def hear(
+        self, stages: Iterable[Any] | None, inflight_tasks: int, operation_id: str | None, *, done: bool
+    ) -> None:
+        """Take what the server says about a job: a progress handler of the session."""
+        if done:
+            self._waiting.pop(operation_id, None)
+        else:
+            left = sum(stage.num_tasks - stage.num_completed_tasks for stage in stages or ())
+            self._waiting[operation_id] = left > 0 and not inflight_tasks
+
+
+def impatient_client(url: str) -> Any:
+    """Return a client of the session that ``url`` names; what fails is not tried again. No call is made."""
+    from pyspark.sql.connect.client import SparkConnectClient  # noqa: PLC0415  # not there without its packages
+
+    return SparkConnectClient(url, retry_policy={"max_retries": 0})
+
+
+def _status(error: Exception, text: str) -> str:
+    ask = getattr(error, "getGrpcStatusCode", None)
+    return str(ask()) if ask is not None else text
+
+
+def with_session(url: str) -> str:
+    """Return a Connect server's URL that names a new session, unless it names one already: several clients may share it."""
+    if ";session_id=" in url:
+        return url
+    server, slash, options = url.removeprefix("sc://").partition("/")
+    return f"sc://{server}{slash or '/'}{options};session_id={uuid.uuid4()}"
+
+
+@dataclass(eq=False)
+class Watch:
+    """Tells the server how jobs go on, and whether any would run.
+
+    One thread asks Spark, and may hang; another judges, and never does.
+    """
+
+    look: Callable[[], Mapping[str, str]] | None
+    """Returns the signs of trouble; None: there is nothing to look at."""
+    send: Callable[[wire.Health], None]
+    fall: Callable[[wire.Health], None]
+    """Called instead of ``send`` when nothing will ever run on the session."""
+    report: Callable[[], None] = lambda: None
+    """Tells the progress of jobs; set when there can be any."""
+    pause: Callable[[], bool] = field(default_factory=lambda: lambda: threading.Event().wait(_TICK_SECONDS))
+    now: Callable[[], float] = time.monotonic
+    _asked: int = 0
+    _seen: Mapping[str, str] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Watch until the session is dead; ``pause`` returns whether to stop before."""
+        judge, told = Judge(), wire.Health("")
+        with ThreadPoolExecutor(1, thread_name_prefix="ask") as pool:
+            asking: Future[None] = pool.submit(self._ask)
+            while not (self.pause() or told.over):
+                silent = not asking.done()
+                health = judge.verdict(self.now(), {**self._seen, "silent": ""} if silent else self._seen)
+                if not silent:
+                    asking = pool.submit(self._ask)
+                if health != told:
+                    told = health
+                    (self.fall if health.over else self.send)(health)
+
+    def _ask(self) -> None:
+        self.report()
+        if self.look is not None and self._asked % _LOOK_TICKS == 0:
+            with contextlib.suppress(Exception):  # of a JVM that is going: whoever watches it sees to that
+                self._seen = self.look()
+        self._asked += 1
