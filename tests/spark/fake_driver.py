@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from mldserver.children.channel import receive_now, send_now
@@ -157,6 +158,8 @@ class FakeDriver:
             signal.alarm(600)  # nobody else ends it, should the test fail
             signal.pause()
         if leave:
+            while os.getsid(child) != child:  # until then it would be killed with this group
+                time.sleep(0.01)
             print(f"away {child}", flush=True)
         os._exit(9)
 

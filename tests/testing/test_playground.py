@@ -125,6 +125,8 @@ THE_USERS = {
         "log_level",
         "spark_conf",
         "spark_properties_file",
+        "spark_py_files",
+        "spark_python",
         "spark_ui",
         "java_home",
     ),
