@@ -9,6 +9,7 @@ addresses of Spark Connect and among Java's options. What other programs say is 
 
 from __future__ import annotations
 
+import contextlib
 import re
 from functools import lru_cache, partial
 from pathlib import Path
@@ -104,7 +105,12 @@ def opened(uri: str) -> tuple[FileSystem, str]:
     """
     from pyarrow import fs  # noqa: PLC0415  # settings name places long before one is opened
 
-    filesystem, base = fs.FileSystem.from_uri(uri)
+    found = None
+    if uri.startswith("s3:") and "allow_delayed_open" not in uri:
+        # A small file is one request then, not three; an older pyarrow does not know the option.
+        with contextlib.suppress(ValueError):
+            found = fs.FileSystem.from_uri(f"{uri}{'&' if '?' in uri else '?'}allow_delayed_open=true")
+    filesystem, base = found or fs.FileSystem.from_uri(uri)
     return filesystem, base.rstrip("/")
 
 

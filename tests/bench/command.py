@@ -25,7 +25,9 @@ from bench.hot.tables import hot_tables
 from bench.memory import available_bytes
 from rich.console import Console
 from rich.table import Table
+from support.s3 import bucket, s3a_conf
 
+from mldserver.base.uris import hadoop_settings
 from mldserver.spark.client import SparkEngine
 from mldserver.testing import LocalEngine
 
@@ -207,16 +209,21 @@ def _segments(given: argparse.Namespace, folder: Path, progress: Callable[[str],
 def _small_windows(
     given: argparse.Namespace, folder: Path, progress: Callable[[str], None]
 ) -> dict[str, float]:
-    async def measure(engine: Engine) -> dict[str, float]:
-        return await small_windows.measure(
-            engine, given.small_windows, rounds=given.rounds, folder=folder, progress=progress
-        )
+    with bucket("bench") as query:
+        s3 = f"s3://key:secret@bench?{query}"
 
-    return asyncio.run(_with_engine(given, measure))
+        async def measure(engine: Engine) -> dict[str, float]:
+            return await small_windows.measure(
+                engine, given.small_windows, s3=s3, rounds=given.rounds, folder=folder, progress=progress
+            )
+
+        return asyncio.run(_with_engine(given, measure, s3))
 
 
-async def _with_engine(given: argparse.Namespace, measure: Callable[[Engine], Awaitable[T]]) -> T:
-    engine: Engine = LocalEngine(count) if given.engine == "local" else _spark()
+async def _with_engine(
+    given: argparse.Namespace, measure: Callable[[Engine], Awaitable[T]], s3: str = ""
+) -> T:
+    engine: Engine = LocalEngine(count, group_limit=16) if given.engine == "local" else _spark(s3)
     async with asyncio.TaskGroup() as group:
         living = group.create_task(engine.run())
         try:
@@ -227,11 +234,18 @@ async def _with_engine(given: argparse.Namespace, measure: Callable[[Engine], Aw
             await living
 
 
-def _spark() -> SparkEngine:
+def _spark(s3: str) -> SparkEngine:
     from handlers import departures
 
+    conf = s3a_conf() if s3 else {}
     return SparkEngine(
-        "handlers.departures", departures.schema, python_path=(str(ROOT),), archive_after=None, group_limit=16
+        "handlers.departures",
+        departures.schema,
+        conf=conf,
+        storage=hadoop_settings(s3, conf),
+        python_path=(str(ROOT),),
+        archive_after=None,
+        group_limit=16,
     )
 
 
@@ -277,9 +291,11 @@ def small_windows_table(measured: dict[str, float], engine: str) -> Table:
     table.add_column("windows")
     table.add_column("a second", justify="right")
     table.add_column("against", justify="right")
-    together, singly = measured["together"], measured["singly"]
-    table.add_row("in shared jobs", f"{together:.1f}", f"{together / singly:.1f} x singly")
-    table.add_row("a job for each", f"{singly:.1f}", "")
+    for place in ("", " on S3"):
+        together, singly = measured[f"together{place}"], measured[f"singly{place}"]
+        table.add_row(f"in shared jobs{place}", f"{together:.1f}", f"{together / singly:.1f} x singly")
+        table.add_row(f"a job for each{place}", f"{singly:.1f}", "")
+    table.add_row("floor: all as one, in a ready file", f"{measured['floor']:.1f}", "")
     return table
 
 

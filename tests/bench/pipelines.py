@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import random
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from support.shards import accept
@@ -24,7 +25,6 @@ from mldserver.sources.intake import ShardOpening
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
     from bench.deliveries import Delivered
 
@@ -54,18 +54,22 @@ class Pipeline:
 
 @contextlib.asynccontextmanager
 async def living(
-    out: Path,
+    out: Path | str,
     *,
+    home: Path | None = None,
     spec: WindowSpec,
     rules: CoordinatorRules,
     engine: Engine,
     clock: Clock,
     shards: tuple[str, ...],
 ) -> AsyncIterator[Pipeline]:
-    """Run a pipeline over ``out`` with these shards open; the engine runs already."""
+    """Run a pipeline over ``out`` with these shards open; the engine runs already.
+
+    ``home``: where the ledger is, if ``out`` is a URI.
+    """
     names = itertools.count()
     store = OutputStore(str(out))
-    ledger = SqliteLedger(out / LEDGER, pipeline="bench", server_id="bench", clock=clock)
+    ledger = SqliteLedger((home or Path(out)) / LEDGER, pipeline="bench", server_id="bench", clock=clock)
     steps = WindowSteps(
         pipeline="bench",
         ledger=ledger,
