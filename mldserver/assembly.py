@@ -373,7 +373,6 @@ def spark_of(settings: Settings, spec: HandlerSpec, **more: Any) -> Engine:
 
     assert spec.schema is not None
     settings = with_spark_properties(settings)
-    uri = settings.out.uri if isinstance(settings.out, RemoteOut) else ""
     arguments: dict[str, Any] = {
         **{name: getattr(settings, f"spark_{name}") for name in ("master", "conf", "py_files", "python")},
         "ui": settings.spark_ui,
@@ -383,7 +382,7 @@ def spark_of(settings: Settings, spec: HandlerSpec, **more: Any) -> Engine:
         "concurrency": settings.window_concurrency,
         "job_deadline": settings.window_deadline_seconds,
         "group_limit": settings.window_group,
-        "storage": hadoop_settings(uri, settings.spark_conf),
+        "storage": hadoop_settings(getattr(settings.out, "uri", ""), settings.spark_conf),
         "sink": sink_of(settings),
     }
     return SparkEngine(spec.path, spec.schema.ddl, **(arguments | more))
