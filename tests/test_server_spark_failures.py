@@ -32,6 +32,16 @@ def process_record(record):
     return event["id"], event["at"]
 '''
 DRIVER = Path(__file__).parent / "support" / "failing_driver.py"
+WITHOUT_SPARK = """
+from types import SimpleNamespace
+from mldserver.spark import driver
+spark = SimpleNamespace(version="4.3.0", stop=lambda: None)
+driver.open_session = lambda _: SimpleNamespace(
+    jvm=None, spark=spark, ui=None, connect=False, look=lambda: None, stop=spark.stop
+)
+driver.main()
+"""
+"""The real driver, which opens a session at once: it imports the handler once there is one."""
 RECORDS = 300
 WINDOWS = 3
 
@@ -160,6 +170,7 @@ async def test_a_handler_that_sparks_driver_cannot_import_ends_the_server_with_2
         master="sc://nowhere",
         work_dir=tmp_path / "work",
         python_path=(str(tmp_path),),
+        command=[sys.executable, "-c", WITHOUT_SPARK],
     )
     server = Server(quick(tmp_path / "out", "asks_at_its_import"), engine=spark, seed=1)
     async with asyncio.timeout(120):
