@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
 from cluster.served import Served
-from support.cluster import spark_parts
+from support.cluster import can_blind, spark_parts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,6 +17,51 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 BUSY = 40
 """Milliseconds for each of a window's hundred rows: time for a kill."""
+
+
+async def test_whatever_of_a_cluster_is_killed_each_row_is_there_once_and_a_blind_worker_is_refused(
+    tmp_path: Path,
+) -> None:
+    async with spark_parts(tmp_path / "workers") as parts:
+        master = await parts.master()
+        server = Served(tmp_path, parts.url)
+        server.out.mkdir()
+        if not can_blind(server.out):
+            pytest.skip("no process can be given mounts of its own here")
+        first, blind = await parts.worker(), await parts.worker(blind=server.out)
+
+        # A cluster with a worker that does not see the folder is refused.
+        await server.start()
+        assert await server.ended() == 2
+        (failed,) = server.log("server.failed")
+        assert "Spark's executors do not all see the output's storage" in failed["what"]
+        assert "on 127.0.0.2 (executor" in failed["what"]
+        assert "Set out to shared storage" in failed["what"]
+        await blind.kill(executors=True)
+        second = await parts.worker()
+
+        async with server.fed():
+            server.send()
+            await server.until_exact()
+
+            # Every executor; then a worker with its executor.
+            server.send(pause_ms=BUSY)
+            await server.until_computing()
+            for pid in (*first.executors(), *second.executors()):
+                os.kill(pid, signal.SIGKILL)
+            await server.until_exact()
+            server.send(pause_ms=BUSY)
+            await server.until_computing()
+            await first.kill(executors=True)
+            await server.until_exact()
+            await first.start()
+
+            # The master: what runs is finished all the same.
+            server.send(pause_ms=BUSY)
+            await server.until_computing()
+            await master.kill()
+            await master.start()
+            await server.until_exact()
 
 
 async def test_a_connect_server_that_is_killed_costs_no_row_and_doubles_none(tmp_path: Path) -> None:
