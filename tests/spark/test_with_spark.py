@@ -186,6 +186,15 @@ async def test_the_driver_publishes_what_it_computed_into_a_package_s_sink_and_s
         await world.engine.publish(gone)
 
 
+async def test_functions_and_columns_at_module_level_are_the_sessions(world: World) -> None:
+    result = await world.engine.compute(world.job("functions"))
+    output = world.output("functions", result.files)
+    late = [delay for delay in world.input()["delay"].to_pylist() if delay > 15]
+    assert sorted(output["delay"].to_pylist()) == late
+    assert sorted(output["twice"].to_pylist()) == [2 * delay for delay in late]
+    assert sorted(output["half"].to_pylist()) == [delay / 2 for delay in late]
+
+
 async def test_an_async_hook_and_one_instance_for_all_windows(world: World) -> None:
     result = await world.engine.compute(world.job("awaited"))
     first = world.output("awaited", result.files).to_pylist()[0]["calls"]

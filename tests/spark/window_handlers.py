@@ -6,8 +6,9 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd  # noqa: TC002  # pandas_udf reads the types
 from pyspark.sql import functions as F  # noqa: N812  # its usual name
-from pyspark.sql.functions import udf
+from pyspark.sql.functions import pandas_udf, udf
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -19,6 +20,24 @@ schema = "carrier STRING, delay DOUBLE"
 
 def one_over_zero(_: float) -> float:
     return 1 / 0
+
+
+def doubled(delay: float) -> int:
+    return int(2 * delay)
+
+
+@udf("int")
+def twice(delay: float) -> int:
+    # It travels to the executors whole; what it calls, by its module's name.
+    return doubled(delay)
+
+
+@pandas_udf("double")
+def half(delays: pd.Series) -> pd.Series:
+    return delays / 2
+
+
+LATE = F.col("delay") > 15
 
 
 class Windows:
@@ -78,6 +97,9 @@ class Windows:
 
     def broken_function(self, rows: DataFrame, _: Window) -> DataFrame:
         return rows.select(udf(one_over_zero, "double")("delay").alias("x"))
+
+    def functions(self, rows: DataFrame, _: Window) -> DataFrame:
+        return rows.where(LATE).select("delay", twice("delay").alias("twice"), half("delay").alias("half"))
 
     def leaves(self, _: DataFrame, __: Window) -> None:
         sys.exit(3)

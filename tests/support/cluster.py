@@ -33,6 +33,8 @@ CONF: Final = {
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.executor.memory": "600m",
+    # Whatever `python3` is on the path may be another version.
+    "spark.pyspark.python": sys.executable,
     "spark.executor.extraJavaOptions": SMALL_JVM,
 }
 """What a session's configuration needs on these workers."""
