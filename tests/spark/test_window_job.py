@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -167,3 +168,9 @@ def test_a_large_window_is_written_by_as_many_tasks_as_it_is_read_by(
     finally:
         session.spark.conf.unset("spark.sql.files.maxPartitionBytes")
     assert (len(output.files), output.rows) == (len(segments), job.rows)
+
+
+@pytest.mark.slow
+def test_the_plan_of_a_range_tells_the_cores_as_spark_itself_counts_them(session: Session) -> None:
+    assert replace(session, cores=None).slots() == session.cores == 2
+    assert replace(session, cores=None, connect=True).slots() == 2
