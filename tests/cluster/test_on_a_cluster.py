@@ -66,7 +66,7 @@ async def test_windows_are_computed_on_all_executors_of_a_cluster_exactly(tmp_pa
     async with spark_parts(tmp_path) as parts:
         _, workers = await parts.cluster(workers=2)
         async with running(engine(parts.url, tmp_path / "work")) as spark:
-            for name in ("identity", "grouped"):
+            for name in ("identity", "grouped", "functions"):
                 window = Window(name, None, None)
                 job = WindowJob(window, 1, paths, str(tmp_path / "staging" / name), 4 * ROWS, 64 * MIB)
                 result = await spark.compute(job)
@@ -75,6 +75,12 @@ async def test_windows_are_computed_on_all_executors_of_a_cluster_exactly(tmp_pa
                 if name == "identity":
                     assert len(files) > 1
                     assert sorted(table["delay"].to_pylist()) == [float(i) for i in range(4 * ROWS)]
+                elif name == "functions":
+                    # No executor sees the folder of the handler's module.
+                    rows = {(2 * delay, delay / 2) for delay in map(float, range(16, 4 * ROWS))}
+                    assert (
+                        set(zip(table["twice"].to_pylist(), table["half"].to_pylist(), strict=True)) == rows
+                    )
                 else:
                     counts = dict(zip(*(table[c].to_pylist() for c in ("carrier", "flights")), strict=True))
                     assert counts == {"UA": 4 * 167, "AA": 4 * 333}

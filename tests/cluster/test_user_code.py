@@ -124,6 +124,7 @@ def expected(version: str) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.long
 async def test_a_module_of_functions_beside_the_handler_runs_on_a_cluster(tmp_path: Path) -> None:
     user = Pipeline(tmp_path)
     async with spark_parts(tmp_path) as parts:
