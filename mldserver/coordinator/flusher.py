@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+import pyarrow as pa
 import structlog
 
 from mldserver.base.kill_points import kill_point
@@ -355,8 +356,8 @@ class Flusher:
             return
         members = paths[: joined.TOGETHER]
         del paths[: joined.TOGETHER]
-        # They are read themselves then; and a disk that fails is told of by the next flush.
-        with contextlib.suppress(OSError):
+        # They are read themselves then; a disk that fails is told of by the next flush, a damaged segment by its window.
+        with contextlib.suppress(OSError, pa.ArrowException):
             await asyncio.to_thread(joined.join, self.store, members)
 
     async def cut(

@@ -9,10 +9,10 @@ then the segments are read. Joined files are deleted when their window is publis
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from mldserver.output.layout import SEGMENTS, is_joined, joined_path
 
@@ -29,16 +29,16 @@ SMALL_BYTES: Final = 128 * 1024
 """Larger segments are not joined: their rows cost more than their file does. So a joined file has 8 MiB at most."""
 
 _MEMBERS: Final = b"mldserver.segments"
-_READERS: Final = 16
-"""Files that are looked into at the same time: on object stores each takes tens of milliseconds."""
 
 
 def join(store: OutputStore, segments: Sequence[str]) -> None:
-    """Write the rows of one window's segments, of one shape, as one file. Raises OSError."""
-    tables, joined = [], joined_path(segments[0])
-    for path in segments:
-        with store.parquet(path) as file:
-            tables.append(file.read(use_threads=False))
+    """Write the rows of one window's segments, of one shape, as one file. Raises OSError, and ArrowException for a damaged one."""
+
+    def read(path: str) -> pa.Table:
+        return pq.read_table(pa.BufferReader(store.get(path)), use_threads=False)
+
+    joined = joined_path(segments[0])
+    tables = store.for_each(read, segments)
     rows = pa.concat_tables(tables).replace_schema_metadata({_MEMBERS: "\n".join(segments)})
     # Under its name it is whole, also after a power cut; on object stores a file is there once it is whole.
     unfinished = f"{joined}.part" if store.local else joined
@@ -59,14 +59,12 @@ def to_read(store: OutputStore, window_id: str, segments: Sequence[Segment]) -> 
         return left
     joined = files(store, window_id)
     found: dict[str, int] = {}
-    with ThreadPoolExecutor(_READERS) as pool:
-        for (path, size), members in zip(
-            joined.items(), pool.map(lambda path: _members(store, path), joined), strict=True
-        ):
-            if members and left.keys() >= members:
-                found[path] = size
-                for member in members:
-                    del left[member]
+    several = store.for_each(lambda path: _members(store, path), joined)
+    for (path, size), members in zip(joined.items(), several, strict=True):
+        if members and left.keys() >= members:
+            found[path] = size
+            for member in members:
+                del left[member]
     return found | left
 
 

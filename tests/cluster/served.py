@@ -13,7 +13,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.dataset as ds
-from support.cluster import CONF, SMALL_JVM, free_port
+from support.cluster import CONF, SMALL_JVM
 from support.serving import until
 
 from mldserver.children import parent_death
@@ -49,12 +49,11 @@ class Served:
         """Lay the handler into ``folder``; nothing is started."""
         self.folder, self.out = folder, folder / "out"
         (folder / "kept.py").write_text(HANDLER)
-        self._address = f"127.0.0.1:{free_port()}"
         # A Spark Connect server has its own.
         conf = {} if master.startswith("sc:") else {**CONF, "spark.driver.extraJavaOptions": SMALL_JVM}
         told = {
             "out": str(self.out),
-            "listen": self._address,
+            "listen": "127.0.0.1:0",
             "spark-master": master,
             "log-file": str(folder / "log.jsonl"),
             "cache-dir": f"{os.devnull}/cache",
@@ -100,9 +99,12 @@ class Served:
     @contextlib.asynccontextmanager
     async def fed(self) -> AsyncIterator[None]:
         """Start the server, and play it all that is sent while the block runs; then it stops in good order."""
+        before = len(self.log("server.listening"))
         await self.start()
+        await self.until(lambda: len(self.log("server.listening")) > before)
+        address = self.log("server.listening")[-1]["address"]
         daemon = FakeMLD(
-            self._stream, self._address, habits=Habits(idle_seconds=0.2), supervised=True, backoff_seconds=0.5
+            self._stream, address, habits=Habits(idle_seconds=0.2), supervised=True, backoff_seconds=0.5
         )
         try:
             async with asyncio.TaskGroup() as group:
@@ -141,7 +143,14 @@ class Served:
     async def until_computing(self) -> None:
         """Wait until Spark works on a window."""
         staging = self.out / "_mldserver" / "staging"
-        await self.until(lambda: any(staging.glob("*/*/_temporary/0/_temporary/attempt*")))
+
+        def works() -> bool:
+            # The folders of the window before may go while they are listed.
+            with contextlib.suppress(FileNotFoundError):
+                return any(staging.glob("*/*/_temporary/0/_temporary/attempt*"))
+            return False
+
+        await self.until(works)
 
     async def until(self, condition: Any) -> None:
         """Wait; where that takes too long, tell the log's end."""

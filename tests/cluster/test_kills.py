@@ -26,18 +26,17 @@ async def test_whatever_of_a_cluster_is_killed_each_row_is_there_once_and_a_blin
         master = await parts.master()
         server = Served(tmp_path, parts.url)
         server.out.mkdir()
-        if not can_blind(server.out):
-            pytest.skip("no process can be given mounts of its own here")
-        first, blind = await parts.worker(), await parts.worker(blind=server.out)
-
-        # A cluster with a worker that does not see the folder is refused.
-        await server.start()
-        assert await server.ended() == 2
-        (failed,) = server.log("server.failed")
-        assert "Spark's executors do not all see the output's storage" in failed["what"]
-        assert "on 127.0.0.2 (executor" in failed["what"]
-        assert "Set out to shared storage" in failed["what"]
-        await blind.kill(executors=True)
+        first = await parts.worker()
+        if can_blind(server.out):
+            # A cluster with a worker that does not see the folder is refused.
+            blind = await parts.worker(blind=server.out)
+            await server.start()
+            assert await server.ended() == 2
+            (failed,) = server.log("server.failed")
+            assert "Spark's executors do not all see the output's storage" in failed["what"]
+            assert "on 127.0.0.2 (executor" in failed["what"]
+            assert "Set out to shared storage" in failed["what"]
+            await blind.kill(executors=True)
         second = await parts.worker()
 
         async with server.fed():

@@ -143,6 +143,7 @@ def test_every_value_is_in_the_table_as_it_was_in_the_window(place: Place) -> No
 
 def test_readers_see_each_revision_whole_and_none_after_a_later_one(place: Place) -> None:
     place.publish(place.output(10))
+    whole = ["10|1|1", "20|2|2", "40|4|4", "0||"]
     seen: list[str] = []
     over = threading.Event()
 
@@ -153,15 +154,24 @@ def test_readers_see_each_revision_whole_and_none_after_a_later_one(place: Place
 
     with ThreadPoolExecutor(1) as readers:
         reader = readers.submit(read)
+
+        def until_seen(line: str) -> None:
+            while seen[-1:] != [line]:
+                assert not reader.done()
+                over.wait(0.01)
+
         try:
-            for revision in (2, 4, 3):
+            until_seen(whole[0])
+            for revision in (2, 4):
                 place.publish(place.output(10 * revision, revision))
+                until_seen(f"{10 * revision}|{revision}|{revision}")
+            place.publish(place.output(30, 3))
             place.publish(place.output(0, 5))
+            until_seen(whole[-1])
             place.publish(place.output(10))
         finally:
             over.set()
         reader.result()
-    whole = ["10|1|1", "20|2|2", "40|4|4", "0||"]
     assert [line for at, line in enumerate(seen) if line not in seen[:at]] == whole
     assert seen == sorted(seen, key=whole.index)
     assert place.ask("SELECT * FROM events__windows") == ["flights|w1|5|none"]
@@ -175,7 +185,8 @@ def test_of_two_servers_that_publish_the_same_windows_neither_loses_nor_doubles_
     def serve(jobs: list[PublishJob]) -> None:
         jdbc.check(place.spark, place.sink)
         for job in jobs:
-            for _ in range(20):
+            # The server, which backs off, needs few tries.
+            for _ in range(200):
                 try:
                     place.publish(job)
                     break
@@ -314,7 +325,7 @@ def test_a_server_that_froze_in_its_transaction_holds_others_up_no_longer_than_t
 ) -> None:
     place.publish(place.output(10))
     job = place.output(20, revision=2)
-    place.sink = place.sink_of("postgres", options="-c idle_in_transaction_session_timeout=500")
+    its = place.sink_of("postgres", options="-c idle_in_transaction_session_timeout=500")
 
     def freeze(database: Database) -> None:
         with database.together():
@@ -323,7 +334,7 @@ def test_a_server_that_froze_in_its_transaction_holds_others_up_no_longer_than_t
             assert place.rows() == {"w1": "20|2|2"}
 
     with (
-        connected(place.spark, place.sink) as database,
+        connected(place.spark, its) as database,
         pytest.raises(DatabaseError, match="idle-in-transaction timeout"),
     ):
         freeze(database)

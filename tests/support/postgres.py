@@ -85,6 +85,7 @@ class Postgres:
             "shared_buffers": "16MB",
             "max_connections": 40,
             "log_min_messages": "fatal",
+            "timezone": "UTC",
         }
         options = [option for name, value in settings.items() for option in ("-c", f"{name}={value}")]
         with self._log.open("ab") as log:

@@ -371,6 +371,8 @@ def _split(
         by_window = np.argsort(assignment.index, kind="stable")
         ranks = ranks[by_window]
         order = by_window if order is None else order[by_window]
+        # Each gather of a window's rows would lay the batches' columns together anew.
+        table = table.combine_chunks()
     counts = np.bincount(assignment.index, minlength=len(assignment.keys))
     starts = np.concatenate(([0], np.cumsum(counts)))
     row_bytes = table.nbytes / max(len(table), 1)
