@@ -181,7 +181,7 @@ def spark_master(raw: object) -> str:
             raise ValueError("after k8s:// comes the URL of the cluster's API, such as https://HOST:PORT")
     elif scheme == "sc":
         server, *options = rest.split(";")
-        if not _HOST_AND_PORT.fullmatch(server.removesuffix("/")):
+        if not _HOST_AND_PORT.fullmatch(server.removesuffix("/")) or (options and not server.endswith("/")):
             raise ValueError(
                 "after sc:// comes HOST or HOST:PORT, and /; before the first of KEY=VALUE;KEY=VALUE"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import os
 import re
 import tomllib
 from dataclasses import replace
@@ -259,7 +260,9 @@ def with_spark_properties(settings: Settings) -> Settings:
             "executors' Python itself.",
             advice="Leave it out, and set PYSPARK_PYTHON where that server starts.",
         )
-    return replace(settings, spark_conf=conf, spark_master=master)
+    settings = replace(settings, spark_conf=conf, spark_master=master)
+    _check_yarn(settings, os.environ)
+    return settings
 
 
 def home(settings: Settings) -> Path:

@@ -74,6 +74,8 @@ class Life:
         self._reason = ""
         self.trouble: str | None = None
         """Why a job would not run, as the driver says."""
+        self._troubles = 0
+        """How often it has said so."""
         self.over = asyncio.Event()
         """Set when a job would not even be sent: the driver is dead, or is being killed."""
         self.warm = asyncio.Event()
@@ -192,14 +194,15 @@ class Life:
         try:
             self._channel.send(asked)
             kill_point("sink.writing" if isinstance(asked, wire.Publish) else "job.running")
+            calm = self._calm()
             while not (await asyncio.wait({answer}, timeout=deadline))[0]:
-                if self.trouble is None:
+                if calm == self._calm():
                     raise WindowFailed(
                         f"The job ran longer than its deadline of {deadline:g} seconds.",
                         did="It was cancelled.",
                         **_window_of(asked),
                     )
-                # As in `_kill_unless`: it has its time once more.
+                calm = self._calm()  # as in `_kill_unless`: it has its time once more
             return answer.result()
         finally:
             no_answer = self._waiting.pop(asked.id, None) is not None
@@ -211,11 +214,17 @@ class Life:
                 self._tasks.create_task(self._kill_unless(ended, self._cancel_grace, late, self._clock))
 
     async def _kill_unless(self, event: asyncio.Event, seconds: float, reason: str, clock: Clock) -> None:
+        calm = self._calm()
         while not await happens(event, clock, seconds):
-            if self.trouble is None:
+            if calm == self._calm():
                 self.kill(reason)
                 return
-            # What waits for the cluster has its time once more: another driver would not be quicker.
+            # What has waited for the cluster has its time once more: another driver would not be quicker.
+            calm = self._calm()
+
+    def _calm(self) -> object:
+        """Return what equals itself later if the session has not been in trouble for a moment meanwhile."""
+        return object() if self.trouble is not None else self._troubles
 
     async def _watch_end(self) -> None:
         """See an end that the socket does not tell: what the user's code has forked holds it open."""
@@ -243,6 +252,7 @@ class Life:
                 self._take_progress(message)
             case wire.Health():
                 self.trouble = self._redacted(message.trouble) or None
+                self._troubles += self.trouble is not None
                 if message.over:
                     self._reason = self._reason or self.trouble or ""
                     self.over.set()

@@ -85,7 +85,9 @@ class Judge:
         self._since = {sign: self._since[sign] + still if sign in self._since else now for sign in signs}
         for sign, rules in _RULES.items():
             for rule in rules:
-                if sign in signs and now - self._since[sign] >= rule.seconds:
+                # A look that hangs does not see a sign again: who asks next will.
+                stale = rule.over and sign != "silent" and "silent" in signs
+                if sign in signs and now - self._since[sign] >= rule.seconds and not stale:
                     return wire.Health(rule.text.format(signs[sign]), rule.over)
         return wire.Health("")
 
@@ -138,8 +140,8 @@ class ConnectServer:
     def __init__(self, client: Any) -> None:
         """``client``: one that repeats nothing (``impatient_client``)."""
         self._client = client
-        self._waiting: dict[str | None, bool] = {}
-        """By operation: whether tasks of it wait and none runs."""
+        self._tasks: dict[str | None, tuple[int, int]] = {}
+        """By operation: how many of its tasks are left, and run."""
 
     def look(self) -> dict[str, str]:
         """Return the signs of trouble. A look also keeps the server from closing a session for want of use."""
@@ -153,24 +155,28 @@ class ConnectServer:
             )
             return {sign: details[1] if details else text}
         # A copy: threads that run jobs change it.
-        return {"starved": ""} if any(self._waiting.copy().values()) else {}
+        tasks = self._tasks.copy().values()
+        waits = any(left for left, _ in tasks) and not any(running for _, running in tasks)
+        return {"starved": ""} if waits else {}
 
     def hear(
         self, stages: Iterable[Any] | None, inflight_tasks: int, operation_id: str | None, *, done: bool
     ) -> None:
         """Take what the server says about a job: a progress handler of the session."""
         if done:
-            self._waiting.pop(operation_id, None)
+            self._tasks.pop(operation_id, None)
         else:
             left = sum(stage.num_tasks - stage.num_completed_tasks for stage in stages or ())
-            self._waiting[operation_id] = left > 0 and not inflight_tasks
+            self._tasks[operation_id] = left, inflight_tasks
 
 
 def impatient_client(url: str) -> Any:
     """Return a client of the session that ``url`` names; what fails is not tried again. No call is made."""
     from pyspark.sql.connect.client import SparkConnectClient  # noqa: PLC0415  # not there without its packages
 
-    return SparkConnectClient(url, retry_policy={"max_retries": 0})
+    # gRPC's own waits between its connects, of up to two minutes, would pass for a server that is gone.
+    quick = [("grpc.max_reconnect_backoff_ms", 1000)]
+    return SparkConnectClient(url, channel_options=quick, retry_policy={"max_retries": 0})
 
 
 def _status(error: Exception, text: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import secrets
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
@@ -56,10 +57,12 @@ def warm_up(session: Session, start: Start) -> None:
     OperatorError where executors do not share the storage, NotThereYet where Spark fails on it, and on a local master
     with a local output what Spark raises.
     """
-    place = start.place or f"{start.scratch}/warm-up"
-    filesystem, root = reach(place, start.out)
+    # Beside the scratch folder, which is this user's alone: executors may be others.
+    own = start.place or f"{start.scratch}-warm-up"
+    filesystem, root = reach(own, start.out)
     elsewhere = bool(start.out) or not is_local(start.master)
     _forget(filesystem, root)  # what a driver that was killed has left
+    place = f"{own}/{secrets.token_hex(4)}"  # where its tasks may still write
     try:
         if elsewhere:
             for number in range(_ROUNDS):
@@ -70,13 +73,19 @@ def warm_up(session: Session, start: Start) -> None:
         job = _job(start, f"{place}/window", 1)
         run_windows(session.spark, start.schema, grouped, (job,), session.slots())
     except Exception as error:
-        if isinstance(error, OperatorError) or not elsewhere or lost_connection(error):
+        if isinstance(error, OperatorError) or not elsewhere or lost_connection(error) or _is_over(session):
             raise
         # What the driver's side of Spark does not find it will not find later either.
         kind = OperatorError if isinstance(error, AnalysisException) else NotThereYet
         raise kind(f"Spark cannot work on windows in {place}: {message(error)} {_ADVICE}") from error
     finally:
         _forget(filesystem, root)
+
+
+def _is_over(session: Session) -> bool:
+    with contextlib.suppress(Exception):  # of a JVM that is going
+        return session.is_stopped
+    return True
 
 
 def _job(start: Start, place: str, count: int) -> WindowJob:

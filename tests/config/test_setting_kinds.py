@@ -308,6 +308,7 @@ def test_a_master_is_what_spark_takes(master: str) -> None:
         ("k8s://ftp://h", "after k8s:// comes the URL"),
         ("sc://", "after sc:// comes HOST"),
         ("sc://h:15002/path", "after sc:// comes HOST"),
+        ("sc://h:15002;token=abc", "after sc:// comes HOST"),
         ("sc://h:x", "after sc:// comes HOST"),
         ("sc://h/;token", "come KEY=VALUE"),
         ("sc://h/;token=hush=hush", "come KEY=VALUE"),

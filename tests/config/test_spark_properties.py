@@ -110,3 +110,10 @@ def test_a_connect_server_chooses_its_executors_python_itself() -> None:
     with pytest.raises(ConfigError, match="means nothing to a Spark Connect server") as refused:
         resolved(spark_master="sc://h", spark_python="/py")
     assert refused.value.advice == "Leave it out, and set PYSPARK_PYTHON where that server starts."
+
+
+def test_yarn_needs_its_configuration_wherever_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("HADOOP_CONF_DIR", "YARN_CONF_DIR"):
+        monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(ConfigError, match="neither HADOOP_CONF_DIR nor YARN_CONF_DIR"):
+        resolved(spark_conf={"spark.master": "yarn"})

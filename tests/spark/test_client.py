@@ -13,9 +13,12 @@ import pytest
 from spark.bench import Bench, job
 from support.serving import until
 
+from mldserver.base.clock import SystemClock
 from mldserver.errors import DriverLost, HandlerInvalid, JavaError, NotThereYet, OperatorError, WindowFailed
 from mldserver.jobs.engine import WindowResult
 from mldserver.spark import client, driver_messages
+from mldserver.spark.driver_messages import Health, Start
+from mldserver.spark.driver_session import Life
 from mldserver.spark.java import probe
 from mldserver.spark.sinks.sink import SinkSpec
 
@@ -278,6 +281,18 @@ async def test_a_job_that_waits_for_executors_outlives_its_deadline_and_the_engi
         await it.engine.compute(job("feeds"))
         await starving
         assert (it.engine.trouble, it.engine.is_ready) == (None, True)
+
+
+def test_a_wait_that_is_over_has_cost_a_job_none_of_its_time(tmp_path: Path) -> None:
+    life = Life(Start("h", "", "spark://h:1", str(tmp_path)), SystemClock(), cancel_grace=1)
+    for before in ("", "No executors."):
+        life._take(Health(before), ())
+        calm = life._calm()
+        life._take(Health("No executors."), ())
+        assert calm != life._calm()
+        life._take(Health(""), ())
+        assert calm != life._calm()
+        assert life._calm() == life._calm()
 
 
 async def test_a_driver_that_judges_its_session_dead_ends_with_the_reason_and_a_fresh_one_follows(

@@ -73,7 +73,15 @@ def test_what_happened_while_this_machine_stood_still_counts_for_nothing() -> No
     judge.verdict(100, {"silent": "", "gone": "x"})
     assert judge.verdict(5000, {"silent": "", "gone": "x"}) == Health("")
     assert judge.verdict(5009, {"silent": "", "gone": "x"}) == Health("")
-    assert judge.verdict(5010, {"silent": "", "gone": "x"}).over
+    assert judge.verdict(5010, {"gone": "x"}).over
+
+
+def test_no_session_ends_by_what_was_seen_before_a_look_that_hangs() -> None:
+    judge = Judge()
+    judge.verdict(100, {"gone": "x"})
+    for now in range(102, 120, 2):
+        assert not judge.verdict(now, {"gone": "x", "silent": ""}).over
+    assert judge.verdict(120, {"gone": "x"}).over
 
 
 class Classic:
@@ -187,6 +195,10 @@ def test_a_connect_servers_job_starves_while_tasks_wait_and_none_runs() -> None:
     server.hear(stages=[done], inflight_tasks=0, operation_id="b", done=False)
     assert server.look() == {}
     server.hear(stages=[done, stage], inflight_tasks=0, operation_id="a", done=False)
+    assert server.look() == {"starved": ""}
+    server.hear(stages=[stage], inflight_tasks=1, operation_id="c", done=False)
+    assert server.look() == {}, "it waits for another job of ours"
+    server.hear(stages=None, inflight_tasks=0, operation_id="c", done=True)
     assert server.look() == {"starved": ""}
     server.hear(stages=None, inflight_tasks=0, operation_id="a", done=True)
     assert server.look() == {}
