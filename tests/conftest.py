@@ -10,7 +10,7 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 from support.checked_logger import CheckedLogger
-from support.lanes import EXAMPLES, PROCESSES, allowed_seconds, dealt, is_quick
+from support.lanes import EXAMPLES, PROCESSES, allowed_seconds, dealt, is_quick, needs_services
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,14 +55,22 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Mark what is quick, leave out what only the long lane runs, and let each process begin with what takes longest."""
+    """Mark what is quick, leave out what other lanes run, and let each process begin with what takes longest."""
     for item in items:
         if is_quick(item.path):
             item.add_marker("quick")
+        if needs_services(item.path):
+            item.add_marker("services")
     if not config.option.long:
-        soak = [item for item in items if item.get_closest_marker("long")]
-        config.hook.pytest_deselected(items=soak)
-        items[:] = [item for item in items if item not in soak]
+        whole = config.args_source is config.ArgsSource.TESTPATHS
+        services = whole and config.option.markexpr != "services"
+        others = [
+            item
+            for item in items
+            if item.get_closest_marker("long") or (services and item.get_closest_marker("services"))
+        ]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
     yield
     # After ``-m`` and ``-k`` have chosen.
     if (processes := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, cast
 
 import pytest
-from support.lanes import LONGEST, NOT_QUICK, QUICK, TESTS, dealt
+from support.lanes import LONGEST, NOT_QUICK, QUICK, SERVICES, TESTS, dealt
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +20,7 @@ class Item:
     path: Path
 
 
-@pytest.mark.parametrize("name", [*QUICK, *NOT_QUICK, *chain.from_iterable(LONGEST)])
+@pytest.mark.parametrize("name", [*QUICK, *NOT_QUICK, *SERVICES, *chain.from_iterable(LONGEST)])
 def test_what_a_lane_names_is_there(name: str) -> None:
     assert (TESTS / name).exists()
 

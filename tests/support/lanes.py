@@ -17,10 +17,12 @@ __all__ = [
     "NOT_QUICK",
     "PROCESSES",
     "QUICK",
+    "SERVICES",
     "TESTS",
     "allowed_seconds",
     "dealt",
     "is_quick",
+    "needs_services",
 ]
 
 TESTS: Final = Path(__file__).parents[1]
@@ -115,6 +117,10 @@ NOT_QUICK: Final = (
 )
 """What is in those rooms and takes longer."""
 
+SERVICES: Final = ("cluster", "spark/test_postgres.py", "spark/test_with_connect.py")
+"""What starts a Spark cluster, a Spark Connect server or PostgreSQL: a lane of its own beside the day's. A single test of
+another file is marked."""
+
 ALLOWED_SECONDS: Final = {"quick": 2.0, "day": 60.0, "long": 1800.0}
 """How long one test may take in a lane, on two slow cores, before the run's summary names it."""
 JVM_SECONDS: Final = 180.0
@@ -128,7 +134,7 @@ PROCESSES: Final = {"quick": 2, "day": 3, "long": 2}
 
 LONGEST: Final = (
     # They wait for the daemon's JVM most of the time.
-    ("java", "workers/test_hurt.py"),
+    ("java", "workers/test_hurt.py", "cluster/test_kills.py", "cluster/test_user_code.py"),
     # One Spark session serves all that need only that.
     ("spark", "cli/test_demo.py", "coordinator/test_bounded.py", "coordinator/test_month.py"),
     (
@@ -137,6 +143,7 @@ LONGEST: Final = (
         "simulation",
         "docs/test_for_real.py",
         "test_object_store.py",
+        "cluster",
         "typing",
     ),
 )
@@ -147,6 +154,12 @@ LONGEST: Final = (
 def is_quick(path: Path) -> bool:
     """Tell whether a test file is in the quick lane."""
     return _within(path, QUICK) is not None and _within(path, NOT_QUICK) is None
+
+
+@cache
+def needs_services(path: Path) -> bool:
+    """Tell whether a test file is in the lane of services."""
+    return _within(path, SERVICES) is not None
 
 
 def allowed_seconds(lane: str, keywords: Container[str]) -> float:
