@@ -156,5 +156,7 @@ async def test_a_driver_that_waits_for_the_cluster_at_its_start_is_not_replaced(
     assert killed == []
     life.trouble = None
     ended.set()
+    # The wait has cost it none of its time.
+    assert await clock.end_sleep() == 600
     await late
     assert killed == ["late"]
