@@ -55,6 +55,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("sources", "coordinator.shards"),
     ),
     "observe": ("errors", "config"),
+    # A process of its own: what it knows of the server is the document that it is sent.
+    "admin": ("", "errors", "base", "children", "config", "observe"),
     # The handler's process: an inline runtime behind a socket, whose log goes to the server's.
     "workers": (
         *(
@@ -90,6 +92,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 
 CORES = (
     *("records", "errors", "windows", "protocol", "coordinator.core"),
+    "admin.status",
     "dynamodb_streams.merge",
     "dynamodb_streams.positions",
     "dynamodb_streams.shard_tree",
@@ -123,6 +126,8 @@ ONLY_IN = {
     "sqlite3": ("ledger", "testing"),
     "cyclopts": ("cli",),
     "aws_kinesis_agg": ("protocol", "testing"),
+    "aiohttp": ("admin", "testing"),
+    "prometheus_client": ("admin",),
     "aioboto3": ("base.aws",),
     "aiobotocore": ("base.aws",),
     "kclpy_ext": ("kcl",),

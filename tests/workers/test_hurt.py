@@ -341,8 +341,10 @@ async def test_workers_killed_again_and_again_under_load_lose_and_double_nothing
         playing = asyncio.create_task(play(server, stream("", shards=4, records=records), max_records=10))
         await kill(playing)
         await playing
-    assert ids(tmp_path / "out") == Counter(range(records))
+    # First, since it explains a row that is missing: a record in hand at too many deaths is a dead letter.
     assert named(logged, "connection.failed", "handler.dead_letter") == []
+    rows, all_rows = ids(tmp_path / "out"), Counter(range(records))
+    assert (rows - all_rows, all_rows - rows) == (Counter(), Counter())
     assert sorted(event["pid"] for event in named(logged, "worker.lost")) == sorted(killed)
     assert len(killed) == kills
     only_unanswered_batches_ran_twice(tmp_path, logged, max_records=10)

@@ -1,0 +1,264 @@
+"""What a running server tells of itself: one document, from which metrics, page and terminal are made.
+
+The server makes one a second (``gather.py``); ``/status`` shows it as JSON. Counts are since the start of the server; names
+end in their unit; ``…_ms`` without another word are milliseconds since the epoch. Fields may be added under the same
+``SCHEMA``; it rises when one goes or changes its meaning. No field ever holds a secret, or a record's data.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+SCHEMA: Final = 1
+SECONDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+"""Upper bounds of the histogram of batches."""
+
+
+class _Part(msgspec.Struct, frozen=True, gc=False):
+    """A part of the document."""
+
+
+class Histogram(_Part, frozen=True, kw_only=True):
+    """How long things took."""
+
+    counts: tuple[int, ...] = (0,) * (len(SECONDS) + 1)
+    """How many took at most so long as the bound of ``SECONDS``, and longer than the one before; the last: all longer ones."""
+    sum_seconds: float = 0.0
+
+
+class Totals(_Part, frozen=True, kw_only=True):
+    """Counts since the start."""
+
+    batches: int = 0
+    records: int = 0
+    """Records that came, those within KPL aggregates counted singly."""
+    duplicates: int = 0
+    """Records that had been taken in before, and were dropped unseen."""
+    rows: int = 0
+    """Rows that handlers gave."""
+    bytes: int = 0
+    """Of the batches, as they came."""
+    rows_durable: int = 0
+    rows_late: int = 0
+    rows_ahead: int = 0
+    dead_letters: int = 0
+    """Records that failed for good and were kept aside."""
+    skipped: int = 0
+    """Records that failed for good and were not."""
+    discarded: int = 0
+    """Records that the handler discarded."""
+    retries: int = 0
+    """Calls of the handler that were made again after a failure."""
+    answered_early: int = 0
+    handler_seconds: float = 0.0
+    """In which batches were worked on by handlers, their sum."""
+    held_seconds: float = 0.0
+    """In which answers were held back for want of memory or disk, their sum."""
+    checkpoints: int = 0
+    checkpoints_retried: int = 0
+    checkpoints_failed: int = 0
+    connections: int = 0
+    """Connections that were accepted."""
+    connections_failed: int = 0
+    flushes: int = 0
+    flushes_failed: int = 0
+    workers_lost: int = 0
+    workers_replaced: int = 0
+    spark_starts: int = 0
+    spark_lost: int = 0
+    windows_failed: int = 0
+    """Runs of a window that failed."""
+    ledger_calls: int = 0
+    ledger_faults: int = 0
+    ledger_seconds: float = 0.0
+    log_lines_lost: int = 0
+    reloads: int = 0
+    reloads_refused: int = 0
+
+
+class Shard(_Part, frozen=True, kw_only=True):
+    """A shard that this server has, or that is missing."""
+
+    id: str
+    state: str
+    """``connected``, ``held`` (its answer waits for memory or disk), ``paused``, ``missing``, ``ended``."""
+    peer: str | None = None
+    lag_ms: int | None = None
+    """What its latest batch said of it (``millisBehindLatest``); None: not told."""
+    position: str | None = None
+    """Everything at or before this sequence is durable."""
+    checkpoint: str | None = None
+    """The latest sequence that its daemon has stored; None: none in this connection."""
+    durable_age_seconds: float | None = None
+    """How long the oldest record that is not durable yet has been here; None: all are durable."""
+    checkpoint_age_seconds: float | None = None
+    """How long the oldest durable position that no checkpoint covers has waited; None: nothing waits."""
+    watermark_ms: int | None = None
+    """Its own."""
+    records: int = 0
+    rows: int = 0
+    bytes: int = 0
+    worker: int | None = None
+    """Which worker has it."""
+
+
+class Watermark(_Part, frozen=True, kw_only=True):
+    """Up to which event time no more rows are expected."""
+
+    at_ms: int | None = None
+    held_by: str | None = None
+    """The shard that holds it."""
+    server: str | None = None
+    """The other server that holds it; None: this one."""
+    reason: str = ""
+    stuck: bool = False
+
+
+class Window(_Part, frozen=True, kw_only=True):
+    """One of the latest windows."""
+
+    id: str
+    state: str
+    """``computing``, ``done``, ``failed`` (it is tried again), ``halted``, ``set_aside``."""
+    revision: int = 1
+    start_ms: int | None = None
+    end_ms: int | None = None
+    """Its bounds; None for ``batches``."""
+    cut_ms: int | None = None
+    done_ms: int | None = None
+    rows_in: int | None = None
+    rows_out: int | None = None
+    seconds: float | None = None
+    """From its cut to its visible output."""
+    spark_seconds: float | None = None
+    late_rows: int = 0
+    error: str | None = None
+
+
+class Windows(_Part, frozen=True, kw_only=True):
+    """All windows, and the latest of them."""
+
+    open: int = 0
+    waiting: int = 0
+    """Cut, and not published yet."""
+    published: int = 0
+    set_aside: int = 0
+    halted: tuple[str, ...] = ()
+    rows_out: int = 0
+    seconds: Histogram = Histogram()
+    """From cut to visible output."""
+    latest: tuple[Window, ...] = ()
+    """The latest hundred that this server has cut, the oldest first."""
+
+
+class Worker(_Part, frozen=True, kw_only=True):
+    """A worker."""
+
+    number: int
+    pid: int | None = None
+    generation: int = 0
+    """Which of its processes this is."""
+    shards: int = 0
+    resident_bytes: int = 0
+    restarts: int = 0
+    running_seconds: float = 0.0
+    """How long the present call of the handler runs."""
+
+
+class Spark(_Part, frozen=True, kw_only=True):
+    """The session that computes windows."""
+
+    ready: bool
+    trouble: str | None = None
+    master: str = ""
+    version: str | None = None
+    ui: str | None = None
+    """Where its own page is, when it is served."""
+    start_seconds: float | None = None
+    jobs: int = 0
+    """Jobs that run."""
+
+
+class DeadLetter(_Part, frozen=True, kw_only=True):
+    """One of the latest dead letters."""
+
+    at_ms: int
+    shard: str
+    sequence: str
+    error: str
+    traceback: str = ""
+    attempts: int = 0
+
+
+class DeadLetters(_Part, frozen=True, kw_only=True):
+    """Records that failed for good."""
+
+    waiting: int | None = None
+    """How many the ledger keeps; None: they go elsewhere."""
+    redriving: int = 0
+    latest: tuple[DeadLetter, ...] = ()
+    """The latest twenty of this server, the oldest first."""
+
+
+class Peer(_Part, frozen=True, kw_only=True):
+    """A server on the ledger."""
+
+    id: str
+    this: bool
+    beat_age_seconds: float | None = None
+    watermark_ms: int | None = None
+    idle: bool = False
+    reason: str = ""
+
+
+class Budget(_Part, frozen=True, kw_only=True):
+    """What is bounded."""
+
+    used_bytes: int
+    limit_bytes: int
+
+
+class Status(_Part, frozen=True, kw_only=True):
+    """The whole document."""
+
+    schema: int = SCHEMA
+    taken_ms: int
+    pipeline: str
+    handler: str
+    handler_version: str = ""
+    """The digest of the handler's code that workers run; it changes with a reload."""
+    version: str
+    host: str
+    pid: int
+    server_id: str
+    started_ms: int
+    listening: str | None = None
+    ready: bool
+    reasons: tuple[str, ...] = ()
+    """Why it is not ready, in words."""
+    paused: bool = False
+    stopping: bool = False
+    log_level: str = "info"
+    loop_lag_seconds: float = 0.0
+    """The longest that the event loop was late since the last document."""
+    totals: Totals = Totals()
+    batch_seconds: Histogram = Histogram()
+    """From a batch's last byte to its answer."""
+    failures: dict[str, int] = {}
+    """Records that failed for good by their error's class: at most a hundred classes, then ``other``."""
+    connections: dict[str, int] = {}
+    """How many connections are in each state of the protocol."""
+    shards: tuple[Shard, ...] = ()
+    watermark: Watermark = Watermark()
+    windows: Windows = Windows()
+    workers: tuple[Worker, ...] = ()
+    spark: Spark | None = None
+    """None for a handler without rows."""
+    dead_letters: DeadLetters = DeadLetters()
+    servers: tuple[Peer, ...] = ()
+    budgets: dict[str, Budget] = {}
+    """``buffer`` (rows in memory), ``lines`` (unread messages), ``segments`` (disk)."""
+    resident_bytes: int = 0
+    stream_ended: bool = False
