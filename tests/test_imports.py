@@ -92,6 +92,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 
 CORES = (
     *("records", "errors", "windows", "protocol", "coordinator.core"),
+    "admin.history",
     "admin.status",
     "dynamodb_streams.merge",
     "dynamodb_streams.positions",

@@ -1,0 +1,116 @@
+"""The last hour of a running server, for its page: a point each ten seconds, made from the documents as they come."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from mldserver.admin.status import SECONDS
+
+if TYPE_CHECKING:
+    from mldserver.admin.status import Histogram, Status
+
+__all__ = ["History", "Point", "quantile"]
+
+POINT_MS: Final = 10_000
+"""How far points are apart."""
+POINTS: Final = 360
+"""How many are kept: an hour."""
+
+
+class Point(msgspec.Struct, frozen=True, gc=False):
+    """What a server did in the ten seconds before an instant. Names end in their unit, as in ``Status``."""
+
+    at_ms: int
+    ready: bool
+    """Whether it was so in every document."""
+    records_per_second: float
+    rows_per_second: float
+    bytes_per_second: float
+    median_seconds: float | None
+    """Of the batches, from a batch's last byte to its answer; None: there were none."""
+    p99_seconds: float | None
+    lag_ms: int | None
+    """The largest that any shard told in any document."""
+    watermark_ms: int | None
+    dead_letters: int
+    loop_lag_seconds: float
+    resident_bytes: int
+
+
+class History:
+    """The points of the last hour, in bounded memory."""
+
+    def __init__(self) -> None:
+        self._points: deque[Point] = deque(maxlen=POINTS)
+        self._begin: Status | None = None
+        self._ready = True
+        self._lag_ms: int | None = None
+        self._loop_lag_seconds = 0.0
+
+    def add(self, status: Status) -> None:
+        """Take in a document; ten seconds of them make a point."""
+        begin = self._begin
+        if begin is None or status.started_ms != begin.started_ms or status.taken_ms < begin.taken_ms:
+            # Counts of another server, or a clock that was set back, make no rate: the hour begins anew.
+            self._points.clear()
+            self._next(status)
+            return
+        self._ready &= status.ready
+        self._lag_ms = max(
+            (lag for lag in (self._lag_ms, *(shard.lag_ms for shard in status.shards)) if lag is not None),
+            default=None,
+        )
+        self._loop_lag_seconds = max(self._loop_lag_seconds, status.loop_lag_seconds)
+        if status.taken_ms - begin.taken_ms < POINT_MS:
+            return
+        seconds = (status.taken_ms - begin.taken_ms) / 1000
+        before, now = begin.totals, status.totals
+        self._points.append(
+            Point(
+                at_ms=status.taken_ms,
+                ready=self._ready,
+                records_per_second=round((now.records - before.records) / seconds, 1),
+                rows_per_second=round((now.rows - before.rows) / seconds, 1),
+                bytes_per_second=round((now.bytes - before.bytes) / seconds, 1),
+                median_seconds=quantile(0.5, begin.batch_seconds, status.batch_seconds),
+                p99_seconds=quantile(0.99, begin.batch_seconds, status.batch_seconds),
+                lag_ms=self._lag_ms,
+                watermark_ms=status.watermark.at_ms,
+                dead_letters=now.dead_letters - before.dead_letters,
+                loop_lag_seconds=round(self._loop_lag_seconds, 4),
+                resident_bytes=status.resident_bytes,
+            )
+        )
+        self._next(status)
+
+    def json(self) -> bytes:
+        """Return the points as columns, the oldest first: a list for each field of ``Point``."""
+        return msgspec.json.encode(
+            {name: [getattr(point, name) for point in self._points] for name in Point.__struct_fields__}
+        )
+
+    def _next(self, begin: Status) -> None:
+        self._begin = begin
+        self._ready, self._lag_ms, self._loop_lag_seconds = True, None, 0.0
+
+
+def quantile(share: float, before: Histogram, now: Histogram) -> float | None:
+    """Return how many seconds this share of what was counted between two histograms took at most; None: nothing was.
+
+    Within a bound's range it is as if all had been spread evenly.
+    """
+    counts = [late - early for early, late in zip(before.counts, now.counts, strict=True)]
+    wanted = share * sum(counts)
+    if not wanted:
+        return None
+    lower = 0.0
+    for upper, count in zip(SECONDS, counts, strict=False):
+        if count >= wanted:
+            return round(lower + (upper - lower) * wanted / count, 6)
+        wanted -= count
+        lower = upper
+    # Longer than every bound.
+    return lower
