@@ -30,6 +30,7 @@ HIGHEST_PORT = 65_535
 _LARGEST = 2**63 - 1
 """What SQLite, Arrow and messages between processes hold; more than there is of anything."""
 
+_LOOPBACK = re.compile(r"localhost|::1|127(\.\d{1,3}){3}")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)?", re.IGNORECASE)
 _DECIMAL_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -62,6 +63,11 @@ class UnixAddress(NamedTuple):
 
 
 Address = TcpAddress | UnixAddress
+
+
+def is_local(address: Address) -> bool:
+    """Whether only processes of this host can reach it."""
+    return isinstance(address, UnixAddress) or bool(_LOOPBACK.fullmatch(address.host))
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +323,15 @@ def _leaves(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str
             raise ValueError(f"the value of {prefix + key!r} is neither text nor a number")  # noqa: TRY004  # kinds promise ValueError
 
 
+def listed(raw: object, what: str, *, between: str = ",") -> list[str]:
+    """Return the texts of a list, or of one text with commas ``between`` them. Raises ValueError for anything else."""
+    texts = [raw] if isinstance(raw, str) else raw
+    if not isinstance(texts, list | tuple):
+        raise ValueError(f"it is no list of {what}")  # noqa: TRY004  # kinds promise ValueError
+    items = (item.strip() for text in texts for item in re.split(between, str(text)))
+    return [item for item in items if item]
+
+
 def optional(of: Kind[T], *, word: str = "none") -> Kind[T | None]:
     """The kind, or a ``word`` for None."""
 
@@ -418,13 +433,8 @@ def failure_rule(text: str) -> FailureRule:
 def failure_rules(raw: object) -> tuple[FailureRule, ...]:
     """``CLASS=ACTION``, repeated or with commas between them, or a TOML table."""
     if isinstance(raw, Mapping):
-        items = [f"{name}={action}" for name, action in pairs.parse(raw).items()]
-    elif isinstance(raw, str | list | tuple):
-        texts = [raw] if isinstance(raw, str) else raw
-        items = [item for text in texts for item in re.split("[,;]", str(text))]
-    else:
-        raise ValueError("it is no list of CLASS=ACTION")  # noqa: TRY004  # kinds promise ValueError
-    rules = tuple(failure_rule(item) for item in items if item.strip())
+        raw = [f"{name}={action}" for name, action in pairs.parse(raw).items()]
+    rules = tuple(map(failure_rule, listed(raw, "CLASS=ACTION", between="[,;]")))
     names = [rule.name for rule in rules]
     for name in names:
         if names.count(name) > 1:

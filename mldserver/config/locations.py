@@ -1,4 +1,4 @@
-"""Where things lie and where they go, as settings name it: output, ledger, what windows are published into, dead letters."""
+"""Where things lie and where they go, as settings name it: output, ledger, what windows are published into, dead letters; and the names of who may come."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from mldserver.base.uris import SCHEMES, local_path, redacted, redacted_url
-from mldserver.config.kinds import as_text, folder, kind
+from mldserver.config.kinds import as_text, folder, kind, listed
 from mldserver.errors import ConfigError
 from mldserver.spark.sinks import SINKS, find
 from mldserver.spark.sinks.sink import SinkSpec
@@ -207,16 +207,27 @@ _SQL_NAME = re.compile(rf"{_SQL_PART}(?:\.{_SQL_PART})*")
 )
 def python_files(raw: object) -> tuple[Path, ...]:
     """Files of Python code, as spark-submit's ``--py-files`` takes them; they must be there."""
-    texts = [raw] if isinstance(raw, str) else raw
-    if not isinstance(texts, list | tuple):
-        raise ValueError("it is no list of files")  # noqa: TRY004  # kinds promise ValueError
-    files = tuple(folder.parse(item) for text in texts for item in str(text).split(",") if item.strip())
+    files = tuple(map(folder.parse, listed(raw, "files")))
     for file in files:
         if file.suffix not in {".py", ".zip", ".egg"}:
             raise ValueError(f"{file} is neither a .py nor a .zip nor an .egg file")
         if not file.is_file():
             raise ValueError(f"there is no file {file}")
     return files
+
+
+@kind(
+    "names with * and ? for any characters, repeated or with commas between, or any",
+    lambda value: ", ".join(value) or "any",
+    many=True,
+    metavar="NAME",
+)
+def globs(raw: object) -> tuple[str, ...]:
+    """Names with ``*`` and ``?`` in them; none of them (``any``) means that every name will do."""
+    names = tuple(listed(raw, "names"))
+    if not names:  # an empty list of a template must not open what it was to close
+        raise ValueError("it names nothing")
+    return () if names == ("any",) else names
 
 
 @kind(

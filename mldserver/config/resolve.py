@@ -16,7 +16,7 @@ import structlog
 from mldserver.base.java_properties import from_text
 from mldserver.base.kill_points import KILL_VARIABLE
 from mldserver.base.uris import redacted_url
-from mldserver.config.kinds import OnKeyFailure
+from mldserver.config.kinds import OnKeyFailure, is_local
 from mldserver.config.locations import LEDGER_FILE, SqlitePlace, cache_folder
 from mldserver.config.settings import ENV_PREFIX, MAY_HOLD_SECRETS, Settings, specs
 from mldserver.errors import ConfigError
@@ -177,6 +177,7 @@ def _check(settings: Settings) -> None:
             )
     if isinstance(settings.ledger, SqlitePlace):
         ledger_file(settings)
+    _check_security(settings)
     sink = sink_of(settings)
     for name in ("sink_table", "sink_options"):
         if sink is None and getattr(settings, name):
@@ -203,6 +204,28 @@ def _check(settings: Settings) -> None:
             "tells which keys wait.",
             advice="Leave dead_letters out, or set on_key_failure = continue.",
         )
+
+
+def _check_security(settings: Settings) -> None:
+    """Outside loopback both sides prove who they are, unless the settings say in so many words that they need not."""
+    for name, needs in (
+        ("tls_key", "tls_certificate"),
+        ("tls_client_ca", "tls_certificate"),
+        ("tls_names", "tls_client_ca"),
+    ):
+        if getattr(settings, name) and not getattr(settings, needs):
+            raise ConfigError(
+                f"{name} ({settings.origin(name)}) means nothing without {needs}.",
+                advice=f"Set {needs} too, or leave {name} out.",
+            )
+    proven = settings.tls_certificate is not None and settings.tls_client_ca is not None
+    for name, address in (("listen", settings.listen), ("admin", settings.admin)):
+        if not (proven or settings.insecure or address is None or is_local(address)):
+            raise ConfigError(
+                f"{name} = {address} ({settings.origin(name)}) is outside loopback, where anyone could connect.",
+                advice="Set tls_certificate and tls_client_ca, so that both sides show certificates; or set "
+                "insecure = true if the network itself keeps strangers out.",
+            )
 
 
 def _check_yarn(settings: Settings, environ: Mapping[str, str]) -> None:

@@ -139,6 +139,28 @@ class ConnectionSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SecuritySettings:
+    """Admin and security: who may see, steer and connect."""
+
+    admin: Address | None = setting(kinds.optional(kinds.address), TcpAddress("127.0.0.1", 7071))
+    """Where a running server is seen and steered; none: nowhere."""
+    admin_token_file: Path | None = setting(kinds.optional(kinds.folder), None)
+    """A file with the token for the admin endpoint; none: the server makes one for steering, beside its ledger."""
+    tls_certificate: Path | None = setting(kinds.optional(kinds.folder), None)
+    """The server's certificate with its chain (PEM): `listen` speaks TLS, and so does `admin` outside loopback."""
+    tls_key: Path | None = setting(kinds.optional(kinds.folder), None)
+    """Its private key (PEM); none: it is in the certificate's file."""
+    tls_client_ca: Path | None = setting(kinds.optional(kinds.folder), None)
+    """Clients need a certificate of one of these authorities (PEM)."""
+    tls_names: tuple[str, ...] = setting(locations.globs, ())
+    """Names that clients' certificates may have (subject's CN or alternative names); may be repeated."""
+    insecure: bool = setting(kinds.flag, False)
+    """Listen outside loopback though anyone may connect there, read, and send records."""
+    allow_shards: tuple[str, ...] = setting(locations.globs, ())
+    """Shards that daemons may connect for; may be repeated."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogSettings:
     """Log: where it goes."""
 
@@ -303,6 +325,7 @@ PartT = TypeVar("PartT")
 class Settings(
     PipelineSettings,
     ConnectionSettings,
+    SecuritySettings,
     LogSettings,
     FailureSettings,
     CallSettings,

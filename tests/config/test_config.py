@@ -292,6 +292,56 @@ def test_a_lower_bound_above_its_upper_bound_is_refused(low: str, high: str) -> 
     assert f"is above {high} = " in told
 
 
+# Who may connect
+
+CERTIFICATES = {"tls_certificate": "server.pem", "tls_client_ca": "ca.pem"}
+
+
+@pytest.mark.parametrize("name", ["listen", "admin"])
+@pytest.mark.parametrize("address", ["0.0.0.0:7070", "[::]:7070", "10.0.0.1:7070", "server.example:7070"])
+def test_outside_loopback_both_sides_show_certificates_unless_it_is_said_in_so_many_words(
+    name: str, address: str
+) -> None:
+    told = refusal(command_line={name: address})
+    assert f"{name} = {address} (command line --{name}) is outside loopback" in told
+    assert "is outside loopback" in refusal(command_line={name: address, "tls_certificate": "server.pem"})
+    for more in (CERTIFICATES, {"insecure": "true"}):
+        assert str(getattr(resolved({name: address, **more}), name)) == address
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:7070", "127.8.9.1:0", "[::1]:1", "localhost:1", "unix:/run/m.sock"]
+)
+@pytest.mark.parametrize("name", ["listen", "admin"])
+def test_on_loopback_and_unix_sockets_certificates_are_not_asked_for(name: str, address: str) -> None:
+    assert str(getattr(resolved({name: address}), name)) == address
+
+
+def test_the_admin_endpoint_is_on_loopback_unless_it_is_elsewhere_or_nowhere() -> None:
+    assert str(resolved().admin) == "127.0.0.1:7071"
+    assert resolved({"admin": "none"}).admin is None
+
+
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [("tls_key", "tls_certificate"), ("tls_client_ca", "tls_certificate"), ("tls_names", "tls_client_ca")],
+)
+def test_a_part_of_tls_without_what_it_belongs_to_is_refused(name: str, needs: str) -> None:
+    assert f"{name} (command line --{name.replace('_', '-')}) means nothing without {needs}" in refusal(
+        command_line={name: "x"}
+    )
+
+
+def test_shards_and_names_are_limited_by_patterns(tmp_path: Path) -> None:
+    (tmp_path / "mldserver.toml").write_text('allow_shards = ["shardId-0*", "shardId-9"]\n')
+    settings = resolved({"tls_names": ["kcl-?", "a, b"], **CERTIFICATES}, folder=tmp_path)
+    assert settings.allow_shards == ("shardId-0*", "shardId-9")
+    assert settings.tls_names == ("kcl-?", "a", "b")
+    assert (resolved().allow_shards, resolved({"allow_shards": "any"}).allow_shards) == ((), ())
+    assert "it names nothing" in refusal(command_line={"allow_shards": []})
+    assert "it is no list of names" in refusal(command_line={"allow_shards": 7})
+
+
 # The page of settings
 
 
