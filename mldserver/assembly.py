@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import socket
@@ -78,6 +77,8 @@ class Parts:
     """Engine and runner are None for a handler without rows."""
     polling: ShardPolling | None
     """None where no stream is named."""
+    handler_version: str
+    """The version of the handler that was loaded."""
 
 
 def claim_of(settings: Settings, store: OutputStore) -> FolderClaim:
@@ -244,6 +245,7 @@ async def _assembled(settings: Settings, around: Surroundings, runtime: Runtime,
         engine,
         runner,
         polling,
+        spec.version,
     )
 
 
@@ -398,53 +400,3 @@ def _table(settings: Settings) -> str | None:
 def _failure_policy(settings: Settings) -> FailurePolicy:
     bad_above_ms = settings.max_ahead_ms if settings.on_ahead == "fail" else None
     return settings.part(FailurePolicy, max_ahead_ms=bad_above_ms)
-
-
-class Readiness:
-    """Green once every part works; red while something needs a person or a restart."""
-
-    def __init__(self) -> None:
-        """Start red, silently: a server that starts is not broken."""
-        self.green = asyncio.Event()
-        """Set while everything works; read only."""
-        self._told_broken = False
-        """Whether it was told, since it was green last, that something is broken."""
-
-    def look(self, parts: Parts) -> str | None:
-        """Look at the parts; return a change that is worth telling: why it turned red, or nothing (``""``) where it turned green."""
-        red = _red(parts)
-        if red is None:
-            was_green = self.green.is_set()
-            self.green.set()
-            self._told_broken = False
-            return None if was_green else ""
-        # Spark that is still starting is no news; what is broken is, also where it breaks while Spark starts again.
-        reason, broken = red
-        news = self.green.is_set() or (broken and not self._told_broken)
-        self.green.clear()
-        if not news:
-            return None
-        self._told_broken = broken
-        return reason
-
-
-def _red(parts: Parts) -> tuple[str, bool] | None:
-    """Return why it is red, and whether that is more than a part that has not started yet; None: it is green."""
-    if parts.source.waits_for is not None:
-        return parts.source.waits_for, False
-    status, trouble = parts.coordinator.status(), parts.runtime.trouble
-    if status.windows_halted:
-        trouble = f"window {status.windows_halted[0]} keeps failing and every other waits for it"
-    elif status.flush_failing:
-        trouble = "rows cannot be made durable: see the latest flush.failed"
-    elif status.stuck:
-        who = "the watermark" if status.held_by is None else f"shard {status.held_by}"
-        where = "" if status.held_by_server is None else f" at server {status.held_by_server}"
-        trouble = f"{who}{where} stands still ({status.reason}), and windows that are due wait for it"
-    if trouble is not None:
-        return trouble, True
-    if parts.engine is not None and not parts.engine.is_ready:
-        why = parts.engine.trouble
-        reason = "Spark is not running" if why is None else f"Spark computes no window. {why}"
-        return f"{reason}: windows wait for it, rows go on being stored", why is not None
-    return None

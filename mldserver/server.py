@@ -32,7 +32,8 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import structlog
 
 from mldserver import __version__
-from mldserver.assembly import Parts, Readiness, Surroundings, assemble
+from mldserver.admin.gather import Readiness
+from mldserver.assembly import Parts, Surroundings, assemble
 from mldserver.base.aws import require_aws
 from mldserver.base.clock import SystemClock
 from mldserver.errors import (

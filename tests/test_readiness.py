@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from mldserver.assembly import Readiness
+from mldserver.admin.gather import Readiness
 
 if TYPE_CHECKING:
     from mldserver.assembly import Parts

@@ -1,0 +1,63 @@
+"""What the server tells of itself, and whether it is ready: made from its parts, in its own process."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mldserver.assembly import Parts
+
+
+class Readiness:
+    """Green once every part works; red while something needs a person or a restart."""
+
+    def __init__(self) -> None:
+        """Start red, silently: a server that starts is not broken."""
+        self.green = asyncio.Event()
+        """Set while everything works; read only."""
+        self._told_broken = False
+        """Whether it was told, since it was green last, that something is broken."""
+
+    def look(self, parts: Parts) -> str | None:
+        """Look at the parts; return a change that is worth telling: why it turned red, or nothing (``""``) where it turned green."""
+        red = unready(parts)
+        if not red:
+            was_green = self.green.is_set()
+            self.green.set()
+            self._told_broken = False
+            return None if was_green else ""
+        # Spark that is still starting is no news; what is broken is, also where it breaks while Spark starts again.
+        reason, broken = red[0]
+        news = self.green.is_set() or (broken and not self._told_broken)
+        self.green.clear()
+        if not news:
+            return None
+        self._told_broken = broken
+        return reason
+
+
+def unready(parts: Parts) -> list[tuple[str, bool]]:
+    """Return why it is red, the most urgent first, and whether each is more than a part that has not started yet."""
+    status = parts.coordinator.status()
+    found: list[tuple[str, bool]] = []
+    if parts.source.waits_for is not None:
+        found.append((parts.source.waits_for, False))
+    if status.windows_halted:
+        window = status.windows_halted[0]
+        found.append((f"window {window} keeps failing and every other waits for it", True))
+    if status.flush_failing:
+        found.append(("rows cannot be made durable: see the latest flush.failed", True))
+    if status.stuck:
+        who = "the watermark" if status.held_by is None else f"shard {status.held_by}"
+        where = "" if status.held_by_server is None else f" at server {status.held_by_server}"
+        found.append(
+            (f"{who}{where} stands still ({status.reason}), and windows that are due wait for it", True)
+        )
+    if parts.runtime.trouble is not None:
+        found.append((parts.runtime.trouble, True))
+    if parts.engine is not None and not parts.engine.is_ready:
+        why = parts.engine.trouble
+        reason = "Spark is not running" if why is None else f"Spark computes no window. {why}"
+        found.append((f"{reason}: windows wait for it, rows go on being stored", why is not None))
+    return found
