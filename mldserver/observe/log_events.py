@@ -45,6 +45,10 @@ server.buried  warning  server seconds
     Another server on the ledger is dead: its shards and windows are free for others.
 server.beat_failed  warning
     The ledger could not be told that this server lives; after long others take it for dead.
+tls.read  info  certificate
+    On SIGHUP certificates were read again; connections that are there keep theirs.
+tls.refused  error
+    A certificate that was to be read again cannot be used: the one before it stays.
 connection.opened  debug  peer
     A peer connected.
 connection.refused  warning  peer limit

@@ -1,0 +1,135 @@
+"""TLS as servers and clients speak it: 1.2 and later, with certificates from files that may be renewed meanwhile.
+
+A server's context stays for the life of its process, so whoever listens takes it once. Each handshake goes by the files
+as they were read last, certificate and authorities alike; no session outlives a reading.
+"""
+
+from __future__ import annotations
+
+import ssl
+import time
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from mldserver.errors import ConfigError, NotThereYet
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+log = structlog.get_logger("mldserver")
+
+
+class ServerTLS:
+    """The server's side: its certificate, and whom it lets in."""
+
+    def __init__(
+        self,
+        certificate: Path,
+        key: Path | None = None,
+        client_ca: Path | None = None,
+        *,
+        names: Sequence[str] = (),
+        required: bool = True,
+    ) -> None:
+        """Read the files (PEM). Blocking. Raises ConfigError for what is none, NotThereYet for a file that is missing.
+
+        ``key``: None where it is in the certificate's file. ``client_ca``: clients show a certificate of one of these
+        authorities; not ``required``: those without one get through the handshake too. ``names``: patterns, of which a
+        client's certificate must have one.
+        """
+        self._files = (certificate, key, client_ca)
+        self._names = names
+        self._required = required
+        self._latest = self._read()
+        self._read_at = 0
+        """Seconds since the epoch; 0: the files were not read again yet."""
+        self.context = self._latest
+        """For everything that listens, as long as the process lives."""
+        self.context.sni_callback = (
+            self._renew
+        )  # called in every handshake, also of clients that name no server
+
+    def read_again(self) -> None:
+        """Read the files; what cannot be used is logged, and the former certificates stay. Blocking."""
+        try:
+            self._latest, self._read_at = self._read(), int(time.time())
+        except (ConfigError, NotThereYet) as error:
+            log.error("tls.refused", **error.told())  # the error is told in words
+        else:
+            log.info("tls.read", certificate=str(self._files[0]))
+
+    def refusal(self, peer: ssl.SSLObject | None) -> str | None:
+        """Return why a client may not stay, whose handshake is done; None: it may. ``peer`` is the transport's ``ssl_object``."""
+        names = names_of(peer)
+        if not self._names or any(fnmatchcase(name, pattern) for name in names for pattern in self._names):
+            return None
+        return f"Its certificate is for {', '.join(names) or 'nobody'}, and tls_names allows none of that."
+
+    def _read(self) -> ssl.SSLContext:
+        certificate, key, client_ca = self._files
+        context = _context(ssl.PROTOCOL_TLS_SERVER, certificate, key, client_ca)
+        # Without tickets there is nothing that a client could come back with but its certificate.
+        context.options |= ssl.OP_NO_TICKET
+        context.num_tickets = 0
+        if client_ca is not None:
+            context.verify_mode = ssl.CERT_REQUIRED if self._required else ssl.CERT_OPTIONAL
+        return context
+
+    def _renew(self, connection: ssl.SSLObject, _name: str, _context: ssl.SSLContext) -> int | None:
+        """Go by the latest files. A session (TLS 1.2) in which a client has shown a certificate before that is refused."""
+        # Python cannot give a session where there is none.
+        session = connection.session if connection.session_reused else None
+        if session is not None and session.time <= self._read_at:
+            return ssl.AlertDescription.ALERT_DESCRIPTION_CERTIFICATE_EXPIRED
+        connection.context = self._latest
+        return None
+
+
+def client_context(
+    certificate: Path | None, key: Path | None, ca: Path | None, *, check_host: bool = True
+) -> ssl.SSLContext:
+    """Return what a client connects with. Blocking. Raises ConfigError and NotThereYet as a server does.
+
+    ``certificate``: shown to servers that ask for one. ``ca``: authorities of the server's; None: the system's.
+    ``check_host``: whether the server's certificate must be for the host that is connected to.
+    """
+    context = _context(ssl.PROTOCOL_TLS_CLIENT, certificate, key, ca)
+    context.check_hostname = check_host
+    if ca is None:
+        context.load_default_certs()
+    return context
+
+
+def names_of(peer: ssl.SSLObject | None) -> tuple[str, ...]:
+    """Return the names in the certificate that a peer has shown and proven: its subject's common name, then the others."""
+    shown: dict[str, Any] = (peer.getpeercert() if peer is not None else None) or {}
+    subject = [pair for part in shown.get("subject", ()) for pair in part if pair[0] == "commonName"]
+    # A folder of names (DirName) is no text.
+    names = (name for _, name in (*subject, *shown.get("subjectAltName", ())) if isinstance(name, str))
+    return tuple(dict.fromkeys(names))
+
+
+def _context(kind: int, certificate: Path | None, key: Path | None, ca: Path | None) -> ssl.SSLContext:
+    context = ssl.SSLContext(kind)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    where = certificate
+    try:
+        if certificate is not None:
+            # An encrypted key is refused here; without a password the terminal would be asked for it.
+            context.load_cert_chain(certificate, key, password="")
+        where = ca
+        if ca is not None:
+            context.load_verify_locations(ca)
+    except OSError as error:  # ssl.SSLError is one
+        files = f"{where} with its key {key}" if where is certificate and key is not None else str(where)
+        why = str(error.strerror or error)
+        if isinstance(error, ssl.SSLError):
+            why = (error.reason or "it is not what it should be").replace("_", " ").lower()
+        raise (NotThereYet if isinstance(error, FileNotFoundError) else ConfigError)(
+            f"The certificate {files} cannot be used: {why}.",
+            advice="Give PEM files that this user may read, the key without a password and belonging to the certificate.",
+        ) from error
+    return context
