@@ -341,10 +341,14 @@ async def test_workers_killed_again_and_again_under_load_lose_and_double_nothing
         playing = asyncio.create_task(play(server, stream("", shards=4, records=records), max_records=10))
         await kill(playing)
         await playing
-    # First, since it explains a row that is missing: a record in hand at too many deaths is a dead letter.
-    assert named(logged, "connection.failed", "handler.dead_letter") == []
-    rows, all_rows = ids(tmp_path / "out"), Counter(range(records))
-    assert (rows - all_rows, all_rows - rows) == (Counter(), Counter())
+    assert named(logged, "connection.failed") == []
+    # A record that is in hand alone whenever its process is killed, as often as it may be tried, is taken for the cause:
+    # of a hundred kills, that may happen to one or two. It is a dead letter then, and nothing is lost.
+    letters = named(logged, "handler.dead_letter")
+    aside = Counter(int(event["partition_key"].removeprefix("key-")) for event in letters)
+    assert ids(tmp_path / "out") + aside == Counter(range(records))
+    assert len(letters) <= (3 if long else 0)
+    assert all("killed by signal 9" in str(event) for event in letters)
     assert sorted(event["pid"] for event in named(logged, "worker.lost")) == sorted(killed)
     assert len(killed) == kills
     only_unanswered_batches_ran_twice(tmp_path, logged, max_records=10)
