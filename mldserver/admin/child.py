@@ -1,0 +1,105 @@
+"""The endpoint's process: takes documents from the server, and serves whoever may ask.
+
+Not for people: ``python -m mldserver.admin.child FD``. It gives way to the server in everything: CPU, memory, life.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import resource
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import uvloop
+
+from mldserver.admin import wire
+from mldserver.admin.endpoint import Endpoint
+from mldserver.children.channel import Channel
+from mldserver.children.parent_death import die_with_parent
+
+if TYPE_CHECKING:
+    from mldserver.children.channel import Descriptors
+
+_NICE: Final = 10
+_MEMORY_BYTES: Final = 512 * 2**20
+"""Beyond it the process ends, and a fresh one begins."""
+_DESCRIPTORS: Final = 512
+
+
+class Child:
+    """The endpoint's side of the channel."""
+
+    def __init__(self, end: socket.socket) -> None:
+        """Own the socket to the server."""
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, asyncio.Future[wire.Answered]] = {}
+        self._started: asyncio.Future[tuple[wire.Start, socket.socket]] = (
+            asyncio.get_running_loop().create_future()
+        )
+        self._documents: asyncio.Queue[bytes] = asyncio.Queue()
+        self._channel = Channel[wire.ToEndpoint](
+            end, wire.ToEndpoint, receive=self._receive, ended=lambda _: os._exit(0)
+        )
+
+    async def run(self) -> None:
+        """Serve until the server's end."""
+        start, listener = await self._started
+        endpoint = Endpoint(
+            ask=self._ask,
+            uid=os.getuid(),
+            token_file=Path(start.token_file),
+            guarded=start.guarded,
+            insecure=start.insecure,
+        )
+        async with asyncio.TaskGroup() as group:
+            group.create_task(endpoint.serve(listener))
+            while True:
+                await endpoint.take(await self._documents.get())
+                self._channel.send(wire.Taken())
+
+    async def _ask(self, act: str, argument: str, who: str) -> wire.Answered:
+        number = next(self._numbers)
+        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        self._channel.send(wire.Ask(number, act, argument, who))
+        try:
+            return await answer
+        finally:
+            del self._asked[number]
+
+    def _receive(self, message: wire.ToEndpoint, files: Descriptors) -> None:
+        match message:
+            case wire.Start():
+                self._started.set_result((message, socket.socket(fileno=files.pop(0))))
+            case wire.Document():
+                self._documents.put_nowait(message.status)
+            case wire.Answered() if message.number in self._asked:
+                self._asked[message.number].set_result(message)
+
+
+def main(arguments: list[str]) -> None:
+    """Serve through the descriptor that ``arguments`` name. Never returns."""
+    # Ctrl-C on a terminal is for the server, which ends this process with itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(_NICE)
+    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS, _DESCRIPTORS))
+    with contextlib.suppress(OSError, AttributeError):  # Linux
+        die_with_parent()
+        Path("/proc/self/oom_score_adj").write_text("900", encoding="ascii")
+    end = socket.socket(fileno=int(arguments[0]))
+    end.set_inheritable(False)
+    uvloop.run(_serve(end))
+
+
+async def _serve(end: socket.socket) -> None:
+    await Child(end).run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

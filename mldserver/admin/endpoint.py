@@ -1,0 +1,384 @@
+"""HTTP for people and probes, made from the server's latest status document and nothing else.
+
+    GET  /         the page                    GET  /status    the document, as JSON
+    GET  /livez    the server's loop turns     GET  /events    the same, as server-sent events
+    GET  /readyz   200, or 503 with reasons    GET  /metrics   for Prometheus
+    GET  /history  the last hour, for the page
+    POST /act/NAME {"argument": "…"}: carried out by the server
+
+Whatever clients do is bounded: connections (the oldest gives way), a deadline for each step, headers, bodies, streams, and
+what waits for a slow reader. A connection is a task, which ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import struct
+import sys
+import traceback
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+from aiohttp import hdrs, web
+
+from mldserver.admin.access import (
+    Act,
+    Credential,
+    Listener,
+    browser_refusal,
+    is_loopback,
+    read_token,
+    refusal,
+    same_token,
+)
+from mldserver.errors import OperatorError
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+    from aiohttp.web_protocol import RequestHandler
+
+    from mldserver.admin.wire import Answered
+
+    AskServer = Callable[[str, str, str], Awaitable[Answered]]
+
+_MOST_CONNECTIONS: Final = 200
+_MOST_STREAMS: Final = 50
+_MOST_ACTS: Final = 8
+"""That are not answered yet."""
+_HEADER_BYTES: Final = 8192
+_BODY_BYTES: Final = 4096
+_REQUEST_SECONDS: Final = 5.0
+"""Until the first request has come, with the handshake before it."""
+_IDLE_SECONDS: Final = 30.0
+"""From an answer's begin to the next request: a slow reader has as long as one that says nothing."""
+_STREAM_SECONDS: Final = 10.0
+"""How long a reader of events may take for one document."""
+_SILENT_SECONDS: Final = 5.0
+"""Without a document for so long, the server's event loop does not turn."""
+
+_HEADERS: Final = {
+    "Server": "mldserver",
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+}
+
+_READS: Final = {
+    "/livez": Act.LIVE,
+    "/readyz": Act.LIVE,
+    **dict.fromkeys(("/", "/status", "/events"), Act.READ),
+}
+
+
+class _Body(msgspec.Struct, forbid_unknown_fields=True):
+    """Of a POST."""
+
+    argument: str = ""
+
+
+class _Brief(msgspec.Struct):
+    """What the endpoint itself goes by of a status document."""
+
+    ready: bool
+    reasons: tuple[str, ...] = ()
+
+
+class Connection:
+    """A client, from the accept to the end."""
+
+    def __init__(self, endpoint: Endpoint, peer_socket: socket.socket) -> None:
+        self._endpoint = endpoint
+        self._socket = peer_socket
+        self._loop = asyncio.get_running_loop()
+        self.gone = asyncio.Event()
+        self.deadline: float | None = self._loop.time() + _REQUEST_SECONDS
+        """When it is cut, in the loop's time; None: not now."""
+        self.transport: asyncio.Transport | None = None
+        self.peer = _peer(peer_socket)
+        """In words; with it who a Unix socket's client is."""
+
+    async def run(self) -> None:
+        """Serve the client until it goes, its time is over, or this is cancelled."""
+        server = self._endpoint.server
+        handler = server()
+        server.serving[handler] = self
+        try:
+            with contextlib.suppress(OSError, TimeoutError):  # ssl.SSLError is an OSError
+                self.transport, _ = await self._loop.connect_accepted_socket(
+                    lambda: handler,
+                    self._socket,
+                    ssl=self._endpoint.tls,
+                    ssl_handshake_timeout=_REQUEST_SECONDS if self._endpoint.tls else None,
+                )
+                while self.deadline is None or self.deadline > self._loop.time():
+                    left = None if self.deadline is None else self.deadline - self._loop.time()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(min(left or _REQUEST_SECONDS, _REQUEST_SECONDS)):
+                            await self.gone.wait()
+                            return
+        finally:
+            del server.serving[handler]
+            if self.transport is not None:
+                self.transport.abort()
+            self._socket.close()
+
+    def extend(self, seconds: float | None) -> None:
+        """Set the deadline, from now on; None: it has none."""
+        self.deadline = None if seconds is None else self._loop.time() + seconds
+
+    def shown(self, request: web.BaseRequest) -> tuple[Credential, str]:
+        """Return the credential that the client has shown, and who it is in words."""
+        if self._endpoint.listener is Listener.UNIX:
+            _, uid = self.peer
+            owner = uid in {0, self._endpoint.uid}
+            return (Credential.OWNER if owner else Credential.STRANGER), self.peer[0]
+        scheme, _, token = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
+        if scheme:
+            right = scheme.lower() == "bearer" and self._endpoint.is_token(token.strip())
+            return (Credential.TOKEN if right else Credential.WRONG_TOKEN), f"token, {self.peer[0]}"
+        return Credential.NONE, self.peer[0]
+
+
+def _peer(peer_socket: socket.socket) -> tuple[str, int | None]:
+    """Return who is connected, in words, and of a Unix socket's client the user's id where the system tells it."""
+    if peer_socket.family != socket.AF_UNIX:
+        with contextlib.suppress(OSError):  # it has gone already
+            host, port = peer_socket.getpeername()[:2]
+            return f"{host} port {port}", None
+        return "gone", None
+    if not hasattr(socket, "SO_PEERCRED"):
+        return "unknown user", None
+    pid, uid, _ = struct.unpack("3i", peer_socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return f"user {uid}, process {pid}", uid
+
+
+class _Server(web.Server):
+    """aiohttp's own, which knows the connection of each handler."""
+
+    def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> None:
+        silent = logging.getLogger("mldserver.admin.http")
+        silent.disabled = True  # garbage is no news; what goes wrong here is told by ``Endpoint``
+        super().__init__(
+            handler,
+            handler_cancellation=True,
+            keepalive_timeout=_IDLE_SECONDS,
+            lingering_time=0,
+            access_log=None,
+            logger=silent,
+            auto_decompress=False,
+        )
+        self.serving: dict[RequestHandler, Connection] = {}
+
+    def connection_lost(self, handler: RequestHandler, exc: BaseException | None = None) -> None:
+        super().connection_lost(handler, exc)
+        if handler in self.serving:
+            self.serving[handler].gone.set()
+
+
+class Endpoint:
+    """Serves one listening socket. What it shows comes by ``take``."""
+
+    def __init__(
+        self,
+        *,
+        ask: AskServer,
+        uid: int,
+        token_file: Path,
+        guarded: bool = False,
+        insecure: bool = False,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """Know who may do what. ``ask`` lets the server carry out an act: its name, argument, and who asks.
+
+        ``uid``: the user who may use a Unix socket, beside root. For the rest see ``wire.Start`` and ``access.py``.
+        """
+        self.server = _Server(self._handle)
+        self.listener = Listener.LOOPBACK
+        self.uid = uid
+        self.tls = tls
+        self._ask = ask
+        self._token_file = token_file
+        self._may = partial(refusal, guarded=guarded, insecure=insecure)
+        self._loop = asyncio.get_running_loop()
+        self._taken = self._loop.time()
+        self._document = b""
+        self._brief = _Brief(ready=False, reasons=("the server starts",))
+        self._made: dict[str, bytes] = {}
+        """What was made of the document, once for all who ask."""
+        self._news = asyncio.Condition()
+        self._streams = self._acts = 0
+
+    async def take(self, document: bytes) -> None:
+        """Take a document: nothing is older than this from now on. Empty: the server lives, and has none newer."""
+        self._taken = self._loop.time()
+        if document:
+            self._document = document
+            self._brief = msgspec.json.decode(document, type=_Brief)
+            self._made = {}
+            async with self._news:
+                self._news.notify_all()
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Accept clients until cancelled. The oldest gives way to what is too many."""
+        listener.setblocking(False)
+        self.listener = _kind(listener)
+        async with asyncio.TaskGroup() as group:
+            clients: dict[asyncio.Task[None], None] = {}
+            while True:
+                try:
+                    peer_socket, _ = await self._loop.sock_accept(listener)
+                except OSError as error:  # out of descriptors, say
+                    print(f"a connection cannot be accepted: {error}", file=sys.stderr)  # noqa: T201  # the log's way out
+                    await asyncio.sleep(1.0)
+                    continue
+                if len(clients) >= _MOST_CONNECTIONS:
+                    next(iter(clients)).cancel()
+                client = group.create_task(Connection(self, peer_socket).run())
+                clients[client] = None
+                client.add_done_callback(clients.pop)
+
+    def is_token(self, shown: str) -> bool:
+        """Whether a client has shown the token that the file holds now."""
+        try:
+            return same_token(shown, read_token(self._token_file))
+        except OperatorError as error:
+            print(error, file=sys.stderr)  # noqa: T201  # as above
+            return False
+
+    @property
+    def silent_seconds(self) -> float:
+        """How long no document has come."""
+        return self._loop.time() - self._taken
+
+    # Requests.
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer a request; whatever goes wrong with it is its own affair."""
+        connection = self.server.serving[request.protocol]
+        connection.extend(_IDLE_SECONDS)
+        try:
+            response = await self._answer(request, connection)
+        except Exception:  # noqa: BLE001  # a bug in here costs one answer
+            traceback.print_exc()
+            response = _json(500, error="The endpoint has failed; the server's log says how.")
+        connection.extend(_IDLE_SECONDS)
+        return response
+
+    async def _answer(self, request: web.BaseRequest, connection: Connection) -> web.StreamResponse:
+        method, path = request.method, request.path
+        wanted = _READS.get(path, Act.STEER if path.startswith("/act/") else None)
+        headers = request.headers
+        if sum(len(name) + len(value) for name, value in request.raw_headers) > _HEADER_BYTES:
+            return _json(431, error="The request's headers are too long.")
+        foreign = browser_refusal(
+            self.listener,
+            path,
+            method=method,
+            host=headers.get(hdrs.HOST, ""),
+            origin=headers.get(hdrs.ORIGIN, ""),
+            site=headers.get("Sec-Fetch-Site", ""),
+        )
+        if foreign is not None:
+            return _json(403, error=foreign)
+        credential, who = connection.shown(request)
+        why = self._may(self.listener, credential, wanted or Act.READ)
+        if why is not None:
+            response = _json(401 if "token" in why else 403, error=why)
+            if response.status == 401:  # noqa: PLR2004  # as above
+                response.headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
+            return response
+        if wanted is None:
+            return _json(404, error=f"There is no {path} here.", paths=[*_READS, "/act/NAME"])
+        allowed = ("POST",) if wanted is Act.STEER else ("GET", "HEAD")
+        if method not in allowed:
+            response = _json(405, error=f"{path} takes {' and '.join(allowed)}.")
+            response.headers[hdrs.ALLOW] = ", ".join(allowed)
+            return response
+        if wanted is Act.STEER:
+            return await self._steer(request, connection, who)
+        if path == "/events":
+            return await self._stream(request, connection)
+        may_read = self._may(self.listener, credential, Act.READ) is None
+        return self._read(path, may_read=may_read)
+
+    def _read(self, path: str, *, may_read: bool) -> web.Response:
+        silent = self.silent_seconds
+        turns = silent < _SILENT_SECONDS
+        still = f"the server's event loop has not turned for {silent:.0f} s"
+        if path == "/livez":
+            return _json(200 if turns else 503, live=turns, **({} if turns or not may_read else {"reason": still}))
+        if path == "/readyz":
+            ready = turns and self._brief.ready
+            reasons = self._brief.reasons if turns else (still,)
+            return _json(200 if ready else 503, ready=ready, **({"reasons": reasons} if may_read else {}))
+        if not self._document:
+            return _json(503, error="The server has only just started: there is no status yet.")
+        return _body(self._document, "application/json")
+
+    async def _stream(self, request: web.BaseRequest, connection: Connection) -> web.StreamResponse:
+        """Send each document as it comes; who reads too slowly misses some, and is cut in the end."""
+        if self._streams >= _MOST_STREAMS:
+            return _json(503, error=f"There are {_MOST_STREAMS} readers of events already.")
+        response = web.StreamResponse(headers=_HEADERS | {hdrs.CONTENT_TYPE: "text/event-stream"})
+        self._streams += 1
+        try:
+            sent = None
+            await response.prepare(request)
+            while True:
+                connection.extend(None)
+                async with self._news:
+                    await self._news.wait_for(lambda: self._document and self._document is not sent)
+                sent = self._document
+                connection.extend(_STREAM_SECONDS)
+                await response.write(self._once("events", lambda: b"event: status\ndata: %b\n\n" % self._document))
+        finally:
+            self._streams -= 1
+
+    async def _steer(self, request: web.BaseRequest, connection: Connection, who: str) -> web.Response:
+        body = bytearray()
+        async with asyncio.timeout(_REQUEST_SECONDS):
+            async for part in request.content.iter_any():
+                body += part
+                if len(body) > _BODY_BYTES:
+                    return _json(413, error=f"A body has {_BODY_BYTES} bytes at most.")
+        try:
+            argument = msgspec.json.decode(bytes(body), type=_Body).argument if body else ""
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return _json(400, error=f'The body must be JSON, as {{"argument": "…"}}: {error}.')
+        if self._acts >= _MOST_ACTS:
+            return _json(503, error=f"{_MOST_ACTS} acts are not done yet: try again later.")
+        self._acts += 1
+        connection.extend(None)  # a reload takes its time
+        try:
+            answer = await self._ask(request.path.removeprefix("/act/"), argument, who)
+        finally:
+            self._acts -= 1
+        return _json(200 if answer.done else 409, done=answer.done, text=answer.text)
+
+    def _once(self, what: str, make: Callable[[], bytes]) -> bytes:
+        """Return what is made of the present document, once for all."""
+        if what not in self._made:
+            self._made[what] = make()
+        return self._made[what]
+
+
+def _kind(listener: socket.socket) -> Listener:
+    if listener.family == socket.AF_UNIX:
+        return Listener.UNIX
+    return Listener.LOOPBACK if is_loopback(listener.getsockname()[0]) else Listener.REMOTE
+
+
+def _json(status: int, **fields: object) -> web.Response:
+    return _body(msgspec.json.encode(fields), "application/json", status=status)
+
+
+def _body(body: bytes, kind: str, *, status: int = 200, **headers: str) -> web.Response:
+    return web.Response(status=status, body=body, headers=_HEADERS | {hdrs.CONTENT_TYPE: kind} | headers)

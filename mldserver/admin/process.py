@@ -1,0 +1,256 @@
+"""The admin endpoint as the server has it: a socket, and a process that serves it from a document a second.
+
+What clients do happens in that process: the server encodes a document, sends it, and waits for nobody. The socket is the
+server's, so that the process may die at any time: a fresh one goes on where clients wait already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import structlog
+
+import mldserver
+from mldserver.admin import wire
+from mldserver.admin.access import make_token, read_token
+from mldserver.base.backoff import Backoff
+from mldserver.base.clock import first_of
+from mldserver.children.channel import Channel
+from mldserver.children.process import ChildProcess, ending
+from mldserver.config.kinds import TcpAddress, UnixAddress
+from mldserver.config.resolve import home
+from mldserver.errors import NotThereYet, OperatorError
+from mldserver.observe.logging import Printed
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from mldserver.admin.status import Status
+    from mldserver.base.clock import Clock
+    from mldserver.children.channel import Descriptors
+    from mldserver.config.kinds import Address
+    from mldserver.config.settings import Settings
+
+    CarryOut = Callable[[str, str], Awaitable[tuple[bool, str]]]
+    """Carries out an act with an argument; returns whether it is done, and a sentence."""
+
+log = structlog.get_logger("mldserver")
+
+_SECONDS: Final = 1.0
+"""From document to document."""
+_HANGS_SECONDS: Final = 30.0
+"""A process that has not taken a document for so long is replaced."""
+_BACKLOG: Final = 128
+_PASSED_ON: Final = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
+"""Of the environment: it may hold secrets, and the process listens to anybody."""
+_ROOT: Final = str(Path(mldserver.__file__).parents[1])
+_TOKEN: Final = "_mldserver/admin.token"  # noqa: S105  # a file's name
+
+
+def token_file(settings: Settings) -> Path:
+    """Return where the token is: a file of the operator's, or one that the server makes."""
+    return settings.admin_token_file or home(settings) / _TOKEN
+
+
+class AdminEndpoint:
+    """The endpoint of one server; ``serving`` is its whole life."""
+
+    def __init__(self, settings: Settings, clock: Clock) -> None:
+        """Prepare what the settings name; nothing is opened yet."""
+        assert settings.admin is not None, "there is an endpoint only where there is an address"
+        self._settings = settings
+        self._place: Address = settings.admin
+        self._clock = clock
+        self.address: str | None = None
+        """Where it listens, with the real port; None: it does not."""
+        self.pid: int | None = None
+        """Of its process, while there is one."""
+        self._channel: Channel[wire.FromEndpoint] | None = None
+        self._taken = asyncio.Event()
+        """Whether the process has taken the latest document."""
+
+    @contextlib.asynccontextmanager
+    async def serving(self, status: Callable[[], Status | None], carry_out: CarryOut) -> AsyncIterator[None]:
+        """Serve while the context lasts, whatever becomes of the process.
+
+        ``status`` makes a document. Raises OperatorError when the address that was given cannot be listened on.
+        """
+        listener = await self._listen()
+        if listener is None:
+            yield
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._keep(listener, carry_out), name="admin"),
+                    group.create_task(self._feed(status), name="status"),
+                ]
+                try:
+                    yield
+                finally:
+                    for task in tasks:
+                        task.cancel()
+        finally:
+            listener.close()
+            if isinstance(self._place, UnixAddress):
+                self._place.path.unlink(missing_ok=True)
+
+    def make_token(self) -> None:
+        """See that the token's file is there, and this user's alone. Blocking. Raises OperatorError."""
+        if self._settings.admin_token_file is None:
+            make_token(token_file(self._settings))
+        else:
+            read_token(self._settings.admin_token_file)
+
+    async def _listen(self) -> socket.socket | None:
+        """Return a listening socket; None where the default address is taken."""
+        place = self._place
+        try:
+            listener = await _listening(place)
+        except (OSError, UnicodeError) as error:
+            what = f"The admin endpoint cannot listen on {place}: {getattr(error, 'strerror', None) or error}."
+            advice = "Give another address with --admin, or `none`."
+            taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+            if taken and "admin" not in self._settings.origins:
+                log.warning("admin.unavailable", what=what, did="The server goes on without.", advice=advice)
+                return None
+            raise (NotThereYet if taken else OperatorError)(what, advice=advice) from error
+        host, port, *_ = listener.getsockname() if isinstance(place, TcpAddress) else ("", 0)
+        self.address = str(TcpAddress(host, port) if isinstance(place, TcpAddress) else place)
+        log.info("admin.listening", address=self.address, token_file=str(token_file(self._settings)))
+        return listener
+
+    # The process.
+
+    async def _keep(self, listener: socket.socket, carry_out: CarryOut) -> None:
+        """Have a process; when it ends, have another."""
+        again = Backoff(1.0, 60.0, free=1)
+        while True:
+            began_ms = self._clock.steady_ms()
+            try:
+                end = await self._live(listener, carry_out)
+            except OSError as error:  # no process, or no descriptor, to be had
+                end = str(error)
+            if self._clock.steady_ms() - began_ms > 60_000:  # noqa: PLR2004  # a minute: it was of use
+                again.worked()
+            delay = again.failed()
+            log.warning("admin.lost", reason=end, delay_seconds=delay)
+            await self._clock.sleep(delay)
+
+    async def _live(self, listener: socket.socket, carry_out: CarryOut) -> str:
+        """Run one process to its end, and return how it ended."""
+        settings, printed = self._settings, Printed()
+        environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (_ROOT, environment.get("PYTHONPATH"))))
+
+        def take(lines: list[str]) -> bool:
+            passed = [line for line in lines if line and printed.passes()]
+            for line in passed:
+                log.warning("library.log", logger="mldserver.admin", text=line)
+            return len(passed) == len(lines)
+
+        child = await ChildProcess.start(
+            [sys.executable, "-P", "-m", "mldserver.admin.child"],
+            environment=environment,
+            output=[take],
+            talks=True,
+        )
+        gone = asyncio.Event()
+        wrong = ""
+
+        def ended(what: str | None) -> None:
+            nonlocal wrong
+            wrong = what or ""
+            gone.set()
+
+        try:
+            async with asyncio.TaskGroup() as acts:
+                assert child.end is not None, "it was started with a socket"
+
+                def receive(message: wire.FromEndpoint, _files: Descriptors) -> None:
+                    if isinstance(message, wire.Taken):
+                        self._taken.set()
+                    else:
+                        acts.create_task(self._act(channel, message, carry_out))
+
+                channel = Channel[wire.FromEndpoint](
+                    child.end, wire.FromEndpoint, receive=receive, ended=ended
+                )
+                channel.send(
+                    wire.Start(
+                        title=f"mldserver: {settings.pipeline} admin",
+                        token_file=str(token_file(settings).absolute()),
+                        guarded=settings.admin_token_file is not None,
+                        insecure=settings.insecure,
+                    ),
+                    (os.dup(listener.fileno()),),
+                )
+                self.pid, self._channel = child.pid, channel
+                self._taken.set()
+                await first_of(child.wait(), gone.wait())
+                # An act that runs goes on without it.
+        finally:
+            self.pid = self._channel = None
+            await child.close()
+            channel.close()
+            printed.tell()
+        return wrong or ending(await child.wait())
+
+    async def _act(self, channel: Channel[wire.FromEndpoint], ask: wire.Ask, carry_out: CarryOut) -> None:
+        """Carry out what somebody asked for, and answer; whatever goes wrong is told to them, and logged."""
+        try:
+            done, text = await carry_out(ask.act, ask.argument)
+        except Exception as error:  # noqa: BLE001  # one act must not end the server
+            done, text = False, f"It failed: {type(error).__name__}: {error}."
+        tell = log.info if done else log.warning
+        tell("admin.act", act=ask.act, argument=ask.argument, who=ask.who, done=done, text=text)
+        channel.send(wire.Answered(ask.number, done, text))
+
+    # Documents.
+
+    async def _feed(self, status: Callable[[], Status | None]) -> None:
+        """Send a document a second; the next one only when the process has taken the one before."""
+        encoder = msgspec.json.Encoder()
+        told = False
+        sent_ms = self._clock.steady_ms()
+        while True:
+            if self._channel is not None and self._taken.is_set():
+                try:
+                    document = status()
+                    data = b"" if document is None else encoder.encode(document)
+                except Exception:
+                    data = b""  # the loop turns all the same
+                    if not told:
+                        log.exception("admin.failed", did="/status stands still; nothing else is concerned.")
+                    told = True
+                self._taken.clear()
+                self._channel.send(wire.Document(data))
+                sent_ms = self._clock.steady_ms()
+            elif self.pid is not None and self._clock.steady_ms() - sent_ms > _HANGS_SECONDS * 1000:
+                os.kill(self.pid, 9)
+            await self._clock.sleep(_SECONDS)
+
+
+async def _listening(place: Address) -> socket.socket:
+    """Return a listening socket. Raises OSError, UnicodeError."""
+    if isinstance(place, UnixAddress):
+        return listen_unix(place.path)
+    found = await asyncio.get_running_loop().getaddrinfo(*place, type=socket.SOCK_STREAM)
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
